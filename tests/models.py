@@ -1,0 +1,108 @@
+"""Tiny random Hugging Face checkpoints, so that a test can run the real engines in seconds.
+
+Weights are scaled up from transformers' initialisation: a freshly initialised model is almost
+uniform over the vocabulary, and a test on an almost uniform distribution cannot tell a wrong row or
+temperature from a right one.
+"""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+VOCAB_SIZE = 512
+EOS_TOKEN_ID = 1
+PAD_TOKEN_ID = 0
+
+
+def write_tokenizer(path: Path, vocab_size: int = VOCAB_SIZE) -> None:
+    """Byte-level tokenizer: ids 0, 1 are <pad>, <eos>, 2..257 are bytes, the rest are unused."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["<pad>", "<eos>", *alphabet]
+    words += [f"<unused{i}>" for i in range(vocab_size - len(words))]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.save_pretrained(path)
+
+
+def _shared_config(**overrides: object) -> dict[str, object]:
+    config: dict[str, object] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": EOS_TOKEN_ID,
+        "pad_token_id": PAD_TOKEN_ID,
+        "torch_dtype": "float32",
+    }
+    return config | overrides
+
+
+def _randomise(model: torch.nn.Module, seed: int, head_std: float) -> None:
+    """Matrices ~ N(0, 1/fan_in), norms ~ 1 + N(0, 0.01), drawn from a generator of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter.copy_(1 + 0.1 * noise)
+            elif "embed" in name:
+                parameter.copy_(noise)
+            elif "lm_head" in name:
+                parameter.copy_(noise * head_std / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+
+
+def _save(model: torch.nn.Module, path: Path, vocab_size: int) -> Path:
+    model.save_pretrained(path, safe_serialization=True)
+    write_tokenizer(path, vocab_size)
+    return path
+
+
+def tiny_qwen3(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:
+    """Writes a random dense Qwen3 checkpoint (float32, 0.2 M parameters) to `path` and returns it.
+
+    head_std: standard deviation of the logits; 2 gives about 4.5 nats of entropy at 512 ids.
+    overrides: fields of Qwen3Config.
+    """
+    config = Qwen3Config(**_shared_config(**overrides))
+    model = Qwen3ForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    return _save(model, path, config.vocab_size)
+
+
+def tiny_qwen3_moe(
+    path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object
+) -> Path:
+    """Writes a random Qwen3-MoE checkpoint (float32, 4 experts, top-2) to `path` and returns it."""
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.0,
+    }
+    config = Qwen3MoeConfig(**(_shared_config() | experts | overrides))
+    model = Qwen3MoeForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    return _save(model, path, config.vocab_size)
