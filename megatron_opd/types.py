@@ -1,7 +1,9 @@
-"""The nouns of the pipeline. Frozen: a stage returns a new record and never edits the one it was given.
+"""The nouns of the pipeline.
 
-Axes, as name suffixes: T response tokens of one sample, N flattened (token, cached action) pairs, P prompt tokens.
-Torch-free, so that the controller and its tests need no deep-learning stack.
+Frozen: a stage returns a new record and never edits the one it was given.
+
+Axes, as name suffixes: T response tokens of one sample, N flattened (token, cached action) pairs, P
+prompt tokens. Torch-free, so that the controller and its tests need no deep-learning stack.
 """
 
 from __future__ import annotations
@@ -21,14 +23,15 @@ FloatArray = npt.NDArray[np.float32]
 class Prompt:
     """One problem, tokenised. `uid` is unique in a run and rises in admission order.
 
-    token_ids_P: int32 [P], chat template already applied. answer: what the task's verifier compares with, if any.
+    token_ids_P: int32 [P], chat template already applied. answer: what the task's verifier compares
+    with, if any.
     """
 
     uid: int
     text: str
     token_ids_P: IntArray
     answer: str | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +47,14 @@ class VersionSpan:
 class Draws:
     """The ragged draw cache of one response: row t holds the actions cached at response position t.
 
-    For any f, sum over row t of weight * f(id) is an unbiased estimate of E_{a ~ p_old(.|s_t)}[f(a)]. Every row also
-    holds the token that continued the path, with weight 0 when no draw hit it, so that its log-probs travel with the rest.
+    For any f, sum over row t of weight * f(id) is an unbiased estimate of E_{a ~
+    p_old(.|s_t)}[f(a)]. Every row also holds the token that continued the path, with weight 0 when
+    no draw hit it, so that its log-probs travel with the rest.
 
-    offsets_T1: int64 [T + 1], row t is the slice [offsets[t], offsets[t + 1]); never empty.
-    ids_N: int32, strictly increasing inside a row. weight_N: float32 >= 0, a row sums to 1 (MC: count / m).
-    sampler_logp_N: float32, log of the true sampling distribution (after temperature and truncation) at draw time.
-    path_T: int64 [T], index into N of the path token of each row.
+    offsets_T1: int64 [T + 1], row t is the slice [offsets[t], offsets[t + 1]); never empty. ids_N:
+    int32, strictly increasing inside a row. weight_N: float32 >= 0, a row sums to 1 (MC: count /
+    m). sampler_logp_N: float32, log of the true sampling distribution (after temperature and
+    truncation) at draw time. path_T: int64 [T], index into N of the path token of each row.
     """
 
     offsets_T1: OffsetArray
@@ -61,10 +65,12 @@ class Draws:
 
     @property
     def num_tokens(self) -> int:
+        """Response positions, T."""
         return len(self.offsets_T1) - 1
 
     @property
     def num_ids(self) -> int:
+        """Cached (token, action) pairs, N."""
         return len(self.ids_N)
 
 
@@ -72,8 +78,9 @@ class Draws:
 class Rollout:
     """One student completion with its draw cache.
 
-    response_ids_T: int32 [T], the end-of-sequence token included when it was sampled. spans: cover [0, T), versions rise.
-    started_s, finished_s: monotonic clock. finish_reason: "stop" or "length".
+    response_ids_T: int32 [T], the end-of-sequence token included when it was sampled. spans: cover
+    [0, T), versions rise. started_s, finished_s: monotonic clock. finish_reason: "stop" or
+    "length".
     """
 
     prompt: Prompt
@@ -87,14 +94,17 @@ class Rollout:
 
     @property
     def num_response_tokens(self) -> int:
+        """Response tokens, T; over all samples for a batch."""
         return len(self.response_ids_T)
 
     @property
     def num_tokens(self) -> int:
+        """Prompt and response tokens, P + T."""
         return len(self.prompt.token_ids_P) + len(self.response_ids_T)
 
     @property
     def oldest_version(self) -> int:
+        """The version that sampled the stalest token."""
         return min(span.version for span in self.spans)
 
     def versions_T(self) -> IntArray:
@@ -107,7 +117,10 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A scored rollout. teacher_logp_N: float32 [N], log q of every cached id; finite (a sample with NaN is dropped)."""
+    """A scored rollout.
+
+    teacher_logp_N: float32 [N], log q of every cached id; finite (a sample with NaN is dropped).
+    """
 
     rollout: Rollout
     teacher_logp_N: FloatArray
@@ -115,7 +128,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The samples of one learner update, in admission order. update: 0-based; version: the learner's when it trains."""
+    """The samples of one learner update, in admission order.
+
+    update: 0-based; version: the learner's when it trains.
+    """
 
     update: int
     version: int
@@ -123,4 +139,5 @@ class Batch:
 
     @property
     def num_response_tokens(self) -> int:
+        """Response tokens, T; over all samples for a batch."""
         return sum(sample.rollout.num_response_tokens for sample in self.samples)

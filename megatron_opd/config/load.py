@@ -1,6 +1,9 @@
-"""YAML -> validated config. Every mistake becomes one line that names the key, the rule and the value.
+"""YAML -> validated config.
 
-Relative paths in a file mean what they would mean on the command line: relative to the working directory.
+Every mistake becomes one line that names the key, the rule and the value.
+
+Relative paths in a file mean what they would mean on the command line: relative to the working
+directory.
 """
 
 from __future__ import annotations
@@ -8,13 +11,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from megatron_opd.config.schema import Section
-
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -30,7 +32,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def _mapping_without_duplicates(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node)
+        key = str(loader.construct_object(key_node))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
         if key in seen:
             line = key_node.start_mark.line + 1
             raise ConfigError(f"{key_node.start_mark.name}:{line}: key {key!r} is given twice")
@@ -38,13 +40,16 @@ def _mapping_without_duplicates(loader: _UniqueKeyLoader, node: yaml.MappingNode
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
 
-_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_duplicates)
+_UniqueKeyLoader.add_constructor(
+    yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_duplicates
+)
 
 
-def load_config(
-    schema: type[SectionT], path: Path, overrides: Sequence[str] = ()
-) -> SectionT:
-    """Read `path`, apply `a.b=value` overrides (values parsed as YAML), validate. Raises ConfigError."""
+def load_config(schema: type[SectionT], path: Path, overrides: Sequence[str] = ()) -> SectionT:
+    """Read `path`, apply `a.b=value` overrides (values parsed as YAML), validate.
+
+    Raises ConfigError.
+    """
     tree = _read_yaml(path)
     for override in overrides:
         _apply_override(tree, override)
@@ -79,7 +84,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
-    return tree
+    return cast(dict[str, Any], tree)
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -93,10 +98,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {dotted}: the value is not valid YAML: {text!r}") from None
     node = tree
     for key in keys[:-1]:
-        child = node.setdefault(key, {})
+        child: Any = node.setdefault(key, {})
         if not isinstance(child, dict):
             raise ConfigError(f"--set {dotted}: {key!r} is not a section")
-        node = child
+        node = cast(dict[str, Any], child)
     node[keys[-1]] = value
 
 
@@ -122,6 +127,6 @@ def _nearest(schema: type[Section], location: list[str]) -> str:
         annotation = section.model_fields[part].annotation
         options = [annotation, *get_args(annotation)]
         section = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
-    prefix = ".".join(location[:-1] + [""])
+    prefix = ".".join([*location[:-1], ""])
     close = difflib.get_close_matches(location[-1], list(section.model_fields), n=1, cutoff=0.0)
     return f"; did you mean {prefix + close[0]!r}?"

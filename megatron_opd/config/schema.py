@@ -1,7 +1,8 @@
 """The configuration: frozen, strict, torch-free. Every value has its unit in its name or docstring.
 
-Nothing is written to a config after load; whatever can be derived is a property. Rules that involve one key are stated on
-the field; rules that involve several are validators that name every key they compare.
+Nothing is written to a config after load; whatever can be derived is a property. Rules that involve
+one key are stated on the field; rules that involve several are validators that name every key they
+compare.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ Port = Annotated[int, Field(ge=1024, le=65535)]
 class Section(BaseModel):
     """Base of every section: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class RunConfig(Section):
-    """dir: the run directory. updates: learner updates (= publications) to make. seed: seeds every generator."""
+    """dir: the run directory. updates: learner updates (= publications) to make.
+
+    seed: seeds every generator.
+    """
 
     dir: Path = Path("runs/run")
     updates: PositiveInt = 100
@@ -53,9 +59,10 @@ class DataConfig(Section):
 class ServerConfig(Section):
     """One role's SGLang servers.
 
-    model: Hugging Face checkpoint. servers: how many. urls: servers started elsewhere (then none are started here).
-    base_port: server i listens on base_port + i; 0 picks free ports. tp, ep: sharding inside a server. max_total_tokens: KV pool.
-    extra_args: appended to the server's command line, one list item per argument.
+    model: Hugging Face checkpoint. servers: how many. urls: servers started elsewhere (then none
+    are started here). base_port: server i listens on base_port + i; 0 picks free ports. tp, ep:
+    sharding inside a server. max_total_tokens: KV pool. extra_args: appended to the server's
+    command line, one list item per argument.
     """
 
     model: Path
@@ -82,9 +89,12 @@ class ServerConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How the student samples. temperature, top_p: the behaviour distribution (its exact log-probs are cached).
+    """How the student samples.
 
-    max_new_tokens: response limit. concurrency: rollouts in flight at once over the fleet; the permits bound it too.
+    temperature, top_p: the behaviour distribution (its exact log-probs are cached).
+
+    max_new_tokens: response limit. concurrency: rollouts in flight at once over the fleet; the
+    permits bound it too.
     """
 
     temperature: PositiveFloat = 1.0
@@ -94,27 +104,37 @@ class RolloutConfig(Section):
 
 
 class SupportConfig(Section):
-    """What the draw cache holds. mc: m iid draws per response position, deduplicated (AsyncOPD sec. 6)."""
+    """What the draw cache holds. mc: m iid draws per response position, deduplicated (AsyncOPD sec.
+
+    6).
+    """
 
     type: Literal["mc"] = "mc"
     m: Annotated[int, Field(ge=1, le=64)] = 64
 
 
 class ScoringConfig(Section):
-    """concurrency: scoring requests in flight at once over the teachers. attempts: tries per sample before it is dropped."""
+    """concurrency: scoring requests in flight at once over the teachers.
+
+    attempts: tries per sample before it is dropped.
+    """
 
     concurrency: PositiveInt = 32
     attempts: PositiveInt = 3
 
 
 class BufferConfig(Section):
-    """batch_size: B, samples per learner update. max_staleness: tau, in versions; (tau + 1) B permits enforce it."""
+    """batch_size: B, samples per learner update.
+
+    max_staleness: tau, in versions; (tau + 1) B permits enforce it.
+    """
 
     batch_size: PositiveInt = 64
     max_staleness: NonNegativeInt = 1
 
     @property
     def permits(self) -> int:
+        """(tau + 1) B."""
         return (self.max_staleness + 1) * self.batch_size
 
 
@@ -138,6 +158,7 @@ class ParallelConfig(Section):
 
     @property
     def world_size(self) -> int:
+        """Learner ranks."""
         return self.tp * self.pp * self.ep * self.dp
 
     @property
@@ -147,7 +168,9 @@ class ParallelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW with float32 main parameters. lr: peak. warmup_updates: linear from 0. clip_grad: global norm, 0 = off.
+    """AdamW with float32 main parameters. lr: peak. warmup_updates: linear from 0.
+
+    clip_grad: global norm, 0 = off.
 
     schedule: after warm-up, `constant` or `cosine` down to min_lr at the last update.
     """
@@ -170,11 +193,12 @@ class OptimizerConfig(Section):
 
 
 class LearnerConfig(Section):
-    """The Megatron-Core learner. model defaults to student.model.
+    """The Megatron-Core learner; it starts from student.model.
 
-    mini_batches: optimizer steps per batch. tokens_per_microbatch: packing budget (prompt + response tokens of one rank's
-    micro-batch; a longer sample gets a micro-batch of its own). threads: CPU threads a rank.
-    listen: where the controller's ZeroMQ socket binds. timeout_s: longest wait for one reply of the learner.
+    mini_batches: optimizer steps per batch. tokens_per_microbatch: packing budget (prompt +
+    response tokens of one rank's micro-batch; a longer sample gets a micro-batch of its own).
+    threads: CPU threads a rank. listen: where the controller's ZeroMQ socket binds. timeout_s:
+    longest wait for one reply of the learner.
     """
 
     parallel: ParallelConfig = ParallelConfig()
@@ -190,9 +214,12 @@ class LearnerConfig(Section):
 
 
 class WeightSyncConfig(Section):
-    """bucket_bytes: largest flattened bucket. timeout_s: longest wait of any step of a publication; then the run fails.
+    """bucket_bytes: largest flattened bucket.
 
-    verify_first: after a run's first publication compare the fleet's tensor checksums with the learner's export.
+    timeout_s: longest wait of any step of a publication; then the run fails.
+
+    verify_first: after a run's first publication compare the fleet's tensor checksums with the
+    learner's export.
     """
 
     bucket_bytes: PositiveInt = 512 * 2**20
@@ -202,7 +229,10 @@ class WeightSyncConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """avg@k (AsyncOPD Eq. 14): problems from data.heldout (0 = none), samples = k per problem. before, after: in `opd run`."""
+    """avg@k (AsyncOPD Eq. 14): problems from data.heldout (0 = none), samples = k per problem.
+
+    before, after: in `opd run`.
+    """
 
     problems: NonNegativeInt = 64
     samples: PositiveInt = 4
@@ -250,7 +280,8 @@ class Config(Section):
         dp = self.learner.parallel.data_parallel_size
         if batch % (minis * dp):
             raise ValueError(
-                "buffer.batch_size must be a multiple of learner.mini_batches * (learner.parallel.ep * learner.parallel.dp), "
+                "buffer.batch_size must be a multiple of "
+                "learner.mini_batches * (learner.parallel.ep * learner.parallel.dp), "
                 f"got {batch} and {minis} * {dp}"
             )
         return self

@@ -15,8 +15,8 @@ STAGES = {"rollout", "teacher", "learner", "weight_sync", "checkpoint", "transpo
 ALLOWED = {
     "types": set(),
     "config": {"types"},
-    **{name: LEAVES | MIDDLE for name in MIDDLE},
-    **{name: LEAVES | MIDDLE | STAGES for name in STAGES},
+    **dict.fromkeys(MIDDLE, LEAVES | MIDDLE),
+    **dict.fromkeys(STAGES, LEAVES | MIDDLE | STAGES),
     "evaluation": LEAVES | MIDDLE,
     "controller": LEAVES | MIDDLE,
     "cli": LEAVES | MIDDLE | STAGES | {"controller", "evaluation"},
@@ -61,7 +61,11 @@ def violations(path: Path, modules: set[str]) -> list[str]:
                 found.append(f"{path}: the client side must not import {module}")
             continue
         if parts[0] == "megatron_opd" and len(parts) > 1:
-            if parts[1] != package and parts[1] not in ALLOWED[package] and parts[1] != "__version__":
+            if (
+                parts[1] != package
+                and parts[1] not in ALLOWED[package]
+                and parts[1] != "__version__"
+            ):
                 found.append(f"{path}: {package} must not import {module}")
         elif parts[0] == "sglang":
             found.append(f"{path}: only sglang_bridge.server imports sglang")

@@ -1,0 +1,1 @@
+"""The `opd` program: the only place that wires concrete parts together and reads os.environ."""

@@ -1,0 +1,105 @@
+"""The learner as a child process: a torchrun world, ended by the ids of its process tree.
+
+Invariant: after `stop` returns no process of the tree is left, whatever state it was in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from megatron_opd.cli.preflight import free_port
+from megatron_opd.config.schema import LearnerConfig
+
+
+def learner_command(config_file: Path, learner: LearnerConfig, extra: Sequence[str]) -> list[str]:
+    """`torchrun -m megatron_opd.learner CONFIG ...` for one machine, as an argument list."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={learner.parallel.world_size}",
+        "--master-addr=127.0.0.1",
+        f"--master-port={free_port('127.0.0.1')}",
+        "-m",
+        "megatron_opd.learner",
+        str(config_file),
+        *extra,
+    ]
+
+
+class LearnerProcess:
+    """One learner world. `log` receives the output of every rank."""
+
+    def __init__(self, command: Sequence[str], log: Path, threads: int | None) -> None:
+        self.command = list(command)
+        self.log = log
+        self.environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        if threads is not None:
+            self.environment["OMP_NUM_THREADS"] = str(threads)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id of torchrun, the root of the world's process tree."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start the world in a process group of its own, so that Ctrl-C reaches only us."""
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+                start_new_session=True,
+            )
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def wait(self) -> int:
+        """Block until torchrun ends; its exit code."""
+        assert self._process is not None, "not started"
+        return self._process.wait()
+
+    def last_log_lines(self, count: int = 15) -> str:
+        """The end of the log, for an error message."""
+        if not self.log.exists():
+            return ""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
+
+    def stop(self, grace_s: float) -> None:
+        """SIGTERM torchrun, wait `grace_s`, then SIGKILL by id what is left of its process tree.
+
+        torchrun puts every rank in a session of its own, so the group of torchrun is not enough.
+        """
+        if self._process is None or self._process.poll() is not None:
+            return
+        tree = process_tree(self.pid)
+        self._process.send_signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs(tree, timeout=grace_s)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=grace_s)
+        self._process.wait()
+
+
+def process_tree(pid: int) -> list[psutil.Process]:
+    """The process and all its descendants, those that exist now."""
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []

@@ -1,0 +1,98 @@
+"""Command line of `opd`. Exit codes: 0 done, 1 a run failed, 2 bad input, 130 interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_opd import __version__
+from megatron_opd.cli import commands
+from megatron_opd.cli.errors import RunFailed, UserError
+from megatron_opd.config.load import ConfigError
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every subcommand, each with the function that runs it in `handler`."""
+    parser = argparse.ArgumentParser(
+        prog="opd", description="Asynchronous on-policy distillation on Megatron-Core and SGLang."
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-opd {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
+
+    def with_config(name: str, summary: str) -> argparse.ArgumentParser:
+        verb = verbs.add_parser(name, help=summary, description=summary)
+        verb.add_argument("config", type=Path, metavar="CONFIG.yaml")
+        verb.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            dest="overrides",
+            help="override one key, e.g. --set buffer.max_staleness=4 (repeatable)",
+        )
+        return verb
+
+    run = with_config("run", "run everything on this machine: servers, learner, controller")
+    run.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier run in the same run.dir"
+    )
+    run.set_defaults(handler=commands.run)
+
+    control = with_config("control", "the controller alone; servers and learner started elsewhere")
+    control.add_argument("--overwrite", action="store_true", help="replace an earlier run")
+    control.set_defaults(handler=commands.control)
+
+    serve = verbs.add_parser("serve", help="one SGLang server of a role")
+    serve.add_argument("role", choices=("student", "teacher"))
+    serve.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    serve.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    serve.add_argument("--index", type=int, default=0, help="server i listens on base_port + i")
+    serve.set_defaults(handler=commands.serve)
+
+    evaluate = with_config("eval", "avg@k of a checkpoint on the held-out problems, through SGLang")
+    evaluate.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint")
+    evaluate.add_argument("--json", action="store_true", help="print the report as JSON")
+    evaluate.set_defaults(handler=commands.evaluate)
+
+    check = with_config("check", "validate a config and print the plan without starting anything")
+    check.set_defaults(handler=commands.check)
+
+    sft = with_config("sft", "supervised fine-tuning on the Megatron learner")
+    sft.set_defaults(handler=commands.sft)
+
+    data = verbs.add_parser("make-data", help="write a built-in task's train and held-out files")
+    data.add_argument("task")
+    data.add_argument("--out", type=Path, required=True)
+    data.add_argument("--train", type=int, default=4096, metavar="N")
+    data.add_argument("--heldout", type=int, default=256, metavar="N")
+    data.add_argument("--seed", type=int, default=0)
+    data.set_defaults(handler=commands.make_data)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, dispatch, and turn every expected failure into one line on stderr."""
+    # SIGTERM (a scheduler's stop) takes the same clean path as Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    arguments = build_parser().parse_args(argv)
+    try:
+        return arguments.handler(arguments)
+    except (ConfigError, UserError) as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return EXIT_BAD_INPUT
+    except RunFailed as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)  # noqa: T201
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # the reader left (`opd check ... | head`): keep the interpreter from complaining at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED

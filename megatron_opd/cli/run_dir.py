@@ -1,0 +1,92 @@
+"""The run directory. Nothing that `opd` did not write is ever deleted from it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_opd.cli.errors import UserError
+from megatron_opd.config.load import dump_config
+from megatron_opd.config.schema import Section
+
+RESOLVED = "config.resolved.yaml"
+OURS = (
+    RESOLVED,
+    "metrics.jsonl",
+    "summary.json",
+    "trace.json",
+    "checkpoints",
+    "logs",
+    "tensorboard",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths of one run's products (design: one directory holds all a reader would quote)."""
+
+    path: Path
+
+    @property
+    def resolved_config(self) -> Path:
+        """The configuration with every default filled in; child processes read this file."""
+        return self.path / RESOLVED
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per learner update."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """What a reader would quote of the whole run."""
+        return self.path / "summary.json"
+
+    @property
+    def trace(self) -> Path:
+        """Perfetto / Chrome trace."""
+        return self.path / "trace.json"
+
+    @property
+    def logs(self) -> Path:
+        """One log file per process."""
+        return self.path / "logs"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def final_checkpoint(self) -> Path:
+        """The trained student in Hugging Face format."""
+        return self.path / "checkpoints" / "final"
+
+
+def prepare_run_dir(path: Path, config: Section, *, overwrite: bool) -> RunDir:
+    """Create `path` and write the resolved config. Raises UserError when it holds something else.
+
+    With `overwrite`, the products of an earlier run are removed; anything else stops the run.
+    """
+    if path.exists() and not path.is_dir():
+        raise UserError(f"run.dir must be a directory, {path} is a file")
+    present = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+    foreign = [name for name in present if name not in OURS]
+    if foreign and RESOLVED not in present:
+        raise UserError(f"run.dir {path} holds files that are not a run's ({foreign[0]})")
+    if present and not overwrite:
+        raise UserError(f"run.dir {path} holds an earlier run; choose another or pass --overwrite")
+    for name in OURS:
+        target = path / name
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
+    run_dir = RunDir(path)
+    try:
+        run_dir.logs.mkdir(parents=True)
+        run_dir.resolved_config.write_text(dump_config(config), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"run.dir {path} cannot be written: {error.strerror}") from None
+    return run_dir
