@@ -25,7 +25,7 @@ ENGINES = ["megatron-core==0.16.1", "torch==2.13.0"]
 setup(
     name="megatron-opd",
     version="0.1.0",
-    description="Asynchronous on-policy distillation with Megatron-Core learners and SGLang servers",
+    description="Asynchronous on-policy distillation with Megatron-Core and SGLang",
     long_description=open("README.md", encoding="utf-8").read(),  # noqa: SIM115
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -1,4 +1,7 @@
-"""Checks made before anything is started: a run that passes them fails later only for causes outside its input."""
+"""Checks made before anything is started.
+
+A run that passes them fails later only for causes outside its input.
+"""
 
 from __future__ import annotations
 

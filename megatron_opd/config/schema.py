@@ -139,7 +139,10 @@ class BufferConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """reverse_kl: the unclipped old-to-current IS surrogate with the advantage recomputed at learner time (AsyncOPD Eq. 15).
+    """What the learner minimises.
+
+    reverse_kl: the unclipped old-to-current IS surrogate with the advantage recomputed at learner
+    time (AsyncOPD Eq. 15).
 
     max_ratio: truncation C of rho (TIS); null leaves rho untruncated.
     """
@@ -149,7 +152,10 @@ class ObjectiveConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Learner ranks = tp * pp * ep * dp: dp complete copies of the model, each spread over tp * pp * ep ranks."""
+    """Learner ranks = tp * pp * ep * dp.
+
+    dp complete copies of the model, each spread over tp * pp * ep ranks.
+    """
 
     tp: PositiveInt = 1
     pp: PositiveInt = 1
@@ -288,10 +294,11 @@ class Config(Section):
 
 
 class SftConfig(Section):
-    """`opd sft`: supervised fine-tuning on the same learner (it makes the tiny teacher and student).
+    """`opd sft`: supervised fine-tuning on the same learner.
 
-    train: JSONL or parquet with `prompt` and `response`. init: checkpoint to start from, or a directory that holds only
-    config.json and the tokenizer (random initialisation). output: where the Hugging Face checkpoint is written.
+    train: JSONL or parquet with `prompt` and `response`. init: checkpoint to start from, or a
+    directory that holds only config.json and the tokenizer (random initialisation). output: where
+    the Hugging Face checkpoint is written.
     """
 
     run: RunConfig = RunConfig()
