@@ -2,8 +2,9 @@
 
     python3 tools/setup_venv.py VENV PINS...
 
-Standard library only: it runs before anything is installed. The first file of PINS is the lock file. A digest of all PINS
-and of the interpreter is left in the environment; when it matches, nothing is done.
+Standard library only: it runs before anything is installed. The first file of PINS is the lock
+file. A digest of all PINS and of the interpreter is left in the environment; when it matches,
+nothing is done.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The direction of imports (docs/architecture.md), read from the syntax trees so that lazy imports count too."""
+"""The direction of imports, read from the syntax trees so that lazy imports count too."""
 
 import ast
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted([*ROOT.glob("megatron_opd/**/*.py"), *ROOT.glob("sglang_bridge/**/*.py")])
 
-# Package -> the packages of ours it may import besides itself. `cli` is the only one that wires concrete parts.
+# Package -> the packages of ours it may import besides itself. Only `cli` wires concrete parts.
 LEAVES = {"types", "config"}
 MIDDLE = {"buffer", "losses", "data", "metrics"}
 STAGES = {"rollout", "teacher", "learner", "weight_sync", "checkpoint", "transport"}
