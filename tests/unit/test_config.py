@@ -1,0 +1,128 @@
+"""Strict configuration: every mistake is one line that names the key, the rule and the value."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_opd.config.load import ConfigError, dump_config, load_config
+from megatron_opd.config.schema import Config, SftConfig
+
+MINIMAL = {
+    "data": {"train": "train.jsonl"},
+    "student": {"model": "student"},
+    "teacher": {"model": "teacher"},
+}
+
+
+def write(tmp_path: Path, tree: object) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree))
+    return path
+
+
+def error_of(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Config, path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message, "one line for the terminal"
+    return message
+
+
+def test_defaults_fill_in_and_the_dump_loads_to_an_equal_config(tmp_path: Path):
+    config = load_config(Config, write(tmp_path, MINIMAL))
+    assert config.buffer.permits == (config.buffer.max_staleness + 1) * config.buffer.batch_size
+    assert load_config(Config, write(tmp_path, dump_config(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("buffr.batch_size=3", ["unknown key 'buffr'", "'buffer'"]),
+        ("rollout.temprature=1", ["unknown key 'rollout.temprature'", "'rollout.temperature'"]),
+        ("learner.parallel.tq=2", ["unknown key 'learner.parallel.tq'", "'learner.parallel.tp'"]),
+        ("rollout.temperature=0", ["rollout.temperature", "greater than 0", "got 0"]),
+        ("rollout.temperature=-1", ["rollout.temperature", "greater than 0", "got -1"]),
+        ("rollout.temperature=.nan", ["rollout.temperature", "finite"]),
+        ("rollout.top_p=0", ["rollout.top_p", "greater than 0"]),
+        ("support.m=0", ["support.m", "greater than or equal to 1", "got 0"]),
+        ("support.m=65", ["support.m", "less than or equal to 64", "got 65"]),
+        ("support.m=3.5", ["support.m", "3.5"]),
+        ("support.type=topk", ["support.type", "'mc'", "topk"]),
+        ("buffer.max_staleness=-1", ["buffer.max_staleness", "-1"]),
+        ("learner.dtype=fp8", ["learner.dtype", "fp8"]),
+        ("learner.parallel.tp=0", ["learner.parallel.tp", "got 0"]),
+        ("student.base_port=70000", ["student.base_port", "70000"]),
+        ("learner.optimizer.min_lr=1", ["min_lr", "lr", "1.0"]),
+        ("data=3", ["data"]),
+        ("=3", ["--set"]),
+        ("rollout.temperature", ["--set", "key=value"]),
+        ("data.train.x=3", ["not a section"]),
+        ("data.train=[", ["--set data.train", "YAML"]),
+    ],
+)
+def test_each_mistake_names_key_rule_and_value(tmp_path: Path, override: str, words: list[str]):
+    message = error_of(write(tmp_path, MINIMAL), override)
+    for word in words:
+        assert word in message
+
+
+def test_rules_across_sections_name_all_their_keys(tmp_path: Path):
+    message = error_of(
+        write(tmp_path, MINIMAL), "buffer.batch_size=6", "learner.parallel={ep: 2, dp: 2}"
+    )
+    for word in ("buffer.batch_size", "learner.mini_batches", "learner.parallel", "6", "4"):
+        assert word in message
+
+
+def test_missing_key_file_and_broken_yaml(tmp_path: Path):
+    assert "missing key 'teacher'" in error_of(
+        write(tmp_path, {"data": MINIMAL["data"], "student": MINIMAL["student"]})
+    )
+    assert "not found" in error_of(tmp_path / "nowhere.yaml")
+    assert "not valid YAML" in error_of(write(tmp_path, "a: [1"))
+    assert "mapping" in error_of(write(tmp_path, "- 1"))
+    duplicate = "data: {train: a}\ndata: {train: b}\n"
+    message = error_of(write(tmp_path, duplicate))
+    assert "given twice" in message
+    assert ":2:" in message
+
+
+def test_override_creates_sections_and_parses_yaml(tmp_path: Path):
+    config = load_config(
+        Config, write(tmp_path, MINIMAL), ["learner.optimizer.lr=3e-4", "data.heldout=null"]
+    )
+    assert config.learner.optimizer.lr == pytest.approx(3e-4)
+    assert config.data.heldout is None
+
+
+def test_config_is_frozen(tmp_path: Path):
+    config = load_config(Config, write(tmp_path, MINIMAL))
+    with pytest.raises(ValueError, match="frozen"):
+        config.buffer.batch_size = 3
+
+
+@given(
+    batch=st.integers(1, 64),
+    minis=st.integers(1, 4),
+    ep=st.integers(1, 4),
+    dp=st.integers(1, 4),
+)
+def test_batch_rule_accepts_exactly_the_divisible(batch: int, minis: int, ep: int, dp: int):
+    tree = {
+        **MINIMAL,
+        "buffer": {"batch_size": batch},
+        "learner": {"mini_batches": minis, "parallel": {"ep": ep, "dp": dp}},
+    }
+    if batch % (minis * ep * dp):
+        with pytest.raises(ValueError, match="multiple of"):
+            Config.model_validate(tree)
+    else:
+        assert Config.model_validate(tree).learner.parallel.data_parallel_size == ep * dp
+
+
+def test_sft_config_shares_the_learner_section(tmp_path: Path):
+    tree = {"init": "a", "output": "b", "train": "c", "learner": {"optimizer": {"lr": 0.001}}}
+    assert load_config(SftConfig, write(tmp_path, tree)).learner.optimizer.lr == 0.001
