@@ -1,0 +1,153 @@
+"""The built-in arithmetic task against Python's own arithmetic, and the verifiers on bad input."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_opd.data.tasks import TASKS, get_task, get_verifier
+from megatron_opd.data.tasks.arithmetic import (
+    MAX_DIGITS,
+    MIN_DIGITS,
+    OPERATIONS,
+    _pair,
+    bucket_size,
+    solve,
+)
+
+numbers = st.integers(0, 10**MAX_DIGITS - 1)
+
+
+@given(left=numbers, right=numbers, operation=st.sampled_from(OPERATIONS))
+def test_every_column_of_a_solution_follows_the_rules_of_columns(left, right, operation):
+    if operation == "-":
+        left, right = max(left, right), min(left, right)
+    problem = solve(left, operation, right)
+    *columns, last = problem.response.split("\n")
+    expected = left + right if operation == "+" else left - right
+    assert problem.prompt == f"{left}{operation}{right}=\n"
+    assert last == f"#{expected}" == f"#{problem.answer}"
+    width = len(str(max(left, right)))
+    assert len(columns) == width
+    upper, lower = (str(number).zfill(width)[::-1] for number in (left, right))
+    carry, digits = 0, ""
+    for column, a, b in zip(columns, upper, lower, strict=True):
+        total = int(a) + int(b) + carry if operation == "+" else int(a) - int(b) - carry
+        carried = int(total > 9) if operation == "+" else int(total < 0)
+        mark = "c" if operation == "+" else "b"
+        assert column == f"{a}{operation}{b}{operation}{carry}={total % 10}{mark}{carried}"
+        carry, digits = carried, str(total % 10) + digits
+    assert int(str(carry) + digits if operation == "+" else digits) == expected
+    assert get_verifier("arithmetic")(problem.response, problem.answer)
+
+
+@pytest.mark.parametrize(
+    ("left", "operation", "right"), [(3, "*", 2), (2, "-", 3), (-1, "+", 3), (1, "+", -3)]
+)
+def test_a_problem_outside_the_task_is_refused(left, operation, right):
+    with pytest.raises(ValueError, match=r"operation|operands"):
+        solve(left, operation, right)
+
+
+@given(seed=st.integers(0, 2**32), train=st.integers(0, 400), heldout=st.integers(0, 200))
+def test_sets_never_overlap_and_are_balanced(seed, train, heldout):
+    sets = get_task("arithmetic").generate(train, heldout, seed)
+    assert [len(problems) for problems in sets] == [train, heldout]
+    prompts = [problem.prompt for problems in sets for problem in problems]
+    assert len(set(prompts)) == len(prompts)
+    buckets = len(OPERATIONS) * (MAX_DIGITS - MIN_DIGITS + 1)
+    for problems in sets:
+        counts = {}
+        for problem in problems:
+            operation = next(o for o in OPERATIONS if o in problem.prompt)
+            operands = problem.prompt.removesuffix("=\n").split(operation)
+            key = operation, max(len(operand) for operand in operands)
+            counts[key] = counts.get(key, 0) + 1
+        floor = len(problems) // buckets
+        assert set(counts.values()) <= {floor, floor + 1}
+        assert {digits for _, digits in counts} <= set(range(MIN_DIGITS, MAX_DIGITS + 1))
+
+
+def test_the_same_seed_gives_the_same_problems_and_another_seed_others():
+    generate = get_task("arithmetic").generate
+    assert generate(50, 20, 3) == generate(50, 20, 3)
+    assert generate(50, 20, 3) != generate(50, 20, 4)
+
+
+def test_the_enumeration_of_two_digit_pairs_is_complete():
+    expected = [(left, right) for left in range(10, 100) for right in range(left + 1)]
+    assert bucket_size(2) == len(expected)
+    assert [_pair(index, 2) for index in range(bucket_size(2))] == expected
+
+
+def test_more_problems_than_exist_are_refused():
+    with pytest.raises(ValueError, match=r"train \+ heldout must be <= 29970.*got 29970 \+ 6"):
+        get_task("arithmetic").generate(29970, 6, 0)
+    with pytest.raises(ValueError, match="must be >= 0, got -1"):
+        get_task("arithmetic").generate(-1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("response", "correct"),
+    [
+        ("#12", True),
+        ("2+0+0=2c0\n1+0+0=1c0\n#12", True),
+        ("#12<eos>#13", True),
+        ("#12<eos>\n#12\n9", True),
+        (" #12 \n", True),
+        ("#13<eos>#12", False),
+        ("#12\n#13", False),
+        ("#12\n1+1", False),
+        ("#012", False),
+        ("#1", False),
+        ("#123", False),
+        ("# 12", False),
+        ("12", False),
+        ("##12", False),
+        ("x#12", False),
+        ("#12x", False),
+        ("#-12", False),
+        ("#", False),
+        ("<eos>#12", False),
+        ("", False),
+        ("\n\n", False),
+        ("#١٢", False),
+    ],
+)
+def test_arithmetic_verifier(response, correct):
+    assert get_verifier("arithmetic")(response, "12") is correct
+
+
+@given(response=st.text(), answer=st.text())
+def test_verifiers_never_raise(response, answer):
+    for name in ("arithmetic", "exact"):
+        assert get_verifier(name)(response, answer) in (True, False)
+
+
+@pytest.mark.parametrize(
+    ("response", "correct"),
+    [
+        ("so it is\n3 / 4", True),
+        ("\\boxed{3/4} or \\boxed{3  /  4}", True),
+        ("#### 3 / 4\nDone.", True),
+        ("3 / 4\n5", False),
+        ("\\boxed{5}\n3 / 4", False),
+        ("#### 5\n#### 3 / 4", True),
+        ("", False),
+        ("13 / 4", False),
+    ],
+)
+def test_exact_verifier(response, correct):
+    assert get_verifier("exact")(response, "3 / 4") is correct
+
+
+def test_an_unknown_task_lists_the_choices():
+    with pytest.raises(
+        ValueError, match="unknown task 'algebra'; choices: arithmetic, exact, none"
+    ):
+        get_task("algebra")
+
+
+def test_a_task_without_verifier_is_refused_where_one_is_needed():
+    assert TASKS["none"].verify is None
+    with pytest.raises(ValueError, match="'none' has no verifier"):
+        get_verifier("none")
