@@ -1,0 +1,203 @@
+"""Prompt files, the prompt stream and the data writer."""
+
+import json
+
+import numpy as np
+import pyarrow
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from megatron_opd.data.prompts import PromptSource, load_prompts
+from megatron_opd.data.records import read_records
+from megatron_opd.data.tasks import get_verifier
+from megatron_opd.data.tokenizer import build_tokenizer
+from megatron_opd.data.writer import write_arithmetic, write_task
+from megatron_opd.types import Prompt
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+def write_lines(path, *lines):
+    path.write_bytes(b"".join(line if isinstance(line, bytes) else line.encode() for line in lines))
+    return path
+
+
+def prompts_of(count):
+    return [Prompt(uid=i, text=str(i), token_ids_P=np.array([i], np.int32)) for i in range(count)]
+
+
+def test_jsonl_and_parquet_give_the_same_prompts(tmp_path, tokenizer):
+    rows = [{"prompt": "1+1=\n", "answer": "2", "x": 1}, {"prompt": "abc", "answer": None, "x": 2}]
+    jsonl = write_lines(
+        tmp_path / "a.jsonl", json.dumps(rows[0]), "\n \n", '{"prompt": "abc"}', "\n"
+    )
+    table = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+    for path in (jsonl, table):
+        loaded = load_prompts(path, tokenizer, max_tokens=100)
+        assert loaded.too_long == 0
+        assert [prompt.uid for prompt in loaded.prompts] == [0, 1]
+        assert [prompt.text for prompt in loaded.prompts] == ["1+1=\n", "abc"]
+        assert [prompt.answer for prompt in loaded.prompts] == ["2", None]
+        for prompt in loaded.prompts:
+            assert prompt.token_ids_P.dtype == np.int32
+            assert tokenizer.decode(prompt.token_ids_P) == prompt.text
+
+
+def test_other_column_names_numbers_and_a_byte_order_mark(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "a.jsonl", b"\xef\xbb\xbf", '{"question": "q", "gold": 7}')
+    loaded = load_prompts(
+        path, tokenizer, max_tokens=9, prompt_key="question", answer_key="gold"
+    ).prompts
+    assert [(prompt.text, prompt.answer) for prompt in loaded] == [("q", "7")]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"prompt": "a"}\n', '{"prompt": \n'], r"a\.jsonl:2: malformed JSON"),
+        (['{"prompt": "a"}\n', "\n", '["a"]\n'], r"a\.jsonl:3: must be a JSON object, got list"),
+        (['{"prompt": "a"}\n', b'{"prompt": "\xff"}'], r"a\.jsonl:2: not UTF-8"),
+        (['{"text": "a"}\n'], r"a\.jsonl:1: missing column 'prompt'"),
+        (['{"prompt": 5}\n'], r"a\.jsonl:1: 'prompt' must be a string, got int"),
+        (['{"prompt": null}\n'], r"a\.jsonl:1: 'prompt' must be a string, got NoneType"),
+        (['{"prompt": ""}\n'], r"a\.jsonl:1: 'prompt' is empty"),
+        (['{"prompt": "a", "answer": [1]}\n'], r":1: 'answer' must be a string or number, got l"),
+        (['{"prompt": "a", "answer": true}\n'], r"'answer' must be a string or number, got bool"),
+        ([], r"a\.jsonl holds no rows"),
+        (["\n \n"], r"a\.jsonl holds no rows"),
+    ],
+)
+def test_mistakes_in_jsonl_name_file_and_line(tmp_path, lines, message):
+    path = write_lines(tmp_path / "a.jsonl", *lines)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_records(path, ["prompt"], ["answer"])
+    assert "\n" not in str(caught.value)
+
+
+def test_mistakes_in_files(tmp_path):
+    with pytest.raises(ValueError, match=r"data file not found: .*none\.jsonl"):
+        read_records(tmp_path / "none.jsonl", ["prompt"])
+    with pytest.raises(ValueError, match=r"data files end with \.jsonl or \.parquet"):
+        read_records(write_lines(tmp_path / "a.csv", "prompt\na\n"), ["prompt"])
+    broken = write_lines(tmp_path / "a.parquet", "PAR1 no")
+    with pytest.raises(ValueError, match=r"a\.parquet: not a readable parquet file") as caught:
+        read_records(broken, ["prompt"])
+    assert "\n" not in str(caught.value)
+
+
+def test_mistakes_in_parquet_name_the_row(tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"prompt": ["a", None]}), path)
+    with pytest.raises(ValueError, match=r"a\.parquet row 2: 'prompt' must be a string"):
+        read_records(path, ["prompt"])
+    with pytest.raises(ValueError, match="missing column 'answer'"):
+        read_records(path, ["prompt", "answer"])
+    parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), path)
+    with pytest.raises(ValueError, match="holds no rows"):
+        read_records(path, ["prompt"])
+
+
+def test_long_prompts_are_counted_and_all_long_is_an_error(tmp_path, tokenizer):
+    rows = [{"prompt": "x" * length} for length in (3, 9, 4, 5)]
+    path = write_lines(tmp_path / "a.jsonl", *(json.dumps(row) + "\n" for row in rows))
+    loaded = load_prompts(path, tokenizer, max_tokens=4)
+    assert ([p.text for p in loaded.prompts], loaded.too_long) == (["xxx", "xxxx"], 2)
+    assert [prompt.uid for prompt in loaded.prompts] == [0, 1]
+    with pytest.raises(
+        ValueError, match=r"all 4 prompts are longer than the limit of 2 tokens.*shortest has 3"
+    ):
+        load_prompts(path, tokenizer, max_tokens=2)
+
+
+def test_evaluation_needs_answers(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "a.jsonl", '{"prompt": "a", "answer": "1"}\n', '{"prompt": "b"}')
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: missing column 'answer'"):
+        load_prompts(path, tokenizer, max_tokens=9, need_answers=True)
+
+
+def test_chat_template_wraps_the_prompt_as_a_user_message(tmp_path):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    path = write_lines(tmp_path / "a.jsonl", '{"prompt": "hi"}')
+    plain, chat = (
+        load_prompts(path, tokenizer, max_tokens=99, chat_template=wrap).prompts[0]
+        for wrap in (False, True)
+    )
+    assert plain.text == chat.text == "hi"
+    assert tokenizer.decode(plain.token_ids_P) == "hi"
+    assert tokenizer.decode(chat.token_ids_P) == "[user]hi<eos>[assistant]"
+    assert chat.token_ids_P[8] == tokenizer.eos_token_id
+    with pytest.raises(ValueError, match=r"longer than the limit of 10 tokens"):
+        load_prompts(path, tokenizer, max_tokens=10, chat_template=True)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+        load_prompts(path, tokenizer, max_tokens=99, chat_template=True)
+
+
+@given(count=st.integers(1, 20), seed=st.integers(0, 99), start=st.integers(0, 70))
+def test_a_stream_resumed_at_a_cursor_continues_it(count, seed, start):
+    prompts = prompts_of(count)
+    whole = PromptSource(prompts, seed=seed)
+    for _ in range(start):
+        next(whole)
+    resumed = PromptSource(prompts, seed=seed, cursor=whole.cursor)
+    assert resumed.epoch == start // count
+    for expected_uid in range(start, start + 2 * count):
+        one, other = next(whole), next(resumed)
+        assert one.uid == other.uid == expected_uid
+        assert one.text == other.text
+
+
+@given(count=st.integers(1, 20), seed=st.integers(0, 99), shuffle=st.booleans())
+def test_every_epoch_holds_every_prompt_once(count, seed, shuffle):
+    source = PromptSource(prompts_of(count), seed=seed, shuffle=shuffle)
+    for _ in range(3):
+        texts = [next(source).text for _ in range(count)]
+        assert sorted(texts, key=int) == [str(i) for i in range(count)]
+        assert shuffle or texts == sorted(texts, key=int)
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    def epochs(seed):
+        source = PromptSource(prompts_of(50), seed=seed)
+        return [tuple(next(source).text for _ in range(50)) for _ in range(2)]
+
+    assert epochs(1) == epochs(1)
+    assert len({*epochs(1), *epochs(2)}) == 4
+
+
+def test_a_stream_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least one prompt"):
+        PromptSource([], seed=0)
+    with pytest.raises(ValueError, match="cursor must be >= 0, got -1"):
+        PromptSource(prompts_of(1), seed=0, cursor=-1)
+
+
+def test_written_data_reads_back_and_is_reproducible(tmp_path, tokenizer):
+    written = write_arithmetic(tmp_path / "new" / "one", train=24, heldout=12, seed=5)
+    assert (written.train, written.heldout) == (24, 12)
+    prompts = []
+    for path, count in ((written.train_file, 24), (written.heldout_file, 12)):
+        rows = read_records(path, ["prompt", "answer", "response"])
+        assert len(rows) == count
+        assert all(get_verifier("arithmetic")(row["response"], row["answer"]) for row in rows)
+        assert len(load_prompts(path, tokenizer, max_tokens=16).prompts) == count
+        prompts += [row["prompt"] for row in rows]
+    assert len(set(prompts)) == 36
+    again = write_arithmetic(tmp_path / "two", train=24, heldout=12, seed=5)
+    assert again.train_file.read_bytes() == written.train_file.read_bytes()
+    assert again.heldout_file.read_bytes() == written.heldout_file.read_bytes()
+
+
+def test_a_task_without_problems_cannot_be_written(tmp_path):
+    with pytest.raises(ValueError, match="'exact' has no problems of its own; choices: arithmetic"):
+        write_task("exact", tmp_path, 1, 1, 0)
