@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from megatron_opd.cli.preflight import free_port
 from megatron_opd.config.schema import LearnerConfig
+from sglang_bridge.server.launch import free_port
 
 
 def learner_command(config_file: Path, learner: LearnerConfig, extra: Sequence[str]) -> list[str]:
@@ -27,7 +27,7 @@ def learner_command(config_file: Path, learner: LearnerConfig, extra: Sequence[s
         "torch.distributed.run",
         f"--nproc-per-node={learner.parallel.world_size}",
         "--master-addr=127.0.0.1",
-        f"--master-port={free_port('127.0.0.1')}",
+        f"--master-port={free_port()}",
         "-m",
         "megatron_opd.learner",
         str(config_file),
@@ -72,12 +72,6 @@ class LearnerProcess:
         """Block until torchrun ends; its exit code."""
         assert self._process is not None, "not started"
         return self._process.wait()
-
-    def last_log_lines(self, count: int = 15) -> str:
-        """The end of the log, for an error message."""
-        if not self.log.exists():
-            return ""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
 
     def stop(self, grace_s: float) -> None:
         """SIGTERM torchrun, wait `grace_s`, then SIGKILL by id what is left of its process tree.

@@ -6,13 +6,14 @@ A run that passes them fails later only for causes outside its input.
 from __future__ import annotations
 
 import json
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.config.schema import Config, ServerConfig
+from sglang_bridge.errors import PortInUse
+from sglang_bridge.server.launch import check_port, free_port
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -132,29 +133,19 @@ def check_world(config: Config, world_size: int) -> None:
         )
 
 
-def free_port(host: str) -> int:
-    """A TCP port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
-
-
 def server_ports(section: ServerConfig, key: str) -> list[int]:
     """The port of each server of a role; a fixed one that is taken is the user's error."""
     if section.base_port == 0:
         return [free_port(section.host) for _ in range(section.servers)]
     ports = [section.base_port + i for i in range(section.servers)]
     for port in ports:
-        check_port(section.host, port, f"{key}.base_port")
+        require_free(section.host, port, f"{key}.base_port")
     return ports
 
 
-def check_port(host: str, port: int, key: str) -> None:
+def require_free(host: str, port: int, key: str) -> None:
     """Raise UserError when `port` cannot be bound on `host`."""
-    with socket.socket() as probe:
-        # as servers do: a port in TIME_WAIT is free, a port with a listener is not
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise UserError(f"{key}: port {port} on {host} is in use ({error.strerror})") from None
+    try:
+        check_port(host, port)
+    except PortInUse as error:
+        raise UserError(f"{key}: {error}") from None

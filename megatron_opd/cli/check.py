@@ -1,0 +1,66 @@
+"""`opd check`: validate everything that can be validated without starting anything, then print the plan."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_opd.cli.preflight import ModelFacts, check_models, prompt_limit, read_model
+from megatron_opd.config.schema import Config
+
+
+def plan_rows(config: Config, student: ModelFacts, teacher: ModelFacts) -> list[tuple[str, str]]:
+    """(what, value) lines of the plan, in the order of the data flow."""
+    parallel, buffer, rollout = config.learner.parallel, config.buffer, config.rollout
+    truncation = "none" if config.objective.max_ratio is None else f"{config.objective.max_ratio:g}"
+    return [
+        ("student", f"{student.architecture}, vocabulary {student.vocab_size}, {student.path}"),
+        ("teacher", f"{teacher.architecture}, vocabulary {teacher.vocab_size}, {teacher.path}"),
+        (
+            "rollout",
+            f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, "
+            f"<= {prompt_limit(config, student)} prompt + {rollout.max_new_tokens} new tokens",
+        ),
+        ("draw cache", f"{config.support.type}: {config.support.m} draws per response token"),
+        (
+            "staleness",
+            f"tau = {buffer.max_staleness} versions: "
+            f"({buffer.max_staleness} + 1) * {buffer.batch_size} = {buffer.permits} permits",
+        ),
+        (
+            "objective",
+            "loss_t = - sum_k weight_k * rho_k * stop_grad(log q(a_k) - log p(a_k)), "
+            f"rho = p / p_sampler, truncation {truncation}",
+        ),
+        (
+            "learner",
+            f"tp {parallel.tp} x pp {parallel.pp} x ep {parallel.ep} x dp {parallel.dp} = "
+            f"{parallel.world_size} ranks, {config.learner.dtype}",
+        ),
+        (
+            "updates",
+            f"{config.run.updates} of {buffer.batch_size} samples in "
+            f"{config.learner.mini_batches} mini-batches, "
+            f"micro-batches of <= {config.learner.tokens_per_microbatch} tokens",
+        ),
+        ("student servers", server_row(config, "student")),
+        ("teacher servers", server_row(config, "teacher")),
+        ("run directory", str(config.run.dir)),
+    ]
+
+
+def server_row(config: Config, role: str) -> str:
+    """Where a role's servers come from and how each is sharded."""
+    section = config.student if role == "student" else config.teacher
+    where = ", ".join(section.urls) or f"{section.servers} started on {section.host}"
+    return f"{where}; tp {section.tp} x ep {section.ep}, {section.dtype}"
+
+
+def check(config: Config, console: Console) -> None:
+    """Raise UserError for the first problem, else print the plan."""
+    student, _ = check_models(config)
+    teacher = read_model(config.teacher.model, "teacher.model")
+    table = Table(show_header=False, box=None)
+    for what, value in plan_rows(config, student, teacher):
+        table.add_row(f"[bold]{what}[/bold]", value)
+    console.print(table)

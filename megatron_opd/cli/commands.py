@@ -1,0 +1,94 @@
+"""One function per subcommand: load the config, call the part that does the work.
+
+Parts are imported where they are used, so that `opd --help` and config errors need no engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from megatron_opd.cli.errors import UserError
+from megatron_opd.config.load import load_config
+from megatron_opd.config.schema import Config, SftConfig
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`opd run`: everything on this machine."""
+    return _pipeline(arguments, launch=True)
+
+
+def control(arguments: argparse.Namespace) -> int:
+    """`opd control`: the controller alone."""
+    return _pipeline(arguments, launch=False)
+
+
+def _pipeline(arguments: argparse.Namespace, *, launch: bool) -> int:
+    from megatron_opd.cli.run import run_pipeline
+
+    config = load_config(Config, arguments.config, arguments.overrides)
+    if not launch:
+        for role, section in (("student", config.student), ("teacher", config.teacher)):
+            if not section.urls:
+                raise UserError(f"opd control: {role}.urls must list the servers started elsewhere")
+        if config.learner.listen_port == 0:
+            raise UserError("opd control: learner.listen_port must be a fixed port, got 0")
+    return run_pipeline(config, overwrite=arguments.overwrite, launch=launch)
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """`opd serve`: replace this process by one SGLang server."""
+    from megatron_opd.cli.servers import server_spec
+    from sglang_bridge.server.spec import PARENT_VARIABLE, server_command, server_env
+
+    config = load_config(Config, arguments.config, arguments.overrides)
+    section = config.student if arguments.role == "student" else config.teacher
+    if section.base_port == 0:
+        raise UserError(f"opd serve: {arguments.role}.base_port must be a fixed port, got 0")
+    spec = server_spec(config, arguments.role, arguments.index)
+    command, environment = server_command(spec), server_env(spec)
+    # this process becomes the server: there is no parent of ours to follow
+    del environment[PARENT_VARIABLE]
+    sys.stdout.flush()
+    os.execvpe(command[0], command, environment)
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """`opd eval`: avg@k of one checkpoint through a server started for it."""
+    from megatron_opd.cli.evaluate import evaluate_checkpoint
+
+    config = load_config(Config, arguments.config, arguments.overrides)
+    report = evaluate_checkpoint(config, arguments.model)
+    _print(json.dumps(report.as_dict(), indent=2) if arguments.json else report.line())
+    return 0
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """`opd check`: validate and print the plan."""
+    from rich.console import Console
+
+    from megatron_opd.cli.check import check as check_config
+
+    check_config(load_config(Config, arguments.config, arguments.overrides), Console())
+    return 0
+
+
+def sft(arguments: argparse.Namespace) -> int:
+    """`opd sft`: supervised fine-tuning."""
+    from megatron_opd.cli.sft import run_sft
+
+    return run_sft(load_config(SftConfig, arguments.config, arguments.overrides))
+
+
+def make_data(arguments: argparse.Namespace) -> int:
+    """`opd make-data`: write a built-in task's files."""
+    from megatron_opd.cli.make_data import make_task_data
+
+    _print(make_task_data(arguments))
+    return 0
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")

@@ -1,0 +1,60 @@
+"""From the configuration to the SGLang servers of one machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from megatron_opd.cli.preflight import require_free, server_ports
+from megatron_opd.config.schema import Config, ServerConfig
+from sglang_bridge.server.launch import ServerProcess
+from sglang_bridge.server.spec import ServerSpec
+
+Role = Literal["student", "teacher"]
+
+
+def section_of(config: Config, role: Role) -> ServerConfig:
+    """The role's section."""
+    return config.student if role == "student" else config.teacher
+
+
+def make_spec(config: Config, role: Role, port: int, index: int, model: Path) -> ServerSpec:
+    """What server `index` of a role is started with; each server draws from a seed of its own."""
+    section = section_of(config, role)
+    return ServerSpec(
+        model_path=str(model),
+        role=role,
+        port=port,
+        host=section.host,
+        dtype=section.dtype,
+        tp=section.tp,
+        ep=section.ep,
+        context_length=section.context_length,
+        max_total_tokens=section.max_total_tokens,
+        max_running_requests=section.max_running_requests,
+        mem_fraction_static=section.mem_fraction_static,
+        seed=config.run.seed + index,
+        group_timeout_s=config.weight_sync.timeout_s,
+        extra_args=section.extra_args,
+    )
+
+
+def server_spec(config: Config, role: Role, index: int) -> ServerSpec:
+    """Server `index` of a role on its configured port. Raises UserError when the port is taken."""
+    section = section_of(config, role)
+    port = section.base_port + index
+    require_free(section.host, port, f"{role}.base_port")
+    return make_spec(config, role, port, index, section.model)
+
+
+def server_processes(config: Config, role: Role, logs: Path) -> list[ServerProcess]:
+    """The role's servers of this machine, not started; none when its urls name others."""
+    section = section_of(config, role)
+    if section.urls:
+        return []
+    return [
+        ServerProcess(
+            make_spec(config, role, port, index, section.model), logs / f"{role}-{index}.log"
+        )
+        for index, port in enumerate(server_ports(section, role))
+    ]
