@@ -1,0 +1,1 @@
+"""Admission-ordered buffer and the permits that bound staleness. Torch-free."""

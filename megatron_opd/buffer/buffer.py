@@ -1,0 +1,96 @@
+"""Samples leave in the order their prompts were admitted; nothing is evicted, drops leave no gap.
+
+A prompt enters at admission, so the buffer knows the order before any result exists. Its sample
+arrives later, in any order, or never (drop). The front of the line moves as soon as its first
+member is scored or dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from megatron_opd.types import Sample
+
+
+class SampleBuffer:
+    """Admission-ordered line of samples. All methods are for one event loop."""
+
+    def __init__(self) -> None:
+        # insertion order = admission order; None until scored
+        self._line: dict[int, Sample | None] = {}
+        self._ready: deque[Sample] = deque()
+        self._closed = False
+        self._event = asyncio.Event()
+        self.waiting_for_score = 0
+        """Admitted prompts that are neither scored nor dropped yet."""
+
+    @property
+    def ready(self) -> int:
+        """Samples at the front of the line that can be taken now."""
+        return len(self._ready)
+
+    @property
+    def scored(self) -> int:
+        """Scored samples held, those behind an unfinished one included."""
+        return len(self._ready) + len(self._line) - self.waiting_for_score
+
+    @property
+    def exhausted(self) -> bool:
+        """Closed, and every admitted prompt is scored or dropped: `ready` will not grow."""
+        return self._closed and not self._line
+
+    def admit(self, uid: int) -> None:
+        """A prompt joins the end of the line. Raises ValueError when it is already in it."""
+        if self._closed:
+            raise ValueError(f"prompt {uid} was admitted after the buffer was closed")
+        if uid in self._line:
+            raise ValueError(f"prompt {uid} was admitted twice")
+        self._line[uid] = None
+        self.waiting_for_score += 1
+
+    def put(self, sample: Sample) -> None:
+        """The sample of an admitted prompt. Raises ValueError when it is unknown or came before."""
+        uid = sample.rollout.prompt.uid
+        self._must_be_unfinished(uid)
+        self._line[uid] = sample
+        self.waiting_for_score -= 1
+        self._advance()
+
+    def drop(self, uid: int) -> None:
+        """The prompt will have no sample; those behind it move up."""
+        self._must_be_unfinished(uid)
+        del self._line[uid]
+        self.waiting_for_score -= 1
+        self._advance()
+
+    def close(self) -> None:
+        """No more prompts will be admitted."""
+        self._closed = True
+        self._advance()
+
+    def take(self, count: int) -> tuple[Sample, ...]:
+        """Remove and return the first `count` ready samples; ValueError when fewer are ready."""
+        if count > len(self._ready):
+            raise ValueError(f"{count} samples were asked for, {len(self._ready)} are ready")
+        return tuple(self._ready.popleft() for _ in range(count))
+
+    async def changed(self) -> None:
+        """Wait for the next put, drop or close."""
+        await self._event.wait()
+
+    def _must_be_unfinished(self, uid: int) -> None:
+        if self._line.get(uid, self) is not None:
+            raise ValueError(f"prompt {uid} is not waiting for a sample")
+
+    def _advance(self) -> None:
+        while self._line:
+            uid = next(iter(self._line))
+            sample = self._line[uid]
+            if sample is None:
+                break
+            del self._line[uid]
+            self._ready.append(sample)
+        # wake everyone who waits now; later waiters wait for the next change
+        self._event.set()
+        self._event = asyncio.Event()

@@ -1,0 +1,108 @@
+"""Every admitted prompt holds one of (tau + 1) B permits until it is dropped, or trained and live.
+
+Words: B is the batch size, tau the largest allowed staleness in versions, the *version* is the
+number of publications made so far. Update k (0-based) trains batch k and its publication makes
+version k + 1 live.
+
+Rules:
+  R1. A prompt is admitted only while it takes a permit; there are (tau + 1) B of them.
+  R2. Batches take samples in admission order: batch k holds the samples k B .. (k + 1) B - 1 among
+  those never dropped.
+  R3. A dropped sample returns its permit at once.
+  R4. The permits of batch k are returned only when version k + 1 is live on every engine.
+
+Claim: every token of every sample of batch k was sampled by a version >= k - tau. The learner's
+version when it trains batch k is at most k, so staleness = learner version - token version <= tau.
+
+Proof. Let sample s be admitted while version v is live. No token of s is older than v: its first
+token is sampled after its admission, and engines only move to newer versions. By R4 exactly the
+permits of batches 0 .. v - 1 have been returned for training, v B in all. Of the prompts admitted
+up to and including s, those neither dropped nor among these v B hold a permit each, so by R1 they
+are at most (tau + 1) B. Hence at most (v + tau + 1) B prompts up to and including s are not
+dropped, now or later, and by R2 s is in a batch k <= v + tau. Therefore k - v <= tau. QED.
+
+The bound is tight: when all (tau + 1) B prompts are admitted and finished at version 0, the last of
+them are in batch tau.
+
+Why not completion order (batches of whatever finished first)? R2 is what ties an admission time to
+a batch index. A long rollout admitted at version 0 holds one permit, the other (tau + 1) B - 1 keep
+flowing past it, and it can be trained on after any number of versions: no bound holds, and long
+responses are systematically the stalest. Why not return permits at consumption (before the new
+version is live)? Then up to B prompts more are admitted under the old version, and the staleness
+reaches tau + 1.
+
+Source: AsyncOPD (arXiv 2606.24143) App. G, queue-depth parameter tau; the proof and the tightness
+are ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from megatron_opd.types import Batch, Sample
+
+
+class PermitError(RuntimeError):
+    """A permit was taken twice, or returned by one that holds none: the scheduler is broken."""
+
+
+class StalenessExceeded(RuntimeError):
+    """A sample is older than the rule allows, or newer than the learner: a broken scheduler."""
+
+
+class Permits:
+    """The (tau + 1) B permits, each held under the uid of its prompt.
+
+    Args:
+        batch_size: B, samples per update.
+        max_staleness: tau, in versions; 0 makes the run strictly synchronous.
+    """
+
+    def __init__(self, batch_size: int, max_staleness: int) -> None:
+        self.total = (max_staleness + 1) * batch_size
+        self._free = asyncio.Semaphore(self.total)
+        self._holders: set[int] = set()
+
+    @property
+    def in_use(self) -> int:
+        """Permits held now."""
+        return len(self._holders)
+
+    async def acquire(self, uid: int) -> None:
+        """Wait for a permit and hold it for prompt `uid`. A cancelled wait takes nothing."""
+        if uid in self._holders:
+            raise PermitError(f"prompt {uid} already holds a permit")
+        await self._free.acquire()
+        self._holders.add(uid)
+
+    def release(self, uids: Iterable[int]) -> None:
+        """Return the permits of `uids`. Raises PermitError for one that holds none."""
+        for uid in uids:
+            if uid not in self._holders:
+                raise PermitError(f"prompt {uid} returns a permit it does not hold")
+            self._holders.remove(uid)
+            self._free.release()
+
+
+def staleness_versions(sample: Sample, learner_version: int) -> int:
+    """Learner version minus the version of the sample's oldest token."""
+    return learner_version - sample.rollout.oldest_version
+
+
+def check_staleness(batch: Batch, max_staleness: int) -> None:
+    """Refuse a batch that breaks the bound. Raises StalenessExceeded naming the sample."""
+    for sample in batch.samples:
+        newest = max(span.version for span in sample.rollout.spans)
+        staleness = staleness_versions(sample, batch.version)
+        uid = sample.rollout.prompt.uid
+        if newest > batch.version:
+            raise StalenessExceeded(
+                f"sample {uid} of update {batch.update} has tokens of version {newest}, "
+                f"newer than the learner's {batch.version}"
+            )
+        if staleness > max_staleness:
+            raise StalenessExceeded(
+                f"sample {uid} of update {batch.update} is {staleness} versions old, "
+                f"the bound is {max_staleness}"
+            )

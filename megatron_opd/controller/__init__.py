@@ -1,0 +1,1 @@
+"""The controller: schedules rollouts, scoring, updates and publications. Torch-free."""

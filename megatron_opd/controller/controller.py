@@ -1,0 +1,284 @@
+"""The scheduler of a run: loops under one TaskGroup; one that dies stops the run with its cause.
+
+    PromptSource --permit--> rollout --> scoring --> SampleBuffer --> Batcher --> Learner
+         ^                (student fleet)  (teachers)  (versions)   (B samples)  (Megatron)
+         |                       ^                                                   |
+         |                       +------------------- WeightSync <-------------------+
+         +------- permits released when the new version is live ----+
+
+| loop      | consumes         | waits for           | unblocked by                            |
+|-----------|------------------|---------------------|-----------------------------------------|
+| admit     | prompts          | a permit            | a version going live, a dropped sample  |
+| rollout-i | admitted prompts | an engine slot (i)  | a rollout finishing                     |
+| score-i   | rollouts         | a teacher slot (i)  | a score finishing                       |
+| learn     | scored samples   | B of them, in order | score; the publication of its update    |
+| sync      | updated weights  | the optimizer step  | learn                                   |
+
+Invariants: every admitted prompt is trained on, dropped with a counted reason, or reported as in
+flight at the end; it holds one permit until then (buffer/permits.py); no more prompts are admitted
+than the remaining updates can consume, so a run that ends by itself has nothing in flight. Learner
+and publication alternate: both use the learner's only set of weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Awaitable
+from dataclasses import dataclass
+
+from megatron_opd.buffer.batcher import Batcher
+from megatron_opd.buffer.buffer import SampleBuffer
+from megatron_opd.buffer.permits import Permits, check_staleness
+from megatron_opd.buffer.rejection import SampleRejected
+from megatron_opd.controller.ports import Ports
+from megatron_opd.metrics.types import Accounting, Depths
+from megatron_opd.types import Batch, Prompt, Rollout
+
+# fewer dropped samples in a row than this never stop a run, however few permits it has
+MIN_DROPS_IN_A_ROW = 16
+
+
+class LoopFailed(RuntimeError):
+    """A loop died. `loop` names it, `__cause__` is what it died of; the text is one line."""
+
+    def __init__(self, loop: str, cause: Exception) -> None:
+        lines = str(cause).splitlines() or [""]
+        super().__init__(f"{loop}: {type(cause).__name__}: {lines[0]}".rstrip(": "))
+        self.loop = loop
+
+
+class EverythingDropped(RuntimeError):
+    """At least MIN_DROPS_IN_A_ROW samples, and all permits' worth, were dropped in a row."""
+
+
+class LearnerDiverged(RuntimeError):
+    """The learner's loss or gradient norm is not finite; such weights are never published."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How the loops run.
+
+    updates: learner updates to make. batch_size: B. max_staleness: tau in versions. rollout_slots,
+    score_slots: requests in flight at once.
+    """
+
+    updates: int
+    batch_size: int
+    max_staleness: int
+    rollout_slots: int
+    score_slots: int
+
+
+class Controller:
+    """Runs one schedule once. Use from one event loop."""
+
+    def __init__(self, schedule: Schedule, ports: Ports) -> None:
+        self._schedule = schedule
+        self._ports = ports
+        self._permits = Permits(schedule.batch_size, schedule.max_staleness)
+        self._buffer = SampleBuffer()
+        self._batcher = Batcher(self._buffer, schedule.batch_size)
+        self._admitted: asyncio.Queue[Prompt] = asyncio.Queue()
+        # oldest first: the front of the line is what the next batch waits for
+        self._finished: asyncio.PriorityQueue[tuple[int, Rollout]] = asyncio.PriorityQueue()
+        self._trained: asyncio.Queue[Batch] = asyncio.Queue()
+        self._serving: list[asyncio.Task[None]] = []
+        self._dropped: Counter[str] = Counter()
+        self._dropped_in_a_row = 0
+        self._num_admitted = 0
+        self._num_scoring = 0
+        self._num_consumed = 0
+        self._num_updates = 0
+        self._version = 0
+        self._interrupted = False
+
+    async def run(self) -> Accounting:
+        """Make the updates, drain, and account for every prompt.
+
+        Raises LoopFailed when a loop or the guard fails. Cancellation (Ctrl-C) ends every loop and
+        is raised on; in all cases `accounting` is complete afterwards and the observer has been
+        told.
+        """
+        clock = asyncio.get_running_loop().time
+        self._ports.observer.started(clock(), self._depths())
+        try:
+            # a task of its own: in Python 3.11 a TaskGroup leaves a cancellation count behind
+            await asyncio.create_task(self._run_loops(), name="loops")
+        except asyncio.CancelledError:
+            self._interrupted = True
+            raise
+        except BaseExceptionGroup as failures:
+            if _being_cancelled():
+                # what loops say while Ctrl-C tears their connections down is no failure of the run
+                self._interrupted = True
+                raise asyncio.CancelledError from failures
+            raise await self._deepest_cause(failures) from failures
+        finally:
+            self._ports.observer.ended(self.accounting, clock())
+        return self.accounting
+
+    @property
+    def accounting(self) -> Accounting:
+        """Where every admitted prompt is now."""
+        done = self._num_consumed + self._dropped.total()
+        return Accounting(
+            updates=self._num_updates,
+            version=self._version,
+            admitted=self._num_admitted,
+            consumed=self._num_consumed,
+            dropped=dict(self._dropped),
+            in_flight=self._num_admitted - done,
+            interrupted=self._interrupted,
+        )
+
+    async def _run_loops(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            self._start_loops(group)
+
+    def _start_loops(self, group: asyncio.TaskGroup) -> None:
+        schedule = self._schedule
+
+        def start(name: str, loop: Awaitable[None]) -> asyncio.Task[None]:
+            return group.create_task(_named(name, loop), name=name)
+
+        start("learn", self._learn())
+        self._serving = [start("admit", self._admit()), start("sync", self._sync())]
+        rollout_slots = min(schedule.rollout_slots, self._permits.total)
+        score_slots = min(schedule.score_slots, self._permits.total)
+        self._serving += [start(f"rollout-{i}", self._roll_out()) for i in range(rollout_slots)]
+        self._serving += [start(f"score-{i}", self._score()) for i in range(score_slots)]
+        if self._ports.guard is not None:
+            self._serving.append(start("health", self._ports.guard.watch()))
+
+    async def _admit(self) -> None:
+        for prompt in self._ports.prompts:
+            if not await self._room_for_one_more():
+                break
+            await self._permits.acquire(prompt.uid)
+            self._buffer.admit(prompt.uid)
+            self._num_admitted += 1
+            self._ports.observer.admitted(prompt)
+            self._admitted.put_nowait(prompt)
+            self._moved()
+        self._buffer.close()
+
+    async def _room_for_one_more(self) -> bool:
+        """Wait until the updates can consume another prompt; False once they never will."""
+        wanted = self._schedule.updates * self._schedule.batch_size
+        while self._num_admitted - self._dropped.total() >= wanted:
+            if self._buffer.waiting_for_score == 0:
+                return False
+            await self._buffer.changed()
+        return True
+
+    async def _roll_out(self) -> None:
+        while True:
+            prompt = await self._admitted.get()
+            try:
+                rollout = await self._ports.rollout.generate(prompt)
+            except SampleRejected as rejection:
+                self._drop(prompt.uid, rejection)
+                continue
+            self._ports.observer.rolled_out(rollout)
+            self._num_scoring += 1
+            self._finished.put_nowait((prompt.uid, rollout))
+            self._moved()
+
+    async def _score(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            uid, rollout = await self._finished.get()
+            started_s = clock()
+            try:
+                sample = await self._ports.teacher.score(rollout)
+            except SampleRejected as rejection:
+                self._num_scoring -= 1
+                self._drop(uid, rejection)
+                continue
+            self._num_scoring -= 1
+            self._dropped_in_a_row = 0
+            self._ports.observer.scored(sample, started_s, clock())
+            self._buffer.put(sample)
+            self._moved()
+
+    def _drop(self, uid: int, rejection: SampleRejected) -> None:
+        self._dropped[rejection.reason] += 1
+        self._dropped_in_a_row += 1
+        self._buffer.drop(uid)
+        self._permits.release([uid])
+        self._ports.observer.dropped(uid, rejection.reason, rejection.detail)
+        self._moved()
+        if self._dropped_in_a_row >= max(self._permits.total, MIN_DROPS_IN_A_ROW):
+            raise EverythingDropped(
+                f"{self._dropped_in_a_row} samples in a row were dropped, the last for {rejection}"
+            )
+
+    async def _learn(self) -> None:
+        clock = asyncio.get_running_loop().time
+        for update in range(self._schedule.updates):
+            samples = await self._batcher.next_batch()
+            if not samples:
+                break
+            batch = Batch(update=update, version=self._version, samples=samples)
+            check_staleness(batch, self._schedule.max_staleness)
+            started_s = clock()
+            figures = await self._ports.learner.train(batch)
+            if not (math.isfinite(figures.loss) and math.isfinite(figures.grad_norm)):
+                raise LearnerDiverged(
+                    f"update {update}: loss {figures.loss}, gradient norm {figures.grad_norm}"
+                )
+            self._num_updates += 1
+            self._num_consumed += len(samples)
+            self._ports.observer.trained(batch, figures, started_s, clock())
+            self._trained.put_nowait(batch)
+            await self._trained.join()
+        # what is left only waits for work that will never come
+        for task in self._serving:
+            task.cancel()
+
+    async def _sync(self) -> None:
+        while True:
+            batch = await self._trained.get()
+            report = await self._ports.publisher.publish(self._version + 1)
+            self._version += 1
+            self._permits.release(sample.rollout.prompt.uid for sample in batch.samples)
+            self._ports.observer.published(batch, report, self._depths())
+            self._trained.task_done()
+
+    def _depths(self) -> Depths:
+        return Depths(
+            rolling=self._buffer.waiting_for_score - self._num_scoring,
+            scoring=self._num_scoring,
+            buffered=self._buffer.scored,
+            permits_in_use=self._permits.in_use,
+            permits=self._permits.total,
+        )
+
+    def _moved(self) -> None:
+        self._ports.observer.moved(self._depths())
+
+    async def _deepest_cause(self, failures: BaseExceptionGroup[BaseException]) -> LoopFailed:
+        # the first failure cancelled the rest; what they say on the way out is noise
+        first = failures.exceptions[0]
+        assert isinstance(first, LoopFailed), repr(first)
+        if self._ports.guard is not None and first.loop != "health":
+            cause = await self._ports.guard.diagnose()
+            if cause is not None:
+                return LoopFailed("health", cause)
+        return first
+
+
+async def _named(name: str, loop: Awaitable[None]) -> None:
+    """Await `loop`; an exception is raised on under the loop's name."""
+    try:
+        await loop
+    except Exception as error:
+        raise LoopFailed(name, error) from error
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,223 @@
+"""Typed reducers and the records that stages report.
+
+A reducer says how values combine over a run, so that no reader has to guess: Mean is weighted
+(tokens, seconds), Max keeps the largest, Sum adds, Histogram counts integers. An empty Mean or Max
+has the value None, never 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(slots=True)
+class Mean:
+    """Weighted mean: sum(weight * value) / sum(weight)."""
+
+    total: float = 0.0
+    weight: float = 0.0
+
+    def add(self, value: float, weight: float = 1.0) -> None:
+        """Count `value` `weight` times; a non-finite value is a caller's error (ValueError)."""
+        if not (math.isfinite(value) and weight >= 0):
+            raise ValueError(
+                f"a mean takes finite values and weights >= 0, got {value} and {weight}"
+            )
+        self.total += value * weight
+        self.weight += weight
+
+    @property
+    def value(self) -> float | None:
+        """The mean, None before the first value."""
+        return self.total / self.weight if self.weight else None
+
+
+@dataclass(slots=True)
+class Max:
+    """Largest value seen."""
+
+    value: float | None = None
+
+    def add(self, value: float) -> None:
+        """Keep the larger."""
+        if self.value is None or value > self.value:
+            self.value = value
+
+
+@dataclass(slots=True)
+class Sum:
+    """Total."""
+
+    value: float = 0.0
+
+    def add(self, value: float) -> None:
+        """Add."""
+        self.value += value
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts of integer values, e.g. response tokens by staleness in versions."""
+
+    counts: Counter[int] = field(default_factory=Counter)
+
+    def add(self, value: int, count: int = 1) -> None:
+        """Count `value` `count` times."""
+        if count:
+            self.counts[value] += count
+
+    @property
+    def mean(self) -> float | None:
+        """Mean of the counted values, None when empty."""
+        total = sum(self.counts.values())
+        return sum(value * n for value, n in self.counts.items()) / total if total else None
+
+    @property
+    def max(self) -> int | None:
+        """Largest counted value, None when empty."""
+        return max(self.counts, default=None)
+
+    def as_json(self) -> dict[str, int]:
+        """{value: count} with rising values (JSON keys are strings)."""
+        return {str(value): self.counts[value] for value in sorted(self.counts)}
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One named step of a publication, on the monotonic clock."""
+
+    name: str
+    started_s: float
+    finished_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.finished_s - self.started_s
+
+
+@dataclass(frozen=True, slots=True)
+class PublicationReport:
+    """One weight publication. version: the one that is live now; phases: in order, without overlap.
+
+    num_bytes: bytes the learner sent once (each server receives all of them). paused_s: from the
+    moment the servers were told to pause until they continued.
+    """
+
+    version: int
+    phases: tuple[Phase, ...]
+    num_bytes: int
+    paused_s: float
+
+    @property
+    def started_s(self) -> float:
+        """Start of the first phase."""
+        return self.phases[0].started_s
+
+    @property
+    def finished_s(self) -> float:
+        """End of the last phase."""
+        return self.phases[-1].finished_s
+
+    @property
+    def seconds(self) -> float:
+        """Whole publication."""
+        return self.finished_s - self.started_s
+
+    def phase_seconds(self) -> Mapping[str, float]:
+        """Seconds by phase name."""
+        return {phase.name: phase.seconds for phase in self.phases}
+
+
+class UpdateFigures(Protocol):
+    """What the learner reports of one update; every field also becomes a column of metrics.jsonl.
+
+    Units as in the names; reverse_kl_nats is per response token; mismatch_*_abs_dp is |p_learner -
+    p_sampler| on path tokens that the current version sampled (TIS), over mismatch_tokens tokens;
+    ratio_* are quantiles of the importance ratio.
+    """
+
+    @property
+    def loss(self) -> float:
+        """Mean over response tokens."""
+        ...
+
+    @property
+    def reverse_kl_nats(self) -> float:
+        """Estimate per response token."""
+        ...
+
+    @property
+    def grad_norm(self) -> float:
+        """Global norm before clipping."""
+        ...
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the update."""
+        ...
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Response tokens trained on."""
+        ...
+
+    @property
+    def mismatch_max_abs_dp(self) -> float:
+        """Largest, over the tokens measured."""
+        ...
+
+    @property
+    def mismatch_mean_abs_dp(self) -> float:
+        """Mean over the tokens measured."""
+        ...
+
+    @property
+    def mismatch_tokens(self) -> int:
+        """How many tokens were measured."""
+        ...
+
+    @property
+    def ratio_p99(self) -> float:
+        """99th percentile of the importance ratio."""
+        ...
+
+    @property
+    def ratio_max(self) -> float:
+        """Largest importance ratio."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Depths:
+    """How full the pipeline is at one moment, in samples.
+
+    rolling: permits held by prompts that wait for or are in a rollout. scoring: rollouts that wait
+    for or are at a teacher. buffered: scored samples not yet in a batch. permits_in_use of permits.
+    """
+
+    rolling: int
+    scoring: int
+    buffered: int
+    permits_in_use: int
+    permits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accounting:
+    """Where every admitted prompt went.
+
+    in_flight: neither trained on nor dropped when the run ended.
+    """
+
+    updates: int
+    version: int
+    admitted: int
+    consumed: int
+    dropped: Mapping[str, int]
+    in_flight: int
+    interrupted: bool

@@ -1,0 +1,1 @@
+"""Student rollouts through the inference fleet."""

@@ -1,0 +1,1 @@
+"""Teacher scores through the inference fleet."""

@@ -1,0 +1,1 @@
+"""Publication of learner weights to the student fleet."""
