@@ -1,1 +1,4 @@
-"""What the pipeline needs of SGLang: an HTTP client and a plugin for the server. Imports nothing of megatron_opd."""
+"""What the pipeline needs of SGLang: an HTTP client and a plugin for the server.
+
+Imports nothing of megatron_opd.
+"""

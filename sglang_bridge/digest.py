@@ -1,0 +1,19 @@
+"""One digest for weights, so that a learner and a server can compare slices without moving them.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+
+def digest(data: bytes | memoryview | np.ndarray) -> str:
+    """BLAKE2b of a contiguous buffer's bytes, in order: 16 hexadecimal digits.
+
+    For a torch tensor: `digest(tensor.contiguous().cpu().view(torch.uint8).numpy())`, which works
+    for bfloat16 too.
+    """
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

@@ -1,0 +1,1 @@
+"""Runs beside and inside SGLang: how a server is started, and the plugin that draws and scores."""

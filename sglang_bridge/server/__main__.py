@@ -1,0 +1,92 @@
+"""`python -m sglang_bridge.server [SGLang's arguments]`: prepares the machine, runs SGLang.
+
+Refuses to start when the plugin did not take hold: SGLang itself would only log that and serve
+without it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from sglang_bridge.server.spec import PARENT_VARIABLE
+
+STANDINS = Path(__file__).parent / "standins"
+CPU_ARGUMENTS = {
+    "--device": "cpu",
+    "--attention-backend": "torch_native",
+    "--sampling-backend": "pytorch",
+    # SGLang sizes the pool from all free memory, which on a shared machine is everybody's.
+    "--max-total-tokens": "65536",
+}
+GPU_FLAGS = ("--enable-fp32-lm-head",)
+
+
+def end_with_parent(parent: int, poll_s: float = 0.5) -> None:
+    """Kills this process group once `parent` is no longer our parent.
+
+    Polled rather than PR_SET_PDEATHSIG, which fires when the parent's *thread* ends, not its
+    process.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(poll_s)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    if os.getpgid(0) != os.getpid():
+        raise RuntimeError(f"{PARENT_VARIABLE} is set but this process does not lead its group")
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+def offer_standins() -> None:
+    """Puts the stand-in torchvision on the path, for this process and its children."""
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    sys.path.append(str(STANDINS))
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [inherited, str(STANDINS)]))
+
+
+def arguments_for_device(arguments: list[str], *, cuda: bool) -> list[str]:
+    """`arguments` with what the device demands; whatever the user gave stays."""
+    given = {argument.partition("=")[0] for argument in arguments}
+    if cuda:
+        return [*arguments, *(flag for flag in GPU_FLAGS if flag not in given)]
+    missing = ((name, value) for name, value in CPU_ARGUMENTS.items() if name not in given)
+    return [*arguments, *(word for pair in missing for word in pair)]
+
+
+def main() -> None:
+    """Runs the server until it is told to stop."""
+    parent = os.environ.pop(PARENT_VARIABLE, None)
+    if parent is not None:
+        end_with_parent(int(parent))
+    import torch
+
+    cuda = torch.cuda.is_available()
+    if not cuda:
+        offer_standins()
+    from sglang_bridge.server import compat
+
+    compat.require_supported_version()
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    compat.require_hooks_in_place()
+    try:
+        run_server(prepare_server_args(arguments_for_device(sys.argv[1:], cuda=cuda)))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Every touch of SGLang's internals, in one place, for exactly one version of it.
+
+SGLang's plugins fail open: a hook that does not fit is logged and skipped. So this module is the
+one to change for a new version, each of its functions has a test, and a server whose version or
+hooks do not fit refuses to start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+SUPPORTED = "0.5.23"
+
+AFTER_RUNNER_INIT = "sglang.srt.model_executor.model_runner.ModelRunner.__init__"
+STREAMER_CLASS = "sglang.srt.managers.scheduler.Scheduler.get_output_streamer_class"
+FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
+INPUT_LOGPROBS = "sglang.srt.layers.logprob_processor.InputLogprobProcessor.forward"
+CHECK_WEIGHTS = "sglang.srt.utils.weight_checker.WeightChecker.handle"
+VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
+NATIVE_EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+INIT_GROUP = (
+    "sglang.srt.model_executor.model_runner_components.weight_updater."
+    "WeightUpdater.init_weights_update_group"
+)
+
+TARGETS = (
+    AFTER_RUNNER_INIT,
+    STREAMER_CLASS,
+    FORWARD,
+    INPUT_LOGPROBS,
+    CHECK_WEIGHTS,
+    VALIDATE,
+    NATIVE_EXPERTS,
+    INIT_GROUP,
+)
+
+
+def require_supported_version() -> None:
+    """Raises RuntimeError unless the installed SGLang is the supported one."""
+    installed = version("sglang")
+    if installed != SUPPORTED:
+        raise RuntimeError(
+            f"sglang_bridge supports sglang {SUPPORTED}, found {installed}: "
+            f"pip install --no-deps sglang=={SUPPORTED}"
+        )
+
+
+def require_hooks_in_place() -> None:
+    """Raises RuntimeError unless every hook was applied; call after SGLang's load_plugins()."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = [target for target in TARGETS if target not in HookRegistry._patched]
+    if missing:
+        raise RuntimeError(
+            "the sglang_bridge plugin is not active (is the package installed, with its entry "
+            f"points?); not hooked: {', '.join(missing)}"
+        )
+
+
+def hook(target: str, function: Callable[..., Any], kind: str) -> None:
+    """Registers a hook of a kind of HookType: "before", "after", "around", "replace"."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, function, HookType(kind))
+
+
+# ---------------------------------------------------------------- process-wide state
+
+
+def is_output_rank() -> bool:
+    """Whether this process holds the whole batch's outputs: attention-TP rank 0."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().attn_tp_rank == 0
+
+
+def weight_version() -> str:
+    """The version label of the weights this process computes with now."""
+    from sglang.srt.runtime_context import get_serving
+
+    return get_serving().weight_version
+
+
+def tp_rank() -> int:
+    """This process's tensor-parallel rank in its server."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().tp_rank
+
+
+# ---------------------------------------------------------------- requests and batches
+
+
+def custom_params(req: Any) -> dict[str, Any]:
+    """The request's custom_params; empty when it has none."""
+    params = req.sampling_params.custom_params
+    return params if isinstance(params, dict) else {}
+
+
+def record_of(req: Any, name: str, make: Callable[[], Any]) -> Any:
+    """The object of ours kept on a request under `name`, made on first use.
+
+    It survives retraction.
+    """
+    record = req.__dict__.get(name)
+    if record is None:
+        record = make()
+        setattr(req, name, record)
+    return record
+
+
+def find_record(req: Any, name: str) -> Any | None:
+    """The object kept by `record_of`, or None."""
+    return req.__dict__.get(name)
+
+
+def is_scoring_batch(batch: Any) -> bool:
+    """Whether a forward pass computes logits of prompt positions."""
+    return bool(batch.forward_mode.is_extend() and batch.return_logprob)
+
+
+def logit_rows(batch: Any) -> Iterator[tuple[Any, int, int]]:
+    """(request, absolute position of its first row, rows) of the logits an extend batch computes.
+
+    LogitsProcessor._get_pruned_states keeps, per request, the extended tokens from
+    extend_logprob_start_len on, and at least the last one.
+    """
+    for req, prefix, extend, start in zip(
+        batch.reqs,
+        batch.prefix_lens,
+        batch.extend_lens,
+        batch.extend_logprob_start_lens,
+        strict=True,
+    ):
+        first = min(start, extend - 1)
+        yield req, prefix + first, extend - first
+
+
+def sampling_filters(info: Any) -> dict[str, torch.Tensor | None]:
+    """The truncations SGLang applies in this step, as `sampling.behaviour` takes them."""
+    return {
+        "top_k_B": info.top_ks if info.need_top_k_sampling else None,
+        "top_p_B": info.top_ps if info.need_top_p_sampling else None,
+        "min_p_B": info.min_ps if info.need_min_p_sampling else None,
+    }
+
+
+def attach_auxiliary(result: Any, output: Any) -> None:
+    """Adds a device output to a step's result; it is copied to the host with the sampled tokens."""
+    from sglang.srt.managers.auxiliary_output import append_auxiliary_output
+
+    logits = result.logits_output
+    logits.auxiliary_device_output = append_auxiliary_output(logits.auxiliary_device_output, output)
+
+
+def wrap_delayed_sampling(result: Any, context: Callable[[], Any]) -> None:
+    """Runs a step's postponed sampling (grammars under overlap scheduling) inside `context()`."""
+    delayed = getattr(result, "delay_sample_func", None)
+    if delayed is None:
+        return
+
+    def sample() -> Any:
+        with context():
+            return delayed()
+
+    result.delay_sample_func = sample
+
+
+def row_log_normaliser(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per-row (max, log-sum-exp minus max) in float32; one pass by SGLang's kernel on CUDA."""
+    from sglang.srt.layers.logprob_processor import compute_row_log_normalizer
+
+    return compute_row_log_normalizer(logits)
+
+
+def streamer_class(payload_of: Callable[[Any], dict[str, Any] | None], key: str) -> type:
+    """An output streamer that adds `payload_of(request)` to meta_info[key] when it finishes."""
+    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+
+    class BridgeStreamer(SchedulerOutputStreamer):
+        """Adds this package's payload to finished requests."""
+
+        has_additional_customized_info = True
+
+        def build_additional_customized_info(self, reqs: list[Any]) -> dict[str, list[Any]]:
+            """One list per request: empty, or the payload."""
+            payloads = [payload_of(req) if req.finished() else None for req in reqs]
+            if not any(payloads):
+                return {}
+            return {key: [[] if payload is None else [payload] for payload in payloads]}
+
+        def is_request_level_customized_info_key(self, name: str) -> bool:
+            """The payload belongs to the request, not to single tokens."""
+            return name == key
+
+    return BridgeStreamer
+
+
+@contextmanager
+def process_group_timeout(seconds: float) -> Iterator[None]:
+    """Gives process groups that are made inside a timeout shorter than torch's 30 minutes."""
+    import datetime
+
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    original = weight_updater.init_custom_process_group
+
+    def with_timeout(**kwargs: Any) -> Any:
+        return original(**kwargs, timeout=datetime.timedelta(seconds=seconds))
+
+    weight_updater.init_custom_process_group = with_timeout
+    try:
+        yield
+    finally:
+        weight_updater.init_custom_process_group = original

@@ -1,0 +1,165 @@
+"""A server process never outlives `stop`, nor its parent.
+
+Each server has a session (and so a process group) of its own, which `stop` signals by its id;
+SGLang's schedulers and detokenizer are in it. If the owner dies without stopping it, the server
+notices and kills its group (sglang_bridge.server.__main__).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from sglang_bridge.errors import PortInUse, ServerDied
+from sglang_bridge.server.spec import ServerSpec, server_command, server_env
+
+POLL_S = 0.2
+# Environment proxies are for the outside world, not for our own servers.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that was free a moment ago on `host`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind((host, 0))
+        return listener.getsockname()[1]
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises PortInUse unless `port` can be bound on `host`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        # What the server's own listener sets: a port in TIME_WAIT counts as free.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise PortInUse(host, port) from error
+
+
+def last_lines(path: Path, count: int = 20) -> str:
+    """The last `count` lines of a log file, or a note that it is empty."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        lines = []
+    return "\n".join(lines[-count:]) if lines else "(the log is empty)"
+
+
+class ServerProcess:
+    """One running SGLang server. Not thread-safe; every method may be called from any one thread.
+
+    log_path: receives the server's standard output and error.
+    """
+
+    def __init__(self, spec: ServerSpec, log_path: Path) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, which is its group's id too; None before start."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Starts the process. Raises PortInUse at once when something listens on the port."""
+        if self._process is not None:
+            raise RuntimeError(f"the server on port {self.spec.port} was already started")
+        check_port(self.spec.host, self.spec.port)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                server_command(self.spec),
+                env=server_env(self.spec),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def is_running(self) -> bool:
+        """Whether the process has been started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Returns once the server answers requests; it has then generated a token for itself.
+
+        Raises ServerDied, with the log's last lines, if it ends first or is not ready in
+        `timeout_s`; in either case nothing is left running.
+        """
+        assert self._process is not None, "start() comes first"
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            status = self._process.poll()
+            if status is not None:
+                self.stop(grace_s=0)
+                raise ServerDied(self._obituary(f"ended with status {status} during start-up"))
+            if self._is_ready():
+                return
+            time.sleep(POLL_S)
+        self.stop(grace_s=1)
+        raise ServerDied(self._obituary(f"was not ready within {timeout_s:g} s"))
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """Ends the whole process group: SIGTERM, then SIGKILL after `grace_s`. Safe to repeat."""
+        if self._process is None:
+            return
+        group = self._process.pid
+        if grace_s > 0 and self._signal(group, signal.SIGTERM):
+            deadline_s = time.monotonic() + grace_s
+            while time.monotonic() < deadline_s and self._group_lives(group):
+                time.sleep(0.05)
+        # Also after a clean exit: a scheduler may outlive the parent that was to collect it.
+        self._signal(group, signal.SIGKILL)
+        self._process.wait()
+        while self._group_lives(group):
+            time.sleep(0.02)
+
+    def _is_ready(self) -> bool:
+        try:
+            with _OPENER.open(f"{self.spec.url}/ready", timeout=2) as reply:
+                return reply.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _obituary(self, what: str) -> str:
+        return (
+            f"{self.spec.role} server on port {self.spec.port} ({self.spec.model_path}) {what}; "
+            f"the end of {self.log_path}:\n{last_lines(self.log_path)}"
+        )
+
+    def _group_lives(self, group: int) -> bool:
+        """Whether any process of the group runs (zombies of others' children do not count)."""
+        assert self._process is not None
+        self._process.poll()  # collects our own child, which would otherwise stay a zombie
+        return any(state != "Z" for state in _states_of_group(group))
+
+    @staticmethod
+    def _signal(group: int, number: int) -> bool:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, number)
+            return True
+        return False
+
+
+def _states_of_group(group: int) -> list[str]:
+    """Scheduler state letters of the processes in a process group (Linux /proc)."""
+    states = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # After the command, which may hold spaces: state, ppid, pgrp, ...
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we looked
+        if int(fields[2]) == group:
+            states.append(fields[0])
+    return states

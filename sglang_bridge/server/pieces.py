@@ -1,0 +1,162 @@
+"""Which slices of which Hugging Face tensors a rank's live parameters hold; their digests.
+
+SGLang fuses q, k, v; gate and up; and all experts. A learner knows only Hugging Face names, so
+every fused parameter is taken apart into contiguous pieces {name, dim, start, length}: the same
+list serves comparing and receiving weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_bridge import wire
+from sglang_bridge.digest import digest
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`view`, live parameter memory, is [start, start + length) of dim `dim` of `hf_name`."""
+
+    hf_name: str
+    dim: int
+    start: int
+    length: int
+    view: torch.Tensor
+
+    @property
+    def key(self) -> str:
+        """Its description on the wire."""
+        dtype = str(self.view.dtype).removeprefix("torch.")
+        fields = (self.hf_name, self.dim, self.start, self.length, dtype)
+        return wire.PIECE_SEPARATOR.join(map(str, fields))
+
+
+def piece_digests(model: torch.nn.Module) -> dict[str, str]:
+    """{piece key: digest of its bytes} of every parameter of this rank."""
+    return {piece.key: tensor_digest(piece.view) for piece in pieces(model)}
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Digest of a tensor's bytes in row-major order, on any device."""
+    return digest(tensor.detach().contiguous().cpu().view(torch.uint8).numpy())
+
+
+def pieces(model: torch.nn.Module) -> list[Piece]:
+    """Every piece of every parameter; a tied parameter once.
+
+    Raises TypeError for a layout that is not known.
+    """
+    modules = dict(model.named_modules())
+    found: list[Piece] = []
+    for name, parameter in model.named_parameters():  # yields a shared parameter once
+        if parameter.dtype not in FLOATS:
+            raise TypeError(f"{name}: {parameter.dtype} (quantised weights are not supported)")
+        owner, _, leaf = name.rpartition(".")
+        found.extend(_pieces_of(modules[owner], owner, leaf, parameter.data))
+    return found
+
+
+def _pieces_of(
+    module: torch.nn.Module, owner: str, leaf: str, data: torch.Tensor
+) -> Iterator[Piece]:
+    """The pieces of one parameter, by the kind of layer it belongs to."""
+    from sglang.srt.layers import linear
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    if isinstance(module, linear.QKVParallelLinear):
+        yield from _qkv(module, owner, leaf, data)
+    elif isinstance(module, linear.MergedColumnParallelLinear):
+        yield from _gate_up(module, owner, leaf, data)
+    elif isinstance(module, linear.RowParallelLinear) and leaf == "weight":
+        length = data.shape[1]
+        yield Piece(f"{owner}.{leaf}", 1, _rank(module.tp_group) * length, length, data)
+    elif isinstance(module, VocabParallelEmbedding):  # the language-model head is a subclass
+        shard = module.shard_indices
+        if shard.num_added_elements:
+            raise TypeError(f"{owner}: added (LoRA) vocabulary is not supported")
+        length = shard.num_org_elements  # rows beyond it are padding
+        start = shard.org_vocab_start_index
+        yield Piece(f"{owner}.{leaf}", 0, start, length, data.narrow(0, 0, length))
+    elif isinstance(module, FusedMoE):
+        yield from _experts(module, owner, leaf, data)
+    elif isinstance(module, linear.ReplicatedLinear | linear.RowParallelLinear) or data.ndim == 1:
+        yield Piece(f"{owner}.{leaf}", 0, 0, data.shape[0], data)  # router, norm, bias
+    else:
+        raise TypeError(f"{owner}.{leaf}: unknown layer {type(module).__name__}")
+
+
+def _qkv(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator[Piece]:
+    """[q of this rank, k, v] stacked; a rank beyond the KV heads holds a copy of its head."""
+    rank = _rank(module.tp_group)
+    kv_rank = _rank(module.kv_tp_group) // module.num_kv_head_replicas
+    q, kv = module.q_proj_shard_size, module.kv_proj_shard_size
+    offset = 0
+    for part, length, shard in (("q", q, rank), ("k", kv, kv_rank), ("v", kv, kv_rank)):
+        name = f"{_replace_last(owner, 'qkv_proj', part + '_proj')}.{leaf}"
+        yield Piece(name, 0, shard * length, length, data.narrow(0, offset, length))
+        offset += length
+    _require_whole(owner, offset, data.shape[0])
+
+
+def _gate_up(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator[Piece]:
+    """[gate of this rank, up of this rank] stacked."""
+    rank, world = _rank(module.tp_group), _world(module.tp_group)
+    offset = 0
+    for part, full in zip(("gate_proj", "up_proj"), module.output_sizes, strict=True):
+        length = full // world
+        name = f"{_replace_last(owner, 'gate_up_proj', part)}.{leaf}"
+        yield Piece(name, 0, rank * length, length, data.narrow(0, offset, length))
+        offset += length
+    _require_whole(owner, offset, data.shape[0])
+
+
+def _experts(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator[Piece]:
+    """[experts of this EP rank, ...]: w13 stacks gate and up of this MoE-TP rank, w2 is down."""
+    if module.num_fused_shared_experts:
+        raise TypeError(f"{owner}: fused shared experts are not supported")
+    first = module.moe_ep_rank * data.shape[0]
+    for local in range(data.shape[0]):
+        base = f"{owner}.{first + local}"
+        if leaf == "w13_weight":
+            length = data.shape[1] // 2
+            start = module.moe_tp_rank * length
+            for half, part in enumerate(("gate_proj", "up_proj")):
+                view = data[local].narrow(0, half * length, length)
+                yield Piece(f"{base}.{part}.weight", 0, start, length, view)
+        elif leaf == "w2_weight":
+            length = data.shape[2]
+            start = module.moe_tp_rank * length
+            yield Piece(f"{base}.down_proj.weight", 1, start, length, data[local])
+        else:
+            raise TypeError(f"{owner}.{leaf}: unknown expert parameter")
+
+
+def _replace_last(owner: str, old: str, new: str) -> str:
+    head, found, leaf = owner.rpartition(".")
+    if leaf != old:
+        raise TypeError(f"{owner}: expected a layer named {old}")
+    return f"{head}{found}{new}"
+
+
+def _require_whole(owner: str, covered: int, rows: int) -> None:
+    if covered != rows:
+        raise TypeError(f"{owner}: its pieces cover {covered} of {rows} rows")
+
+
+def _rank(group: Any) -> int:
+    from sglang.srt.distributed.utils import get_group_rank_size
+
+    return get_group_rank_size(group)[0]
+
+
+def _world(group: Any) -> int:
+    from sglang.srt.distributed.utils import get_group_rank_size
+
+    return get_group_rank_size(group)[1]

@@ -1,0 +1,142 @@
+"""The entry point of the group `sglang.srt.plugins`: runs in every process of a server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_bridge import wire
+from sglang_bridge.protocol import MAX_DRAWS
+from sglang_bridge.server import compat, draws, pieces, scoring
+from sglang_bridge.server.experts import local_experts_only
+from sglang_bridge.server.spec import GROUP_TIMEOUT_VARIABLE, SEED_VARIABLE
+
+_plan: scoring.ScorePlan | None = None  # of the forward pass being launched
+
+
+def register() -> None:
+    """Registers every hook.
+
+    Raises for another SGLang than the supported one (SGLang logs it and goes on).
+    """
+    compat.require_supported_version()
+    compat.hook(compat.AFTER_RUNNER_INIT, install_observer, "after")
+    compat.hook(compat.STREAMER_CLASS, streamer_class, "replace")
+    compat.hook(compat.FORWARD, around_forward, "around")
+    compat.hook(compat.INPUT_LOGPROBS, around_input_logprobs, "around")
+    compat.hook(compat.CHECK_WEIGHTS, around_check_weights, "around")
+    compat.hook(compat.VALIDATE, around_validate, "around")
+    compat.hook(compat.NATIVE_EXPERTS, local_experts_only, "around")
+    compat.hook(compat.INIT_GROUP, around_init_group, "around")
+
+
+def install_observer(result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
+    """Gives the model runner of the output rank its observer."""
+    if not runner.is_draft_worker and compat.is_output_rank():
+        seed = int(os.environ.get(SEED_VARIABLE, "0"))
+        runner.sampling_observer = draws.DrawObserver(runner.device, seed)
+
+
+def payload_of(req: Any) -> dict[str, Any] | None:
+    """What a finished request carries home, or None."""
+    records = {wire.DRAWS: draws.RECORD, wire.SCORES: scoring.RECORD}
+    found = {key: compat.find_record(req, name) for key, name in records.items()}
+    return {key: record.payload() for key, record in found.items() if record is not None} or None
+
+
+def streamer_class(scheduler: Any) -> type:
+    """SGLang's output streamer with our payload."""
+    return compat.streamer_class(payload_of, wire.PAYLOAD)
+
+
+def around_forward(
+    original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Plans a forward pass's draws and scores before its launch, attaches its scores after."""
+    global _plan
+    if batch is None or not compat.is_output_rank():
+        return original(worker, batch, *args, **kwargs)
+    step = draws.step_of(batch)
+    if compat.is_scoring_batch(batch) and any(map(scoring.wants_scores, batch.reqs)):
+        _plan = scoring.ScorePlan(batch)
+    plan = _plan
+    try:
+        with draws.sampling_step(step):
+            result = original(worker, batch, *args, **kwargs)
+    finally:
+        _plan = None
+    if step is not None:
+        compat.wrap_delayed_sampling(result, lambda: draws.sampling_step(step))
+    if plan is not None and plan.parts:
+        compat.attach_auxiliary(result, plan)
+    return result
+
+
+def around_input_logprobs(
+    original: Callable[..., Any],
+    processor: Any,
+    pruned_states: torch.Tensor,
+    *args: Any,
+    get_logits_fn: Callable[..., torch.Tensor],
+    **kwargs: Any,
+) -> Any:
+    """Lets the plan of this pass see each chunk of logits."""
+    plan = _plan
+    if plan is not None and plan.parts:
+        plan.begin(pruned_states.shape[0], pruned_states.device)
+        get_logits_fn = plan.tap(get_logits_fn)
+    return original(processor, pruned_states, *args, get_logits_fn=get_logits_fn, **kwargs)
+
+
+def around_check_weights(
+    original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any
+) -> Any:
+    """Answers /weights_checker's action `bridge_pieces`: a digest of every piece of this rank."""
+    if action != wire.PIECE_ACTION:
+        return original(checker, action, *args, **kwargs)
+    return {
+        "checksums": pieces.piece_digests(checker._get_model()),
+        "per_gpu_checksum": "",
+        "parallelism_info": checker._parallelism_info(role=kwargs["role"]),
+    }
+
+
+def around_validate(
+    original: Callable[..., Any], manager: Any, obj: Any, input_ids: list[int]
+) -> None:
+    """Refuses, with HTTP 400, what would crash a scheduler or make its draws wrong."""
+    original(manager, obj, input_ids)
+    params = (obj.sampling_params or {}).get("custom_params") or {}
+    if wire.NUM_DRAWS in params:
+        check_draw_params(params[wire.NUM_DRAWS], obj)
+    if wire.SCORE_IDS in params:
+        vocab_size = manager.model_config.vocab_size
+        scoring.check_score_params(params, len(input_ids), vocab_size)
+        start = params[wire.SCORE_START]
+        if not obj.return_logprob or obj.logprob_start_len != start:
+            raise ValueError(f"scoring needs return_logprob and logprob_start_len={start}")
+
+
+# They change the distribution after the observer has looked at the logits.
+UNOBSERVED = ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias")
+
+
+def check_draw_params(num_draws: Any, obj: Any) -> None:
+    """Raises ValueError unless a request's draws would come from its sampling distribution."""
+    if not isinstance(num_draws, int) or not 1 <= num_draws <= MAX_DRAWS:
+        raise ValueError(f"{wire.NUM_DRAWS} must be in 1..{MAX_DRAWS}, got {num_draws}")
+    unobserved = [name for name in UNOBSERVED if obj.sampling_params.get(name)]
+    if getattr(obj, "custom_logit_processor", None):
+        unobserved.append("custom_logit_processor")
+    if unobserved:
+        raise ValueError(f"{wire.NUM_DRAWS} cannot be combined with {', '.join(unobserved)}")
+
+
+def around_init_group(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+    """Bounds how long a rank waits for a silent peer of the update group."""
+    seconds = float(os.environ.get(GROUP_TIMEOUT_VARIABLE, "300"))
+    with compat.process_group_timeout(seconds):
+        return original(updater, *args, **kwargs)

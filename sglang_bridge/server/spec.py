@@ -1,0 +1,97 @@
+"""What one SGLang server is started with. Pure: no SGLang, no torch, no processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+SEED_VARIABLE = "SGLANG_BRIDGE_SEED"
+PARENT_VARIABLE = "SGLANG_BRIDGE_PARENT"
+GROUP_TIMEOUT_VARIABLE = "SGLANG_BRIDGE_GROUP_TIMEOUT_S"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSpec:
+    """One server of the fleet.
+
+    role: names the log and, on GPU, keeps logits in float32 for both. port: 0 is not accepted, see
+    `free_port`. tp, ep: tensor-parallel ranks and how many of them split the experts.
+    context_length: None takes the model's. max_total_tokens: KV pool in tokens; None lets a GPU use
+    mem_fraction_static and a CPU take 65536. threads: OpenMP threads of each rank (CPU).
+    seed: of SGLang's sampler and of the draws. group_timeout_s: how long a rank of the server waits
+    for a silent peer of a weight-update group. extra_args: appended to the command line.
+    """
+
+    model_path: str
+    role: Literal["student", "teacher"]
+    port: int
+    host: str = "127.0.0.1"
+    dtype: str = "bfloat16"
+    tp: int = 1
+    ep: int = 1
+    context_length: int | None = None
+    max_total_tokens: int | None = None
+    max_running_requests: int = 64
+    mem_fraction_static: float = 0.8
+    seed: int = 1234
+    threads: int = 1
+    group_timeout_s: float = 300.0
+    extra_args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.port < 65536:
+            raise ValueError(f"port must be in 1..65535, got {self.port}")
+        if self.tp < 1 or self.ep < 1 or self.tp % self.ep:
+            raise ValueError(f"ep must divide tp, got ep={self.ep}, tp={self.tp}")
+
+    @property
+    def url(self) -> str:
+        """Where clients reach the server."""
+        return f"http://{self.host}:{self.port}"
+
+
+def server_command(spec: ServerSpec) -> list[str]:
+    """The command line; `python -m sglang_bridge.server` adds what depends on the device."""
+    command = [sys.executable, "-m", "sglang_bridge.server"]
+    command += ["--model-path", spec.model_path, "--host", spec.host, "--port", str(spec.port)]
+    command += ["--dtype", spec.dtype, "--random-seed", str(spec.seed), "--weight-version", "0"]
+    command += ["--max-running-requests", str(spec.max_running_requests)]
+    command += ["--mem-fraction-static", str(spec.mem_fraction_static)]
+    if spec.tp > 1:
+        command += ["--tp-size", str(spec.tp)]
+    if spec.ep > 1:
+        command += ["--ep-size", str(spec.ep)]
+    if spec.context_length is not None:
+        command += ["--context-length", str(spec.context_length)]
+    if spec.max_total_tokens is not None:
+        command += ["--max-total-tokens", str(spec.max_total_tokens)]
+    return [*command, *spec.extra_args]
+
+
+def server_env(spec: ServerSpec, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of the process: `base` (default: this one's) and what the server needs."""
+    env = dict(os.environ if base is None else base)
+    env["OMP_NUM_THREADS"] = str(spec.threads)
+    env["HF_HUB_OFFLINE"] = "1"
+    env["TOKENIZERS_PARALLELISM"] = "false"
+    env[SEED_VARIABLE] = str(spec.seed)
+    env[GROUP_TIMEOUT_VARIABLE] = str(spec.group_timeout_s)
+    env[PARENT_VARIABLE] = str(os.getpid())
+    # Its engine for AVX-512 machines with sgl_kernel; ours is the platform plugin.
+    env.pop("SGLANG_USE_CPU_ENGINE", None)
+    if spec.tp > 1:
+        env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores_by_rank(spec.tp, spec.threads))
+    return env
+
+
+def _cores_by_rank(tp: int, threads: int) -> str:
+    """`0|1`: the cores of each rank, reused from the first when the machine has too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    groups = []
+    for rank in range(tp):
+        chosen = {cores[(rank * threads + i) % len(cores)] for i in range(threads)}
+        groups.append(",".join(str(core) for core in sorted(chosen)))
+    return "|".join(groups)
