@@ -1,4 +1,4 @@
-"""`opd check`: validate everything that can be validated without starting anything, then print the plan."""
+"""`opd check`: validate what can be validated without starting anything, then print the plan."""
 
 from __future__ import annotations
 

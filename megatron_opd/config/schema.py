@@ -247,6 +247,11 @@ class EvaluationConfig(Section):
     before: bool = True
     after: bool = True
 
+    @property
+    def runs(self) -> bool:
+        """Whether `opd run` evaluates at all."""
+        return self.problems > 0 and (self.before or self.after)
+
 
 class CheckpointConfig(Section):
     """export_hf: write the final student as a Hugging Face checkpoint into the run directory."""

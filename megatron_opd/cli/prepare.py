@@ -1,0 +1,79 @@
+"""Everything a run needs that can be checked and loaded before a process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.preflight import ModelFacts, check_models, prompt_limit
+from megatron_opd.config.schema import Config
+from megatron_opd.data.prompts import PromptSet, PromptSource, load_prompts
+from megatron_opd.data.tasks import get_task, get_verifier
+from megatron_opd.data.tasks.base import Verifier
+from megatron_opd.types import Prompt
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Checked input of a run.
+
+    decode: token ids -> text, for the verifier. heldout: evaluation problems, empty when there is
+    no evaluation. verify: None when the task has no verifier.
+    """
+
+    student: ModelFacts
+    prompts: PromptSource
+    prompts_too_long: int
+    heldout: tuple[Prompt, ...]
+    verify: Verifier | None
+    decode: Callable[[list[int]], str]
+
+
+def checked(load: Callable[[], ResultT]) -> ResultT:
+    """Call `load`; a ValueError about the user's files becomes a UserError."""
+    try:
+        return load()
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def prepare(config: Config) -> Prepared:
+    """Check models and load data. Raises UserError."""
+    student, tokenizer = check_models(config)
+    limit = prompt_limit(config, student)
+    data = config.data
+
+    def load(path: Path, *, need_answers: bool) -> PromptSet:
+        return load_prompts(
+            path,
+            tokenizer,
+            max_tokens=limit,
+            prompt_key=data.prompt_key,
+            answer_key=data.answer_key,
+            chat_template=data.chat_template,
+            need_answers=need_answers,
+        )
+
+    task = checked(lambda: get_task(data.task))
+    train = checked(lambda: load(data.train, need_answers=False))
+    wanted = config.evaluation.problems if config.evaluation.runs else 0
+    heldout: tuple[Prompt, ...] = ()
+    if wanted:
+        path = data.heldout
+        if path is None:
+            raise UserError(f"data.heldout must be a file when evaluation.problems is {wanted}")
+        checked(lambda: get_verifier(data.task))
+        heldout = checked(lambda: load(path, need_answers=True)).prompts[:wanted]
+    return Prepared(
+        student=student,
+        prompts=PromptSource(train.prompts, seed=config.run.seed, shuffle=data.shuffle),
+        prompts_too_long=train.too_long,
+        heldout=heldout,
+        verify=task.verify,
+        decode=lambda ids: str(tokenizer.decode(ids)),
+    )
