@@ -84,9 +84,16 @@ def sft(arguments: argparse.Namespace) -> int:
 
 def make_data(arguments: argparse.Namespace) -> int:
     """`opd make-data`: write a built-in task's files."""
-    from megatron_opd.cli.make_data import make_task_data
+    from megatron_opd.cli.prepare import checked
+    from megatron_opd.data.writer import write_task
 
-    _print(make_task_data(arguments))
+    written = checked(
+        lambda: write_task(
+            arguments.task, arguments.out, arguments.train, arguments.heldout, arguments.seed
+        )
+    )
+    _print(f"{written.train_file}: {written.train} problems")
+    _print(f"{written.heldout_file}: {written.heldout} problems")
     return 0
 
 

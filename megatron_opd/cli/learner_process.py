@@ -36,9 +36,9 @@ def learner_command(config_file: Path, learner: LearnerConfig, extra: Sequence[s
 
 
 class LearnerProcess:
-    """One learner world. `log` receives the output of every rank."""
+    """One learner world. `log` receives the output of every rank; None: our own output does."""
 
-    def __init__(self, command: Sequence[str], log: Path, threads: int | None) -> None:
+    def __init__(self, command: Sequence[str], log: Path | None, threads: int | None) -> None:
         self.command = list(command)
         self.log = log
         self.environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -54,12 +54,12 @@ class LearnerProcess:
 
     def start(self) -> None:
         """Start the world in a process group of its own, so that Ctrl-C reaches only us."""
-        with self.log.open("wb") as log:
+        with self.log.open("wb") if self.log else contextlib.nullcontext() as log:
             self._process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=subprocess.STDOUT,
+                stderr=subprocess.STDOUT if log else None,
                 env=self.environment,
                 start_new_session=True,
             )

@@ -1,0 +1,37 @@
+"""`opd sft`: the Megatron learner under torchrun, trained on prompt and response pairs."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from megatron_opd.cli.errors import RunFailed, UserError
+from megatron_opd.cli.learner_process import LearnerProcess, learner_command
+from megatron_opd.cli.prepare import checked
+from megatron_opd.config.load import dump_config
+from megatron_opd.config.schema import SftConfig
+from megatron_opd.data.records import read_records
+
+GRACE_S = 5.0
+
+
+def run_sft(config: SftConfig) -> int:
+    """Check the input, train in a child world whose output is ours, write the checkpoint."""
+    if not (config.init / "config.json").is_file():
+        raise UserError(f"init must be a directory with a config.json, got {config.init}")
+    if config.output.exists() and any(config.output.iterdir()):
+        raise UserError(f"output must be a new or empty directory, got {config.output}")
+    checked(lambda: read_records(config.train, (config.prompt_key, config.response_key)))
+    with tempfile.TemporaryDirectory(prefix="opd-sft-") as scratch:
+        resolved = Path(scratch) / "sft.yaml"
+        resolved.write_text(dump_config(config), encoding="utf-8")
+        command = learner_command(resolved, config.learner, ["--sft"])
+        process = LearnerProcess(command, log=None, threads=config.learner.threads)
+        process.start()
+        try:
+            code = process.wait()
+        finally:
+            process.stop(GRACE_S)
+    if code != 0:
+        raise RunFailed(f"the learner ended with exit code {code}; its output is above")
+    return 0
