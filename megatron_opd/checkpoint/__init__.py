@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints to and from Megatron shards."""

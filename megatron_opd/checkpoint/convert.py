@@ -1,0 +1,104 @@
+"""Fill a model's shards from a Hugging Face checkpoint, or from a fresh initialisation.
+
+A rank reads only the slices it owns and casts them on the way in; no rank ever holds the whole
+checkpoint. A fresh initialisation depends on tensor name and seed alone: the same weights at every
+parallel layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from megatron_opd.checkpoint.shards import TensorSource, cut, local_shards
+from megatron_opd.learner.model_spec import ModelSpec
+from megatron_opd.learner.setup import World
+
+
+class SafetensorsSource:
+    """Tensors of a Hugging Face checkpoint: one model.safetensors, or several with an index."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+        index = path / "model.safetensors.index.json"
+        if index.exists():
+            self._file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        else:
+            with safe_open(path / "model.safetensors", framework="pt") as file:
+                self._file_of = dict.fromkeys(file.keys(), "model.safetensors")
+
+    @staticmethod
+    def exists(path: Path) -> bool:
+        """Whether `path` holds weights."""
+        return any(
+            (path / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")
+        )
+
+    def read(
+        self, name: str, shape: tuple[int, ...], dim: int, start: int, length: int
+    ) -> torch.Tensor:
+        """One slice. ValueError: the tensor is missing or has another shape."""
+        if name not in self._file_of:
+            raise ValueError(f"checkpoint {self.path} lacks the tensor {name}")
+        file = self._file_of[name]
+        if file not in self._files:
+            # Kept open: a memory map, not a read.
+            self._files[file] = safe_open(self.path / file, framework="pt").__enter__()
+        view = self._files[file].get_slice(name)
+        if tuple(view.get_shape()) != shape:
+            raise ValueError(
+                f"{self.path}: tensor {name} must have shape {list(shape)} by config.json, "
+                f"got {view.get_shape()}"
+            )
+        where = tuple(slice(None) for _ in range(dim)) + (slice(start, start + length),)
+        return view[where]
+
+
+class FreshSource:
+    """Weights before training: norms 1, everything else N(0, initializer_range)."""
+
+    def __init__(self, spec: ModelSpec, seed: int) -> None:
+        self.std, self.seed = spec.initializer_range, seed
+
+    def read(
+        self, name: str, shape: tuple[int, ...], dim: int, start: int, length: int
+    ) -> torch.Tensor:
+        """One slice of the tensor that this name and seed always give."""
+        if len(shape) == 1:
+            return torch.ones(length)
+        digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
+        full = torch.empty(shape).normal_(std=self.std, generator=generator)
+        return full.narrow(dim, start, length)
+
+
+def source_of(path: Path, spec: ModelSpec, seed: int | None) -> TensorSource:
+    """The checkpoint at `path`; a fresh initialisation when it has no weights and `seed` is given.
+
+    ValueError: no weights and no seed.
+    """
+    if SafetensorsSource.exists(path):
+        return SafetensorsSource(path)
+    if seed is None:
+        raise ValueError(f"checkpoint {path} holds no model.safetensors")
+    return FreshSource(spec, seed)
+
+
+@torch.no_grad()
+def load_weights(
+    model: torch.nn.Module, spec: ModelSpec, world: World, source: TensorSource
+) -> None:
+    """Fill every parameter of this rank, cast to the parameter's dtype.
+
+    Call before the optimizer is built: it takes its float32 main parameters from the model.
+    ValueError: a tensor is missing or misshapen.
+    """
+    for shard in local_shards(model, spec, world).values():
+        shard.parameter.copy_(cut(shard, spec, source))

@@ -1,0 +1,91 @@
+"""Write a Hugging Face checkpoint from a stream of full tensors, atomically and in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+# Files of the source checkpoint that describe the tokenizer or generation and stay as they are.
+COPIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+MAX_FILE_BYTES = 4 * 2**30
+
+
+def export_hf(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    source: Path,
+    target: Path,
+    dtype: torch.dtype,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write `tensors`, cast to `dtype`, with the configuration and tokenizer of `source`.
+
+    `target` appears complete or not at all; an earlier checkpoint there is replaced.
+    max_file_bytes: a new safetensors file is begun before one would exceed it.
+    """
+    target = target.absolute()
+    part = target.with_name(f".{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    _write_tensors(tensors, part, dtype, max_file_bytes)
+    for name in COPIED:
+        if (source / name).exists():
+            shutil.copy2(source / name, part / name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config[key] = str(dtype).removeprefix("torch.")
+    (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    part.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_tensors(
+    tensors: Iterable[tuple[str, torch.Tensor]], part: Path, dtype: torch.dtype, limit: int
+) -> None:
+    files: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+    held_bytes = total = 0
+
+    def flush() -> None:
+        save_file(held, part / f"part-{len(files)}.safetensors", metadata={"format": "pt"})
+        files.append(list(held))
+        held.clear()
+
+    for name, tensor in tensors:
+        size = tensor.numel() * dtype.itemsize
+        if held and held_bytes + size > limit:
+            flush()
+            held_bytes = 0
+        # A copy: the stream may hand out views of live parameters.
+        held[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        held_bytes += size
+        total += size
+    flush()
+    if len(files) == 1:
+        (part / "part-0.safetensors").rename(part / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(files):
+        file = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
+        (part / f"part-{index}.safetensors").rename(part / file)
+        weight_map |= dict.fromkeys(names, file)
+    listing = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (part / "model.safetensors.index.json").write_text(json.dumps(listing, indent=2) + "\n")

@@ -1,0 +1,115 @@
+"""Full Hugging Face tensors out of a sharded model, one at a time, on rank 0.
+
+Every rank walks the same list in the same order: the owners of a tensor's pieces send, rank 0
+receives and joins, the others pass. At most one tensor is ever whole. The first rank that holds a
+piece sends it; replicas stay silent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_opd.checkpoint.shards import join, local_shards
+from megatron_opd.learner.model_spec import ModelSpec
+from megatron_opd.learner.setup import World
+from megatron_opd.weight_sync.names import Key, hf_names, row_of
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter of the whole model: the owner rank of every piece, in shard order; a piece's shape."""
+
+    key: Key
+    owners: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class FullTensors:
+    """The model as Hugging Face tensors. Building it is collective over the world."""
+
+    def __init__(self, model: torch.nn.Module, spec: ModelSpec, world: World) -> None:
+        self.spec, self.world = spec, world
+        self.shards = local_shards(model, spec, world)
+        self.dtype = next(model.parameters()).dtype
+        self.entries = self._agree()
+
+    def _agree(self) -> list[Entry]:
+        mine = [
+            [k.layer, k.row, k.expert, s.index, s.count, list(s.parameter.shape)]
+            for k, s in self.shards.items()
+        ]
+        found: dict[Key, tuple[list[int | None], tuple[int, ...]]] = {}
+        for rank, theirs in enumerate(all_gather_json(mine, self.world)):
+            for layer, row, expert, index, count, shape in theirs:
+                owners, _ = found.setdefault(
+                    Key(layer, row, expert), ([None] * count, tuple(shape))
+                )
+                if owners[index] is None:
+                    owners[index] = rank
+        entries: list[Entry] = []
+        for key, (owners, shape) in sorted(found.items()):
+            if self.spec.tied and hf_names(self.spec.family, key) == ("lm_head.weight",):
+                continue  # the last stage's copy of the embedding
+            known = tuple(owner for owner in owners if owner is not None)
+            assert len(known) == len(owners), f"no rank holds every piece of {key}"
+            entries.append(Entry(key, known, shape))
+        return entries
+
+    def manifest(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(name, full shape) of every tensor, in the order of `tensors`."""
+        listed: list[tuple[str, tuple[int, ...]]] = []
+        for entry in self.entries:
+            pieces = [torch.empty(entry.shape, device="meta") for _ in entry.owners]
+            full = join(row_of(self.spec.family, entry.key), self.spec, pieces)
+            names = hf_names(self.spec.family, entry.key)
+            listed += [(n, tuple(t.shape)) for n, t in zip(names, full, strict=True)]
+        return listed
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) on rank 0, nothing elsewhere.
+
+        Collective: every rank must exhaust it. The tensors may share memory with the parameters.
+        """
+        rank = self.world.rank
+        for entry in self.entries:
+            shard = self.shards.get(entry.key)
+            if rank != 0:
+                if rank in entry.owners:
+                    assert shard is not None
+                    dist.send(shard.parameter.detach().contiguous(), dst=0)
+                continue
+            pieces: list[torch.Tensor] = []
+            for owner in entry.owners:
+                if owner == 0:
+                    assert shard is not None
+                    pieces.append(shard.parameter.detach())
+                    continue
+                piece = torch.empty(entry.shape, dtype=self.dtype, device=self.world.device)
+                dist.recv(piece, src=owner)
+                pieces.append(piece)
+            full = join(row_of(self.spec.family, entry.key), self.spec, pieces)
+            yield from zip(hf_names(self.spec.family, entry.key), full, strict=True)
+
+
+def all_gather_json(value: Any, world: World) -> list[Any]:
+    """Every rank's value, in rank order; JSON rather than pickle travels."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    sizes[world.rank] = len(data)
+    dist.all_reduce(sizes)
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=world.device)
+    padded[: len(data)] = data.to(world.device)
+    gathered = [torch.empty_like(padded) for _ in range(world.size)]
+    dist.all_gather(gathered, padded)
+    return [
+        json.loads(bytes(buffer[:size].cpu().numpy()))
+        for buffer, size in zip(gathered, sizes.tolist(), strict=True)
+    ]

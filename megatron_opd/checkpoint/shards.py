@@ -1,0 +1,114 @@
+"""How a Megatron parameter shard is cut out of Hugging Face tensors, and joined back. Bitwise both ways.
+
+Axes: H hidden features; rows of q, k, v are (head, head_dim).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron_opd.learner.model_spec import ModelSpec
+from megatron_opd.learner.setup import World
+from megatron_opd.weight_sync.names import Key, Row, hf_names, locate, row_of
+
+
+class TensorSource(Protocol):
+    """Where full Hugging Face tensors come from, slice by slice."""
+
+    def read(
+        self, name: str, shape: tuple[int, ...], dim: int, start: int, length: int
+    ) -> torch.Tensor:
+        """Slice [start, start + length) along `dim` of the tensor `name` of full size `shape`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's piece `index` of `count` of a parameter of the whole model."""
+
+    key: Key
+    row: Row
+    names: tuple[str, ...]
+    parameter: torch.nn.Parameter
+    index: int
+    count: int
+
+
+def local_shards(model: torch.nn.Module, spec: ModelSpec, world: World) -> dict[Key, Shard]:
+    """Every parameter of this rank, by its key.
+
+    KeyError: a parameter that the family's table lacks.
+    """
+    config = model.config  # type: ignore[attr-defined]
+    layer_offset = get_transformer_layer_offset(config)
+    expert_offset = world.ep_rank * (spec.num_experts // world.parallel.ep)
+    shards: dict[Key, Shard] = {}
+    for name, parameter in model.named_parameters():
+        key = locate(spec.family, name.removeprefix("module."), layer_offset, expert_offset)
+        row = row_of(spec.family, key)
+        index, count = world.tp_rank, world.parallel.tp
+        if row.dim is None:
+            index, count = 0, 1
+        elif row.expert:
+            index, count = world.expert_tp_rank, world.expert_tp
+        names = hf_names(spec.family, key)
+        if spec.tied and names == ("lm_head.weight",):
+            names = ("model.embed_tokens.weight",)  # the last stage's copy of a shared weight
+        shards[key] = Shard(key, row, names, parameter, index, count)
+    return shards
+
+
+def cut(shard: Shard, spec: ModelSpec, source: TensorSource) -> torch.Tensor:
+    """This rank's piece, read from full tensors."""
+    shape = tuple(shard.parameter.shape)
+    if shard.row.fusion == "qkv":
+        return _cut_qkv(shard, spec, source, shape)
+    if shard.row.fusion == "gate_up":
+        half = shape[0] // 2
+        full = (half * shard.count, *shape[1:])
+        parts = [source.read(n, full, 0, shard.index * half, half) for n in shard.names]
+        return torch.cat(parts)
+    dim = shard.row.dim or 0
+    length = shape[dim]
+    full = (*shape[:dim], length * shard.count, *shape[dim + 1 :])
+    return source.read(shard.names[0], full, dim, shard.index * length, length)
+
+
+def _cut_qkv(
+    shard: Shard, spec: ModelSpec, source: TensorSource, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Interleave per KV group: [q.. of the group, k, v]."""
+    groups = spec.num_kv_heads // shard.count
+    ratio = spec.num_heads // spec.num_kv_heads
+    parts: list[torch.Tensor] = []
+    for name, heads in zip(shard.names, (ratio, 1, 1), strict=True):
+        rows = groups * heads * spec.head_dim
+        full = (rows * shard.count, *shape[1:])
+        part = source.read(name, full, 0, shard.index * rows, rows)
+        parts.append(part.reshape(groups, heads * spec.head_dim, *shape[1:]))
+    return torch.cat(parts, dim=1).reshape(shape)
+
+
+def join(row: Row, spec: ModelSpec, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The full Hugging Face tensors, in the order of `row.hf`, from all pieces in shard order."""
+    if row.fusion == "qkv":
+        return _join_qkv(spec, torch.cat(list(pieces)))
+    if row.fusion == "gate_up":
+        halves = zip(*(piece.chunk(2) for piece in pieces), strict=True)
+        return [torch.cat(half) for half in halves]
+    if row.dim is None or len(pieces) == 1:
+        return [pieces[0]]
+    return [torch.cat(list(pieces), dim=row.dim)]
+
+
+def _join_qkv(spec: ModelSpec, fused: torch.Tensor) -> list[torch.Tensor]:
+    tail = fused.shape[1:]
+    ratio, size = spec.num_heads // spec.num_kv_heads, spec.head_dim
+    by_group = fused.view(spec.num_kv_heads, (ratio + 2) * size, *tail)
+    parts = by_group.split([ratio * size, size, size], dim=1)
+    return [part.reshape(-1, *tail).contiguous() for part in parts]

@@ -1,0 +1,1 @@
+"""The Megatron-Core learner."""

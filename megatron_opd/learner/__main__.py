@@ -1,0 +1,41 @@
+"""`torchrun --nproc-per-node=N -m megatron_opd.learner CONFIG.yaml [--sft | --controller ADDRESS]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_opd.config.load import load_config
+from megatron_opd.config.schema import SftConfig
+from megatron_opd.learner.lifetime import die_with_parent
+
+EXIT_BAD_INPUT = 2
+
+
+def main() -> int:
+    """Exit code: 0 done, 2 bad input (one line on stderr)."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_opd.learner")
+    parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    role = parser.add_mutually_exclusive_group(required=True)
+    role.add_argument("--sft", action="store_true", help="supervised fine-tuning (an SftConfig)")
+    role.add_argument("--controller", metavar="tcp://HOST:PORT", help="serve this controller")
+    arguments = parser.parse_args()
+    die_with_parent()
+    try:
+        if arguments.sft:
+            from megatron_opd.learner.sft import run_sft
+
+            run_sft(load_config(SftConfig, arguments.config, arguments.overrides))
+        dist.destroy_process_group()
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_BAD_INPUT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Layer parts for packed sequences without TransformerEngine: norm, rotary embedding, attention.
+
+Invariant: a token of one segment never sees another segment, and its rotary angle is that of its
+position inside its own segment.
+
+Axes: S packed positions of a micro-batch, B segments, L positions of the longest segment, h heads,
+d head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+# One padded call is faster than one call per segment until padding wastes this share of the work.
+MAX_PADDING_WASTE = 2.0
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """The segments of a micro-batch, for the modules of this file.
+
+    qkv_format stays "sbhd": Megatron then keeps [S, 1, h, d] tensors and applies the rotary angles
+    we give it per position, instead of looping over segments in every layer.
+
+    positions_S: int64, position inside the segment. lengths: tokens of each segment.
+    padded_S: int64, index of each token in the [B * L] padded layout; None: loop over segments.
+    """
+
+    positions_S: torch.Tensor | None = None
+    lengths: tuple[int, ...] = ()
+    padded_S: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], device: torch.device) -> Packing:
+        """Segments of `lengths` tokens, one after another."""
+        longest, count = max(lengths), len(lengths)
+        lengths_B = torch.tensor(lengths)
+        start_B = lengths_B.cumsum(0) - lengths_B
+        segment_S = torch.repeat_interleave(torch.arange(count), lengths_B)
+        positions_S = torch.arange(sum(lengths)) - start_B[segment_S]
+        waste = count * longest**2 / sum(length**2 for length in lengths)
+        padded_S = segment_S * longest + positions_S if waste <= MAX_PADDING_WASTE else None
+        return cls(
+            qkv_format="sbhd",
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            positions_S=positions_S.to(device),
+            lengths=lengths,
+            padded_S=None if padded_S is None else padded_S.to(device),
+        )
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm in float32, as in transformers; takes Megatron's norm arguments.
+
+    Megatron's own torch norm refuses sequence parallelism, which MoE with tensor parallelism needs.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+        )
+        # finalize_model_grads sums the gradient over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension."""
+        x32 = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        normed = F.rms_norm(x32, self.weight.shape, eps=self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class PackedRotary(RotaryEmbedding):
+    """Rotary angles per packed position.
+
+    GPTModel asks for a sequence length and passes it on to `forward`; the packing travels in its
+    place, so that every layer gets ready angles [S, 1, 1, d].
+    """
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
+        """The packing itself (the fifth argument of GPTModel's call)."""
+        return args[4]
+
+    def forward(self, packing: Packing, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        """float32 [S, 1, 1, d]."""
+        assert packing.positions_S is not None
+        angles = torch.outer(packing.positions_S.to(self.inv_freq), self.inv_freq)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention inside each segment; grouped queries; no dropout."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config)
+        self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels or 1)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+        *,
+        packed_seq_params: Packing,
+        **_: Any,
+    ) -> torch.Tensor:
+        """[S, 1, h, d], twice [S, 1, h_kv, d] -> [S, 1, h * d]."""
+        packing = packed_seq_params
+        qkv = tuple(x.squeeze(1) for x in (query, key, value))
+        if packing.padded_S is None:
+            pieces = zip(*(x.split(packing.lengths) for x in qkv), strict=True)
+            out = torch.cat([self._attend(*(x.unsqueeze(0) for x in p)).squeeze(0) for p in pieces])
+        else:
+            # Causal and padded on the right: no real token ever sees the padding.
+            shape = (len(packing.lengths), int(packing.max_seqlen_q or 0))
+            padded = (_pad(x, packing.padded_S, shape) for x in qkv)
+            out = self._attend(*padded).flatten(0, 1)[packing.padded_S]
+        return out.reshape(out.shape[0], 1, -1)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """[B, L, h, d] -> [B, L, h, d]."""
+        out = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            is_causal=True,
+            scale=self.scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+        return out.transpose(1, 2)
+
+
+def _pad(x_Shd: torch.Tensor, padded_S: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    out = x_Shd.new_zeros(shape[0] * shape[1], *x_Shd.shape[1:])
+    return out.index_copy(0, padded_S, x_Shd).view(*shape, *x_Shd.shape[1:])
+
+
+def local_layer(num_experts: int | None) -> ModuleSpec:
+    """One transformer layer of Megatron's local modules with the norm and attention of this file."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=num_experts, qk_layernorm=True, normalization="RMSNorm"
+    )
+    parts: Any = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec

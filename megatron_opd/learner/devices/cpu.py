@@ -1,0 +1,126 @@
+"""Megatron-Core 0.16.1 on plain CPU tensors over gloo; nothing happens where CUDA exists.
+
+Megatron names CUDA in about sixty places that no configuration reaches: `device="cuda"` literals,
+`torch.cuda.current_device()`, type names such as `torch.cuda.FloatTensor` in its optimizers, CUDA
+random states, streams. Each is answered here with its CPU meaning, so that Megatron itself stays
+unmodified. `fix_megatron` repairs defects of 0.16.1 that a GPU without TransformerEngine has too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+# Read when torch._dynamo is first imported: Megatron's jit_fuser is torch.compile, which costs far
+# more than it saves on models that fit a CPU.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+def _is_cuda(device: Any) -> bool:
+    return (
+        device is not None and not isinstance(device, int) and torch.device(device).type == "cuda"
+    )
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Inside this mode `device="cuda"`, `Tensor.cuda()` and pinned memory mean ordinary CPU memory.
+
+    Thread-local: a thread that runs Megatron must enter a mode of its own.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Redirect one torch call."""
+        if kwargs:
+            if _is_cuda(kwargs.get("device")):
+                kwargs = {**kwargs, "device": CPU}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        out = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.type and isinstance(out, str):
+            # Megatron's optimizers sort parameters by the type's name and refuse any other.
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if caller.startswith("megatron.core.optimizer"):
+                return out.replace("torch.", "torch.cuda.", 1)
+        return out
+
+
+class _NoStream:
+    """A CUDA stream or event where everything already runs in order: every method does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., _NoStream]:
+        return lambda *args, **kwargs: self
+
+
+def _patch_torch_cuda() -> None:
+    cuda: Any = torch.cuda
+    stream = _NoStream()
+    cuda.Stream = _NoStream
+    cuda.current_stream = cuda.default_stream = lambda *args: stream
+    cuda.stream = lambda _: contextlib.nullcontext()
+    cuda.current_device = lambda: CPU
+    cuda.synchronize = cuda.empty_cache = cuda.set_device = lambda *args: None
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = lambda *args: torch.get_rng_state()
+
+
+def _patch_random_state() -> None:
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    module: Any = megatron_random
+    module._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    # The original queues the state until CUDA initialises, which never happens.
+    module._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _patch_token_dispatcher() -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    # The original makes numpy split sizes of CUDA tensors only.
+    module: Any = token_dispatcher
+    module.maybe_move_tensor_to_cpu = to_host
+
+
+def fix_megatron() -> None:
+    """Every MoE router names `te_general_gemm`, which only TransformerEngine defines (0.16.1)."""
+    from megatron.core.transformer.moe import moe_utils
+
+    module: Any = moe_utils
+    if not hasattr(module, "te_general_gemm"):
+        module.te_general_gemm = None
+
+
+def install() -> AbstractContextManager[Any]:
+    """Prepare this process and return the context in which Megatron must run in this thread.
+
+    Where CUDA is available the context does nothing and torch stays untouched.
+    """
+    fix_megatron()
+    if torch.cuda.is_available():
+        return contextlib.nullcontext()
+    _patch_torch_cuda()
+    _patch_random_state()
+    _patch_token_dispatcher()
+    return CudaMeansCpu()

@@ -1,0 +1,184 @@
+"""The learner: a Megatron-Core model, its optimizer, and the two things it does with them.
+
+Invariant: every rank of the world calls the same methods in the same order with plans of the same
+shape, since each of them holds collectives.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+
+from megatron_opd.checkpoint.convert import load_weights, source_of
+from megatron_opd.checkpoint.export import export_hf
+from megatron_opd.checkpoint.gather import FullTensors
+from megatron_opd.config.schema import LearnerConfig, ObjectiveConfig
+from megatron_opd.learner.devices import cpu
+from megatron_opd.learner.forward import distil_loss, run_mini_batch, sft_loss
+from megatron_opd.learner.micro_batch import SftMicro, distil_micros
+from megatron_opd.learner.model import DTYPES, build_model
+from megatron_opd.learner.model_spec import read_model_spec
+from megatron_opd.learner.optimizer import build_optimizer, learning_rate, set_learning_rate
+from megatron_opd.learner.setup import World, init_world
+from megatron_opd.learner.totals import Totals
+from megatron_opd.transport.messages import LearnerInfo, UpdateMetrics
+from megatron_opd.transport.rank_batch import RankBatch
+
+
+class NotFinite(RuntimeError):
+    """A loss or gradient is NaN or infinite: the run cannot go on."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. totals: global. grad_norm: before clipping."""
+
+    totals: Totals
+    grad_norm: float
+    forward_backward_s: float
+    optimizer_s: float
+
+
+class MegatronLearner:
+    """Loads `model` into this rank of the torchrun world and trains it.
+
+    updates: length of the run, for the learning-rate schedule. fresh_seed: initialise from this seed
+    when `model` has no weights; None makes that a ValueError.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        config: LearnerConfig,
+        *,
+        updates: int,
+        seed: int,
+        fresh_seed: int | None = None,
+    ) -> None:
+        self.config, self.updates, self.source = config, updates, model
+        self.spec = read_model_spec(model)
+        self.spec.check_parallel(config.parallel)
+        self._device_mode: AbstractContextManager[Any] = cpu.install()
+        with self._device_mode:
+            self.world: World = init_world(config.parallel, seed, config.threads, config.timeout_s)
+            dtype = DTYPES[config.dtype]
+            self.model = build_model(self.spec, self.world, dtype, config.recompute)
+            weights = source_of(model, self.spec, fresh_seed)
+            load_weights(self.model.module, self.spec, self.world, weights)
+            self.optimizer = build_optimizer(config.optimizer, self.model, dtype)
+        settings = self.model.config
+        settings.finalize_model_grads_func = finalize_model_grads
+        settings.grad_scale_func = self.optimizer.scale_loss
+        self.full = FullTensors(self.model.module, self.spec, self.world)
+
+    def info(self) -> LearnerInfo:
+        """What the controller needs to know."""
+        return LearnerInfo(
+            world_size=self.world.size,
+            data_parallel_size=self.world.data_size,
+            parameters=sum(math.prod(shape) for _, shape in self.full.manifest()),
+            vocab_size=self.spec.vocab_size,
+            dtype=self.config.dtype,
+            backend=dist.get_backend(),
+            device=str(self.world.device),
+        )
+
+    def train(
+        self, batch: RankBatch, objective: ObjectiveConfig, temperature: float
+    ) -> UpdateMetrics:
+        """One learner update: `batch.plan`'s mini-batches, an optimizer step each.
+
+        temperature: the sampler's. NotFinite: see there.
+        """
+        lr = learning_rate(self.config.optimizer, batch.update, self.updates)
+        steps: list[StepResult] = []
+        for mini in range(len(batch.plan)):
+            micros = distil_micros(batch, mini, self.world.parallel.tp, self.world.device)
+            loss = partial(
+                distil_loss, objective=objective, temperature=temperature, first_mini=mini == 0
+            )
+            steps.append(self._step(partial(run_mini_batch, self.model, micros, loss), lr))
+        samples = self._sum_over_data(len(batch.prompt_B))
+        return self._metrics(batch.update, lr, steps, samples)
+
+    def sft_step(self, micros: Sequence[SftMicro], update: int) -> StepResult:
+        """One supervised optimizer step."""
+        lr = learning_rate(self.config.optimizer, update, self.updates)
+        return self._step(partial(run_mini_batch, self.model, micros, sft_loss), lr)
+
+    def export_hf(self, target: Path, dtype: torch.dtype) -> None:
+        """Write the current weights as a Hugging Face checkpoint. Collective; rank 0 writes."""
+        if self.world.rank == 0:
+            export_hf(self.full.tensors(), self.source, target, dtype)
+        else:
+            for _ in self.full.tensors():
+                pass
+        dist.barrier()
+
+    def _step(self, forward_backward: Callable[[World], Totals], lr: float) -> StepResult:
+        started = time.perf_counter()
+        with self._device_mode:
+            totals = forward_backward(self.world)
+            if not math.isfinite(totals.sum("loss")):
+                raise NotFinite(f"the loss is {totals.sum('loss')}")
+            middle = time.perf_counter()
+            set_learning_rate(self.optimizer, lr)
+            _, norm, _ = self.optimizer.step()
+        if norm is None or not math.isfinite(norm):
+            raise NotFinite(f"the gradient norm is {norm}")
+        return StepResult(totals, float(norm), middle - started, time.perf_counter() - middle)
+
+    def _sum_over_data(self, value: int) -> int:
+        """Sum over data-parallel ranks; ranks that share samples count once."""
+        if self.world.size == 1:
+            return value
+        count = torch.tensor(value * self.world.is_head, device=self.world.device)
+        dist.all_reduce(count)
+        return int(count)
+
+    def _peak_rss_bytes(self) -> int:
+        peak = torch.tensor(
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, device=self.world.device
+        )
+        if self.world.size > 1:
+            dist.all_reduce(peak)
+        return int(peak)
+
+    def _metrics(
+        self, update: int, lr: float, steps: Sequence[StepResult], samples: int
+    ) -> UpdateMetrics:
+        totals = steps[0].totals
+        for step in steps[1:]:
+            totals = totals.plus(step.totals)
+        tokens, measured = totals.sum("tokens"), totals.sum("mismatch_tokens")
+        return UpdateMetrics(
+            update=update,
+            loss=totals.sum("loss") / tokens,
+            reverse_kl_nats=totals.sum("reverse_kl") / tokens,
+            grad_norm=steps[-1].grad_norm,
+            lr=lr,
+            num_response_tokens=int(tokens),
+            num_ids=int(totals.sum("ids")),
+            num_samples=samples,
+            mismatch_max_abs_dp=totals.max("mismatch") if measured else 0.0,
+            mismatch_mean_abs_dp=totals.sum("mismatch") / measured if measured else 0.0,
+            mismatch_tokens=int(measured),
+            ratio_p50=totals.ratio_quantile(0.5),
+            ratio_p99=totals.ratio_quantile(0.99),
+            ratio_max=math.exp(totals.max("log_ratio")),
+            truncated_fraction=totals.sum("truncated_weight") / totals.sum("weight"),
+            forward_backward_s=sum(step.forward_backward_s for step in steps),
+            optimizer_s=sum(step.optimizer_s for step in steps),
+            peak_rss_bytes=self._peak_rss_bytes(),
+        )

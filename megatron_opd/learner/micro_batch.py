@@ -1,0 +1,134 @@
+"""Micro-batches as tensors.
+
+Axes: S packed positions, T response tokens, N cached (token, action) pairs of the micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_opd.learner.model import packing_of
+from megatron_opd.transport.rank_batch import RankBatch
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The packed inputs of a micro-batch and the positions that predict its response tokens.
+
+    ids_1S: int64 [1, S]. logit_row_T: position P - 1 + t of each sample, which predicts response
+    token t. packing: what the layers need to know of the segments.
+    """
+
+    ids_1S: torch.Tensor
+    packing: Any
+    logit_row_T: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SftMicro:
+    """Supervised: response_T int64, the token that each logit row must predict."""
+
+    rows: Rows
+    response_T: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DistilMicro:
+    """The draw cache of a micro-batch. row_N: index into T. fresh_T: sampled by the current version."""
+
+    rows: Rows
+    row_N: torch.Tensor
+    id_N: torch.Tensor
+    weight_N: torch.Tensor
+    sampler_logp_N: torch.Tensor
+    teacher_logp_N: torch.Tensor
+    path_T: torch.Tensor
+    fresh_T: torch.Tensor
+
+
+def pack_rows(
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    multiple: int,
+    device: torch.device,
+) -> Rows:
+    """Concatenate samples; the last response token is predicted but never an input.
+
+    multiple: S is padded to a multiple of it by a segment of its own (sequence parallelism cuts S
+    into equal parts).
+    """
+    lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
+    pieces = [x for p, r in zip(prompts, responses, strict=True) for x in (p, r[:-1])]
+    starts = np.cumsum([0, *lengths])
+    rows = [
+        np.arange(len(r)) + (start + len(p) - 1)
+        for start, p, r in zip(starts[:-1], prompts, responses, strict=True)
+    ]
+    padding = -int(starts[-1]) % multiple
+    if padding:
+        pieces.append(np.zeros(padding, dtype=np.int64))
+        lengths.append(padding)
+    return Rows(
+        _tensor(np.concatenate(pieces), torch.int64, device)[None],
+        packing_of(tuple(lengths), device),
+        _tensor(np.concatenate(rows), torch.int64, device),
+    )
+
+
+def sft_micro(
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    multiple: int,
+    device: torch.device,
+) -> SftMicro:
+    """A supervised micro-batch."""
+    rows = pack_rows(prompts, responses, multiple, device)
+    return SftMicro(rows, _tensor(np.concatenate(list(responses)), torch.int64, device))
+
+
+def distil_micros(
+    batch: RankBatch, mini: int, multiple: int, device: torch.device
+) -> list[DistilMicro]:
+    """The micro-batches of one mini-batch of this rank, in plan order."""
+    token_end = np.cumsum(batch.prompt_B + batch.response_B)
+    t_end = np.cumsum(batch.response_B)
+    n_end_T = np.cumsum(batch.count_T)
+    micros: list[DistilMicro] = []
+    for samples in batch.plan[mini]:
+        prompts, responses, t_parts, n_parts, path_parts = [], [], [], [], []
+        n_before = 0
+        for b in samples:
+            prompt, response = int(batch.prompt_B[b]), int(batch.response_B[b])
+            ids = batch.ids[token_end[b] - prompt - response : token_end[b]]
+            prompts.append(ids[:prompt])
+            responses.append(ids[prompt:])
+            t = np.arange(t_end[b] - response, t_end[b])
+            first, last = int(n_end_T[t[0]] - batch.count_T[t[0]]), int(n_end_T[t[-1]])
+            t_parts.append(t)
+            n_parts.append(np.arange(first, last))
+            path_parts.append(batch.path_T[t] - first + n_before)
+            n_before += last - first
+        t_index, n_index = np.concatenate(t_parts), np.concatenate(n_parts)
+        row_N = np.repeat(np.arange(len(t_index)), batch.count_T[t_index])
+        micros.append(
+            DistilMicro(
+                rows=pack_rows(prompts, responses, multiple, device),
+                row_N=_tensor(row_N, torch.int64, device),
+                id_N=_tensor(batch.ids_N[n_index], torch.int64, device),
+                weight_N=_tensor(batch.weight_N[n_index], torch.float32, device),
+                sampler_logp_N=_tensor(batch.sampler_logp_N[n_index], torch.float32, device),
+                teacher_logp_N=_tensor(batch.teacher_logp_N[n_index], torch.float32, device),
+                path_T=_tensor(np.concatenate(path_parts), torch.int64, device),
+                fresh_T=_tensor(batch.version_T[t_index] == batch.version, torch.bool, device),
+            )
+        )
+    return micros
+
+
+def _tensor(array: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(np.ascontiguousarray(array)).to(device, dtype)

@@ -1,0 +1,130 @@
+"""What config.json says about the model, checked once. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_opd.config.schema import ParallelConfig
+from megatron_opd.weight_sync.names import Family, family_of
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The architecture. moe_layers: which layers hold experts; hidden sizes in features.
+
+    norm_topk_prob: the chosen experts' probabilities are renormalised to sum 1. tied: the output
+    layer shares the embedding. initializer_range: standard deviation of a fresh weight.
+    """
+
+    family: Family
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    max_position: int
+    rope_theta: float
+    norm_eps: float
+    tied: bool
+    initializer_range: float
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    norm_topk_prob: bool = True
+    moe_layers: tuple[bool, ...] = ()
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether any layer holds experts."""
+        return any(self.moe_layers)
+
+    def check_parallel(self, parallel: ParallelConfig) -> None:
+        """Raise ValueError, naming key, rule and value, when the model cannot be cut this way."""
+        rules = (
+            ("tp", parallel.tp, "attention heads", self.num_heads),
+            ("tp", parallel.tp, "key-value heads", self.num_kv_heads),
+            ("tp", parallel.tp, "vocabulary", self.vocab_size),
+            ("pp", parallel.pp, "layers", self.num_layers),
+            ("ep", parallel.ep, "experts", self.num_experts),
+        )
+        for key, degree, what, count in rules:
+            if count % degree or (degree > 1 and count == 0):
+                raise ValueError(
+                    f"learner.parallel.{key} must divide the model's {what}, "
+                    f"got {key}={degree} and {count} {what}"
+                )
+
+
+def read_model_spec(model: Path) -> ModelSpec:
+    """Read `model`/config.json. ValueError: missing, not JSON, or an architecture we cannot train."""
+    path = model / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{model} is not a Hugging Face checkpoint: it has no config.json"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    try:
+        return _spec(config)
+    except KeyError as error:
+        raise ValueError(f"{path} lacks the key {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    family = family_of(config["model_type"])
+    for key, allowed in (
+        ("attention_bias", (False, None)),
+        ("use_sliding_window", (False, None)),
+        ("hidden_act", ("silu", None)),
+    ):
+        if config.get(key) not in allowed:
+            raise ValueError(f"{key} must be {allowed[0]!r}, got {config[key]!r}")
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    experts = config.get("num_experts", config.get("num_local_experts")) or 0
+    moe = family.name.endswith("moe")
+    return ModelSpec(
+        family=family,
+        num_layers=layers,
+        hidden_size=config["hidden_size"],
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads", heads),
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        ffn_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        max_position=config["max_position_embeddings"],
+        rope_theta=_rope_theta(config),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        initializer_range=config.get("initializer_range", 0.02),
+        num_experts=experts if moe else 0,
+        experts_per_token=config["num_experts_per_tok"] if moe else 0,
+        expert_ffn_size=config["moe_intermediate_size"] if moe else 0,
+        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        moe_layers=tuple(moe and _holds_experts(config, layer) for layer in range(layers)),
+    )
+
+
+def _holds_experts(config: dict[str, Any], layer: int) -> bool:
+    step = config.get("decoder_sparse_step", 1)
+    return layer not in (config.get("mlp_only_layers") or []) and (layer + 1) % step == 0
+
+
+def _rope_theta(config: dict[str, Any]) -> float:
+    """Transformers 5 writes rope_parameters.rope_theta, earlier versions rope_theta."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ValueError(f"rope type must be 'default', got {kind!r}")
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    if theta is None:
+        raise KeyError("rope_theta")
+    return float(theta)

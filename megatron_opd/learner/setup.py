@@ -1,0 +1,132 @@
+"""The torchrun world: process groups, seeds, threads.
+
+Ranks = tp * pp * ep * dp. Megatron counts differently: to its dense layers expert parallelism is
+data parallelism, so its data-parallel size is ep * dp.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megatron_opd.config.schema import ParallelConfig
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place.
+
+    data_rank: which samples it sees, of data_size. model_group: gloo group of the tp * pp ranks that
+    see the same samples; head: the first of them, which talks to the controller. expert_tp: tensor
+    parallelism inside an expert.
+    """
+
+    rank: int
+    size: int
+    parallel: ParallelConfig
+    device: torch.device
+    data_rank: int
+    data_size: int
+    head: int
+    is_head: bool
+    model_group: dist.ProcessGroup
+    tp_rank: int
+    pp_rank: int
+    ep_rank: int
+    expert_tp: int
+    expert_tp_rank: int
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this rank computes logits."""
+        return self.pp_rank == self.parallel.pp - 1
+
+
+def expert_tensor_parallel(parallel: ParallelConfig) -> int:
+    """Tensor parallelism inside an expert.
+
+    It must equal tp when ep is 1: Megatron-Core 0.16.1 otherwise never reduces expert gradients
+    over the tensor-parallel ranks. With ep > 1 it is 1: the experts themselves are spread instead.
+    """
+    return parallel.tp if parallel.ep == 1 else 1
+
+
+def init_world(parallel: ParallelConfig, seed: int, threads: int | None, timeout_s: float) -> World:
+    """Join the world that torchrun describes in the environment.
+
+    timeout_s: longest a collective may wait. ValueError: WORLD_SIZE is not tp * pp * ep * dp.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size != parallel.world_size:
+        raise ValueError(
+            "learner.parallel: tp * pp * ep * dp must equal the learner's world size (torchrun's "
+            f"WORLD_SIZE), got {parallel.tp} * {parallel.pp} * {parallel.ep} * {parallel.dp} = "
+            f"{parallel.world_size} and {size}"
+        )
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if "RANK" not in os.environ:  # started without torchrun: a world of one
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        store: dist.Store | None = dist.HashStore()
+    else:
+        store = None
+    cuda = torch.cuda.is_available()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        timeout=timedelta(seconds=timeout_s),
+        store=store,
+        rank=int(os.environ["RANK"]),
+        world_size=size,
+    )
+    expert_tp = expert_tensor_parallel(parallel)
+    ps.initialize_model_parallel(
+        parallel.tp,
+        parallel.pp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=expert_tp,
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return _place(parallel, device, expert_tp)
+
+
+def _place(parallel: ParallelConfig, device: torch.device, expert_tp: int) -> World:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    data_rank = ps.get_data_parallel_rank()
+    data_ranks = torch.zeros(size, dtype=torch.int64, device=device)
+    data_ranks[rank] = data_rank
+    dist.all_reduce(data_ranks)
+    copies: dict[int, list[int]] = {}
+    for member, index in enumerate(data_ranks.tolist()):
+        copies.setdefault(index, []).append(member)
+    # Ranks wait here for the controller's next command, for as long as a run may take.
+    groups = {
+        index: dist.new_group(members, backend="gloo", timeout=timedelta(days=30))
+        for index, members in sorted(copies.items())
+    }
+    head = copies[data_rank][0]
+    return World(
+        rank=rank,
+        size=size,
+        parallel=parallel,
+        device=device,
+        data_rank=data_rank,
+        data_size=ps.get_data_parallel_world_size(),
+        head=head,
+        is_head=rank == head,
+        model_group=groups[data_rank],
+        tp_rank=ps.get_tensor_model_parallel_rank(),
+        pp_rank=ps.get_pipeline_model_parallel_rank(),
+        ep_rank=ps.get_expert_model_parallel_rank(),
+        expert_tp=expert_tp,
+        expert_tp_rank=ps.get_expert_tensor_parallel_rank(),
+    )

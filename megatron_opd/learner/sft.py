@@ -1,0 +1,136 @@
+"""Supervised fine-tuning on the distillation learner: same packing, model, optimizer and export."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_opd.config.schema import SftConfig
+from megatron_opd.data.packing import plan_batch
+from megatron_opd.data.records import read_records
+from megatron_opd.learner.learner import MegatronLearner
+from megatron_opd.learner.micro_batch import SftMicro, sft_micro
+from megatron_opd.learner.model import DTYPES
+from megatron_opd.types import IntArray
+
+PROGRESS_LINES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One example: prompt tokens, and response tokens with the end-of-sequence token."""
+
+    prompt_ids: IntArray
+    response_ids: IntArray
+
+    @property
+    def num_tokens(self) -> int:
+        """Both together."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+def read_pairs(config: SftConfig, max_tokens: int) -> list[Pair]:
+    """Tokenise the training file with the tokenizer of `config.init`.
+
+    max_tokens: the model's context. ValueError: bad file, no end-of-sequence token, or a pair that
+    does not fit.
+    """
+    from transformers import AutoTokenizer
+
+    rows = read_records(config.train, [config.prompt_key, config.response_key])
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(config.init), local_files_only=True)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"init: the tokenizer of {config.init} has no end-of-sequence token")
+    pairs: list[Pair] = []
+    for number, row in enumerate(rows, start=1):
+        prompt, response = (
+            tokenizer.encode(row[key], add_special_tokens=False)
+            for key in (config.prompt_key, config.response_key)
+        )
+        pair = Pair(
+            np.array(prompt, dtype=np.int32),
+            np.array([*response, tokenizer.eos_token_id], dtype=np.int32),
+        )
+        if pair.num_tokens > max_tokens:
+            raise ValueError(
+                f"{config.train} row {number}: prompt and response must fit the model's context of "
+                f"{max_tokens} tokens, got {pair.num_tokens}"
+            )
+        pairs.append(pair)
+    return pairs
+
+
+def batches(pairs: list[Pair], batch_size: int, seed: int) -> Iterator[list[Pair]]:
+    """Endless batches; every epoch is a fresh permutation, and a batch may span two epochs."""
+    rng = np.random.default_rng(seed)
+    waiting: list[int] = []
+    while True:
+        while len(waiting) < batch_size:
+            waiting += rng.permutation(len(pairs)).tolist()
+        yield [pairs[index] for index in waiting[:batch_size]]
+        waiting = waiting[batch_size:]
+
+
+def rank_micros(batch: list[Pair], learner: MegatronLearner) -> Iterator[list[SftMicro]]:
+    """This rank's micro-batches, a list for every mini-batch."""
+    config, world = learner.config, learner.world
+    plan = plan_batch(
+        [pair.num_tokens for pair in batch],
+        config.mini_batches,
+        world.data_size,
+        config.tokens_per_microbatch,
+    )
+    for ranks in plan:
+        yield [
+            sft_micro(
+                [batch[index].prompt_ids for index in micro],
+                [batch[index].response_ids for index in micro],
+                config.parallel.tp,
+                world.device,
+            )
+            for micro in ranks[world.data_rank]
+        ]
+
+
+def run_sft(config: SftConfig) -> None:
+    """Train for `run.updates` updates and write the checkpoint to `config.output`.
+
+    ValueError: bad input, before anything is trained.
+    """
+    updates = config.run.updates
+    learner = MegatronLearner(
+        config.init,
+        config.learner,
+        updates=updates,
+        seed=config.run.seed,
+        fresh_seed=config.run.seed,
+    )
+    pairs = read_pairs(config, learner.spec.max_position)
+    source = batches(pairs, config.batch_size, config.run.seed)
+    every = max(1, updates // PROGRESS_LINES)
+    started, tokens_seen = time.perf_counter(), 0
+    for update in range(updates):
+        loss_sum, tokens, norm = 0.0, 0, 0.0
+        for micros in rank_micros(next(source), learner):
+            step = learner.sft_step(micros, update)
+            loss_sum += step.totals.sum("loss")
+            tokens += int(step.totals.sum("tokens"))
+            norm = step.grad_norm
+        tokens_seen += tokens
+        if learner.world.rank == 0 and ((update + 1) % every == 0 or update == 0):
+            rate = tokens_seen / (time.perf_counter() - started)
+            sys.stdout.write(
+                f"sft update {update + 1}/{updates}  loss {loss_sum / tokens:.4f}  "
+                f"grad_norm {norm:.3f}  response_tokens_per_s {rate:.0f}\n"
+            )
+            sys.stdout.flush()
+    learner.export_hf(Path(config.output), DTYPES[config.save_dtype])
+    if learner.world.rank == 0:
+        sys.stdout.write(f"wrote {config.output}\n")
+        sys.stdout.flush()

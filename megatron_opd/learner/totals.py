@@ -1,0 +1,84 @@
+"""What a mini-batch adds up to over micro-batches and ranks: one vector of sums, one of maxima.
+
+One fixed layout, so that ranks that compute no logits can join the reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron_opd.losses.ratios import NUM_BINS, ratio_quantile
+
+SUMS = (
+    "loss",
+    "reverse_kl",
+    "truncated_weight",
+    "weight",
+    "tokens",
+    "ids",
+    "mismatch",
+    "mismatch_tokens",
+)
+MAXIMA = ("mismatch", "log_ratio")
+
+
+@dataclass(frozen=True)
+class Totals:
+    """sums: float64 [len(SUMS) + NUM_BINS], the importance-ratio histogram last. maxima: float64."""
+
+    sums: torch.Tensor
+    maxima: torch.Tensor
+
+    @classmethod
+    def zero(cls, device: torch.device) -> Totals:
+        """The neutral element."""
+        return cls(
+            torch.zeros(len(SUMS) + NUM_BINS, dtype=torch.float64, device=device),
+            torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64, device=device),
+        )
+
+    @classmethod
+    def of(
+        cls,
+        device: torch.device,
+        *,
+        sums: Mapping[str, torch.Tensor | float],
+        maxima: Mapping[str, torch.Tensor | float] | None = None,
+        ratios: torch.Tensor | None = None,
+    ) -> Totals:
+        """Copies of the given values (the schedule scales the loss in place); absent ones are neutral."""
+        totals = cls.zero(device)
+        for names, vector, values in (
+            (SUMS, totals.sums, sums),
+            (MAXIMA, totals.maxima, maxima or {}),
+        ):
+            for name, value in values.items():
+                vector[names.index(name)] = (
+                    value.detach() if isinstance(value, torch.Tensor) else value
+                )
+        if ratios is not None:
+            totals.sums[len(SUMS) :] = ratios
+        return totals
+
+    def plus(self, other: Totals) -> Totals:
+        """Both together."""
+        return Totals(self.sums + other.sums, self.maxima.maximum(other.maxima))
+
+    def tokens(self) -> torch.Tensor:
+        """Response tokens, scalar on the device."""
+        return self.sums[SUMS.index("tokens")]
+
+    def sum(self, name: str) -> float:
+        """One sum."""
+        return float(self.sums[SUMS.index(name)])
+
+    def max(self, name: str) -> float:
+        """One maximum; -inf when nothing was measured."""
+        return float(self.maxima[MAXIMA.index(name)])
+
+    def ratio_quantile(self, quantile: float) -> float:
+        """Quantile of the importance ratio, weighted as in the draw cache."""
+        return ratio_quantile(self.sums[len(SUMS) :].cpu(), quantile)

@@ -1,0 +1,1 @@
+"""Losses: functions of log-prob tensors alone."""

@@ -1,0 +1,88 @@
+"""One data-parallel rank's share of a batch, as flat columns. Torch-free.
+
+Axes: B samples, T response tokens of all samples, N cached (token, action) pairs of all samples, in
+sample order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_opd.types import FloatArray, IntArray, OffsetArray, Sample
+
+Plan = list[list[list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class RankBatch:
+    """Samples as columns.
+
+    plan[mini-batch][micro-batch] = sample indices. ids: prompt and response tokens, one sample after
+    another; prompt_B, response_B: their lengths. count_T: cached ids per response token. path_T:
+    index into N of the token that continued the path. version_T: weights that sampled it.
+    """
+
+    update: int
+    version: int
+    plan: Plan
+    ids: IntArray
+    prompt_B: OffsetArray
+    response_B: OffsetArray
+    count_T: OffsetArray
+    path_T: OffsetArray
+    version_T: IntArray
+    ids_N: IntArray
+    weight_N: FloatArray
+    sampler_logp_N: FloatArray
+    teacher_logp_N: FloatArray
+
+
+def rank_batch(update: int, version: int, samples: Sequence[Sample], plan: Plan) -> RankBatch:
+    """Columns of `samples`; `plan` indexes into them. ValueError: a sample's arrays disagree."""
+    rollouts = [sample.rollout for sample in samples]
+    for sample in samples:
+        check_sample(sample)
+    draws = [rollout.draws for rollout in rollouts]
+    starts = np.cumsum([0, *(d.num_ids for d in draws)])[:-1]
+    return RankBatch(
+        update=update,
+        version=version,
+        plan=plan,
+        ids=_cat([x for r in rollouts for x in (r.prompt.token_ids_P, r.response_ids_T)], np.int32),
+        prompt_B=np.array([len(r.prompt.token_ids_P) for r in rollouts], dtype=np.int64),
+        response_B=np.array([r.num_response_tokens for r in rollouts], dtype=np.int64),
+        count_T=_cat([np.diff(d.offsets_T1) for d in draws], np.int64),
+        path_T=_cat([d.path_T + s for d, s in zip(draws, starts, strict=True)], np.int64),
+        version_T=_cat([r.versions_T() for r in rollouts], np.int32),
+        ids_N=_cat([d.ids_N for d in draws], np.int32),
+        weight_N=_cat([d.weight_N for d in draws], np.float32),
+        sampler_logp_N=_cat([d.sampler_logp_N for d in draws], np.float32),
+        teacher_logp_N=_cat([sample.teacher_logp_N for sample in samples], np.float32),
+    )
+
+
+def check_sample(sample: Sample) -> None:
+    """ValueError when a sample's cache does not fit its response."""
+    rollout, draws = sample.rollout, sample.rollout.draws
+    uid, tokens, ids = rollout.prompt.uid, rollout.num_response_tokens, draws.num_ids
+    lengths = {
+        "token_ids_P": (min(1, len(rollout.prompt.token_ids_P)), 1),
+        "response_ids_T": (min(1, tokens), 1),
+        "offsets_T1": (len(draws.offsets_T1), tokens + 1),
+        "offsets_T1[-1]": (int(draws.offsets_T1[-1]), ids),
+        "path_T": (len(draws.path_T), tokens),
+        "weight_N": (len(draws.weight_N), ids),
+        "sampler_logp_N": (len(draws.sampler_logp_N), ids),
+        "teacher_logp_N": (len(sample.teacher_logp_N), ids),
+    }
+    for name, (found, needed) in lengths.items():
+        if found != needed:
+            raise ValueError(f"sample {uid}: {name} must have length {needed}, got {found}")
+
+
+def _cat(parts: Sequence[npt.NDArray[np.generic]], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
+    return np.ascontiguousarray(np.concatenate(list(parts)), dtype=dtype)

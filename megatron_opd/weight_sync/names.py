@@ -1,0 +1,165 @@
+"""One table per model family: which Megatron parameter holds which Hugging Face tensors, and how they are cut.
+
+A row names the parameter inside a layer in both spellings of Megatron-Core (local modules, and
+TransformerEngine, which fuses a norm into the linear layer after it) and the Hugging Face tensors
+it holds. Nothing else in the project knows a parameter name. Torch-free.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+Fusion = Literal["none", "qkv", "gate_up"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kind of parameter.
+
+    mcore: its spellings, relative to the layer (or the model, for top-level rows). hf: the tensors
+    it holds, relative to the layer, in fusion order. `{e}` stands for the expert: local in `mcore`,
+    global in `hf`. dim: the dimension (of the Hugging Face tensors) that tensor parallelism splits;
+    None: replicated. fusion: `qkv` interleaves [q.. q k v] per KV group, `gate_up` stacks both.
+    """
+
+    mcore: tuple[str, ...]
+    hf: tuple[str, ...]
+    dim: int | None = None
+    fusion: Fusion = "none"
+    expert: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The tensors of one architecture: `top` outside the layers, `layer` inside each of them."""
+
+    name: str
+    top: tuple[Row, ...]
+    layer: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Key:
+    """A parameter of the whole model: global layer (-1: top level), row of the table, global expert (-1: none)."""
+
+    layer: int
+    row: int
+    expert: int = -1
+
+
+_EMBEDDING = Row(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), 0)
+_FINAL_NORM = Row(("decoder.final_layernorm.weight",), ("model.norm.weight",))
+_OUTPUT = Row(("output_layer.weight",), ("lm_head.weight",), 0)
+
+_ATTENTION = (
+    Row(
+        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+        ("input_layernorm.weight",),
+    ),
+    Row(
+        ("self_attention.linear_qkv.weight",),
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        0,
+        "qkv",
+    ),
+    Row(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",), 1),
+)
+_QK_NORM = (
+    Row(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",)),
+    Row(("self_attention.k_layernorm.weight",), ("self_attn.k_norm.weight",)),
+)
+_POST_NORM = Row(
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    ("post_attention_layernorm.weight",),
+)
+_DENSE_MLP = (
+    Row(("mlp.linear_fc1.weight",), ("mlp.gate_proj.weight", "mlp.up_proj.weight"), 0, "gate_up"),
+    Row(("mlp.linear_fc2.weight",), ("mlp.down_proj.weight",), 1),
+)
+_MOE_MLP = (
+    Row(("mlp.router.weight",), ("mlp.gate.weight",)),
+    Row(
+        (
+            "mlp.experts.local_experts.{e}.linear_fc1.weight",
+            "mlp.experts.linear_fc1.weight{e}",
+        ),
+        ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
+        0,
+        "gate_up",
+        expert=True,
+    ),
+    Row(
+        (
+            "mlp.experts.local_experts.{e}.linear_fc2.weight",
+            "mlp.experts.linear_fc2.weight{e}",
+        ),
+        ("mlp.experts.{e}.down_proj.weight",),
+        1,
+        expert=True,
+    ),
+)
+
+_TOP = (_EMBEDDING, _FINAL_NORM, _OUTPUT)
+QWEN3 = Family("qwen3", _TOP, (*_ATTENTION, *_QK_NORM, _POST_NORM, *_DENSE_MLP))
+QWEN3_MOE = Family("qwen3_moe", _TOP, (*_ATTENTION, *_QK_NORM, _POST_NORM, *_MOE_MLP, *_DENSE_MLP))
+
+FAMILIES = {family.name: family for family in (QWEN3, QWEN3_MOE)}
+
+
+def family_of(model_type: str) -> Family:
+    """The table of a config.json's `model_type`; ValueError lists the known ones."""
+    if model_type not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise ValueError(f"model_type must be one of {known}, got {model_type!r}")
+    return FAMILIES[model_type]
+
+
+@cache
+def _patterns(family: Family) -> tuple[tuple[re.Pattern[str], bool, int], ...]:
+    """(pattern, inside a layer, row index) of every spelling of every row."""
+    found: list[tuple[re.Pattern[str], bool, int]] = []
+    for in_layer, rows in ((False, family.top), (True, family.layer)):
+        prefix = r"decoder\.layers\.(?P<layer>\d+)\." if in_layer else ""
+        for index, row in enumerate(rows):
+            for name in row.mcore:
+                text = re.escape(name).replace(r"\{e\}", r"(?P<expert>\d+)")
+                found.append((re.compile(prefix + text), in_layer, index))
+    return tuple(found)
+
+
+def locate(family: Family, name: str, layer_offset: int, expert_offset: int) -> Key:
+    """The key of a local Megatron parameter.
+
+    layer_offset, expert_offset: global index of this rank's first layer and expert. Raises
+    KeyError: the table lacks the parameter, so that nothing is ever silently left out.
+    """
+    for pattern, in_layer, row in _patterns(family):
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        groups = match.groupdict()
+        layer = int(groups["layer"]) + layer_offset if in_layer else -1
+        expert = int(groups["expert"]) + expert_offset if groups.get("expert") else -1
+        return Key(layer, row, expert)
+    raise KeyError(f"no row of the {family.name} table names the Megatron parameter {name!r}")
+
+
+def row_of(family: Family, key: Key) -> Row:
+    """The table row of a key."""
+    return (family.top if key.layer < 0 else family.layer)[key.row]
+
+
+def hf_names(family: Family, key: Key) -> tuple[str, ...]:
+    """The Hugging Face tensors of a key, in fusion order."""
+    prefix = "" if key.layer < 0 else f"model.layers.{key.layer}."
+    return tuple(prefix + name.replace("{e}", str(key.expert)) for name in row_of(family, key).hf)
+
+
+def all_hf_names(family: Family, keys: Iterator[Key]) -> Iterator[str]:
+    """The Hugging Face tensors of many keys, in order."""
+    for key in keys:
+        yield from hf_names(family, key)
