@@ -34,6 +34,7 @@ DRAW_FIELDS: dict[str, str] = {
 
 # weights_checker: action, and the prefix of each key it answers with
 PIECE_ACTION = "bridge_pieces"
+MODEL_ACTION = "bridge_model"
 PIECE_SEPARATOR = "|"
 
 

@@ -201,6 +201,17 @@ def streamer_class(payload_of: Callable[[Any], dict[str, Any] | None], key: str)
     return BridgeStreamer
 
 
+def checksum_payload(
+    checker: Any, answer: Callable[[torch.nn.Module], dict[str, str]], *, role: str
+) -> dict[str, Any]:
+    """The shape WeightChecker.handle returns, with `answer(model)` as its checksums."""
+    return {
+        "checksums": answer(checker._get_model()),
+        "per_gpu_checksum": "",
+        "parallelism_info": checker._parallelism_info(role=role).model_dump(),
+    }
+
+
 @contextmanager
 def process_group_timeout(seconds: float) -> Iterator[None]:
     """Gives process groups that are made inside a timeout shorter than torch's 30 minutes."""

@@ -42,6 +42,12 @@ def piece_digests(model: torch.nn.Module) -> dict[str, str]:
     return {piece.key: tensor_digest(piece.view) for piece in pieces(model)}
 
 
+def model_facts(model: Any) -> dict[str, str]:
+    """What the client asks of a model; text, as the reply carries only text."""
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return {"vocab_size": str(model.config.vocab_size), "dtype": dtype}
+
+
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Digest of a tensor's bytes in row-major order, on any device."""
     return digest(tensor.detach().contiguous().cpu().view(torch.uint8).numpy())

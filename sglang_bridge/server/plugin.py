@@ -94,14 +94,11 @@ def around_input_logprobs(
 def around_check_weights(
     original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Answers /weights_checker's action `bridge_pieces`: a digest of every piece of this rank."""
-    if action != wire.PIECE_ACTION:
+    """Two more actions of /weights_checker: facts of the model, and digests of its pieces."""
+    answers = {wire.PIECE_ACTION: pieces.piece_digests, wire.MODEL_ACTION: pieces.model_facts}
+    if action not in answers:
         return original(checker, action, *args, **kwargs)
-    return {
-        "checksums": pieces.piece_digests(checker._get_model()),
-        "per_gpu_checksum": "",
-        "parallelism_info": checker._parallelism_info(role=kwargs["role"]),
-    }
+    return compat.checksum_payload(checker, answers[action], role=kwargs["role"])
 
 
 def around_validate(

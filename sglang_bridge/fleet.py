@@ -1,0 +1,212 @@
+"""Servers of one role: work goes to the least loaded, weights go to every one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sglang_bridge.client import PauseMode, ServerClient
+from sglang_bridge.errors import BadReply, BridgeError, PublicationFailed, ServerUnreachable
+from sglang_bridge.protocol import (
+    BucketSpec,
+    RolloutReply,
+    RolloutRequest,
+    ScoreReply,
+    ScoreRequest,
+    ServerInfo,
+    WeightPiece,
+)
+
+REST_S = 5.0  # a server that could not be reached gets no work for this long
+
+Reply = TypeVar("Reply")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsWorld:
+    """Ranks of a weight-update group: 0 sends; server i's ranks start at rank_offsets[i]."""
+
+    size: int
+    rank_offsets: tuple[int, ...]
+
+
+def weights_world(tp_sizes: Sequence[int]) -> WeightsWorld:
+    """The group of one sender and servers with these tensor-parallel sizes, in this order."""
+    offsets, size = [], 1
+    for tp_size in tp_sizes:
+        offsets.append(size)
+        size += tp_size
+    return WeightsWorld(size, tuple(offsets))
+
+
+class _Server:
+    """A client and its load."""
+
+    def __init__(self, client: ServerClient) -> None:
+        self.client = client
+        self.in_flight = 0
+        self.rests_until_s = 0.0
+
+
+class Fleet:
+    """Servers that hold the same model.
+
+    Requests are spread; publication verbs address all servers at once. Call `start` before anything
+    else and `close` at the end.
+    """
+
+    def __init__(self, clients: Sequence[ServerClient]) -> None:
+        if not clients:
+            raise ValueError("a fleet needs at least one server")
+        self._servers = [_Server(client) for client in clients]
+        self._infos: tuple[ServerInfo, ...] = ()
+
+    @property
+    def clients(self) -> tuple[ServerClient, ...]:
+        """The servers' clients, in order."""
+        return tuple(server.client for server in self._servers)
+
+    @property
+    def infos(self) -> tuple[ServerInfo, ...]:
+        """What each server said of itself at `start`."""
+        return self._infos
+
+    @property
+    def in_flight(self) -> int:
+        """Requests being served by the whole fleet."""
+        return sum(server.in_flight for server in self._servers)
+
+    async def start(self) -> tuple[ServerInfo, ...]:
+        """Asks every server what it is.
+
+        Raises BadReply when their vocabularies or versions differ.
+        """
+        self._infos = tuple(await self._everywhere(ServerClient.info))
+        for what in ("vocab_size", "version"):
+            values = {info.url: getattr(info, what) for info in self._infos}
+            if len(set(values.values())) > 1:
+                raise BadReply(f"the servers of a fleet differ in {what}: {values}")
+        return self._infos
+
+    async def close(self) -> None:
+        """Closes every client."""
+        await asyncio.gather(*(client.close() for client in self.clients))
+
+    # ------------------------------------------------------------ work
+
+    async def generate(self, request: RolloutRequest) -> RolloutReply:
+        """One completion from the least-loaded server; another is tried if it was never reached."""
+        return await self._dispatch(
+            lambda client: client.generate(request), repeat=lambda error: not error.sent
+        )
+
+    async def score(self, request: ScoreRequest) -> ScoreReply:
+        """Scores from the least-loaded server, or from another one when it does not answer."""
+        return await self._dispatch(lambda client: client.score(request), repeat=lambda _: True)
+
+    async def _dispatch(
+        self,
+        call: Callable[[ServerClient], Awaitable[Reply]],
+        repeat: Callable[[ServerUnreachable], bool],
+    ) -> Reply:
+        untried = list(self._servers)
+        while True:
+            server = self._least_loaded(untried)
+            untried.remove(server)
+            try:
+                with _counted(server):
+                    return await call(server.client)
+            except ServerUnreachable as error:
+                server.rests_until_s = time.monotonic() + REST_S
+                if not untried or not repeat(error):
+                    raise
+
+    @staticmethod
+    def _least_loaded(servers: list[_Server]) -> _Server:
+        """A resting server only when all rest."""
+        now_s = time.monotonic()
+        return min(servers, key=lambda server: (server.rests_until_s > now_s, server.in_flight))
+
+    # ------------------------------------------------------------ publication
+
+    @property
+    def world(self) -> WeightsWorld:
+        """The ranks of this fleet's weight-update group; known after `start`."""
+        if not self._infos:
+            raise RuntimeError("Fleet.start() comes first")
+        return weights_world([info.tp_size for info in self._infos])
+
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        """ServerClient.pause on every server."""
+        await self._everywhere(lambda client: client.pause(mode))
+
+    async def resume(self) -> None:
+        """ServerClient.resume on every server."""
+        await self._everywhere(ServerClient.resume)
+
+    async def flush_cache(self) -> None:
+        """ServerClient.flush_cache on every server."""
+        await self._everywhere(ServerClient.flush_cache)
+
+    async def begin_weight_update(self) -> None:
+        """ServerClient.begin_weight_update on every server."""
+        await self._everywhere(ServerClient.begin_weight_update)
+
+    async def end_weight_update(self, version: int) -> None:
+        """ServerClient.end_weight_update on every server."""
+        await self._everywhere(lambda client: client.end_weight_update(version))
+
+    async def init_weights_group(
+        self, host: str, port: int, name: str, backend: str, timeout_s: float | None = None
+    ) -> None:
+        """Every rank of every server joins the group of the sender at host:port (see `world`)."""
+        world = self.world
+        offsets = dict(zip(self.clients, world.rank_offsets, strict=True))
+        await self._everywhere(
+            lambda client: client.init_weights_group(
+                host, port, offsets[client], world.size, name, backend, timeout_s
+            )
+        )
+
+    async def destroy_weights_group(self, name: str) -> None:
+        """ServerClient.destroy_weights_group on every server."""
+        await self._everywhere(lambda client: client.destroy_weights_group(name))
+
+    async def update_bucket(
+        self, bucket: BucketSpec, group_name: str, timeout_s: float | None = None
+    ) -> None:
+        """ServerClient.update_bucket on every server."""
+        await self._everywhere(lambda client: client.update_bucket(bucket, group_name, timeout_s))
+
+    async def weight_digests(self) -> dict[str, list[WeightPiece]]:
+        """{server url: its ranks' weight digests}."""
+        digests = await self._everywhere(ServerClient.weight_digests)
+        return dict(zip((client.url for client in self.clients), digests, strict=True))
+
+    async def _everywhere(self, verb: Callable[[ServerClient], Awaitable[Any]]) -> list[Any]:
+        """Results in server order.
+
+        The first failure cancels the rest and raises PublicationFailed.
+        """
+        tasks = [asyncio.ensure_future(verb(client)) for client in self.clients]
+        try:
+            return await asyncio.gather(*tasks)
+        except BridgeError as error:
+            raise PublicationFailed(str(error)) from error
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def _counted(server: _Server) -> Any:
+    server.in_flight += 1
+    try:
+        yield
+    finally:
+        server.in_flight -= 1
