@@ -192,7 +192,7 @@ class Publisher:
         self.fleet.version = version
         self.published.append(version)
         phases = (Phase("pause", started_s, started_s), Phase("send", started_s, clock()))
-        return PublicationReport(version, phases, 1000, clock() - started_s)
+        return PublicationReport(version, phases, 1000, started_s, clock())
 
 
 @dataclass

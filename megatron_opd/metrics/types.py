@@ -104,14 +104,15 @@ class Phase:
 class PublicationReport:
     """One weight publication. version: the one that is live now; phases: in order, without overlap.
 
-    num_bytes: bytes the learner sent once (each server receives all of them). paused_s: from the
-    moment the servers were told to pause until they continued.
+    num_bytes: bytes the learner sent once (each server receives all of them). paused_from_s,
+    resumed_s: when the servers were told to pause, and when all had continued.
     """
 
     version: int
     phases: tuple[Phase, ...]
     num_bytes: int
-    paused_s: float
+    paused_from_s: float
+    resumed_s: float
 
     @property
     def started_s(self) -> float:
@@ -127,6 +128,11 @@ class PublicationReport:
     def seconds(self) -> float:
         """Whole publication."""
         return self.finished_s - self.started_s
+
+    @property
+    def paused_s(self) -> float:
+        """How long no server sampled."""
+        return self.resumed_s - self.paused_from_s
 
     def phase_seconds(self) -> Mapping[str, float]:
         """Seconds by phase name."""

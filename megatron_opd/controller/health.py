@@ -1,0 +1,141 @@
+"""Notices a process or engine that is gone, and says which, how it ended and where its log is.
+
+The controller talks to engines over sockets; a broken connection says little. The guard knows the
+processes behind them, so its cause is the one the user reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+class ProcessDied(RuntimeError):
+    """A watched process ended while it was needed. One line."""
+
+
+class EngineLost(RuntimeError):
+    """A watched engine stopped answering. One line."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedProcess:
+    """A process of this machine.
+
+    poll: returns None while it runs, else its exit code (as subprocess.Popen.poll does). log: shown
+    to the user.
+    """
+
+    name: str
+    poll: Callable[[], int | None]
+    log: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedEngine:
+    """An engine started elsewhere. alive: asks it; OSError and TimeoutError count as no."""
+
+    name: str
+    alive: Callable[[], Awaitable[bool]]
+
+
+class HealthGuard:
+    """Polls processes and engines; implements controller.ports.Guard.
+
+    Args:
+        processes: of this machine.
+        engines: elsewhere.
+        interval_s: seconds between two polls of the processes.
+        engine_interval_s: seconds between two questions to an engine.
+        engine_misses: an engine is lost after this many unanswered questions in a row.
+        on_tick: called at every poll of the processes (memory sampling).
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[WatchedProcess] = (),
+        engines: Sequence[WatchedEngine] = (),
+        *,
+        interval_s: float = 0.5,
+        engine_interval_s: float = 10.0,
+        engine_misses: int = 3,
+        on_tick: Callable[[], object] | None = None,
+    ) -> None:
+        self._processes, self._engines = tuple(processes), tuple(engines)
+        self._interval_s, self._engine_interval_s = interval_s, engine_interval_s
+        self._engine_misses = engine_misses
+        self._on_tick = on_tick
+
+    async def watch(self) -> None:
+        """Run until cancelled. Raises ProcessDied or EngineLost."""
+        watchers = [self._watch_processes(), *map(self._watch_engine, self._engines)]
+        tasks = [asyncio.create_task(watcher) for watcher in watchers]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            raise done.pop().result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def diagnose(self, grace_s: float = 1.0) -> ProcessDied | None:
+        """The process whose end explains a failure just seen elsewhere; None after `grace_s`.
+
+        A connection breaks a moment before the process behind it can be reaped.
+        """
+        deadline_s = asyncio.get_running_loop().time() + grace_s
+        while True:
+            dead = self._first_dead()
+            if dead is not None or asyncio.get_running_loop().time() >= deadline_s:
+                return dead
+            await asyncio.sleep(min(self._interval_s, 0.05))
+
+    async def _watch_processes(self) -> Exception:
+        while (dead := self._first_dead()) is None:
+            if self._on_tick is not None:
+                self._on_tick()
+            await asyncio.sleep(self._interval_s)
+        return dead
+
+    async def _watch_engine(self, engine: WatchedEngine) -> Exception:
+        misses = 0
+        while misses < self._engine_misses:
+            await asyncio.sleep(self._engine_interval_s)
+            misses = 0 if await self._answers(engine) else misses + 1
+        return EngineLost(f"{engine.name} did not answer {misses} times in a row")
+
+    async def _answers(self, engine: WatchedEngine) -> bool:
+        try:
+            return await engine.alive()
+        except (OSError, TimeoutError):
+            return False
+
+    def _first_dead(self) -> ProcessDied | None:
+        for process in self._processes:
+            code = process.poll()
+            if code is not None:
+                log = f", see {process.log}" if process.log is not None else ""
+                return ProcessDied(f"{process.name} ended with {exit_text(code)}{log}")
+        return None
+
+
+def exit_text(code: int) -> str:
+    """An exit code in words; negative codes are signals."""
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"
+
+
+def poll_pid(pid: int) -> Callable[[], int | None]:
+    """A poll for a process that is not our child: its exit code is unknown, reported as 0."""
+    watched = psutil.Process(pid)
+
+    def poll() -> int | None:
+        try:
+            alive = watched.is_running() and watched.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            alive = False
+        return None if alive else 0
+
+    return poll

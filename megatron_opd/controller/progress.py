@@ -1,0 +1,131 @@
+"""A run as it is seen on a terminal: a live panel, or one plain line per update elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from megatron_opd.metrics.recorder import Display, Snapshot
+
+REFRESH_PER_S = 2
+
+
+class LivePanel:
+    """Refreshes a panel in place. For a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+
+    def start(self, snapshot: Callable[[], Snapshot]) -> None:
+        """Draw until stopped."""
+        self._live = Live(
+            get_renderable=lambda: panel(snapshot()),
+            console=self._console,
+            refresh_per_second=REFRESH_PER_S,
+        )
+        self._live.start()
+
+    def updated(self, snapshot: Snapshot) -> None:
+        """The next refresh shows it."""
+
+    def stop(self) -> None:
+        """Leave the last state on the screen."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+class PlainLines:
+    """Prints a line per update. For files, pipes and schedulers' logs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def start(self, snapshot: Callable[[], Snapshot]) -> None:
+        """Nothing is shown before the first update."""
+
+    def updated(self, snapshot: Snapshot) -> None:
+        """One line; it survives a narrow or redirected console unwrapped."""
+        self._console.print(line(snapshot), soft_wrap=True, markup=False, highlight=False)
+
+    def stop(self) -> None:
+        """Nothing to clean up."""
+
+
+def make_display(console: Console) -> Display:
+    """The live panel on a terminal, plain lines elsewhere."""
+    return LivePanel(console) if console.is_terminal else PlainLines(console)
+
+
+def line(snapshot: Snapshot) -> str:
+    """One update as one line of text."""
+    depths = snapshot.depths
+    return (
+        f"update {snapshot.updates}/{snapshot.updates_total}"
+        f"  version {snapshot.version}"
+        f"  loss {_number(snapshot.loss)}"
+        f"  reverse KL {_number(snapshot.reverse_kl_nats)}"
+        f"  {_number(snapshot.tokens_per_s, 0)} tok/s"
+        f"  staleness {_number(snapshot.staleness_mean, 2)} (max {_whole(snapshot.staleness_max)})"
+        f"  rolling {depths.rolling} scoring {depths.scoring} buffered {depths.buffered}"
+        f"  permits {depths.permits_in_use}/{depths.permits}"
+        f"  dropped {snapshot.dropped}"
+        f"  ETA {duration(snapshot.eta_s)}"
+    )
+
+
+def panel(snapshot: Snapshot) -> Group:
+    """The live view: a bar and three rows of figures."""
+    depths = snapshot.depths
+    head = Table.grid(padding=(0, 2))
+    head.add_row(
+        Text(f"update {snapshot.updates}/{snapshot.updates_total}", style="bold"),
+        ProgressBar(total=snapshot.updates_total, completed=snapshot.updates, width=40),
+        Text(f"{duration(snapshot.elapsed_s)} elapsed, ETA {duration(snapshot.eta_s)}"),
+    )
+    body = Table.grid(padding=(0, 2))
+    for _ in range(4):
+        body.add_column(style="dim")
+        body.add_column(justify="right")
+    body.add_row(
+        *("version", str(snapshot.version)),
+        *("loss", _number(snapshot.loss)),
+        *("reverse KL (nats)", _number(snapshot.reverse_kl_nats)),
+        *("train tok/s", _number(snapshot.tokens_per_s, 0)),
+    )
+    body.add_row(
+        *("rolling out", str(depths.rolling)),
+        *("scoring", str(depths.scoring)),
+        *("buffered", str(depths.buffered)),
+        *("permits", f"{depths.permits_in_use}/{depths.permits}"),
+    )
+    body.add_row(
+        *("staleness mean", _number(snapshot.staleness_mean, 2)),
+        *("staleness max", _whole(snapshot.staleness_max)),
+        *("dropped", str(snapshot.dropped)),
+    )
+    return Group(head, body)
+
+
+def duration(seconds: float | None) -> str:
+    """`1:02:03`, `2:03`; `-` when unknown."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _whole(value: int | None) -> str:
+    return "-" if value is None else str(value)

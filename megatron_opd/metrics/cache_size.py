@@ -1,0 +1,67 @@
+"""How large the draw cache is, per response token.
+
+Bytes are those of the arrays as they are kept and sent to the learner (types.Draws and Sample):
+an id costs 4 (id) + 4 (weight) + 4 (sampler log-prob) + 4 (teacher log-prob); a token costs 8
+(its offset) + 8 (the index of its path token) + 4 (its response id) and each sample 8 more (the
+last offset). Prompt tokens are not counted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_opd.metrics.types import Sum
+from megatron_opd.types import Batch, Sample
+
+
+class CacheSize:
+    """Totals over the batches added."""
+
+    def __init__(self) -> None:
+        self._tokens = Sum()
+        self._drawn_ids = Sum()
+        self._cached_ids = Sum()
+        self._bytes = Sum()
+
+    def add(self, batch: Batch) -> None:
+        """Count every sample of `batch`."""
+        for sample in batch.samples:
+            draws = sample.rollout.draws
+            self._tokens.add(draws.num_tokens)
+            self._drawn_ids.add(int(np.count_nonzero(draws.weight_N)))
+            self._cached_ids.add(draws.num_ids)
+            self._bytes.add(cache_bytes(sample))
+
+    @property
+    def distinct_ids_per_token(self) -> float | None:
+        """Ids that at least one draw hit (weight > 0), per response token."""
+        return self._per_token(self._drawn_ids)
+
+    @property
+    def cached_ids_per_token(self) -> float | None:
+        """Ids kept, path tokens that no draw hit included, per response token."""
+        return self._per_token(self._cached_ids)
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of the cache per response token."""
+        return self._per_token(self._bytes)
+
+    def _per_token(self, total: Sum) -> float | None:
+        return total.value / self._tokens.value if self._tokens.value else None
+
+
+def cache_bytes(sample: Sample) -> int:
+    """Bytes of one sample's arrays, its prompt excluded."""
+    rollout = sample.rollout
+    draws = rollout.draws
+    arrays = (
+        rollout.response_ids_T,
+        draws.offsets_T1,
+        draws.ids_N,
+        draws.weight_N,
+        draws.sampler_logp_N,
+        draws.path_T,
+        sample.teacher_logp_N,
+    )
+    return sum(array.nbytes for array in arrays)

@@ -1,0 +1,219 @@
+"""The controller's observer: totals, one row per update, the time line, the live display.
+
+It only counts and writes; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from megatron_opd.metrics.cache_size import CacheSize
+from megatron_opd.metrics.sinks import Sink
+from megatron_opd.metrics.staleness import StalenessCounts
+from megatron_opd.metrics.timeline import Timeline
+from megatron_opd.metrics.totals import RunTotals
+from megatron_opd.metrics.types import Accounting, Depths, PublicationReport, UpdateFigures
+from megatron_opd.types import Batch, Prompt, Rollout, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The run at one moment, for a live display. None: not known yet. eta_s: seconds left."""
+
+    updates: int
+    updates_total: int
+    version: int
+    loss: float | None
+    reverse_kl_nats: float | None
+    tokens_per_s: float | None
+    staleness_mean: float | None
+    staleness_max: int | None
+    depths: Depths
+    dropped: int
+    elapsed_s: float
+    eta_s: float | None
+
+
+class Display(Protocol):
+    """Shows a run while it runs."""
+
+    def start(self, snapshot: Callable[[], Snapshot]) -> None:
+        """Begin; `snapshot` may be called at any time, from any thread."""
+        ...
+
+    def updated(self, snapshot: Snapshot) -> None:
+        """An update was published."""
+        ...
+
+    def stop(self) -> None:
+        """The run has ended."""
+        ...
+
+
+class RunRecorder:
+    """See the module.
+
+    Args:
+        updates_total: updates the run will make.
+        totals: counted into; read them for the summary.
+        sinks: take one row per update; closed at the end.
+        timeline: drawn on and closed, if given.
+        display: started and stopped, if given.
+        clock: the event loop's clock (seconds).
+    """
+
+    def __init__(
+        self,
+        updates_total: int,
+        totals: RunTotals,
+        sinks: Sequence[Sink] = (),
+        timeline: Timeline | None = None,
+        display: Display | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.totals = totals
+        self.accounting: Accounting | None = None
+        self.started_s = self.ended_s = clock()
+        self._updates_total = updates_total
+        self._sinks, self._timeline, self._display = tuple(sinks), timeline, display
+        self._clock = clock
+        self._depths = Depths(0, 0, 0, 0, 0)
+        self._updates = self._version = 0
+        self._done_s = self.started_s
+        self._row: dict[str, Any] = {}
+        self._shown: dict[str, Any] = {}
+
+    def started(self, now_s: float, depths: Depths) -> None:
+        """The run's clock starts."""
+        self.started_s = self.ended_s = self._done_s = now_s
+        self._depths = depths
+        if self._display is not None:
+            self._display.start(self.snapshot)
+
+    def admitted(self, prompt: Prompt) -> None:
+        """The controller counts admissions."""
+
+    def rolled_out(self, rollout: Rollout) -> None:
+        """Count and draw a rollout."""
+        self.totals.add_rollout(rollout)
+        if self._timeline is not None:
+            self._timeline.rollout(rollout)
+
+    def scored(self, sample: Sample, started_s: float, finished_s: float) -> None:
+        """Count and draw a score."""
+        self.totals.add_score(started_s, finished_s)
+        if self._timeline is not None:
+            self._timeline.score(sample, started_s, finished_s)
+
+    def dropped(self, uid: int, reason: str, detail: str) -> None:
+        """Count and mark a drop."""
+        self.totals.add_drop(reason)
+        if self._timeline is not None:
+            self._timeline.drop(uid, reason, detail, self._clock())
+
+    def trained(
+        self, batch: Batch, figures: UpdateFigures, started_s: float, finished_s: float
+    ) -> None:
+        """Count and draw an update; its row waits for the publication."""
+        self.totals.add_update(batch, figures, started_s, finished_s)
+        if self._timeline is not None:
+            self._timeline.update(batch, figures, started_s, finished_s)
+        since_last_s = finished_s - self._done_s
+        self._done_s = finished_s
+        self._row = msgspec.to_builtins(figures) | {
+            "update": batch.update,
+            "version": batch.version,
+            "time_s": finished_s - self.started_s,
+            "unix_time_s": time.time(),
+            "train_s": finished_s - started_s,
+            "tokens_per_s": batch.num_response_tokens / since_last_s if since_last_s > 0 else None,
+            **batch_columns(batch),
+        }
+
+    def published(self, batch: Batch, report: PublicationReport, depths: Depths) -> None:
+        """Count and draw a publication; write the update's row."""
+        self.totals.add_publication(report)
+        self._depths = depths
+        self._updates, self._version = batch.update + 1, report.version
+        self._row |= {
+            "publish_s": report.seconds,
+            "pause_s": report.paused_s,
+            "publish_bytes": report.num_bytes,
+            "rolling_samples": depths.rolling,
+            "scoring_samples": depths.scoring,
+            "buffered_samples": depths.buffered,
+            "permits_in_use": depths.permits_in_use,
+            "dropped_samples": self.totals.drops.total(),
+        }
+        self._write_row()
+        if self._timeline is not None:
+            self._timeline.publication(report)
+            self._timeline.flush()
+        if self._display is not None:
+            self._display.updated(self.snapshot())
+
+    def moved(self, depths: Depths) -> None:
+        """Keep the filling for the display and draw it."""
+        self._depths = depths
+        if self._timeline is not None:
+            self._timeline.depths(depths, self._clock())
+
+    def ended(self, accounting: Accounting, now_s: float) -> None:
+        """Keep the accounting, write what an interruption left half-told, close everything."""
+        self.accounting, self.ended_s = accounting, now_s
+        self._write_row()
+        if self._display is not None:
+            self._display.stop()
+        if self._timeline is not None:
+            self._timeline.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def snapshot(self) -> Snapshot:
+        """The run now."""
+        elapsed_s = self._clock() - self.started_s
+        left = self._updates_total - self._updates
+        return Snapshot(
+            updates=self._updates,
+            updates_total=self._updates_total,
+            version=self._version,
+            loss=self._shown.get("loss"),
+            reverse_kl_nats=self._shown.get("reverse_kl_nats"),
+            tokens_per_s=self._shown.get("tokens_per_s"),
+            staleness_mean=self._shown.get("staleness_mean_versions"),
+            staleness_max=self._shown.get("staleness_max_versions"),
+            depths=self._depths,
+            dropped=self.totals.drops.total(),
+            elapsed_s=elapsed_s,
+            eta_s=elapsed_s / self._updates * left if self._updates else None,
+        )
+
+    def _write_row(self) -> None:
+        if self._row:
+            for sink in self._sinks:
+                sink.write(self._row["update"], self._row)
+            self._shown, self._row = self._row, {}
+
+
+def batch_columns(batch: Batch) -> dict[str, float | int | None]:
+    """Columns that follow from the batch alone. staleness_*: per token, in versions."""
+    staleness, cache = StalenessCounts(), CacheSize()
+    staleness.add(batch)
+    cache.add(batch)
+    rollouts = [sample.rollout for sample in batch.samples]
+    return {
+        "num_samples": len(rollouts),
+        "num_response_tokens": batch.num_response_tokens,
+        "staleness_mean_versions": staleness.tokens.mean,
+        "staleness_max_versions": staleness.tokens.max,
+        "partial_rollouts": staleness.partial_rollouts,
+        "response_tokens_mean": batch.num_response_tokens / len(rollouts),
+        "length_stops": sum(rollout.finish_reason == "length" for rollout in rollouts),
+        "distinct_ids_per_token": cache.distinct_ids_per_token,
+        "cache_bytes_per_token": cache.bytes_per_token,
+    }

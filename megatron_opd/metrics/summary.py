@@ -1,0 +1,96 @@
+"""summary.json: everything a reader would quote of a run, with units in the key names."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from megatron_opd.metrics.totals import RunTotals
+from megatron_opd.metrics.types import Accounting
+
+ABORTED = "aborted"
+PACKAGES = {"torch": "torch", "megatron_core": "megatron-core", "sglang": "sglang"}
+
+
+def summarise(
+    totals: RunTotals, accounting: Accounting, wall_s: float, max_staleness: int
+) -> dict[str, Any]:
+    """The summary of one run. The accuracies are null until the command line fills them.
+
+    wall_s: seconds that the reader waited. max_staleness: tau, the bound in versions. A figure that
+    was never measured is null. mismatch_max_abs_dp, ratio_p99 and ratio_max are the largest over
+    the updates; mismatch_mean_abs_dp is the mean over the tokens measured.
+    """
+    times, staleness, cache = totals.times, totals.staleness, totals.cache
+    return {
+        "student_accuracy_before_pct": None,
+        "student_accuracy_after_pct": None,
+        "teacher_accuracy_pct": None,
+        "interrupted": accounting.interrupted,
+        "updates": accounting.updates,
+        "version": accounting.version,
+        "samples_admitted": accounting.admitted,
+        "samples_consumed": accounting.consumed,
+        "samples_dropped": dict(sorted(accounting.dropped.items())),
+        "samples_in_flight": accounting.in_flight,
+        "aborted_requests": accounting.dropped.get(ABORTED, 0),
+        "train_tokens_per_s": totals.throughput.tokens_per_s(),
+        "train_tokens_per_s_with_warmup": totals.throughput.tokens_per_s(warmup_updates=0),
+        "overlap": times.overlap(),
+        "staleness_mean_versions": staleness.tokens.mean,
+        "staleness_max_versions": staleness.tokens.max,
+        "staleness_bound_versions": max_staleness,
+        "staleness_tokens_by_version": staleness.tokens.as_json(),
+        "staleness_samples_by_version": staleness.samples.as_json(),
+        "partial_rollouts": staleness.partial_rollouts,
+        "learner_idle_ratio": times.learner_idle_ratio(),
+        "fleet_idle_ratio": times.fleet_idle_ratio(),
+        "mismatch_max_abs_dp": totals.mismatch_max.value,
+        "mismatch_mean_abs_dp": totals.mismatch_mean.value,
+        "mismatch_tokens": int(totals.mismatch_mean.weight),
+        "ratio_p99": totals.ratio_p99.value,
+        "ratio_max": totals.ratio_max.value,
+        "distinct_ids_per_token": cache.distinct_ids_per_token,
+        "cached_ids_per_token": cache.cached_ids_per_token,
+        "cache_bytes_per_token": cache.bytes_per_token,
+        "response_tokens_mean": totals.response_tokens.value,
+        "length_stops": totals.length_stops,
+        "rollout_s_mean": totals.rollout_s.value,
+        "score_s_mean": totals.score_s.value,
+        "train_s_mean": totals.train_s.value,
+        "publish_s_mean": totals.publish_s.value,
+        "pause_s_mean": totals.pause_s.value,
+        "publish_bytes_mean": totals.publish_bytes.value,
+        "pipeline_s": times.wall_s,
+        "wall_s": wall_s,
+        "peak_rss_bytes": totals.memory.peak_bytes,
+        "commit": commit(),
+        "versions": versions(),
+    }
+
+
+def versions() -> Mapping[str, str | None]:
+    """Installed versions of the engines, without importing them; null when one is absent."""
+    found: dict[str, str | None] = {}
+    for key, package in PACKAGES.items():
+        try:
+            found[key] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[key] = None
+    return found
+
+
+def commit() -> str | None:
+    """Commit of the checkout that this code runs from, with "-dirty" when tracked files differ."""
+    here = Path(__file__).resolve().parent
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            command, cwd=here, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

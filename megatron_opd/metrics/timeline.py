@@ -1,0 +1,97 @@
+"""What happened in a run, drawn on a trace: a row per engine and stage, pauses and publications."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_opd.metrics.trace import TraceWriter
+from megatron_opd.metrics.types import Depths, PublicationReport, UpdateFigures
+from megatron_opd.types import Batch, Rollout, Sample
+
+PIPELINE, TEACHER, LEARNER, SYNC = "pipeline", "teacher scoring", "learner", "weight sync"
+# a counter event for every change would be most of the trace
+COUNTER_INTERVAL_S = 0.05
+
+
+class Timeline:
+    """Draws pipeline events.
+
+    Args:
+        trace: where to draw.
+        engines: names of the student engines, a row each.
+    """
+
+    def __init__(self, trace: TraceWriter, engines: Sequence[str]) -> None:
+        self._trace = trace
+        self._engines = tuple(engines)
+        self._last_counter_s = float("-inf")
+        # rows are shown in this order
+        for row in (PIPELINE, *self._engines, TEACHER, LEARNER, SYNC):
+            trace.row(row)
+
+    def rollout(self, rollout: Rollout) -> None:
+        """A span named after the versions that sampled the response."""
+        first, last = rollout.spans[0].version, rollout.spans[-1].version
+        name = f"rollout v{first}" if first == last else f"rollout v{first}-v{last}"
+        details = {
+            "uid": rollout.prompt.uid,
+            "prompt_tokens": len(rollout.prompt.token_ids_P),
+            "response_tokens": rollout.num_response_tokens,
+            "ids": rollout.draws.num_ids,
+            "finish": rollout.finish_reason,
+        }
+        self._trace.span(rollout.engine, name, rollout.started_s, rollout.finished_s, details)
+
+    def score(self, sample: Sample, started_s: float, finished_s: float) -> None:
+        """A span per scored sample."""
+        details = {"uid": sample.rollout.prompt.uid, "ids": sample.rollout.draws.num_ids}
+        self._trace.span(TEACHER, "score", started_s, finished_s, details)
+
+    def update(
+        self, batch: Batch, figures: UpdateFigures, started_s: float, finished_s: float
+    ) -> None:
+        """A span per learner update."""
+        details = {
+            "samples": len(batch.samples),
+            "response_tokens": batch.num_response_tokens,
+            "version": batch.version,
+            "loss": figures.loss,
+            "reverse_kl_nats": figures.reverse_kl_nats,
+        }
+        self._trace.span(LEARNER, f"update {batch.update}", started_s, finished_s, details)
+
+    def publication(self, report: PublicationReport) -> None:
+        """The publication with its phases inside, and the pause on every engine's row."""
+        name = f"publish v{report.version}"
+        details = {"bytes": report.num_bytes, "paused_s": round(report.paused_s, 6)}
+        self._trace.span(SYNC, name, report.started_s, report.finished_s, details, lane=1)
+        for phase in report.phases:
+            self._trace.span(SYNC, phase.name, phase.started_s, phase.finished_s, lane=1)
+        begin_s, end_s = report.paused_from_s, report.resumed_s
+        for engine in self._engines:
+            self._trace.span(engine, "paused", begin_s, end_s, details, lane=0)
+
+    def drop(self, uid: int, reason: str, detail: str, now_s: float) -> None:
+        """A mark where a sample left."""
+        self._trace.instant(PIPELINE, f"drop: {reason}", now_s, {"uid": uid, "detail": detail})
+
+    def depths(self, depths: Depths, now_s: float) -> None:
+        """Graphs of how full the pipeline is, at most every COUNTER_INTERVAL_S."""
+        if now_s - self._last_counter_s < COUNTER_INTERVAL_S:
+            return
+        self._last_counter_s = now_s
+        stages = {
+            "rolling": depths.rolling,
+            "scoring": depths.scoring,
+            "buffered": depths.buffered,
+        }
+        self._trace.counter(PIPELINE, "samples", now_s, stages)
+        self._trace.counter(PIPELINE, "permits in use", now_s, {"permits": depths.permits_in_use})
+
+    def flush(self) -> None:
+        """Hand what was drawn to the operating system."""
+        self._trace.flush()
+
+    def close(self) -> None:
+        """Complete the file."""
+        self._trace.close()

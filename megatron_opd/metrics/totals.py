@@ -1,0 +1,76 @@
+"""Totals of a whole run. Counts only: no file, no clock, no decision."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from megatron_opd.metrics.cache_size import CacheSize
+from megatron_opd.metrics.memory import PeakMemory
+from megatron_opd.metrics.staleness import StalenessCounts
+from megatron_opd.metrics.throughput import StageTimes, Throughput
+from megatron_opd.metrics.types import Max, Mean, PublicationReport, UpdateFigures
+from megatron_opd.types import Batch, Rollout
+
+
+class RunTotals:
+    """Everything that summary.json is made of.
+
+    Args:
+        engines: names of the student engines.
+    """
+
+    def __init__(self, engines: Sequence[str] = ()) -> None:
+        self.throughput = Throughput()
+        self.times = StageTimes(engines)
+        self.staleness = StalenessCounts()
+        self.cache = CacheSize()
+        self.memory = PeakMemory()
+        self.publish_s, self.pause_s, self.publish_bytes = Mean(), Mean(), Mean()
+        self.train_s, self.rollout_s, self.score_s = Mean(), Mean(), Mean()
+        self.response_tokens = Mean()
+        self.mismatch_max, self.mismatch_mean = Max(), Mean()
+        self.ratio_p99, self.ratio_max = Max(), Max()
+        self.drops: Counter[str] = Counter()
+        self.length_stops = 0
+        """Rollouts that ended at the response limit."""
+
+    def add_rollout(self, rollout: Rollout) -> None:
+        """A rollout finished."""
+        self.times.add_rollout(rollout.engine, rollout.started_s, rollout.finished_s)
+        self.rollout_s.add(rollout.finished_s - rollout.started_s)
+        self.response_tokens.add(rollout.num_response_tokens)
+        self.length_stops += rollout.finish_reason == "length"
+
+    def add_score(self, started_s: float, finished_s: float) -> None:
+        """A teacher scored a rollout."""
+        self.times.teacher.add(started_s, finished_s)
+        self.score_s.add(finished_s - started_s)
+
+    def add_drop(self, reason: str) -> None:
+        """A sample was dropped."""
+        self.drops[reason] += 1
+
+    def add_update(
+        self, batch: Batch, figures: UpdateFigures, started_s: float, finished_s: float
+    ) -> None:
+        """The learner trained on `batch`."""
+        self.times.train.add(started_s, finished_s)
+        self.train_s.add(finished_s - started_s)
+        self.throughput.add(batch.num_response_tokens, finished_s)
+        self.staleness.add(batch)
+        self.cache.add(batch)
+        if figures.mismatch_tokens:
+            self.mismatch_max.add(figures.mismatch_max_abs_dp)
+            self.mismatch_mean.add(figures.mismatch_mean_abs_dp, figures.mismatch_tokens)
+        self.ratio_p99.add(figures.ratio_p99)
+        self.ratio_max.add(figures.ratio_max)
+        self.memory.sample()
+
+    def add_publication(self, report: PublicationReport) -> None:
+        """A version went live."""
+        self.times.publish.add(report.started_s, report.finished_s)
+        self.times.paused.add(report.paused_from_s, report.resumed_s)
+        self.publish_s.add(report.seconds)
+        self.pause_s.add(report.paused_s)
+        self.publish_bytes.add(report.num_bytes)

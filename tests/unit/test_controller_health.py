@@ -1,0 +1,115 @@
+"""Dead processes and silent engines are noticed and named."""
+
+import asyncio
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_opd.controller.health import (
+    EngineLost,
+    HealthGuard,
+    ProcessDied,
+    WatchedEngine,
+    WatchedProcess,
+    poll_pid,
+)
+from tests.fakes import run_virtual
+
+
+def sleeper(code="import time; time.sleep(60)"):
+    return subprocess.Popen([sys.executable, "-c", code])
+
+
+def test_a_killed_process_is_named_with_its_signal_and_log(tmp_path):
+    process = sleeper()
+    log = tmp_path / "student-0.log"
+    guard = HealthGuard([WatchedProcess("student-0", process.poll, log)], interval_s=0.02)
+
+    async def scenario():
+        watch = asyncio.create_task(guard.watch())
+        await asyncio.sleep(0.1)
+        assert not watch.done()
+        process.kill()
+        await watch
+
+    started = time.monotonic()
+    try:
+        with pytest.raises(ProcessDied, match=rf"^student-0 ended with signal 9, see {log}$"):
+            asyncio.run(scenario())
+    finally:
+        process.kill()
+        process.wait()
+    assert time.monotonic() - started < 5
+
+
+def test_even_a_clean_exit_is_a_failure_while_the_process_is_needed():
+    process = sleeper("raise SystemExit(0)")
+    process.wait()
+    guard = HealthGuard([WatchedProcess("learner", process.poll)])
+    with pytest.raises(ProcessDied, match="learner ended with exit code 0"):
+        asyncio.run(guard.watch())
+
+
+def test_diagnose_waits_a_moment_for_the_exit_code():
+    codes = iter([None, None, None, 3])
+    guard = HealthGuard([WatchedProcess("teacher-0", lambda: next(codes, 3))])
+    assert str(run_virtual(guard.diagnose())) == "teacher-0 ended with exit code 3"
+
+
+def test_diagnose_finds_nothing_when_all_live():
+    guard = HealthGuard([WatchedProcess("teacher-0", lambda: None)])
+    assert run_virtual(guard.diagnose()) is None
+
+
+def test_an_engine_is_lost_only_after_several_misses_in_a_row():
+    answers = iter([False, True, False, False])
+
+    async def alive():
+        answer = next(answers, None)
+        if answer is None:
+            raise ConnectionError("refused")
+        return answer
+
+    guard = HealthGuard(
+        engines=[WatchedEngine("http://far:1", alive)], engine_interval_s=5.0, engine_misses=3
+    )
+
+    async def scenario():
+        with pytest.raises(EngineLost, match="http://far:1 did not answer 3 times in a row"):
+            await guard.watch()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(scenario()) == pytest.approx(25.0)
+
+
+def test_a_cancelled_watch_leaves_no_task():
+    async def scenario():
+        async def alive():
+            return True
+
+        guard = HealthGuard(
+            [WatchedProcess("a", lambda: None)],
+            [WatchedEngine("b", alive)],
+            on_tick=lambda: ticks.append(1),
+        )
+        watch = asyncio.create_task(guard.watch())
+        await asyncio.sleep(20)
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    ticks = []
+    run_virtual(scenario())
+    assert len(ticks) == 40
+
+
+def test_poll_pid_sees_a_process_that_is_not_ours_end():
+    process = sleeper()
+    poll = poll_pid(process.pid)
+    assert poll() is None
+    process.kill()
+    process.wait()
+    assert poll() == 0

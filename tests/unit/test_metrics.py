@@ -1,0 +1,256 @@
+"""Reducers, the App. G formulas, rows, sinks, summary and displays."""
+
+import io
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from megatron_opd.controller.controller import Controller, Schedule
+from megatron_opd.controller.ports import Ports
+from megatron_opd.controller.progress import LivePanel, PlainLines, duration, line, make_display
+from megatron_opd.metrics.cache_size import CacheSize, cache_bytes
+from megatron_opd.metrics.intervals import BusyTime
+from megatron_opd.metrics.recorder import RunRecorder
+from megatron_opd.metrics.sinks import json_ready, write_json
+from megatron_opd.metrics.staleness import StalenessCounts
+from megatron_opd.metrics.summary import summarise, versions
+from megatron_opd.metrics.throughput import StageTimes, Throughput
+from megatron_opd.metrics.totals import RunTotals
+from megatron_opd.metrics.types import Depths, Histogram, Max, Mean, Sum
+from megatron_opd.types import Batch, VersionSpan
+from tests.fakes import (
+    Fleet,
+    Learner,
+    Publisher,
+    Teacher,
+    make_prompt,
+    make_rollout,
+    make_sample,
+    prompts,
+    run_virtual,
+)
+from tests.recorded_run import record
+
+
+def test_reducers():
+    mean, largest, total, histogram = Mean(), Max(), Sum(), Histogram()
+    assert (mean.value, largest.value, total.value, histogram.mean) == (None, None, 0.0, None)
+    mean.add(1.0, weight=3)
+    mean.add(5.0)
+    assert mean.value == 2.0
+    for value in (-2.0, -5.0):
+        largest.add(value)
+        total.add(value)
+    assert (largest.value, total.value) == (-2.0, -7.0)
+    histogram.add(0, 3)
+    histogram.add(2)
+    assert (histogram.mean, histogram.max, histogram.as_json()) == (0.5, 2, {"0": 3, "2": 1})
+    with pytest.raises(ValueError, match="finite"):
+        mean.add(math.nan)
+
+
+intervals = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda x: (x[0], x[0] + x[1])),
+    max_size=12,
+)
+
+
+def covered(spans):
+    """The unit cells that integer intervals cover: the obvious oracle."""
+    return {cell for start, stop in spans for cell in range(start, stop)}
+
+
+@given(intervals, intervals)
+def test_busy_time_is_the_union(first, second):
+    busy, other = BusyTime(first), BusyTime(second)
+    assert busy.seconds == len(covered(first))
+    assert busy.seconds_outside(other) == len(covered(first) - covered(second))
+    merged = busy.intervals
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(merged))
+
+
+def test_busy_time_refuses_a_reversed_interval():
+    with pytest.raises(ValueError, match=r"2\.0\.\.1\.0"):
+        BusyTime().add(2.0, 1.0)
+
+
+def test_throughput_discards_five_updates():
+    throughput = Throughput()
+    assert throughput.tokens_per_s() is None
+    for j in range(1, 9):
+        throughput.add(100 * j, float(j * j))
+    # (n_6 + n_7 + n_8) / (t_8 - t_5)
+    assert throughput.tokens_per_s() == (600 + 700 + 800) / (64 - 25)
+    assert throughput.tokens_per_s(warmup_updates=0) == sum(range(200, 900, 100)) / (64 - 1)
+
+
+def test_overlap_follows_appendix_g():
+    times = StageTimes(["a", "b"])
+    times.add_rollout("a", 0.0, 4.0)
+    times.add_rollout("a", 2.0, 6.0)
+    times.add_rollout("b", 0.0, 2.0)
+    times.teacher.add(4.0, 7.0)
+    times.teacher.add(5.0, 6.0)
+    times.train.add(6.0, 10.0)
+    # rollout (6 + 2) / 2, teacher 3, train 4, wall 10
+    assert times.overlap() == (4 + 3 + 4) / 10
+    assert times.fleet_idle_ratio() == pytest.approx(0.6)
+    assert times.learner_idle_ratio() == pytest.approx(0.6)
+    times.paused.add(1.0, 2.0)
+    times.publish.add(9.0, 10.0)
+    assert times.rollout_s == (5 + 1) / 2
+    assert times.learner_idle_ratio() == pytest.approx(0.6), "sending while training counts once"
+
+
+def test_overlap_of_perfect_and_serial_schedules():
+    full, serial = StageTimes(["a"]), StageTimes(["a"])
+    full.add_rollout("a", 0, 9)
+    full.teacher.add(0, 9)
+    full.train.add(0, 9)
+    serial.add_rollout("a", 0, 3)
+    serial.teacher.add(3, 6)
+    serial.train.add(6, 9)
+    assert (full.overlap(), serial.overlap()) == (3.0, 1.0)
+    assert StageTimes(["a"]).overlap() is None
+
+
+def test_staleness_counts_tokens_and_partial_rollouts():
+    spans = (VersionSpan(2, 0, 3), VersionSpan(4, 3, 4))
+    samples = (
+        make_sample(0, 5),
+        replace(make_sample(1), rollout=make_rollout(make_prompt(1), spans)),
+    )
+    counts = StalenessCounts()
+    counts.add(Batch(5, 5, samples))
+    assert counts.tokens.as_json() == {"0": 4, "1": 1, "3": 3}
+    assert counts.samples.as_json() == {"0": 1, "3": 1}
+    assert counts.partial_rollouts == 1
+
+
+def test_cache_size():
+    sample = make_sample(0, num_tokens=4)
+    cache = CacheSize()
+    assert cache.bytes_per_token is None
+    cache.add(Batch(0, 0, (sample,)))
+    # rows alternate between weights (1, 0) and (0.25, 0.75)
+    assert cache.distinct_ids_per_token == 1.5
+    assert cache.cached_ids_per_token == 2.0
+    assert cache_bytes(sample) == 8 * 16 + 4 * (8 + 8 + 4) + 8
+    assert cache.bytes_per_token == cache_bytes(sample) / 4
+
+
+def test_a_run_writes_a_row_per_update(tmp_path):
+    _, learner = record(tmp_path, drop={4})
+    rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["update"] for row in rows] == list(range(7))
+    assert [row["version"] for row in rows] == list(range(7))
+    for row, batch in zip(rows, learner.batches, strict=True):
+        assert row["num_response_tokens"] == batch.num_response_tokens
+        assert row["staleness_max_versions"] <= 2
+        assert row["loss"] == 0.5
+        assert row["grad_norm"] == 1.0
+        assert row["publish_s"] == pytest.approx(0.2)
+        assert row["tokens_per_s"] > 0
+    assert rows[-1]["dropped_samples"] == 1
+    assert [row["time_s"] for row in rows] == sorted(row["time_s"] for row in rows)
+
+
+def test_tensorboard_reads_back_what_was_written(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    record(tmp_path)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    losses = events.Scalars("opd/loss")
+    assert [(event.step, event.value) for event in losses] == [(k, 0.5) for k in range(7)]
+    assert losses[0].wall_time > 1e9
+
+
+def test_summary_of_a_run(tmp_path):
+    recorder, learner = record(tmp_path, drop={4})
+    summary = summarise(recorder.totals, recorder.accounting, wall_s=12.5, max_staleness=2)
+    assert summary["updates"] == summary["version"] == 7
+    assert summary["samples_consumed"] == 21
+    assert summary["samples_admitted"] == 22
+    assert summary["samples_dropped"] == {"nan": 1}
+    assert summary["samples_in_flight"] == summary["aborted_requests"] == 0
+    assert summary["staleness_max_versions"] <= summary["staleness_bound_versions"] == 2
+    assert 0 < summary["overlap"] <= 3
+    assert 0 <= summary["learner_idle_ratio"] <= 1
+    assert 0 <= summary["fleet_idle_ratio"] <= 1
+    assert summary["publish_s_mean"] == pytest.approx(0.2)
+    assert summary["mismatch_max_abs_dp"] == 1e-6
+    assert summary["peak_rss_bytes"] > 2**20
+    tokens = sum(batch.num_response_tokens for batch in learner.batches[5:])
+    assert summary["train_tokens_per_s"] == pytest.approx(
+        tokens / (recorder.totals.throughput._done_s[-1] - recorder.totals.throughput._done_s[4])
+    )
+    write_json(tmp_path / "summary.json", summary)
+    assert json.loads((tmp_path / "summary.json").read_text())["wall_s"] == 12.5
+    assert [p.name for p in tmp_path.glob(".summary*")] == []
+
+
+def test_summary_of_a_run_that_did_nothing():
+    recorder = RunRecorder(5, RunTotals(["student-0"]))
+    learner = Learner()
+    fleet = Fleet()
+    ports = Ports(prompts(0), fleet, Teacher(), learner, Publisher(fleet, learner), recorder)
+    run_virtual(Controller(Schedule(5, 3, 2, 16, 16), ports).run())
+    summary = summarise(recorder.totals, recorder.accounting, 0.1, 2)
+    assert summary["overlap"] is None
+    assert summary["train_tokens_per_s"] is None
+    json.dumps(summary, allow_nan=False)
+
+
+def test_versions_name_the_engines():
+    assert set(versions()) == {"torch", "megatron_core", "sglang"}
+
+
+def test_json_ready_handles_numpy_and_non_finite_numbers():
+    value = {"a": np.float32(0.5), "b": [np.int64(3), math.nan, math.inf], 3: (True, None, "x")}
+    assert json_ready(value) == {"a": 0.5, "b": [3, None, None], "3": [True, None, "x"]}
+
+
+def test_plain_lines_when_there_is_no_terminal(tmp_path):
+    text = io.StringIO()
+    display = make_display(Console(file=text, width=40))
+    assert isinstance(display, PlainLines)
+    record(tmp_path, display=display)
+    lines = text.getvalue().splitlines()
+    assert len(lines) == 7
+    assert lines[2].startswith("update 3/7  version 3  loss 0.5000  reverse KL 0.2500")
+    assert "permits" in lines[2]
+    assert lines[-1].endswith("ETA 0:00")
+
+
+def test_live_panel_on_a_terminal(tmp_path):
+    text = io.StringIO()
+    display = make_display(Console(file=text, force_terminal=True, width=120))
+    assert isinstance(display, LivePanel)
+    record(tmp_path, display=display)
+    shown = text.getvalue()
+    assert "update 7/7" in shown
+    assert "reverse KL (nats)" in shown
+    assert "permits" in shown
+
+
+def test_a_line_before_the_first_update():
+    recorder = RunRecorder(4, RunTotals())
+    recorder.started(0.0, Depths(1, 2, 3, 6, 8))
+    text = line(recorder.snapshot())
+    assert "loss -" in text
+    assert "permits 6/8" in text
+    assert text.endswith("ETA -")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "-"), (0.4, "0:00"), (59.6, "1:00"), (3723, "1:02:03")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
