@@ -10,14 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 
+from megatron_opd.checkpoint.model_spec import ModelSpec
 from megatron_opd.checkpoint.shards import TensorSource, cut, local_shards
-from megatron_opd.learner.model_spec import ModelSpec
-from megatron_opd.learner.setup import World
+
+if TYPE_CHECKING:
+    from megatron_opd.learner.setup import World
 
 
 class SafetensorsSource:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_opd.checkpoint.model_spec import ModelSpec
 from megatron_opd.checkpoint.shards import join, local_shards
-from megatron_opd.learner.model_spec import ModelSpec
-from megatron_opd.learner.setup import World
 from megatron_opd.weight_sync.names import Key, hf_names, row_of
+
+if TYPE_CHECKING:
+    from megatron_opd.learner.setup import World
 
 
 @dataclass(frozen=True)

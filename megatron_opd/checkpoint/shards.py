@@ -1,4 +1,4 @@
-"""How a Megatron parameter shard is cut out of Hugging Face tensors, and joined back. Bitwise both ways.
+"""How a Megatron parameter shard is cut out of Hugging Face tensors, and joined back. Bitwise.
 
 Axes: H hidden features; rows of q, k, v are (head, head_dim).
 """
@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_opd.learner.model_spec import ModelSpec
-from megatron_opd.learner.setup import World
+from megatron_opd.checkpoint.model_spec import ModelSpec
 from megatron_opd.weight_sync.names import Key, Row, hf_names, locate, row_of
+
+if TYPE_CHECKING:
+    from megatron_opd.learner.setup import World
 
 
 class TensorSource(Protocol):
@@ -44,8 +45,7 @@ def local_shards(model: torch.nn.Module, spec: ModelSpec, world: World) -> dict[
 
     KeyError: a parameter that the family's table lacks.
     """
-    config = model.config  # type: ignore[attr-defined]
-    layer_offset = get_transformer_layer_offset(config)
+    layer_offset = world.pp_rank * (spec.num_layers // world.parallel.pp)
     expert_offset = world.ep_rank * (spec.num_experts // world.parallel.ep)
     shards: dict[Key, Shard] = {}
     for name, parameter in model.named_parameters():

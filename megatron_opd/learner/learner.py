@@ -23,12 +23,12 @@ from megatron.core.distributed import finalize_model_grads
 from megatron_opd.checkpoint.convert import load_weights, source_of
 from megatron_opd.checkpoint.export import export_hf
 from megatron_opd.checkpoint.gather import FullTensors
+from megatron_opd.checkpoint.model_spec import read_model_spec
 from megatron_opd.config.schema import LearnerConfig, ObjectiveConfig
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.forward import distil_loss, run_mini_batch, sft_loss
 from megatron_opd.learner.micro_batch import SftMicro, distil_micros
 from megatron_opd.learner.model import DTYPES, build_model
-from megatron_opd.learner.model_spec import read_model_spec
 from megatron_opd.learner.optimizer import build_optimizer, learning_rate, set_learning_rate
 from megatron_opd.learner.setup import World, init_world
 from megatron_opd.learner.totals import Totals

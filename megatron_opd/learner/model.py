@@ -19,8 +19,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron_opd.checkpoint.model_spec import ModelSpec
 from megatron_opd.learner.attention import PackedRotary, Packing, RMSNorm, local_layer
-from megatron_opd.learner.model_spec import ModelSpec
 from megatron_opd.learner.setup import World
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

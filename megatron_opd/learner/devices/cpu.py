@@ -9,15 +9,10 @@ unmodified. `fix_megatron` repairs defects of 0.16.1 that a GPU without Transfor
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
-
-# Read when torch._dynamo is first imported: Megatron's jit_fuser is torch.compile, which costs far
-# more than it saves on models that fit a CPU.
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import torch
 from torch.overrides import TorchFunctionMode
