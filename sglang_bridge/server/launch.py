@@ -107,7 +107,7 @@ class ServerProcess:
         self.stop(grace_s=1)
         raise ServerDied(self._obituary(f"was not ready within {timeout_s:g} s"))
 
-    def stop(self, grace_s: float = 5.0) -> None:
+    def stop(self, grace_s: float = 2.0) -> None:
         """Ends the whole process group: SIGTERM, then SIGKILL after `grace_s`. Safe to repeat."""
         if self._process is None:
             return

@@ -1,0 +1,73 @@
+"""Two real servers for the whole session: a student (MoE) and a teacher (dense)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_bridge.server.launch import ServerProcess, free_port
+from sglang_bridge.server.spec import ServerSpec
+from tests.models import tiny_qwen3, tiny_qwen3_moe
+
+STARTUP_TIMEOUT_S = 240
+
+
+def tiny_spec(model: Path, role: str, **overrides: object) -> ServerSpec:
+    """A float32 server small enough for a test machine, on a free port."""
+    small: dict[str, object] = {
+        "dtype": "float32",
+        "max_total_tokens": 16384,
+        "max_running_requests": 32,
+        "mem_fraction_static": 0.3,
+    }
+    return ServerSpec(model_path=str(model), role=role, port=free_port(), **(small | overrides))
+
+
+@pytest.fixture(scope="session")
+def student_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen3_moe(tmp_path_factory.mktemp("student"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def teacher_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen3(tmp_path_factory.mktemp("teacher"), seed=2)
+
+
+@pytest.fixture(scope="session")
+def servers(
+    student_model: Path, teacher_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, ServerProcess]]:
+    """Both servers, started side by side.
+
+    The teacher computes prompt logits in chunks of 24 rows.
+    """
+    logs = tmp_path_factory.mktemp("logs")
+    processes = {
+        "student": ServerProcess(tiny_spec(student_model, "student"), logs / "student.log"),
+        "teacher": ServerProcess(
+            tiny_spec(teacher_model, "teacher", extra_args=("--chunked-prefill-size", "32")),
+            logs / "teacher.log",
+        ),
+    }
+    try:
+        processes["student"].start()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SGLANG_ENABLE_LOGPROB_CHUNK", "1")
+            patch.setenv("SGLANG_LOGPROB_CHUNK_SIZE", "24")
+            processes["teacher"].start()
+        for process in processes.values():
+            process.wait_ready(STARTUP_TIMEOUT_S)
+        yield processes
+    finally:
+        for process in processes.values():
+            process.stop(grace_s=1)
+
+
+@pytest.fixture(scope="session")
+def student_server(servers: dict[str, ServerProcess]) -> ServerProcess:
+    return servers["student"]
+
+
+@pytest.fixture(scope="session")
+def teacher_server(servers: dict[str, ServerProcess]) -> ServerProcess:
+    return servers["teacher"]
