@@ -1,6 +1,6 @@
 """A Megatron-Core GPTModel, wrapped for data parallelism, from a ModelSpec.
 
-Weights are left uninitialised: checkpoint.convert fills every one of them.
+Its weights mean nothing until checkpoint.convert fills every one of them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def transformer_config(
         calculate_per_token_loss=True,
         moe_token_dispatcher_type="alltoall",  # allgather refuses variable lengths, even unused
         variable_seq_lengths=True,
-        perform_initialization=False,
+        # Although every weight is loaded over it: without it parameters are not marked as tensor
+        # parallel, and gradient norms would count one rank's shards only.
+        perform_initialization=True,
         use_cpu_initialization=world.device.type == "cpu",
         gradient_accumulation_fusion=False,
         sequence_parallel=parallel.tp > 1,
