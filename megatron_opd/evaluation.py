@@ -1,0 +1,189 @@
+"""avg@k of a model on held-out problems, through whatever can complete a prompt.
+
+Invariant: every (problem, draw) is counted once, or the evaluation fails; a completion that was cut
+by the length limit or is malformed counts as wrong, it is never left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_opd.data.tasks import Verifier
+from megatron_opd.types import Prompt
+from sglang_bridge.fleet import Fleet
+from sglang_bridge.protocol import RolloutRequest
+
+Decoder = Callable[[Sequence[int]], str]
+"""Token ids -> text."""
+
+
+class CompletionPort(Protocol):
+    """Something that samples from the model under evaluation."""
+
+    async def complete(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float
+    ) -> Sequence[int]:
+        """The sampled token ids, the end token included when it was sampled."""
+        ...
+
+
+class FleetPort:
+    """Completions by SGLang servers. Requests have ids of their own and no draws."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def complete(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float
+    ) -> Sequence[int]:
+        """See CompletionPort; raises what Fleet.generate raises."""
+        request = RolloutRequest(
+            rid=f"eval-{uuid.uuid4().hex}",
+            input_ids=list(prompt_ids),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+        )
+        return (await self._fleet.generate(request)).output_ids_T.tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPlan:
+    """How to sample and judge.
+
+    samples: k, completions a problem. temperature: 0 = greedy. concurrency: completions in flight.
+    end_token_ids: those that end a response; what follows the first one is ignored.
+    """
+
+    samples: int
+    temperature: float
+    max_new_tokens: int
+    concurrency: int
+    end_token_ids: Collection[int]
+
+    def __post_init__(self) -> None:
+        for key in ("samples", "max_new_tokens", "concurrency"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"evaluation: {key} must be >= 1, got {getattr(self, key)}")
+        if self.temperature < 0:
+            raise ValueError(f"evaluation: temperature must be >= 0, got {self.temperature}")
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationReport:
+    """avg@k with its uncertainty.
+
+    accuracy_pct: 100 times the mean over problems of (correct completions / k) (AsyncOPD Eq. 14).
+    stderr_pct: standard error of that mean over problems (sample deviation of the per-problem rates
+    over the root of their number; nan for one problem): the k completions of a problem are not
+    independent. truncated_pct: completions without an end token.
+    """
+
+    accuracy_pct: float
+    stderr_pct: float
+    problems: int
+    samples: int
+    mean_response_tokens: float
+    truncated_pct: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name; stderr_pct None where it is undefined, for JSON has no nan."""
+        fields = asdict(self)
+        return fields | {"stderr_pct": None if math.isnan(self.stderr_pct) else self.stderr_pct}
+
+    def line(self) -> str:
+        """One line for the terminal."""
+        return (
+            f"avg@{self.samples} {self.accuracy_pct:.1f}% +- {self.stderr_pct:.1f} on "
+            f"{self.problems} problems, {self.mean_response_tokens:.1f} tokens a response, "
+            f"{self.truncated_pct:.1f}% truncated"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    problem: int
+    correct: bool
+    num_tokens: int
+    truncated: bool
+
+
+async def evaluate(
+    port: CompletionPort,
+    prompts: Sequence[Prompt],
+    verify: Verifier,
+    decode: Decoder,
+    plan: EvaluationPlan,
+) -> EvaluationReport:
+    """Complete every prompt `plan.samples` times and judge each completion.
+
+    The port's first failure stops the evaluation and is raised as it is. Raises ValueError when
+    there is no prompt or a prompt has no answer.
+    """
+    if not prompts:
+        raise ValueError("evaluation needs at least one problem, got none")
+    for prompt in prompts:
+        if prompt.answer is None:
+            raise ValueError(f"evaluation needs answers, problem {prompt.text!r} has none")
+    work = iter(list(itertools.product(range(len(prompts)), range(plan.samples))))
+    outcomes: list[_Outcome] = []
+
+    async def worker(work: Iterator[tuple[int, int]]) -> None:
+        for problem, _ in work:
+            outcomes.append(await _judge(port, problem, prompts[problem], verify, decode, plan))
+
+    workers = min(plan.concurrency, len(prompts) * plan.samples)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index in range(workers):
+                group.create_task(worker(work), name=f"evaluation-{index}")
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return _report(outcomes, len(prompts), plan.samples)
+
+
+async def _judge(
+    port: CompletionPort,
+    problem: int,
+    prompt: Prompt,
+    verify: Verifier,
+    decode: Decoder,
+    plan: EvaluationPlan,
+) -> _Outcome:
+    ids = await port.complete(
+        prompt.token_ids_P.tolist(),
+        max_new_tokens=plan.max_new_tokens,
+        temperature=plan.temperature,
+    )
+    stop = next((i for i, token in enumerate(ids) if token in plan.end_token_ids), None)
+    text = decode(ids[:stop])
+    return _Outcome(
+        problem=problem,
+        correct=verify(text, str(prompt.answer)),
+        num_tokens=len(ids) if stop is None else stop + 1,
+        truncated=stop is None,
+    )
+
+
+def _report(outcomes: Sequence[_Outcome], problems: int, samples: int) -> EvaluationReport:
+    assert len(outcomes) == problems * samples, "a completion was lost"
+    correct_by_problem = np.zeros(problems)
+    for outcome in outcomes:
+        correct_by_problem[outcome.problem] += outcome.correct
+    rate_by_problem = correct_by_problem / samples
+    stderr = rate_by_problem.std(ddof=1) / math.sqrt(problems) if problems > 1 else math.nan
+    return EvaluationReport(
+        accuracy_pct=100 * float(rate_by_problem.mean()),
+        stderr_pct=100 * float(stderr),
+        problems=problems,
+        samples=samples,
+        mean_response_tokens=sum(outcome.num_tokens for outcome in outcomes) / len(outcomes),
+        truncated_pct=100 * sum(outcome.truncated for outcome in outcomes) / len(outcomes),
+    )

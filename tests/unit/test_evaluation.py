@@ -1,0 +1,162 @@
+"""avg@k through fake completion ports."""
+
+import asyncio
+import json
+import math
+import statistics
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_opd.data.tasks import get_verifier
+from megatron_opd.data.tokenizer import build_tokenizer
+from megatron_opd.evaluation import EvaluationPlan, EvaluationReport, FleetPort, evaluate
+from megatron_opd.types import Prompt
+from sglang_bridge.fleet import Fleet
+
+TOKENIZER = build_tokenizer()
+VERIFY = get_verifier("arithmetic")
+
+
+def problems(answers):
+    return [
+        Prompt(uid=i, text=f"p{i}", token_ids_P=np.array([i + 1], np.int32), answer=answer)
+        for i, answer in enumerate(answers)
+    ]
+
+
+def plan(**overrides):
+    defaults = {
+        "samples": 2,
+        "temperature": 1.0,
+        "max_new_tokens": 8,
+        "concurrency": 3,
+        "end_token_ids": {1},
+    }
+    return EvaluationPlan(**(defaults | overrides))
+
+
+class ScriptedPort:
+    """Gives each prompt's texts in turn; records what it was asked and how many ran at once."""
+
+    def __init__(self, texts, delay_s=0.0):
+        self.left = {i + 1: list(given_texts) for i, given_texts in enumerate(texts)}
+        self.delay_s, self.running, self.peak, self.asked = delay_s, 0, 0, []
+
+    async def complete(self, prompt_ids, *, max_new_tokens, temperature):
+        self.running += 1
+        self.peak = max(self.peak, self.running)
+        self.asked.append((tuple(prompt_ids), max_new_tokens, temperature))
+        await asyncio.sleep(self.delay_s)
+        self.running -= 1
+        return TOKENIZER.encode(self.left[prompt_ids[0]].pop(0))
+
+
+def run(port, answers, **overrides):
+    return asyncio.run(
+        evaluate(port, problems(answers), VERIFY, TOKENIZER.decode, plan(**overrides))
+    )
+
+
+def test_figures_of_a_small_case():
+    port = ScriptedPort([["#1<eos>", "#2<eos>"], ["#2<eos>#9", "x\n#2<eos>"], ["#3", "<eos>#3"]])
+    report = run(port, ["1", "2", "3"])
+    # per problem 1/2, 2/2, 1/2: an unfinished answer is judged as it stands, and counted truncated
+    assert report.accuracy_pct == pytest.approx(100 * 2 / 3)
+    assert report.stderr_pct == pytest.approx(100 * statistics.stdev([0.5, 1, 0.5]) / math.sqrt(3))
+    assert (report.problems, report.samples) == (3, 2)
+    assert report.truncated_pct == pytest.approx(100 / 6)
+    assert report.mean_response_tokens == pytest.approx((3 + 3 + 3 + 5 + 2 + 1) / 6)
+    assert sorted(port.asked) == [((i,), 8, 1.0) for i in (1, 1, 2, 2, 3, 3)]
+    assert json.loads(json.dumps(report.as_dict())) == report.as_dict()
+    assert report.line().startswith("avg@2 66.7% +- 16.7 on 3 problems, ")
+
+
+@given(
+    correct=st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=6),
+    concurrency=st.integers(1, 30),
+)
+def test_accuracy_is_the_mean_of_the_problem_rates(correct, concurrency):
+    port = ScriptedPort([["#7<eos>" if ok else "#8<eos>" for ok in row] for row in correct])
+    report = run(port, ["7"] * len(correct), samples=3, concurrency=concurrency)
+    rates = [sum(row) / 3 for row in correct]
+    assert report.accuracy_pct == pytest.approx(100 * statistics.mean(rates))
+    assert not any(port.left.values())
+    if len(rates) > 1:
+        expected = 100 * statistics.stdev(rates) / math.sqrt(len(rates))
+        assert report.stderr_pct == pytest.approx(expected)
+    else:
+        assert math.isnan(report.stderr_pct)
+        assert report.as_dict()["stderr_pct"] is None
+
+
+def test_concurrency_is_bounded_and_used():
+    port = ScriptedPort([["#1<eos>"] * 4] * 5, delay_s=0.002)
+    assert run(port, ["1"] * 5, samples=4, concurrency=3).accuracy_pct == 100
+    assert port.peak == 3
+
+
+def test_a_failing_port_stops_the_evaluation_with_its_own_error():
+    class FailingPort(ScriptedPort):
+        async def complete(self, prompt_ids, *, max_new_tokens, temperature):
+            if prompt_ids[0] == 2:
+                raise ConnectionError("server gone")
+            return await super().complete(
+                prompt_ids, max_new_tokens=max_new_tokens, temperature=temperature
+            )
+
+    with pytest.raises(ConnectionError, match="server gone"):
+        run(FailingPort([["#1<eos>"] * 2] * 3), ["1"] * 3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"samples": 0}, "samples must be >= 1, got 0"),
+        ({"concurrency": 0}, "concurrency must be >= 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be >= 1, got 0"),
+        ({"temperature": -1.0}, r"temperature must be >= 0, got -1\.0"),
+    ],
+)
+def test_a_bad_plan_is_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        plan(**overrides)
+
+
+def test_problems_without_answers_are_refused():
+    with pytest.raises(ValueError, match="at least one problem"):
+        run(ScriptedPort([]), [])
+    with pytest.raises(ValueError, match="problem 'p1' has none"):
+        run(ScriptedPort([]), ["1", None])
+
+
+def test_the_fleet_port_asks_for_plain_generation():
+    asked = []
+
+    class FakeFleet(Fleet):
+        def __init__(self):
+            pass
+
+        async def generate(self, request):
+            asked.append(request)
+            return SimpleNamespace(output_ids_T=np.array([20, 1], np.int32))
+
+    async def twice():
+        port = FleetPort(FakeFleet())
+        return [await port.complete([5, 6], max_new_tokens=9, temperature=0.0) for _ in range(2)]
+
+    assert asyncio.run(twice()) == [[20, 1]] * 2
+    assert asked[0].rid != asked[1].rid
+    for request in asked:
+        assert list(request.input_ids) == [5, 6]
+        assert (request.max_new_tokens, request.temperature) == (9, 0.0)
+        assert (request.top_p, request.num_draws) == (1.0, 0)
+
+
+def test_report_is_frozen():
+    report = EvaluationReport(1.0, 1.0, 1, 1, 1.0, 0.0)
+    with pytest.raises(AttributeError):
+        report.accuracy_pct = 2.0
