@@ -1,0 +1,91 @@
+"""Prompt to Rollout through the student fleet: one request, its draw cache, its version spans."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import numpy as np
+
+from megatron_opd.buffer.rejection import RolloutRejected
+from megatron_opd.config.schema import RolloutConfig, SupportConfig
+from megatron_opd.types import Draws, Prompt, Rollout, VersionSpan
+from sglang_bridge.errors import BadReply, RequestAborted
+from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest
+
+ABORTED, EMPTY = "aborted", "empty_response"
+
+
+class RolloutFleet(Protocol):
+    """The part of sglang_bridge.fleet.Fleet that sampling needs."""
+
+    async def generate(self, request: RolloutRequest) -> RolloutReply:
+        """One completion."""
+        ...
+
+
+class RolloutGenerator:
+    """Samples completions. How many are in flight is the caller's choice.
+
+    Args:
+        fleet: the student servers.
+        rollout: temperature, top_p and the response limit: the behaviour distribution.
+        support: how many actions are drawn at every response position.
+        run_id: makes request names unique on servers that outlive a run.
+        stop_token_ids: end a response besides the model's own end-of-sequence ids.
+    """
+
+    def __init__(
+        self,
+        fleet: RolloutFleet,
+        rollout: RolloutConfig,
+        support: SupportConfig,
+        run_id: str,
+        stop_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self._fleet, self._rollout, self._support = fleet, rollout, support
+        self._run_id = run_id
+        self._stop_token_ids = stop_token_ids
+
+    async def generate(self, prompt: Prompt) -> Rollout:
+        """One completion of `prompt`.
+
+        Raises RolloutRejected for a request that the server aborted or an empty response. Every
+        other failure is raised on: a fleet that answers wrongly must stop the run.
+        """
+        clock = asyncio.get_running_loop().time
+        request = RolloutRequest(
+            rid=f"{self._run_id}-{prompt.uid}",
+            input_ids=prompt.token_ids_P,
+            max_new_tokens=self._rollout.max_new_tokens,
+            temperature=self._rollout.temperature,
+            top_p=self._rollout.top_p,
+            num_draws=self._support.m,
+            stop_token_ids=self._stop_token_ids,
+        )
+        started_s = clock()
+        try:
+            reply = await self._fleet.generate(request)
+        except RequestAborted as error:
+            raise RolloutRejected(ABORTED, str(error)) from error
+        finished_s = clock()
+        if len(reply.output_ids_T) == 0:
+            raise RolloutRejected(EMPTY, f"prompt {prompt.uid}")
+        if reply.draws is None:
+            raise BadReply(f"{reply.url}: request {request.rid} came back without draws")
+        return Rollout(
+            prompt=prompt,
+            response_ids_T=reply.output_ids_T,
+            draws=weighted(reply.draws),
+            spans=tuple(VersionSpan(*span) for span in reply.spans),
+            finish_reason=reply.finish_reason,
+            started_s=started_s,
+            finished_s=finished_s,
+            engine=reply.url,
+        )
+
+
+def weighted(cache: DrawCache) -> Draws:
+    """Counts to weights: count / m makes sum(weight * f) an unbiased mean over m iid draws."""
+    weight_N = cache.count_N.astype(np.float32) / np.float32(cache.num_draws)
+    return Draws(cache.offsets_T1, cache.ids_N, weight_N, cache.logp_N, cache.path_T)
