@@ -46,10 +46,11 @@ def parse_rollout(url: str, reply: Any, request: RolloutRequest) -> RolloutReply
     ids_T = np.asarray(output_ids, dtype=np.int32)
     if request.num_draws == 0:
         spans = _native_spans(url, meta, len(ids_T))
-        return RolloutReply(ids_T, kind, None, spans)
+        return RolloutReply(ids_T, kind, None, spans, url)
     payload = _payload(url, meta, wire.DRAWS)
     draws = _draw_cache(url, payload, ids_T, request.num_draws)
-    return RolloutReply(ids_T, kind, draws, _run_lengths(url, payload.get("versions"), len(ids_T)))
+    spans = _run_lengths(url, payload.get("versions"), len(ids_T))
+    return RolloutReply(ids_T, kind, draws, spans, url)
 
 
 def parse_scores(url: str, reply: Any, request: ScoreRequest) -> ScoreReply:

@@ -76,12 +76,14 @@ class RolloutReply:
     """output_ids_T: int32 [T], a sampled end-of-sequence token included.
 
     spans: (version, start, stop), covering [0, T). draws: None when the request asked for none.
+    url: the server that sampled it.
     """
 
     output_ids_T: IntArray
     finish_reason: FinishReason
     draws: DrawCache | None
     spans: tuple[tuple[int, int, int], ...]
+    url: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
