@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from sglang_bridge.client import PauseMode, ServerClient
 from sglang_bridge.errors import BadReply, BridgeError, PublicationFailed, ServerUnreachable
@@ -56,7 +56,7 @@ class Fleet:
     """Servers that hold the same model.
 
     Requests are spread; publication verbs address all servers at once. Call `start` before anything
-    else and `close` at the end.
+    else and `close` at the end, or use `async with`.
     """
 
     def __init__(self, clients: Sequence[ServerClient]) -> None:
@@ -64,6 +64,13 @@ class Fleet:
             raise ValueError("a fleet needs at least one server")
         self._servers = [_Server(client) for client in clients]
         self._infos: tuple[ServerInfo, ...] = ()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
 
     @property
     def clients(self) -> tuple[ServerClient, ...]:

@@ -1,0 +1,134 @@
+"""New weights arrive while requests run: nothing is lost, every token is its version's."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed
+
+from sglang_bridge.client import ServerClient
+from sglang_bridge.digest import digest
+from sglang_bridge.fleet import Fleet
+from sglang_bridge.protocol import RolloutReply, RolloutRequest, WeightPiece
+from sglang_bridge.server.launch import ServerProcess
+from tests.e2e.publication import join, load_tensors, perturbed_copy, publish
+from tests.oracles import load_reference, log_softmax, reference_logits
+
+pytestmark = pytest.mark.e2e
+TOLERANCE = 1e-5
+
+
+def requests_of(tokens: int, count: int = 24) -> list[RolloutRequest]:
+    return [
+        RolloutRequest(
+            rid=f"kept-{tokens}-{i}",
+            input_ids=list(range(2 + i, 30 + i)),
+            max_new_tokens=tokens,
+            num_draws=8,
+        )
+        for i in range(count)
+    ]
+
+
+def span_error(
+    reference: torch.nn.Module, request: RolloutRequest, reply: RolloutReply, start: int, stop: int
+) -> float:
+    """Largest error of the cached log-probs of tokens [start, stop) under the reference."""
+    prompt, draws = len(request.input_ids), reply.draws
+    logits = reference_logits(reference, [*request.input_ids, *reply.output_ids_T.tolist()])
+    logp = log_softmax(logits[prompt - 1 + start : prompt - 1 + stop])
+    row = slice(draws.offsets_T1[start], draws.offsets_T1[stop])
+    row_N = np.repeat(np.arange(stop - start), np.diff(draws.offsets_T1[start : stop + 1]))
+    return float(np.abs(logp[row_N, draws.ids_N[row]] - draws.logp_N[row]).max())
+
+
+def differing(pieces: list[WeightPiece], tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the pieces whose digest is not that of the same slice of `tensors`."""
+
+    def digest_of(piece: WeightPiece) -> str:
+        part = tensors[piece.hf_name].narrow(piece.dim, piece.start, piece.length)
+        return digest(part.contiguous().view(torch.uint8).numpy())
+
+    return [piece.hf_name for piece in pieces if digest_of(piece) != piece.digest]
+
+
+def test_publication_in_flight(student_server: ServerProcess, student_model: Path, tmp_path: Path):
+    changed_model = perturbed_copy(student_model, tmp_path / "changed", scale=0.1, seed=3)
+    original, changed = load_tensors(student_model), load_tensors(changed_model)
+    requests = requests_of(tokens=160)
+
+    async def run():
+        async with Fleet([ServerClient(student_server.spec.url, timeout_s=120)]) as fleet:
+            (info,) = fleet.infos
+            group, name = await join(fleet)
+            work = [asyncio.create_task(fleet.generate(request)) for request in requests]
+            await asyncio.sleep(0.8)
+            await publish(fleet, group, name, changed, info.version + 1)
+            digests = (await fleet.weight_digests())[student_server.spec.url]
+            replies = await asyncio.gather(*work)
+            after = await fleet.generate(requests_of(tokens=4, count=1)[0])
+            await publish(fleet, group, name, original, info.version + 2)
+            restored = (await fleet.weight_digests())[student_server.spec.url]
+            final = await fleet.generate(requests_of(tokens=5, count=1)[0])
+            await fleet.destroy_weights_group(name)
+            distributed.destroy_process_group(group)
+        return info.version, replies, digests, restored, after, final
+
+    old, replies, digests, restored, after, final = asyncio.run(run())
+    before_model, after_model = load_reference(student_model), load_reference(changed_model)
+    models = {old: before_model, old + 1: after_model}
+    split = 0
+    for request, reply in zip(requests, replies, strict=True):
+        assert reply.finish_reason in ("stop", "length")
+        versions = [version for version, _, _ in reply.spans]
+        assert versions in ([old], [old + 1], [old, old + 1])
+        split += len(versions) == 2
+        for version, start, stop in reply.spans:
+            assert span_error(models[version], request, reply, start, stop) < TOLERANCE
+            other = models[old + 1 if version == old else old]
+            assert span_error(other, request, reply, start, stop) > 1e-2
+    assert split >= len(requests) // 3, f"only {split} requests were split by the publication"
+    assert [version for version, _, _ in after.spans] == [old + 1]
+    assert [version for version, _, _ in final.spans] == [old + 2]
+    assert span_error(before_model, requests_of(5, 1)[0], final, 0, len(final.output_ids_T)) < 1e-5
+    assert len(digests) == len(changed)
+    assert {piece.hf_name for piece in digests} == set(changed)
+    assert differing(digests, changed) == []
+    assert set(differing(digests, original)) == set(original)
+    assert differing(restored, original) == []
+
+
+def test_a_paused_server_is_alive_and_keeps_its_requests(student_server: ServerProcess):
+    async def run():
+        async with ServerClient(student_server.spec.url, timeout_s=60) as client:
+            request = requests_of(tokens=40, count=1)[0]
+            task = asyncio.create_task(client.generate(request))
+            await asyncio.sleep(0.1)
+            await client.pause("retract")
+            assert await client.alive()
+            await asyncio.sleep(0.5)
+            held = not task.done()
+            await client.resume()
+            return held, await task
+
+    held, reply = asyncio.run(run())
+    assert held
+    assert reply.finish_reason in ("stop", "length")
+
+
+def test_update_without_a_session_is_refused(student_server: ServerProcess):
+    """SGLang answers 400 at once; whoever waits for the broadcast must not wait for it."""
+    from sglang_bridge.errors import PublicationFailed
+    from sglang_bridge.protocol import BucketSpec
+
+    async def run():
+        fleet = Fleet([ServerClient(student_server.spec.url, timeout_s=60)])
+        try:
+            await fleet.update_bucket(BucketSpec(("w",), ("float32",), ((1,),)), "no-such-group")
+        finally:
+            await fleet.close()
+
+    with pytest.raises(PublicationFailed, match="begin_weight_update"):
+        asyncio.run(run())
