@@ -145,20 +145,8 @@ def test_steps_come_in_order_and_are_timed():
         report = await publications.publish(1)
         assert set(wire.log[opened + 2 : opened + 4]) == {"send", "bucket 0"}
         order = [name for name in wire.log[opened:] if name != "send"]
-        assert order == (
-            [
-                "pause",
-                "begin",
-                "bucket 0",
-                "bucket 1",
-                "flush",
-                "end",
-                "verify",
-                "learner digests",
-                "continue",
-                "info",
-            ]
-        )
+        started = "pause begin bucket_0 bucket_1 flush end verify learner_digests continue info"
+        assert [name.replace(" ", "_") for name in order] == started.split()
         assert report.version == 1
         assert report.num_bytes == 10 * 4 * 4 + 4 * 4 + 10 * 4 * 2
         seconds = report.phase_seconds()
@@ -247,7 +235,7 @@ def test_the_learners_own_error_is_named():
         wire = Wire(fail="send", error=RuntimeError("rank 0: gloo timed out"))
         publications, _ = session(wire)
         await publications.open()
-        with pytest.raises(PublicationFailed, match="^send: rank 0: gloo timed out$"):
+        with pytest.raises(PublicationFailed, match=r"^send: rank 0: gloo timed out$"):
             await publications.publish(1)
 
     run_virtual(scenario())
@@ -258,7 +246,7 @@ def test_a_timeout_of_the_learner_is_not_taken_for_ours():
         wire = Wire(fail="send", error=TimeoutError("no reply in 5 s"))
         publications, _ = session(wire)
         await publications.open()
-        with pytest.raises(PublicationFailed, match="^send: no reply in 5 s$"):
+        with pytest.raises(PublicationFailed, match=r"^send: no reply in 5 s$"):
             await publications.publish(1)
 
     run_virtual(scenario())
@@ -324,7 +312,7 @@ def test_a_server_of_an_earlier_run_is_refused():
         wire = Wire()
         wire.versions[URLS[1]] = 7
         publications, _ = session(wire)
-        with pytest.raises(PublicationFailed, match="http://b:2 already holds version 7"):
+        with pytest.raises(PublicationFailed, match="already holds version 7"):
             await publications.open()
 
     run_virtual(scenario())
