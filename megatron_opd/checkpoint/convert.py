@@ -59,7 +59,7 @@ class SafetensorsSource:
                 f"{self.path}: tensor {name} must have shape {list(shape)} by config.json, "
                 f"got {view.get_shape()}"
             )
-        where = tuple(slice(None) for _ in range(dim)) + (slice(start, start + length),)
+        where = (*(slice(None) for _ in range(dim)), slice(start, start + length))
         return view[where]
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter of the whole model: the owner rank of every piece, in shard order; a piece's shape."""
+    """A parameter of the whole model. owners: rank of every piece, in shard order. shape: a piece's."""
 
     key: Key
     owners: tuple[int, ...]

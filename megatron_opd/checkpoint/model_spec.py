@@ -61,7 +61,7 @@ class ModelSpec:
 
 
 def read_model_spec(model: Path) -> ModelSpec:
-    """Read `model`/config.json. ValueError: missing, not JSON, or an architecture we cannot train."""
+    """Read `model`/config.json. ValueError: missing, not JSON, or an unknown architecture."""
     path = model / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

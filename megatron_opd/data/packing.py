@@ -51,7 +51,7 @@ def _plan_mini(
 
 
 def _share(samples: Sequence[int], lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Equal counts, token sums balanced greedily: the longest sample goes to the lightest open rank."""
+    """Equal counts; token sums balanced greedily, the longest sample to the lightest open rank."""
     each = len(samples) // ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks

@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node=N -m megatron_opd.learner CONFIG.yaml [--sft | --controller ADDRESS]`."""
+"""`torchrun --nproc-per-node=N -m megatron_opd.learner CONFIG.yaml --sft | --controller URL`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_opd.config.load import load_config
-from megatron_opd.config.schema import SftConfig
+from megatron_opd.config.schema import Config, SftConfig
 from megatron_opd.learner.lifetime import die_with_parent
 
 EXIT_BAD_INPUT = 2
@@ -26,10 +26,14 @@ def main() -> int:
     arguments = parser.parse_args()
     die_with_parent()
     try:
-        if arguments.sft:
-            from megatron_opd.learner.sft import run_sft
+        if not arguments.sft:
+            from megatron_opd.learner.serve import serve
 
-            run_sft(load_config(SftConfig, arguments.config, arguments.overrides))
+            config = load_config(Config, arguments.config, arguments.overrides)
+            return serve(config, arguments.controller)
+        from megatron_opd.learner.sft import run_sft
+
+        run_sft(load_config(SftConfig, arguments.config, arguments.overrides))
         dist.destroy_process_group()
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")

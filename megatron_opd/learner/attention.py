@@ -159,7 +159,7 @@ def _pad(x_Shd: torch.Tensor, padded_S: torch.Tensor, shape: tuple[int, int]) ->
 
 
 def local_layer(num_experts: int | None) -> ModuleSpec:
-    """One transformer layer of Megatron's local modules with the norm and attention of this file."""
+    """One layer of Megatron's local modules with the norm and attention of this file."""
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts, qk_layernorm=True, normalization="RMSNorm"
     )

@@ -90,7 +90,7 @@ def run_mini_batch(
     *,
     forward_only: bool = False,
 ) -> Totals:
-    """Gradients of the mini-batch's mean loss over its global response tokens, into the model's buffers.
+    """Gradients of the mini-batch's mean loss per response token, into the model's buffers.
 
     Megatron's schedule sums the micro-batches' losses and divides the gradient by the token count
     of all ranks. Returns the global totals, the same on every rank.
@@ -126,7 +126,7 @@ def run_mini_batch(
 
 
 def _reduce(outputs: Sequence[Totals], world: World) -> Totals:
-    """Global totals, the same on every rank; each sample counts once, however many ranks share it."""
+    """Global totals, on every rank; each sample counts once, however many ranks share it."""
     mine = Totals.zero(world.device)
     if world.last_stage and world.tp_rank == 0:
         for totals in outputs:

@@ -53,8 +53,8 @@ class StepResult:
 class MegatronLearner:
     """Loads `model` into this rank of the torchrun world and trains it.
 
-    updates: length of the run, for the learning-rate schedule. fresh_seed: initialise from this seed
-    when `model` has no weights; None makes that a ValueError.
+    updates: length of the run, for the learning-rate schedule. fresh_seed: initialise from this
+    seed when `model` has no weights; None makes that a ValueError.
     """
 
     def __init__(

@@ -39,7 +39,10 @@ class SftMicro:
 
 @dataclass(frozen=True)
 class DistilMicro:
-    """The draw cache of a micro-batch. row_N: index into T. fresh_T: sampled by the current version."""
+    """The draw cache of a micro-batch.
+
+    row_N: index into T. path_T: index into N. fresh_T: sampled by the current version.
+    """
 
     rows: Rows
     row_N: torch.Tensor

@@ -1,4 +1,4 @@
-"""AdamW with float32 main parameters, sharded over data-parallel ranks, and its learning-rate schedule."""
+"""AdamW with float32 main parameters, sharded over data-parallel ranks, and its schedule."""
 
 from __future__ import annotations
 

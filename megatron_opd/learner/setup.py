@@ -22,9 +22,9 @@ from megatron_opd.config.schema import ParallelConfig
 class World:
     """This rank's place.
 
-    data_rank: which samples it sees, of data_size. model_group: gloo group of the tp * pp ranks that
-    see the same samples; head: the first of them, which talks to the controller. expert_tp: tensor
-    parallelism inside an expert.
+    data_rank: which samples it sees, of data_size. model_group: gloo group of the tp * pp ranks
+    that see the same samples; head: the first of them, which talks to the controller. expert_tp:
+    tensor parallelism inside an expert.
     """
 
     rank: int

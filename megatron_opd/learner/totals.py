@@ -27,7 +27,7 @@ MAXIMA = ("mismatch", "log_ratio")
 
 @dataclass(frozen=True)
 class Totals:
-    """sums: float64 [len(SUMS) + NUM_BINS], the importance-ratio histogram last. maxima: float64."""
+    """Float64 vectors; sums: [len(SUMS) + NUM_BINS], the importance-ratio histogram last."""
 
     sums: torch.Tensor
     maxima: torch.Tensor
@@ -49,7 +49,7 @@ class Totals:
         maxima: Mapping[str, torch.Tensor | float] | None = None,
         ratios: torch.Tensor | None = None,
     ) -> Totals:
-        """Copies of the given values (the schedule scales the loss in place); absent ones are neutral."""
+        """Copies of the values (the schedule scales the loss in place); absent ones are neutral."""
         totals = cls.zero(device)
         for names, vector, values in (
             (SUMS, totals.sums, sums),

@@ -13,7 +13,7 @@ def reverse_kl_surrogate(
     teacher_logp_N: torch.Tensor,
     max_ratio: float | None,
 ) -> torch.Tensor:
-    """-rho(a) sg(A(a)), A(a) = teacher_logp(a) - student_logp(a) (AsyncOPD Eq. 7, unclipped A_theta).
+    """-rho(a) sg(A(a)), A(a) = teacher_logp(a) - student_logp(a) (AsyncOPD Eq. 7, no clipping).
 
     Weighted by the draw cache and summed over a row, its expectation is KL(student || teacher) of
     that position and its gradient's expectation is the KL's gradient (AsyncOPD Eq. 3; the term of

@@ -8,7 +8,7 @@ import torch
 def importance_ratio(
     student_logp_N: torch.Tensor, sampler_logp_N: torch.Tensor, max_ratio: float | None
 ) -> torch.Tensor:
-    """Rho = exp(student_logp - sampler_logp), with gradient rho * grad(student_logp) (AsyncOPD Eq. 5).
+    """exp(student_logp - sampler_logp), gradient ratio * grad(student_logp) (AsyncOPD Eq. 5).
 
     max_ratio: C; the coefficient becomes min(rho, C), and so does that of the gradient (TIS: a
     truncated weight, not a clipped objective, so that no action loses its gradient). Unbiased for

@@ -17,9 +17,9 @@ from megatron_opd.losses.reduction import weighted_sum
 class Objective:
     """loss_sum: differentiable float64 scalar, summed over tokens.
 
-    reverse_kl_sum: float64, sum of weight * rho * (student_logp - teacher_logp), rho untruncated: an
-    unbiased estimate of the summed KL(student || teacher) in nats. truncated_weight: weight of the
-    actions whose ratio was truncated.
+    reverse_kl_sum: float64, sum of weight * rho * (student_logp - teacher_logp), rho untruncated:
+    an unbiased estimate of the summed KL(student || teacher) in nats. truncated_weight: weight of
+    the actions whose ratio was truncated.
     """
 
     loss_sum: torch.Tensor

@@ -1,4 +1,4 @@
-"""Quantiles of the importance ratio from a histogram, so that micro-batches and ranks simply add up.
+"""Quantiles of the importance ratio from a histogram: micro-batches and ranks simply add up.
 
 Bins are logarithmic in |log rho|, on both sides of 0: ratios near 1 and far from it are resolved
 alike, to RELATIVE_WIDTH of their logarithm.

@@ -68,8 +68,9 @@ def gather_logp(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """[N] log softmax(logits / temperature) at (row_N, id_N); float32, or float64 for float64 logits.
+    """[N] log softmax(logits / temperature) at (row_N, id_N).
 
+    In float32, or float64 for float64 logits.
     row_N, id_N: int64; an id is global, in [0, V). group: the ranks that share the vocabulary, None
     for one. Every rank of the group must call it with the same row_N and id_N and use the result
     alike.

@@ -1,4 +1,8 @@
-"""Records that travel between controller and learner. Torch-free; msgspec, never pickle."""
+"""Records that travel between controller and learner. Torch-free; msgspec, never pickle.
+
+A message is one header frame (a record below, tagged with its name) and, for Train, one raw frame
+per column of the RankBatch, in the order of rank_batch.COLUMNS.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +21,16 @@ class LearnerInfo(msgspec.Struct, frozen=True):
     device: str
 
 
-class UpdateMetrics(msgspec.Struct, frozen=True):
+class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     """What one learner update reports.
 
     loss, reverse_kl_nats: mean per response token; the latter is the estimate sum(weight * rho *
     (student_logp - teacher_logp)) whatever the objective. grad_norm: before clipping, of the last
     mini-batch. mismatch_max_abs_dp, mismatch_mean_abs_dp: |p_learner - p_sampler| (TIS) over the
     mismatch_tokens path tokens that the batch's own version sampled, in the first mini-batch (later
-    ones train on changed weights); 0 when there were none. ratio_*: importance ratio rho over cached
-    ids, weighted. truncated_fraction: weight share whose rho was truncated. peak_rss_bytes: summed
-    over the learner's ranks.
+    ones train on changed weights); 0 when there were none. ratio_*: importance ratio rho over
+    cached ids, weighted. truncated_fraction: weight share whose rho was truncated. peak_rss_bytes:
+    summed over the learner's ranks.
     """
 
     update: int
@@ -47,3 +51,147 @@ class UpdateMetrics(msgspec.Struct, frozen=True):
     forward_backward_s: float
     optimizer_s: float
     peak_rss_bytes: int
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """One broadcast of a publication: Hugging Face tensors end to end (SGLang's flattened bucket).
+
+    dtypes: torch names, such as "bfloat16". num_bytes: of all of them.
+    """
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    num_bytes: int
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Slice [start, start + length) along `dim` of a Hugging Face tensor, as held in `dtype`."""
+
+    hf_name: str
+    dim: int
+    start: int
+    length: int
+    dtype: str
+
+
+class Train(msgspec.Struct, frozen=True, tag=True):
+    """One update on the share of a batch that follows in raw frames.
+
+    plan[mini-batch][micro-batch] = sample indices of this share.
+    """
+
+    call: int
+    update: int
+    version: int
+    plan: list[list[list[int]]]
+
+
+class GetManifest(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the buckets of a publication."""
+
+    call: int
+
+
+class ConnectWeights(msgspec.Struct, frozen=True, tag=True):
+    """Open the weight group as its rank 0, listening on host:port."""
+
+    call: int
+    host: str
+    port: int
+    world_size: int
+    group_name: str
+    timeout_s: float
+
+
+class SendWeights(msgspec.Struct, frozen=True, tag=True):
+    """Broadcast every bucket once."""
+
+    call: int
+
+
+class DigestPieces(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the digests of slices of the current weights."""
+
+    call: int
+    pieces: list[Piece]
+
+
+class ExportHf(msgspec.Struct, frozen=True, tag=True):
+    """Write the current weights as a Hugging Face checkpoint. dtype None: the learner's."""
+
+    call: int
+    path: str
+    dtype: str | None
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Leave the world and exit 0."""
+
+    call: int
+
+
+Request = Train | GetManifest | ConnectWeights | SendWeights | DigestPieces | ExportHf | Stop
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A rank is ready. data_rank: which share it takes, if it is the head of its model copy."""
+
+    rank: int
+    data_rank: int | None
+    info: LearnerInfo
+
+
+class Manifest(msgspec.Struct, frozen=True, tag=True):
+    """Every bucket of a publication, in order."""
+
+    buckets: list[Bucket]
+
+
+class Digests(msgspec.Struct, frozen=True, tag=True):
+    """One digest per piece asked for, in order."""
+
+    digests: list[str]
+
+
+class Nothing(msgspec.Struct, frozen=True, tag=True):
+    """Done, with nothing to say."""
+
+
+Result = UpdateMetrics | Manifest | Digests | Nothing
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0's answer to `call`."""
+
+    call: int
+    result: Result
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A rank cannot go on; the learner ends. reason: one line."""
+
+    rank: int
+    reason: str
+
+
+Reply = Hello | Done | Failed
+
+_ENCODER = msgspec.msgpack.Encoder()
+_REQUESTS = msgspec.msgpack.Decoder(Request)
+_REPLIES = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: Request | Reply) -> bytes:
+    """The header frame."""
+    return _ENCODER.encode(message)
+
+
+def decode_request(frame: bytes | memoryview) -> Request:
+    """Raises msgspec.DecodeError on anything that is not a Request."""
+    return _REQUESTS.decode(frame)
+
+
+def decode_reply(frame: bytes | memoryview) -> Reply:
+    """Raises msgspec.DecodeError on anything that is not a Reply."""
+    return _REPLIES.decode(frame)

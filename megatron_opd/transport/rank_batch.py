@@ -21,9 +21,9 @@ Plan = list[list[list[int]]]
 class RankBatch:
     """Samples as columns.
 
-    plan[mini-batch][micro-batch] = sample indices. ids: prompt and response tokens, one sample after
-    another; prompt_B, response_B: their lengths. count_T: cached ids per response token. path_T:
-    index into N of the token that continued the path. version_T: weights that sampled it.
+    plan[mini-batch][micro-batch] = sample indices. ids: prompt and response tokens, one sample
+    after another; prompt_B, response_B: their lengths. count_T: cached ids per response token.
+    path_T: index into N of the token that continued the path. version_T: weights that sampled it.
     """
 
     update: int
@@ -82,6 +82,48 @@ def check_sample(sample: Sample) -> None:
     for name, (found, needed) in lengths.items():
         if found != needed:
             raise ValueError(f"sample {uid}: {name} must have length {needed}, got {found}")
+
+
+# Column -> dtype on the wire: the order of the raw frames.
+COLUMNS: dict[str, np.dtype[np.generic]] = {
+    "ids": np.dtype(np.int32),
+    "prompt_B": np.dtype(np.int64),
+    "response_B": np.dtype(np.int64),
+    "count_T": np.dtype(np.int64),
+    "path_T": np.dtype(np.int64),
+    "version_T": np.dtype(np.int32),
+    "ids_N": np.dtype(np.int32),
+    "weight_N": np.dtype(np.float32),
+    "sampler_logp_N": np.dtype(np.float32),
+    "teacher_logp_N": np.dtype(np.float32),
+}
+
+
+def to_frames(batch: RankBatch) -> list[memoryview]:
+    """The columns' raw bytes, not copied."""
+    return [memoryview(getattr(batch, name)).cast("B") for name in COLUMNS]
+
+
+def from_frames(update: int, version: int, plan: Plan, frames: Sequence[memoryview]) -> RankBatch:
+    """The columns as views of the frames. ValueError: their number or lengths do not fit."""
+    if len(frames) != len(COLUMNS):
+        raise ValueError(f"a batch has {len(COLUMNS)} columns, got {len(frames)} frames")
+    columns = {
+        name: np.frombuffer(frame, dtype=dtype)
+        for (name, dtype), frame in zip(COLUMNS.items(), frames, strict=True)
+    }
+    batch = RankBatch(update=update, version=version, plan=plan, **columns)  # type: ignore[arg-type]
+    tokens, ids = int(batch.response_B.sum()), int(batch.count_T.sum())
+    lengths = {
+        "ids": int(batch.prompt_B.sum()) + tokens,
+        "response_B": len(batch.prompt_B),
+        **dict.fromkeys(("count_T", "path_T", "version_T"), tokens),
+        **dict.fromkeys(("ids_N", "weight_N", "sampler_logp_N", "teacher_logp_N"), ids),
+    }
+    for name, needed in lengths.items():
+        if len(columns[name]) != needed:
+            raise ValueError(f"column {name} must have length {needed}, got {len(columns[name])}")
+    return batch
 
 
 def _cat(parts: Sequence[npt.NDArray[np.generic]], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:

@@ -1,4 +1,4 @@
-"""One table per model family: which Megatron parameter holds which Hugging Face tensors, and how they are cut.
+"""One table per model family: which Megatron parameter holds which Hugging Face tensors, how cut.
 
 A row names the parameter inside a layer in both spellings of Megatron-Core (local modules, and
 TransformerEngine, which fuses a norm into the linear layer after it) and the Hugging Face tensors
@@ -44,7 +44,10 @@ class Family:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
-    """A parameter of the whole model: global layer (-1: top level), row of the table, global expert (-1: none)."""
+    """A parameter of the whole model.
+
+    layer: global, -1 at top level. row: of the table. expert: global, -1 for none.
+    """
 
     layer: int
     row: int

@@ -1,0 +1,110 @@
+"""A learner rank that serves a controller until it is told to stop."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_opd.config.schema import Config
+from megatron_opd.learner.channel import Channel
+from megatron_opd.learner.learner import MegatronLearner
+from megatron_opd.learner.model import DTYPES
+from megatron_opd.transport.messages import (
+    ConnectWeights,
+    DigestPieces,
+    Digests,
+    Done,
+    ExportHf,
+    GetManifest,
+    Hello,
+    Manifest,
+    Nothing,
+    Request,
+    Result,
+    SendWeights,
+    Stop,
+    Train,
+)
+from megatron_opd.transport.rank_batch import from_frames
+from megatron_opd.weight_sync.sender import WeightSender
+
+
+def serve(config: Config, address: str) -> int:
+    """Serve the controller at `address`; the process's exit code.
+
+    Whatever fails is reported to the controller in one line before this rank ends; the traceback
+    goes to stderr.
+    """
+    channel = Channel(address)
+    try:
+        RankServer(config, channel).run()
+    except Exception as error:  # noqa: BLE001  every failure must reach the controller
+        channel.report(error)
+        traceback.print_exc(file=sys.stderr)
+        return 1
+    finally:
+        channel.close()
+    dist.destroy_process_group()
+    return 0
+
+
+class RankServer:
+    """Requests to methods. All ranks execute every request; rank 0 answers."""
+
+    def __init__(self, config: Config, channel: Channel) -> None:
+        self.config, self.channel = config, channel
+        self.learner = MegatronLearner(
+            config.student.model,
+            config.learner,
+            updates=config.run.updates,
+            seed=config.run.seed,
+        )
+        self.sender = WeightSender(self.learner.full, config.weight_sync.bucket_bytes)
+
+    def run(self) -> None:
+        """Answer requests until Stop."""
+        world, info = self.learner.world, self.learner.info()
+        self.channel.reply(Hello(world.rank, world.data_rank if world.is_head else None, info))
+        while True:
+            request, frames = self.channel.receive(world)
+            result = self.handle(request, frames)
+            if isinstance(request, Stop):
+                # Nobody leaves while another rank still needs it.
+                dist.barrier()
+            if world.rank == 0:
+                self.channel.reply(Done(request.call, result))
+            if isinstance(request, Stop):
+                return
+
+    def handle(self, request: Request, frames: list[memoryview]) -> Result:
+        """Execute one request on this rank."""
+        match request:
+            case Train():
+                return self.learner.train(
+                    from_frames(request.update, request.version, request.plan, frames),
+                    self.config.objective,
+                    self.config.rollout.temperature,
+                )
+            case GetManifest():
+                return Manifest(self.sender.buckets)
+            case ConnectWeights():
+                self.sender.connect(
+                    request.host,
+                    request.port,
+                    request.world_size,
+                    request.group_name,
+                    request.timeout_s,
+                )
+            case SendWeights():
+                self.sender.send()
+            case DigestPieces():
+                return Digests(self.sender.piece_digests(request.pieces))
+            case ExportHf():
+                dtype = DTYPES[request.dtype or self.config.learner.dtype]
+                self.learner.export_hf(Path(request.path), dtype)
+            case Stop():
+                self.sender.close()
+        return Nothing()
