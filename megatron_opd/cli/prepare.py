@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.preflight import ModelFacts, check_models, prompt_limit
@@ -13,7 +13,11 @@ from megatron_opd.config.schema import Config
 from megatron_opd.data.prompts import PromptSet, PromptSource, load_prompts
 from megatron_opd.data.tasks import get_task, get_verifier
 from megatron_opd.data.tasks.base import Verifier
+from megatron_opd.evaluation import Decoder
 from megatron_opd.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ResultT = TypeVar("ResultT")
 
@@ -31,7 +35,8 @@ class Prepared:
     prompts_too_long: int
     heldout: tuple[Prompt, ...]
     verify: Verifier | None
-    decode: Callable[[list[int]], str]
+    decode: Decoder
+    end_token_ids: frozenset[int]
 
 
 def checked(load: Callable[[], ResultT]) -> ResultT:
@@ -40,6 +45,13 @@ def checked(load: Callable[[], ResultT]) -> ResultT:
         return load()
     except ValueError as error:
         raise UserError(str(error)) from None
+
+
+def end_tokens(student: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids that end a response: the tokenizer's and those of the model's config."""
+    named = student.raw.get("eos_token_id")
+    ids = named if isinstance(named, list) else [named]
+    return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)
 
 
 def prepare(config: Config) -> Prepared:
@@ -75,5 +87,6 @@ def prepare(config: Config) -> Prepared:
         prompts_too_long=train.too_long,
         heldout=heldout,
         verify=task.verify,
-        decode=lambda ids: str(tokenizer.decode(ids)),
+        decode=lambda ids: str(tokenizer.decode(list(ids))),
+        end_token_ids=end_tokens(student, tokenizer),
     )

@@ -1,0 +1,61 @@
+"""Every process that a run starts on this machine, started together and stopped together.
+
+Invariant: `stop` leaves none of them, in whatever state the start was when it failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.learner_process import LearnerProcess
+from sglang_bridge.errors import PortInUse, ServerDied
+from sglang_bridge.server.launch import ServerProcess, last_lines
+
+GRACE_S = 4.0
+POLL_S = 0.2
+
+
+class LocalProcesses:
+    """The servers and the learner world of one run."""
+
+    def __init__(self, servers: Sequence[ServerProcess], learner: LearnerProcess | None) -> None:
+        self.servers = tuple(servers)
+        self.learner = learner
+
+    def start(self) -> None:
+        """Start everything at once: start-up is mostly imports, and they overlap."""
+        try:
+            for server in self.servers:
+                server.start()
+        except PortInUse as error:
+            raise UserError(str(error)) from None
+        if self.learner is not None:
+            self.learner.start()
+
+    async def servers_ready(self, timeout_s: float) -> None:
+        """Wait until every server answers. Raises UserError with the log's end of one that died."""
+        waits = [asyncio.to_thread(server.wait_ready, timeout_s) for server in self.servers]
+        try:
+            await asyncio.gather(*waits)
+        except ServerDied as error:
+            raise UserError(str(error)) from None
+
+    async def learner_died(self) -> None:
+        """Return never; raise UserError with the log's end once the learner has ended."""
+        # a process has no event to wait on
+        while self.learner is None or self.learner.exit_code() is None:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+        assert self.learner.log is not None
+        raise UserError(
+            f"the learner ended with exit code {self.learner.exit_code()} during start-up; "
+            f"the end of {self.learner.log}:\n{last_lines(self.learner.log)}"
+        )
+
+    async def stop(self) -> None:
+        """End everything at once, each by its own process ids."""
+        stops = [asyncio.to_thread(server.stop, GRACE_S) for server in self.servers]
+        if self.learner is not None:
+            stops.append(asyncio.to_thread(self.learner.stop, GRACE_S))
+        await asyncio.gather(*stops)

@@ -1,0 +1,192 @@
+"""`opd run` and `opd control`: start, evaluate, train, evaluate, export, account for it, stop.
+
+Whatever happens once the run directory exists, summary.json is written and every process that was
+started here is ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from megatron_opd.cli.accuracy import Accuracies
+from megatron_opd.cli.errors import RunFailed, UserError
+from megatron_opd.cli.learner_process import LearnerProcess, learner_command
+from megatron_opd.cli.prepare import Prepared, prepare
+from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.run_dir import RunDir, prepare_run_dir
+from megatron_opd.cli.servers import Role, section_of, server_processes
+from megatron_opd.cli.wiring import make_controller, make_fleet, make_guard, make_recorder
+from megatron_opd.config.schema import Config
+from megatron_opd.controller.controller import Controller, LoopFailed
+from megatron_opd.metrics.sinks import write_json
+from megatron_opd.metrics.summary import summarise
+from megatron_opd.metrics.totals import RunTotals
+from megatron_opd.metrics.types import Accounting
+from megatron_opd.transport.zmq import LearnerError, RemoteLearner
+from megatron_opd.weight_sync.session import PublicationSession
+from sglang_bridge.errors import BridgeError, one_line
+from sglang_bridge.fleet import Fleet
+from sglang_bridge.server.launch import ServerProcess
+
+ROLES: tuple[Role, Role] = ("student", "teacher")
+FAREWELL_S = 2.0
+NOTHING_YET = Accounting(
+    updates=0, version=0, admitted=0, consumed=0, dropped={}, in_flight=0, interrupted=False
+)
+
+
+def run_pipeline(config: Config, *, overwrite: bool, launch: bool) -> int:
+    """Run once. launch: start servers and learner here; else they were started elsewhere.
+
+    Raises UserError for bad input, RunFailed when a started run cannot go on, KeyboardInterrupt
+    after a clean stop by a signal.
+    """
+    prepared = prepare(config)
+    logs = RunDir(config.run.dir).logs
+    servers: dict[Role, list[ServerProcess]] = {
+        role: server_processes(config, role, logs) if launch else [] for role in ROLES
+    }
+    run_dir = prepare_run_dir(config.run.dir, config, overwrite=overwrite)
+    run = PipelineRun(config, prepared, run_dir, servers, launch=launch)
+    asyncio.run(run.main())
+    return 0
+
+
+class PipelineRun:
+    """One run, from its processes to its summary."""
+
+    def __init__(
+        self,
+        config: Config,
+        prepared: Prepared,
+        run_dir: RunDir,
+        servers: Mapping[Role, Sequence[ServerProcess]],
+        *,
+        launch: bool,
+    ) -> None:
+        self.config, self.prepared, self.run_dir = config, prepared, run_dir
+        self.servers, self.launch = servers, launch
+        self.console = Console(highlight=False)
+        self.urls: dict[Role, tuple[str, ...]] = {
+            role: section_of(config, role).urls or tuple(s.spec.url for s in servers[role])
+            for role in ROLES
+        }
+        self.totals = RunTotals(self.urls["student"])
+        self.accuracies = Accuracies(config, prepared)
+        self.controller: Controller | None = None
+        self.processes = LocalProcesses([], None)
+        self.started_s = time.monotonic()
+
+    async def main(self) -> None:
+        """Everything; ends with summary.json written and nothing left running."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        status, cause = "failed", None
+        try:
+            await self._run()
+            status = "finished"
+        except asyncio.CancelledError:
+            status = "interrupted"
+            raise KeyboardInterrupt from None
+        except UserError as error:
+            cause = str(error)
+            raise
+        except (LoopFailed, BridgeError, LearnerError) as error:
+            cause = one_line(str(error))
+            raise RunFailed(f"{cause}; logs are in {self.run_dir.logs}") from error
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, lambda: None)  # we are stopping already
+            await self.processes.stop()
+            self._write_summary(status, cause)
+
+    async def _run(self) -> None:
+        config = self.config
+        remote = RemoteLearner(config)
+        fleets: dict[Role, Fleet] = {
+            role: make_fleet(section_of(config, role), self.urls[role]) for role in ROLES
+        }
+        try:
+            self._start(remote.address)
+            await self._connect(remote, fleets)
+            self._say(*await self.accuracies.before(fleets["student"], fleets["teacher"]))
+            await self._train(remote, fleets)
+            self._say(*await self.accuracies.after(fleets["student"]))
+            if config.checkpoint.export_hf:
+                await remote.export_hf(self.run_dir.final_checkpoint)
+                self._say(f"checkpoint: {self.run_dir.final_checkpoint}")
+            await remote.stop()
+        finally:
+            await asyncio.gather(*(fleet.close() for fleet in fleets.values()))
+            remote.close()
+
+    async def _train(self, remote: RemoteLearner, fleets: Mapping[Role, Fleet]) -> None:
+        config = self.config
+        publisher = PublicationSession(fleets["student"], remote, config.weight_sync)
+        await publisher.open()
+        recorder = make_recorder(
+            config, self.run_dir, self.totals, self.urls["student"], self.console
+        )
+        guard = make_guard(self.processes, fleets, self.totals)
+        self.controller = make_controller(
+            config, self.prepared, fleets, remote, publisher, recorder, guard
+        )
+        await self.controller.run()
+        if not self.launch:
+            await publisher.close()  # servers that outlive this run leave its group
+
+    def _start(self, controller_address: str) -> None:
+        if not self.launch:
+            self._say(f"waiting for a learner: --controller {controller_address}")
+            return
+        config = self.config
+        command = learner_command(
+            self.run_dir.resolved_config, config.learner, ["--controller", controller_address]
+        )
+        learner = LearnerProcess(command, self.run_dir.logs / "learner.log", config.learner.threads)
+        servers = [server for role in ROLES for server in self.servers[role]]
+        self.processes = LocalProcesses(servers, learner)
+        self._say(
+            f"starting {len(servers)} SGLang servers and a learner of "
+            f"{config.learner.parallel.world_size} ranks; logs in {self.run_dir.logs}"
+        )
+        self.processes.start()
+
+    async def _connect(self, remote: RemoteLearner, fleets: Mapping[Role, Fleet]) -> None:
+        config = self.config
+        startup_s = max(config.student.startup_timeout_s, config.teacher.startup_timeout_s)
+        died = asyncio.ensure_future(self.processes.learner_died())
+        ready = asyncio.gather(
+            self.processes.servers_ready(startup_s), remote.wait_ready(startup_s)
+        )
+        try:
+            await asyncio.wait((died, ready), return_when=asyncio.FIRST_COMPLETED)
+            await (died if died.done() else ready)
+        finally:
+            died.cancel()
+            ready.cancel()
+        for role in ROLES:
+            await fleets[role].start()
+        self._say(f"everything is up after {time.monotonic() - self.started_s:.0f} s")
+
+    def _write_summary(self, status: str, cause: str | None) -> None:
+        accounting = NOTHING_YET if self.controller is None else self.controller.accounting
+        wall_s = time.monotonic() - self.started_s
+        summary: dict[str, Any] = {"status": status, "cause": cause}
+        summary |= summarise(self.totals, accounting, wall_s, self.config.buffer.max_staleness)
+        summary |= self.accuracies.summary()
+        summary["prompts_too_long"] = self.prepared.prompts_too_long
+        write_json(self.run_dir.summary, summary)
+        self._say(f"summary: {self.run_dir.summary}")
+
+    def _say(self, *lines: str) -> None:
+        for line in lines:
+            self.console.print(line, soft_wrap=True, markup=False)

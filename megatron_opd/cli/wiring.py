@@ -1,0 +1,102 @@
+"""The concrete parts behind the controller's Protocols."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+
+from megatron_opd.cli.prepare import Prepared
+from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.run_dir import RunDir
+from megatron_opd.cli.servers import Role
+from megatron_opd.config.schema import Config, ServerConfig
+from megatron_opd.controller.controller import Controller, Ports, Schedule
+from megatron_opd.controller.health import HealthGuard, WatchedEngine, WatchedProcess
+from megatron_opd.controller.ports import Publisher
+from megatron_opd.controller.progress import make_display
+from megatron_opd.metrics.recorder import RunRecorder
+from megatron_opd.metrics.sinks import JsonlSink, Sink, TensorBoardSink
+from megatron_opd.metrics.timeline import Timeline
+from megatron_opd.metrics.totals import RunTotals
+from megatron_opd.metrics.trace import TraceWriter
+from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.teacher.scorer import FleetScorer
+from megatron_opd.transport.zmq import RemoteLearner
+from sglang_bridge.client import ServerClient
+from sglang_bridge.fleet import Fleet
+
+
+def make_fleet(section: ServerConfig, urls: Sequence[str]) -> Fleet:
+    """Clients of a role's servers."""
+    return Fleet([ServerClient(url, timeout_s=section.request_timeout_s) for url in urls])
+
+
+def make_recorder(
+    config: Config, run_dir: RunDir, totals: RunTotals, engines: Sequence[str], console: Console
+) -> RunRecorder:
+    """The observer: files as configured, and a display."""
+    metrics = config.metrics
+    sinks: list[Sink] = [JsonlSink(run_dir.metrics)]
+    if metrics.tensorboard:
+        sinks.append(TensorBoardSink(run_dir.tensorboard))
+    timeline = None
+    if metrics.trace:
+        timeline = Timeline(TraceWriter(run_dir.trace, time.monotonic()), engines)
+    display = make_display(console) if metrics.progress else None
+    return RunRecorder(config.run.updates, totals, sinks, timeline, display)
+
+
+def make_guard(
+    processes: LocalProcesses, fleets: Mapping[Role, Fleet], totals: RunTotals
+) -> HealthGuard:
+    """Watch local processes by their ids, engines started elsewhere by asking them."""
+    watched = [
+        WatchedProcess(
+            f"{server.spec.role} server {server.spec.url}", server.exit_code, server.log_path
+        )
+        for server in processes.servers
+    ]
+    engines: list[WatchedEngine] = []
+    if processes.learner is not None:
+        learner = processes.learner
+        watched.append(WatchedProcess("the learner", learner.exit_code, learner.log))
+    else:
+        engines = [
+            WatchedEngine(f"{role} server {client.url}", client.alive)
+            for role, fleet in fleets.items()
+            for client in fleet.clients
+        ]
+    return HealthGuard(watched, engines, on_tick=totals.memory.sample)
+
+
+def make_controller(
+    config: Config,
+    prepared: Prepared,
+    fleets: Mapping[Role, Fleet],
+    learner: RemoteLearner,
+    publisher: Publisher,
+    recorder: RunRecorder,
+    guard: HealthGuard,
+) -> Controller:
+    """The controller of one run."""
+    run_id = uuid.uuid4().hex[:8]
+    schedule = Schedule(
+        updates=config.run.updates,
+        batch_size=config.buffer.batch_size,
+        max_staleness=config.buffer.max_staleness,
+        rollout_slots=config.rollout.concurrency,
+        score_slots=config.scoring.concurrency,
+    )
+    ports = Ports(
+        prompts=prepared.prompts,
+        rollout=RolloutGenerator(fleets["student"], config.rollout, config.support, run_id),
+        teacher=FleetScorer(fleets["teacher"], config.scoring, run_id),
+        learner=learner,
+        publisher=publisher,
+        observer=recorder,
+        guard=guard,
+    )
+    return Controller(schedule, ports)
