@@ -84,6 +84,10 @@ class ServerProcess:
                 start_new_session=True,
             )
 
+    def exit_code(self) -> int | None:
+        """None while the process runs (and before start), else its exit code; negative = signal."""
+        return None if self._process is None else self._process.poll()
+
     def is_running(self) -> bool:
         """Whether the process has been started and has not ended."""
         return self._process is not None and self._process.poll() is None
