@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from sglang_bridge.server.launch import ServerProcess, free_port
 from sglang_bridge.server.spec import ServerSpec
 from tests.models import tiny_qwen3, tiny_qwen3_moe
 
 STARTUP_TIMEOUT_S = 240
+torch.set_num_threads(1)  # the servers need the other core
 
 
 def tiny_spec(model: Path, role: str, **overrides: object) -> ServerSpec:

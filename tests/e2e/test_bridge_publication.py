@@ -86,9 +86,12 @@ def test_publication_in_flight(student_server: ServerProcess, student_model: Pat
         assert versions in ([old], [old + 1], [old, old + 1])
         split += len(versions) == 2
         for version, start, stop in reply.spans:
-            assert span_error(models[version], request, reply, start, stop) < TOLERANCE
-            other = models[old + 1 if version == old else old]
-            assert span_error(other, request, reply, start, stop) > 1e-2
+            error = span_error(models[version], request, reply, start, stop)
+            assert error < TOLERANCE
+    swapped = next(i for i, reply in enumerate(replies) if len(reply.spans) == 2)
+    for version, start, stop in replies[swapped].spans:  # the other weights must not pass
+        other = after_model if version == old else before_model
+        assert span_error(other, requests[swapped], replies[swapped], start, stop) > 1e-2
     assert split >= len(requests) // 3, f"only {split} requests were split by the publication"
     assert [version for version, _, _ in after.spans] == [old + 1]
     assert [version for version, _, _ in final.spans] == [old + 2]
