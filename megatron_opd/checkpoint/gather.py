@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter of the whole model. owners: rank of every piece, in shard order. shape: a piece's."""
+    """A parameter of the whole model. owners: the ranks of its pieces. shape: of one piece."""
 
     key: Key
     owners: tuple[int, ...]

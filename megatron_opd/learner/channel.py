@@ -67,6 +67,7 @@ class Channel:
     def close(self) -> None:
         """Send what is queued (for at most LINGER_MS) and close."""
         self._socket.disable_monitor()
+        self._monitor.close(linger=0)  # an open one would keep term() waiting for ever
         self._socket.close()
         self._context.term()
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from sglang_bridge.protocol import BucketSpec, WeightPiece
+
 
 class LearnerInfo(msgspec.Struct, frozen=True):
     """What the learner says once it is ready. parameters: of the whole model."""
@@ -53,28 +55,6 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     peak_rss_bytes: int
 
 
-class Bucket(msgspec.Struct, frozen=True):
-    """One broadcast of a publication: Hugging Face tensors end to end (SGLang's flattened bucket).
-
-    dtypes: torch names, such as "bfloat16". num_bytes: of all of them.
-    """
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    num_bytes: int
-
-
-class Piece(msgspec.Struct, frozen=True):
-    """Slice [start, start + length) along `dim` of a Hugging Face tensor, as held in `dtype`."""
-
-    hf_name: str
-    dim: int
-    start: int
-    length: int
-    dtype: str
-
-
 class Train(msgspec.Struct, frozen=True, tag=True):
     """One update on the share of a batch that follows in raw frames.
 
@@ -111,10 +91,10 @@ class SendWeights(msgspec.Struct, frozen=True, tag=True):
 
 
 class DigestPieces(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the digests of slices of the current weights."""
+    """Ask for the digests of the same slices of the current weights."""
 
     call: int
-    pieces: list[Piece]
+    pieces: list[WeightPiece]
 
 
 class ExportHf(msgspec.Struct, frozen=True, tag=True):
@@ -145,7 +125,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Manifest(msgspec.Struct, frozen=True, tag=True):
     """Every bucket of a publication, in order."""
 
-    buckets: list[Bucket]
+    buckets: list[BucketSpec]
 
 
 class Digests(msgspec.Struct, frozen=True, tag=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,10 +18,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from megatron_opd.config.schema import LearnerConfig
+from megatron_opd.config.schema import Config
 from megatron_opd.data.packing import plan_batch
 from megatron_opd.transport.messages import (
-    Bucket,
     ConnectWeights,
     DigestPieces,
     Digests,
@@ -32,7 +32,6 @@ from megatron_opd.transport.messages import (
     LearnerInfo,
     Manifest,
     Nothing,
-    Piece,
     Request,
     Result,
     SendWeights,
@@ -44,8 +43,11 @@ from megatron_opd.transport.messages import (
 )
 from megatron_opd.transport.rank_batch import rank_batch, to_frames
 from megatron_opd.types import Batch
+from sglang_bridge.protocol import BucketSpec, WeightPiece
 
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 5_000, 60_000
+# The learner reports its own timeout; wait a little longer than it, to hear the cause.
+MARGIN_S = 5.0
 
 ResultT = TypeVar("ResultT", bound=Result)
 
@@ -60,8 +62,8 @@ class RemoteLearner:
     Calls are made one at a time; a second one waits for the first.
     """
 
-    def __init__(self, config: LearnerConfig) -> None:
-        self._config = config
+    def __init__(self, config: Config) -> None:
+        self._config, self._publication_s = config.learner, config.weight_sync.timeout_s
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
@@ -69,7 +71,7 @@ class RemoteLearner:
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        host, port = config.listen_host, config.listen_port
+        host, port = self._config.listen_host, self._config.listen_port
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
@@ -120,25 +122,23 @@ class RemoteLearner:
             messages[rank] = [encode(header), *to_frames(rows)]
         return await self._exchange(call, messages, UpdateMetrics, timeout_s, "train")
 
-    async def manifest(self) -> list[Bucket]:
+    async def manifest(self) -> list[BucketSpec]:
         """The buckets of every publication, in the order in which `send_weights` sends them."""
         return (await self._ask(GetManifest(self._next_call()), Manifest)).buckets
 
-    async def connect_weights(
-        self, host: str, port: int, world_size: int, group_name: str, timeout_s: float
-    ) -> None:
+    async def connect_weights(self, host: str, port: int, world_size: int, group_name: str) -> None:
         """Open the weight group; returns once all `world_size` ranks have joined."""
-        call = self._next_call()
-        request = ConnectWeights(call, host, port, world_size, group_name, timeout_s)
-        await self._ask(request, Nothing, timeout_s + _MARGIN_S)
+        call, limit_s = self._next_call(), self._publication_s
+        request = ConnectWeights(call, host, port, world_size, group_name, limit_s)
+        await self._ask(request, Nothing, limit_s + MARGIN_S)
 
-    async def send_weights(self, timeout_s: float | None = None) -> None:
+    async def send_weights(self) -> None:
         """Broadcast every bucket to the weight group."""
-        await self._ask(SendWeights(self._next_call()), Nothing, timeout_s)
+        await self._ask(SendWeights(self._next_call()), Nothing, self._publication_s + MARGIN_S)
 
-    async def piece_digests(self, pieces: list[Piece]) -> list[str]:
-        """Digests of slices of the current weights, in order."""
-        request = DigestPieces(self._next_call(), pieces)
+    async def piece_digests(self, pieces: Sequence[WeightPiece]) -> list[str]:
+        """Digests of the same slices of the current weights, in order."""
+        request = DigestPieces(self._next_call(), list(pieces))
         return (await self._ask(request, Digests)).digests
 
     async def export_hf(self, path: Path, dtype: str | None = None) -> None:
@@ -160,7 +160,8 @@ class RemoteLearner:
             self._receiver = None
         self._failure = self._failure or LearnerError("the connection to the learner is closed")
         self._changed.set()
-        self._context.destroy(linger=0)
+        if not self._context.closed:
+            self._context.destroy(linger=0)
 
     def _next_call(self) -> int:
         self._calls += 1
@@ -196,7 +197,7 @@ class RemoteLearner:
             raise LearnerError(f"{what}: the learner answered {type(result).__name__}")
         return result
 
-    async def _wait(self, condition: Any, timeout_s: float, what: str) -> None:
+    async def _wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         if self._receiver is None and self._failure is None:
             self._receiver = asyncio.create_task(self._receive(), name="learner replies")
         deadline = time.monotonic() + timeout_s
@@ -240,6 +241,3 @@ class RemoteLearner:
             case Failed(rank=rank, reason=reason):
                 # The first report names the cause; the others are its echo.
                 self._failure = self._failure or LearnerError(f"learner rank {rank}: {reason}")
-
-
-_MARGIN_S = 5.0

@@ -16,34 +16,32 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_opd.checkpoint.gather import FullTensors
-from megatron_opd.transport.messages import Bucket, Piece
 from sglang_bridge.digest import digest
+from sglang_bridge.protocol import BucketSpec, WeightPiece
 
 
 def plan_buckets(
     manifest: Sequence[tuple[str, tuple[int, ...]]], dtype: torch.dtype, bucket_bytes: int
-) -> list[Bucket]:
+) -> list[BucketSpec]:
     """Consecutive tensors of at most `bucket_bytes` together; a larger tensor is alone."""
-    buckets: list[Bucket] = []
-    names: list[str] = []
-    shapes: list[tuple[int, ...]] = []
-    held = 0
+    groups: list[list[tuple[str, tuple[int, ...]]]] = []
+    room = -1
     for name, shape in manifest:
         size = torch.Size(shape).numel() * dtype.itemsize
-        if names and held + size > bucket_bytes:
-            buckets.append(_bucket(names, shapes, dtype, held))
-            names, shapes, held = [], [], 0
-        names.append(name)
-        shapes.append(shape)
-        held += size
-    return [*buckets, _bucket(names, shapes, dtype, held)]
-
-
-def _bucket(
-    names: list[str], shapes: list[tuple[int, ...]], dtype: torch.dtype, num_bytes: int
-) -> Bucket:
-    dtypes = (str(dtype).removeprefix("torch."),) * len(names)
-    return Bucket(tuple(names), dtypes, tuple(shapes), num_bytes)
+        if size > room:
+            groups.append([])
+            room = bucket_bytes
+        groups[-1].append((name, shape))
+        room -= size
+    kind = str(dtype).removeprefix("torch.")
+    return [
+        BucketSpec(
+            names=tuple(name for name, _ in group),
+            dtypes=(kind,) * len(group),
+            shapes=tuple(shape for _, shape in group),
+        )
+        for group in groups
+    ]
 
 
 class WeightSender:
@@ -107,7 +105,7 @@ class WeightSender:
         for name, _ in tensors:  # keep the ranks that send in step
             raise RuntimeError(f"tensor {name} belongs to no bucket")
 
-    def piece_digests(self, pieces: Sequence[Piece]) -> list[str]:
+    def piece_digests(self, pieces: Sequence[WeightPiece]) -> list[str]:
         """Digests of slices of the current weights, in order; empty on ranks other than 0.
 
         KeyError: a piece of a tensor that the model does not have.
@@ -130,7 +128,7 @@ class WeightSender:
             self._group = None
 
 
-def _flatten(tensors: Iterator[tuple[str, torch.Tensor]], bucket: Bucket) -> torch.Tensor:
+def _flatten(tensors: Iterator[tuple[str, torch.Tensor]], bucket: BucketSpec) -> torch.Tensor:
     parts: list[torch.Tensor] = []
     for name, shape in zip(bucket.names, bucket.shapes, strict=True):
         got, tensor = next(tensors)
@@ -140,7 +138,7 @@ def _flatten(tensors: Iterator[tuple[str, torch.Tensor]], bucket: Bucket) -> tor
     return torch.cat(parts).cpu()
 
 
-def _digest(tensor: torch.Tensor, piece: Piece) -> str:
+def _digest(tensor: torch.Tensor, piece: WeightPiece) -> str:
     """Of the slice's bytes in row-major order, cast to the dtype in which the server holds it."""
     view = tensor.narrow(piece.dim, piece.start, piece.length)
     held = view.to("cpu", getattr(torch, piece.dtype)).contiguous()
