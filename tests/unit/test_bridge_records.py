@@ -1,0 +1,174 @@
+"""What a server keeps per request: draw records and score plans, fed the way SGLang feeds them."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_bridge import wire
+from sglang_bridge.server import compat, draws, scoring
+from sglang_bridge.server.draws import DrawRecord, HostRow
+
+
+def row(*ids: int, path: int = 0) -> HostRow:
+    return HostRow(
+        np.array(ids, np.int32),
+        np.ones(len(ids), np.uint8),
+        -np.arange(len(ids), dtype=np.float32),
+        path,
+    )
+
+
+def arrays(record: DrawRecord) -> dict[str, list]:
+    payload = record.payload()
+    return {name: wire.unpack(payload[name], d).tolist() for name, d in wire.DRAW_FIELDS.items()}
+
+
+def test_record_keeps_rows_and_version_runs():
+    record = DrawRecord(num_draws=2)
+    record.append(0, row(5, 9, path=1), "0")
+    record.append(1, row(7), "0")
+    record.append(2, row(1, 2, 3), "1")
+    kept = arrays(record)
+    assert kept["length_T"] == [2, 1, 3]
+    assert kept["ids_N"] == [5, 9, 7, 1, 2, 3]
+    assert kept["path_T"] == [1, 0, 0]
+    assert kept["logp_N"] == [0, -1, 0, 0, -1, -2]
+    assert record.payload()["versions"] == [["0", 0], ["1", 2]]
+
+
+def test_record_restarts_from_an_earlier_token():
+    record = DrawRecord(num_draws=1)
+    for t, version in enumerate("0012"):
+        record.append(t, row(10 + t, 20 + t), version)
+    record.append(2, row(99), "3")
+    assert arrays(record)["ids_N"] == [10, 20, 11, 21, 99]
+    assert arrays(record)["count_N"] == [1] * 5
+    assert record.payload()["versions"] == [["0", 0], ["3", 2]]
+
+
+def test_record_refuses_a_gap():
+    record = DrawRecord(num_draws=1)
+    record.append(0, row(1), "0")
+    with pytest.raises(RuntimeError, match="draws of output token 1 were lost"):
+        record.append(2, row(1), "0")
+
+
+def fake_request(**params: object) -> SimpleNamespace:
+    return SimpleNamespace(sampling_params=SimpleNamespace(custom_params=params or None))
+
+
+def test_consume_takes_only_committed_tokens_of_requests_with_draws():
+    requests = [fake_request(bridge_num_draws=1), fake_request(), fake_request(bridge_num_draws=2)]
+    rows = draws.HostRows(
+        {
+            "ids": torch.tensor([[4, 6, 0], [1, 0, 0], [2, 3, 5]], dtype=torch.int32),
+            "count": torch.tensor([[1, 0, 0], [0, 0, 0], [1, 1, 0]], dtype=torch.uint8),
+            "logp": torch.zeros(3, 3),
+            "path": torch.tensor([1, 0, 2], dtype=torch.uint8),
+            "length": torch.tensor([2, 1, 3], dtype=torch.uint8),
+        },
+        "7",
+    )
+    batch = SimpleNamespace(reqs=requests)
+    commit = SimpleNamespace(output_index=0)
+    rows.consume(batch, [commit, commit, None])
+    record = compat.find_record(requests[0], draws.RECORD)
+    assert arrays(record)["ids_N"] == [4, 6]
+    assert arrays(record)["path_T"] == [1]
+    assert compat.find_record(requests[1], draws.RECORD) is None
+    assert compat.find_record(requests[2], draws.RECORD) is None
+
+
+def score_request(start: int, lengths: list[int], ids: list[int]) -> SimpleNamespace:
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return fake_request(
+        **{
+            wire.SCORE_START: start,
+            wire.SCORE_OFFSETS: wire.pack(offsets),
+            wire.SCORE_IDS: wire.pack(np.array(ids, np.int32)),
+        }
+    )
+
+
+def run_plan(
+    requests: list, prefixes: list[int], extends: list[int], starts: list[int], logits, chunk: int
+) -> None:
+    """One forward pass over `logits` [rows, V], shown to the plan in chunks."""
+    batch = SimpleNamespace(
+        reqs=requests,
+        prefix_lens=prefixes,
+        extend_lens=extends,
+        extend_logprob_start_lens=starts,
+    )
+    plan = scoring.ScorePlan(batch)
+    plan.begin(len(logits), torch.device("cpu"))
+    for first in range(0, len(logits), chunk):
+        plan.take(logits[first : first + chunk])
+    plan.copy_to_host(lambda tensor: tensor).consume(batch, [None] * len(requests))
+
+
+@pytest.fixture(autouse=True)
+def _plain_normaliser(monkeypatch: pytest.MonkeyPatch):
+    """SGLang's own is tested with the real servers."""
+
+    def normaliser(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        top = logits.amax(-1)
+        return top, (logits - top[:, None]).logsumexp(-1)
+
+    monkeypatch.setattr(compat, "row_log_normaliser", normaliser)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_plan_scores_each_row_once_over_two_passes(chunk: int):
+    """a: rows at positions 3..6, split over two passes; b: unscored; c: rows at 0..1."""
+    logits = torch.randn(14, 20, generator=torch.Generator().manual_seed(0))
+    logp = logits.log_softmax(-1)
+    a = score_request(3, [2, 0, 1, 3], [5, 6, 7, 1, 2, 3])
+    b, c = fake_request(), score_request(0, [1, 2], [0, 18, 19])
+    # pass 1: a extends positions 0..4 (logits from 3), b 0..2 (from 2), c 0..2 (from 0)
+    run_plan([a, b, c], [0, 0, 0], [5, 3, 3], [3, 2, 0], logits[:6], chunk)
+    # pass 2: a extends positions 5..7 (all logits), b one more token
+    run_plan([b, a], [3, 5], [1, 3], [0, 0], logits[6:10], chunk)
+    first = [logp[0, 5], logp[0, 6]]  # position 3
+    last = [logp[7, 7], logp[8, 1], logp[8, 2], logp[8, 3]]  # positions 5 and 6
+    scores = compat.find_record(a, scoring.RECORD).logp_N
+    assert np.allclose(scores, torch.stack(first + last).numpy(), atol=1e-6)
+    expected_c = torch.stack([logp[3, 0], logp[4, 18], logp[4, 19]]).numpy()
+    assert np.allclose(compat.find_record(c, scoring.RECORD).logp_N, expected_c, atol=1e-6)
+    assert compat.find_record(b, scoring.RECORD) is None
+
+
+def test_an_unscored_row_stays_nan():
+    request = score_request(3, [1, 1], [5, 6])
+    run_plan([request], [0], [4], [3], torch.randn(1, 20), 8)
+    assert np.isnan(compat.find_record(request, scoring.RECORD).logp_N).tolist() == [False, True]
+
+
+def test_other_rows_than_planned_are_an_error():
+    batch = SimpleNamespace(
+        reqs=[score_request(0, [1], [1])],
+        prefix_lens=[0],
+        extend_lens=[2],
+        extend_logprob_start_lens=[0],
+    )
+    with pytest.raises(RuntimeError, match="planned 2 logit rows, SGLang computes 3"):
+        scoring.ScorePlan(batch).begin(3, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("start", "lengths", "ids", "message"),
+    [
+        (0, [1], [20], "ids to score must be in"),
+        (0, [1], [-1], "ids to score must be in"),
+        (5, [1, 1, 1], [1, 2, 3], "do not lie in the input"),
+        (0, [2, -1], [1], "must not fall"),
+        (0, [1], [1, 2], "must run from 0 to N=2"),
+        (0, [], [], "must run from 0 to N=0"),
+    ],
+)
+def test_bad_score_requests_are_refused(start: int, lengths: list, ids: list, message: str):
+    params = compat.custom_params(score_request(start, lengths, ids))
+    with pytest.raises(ValueError, match=message):
+        scoring.check_score_params(params, num_input=7, vocab_size=20)

@@ -1,0 +1,116 @@
+"""Sampling distribution, inverse-CDF draw and deduplication against slow references."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_bridge.server.dedup import UNUSED, dedup
+from sglang_bridge.server.sampling import BLOCK, behaviour, draw
+from tests.oracles import behaviour_logp, chi_square_per_df
+
+
+def uniform(rows: int, draws: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(rows, draws, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (1.3, 0.8), (0.6, 0.3)])
+def test_behaviour_is_tempered_cut_and_renormalised(temperature: float, top_p: float):
+    logits = 3 * torch.randn(7, 300, generator=torch.Generator().manual_seed(1))
+    before = logits.clone()
+    policy = behaviour(
+        logits,
+        torch.full((7, 1), temperature),
+        top_p_B=torch.full((7,), top_p) if top_p < 1 else None,
+    )
+    assert torch.equal(logits, before), "the sampler still needs these logits"
+    expected = np.stack(
+        [behaviour_logp(row.double().numpy(), temperature, top_p) for row in logits]
+    )
+    support = np.isfinite(expected)
+    assert ((policy.probs_BV > 0).numpy() == support).all()
+    everything = policy.gather(torch.arange(300).expand(7, -1)).numpy()
+    assert np.abs(everything - expected)[support].max() < 1e-5
+    normalised = policy.probs_BV / policy.probs_BV.sum(-1, keepdim=True)
+    assert np.abs(normalised.numpy() - np.exp(expected)).max() < 1e-6
+
+
+def test_top_k_and_min_p_cut_as_the_sampler_does():
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.15, 0.06, 0.04]]))
+    one = torch.ones(1, 1)
+    top_k = behaviour(logits, one, top_k_B=torch.tensor([2]))
+    assert top_k.probs_BV.gt(0).tolist() == [[True, True, False, False, False]]
+    assert torch.allclose(
+        top_k.gather(torch.tensor([[0, 1]])).exp(), torch.tensor([[2 / 3, 1 / 3]])
+    )
+    min_p = behaviour(logits, one, min_p_B=torch.tensor([0.2]))
+    assert min_p.probs_BV.gt(0).tolist() == [[True, True, True, False, False]]
+    greedy = behaviour(logits, one, top_k_B=torch.tensor([1]))
+    assert greedy.gather(torch.tensor([[0]])).tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize("vocab", [5, BLOCK - 1, BLOCK, BLOCK + 1, 1000])
+def test_draws_follow_the_probabilities(vocab: int):
+    probs = torch.softmax(2 * torch.randn(3, vocab, generator=torch.Generator().manual_seed(3)), -1)
+    ids = draw(probs, uniform(3, 40_000))
+    for row in range(3):
+        counts = np.bincount(ids[row].numpy(), minlength=vocab)
+        exact = probs[row].double().numpy()
+        ratio, df = chi_square_per_df(counts, exact / exact.sum())
+        assert abs(ratio - 1) < 6 * (2 / df) ** 0.5, (row, ratio, df)
+
+
+def test_every_id_of_a_large_vocabulary_can_be_drawn():
+    """In a float32 cumulative sum the ids after the spike would all share one edge."""
+    vocab = 152_064
+    probs = torch.full((1, vocab), 1e-9)
+    probs[0, 7] = 1.0
+    wide = probs.double()
+    middles = (wide.cumsum(-1) - wide / 2) / wide.sum()
+    chosen = torch.arange(8, vocab, 997)
+    assert draw(probs, middles[:, chosen]).tolist() == [chosen.tolist()]
+
+
+def test_zero_probability_is_never_drawn():
+    probs = torch.zeros(2, 3 * BLOCK)
+    probs[0, [3, BLOCK + 9, 2 * BLOCK - 1]] = torch.tensor([0.2, 1e-30, 0.8])
+    probs[1, BLOCK] = 1.0
+    edges = torch.tensor([0.0, 1e-300, 0.2, 0.5, 1 - 2**-53], dtype=torch.float64)
+    corners = torch.cat([uniform(2, 5000), edges.expand(2, -1)], dim=1)
+    ids = draw(probs, corners)
+    assert (probs.gather(1, ids) > 0).all()
+    assert (ids[1] == BLOCK).all()
+
+
+@given(
+    vocab=st.integers(1, 40),
+    widths=st.lists(st.integers(0, 12), min_size=1, max_size=6),
+    seed=st.integers(0, 2**20),
+)
+@settings(max_examples=100, deadline=None)
+def test_dedup_counts_like_a_counter(vocab: int, widths: list[int], seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    columns = max(1, *widths)
+    ids = torch.randint(vocab, (len(widths), columns), generator=generator)
+    path = torch.randint(vocab, (len(widths),), generator=generator)
+    rows = dedup(ids, torch.tensor(widths), path.to(torch.int32))
+    for b, width in enumerate(widths):
+        expected = Counter(ids[b, :width].tolist())
+        expected.setdefault(int(path[b]), 0)
+        length = int(rows.length_B[b])
+        found = rows.ids_BR[b, :length].tolist()
+        assert found == sorted(expected)
+        assert rows.count_BR[b, :length].tolist() == [expected[i] for i in found]
+        assert found[int(rows.path_B[b])] == int(path[b])
+        assert (rows.ids_BR[b, length:] == UNUSED).all()
+
+
+def test_dedup_counts_64_equal_draws():
+    rows = dedup(torch.full((1, 64), 11), torch.tensor([64]), torch.tensor([11]))
+    assert rows.ids_BR[0, 0] == 11
+    assert rows.count_BR[0, 0] == 64
+    assert rows.length_B.tolist() == [1]
