@@ -1,5 +1,7 @@
 """The built-in arithmetic task against Python's own arithmetic, and the verifiers on bad input."""
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from megatron_opd.data.tasks.arithmetic import (
     OPERATIONS,
     _pair,
     bucket_size,
+    careless,
     solve,
 )
 
@@ -38,6 +41,32 @@ def test_every_column_of_a_solution_follows_the_rules_of_columns(left, right, op
         carry, digits = carried, str(total % 10) + digits
     assert int(str(carry) + digits if operation == "+" else digits) == expected
     assert get_verifier("arithmetic")(problem.response, problem.answer)
+
+
+@pytest.mark.parametrize(
+    ("left", "operation", "right", "response", "answer"),
+    [
+        (57, "+", 68, "7+8+0=5c0\n5+6+0=1c0\n#15", "125"),
+        (503, "-", 68, "3-8-0=5b0\n0-6-0=4b0\n5-0-0=5b0\n#545", "435"),
+        (1000, "-", 999, "0-9-0=1b0\n0-9-0=1b0\n0-9-0=1b0\n1-0-0=1b0\n#1111", "1"),
+        (12, "+", 34, "2+4+0=6c0\n1+3+0=4c0\n#46", "46"),
+    ],
+)
+def test_careless_solutions_forget_every_carry_at_rate_one(
+    left, operation, right, response, answer
+):
+    problem = careless(solve(left, operation, right), 1.0, random.Random(0))
+    assert (problem.response, problem.answer) == (response, answer)
+    assert problem.prompt == f"{left}{operation}{right}=\n"
+    assert get_verifier("arithmetic")(response, answer) is (left == 12)
+
+
+def test_careless_solutions_at_rate_zero_are_right_and_at_a_half_some_are():
+    problems = get_task("arithmetic").generate(300, 0, 1)[0]
+    rng = random.Random(0)
+    assert [careless(problem, 0.0, rng) for problem in problems] == problems
+    right = sum(careless(problem, 0.5, rng).response == problem.response for problem in problems)
+    assert 100 < right < 250
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 
 from megatron_opd.data.tasks.base import Problem, Task
 
@@ -29,9 +30,13 @@ END_TOKEN = "<eos>"
 _RESULT = re.compile(r"#(\d+)")
 
 
-def solve(left: int, operation: str, right: int) -> Problem:
+def solve(
+    left: int, operation: str, right: int, forgets: Callable[[], bool] | None = None
+) -> Problem:
     """The problem `left operation right` with its worked solution.
 
+    forgets: asked at every column that carries or borrows whether to write 0 instead, and to go on
+    and conclude from that (a careless solution); `answer` stays the true one. None: never.
     Raises ValueError for another operation, a negative operand, or a negative difference.
     """
     if operation not in OPERATIONS:
@@ -40,20 +45,30 @@ def solve(left: int, operation: str, right: int) -> Problem:
         raise ValueError(
             f"operands must be >= 0 and a difference too, got {left}{operation}{right}"
         )
-    lines, carry = [], 0
+    mark = "c" if operation == "+" else "b"
+    lines, carry, result = [], 0, ""
     for column in range(len(str(max(left, right)))):
         upper, lower = left // 10**column % 10, right // 10**column % 10
         value = upper + lower + carry if operation == "+" else upper - lower - carry
         digit, carry_out = value % 10, int(not 0 <= value <= 9)
-        mark = "c" if operation == "+" else "b"
+        if carry_out and forgets is not None and forgets():
+            carry_out = 0
         lines.append(f"{upper}{operation}{lower}{operation}{carry}={digit}{mark}{carry_out}")
-        carry = carry_out
-    answer = str(left + right if operation == "+" else left - right)
+        carry, result = carry_out, f"{digit}{result}"
+    if operation == "+":
+        result = f"{carry}{result}"
     return Problem(
         prompt=f"{left}{operation}{right}=\n",
-        answer=answer,
-        response="\n".join([*lines, f"#{answer}"]),
+        answer=str(left + right if operation == "+" else left - right),
+        response="\n".join([*lines, f"#{int(result)}"]),
     )
+
+
+def careless(problem: Problem, forget_rate: float, rng: random.Random) -> Problem:
+    """The same problem, each carry or borrow forgotten with probability `forget_rate`."""
+    operation = next(sign for sign in OPERATIONS if sign in problem.prompt)
+    left, right = problem.prompt.removesuffix("=\n").split(operation)
+    return solve(int(left), operation, int(right), forgets=lambda: rng.random() < forget_rate)
 
 
 def verify(response: str, answer: str) -> bool:
