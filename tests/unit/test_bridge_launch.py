@@ -1,0 +1,179 @@
+"""Server processes: their command, their death, and that nothing of them is left."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sglang_bridge.errors import PortInUse, ServerDied
+from sglang_bridge.server import launch
+from sglang_bridge.server.__main__ import arguments_for_device
+from sglang_bridge.server.launch import ServerProcess, free_port
+from sglang_bridge.server.spec import ServerSpec, server_command, server_env
+
+
+def spec(**overrides: object) -> ServerSpec:
+    fields = {"model_path": "/models/m", "role": "student", "port": free_port()}
+    return ServerSpec(**(fields | overrides))
+
+
+def processes_of_group(group: int) -> list[str]:
+    """States of its processes; a zombie only waits for whoever adopted it to collect it."""
+    return [state for state in launch._states_of_group(group) if state != "Z"]
+
+
+def test_command_and_environment():
+    full = spec(
+        port=4321,
+        dtype="float32",
+        tp=2,
+        ep=2,
+        context_length=99,
+        max_total_tokens=1000,
+        seed=7,
+        extra_args=("--log-level", "warning"),
+    )
+    command = " ".join(server_command(full))
+    for expected in (
+        "-m sglang_bridge.server --model-path /models/m",
+        "--port 4321",
+        "--dtype float32",
+        "--tp-size 2 --ep-size 2",
+        "--context-length 99",
+        "--max-total-tokens 1000",
+        "--weight-version 0",
+        "--log-level warning",
+    ):
+        assert expected in command
+    env = server_env(full, {"KEPT": "1", "SGLANG_USE_CPU_ENGINE": "1"})
+    assert env["KEPT"] == "1"
+    assert env["SGLANG_BRIDGE_SEED"] == "7"
+    assert "SGLANG_USE_CPU_ENGINE" not in env
+    assert len(env["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
+    assert full.url == "http://127.0.0.1:4321"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [({"port": 0}, "port must be in"), ({"tp": 2, "ep": 3}, "ep must divide tp, got ep=3, tp=2")],
+)
+def test_impossible_specs(overrides: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        spec(**overrides)
+
+
+def test_the_device_decides_what_is_added():
+    cpu = arguments_for_device(["--model-path", "m"], cuda=False)
+    assert cpu[cpu.index("--attention-backend") + 1] == "torch_native"
+    assert "--max-total-tokens" in cpu, "SGLang's default takes all the machine's memory"
+    given = arguments_for_device(["--max-total-tokens", "512"], cuda=False)
+    assert given.count("--max-total-tokens") == 1
+    assert arguments_for_device(["--x", "1"], cuda=True) == ["--x", "1", "--enable-fp32-lm-head"]
+
+
+def test_a_busy_port_is_named(tmp_path: Path):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        process = ServerProcess(spec(port=port), tmp_path / "log")
+        with pytest.raises(PortInUse, match=f"port {port} is in use"):
+            process.start()
+    assert process.pid is None
+
+
+def start_script(monkeypatch: pytest.MonkeyPatch, log: Path, script: str) -> ServerProcess:
+    """A ServerProcess that runs a small Python program instead of a server."""
+    monkeypatch.setattr(launch, "server_command", lambda spec: [sys.executable, "-c", script])
+    process = ServerProcess(spec(), log)
+    process.start()
+    return process
+
+
+def test_a_server_that_dies_shows_its_last_words(monkeypatch, tmp_path: Path):
+    script = "print('one\\n' * 50 + 'no such model: m', flush=True); raise SystemExit(3)"
+    process = start_script(monkeypatch, tmp_path / "logs" / "s.log", script)
+    with pytest.raises(ServerDied, match="status 3 during start-up") as caught:
+        process.wait_ready(30)
+    assert str(caught.value).endswith("no such model: m")
+    assert not process.is_running()
+
+
+def test_a_server_that_never_answers_is_given_up_and_ended(monkeypatch, tmp_path: Path):
+    process = start_script(monkeypatch, tmp_path / "log", "import time; time.sleep(60)")
+    with pytest.raises(ServerDied, match="was not ready within"):
+        process.wait_ready(0.3)
+    assert processes_of_group(process.pid) == []
+
+
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+def wait_for(path: Path, text: str) -> None:
+    deadline_s = time.monotonic() + 20
+    while text not in path.read_text() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+
+
+def test_stop_leaves_no_process_of_the_group(monkeypatch, tmp_path: Path):
+    """The parent ignores SIGTERM; its child would outlive a kill of the parent alone."""
+    process = start_script(monkeypatch, tmp_path / "log", STUBBORN)
+    wait_for(tmp_path / "log", "up")
+    assert len(processes_of_group(process.pid)) == 2
+    started_s = time.monotonic()
+    process.stop(grace_s=0.3)
+    assert time.monotonic() - started_s < 5
+    assert processes_of_group(process.pid) == []
+    process.stop()  # again is harmless
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from sglang_bridge.server import launch
+from sglang_bridge.server.spec import ServerSpec
+script = '''
+import os, time
+from sglang_bridge.server.__main__ import end_with_parent
+end_with_parent(int(os.environ["SGLANG_BRIDGE_PARENT"]), poll_s=0.05)
+print("up", flush=True)
+time.sleep(60)
+'''
+launch.server_command = lambda spec: [sys.executable, "-c", script]
+process = launch.ServerProcess(
+    ServerSpec(model_path="m", role="student", port=launch.free_port()), Path(sys.argv[1])
+)
+process.start()
+print(process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_owner_leaves_no_server(tmp_path: Path):
+    log = tmp_path / "log"
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(log)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert owner.stdout is not None
+        group = int(owner.stdout.readline())
+        wait_for(log, "up")
+        assert processes_of_group(group) != []
+    finally:
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.wait()
+    deadline_s = time.monotonic() + 10
+    while processes_of_group(group) != [] and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert processes_of_group(group) == []
