@@ -16,7 +16,13 @@ import numpy as np
 from sglang_bridge import wire
 from sglang_bridge.errors import BridgeError
 from sglang_bridge.http import HttpConnection, RetryPolicy
-from sglang_bridge.parse import parse_info, parse_pieces, parse_rollout, parse_scores
+from sglang_bridge.parse import (
+    parse_info,
+    parse_pieces,
+    parse_rollout,
+    parse_scores,
+    parse_version,
+)
 from sglang_bridge.protocol import (
     BucketSpec,
     RolloutReply,
@@ -126,6 +132,10 @@ class ServerClient:
         except BridgeError:
             return False
         return True
+
+    async def version(self) -> int:
+        """Version of the weights it samples from; cheap, and answered also while paused."""
+        return parse_version(self.url, await self._http.get("/model_info"))
 
     async def weight_digests(self) -> list[WeightPiece]:
         """A digest of every slice of weights that every tensor-parallel rank holds now."""

@@ -189,6 +189,11 @@ class Fleet:
         """ServerClient.update_bucket on every server."""
         await self._everywhere(lambda client: client.update_bucket(bucket, group_name, timeout_s))
 
+    async def versions(self) -> dict[str, int]:
+        """{server url: version of the weights it samples from}."""
+        versions = await self._everywhere(ServerClient.version)
+        return dict(zip((client.url for client in self.clients), versions, strict=True))
+
     async def weight_digests(self) -> dict[str, list[WeightPiece]]:
         """{server url: its ranks' weight digests}."""
         digests = await self._everywhere(ServerClient.weight_digests)

@@ -104,6 +104,11 @@ def parse_info(url: str, server: Any, model: Any, models: Any, plugin: Any) -> S
     )
 
 
+def parse_version(url: str, model: Any) -> int:
+    """The weight version in a reply of /model_info."""
+    return _version(url, _field(url, model, "weight_version", str))
+
+
 def _draw_cache(url: str, payload: dict[str, Any], ids_T: np.ndarray, num_draws: int) -> DrawCache:
     arrays = {name: _array(url, payload, name, dtype) for name, dtype in wire.DRAW_FIELDS.items()}
     length_T, column_T = arrays["length_T"], arrays["path_T"].astype(np.int64)
@@ -163,17 +168,12 @@ def _meta(url: str, reply: Any) -> dict[str, Any]:
 
 def _payload(url: str, meta: dict[str, Any], key: str) -> dict[str, Any]:
     wrapped = meta.get(wire.PAYLOAD)
-    found = wrapped[0].get(key) if _is_wrapped(wrapped) else None
-    _require(
-        url,
-        isinstance(found, dict),
-        f"meta_info has no {wire.PAYLOAD}.{key}: is the server's plugin active?",
-    )
+    payload = wrapped[0] if isinstance(wrapped, list) and len(wrapped) == 1 else None
+    found = payload.get(key) if isinstance(payload, dict) else None
+    if not isinstance(found, dict):
+        path = f"{wire.PAYLOAD}.{key}"
+        raise BadReply(f"{url}: meta_info has no {path}: is the server's plugin active?")
     return found
-
-
-def _is_wrapped(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict)
 
 
 def _field(url: str, reply: Any, name: str, kind: type) -> Any:

@@ -5,6 +5,7 @@ It only counts and writes; it decides nothing.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting, Depths, PublicationReport, UpdateFigures
 from megatron_opd.types import Batch, Prompt, Rollout, Sample
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +114,13 @@ class RunRecorder:
             self._timeline.score(sample, started_s, finished_s)
 
     def dropped(self, uid: int, reason: str, detail: str) -> None:
-        """Count and mark a drop."""
+        """Count and mark a drop; the first one for a reason is told to the user."""
         self.totals.add_drop(reason)
+        if self.totals.drops[reason] == 1:
+            logger.warning(
+                "sample %d dropped for %s (%s); more of this kind are only counted",
+                *(uid, reason, detail),
+            )
         if self._timeline is not None:
             self._timeline.drop(uid, reason, detail, self._clock())
 
@@ -125,7 +133,10 @@ class RunRecorder:
             self._timeline.update(batch, figures, started_s, finished_s)
         since_last_s = finished_s - self._done_s
         self._done_s = finished_s
-        self._row = msgspec.to_builtins(figures) | {
+        reported = msgspec.to_builtins(figures)
+        # a tagged record names its type besides its figures
+        columns = {key: value for key, value in reported.items() if not isinstance(value, str)}
+        self._row = columns | {
             "update": batch.update,
             "version": batch.version,
             "time_s": finished_s - self.started_s,

@@ -26,7 +26,7 @@ class Timeline:
         self._engines = tuple(engines)
         self._last_counter_s = float("-inf")
         # rows are shown in this order
-        for row in (PIPELINE, *self._engines, TEACHER, LEARNER, SYNC):
+        for row in (PIPELINE, *map(engine_row, self._engines), TEACHER, LEARNER, SYNC):
             trace.row(row)
 
     def rollout(self, rollout: Rollout) -> None:
@@ -40,7 +40,8 @@ class Timeline:
             "ids": rollout.draws.num_ids,
             "finish": rollout.finish_reason,
         }
-        self._trace.span(rollout.engine, name, rollout.started_s, rollout.finished_s, details)
+        row = engine_row(rollout.engine)
+        self._trace.span(row, name, rollout.started_s, rollout.finished_s, details)
 
     def score(self, sample: Sample, started_s: float, finished_s: float) -> None:
         """A span per scored sample."""
@@ -69,7 +70,7 @@ class Timeline:
             self._trace.span(SYNC, phase.name, phase.started_s, phase.finished_s, lane=1)
         begin_s, end_s = report.paused_from_s, report.resumed_s
         for engine in self._engines:
-            self._trace.span(engine, "paused", begin_s, end_s, details, lane=0)
+            self._trace.span(engine_row(engine), "paused", begin_s, end_s, details, lane=0)
 
     def drop(self, uid: int, reason: str, detail: str, now_s: float) -> None:
         """A mark where a sample left."""
@@ -95,3 +96,8 @@ class Timeline:
     def close(self) -> None:
         """Complete the file."""
         self._trace.close()
+
+
+def engine_row(engine: str) -> str:
+    """The row of a student engine."""
+    return f"student {engine}"

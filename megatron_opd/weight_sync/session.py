@@ -22,7 +22,7 @@ from megatron_opd.config.schema import WeightSyncConfig
 from megatron_opd.metrics.types import Phase, PublicationReport
 from sglang_bridge.errors import PublicationFailed
 from sglang_bridge.fleet import WeightsWorld
-from sglang_bridge.protocol import BucketSpec, ServerInfo, WeightPiece
+from sglang_bridge.protocol import BucketSpec, WeightPiece
 
 # a server with tied embeddings has no output head of its own to compare
 TIED_HEAD = "lm_head.weight"
@@ -37,8 +37,8 @@ class PublishingFleet(Protocol):
         """Ranks of the update group."""
         ...
 
-    async def start(self) -> Sequence[ServerInfo]:
-        """Ask every server what it is and which version it holds."""
+    async def versions(self) -> Mapping[str, int]:
+        """The version that each server holds, by server."""
         ...
 
     async def pause(self, mode: Literal["retract"] = "retract") -> None:
@@ -134,10 +134,10 @@ class PublicationSession:
         Raises PublicationFailed when a server holds weights of another run or does not join in
         time.
         """
-        for info in await self._within("versions", self._fleet.start()):
-            if info.version != 0:
+        for url, version in (await self._within("versions", self._fleet.versions())).items():
+            if version != 0:
                 raise PublicationFailed(
-                    f"{info.url} already holds version {info.version} of another run: restart it"
+                    f"{url} already holds version {version} of another run: restart it"
                 )
         self._buckets = tuple(await self._within("manifest", self._learner.manifest()))
         self._num_bytes = sum(map(bucket_bytes, self._buckets))
@@ -193,10 +193,10 @@ class PublicationSession:
             await self._fleet.update_bucket(bucket, self._group, self._config.timeout_s)
 
     async def _check_versions(self, version: int) -> None:
-        for info in await self._fleet.start():
-            if info.version != version:
+        for url, held in (await self._fleet.versions()).items():
+            if held != version:
                 raise PublicationFailed(
-                    f"{info.url} reports version {info.version} after version {version} was sent"
+                    f"{url} reports version {held} after version {version} was sent"
                 )
 
     async def _verify(self) -> None:

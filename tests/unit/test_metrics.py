@@ -1,5 +1,6 @@
 """Reducers, the App. G formulas, rows, sinks, summary and displays."""
 
+import asyncio
 import io
 import itertools
 import json
@@ -18,7 +19,7 @@ from megatron_opd.controller.progress import LivePanel, PlainLines, duration, li
 from megatron_opd.metrics.cache_size import CacheSize, cache_bytes
 from megatron_opd.metrics.intervals import BusyTime
 from megatron_opd.metrics.recorder import RunRecorder
-from megatron_opd.metrics.sinks import json_ready, write_json
+from megatron_opd.metrics.sinks import JsonlSink, json_ready, write_json
 from megatron_opd.metrics.staleness import StalenessCounts
 from megatron_opd.metrics.summary import summarise, versions
 from megatron_opd.metrics.throughput import StageTimes, Throughput
@@ -160,6 +161,39 @@ def test_a_run_writes_a_row_per_update(tmp_path):
         assert row["tokens_per_s"] > 0
     assert rows[-1]["dropped_samples"] == 1
     assert [row["time_s"] for row in rows] == sorted(row["time_s"] for row in rows)
+
+
+def test_an_interruption_between_update_and_publication_keeps_the_row(tmp_path):
+    fleet, learner = Fleet(), Learner()
+    publisher = Publisher(fleet, learner, lambda version: 1e6 if version == 2 else 0.1)
+
+    async def scenario():
+        sink = JsonlSink(tmp_path / "metrics.jsonl")
+        clock = asyncio.get_running_loop().time
+        recorder = RunRecorder(9, RunTotals(), [sink], clock=clock)
+        ports = Ports(prompts(), fleet, Teacher(), learner, publisher, recorder)
+        run = asyncio.create_task(Controller(Schedule(9, 3, 1, 16, 16), ports).run())
+        await asyncio.sleep(50)
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+        return recorder
+
+    recorder = run_virtual(scenario())
+    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (first["update"], second["update"]) == (0, 1)
+    assert "publish_s" in first
+    assert "publish_s" not in second
+    summary = summarise(recorder.totals, recorder.accounting, 50.0, 1)
+    assert summary["interrupted"]
+    assert (summary["updates"], summary["version"]) == (2, 1)
+    in_flight = summary["samples_in_flight"]
+    assert summary["samples_admitted"] == summary["samples_consumed"] + in_flight
+
+
+def test_the_first_drop_for_a_reason_is_told(tmp_path, caplog):
+    record(tmp_path, drop={4, 6, 9})
+    (told,) = (entry.getMessage() for entry in caplog.records)
+    assert told.endswith("dropped for nan (teacher-0); more of this kind are only counted")
 
 
 def test_tensorboard_reads_back_what_was_written(tmp_path):

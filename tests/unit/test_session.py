@@ -9,7 +9,7 @@ from megatron_opd.config.schema import WeightSyncConfig
 from megatron_opd.weight_sync.session import PublicationSession, bucket_bytes
 from sglang_bridge.errors import PublicationFailed, ServerRefused
 from sglang_bridge.fleet import weights_world
-from sglang_bridge.protocol import BucketSpec, ServerInfo, WeightPiece
+from sglang_bridge.protocol import BucketSpec, WeightPiece
 from tests.fakes import run_virtual
 
 BUCKETS = (
@@ -59,10 +59,9 @@ class FakeFleet:
     def world(self):
         return weights_world([2, 1])
 
-    async def start(self):
+    async def versions(self):
         await self.wire.step("info")
-        info = ServerInfo(URLS[0], "m", 512, 1024, 1, 1, 0, "float32", 4096)
-        return [replace(info, url=u, version=v) for u, v in self.wire.versions.items()]
+        return self.wire.versions
 
     async def init_weights_group(self, host, port, name, backend, timeout_s=None):
         assert port > 1023

@@ -46,7 +46,7 @@ def test_an_empty_trace_is_valid(tmp_path):
 def test_a_run_has_a_row_per_stage_and_engine(tmp_path):
     record(tmp_path, drop={4})
     events, names = read(tmp_path / "trace.json")
-    expected = ["pipeline", "student-0", "teacher scoring", "learner", "weight sync"]
+    expected = ["pipeline", "student student-0", "teacher scoring", "learner", "weight sync"]
     assert [names[pid] for pid in sorted(names)] == expected
     rows = {}
     for event in events:
@@ -57,11 +57,11 @@ def test_a_run_has_a_row_per_stage_and_engine(tmp_path):
         f"publish v{k}" for k in range(1, 8)
     ]
     assert rows["weight sync"].count("send") == 7
-    assert rows["student-0"].count("paused") == 7
+    assert rows["student student-0"].count("paused") == 7
     assert rows["pipeline"].count("drop: nan") == 1
     assert rows["teacher scoring"].count("score") == 21
-    assert sum(name.startswith("rollout v") for name in rows["student-0"]) == 22
-    assert any("-v" in name for name in rows["student-0"]), "a rollout across a publication"
+    assert sum(name.startswith("rollout v") for name in rows["student student-0"]) == 22
+    assert any("-v" in name for name in rows["student student-0"]), "a rollout across a publication"
     assert any(event["ph"] == "C" for event in events)
 
 
