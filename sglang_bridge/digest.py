@@ -16,4 +16,5 @@ def digest(data: bytes | memoryview | np.ndarray) -> str:
     For a torch tensor: `digest(tensor.contiguous().cpu().view(torch.uint8).numpy())`, which works
     for bfloat16 too.
     """
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+    raw = data.data if isinstance(data, np.ndarray) else data
+    return hashlib.blake2b(raw, digest_size=8).hexdigest()

@@ -101,9 +101,10 @@ class HostRows:
             wanted = num_draws_of(req)
             if commit is None or wanted == 0:
                 continue
-            rows = [array[i, : length_B[i]] for array in arrays]
+            ids_R, count_R, logp_R = (array[i, : length_B[i]] for array in arrays)
+            row = HostRow(ids_R, count_R, logp_R, int(path_B[i]))
             record = compat.record_of(req, RECORD, lambda m=wanted: DrawRecord(m))
-            record.append(commit.output_index, HostRow(*rows, int(path_B[i])), self.version)
+            record.append(commit.output_index, row, self.version)
 
 
 @dataclass(frozen=True, slots=True)
