@@ -1,0 +1,233 @@
+"""`opd run` as a user runs it: a process of its own, real engines, the files it leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.models import tiny_qwen3, tiny_qwen3_moe
+
+pytestmark = pytest.mark.e2e
+
+UPDATES, BATCH, STALENESS = 4, 8, 1
+START_TIMEOUT_S = 240
+STOP_LIMIT_S = 15
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One finished `opd run`."""
+
+    run_dir: Path
+    code: int
+    output: str
+
+    @property
+    def summary(self) -> dict:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    @property
+    def rows(self) -> list[dict]:
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").open()]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("run-inputs")
+    tiny_qwen3(root / "teacher", seed=1)
+    tiny_qwen3_moe(root / "student", seed=2)
+    lines = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) for i in range(16)]
+    (root / "train.jsonl").write_text("\n".join(lines) + "\n")
+    return root
+
+
+def write_config(inputs: Path, tmp_path: Path, **sections: dict) -> Path:
+    """A small run; `sections` replace single keys of its sections."""
+    server = {"dtype": "float32", "max_total_tokens": 8192, "context_length": 256}
+    tree = {
+        "run": {"dir": str(tmp_path / "run"), "updates": UPDATES, "seed": 3},
+        "data": {
+            "train": str(inputs / "train.jsonl"),
+            "heldout": str(inputs / "train.jsonl"),
+            "task": "exact",
+        },
+        "student": {**server, "model": str(inputs / "student")},
+        "teacher": {**server, "model": str(inputs / "teacher")},
+        "rollout": {"max_new_tokens": 24, "concurrency": 12},
+        "support": {"m": 8},
+        "buffer": {"batch_size": BATCH, "max_staleness": STALENESS},
+        "learner": {
+            "dtype": "float32",
+            "tokens_per_microbatch": 256,
+            "threads": 1,
+            "optimizer": {"lr": 0.001},
+        },
+        "evaluation": {"problems": 2, "samples": 2},
+        "weight_sync": {"bucket_bytes": 200_000},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree[name], **values}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@dataclass
+class Running:
+    """A started `opd run` and every process it has had."""
+
+    process: subprocess.Popen[str]
+    run_dir: Path
+    seen: set[psutil.Process]
+
+    def wait_until(self, happened: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not happened():
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline, "it took too long"
+            self.look()
+            time.sleep(0.1)
+
+    def look(self) -> None:
+        try:
+            self.seen.update(psutil.Process(self.process.pid).children(recursive=True))
+        except psutil.NoSuchProcess:
+            return
+
+    def has_updated(self) -> bool:
+        metrics = self.run_dir / "metrics.jsonl"
+        return metrics.exists() and metrics.stat().st_size > 0
+
+    def finish(self, timeout_s: float) -> Finished:
+        output = self.process.communicate(timeout=timeout_s)[0]
+        alive = psutil.wait_procs(list(self.seen), timeout=2)[1]
+        assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], "processes are left"
+        return Finished(self.run_dir, self.process.returncode, output)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    started: list[Running] = []
+
+    def begin(config: Path) -> Running:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_opd", "run", str(config)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        started.append(Running(process, tmp_path / "run", set()))
+        return started[-1]
+
+    yield begin
+    for running in started:  # after a failed test
+        if running.process.poll() is None:
+            running.look()
+            running.process.kill()
+            for child in running.seen:
+                if child.is_running():
+                    child.kill()
+
+
+def test_a_whole_run_and_its_products(inputs: Path, tmp_path: Path, start: Callable[..., Running]):
+    running = start(write_config(inputs, tmp_path))
+    running.wait_until(running.has_updated)
+    done = running.finish(START_TIMEOUT_S)
+    assert done.code == 0, done.output
+    summary = done.summary
+    assert summary["status"] == "finished"
+    assert summary["updates"] == summary["version"] == len(done.rows) == UPDATES
+    assert summary["samples_consumed"] == summary["samples_admitted"] == UPDATES * BATCH
+    assert summary["samples_dropped"] == {}
+    assert summary["samples_in_flight"] == summary["aborted_requests"] == 0
+    # later batches were sampled while the learner trained: the run was asynchronous, and bounded
+    assert summary["staleness_bound_versions"] == STALENESS
+    assert summary["staleness_max_versions"] == STALENESS
+    assert summary["mismatch_tokens"] > 0
+    assert 0 < summary["mismatch_max_abs_dp"] <= 1e-4
+    assert 0 < summary["overlap"] <= 3
+    for key in ("student_accuracy_before_pct", "student_accuracy_after_pct"):
+        assert 0 <= summary[key] <= 100
+    assert all(abs(row["loss"] - row["reverse_kl_nats"]) < 1e-5 for row in done.rows)
+    assert all(row["staleness_max_versions"] <= STALENESS for row in done.rows)
+
+    run_dir = done.run_dir
+    final = run_dir / "checkpoints" / "final"
+    AutoModelForCausalLM.from_pretrained(final)
+    before = load_file(inputs / "student" / "model.safetensors")
+    after = load_file(final / "model.safetensors")
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not before[name].equal(after[name])}
+    assert len(moved) > 0.9 * len(before), "training moves (almost) every tensor"
+
+    events = json.loads((run_dir / "trace.json").read_text())
+    rows = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert {"teacher scoring", "learner", "weight sync"} <= rows
+    assert sum(e["ph"] == "X" and e["name"].startswith("update") for e in events) == UPDATES
+    assert list((run_dir / "tensorboard").glob("events.*"))
+    assert {path.name for path in (run_dir / "logs").iterdir()} == {
+        "learner.log",
+        "student-0.log",
+        "teacher-0.log",
+    }
+
+
+def test_interrupt_stops_everything_and_keeps_the_summary(
+    inputs: Path, tmp_path: Path, start: Callable[..., Running]
+):
+    running = start(write_config(inputs, tmp_path, run={"updates": 5000}))
+    running.wait_until(running.has_updated)
+    running.process.send_signal(signal.SIGINT)
+    stopped = time.monotonic()
+    done = running.finish(STOP_LIMIT_S)
+    assert time.monotonic() - stopped < STOP_LIMIT_S
+    assert done.code == 130, done.output
+    assert done.summary["status"] == "interrupted"
+    assert done.summary["updates"] >= 1
+    accounted = ("samples_consumed", "samples_in_flight")
+    assert sum(done.summary[key] for key in accounted) == done.summary["samples_admitted"]
+    assert "Traceback" not in done.output
+
+
+def test_a_learner_that_is_killed_ends_the_run_with_its_name(
+    inputs: Path, tmp_path: Path, start: Callable[..., Running]
+):
+    running = start(write_config(inputs, tmp_path, run={"updates": 5000}))
+    running.wait_until(running.has_updated)
+    running.look()
+    rank = next(p for p in running.seen if "megatron_opd.learner" in p.cmdline()[-5:])
+    rank.kill()
+    done = running.finish(60)
+    assert done.code == 1, done.output
+    assert done.summary["status"] == "failed"
+    assert "learner" in done.summary["cause"]
+    error = [line for line in done.output.splitlines() if line.startswith("error:")]
+    assert len(error) == 1
+    assert "learner" in error[0]
+    assert "Traceback" not in done.output
+
+
+def test_a_server_that_dies_while_starting_shows_its_log(
+    inputs: Path, tmp_path: Path, start: Callable[..., Running]
+):
+    config = write_config(inputs, tmp_path, teacher={"extra_args": ["--no-such-flag"]})
+    done = start(config).finish(START_TIMEOUT_S)
+    assert done.code == 2, done.output
+    assert "teacher server" in done.output
+    assert "--no-such-flag" in done.output
+    assert "Traceback" not in done.output.split("error:")[0]
+    assert done.summary["status"] == "failed"
