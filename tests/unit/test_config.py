@@ -1,5 +1,7 @@
 """Strict configuration: every mistake is one line that names the key, the rule and the value."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_opd.config.load import ConfigError, dump_config, load_config
 from megatron_opd.config.schema import Config, SftConfig
 
+ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = {
     "data": {"train": "train.jsonl"},
     "student": {"model": "student"},
@@ -126,3 +129,8 @@ def test_batch_rule_accepts_exactly_the_divisible(batch: int, minis: int, ep: in
 def test_sft_config_shares_the_learner_section(tmp_path: Path):
     tree = {"init": "a", "output": "b", "train": "c", "learner": {"optimizer": {"lr": 0.001}}}
     assert load_config(SftConfig, write(tmp_path, tree)).learner.optimizer.lr == 0.001
+
+
+def test_the_reference_page_is_current():
+    done = subprocess.run([sys.executable, ROOT / "tools" / "config_reference.py", "--check"])
+    assert done.returncode == 0, "run: python tools/config_reference.py"
