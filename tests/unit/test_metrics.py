@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -68,6 +68,7 @@ def covered(spans):
     return {cell for start, stop in spans for cell in range(start, stop)}
 
 
+@settings(deadline=None)
 @given(intervals, intervals)
 def test_busy_time_is_the_union(first, second):
     busy, other = BusyTime(first), BusyTime(second)

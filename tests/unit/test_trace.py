@@ -3,7 +3,7 @@
 import json
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.metrics.trace import TraceWriter
@@ -16,6 +16,7 @@ def read(path):
     return events, names
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9)), max_size=30))
 def test_lanes_never_overlap_and_are_few(tmp_path_factory, spans):
     path = tmp_path_factory.mktemp("trace") / "trace.json"
