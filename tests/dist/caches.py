@@ -1,0 +1,152 @@
+"""Hand-made batches with a draw cache, and an independent float64 computation of their update.
+
+The oracle shares no code with the project: transformers runs each sample alone, the loss is written
+out from its formula, autograd differentiates it, torch's AdamW takes the step.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_opd.types import Batch, Draws, Prompt, Rollout, Sample, VersionSpan
+
+
+def load_float64(model: Path) -> torch.nn.Module:
+    # The grouped matmul of the default expert implementation takes no float64.
+    options = {"dtype": torch.float64, "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(model, **options).eval()
+
+
+def response_logp(model: torch.nn.Module, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+    """float64 [T, V]: row t predicts response token t."""
+    rollout = sample.rollout
+    prompt, response = rollout.prompt.token_ids_P, rollout.response_ids_T
+    ids = torch.tensor(np.concatenate([prompt, response]), dtype=torch.int64)[None]
+    logits = model(ids).logits[0].double() / temperature
+    first = len(prompt) - 1
+    return torch.log_softmax(logits, -1)[first : first + len(response)]
+
+
+def row_N(draws: Draws) -> torch.Tensor:
+    return torch.repeat_interleave(
+        torch.arange(draws.num_tokens), torch.tensor(np.diff(draws.offsets_T1))
+    )
+
+
+def chosen(logp_TV: torch.Tensor, draws: Draws) -> torch.Tensor:
+    return logp_TV[row_N(draws), torch.tensor(draws.ids_N, dtype=torch.int64)]
+
+
+def make_batch(
+    model: Path, *, samples: int, seed: int, vocab: int, update: int = 0, temperature: float = 1.0
+) -> Batch:
+    """Ragged rows around the model's own log-probs; some path tokens have weight 0 and a teacher
+    score of -inf, some tokens are stale."""
+    rng = np.random.default_rng(seed)
+    student = load_float64(model)
+    made: list[Sample] = []
+    for uid in range(samples):
+        num_prompt, num_tokens = int(rng.integers(1, 9)), int(rng.integers(1, 25))
+        counts = rng.integers(1, 6, num_tokens)
+        ids = [np.sort(rng.choice(vocab, n, replace=False)) for n in counts]
+        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        path = np.array([rng.integers(first, last) for first, last in pairwise(offsets)])
+        weight = rng.random(offsets[-1]) + 0.1
+        unhit = path[(counts > 1) & (rng.random(num_tokens) < 0.3)]
+        weight[unhit] = 0
+        weight /= np.repeat(np.add.reduceat(weight, offsets[:-1]), counts)
+        draws = Draws(
+            offsets,
+            np.concatenate(ids).astype(np.int32),
+            weight.astype(np.float32),
+            np.zeros(offsets[-1], np.float32),
+            path,
+        )
+        rollout = Rollout(
+            Prompt(uid, "", rng.integers(2, vocab, num_prompt).astype(np.int32)),
+            draws.ids_N[path],
+            draws,
+            (VersionSpan(update, 0, num_tokens),),
+            "stop",
+            0.0,
+            1.0,
+        )
+        sample = Sample(rollout, np.zeros(offsets[-1], np.float32))
+        with torch.no_grad():
+            own = chosen(response_logp(student, sample, temperature), draws).numpy()
+        sampler = own + 0.3 * rng.standard_normal(len(own))
+        teacher = own + rng.standard_normal(len(own))
+        teacher[unhit] = -np.inf
+        draws = replace(draws, sampler_logp_N=sampler.astype(np.float32))
+        made.append(Sample(replace(rollout, draws=draws), teacher.astype(np.float32)))
+    return Batch(update, update, tuple(made))
+
+
+@dataclass(frozen=True)
+class OracleUpdate:
+    loss: float
+    reverse_kl: float
+    grad_norm: float
+    weights: dict[str, torch.Tensor]
+
+
+def oracle_update(
+    model: Path,
+    batch: Batch,
+    *,
+    lr: float,
+    eps: float,
+    clip: float,
+    max_ratio: float | None = None,
+    temperature: float = 1.0,
+) -> OracleUpdate:
+    """One AdamW step (betas 0.9, 0.95, no weight decay) in float64.
+
+    loss = -1/T sum_t sum_k w_k min(rho_k, C) (q_k - p_k); its gradient is taken from a second
+    expression, -1/T sum w_k sg(min(rho_k, C) (q_k - p_k)) p_k.
+    """
+    student = load_float64(model)
+    tokens = batch.num_response_tokens
+    loss = kl = 0.0
+    for sample in batch.samples:
+        draws = sample.rollout.draws
+        logp = chosen(response_logp(student, sample, temperature), draws)
+        weight = torch.tensor(draws.weight_N, dtype=torch.float64)
+        hit = weight > 0
+        gap = (torch.tensor(sample.teacher_logp_N).double() - logp)[hit].detach()
+        ratio = (logp - torch.tensor(draws.sampler_logp_N).double())[hit].exp().detach()
+        used = ratio if max_ratio is None else ratio.clamp(max=max_ratio)
+        surrogate = -(weight[hit] * used * gap * logp[hit]).sum() / tokens
+        surrogate.backward()
+        loss += float(-(weight[hit] * used * gap).sum() / tokens)
+        kl += float(-(weight[hit] * ratio * gap).sum() / tokens)
+    optimizer = torch.optim.AdamW(
+        student.parameters(), lr=lr, betas=(0.9, 0.95), eps=eps, weight_decay=0.0
+    )
+    norm = torch.nn.utils.clip_grad_norm_(student.parameters(), clip)
+    optimizer.step()
+    weights = {name: value.detach() for name, value in per_expert(student).items()}
+    return OracleUpdate(loss, kl, float(norm), weights)
+
+
+def per_expert(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """transformers fuses experts in memory; on disk each has its own tensors."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        if name.endswith("experts.gate_up_proj"):
+            base = name.removesuffix("gate_up_proj")
+            for expert, fused in enumerate(value):
+                gate, up = fused.chunk(2)
+                found[f"{base}{expert}.gate_proj.weight"] = gate
+                found[f"{base}{expert}.up_proj.weight"] = up
+        elif name.endswith("experts.down_proj"):
+            base = name.removesuffix("down_proj")
+            for expert, part in enumerate(value):
+                found[f"{base}{expert}.down_proj.weight"] = part
+        else:
+            found[name] = value
+    return found

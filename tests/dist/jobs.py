@@ -1,0 +1,110 @@
+"""What the ranks of a test world do. Imported once by the fork server."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megatron_opd.config.schema import LearnerConfig, ObjectiveConfig
+from megatron_opd.data.packing import plan_batch
+from megatron_opd.learner.learner import MegatronLearner
+from megatron_opd.losses.vocab_parallel import gather_logp
+from megatron_opd.transport.rank_batch import rank_batch
+from megatron_opd.types import Batch
+
+
+def make_learner(model: Path, config: dict[str, Any], updates: int = 4) -> MegatronLearner:
+    config = {"dtype": "float32", "threads": 1} | config
+    return MegatronLearner(model, LearnerConfig.model_validate(config), updates=updates, seed=1)
+
+
+def share(batch: Batch, learner: MegatronLearner) -> Any:
+    """This rank's RankBatch."""
+    config, world = learner.config, learner.world
+    plan = plan_batch(
+        [sample.rollout.num_tokens for sample in batch.samples],
+        config.mini_batches,
+        world.data_size,
+        config.tokens_per_microbatch,
+    )
+    mine = [mini[world.data_rank] for mini in plan]
+    held = sorted(i for mini in mine for micro in mini for i in micro)
+    local = {index: position for position, index in enumerate(held)}
+    own = [[[local[i] for i in micro] for micro in mini] for mini in mine]
+    return rank_batch(batch.update, batch.version, [batch.samples[i] for i in held], own)
+
+
+def bitwise_equal(learner: MegatronLearner, model: Path) -> None:
+    """The learner's export is the checkpoint it was loaded from, bit for bit."""
+    exported = dict(learner.full.tensors())
+    if learner.world.rank == 0:
+        expected = load_file(model / "model.safetensors")
+        expected.pop("lm_head.weight", None) if learner.spec.tied else None
+        assert exported.keys() == expected.keys(), exported.keys() ^ expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(exported[name], tensor.to(exported[name].dtype)), name
+        listed = dict(learner.full.manifest())
+        assert listed == {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    assert bool(exported) == (learner.world.rank == 0)
+
+
+def update(
+    out: Path,
+    *,
+    model: Path,
+    config: dict[str, Any],
+    batches: list[Batch],
+    objective: dict[str, Any] | None = None,
+    temperature: float = 1.0,
+) -> None:
+    """Load, check the round trip, train one update per batch, export after every one."""
+    learner = make_learner(model, config)
+    bitwise_equal(learner, model)
+    metrics = []
+    for batch in batches:
+        figures = learner.train(
+            share(batch, learner), ObjectiveConfig.model_validate(objective or {}), temperature
+        )
+        metrics.append(msgspec.to_builtins(figures))
+        learner.export_hf(out / f"after{batch.update}", torch.float32)
+    groups = learner.optimizer.param_groups
+    main = {str(p.dtype) for group in groups for p in group["params"]}
+    if learner.world.rank == 0:
+        result = {"metrics": metrics, "main_dtypes": sorted(main)}
+        (out / "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def round_trip(out: Path, *, model: Path, config: dict[str, Any]) -> None:
+    learner = make_learner(model, config)
+    bitwise_equal(learner, model)
+    learner.export_hf(out / "copy", torch.float32)
+    dist.destroy_process_group()
+
+
+def vocab_parallel(out: Path) -> None:
+    """Values and gradients of sharded logits equal those of whole ones, in float64."""
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    rows, ids, count = 7, 24, 40
+    whole = torch.randn(rows, ids, dtype=torch.float64, generator=generator) * 3
+    row_N = torch.randint(rows - 1, (count,), generator=generator)  # the last row has no id
+    id_N = torch.randint(ids, (count,), generator=generator)
+    weight_N = torch.randn(count, dtype=torch.float64, generator=generator)
+    reference = whole.clone().requires_grad_()
+    expected = torch.log_softmax(reference / 0.7, -1)[row_N, id_N]
+    (expected * weight_N).sum().backward()
+    width = ids // size
+    part = slice(rank * width, (rank + 1) * width)
+    shard = whole[:, part].clone().requires_grad_()
+    found = gather_logp(shard, row_N, id_N, temperature=0.7, group=dist.group.WORLD)
+    (found * weight_N).sum().backward()
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(shard.grad, reference.grad[:, part], rtol=1e-12, atol=1e-12)
+    dist.destroy_process_group()
