@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-BLOCK = 256  # about sqrt(V): a draw looks at V / BLOCK block masses and one block
+BLOCK = 128  # items of a block of the two-level draw
+FLAT_VOCAB = 4096  # up to this vocabulary one level is cheaper
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,34 +71,35 @@ def behaviour(
 def draw(probs_BV: torch.Tensor, uniform_BM: torch.Tensor) -> torch.Tensor:
     """int64 [B, M] iid ids by inverse CDF.
 
-    uniform_BM: float64 in [0, 1); it picks a block by its mass, then an id in the block.
-
-    Masses are accumulated in float64: a float32 CDF of 152k ids cannot reach those whose
-    probability falls below its rounding near 1. An id of probability 0 is never returned while its
-    row has any mass.
+    uniform_BM: float64 in [0, 1). Masses are accumulated in float64: a float32 CDF of 152k ids
+    cannot reach those whose probability falls below its rounding near 1. An id of probability 0 is
+    never returned while its row has any mass.
     """
     rows, vocab = probs_BV.shape
+    if vocab <= FLAT_VOCAB:
+        total_B1 = probs_BV.sum(-1, keepdim=True, dtype=torch.float64)
+        return _invert(probs_BV, uniform_BM * total_B1)[0]
+    # Two levels: a draw looks at the block masses and at one block, not at a float64 copy of all.
     blocks = -(-vocab // BLOCK)
     padded_BV = torch.nn.functional.pad(probs_BV, (0, blocks * BLOCK - vocab))
     probs_BkV = padded_BV.view(rows, blocks, BLOCK)
     mass_Bk = probs_BkV.sum(-1, dtype=torch.float64)
-    edge_Bk = mass_Bk.cumsum(-1)
-    target_BM = uniform_BM * edge_Bk[:, -1:]
-    block_BM = _first_beyond(edge_Bk[:, None], mass_Bk[:, None], target_BM)
-    rest_BM = target_BM - (edge_Bk.gather(1, block_BM) - mass_Bk.gather(1, block_BM))
+    target_BM = uniform_BM * mass_Bk.sum(-1, keepdim=True)
+    block_BM, before_BM = _invert(mass_Bk, target_BM)
     chosen_BMv = probs_BkV.gather(1, block_BM[..., None].expand(-1, -1, BLOCK))
-    edge_BMv = chosen_BMv.cumsum(-1, dtype=torch.float64)
-    inside_BM = _first_beyond(edge_BMv, chosen_BMv, rest_BM)
-    return block_BM * BLOCK + inside_BM
+    inside_BM1, _ = _invert(chosen_BMv, (target_BM - before_BM)[..., None])
+    return block_BM * BLOCK + inside_BM1.squeeze(-1)
 
 
-def _first_beyond(edge: torch.Tensor, mass: torch.Tensor, target_BM: torch.Tensor) -> torch.Tensor:
-    """Index of the first item with mass whose cumulative edge passes the target; [B, M].
+def _invert(mass: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(index of the item whose share of the cumulative mass holds the target, the mass before it).
 
-    Rounding can leave a target at or past the last edge (or let a parallel scan order two equal
-    edges badly): the heaviest item answers then, an error of the size of that rounding.
+    mass: [..., n]; target: [..., m], in [0, sum of mass). Rounding can leave a target past the last
+    edge, and a parallel scan can order two equal edges badly: the heaviest item answers where the
+    item found has no mass, an error of the size of that rounding.
     """
-    passed = (edge > target_BM[..., None]) & (mass > 0)
-    first_BM = passed.to(torch.uint8).argmax(-1)
-    heaviest_BM = mass.argmax(-1).expand_as(first_BM)
-    return torch.where(passed.any(-1), first_BM, heaviest_BM)
+    edge = mass.cumsum(-1, dtype=torch.float64)
+    found = torch.searchsorted(edge, target, right=True).clamp_(max=mass.shape[-1] - 1)
+    heaviest = mass.argmax(-1, keepdim=True)
+    index = torch.where(mass.gather(-1, found) > 0, found, heaviest)
+    return index, edge.gather(-1, index) - mass.gather(-1, index)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_bridge.server.dedup import UNUSED, dedup
-from sglang_bridge.server.sampling import BLOCK, behaviour, draw
+from sglang_bridge.server.sampling import BLOCK, FLAT_VOCAB, behaviour, draw
 from tests.oracles import behaviour_logp, chi_square_per_df
 
 
@@ -53,7 +53,7 @@ def test_top_k_and_min_p_cut_as_the_sampler_does():
     assert greedy.gather(torch.tensor([[0]])).tolist() == [[0.0]]
 
 
-@pytest.mark.parametrize("vocab", [5, BLOCK - 1, BLOCK, BLOCK + 1, 1000])
+@pytest.mark.parametrize("vocab", [5, BLOCK, 1000, FLAT_VOCAB, FLAT_VOCAB + 1])
 def test_draws_follow_the_probabilities(vocab: int):
     probs = torch.softmax(2 * torch.randn(3, vocab, generator=torch.Generator().manual_seed(3)), -1)
     ids = draw(probs, uniform(3, 40_000))
@@ -75,8 +75,9 @@ def test_every_id_of_a_large_vocabulary_can_be_drawn():
     assert draw(probs, middles[:, chosen]).tolist() == [chosen.tolist()]
 
 
-def test_zero_probability_is_never_drawn():
-    probs = torch.zeros(2, 3 * BLOCK)
+@pytest.mark.parametrize("vocab", [3 * BLOCK, FLAT_VOCAB + BLOCK])
+def test_zero_probability_is_never_drawn(vocab: int):
+    probs = torch.zeros(2, vocab)
     probs[0, [3, BLOCK + 9, 2 * BLOCK - 1]] = torch.tensor([0.2, 1e-30, 0.8])
     probs[1, BLOCK] = 1.0
     edges = torch.tensor([0.0, 1e-300, 0.2, 0.5, 1 - 2**-53], dtype=torch.float64)
