@@ -140,10 +140,9 @@ class ServerProcess:
         )
 
     def _group_lives(self, group: int) -> bool:
-        """Whether any process of the group runs (zombies of others' children do not count)."""
         assert self._process is not None
         self._process.poll()  # collects our own child, which would otherwise stay a zombie
-        return any(state != "Z" for state in _states_of_group(group))
+        return len(running_states(group)) > 0
 
     @staticmethod
     def _signal(group: int, number: int) -> bool:
@@ -153,8 +152,11 @@ class ServerProcess:
         return False
 
 
-def _states_of_group(group: int) -> list[str]:
-    """Scheduler state letters of the processes in a process group (Linux /proc)."""
+def running_states(group: int) -> list[str]:
+    """Scheduler state letters of the running processes of a process group (Linux /proc).
+
+    Zombies are left out: they only wait for whoever adopted them to collect them.
+    """
     states = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -164,6 +166,6 @@ def _states_of_group(group: int) -> list[str]:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue  # it ended while we looked
-        if int(fields[2]) == group:
+        if int(fields[2]) == group and fields[0] != "Z":
             states.append(fields[0])
     return states

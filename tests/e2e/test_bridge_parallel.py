@@ -9,8 +9,10 @@ import pytest
 from torch import distributed
 
 from sglang_bridge.client import ServerClient
+from sglang_bridge.errors import BridgeError, PublicationFailed, ServerDied
 from sglang_bridge.fleet import Fleet
-from sglang_bridge.server.launch import ServerProcess
+from sglang_bridge.protocol import BucketSpec
+from sglang_bridge.server.launch import ServerProcess, free_port, running_states
 from tests.e2e.conftest import STARTUP_TIMEOUT_S, tiny_spec
 from tests.e2e.publication import join, load_tensors, perturbed_copy, publish
 from tests.e2e.test_bridge_publication import differing, requests_of, span_error
@@ -26,7 +28,7 @@ def parallel_server(
     student_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("logs") / "parallel.log"
-    process = ServerProcess(tiny_spec(student_model, "student", tp=2, ep=2), log)
+    process = ServerProcess(tiny_spec(student_model, "student", tp=2, ep=2, group_timeout_s=4), log)
     try:
         process.start()
         process.wait_ready(STARTUP_TIMEOUT_S)
@@ -76,3 +78,53 @@ def test_two_ranks_draw_score_and_receive(
         assert max(rows) < changed[piece.hf_name].shape[piece.dim]
     dims = {piece.hf_name: piece.dim for piece in digests}
     assert all(len(rows) == changed[name].shape[dims[name]] for name, rows in covered.items())
+
+
+def test_a_silent_sender_is_an_error_not_a_hang(parallel_server: ServerProcess):
+    """Nobody at the address, then nobody in the broadcast; the server serves on."""
+
+    async def run():
+        async with Fleet([ServerClient(parallel_server.spec.url, timeout_s=60)]) as fleet:
+            with pytest.raises(PublicationFailed, match="Failed to initialize"):
+                await fleet.init_weights_group("127.0.0.1", free_port(), "nobody", "gloo", 30)
+            group, name = await join(fleet)
+            await fleet.pause("retract")
+            await fleet.begin_weight_update()
+            bucket = BucketSpec(("lm_head.weight",), ("float32",), ((512, 64),))
+            with pytest.raises(PublicationFailed, match="Failed to receive weights"):
+                await fleet.update_bucket(bucket, name)
+            await fleet.end_weight_update(2)
+            await fleet.resume()
+            distributed.destroy_process_group(group)
+            return await fleet.generate(requests_of(tokens=3, count=1)[0])
+
+    assert len(asyncio.run(run()).output_ids_T) == 3
+
+
+def test_stop_ends_a_paused_server_with_work_queued(parallel_server: ServerProcess):
+    """SIGTERM alone can leave such a server alive. Last of this module: it ends the server."""
+
+    async def run():
+        async with ServerClient(parallel_server.spec.url, timeout_s=60) as client:
+            await client.pause("retract")
+            task = asyncio.create_task(client.generate(requests_of(tokens=9, count=1)[0]))
+            await asyncio.sleep(0.3)
+            assert not task.done()
+            await asyncio.to_thread(parallel_server.stop, 0.5)
+            with pytest.raises(BridgeError):
+                await task
+
+    group = parallel_server.pid
+    assert group is not None
+    assert len(running_states(group)) >= 3
+    asyncio.run(run())
+    assert running_states(group) == []
+
+
+def test_a_missing_model_is_told_from_the_log(tmp_path: Path):
+    process = ServerProcess(tiny_spec(tmp_path / "nowhere", "teacher"), tmp_path / "log")
+    process.start()
+    with pytest.raises(ServerDied, match=r"during start-up(.|\n)*nowhere"):
+        process.wait_ready(STARTUP_TIMEOUT_S)
+    assert process.pid is not None
+    assert running_states(process.pid) == []

@@ -13,18 +13,13 @@ import pytest
 from sglang_bridge.errors import PortInUse, ServerDied
 from sglang_bridge.server import launch
 from sglang_bridge.server.__main__ import arguments_for_device
-from sglang_bridge.server.launch import ServerProcess, free_port
+from sglang_bridge.server.launch import ServerProcess, free_port, running_states
 from sglang_bridge.server.spec import ServerSpec, server_command, server_env
 
 
 def spec(**overrides: object) -> ServerSpec:
     fields = {"model_path": "/models/m", "role": "student", "port": free_port()}
     return ServerSpec(**(fields | overrides))
-
-
-def processes_of_group(group: int) -> list[str]:
-    """States of its processes; a zombie only waits for whoever adopted it to collect it."""
-    return [state for state in launch._states_of_group(group) if state != "Z"]
 
 
 def test_command_and_environment():
@@ -108,7 +103,7 @@ def test_a_server_that_never_answers_is_given_up_and_ended(monkeypatch, tmp_path
     process = start_script(monkeypatch, tmp_path / "log", "import time; time.sleep(60)")
     with pytest.raises(ServerDied, match="was not ready within"):
         process.wait_ready(0.3)
-    assert processes_of_group(process.pid) == []
+    assert running_states(process.pid) == []
 
 
 STUBBORN = """
@@ -130,11 +125,11 @@ def test_stop_leaves_no_process_of_the_group(monkeypatch, tmp_path: Path):
     """The parent ignores SIGTERM; its child would outlive a kill of the parent alone."""
     process = start_script(monkeypatch, tmp_path / "log", STUBBORN)
     wait_for(tmp_path / "log", "up")
-    assert len(processes_of_group(process.pid)) == 2
+    assert len(running_states(process.pid)) == 2
     started_s = time.monotonic()
     process.stop(grace_s=0.3)
     assert time.monotonic() - started_s < 5
-    assert processes_of_group(process.pid) == []
+    assert running_states(process.pid) == []
     process.stop()  # again is harmless
 
 
@@ -169,11 +164,11 @@ def test_a_killed_owner_leaves_no_server(tmp_path: Path):
         assert owner.stdout is not None
         group = int(owner.stdout.readline())
         wait_for(log, "up")
-        assert processes_of_group(group) != []
+        assert running_states(group) != []
     finally:
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait()
     deadline_s = time.monotonic() + 10
-    while processes_of_group(group) != [] and time.monotonic() < deadline_s:
+    while running_states(group) != [] and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    assert processes_of_group(group) == []
+    assert running_states(group) == []
