@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 import time
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from megatron_opd.learner.setup import World
 from megatron_opd.transport.messages import Failed, Reply, Request, decode_request, encode
+
+if TYPE_CHECKING:
+    from megatron_opd.learner.setup import World
 
 POLL_MS = 500
 RECONNECT_S = 15.0
@@ -28,10 +31,10 @@ class ControllerLost(ConnectionError):
 
 
 class Channel:
-    """One DEALER socket to `address`."""
+    """One DEALER socket to `address`. reconnect_s: how long the controller may be out of reach."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self, address: str, reconnect_s: float = RECONNECT_S) -> None:
+        self.address, self._reconnect_s = address, reconnect_s
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, LINGER_MS)
@@ -58,7 +61,7 @@ class Channel:
     def receive(self, world: World) -> tuple[Request, list[memoryview]]:
         """The next request and its raw frames, on every rank of the model copy.
 
-        ControllerLost: the connection has been down for RECONNECT_S.
+        ControllerLost: the connection has been down for too long.
         """
         frames = self._receive_frames() if world.is_head else []
         frames = share_frames(frames, world)
@@ -82,8 +85,9 @@ class Channel:
                 self._lost_since = None if connected else time.monotonic()
             if self._socket in ready:
                 return [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
-            if self._lost_since is not None and time.monotonic() - self._lost_since > RECONNECT_S:
-                raise ControllerLost(f"no controller at {self.address} for {RECONNECT_S:g} s")
+            lost_s = 0.0 if self._lost_since is None else time.monotonic() - self._lost_since
+            if lost_s > self._reconnect_s:
+                raise ControllerLost(f"no controller at {self.address} for {self._reconnect_s:g} s")
 
 
 def share_frames(frames: list[memoryview], world: World) -> list[memoryview]:

@@ -1,20 +1,27 @@
 """What the ranks of a test world do. Imported once by the fork server."""
 
 import json
+import os
+import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch.distributed import distributed_c10d
 
-from megatron_opd.config.schema import LearnerConfig, ObjectiveConfig
+from megatron_opd.config.schema import Config, LearnerConfig, ObjectiveConfig
 from megatron_opd.data.packing import plan_batch
 from megatron_opd.learner.learner import MegatronLearner
+from megatron_opd.learner.serve import serve
 from megatron_opd.losses.vocab_parallel import gather_logp
 from megatron_opd.transport.rank_batch import rank_batch
 from megatron_opd.types import Batch
+from sglang_bridge.protocol import BucketSpec
 
 
 def make_learner(model: Path, config: dict[str, Any], updates: int = 4) -> MegatronLearner:
@@ -108,3 +115,42 @@ def vocab_parallel(out: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(shard.grad, reference.grad[:, part], rtol=1e-12, atol=1e-12)
     dist.destroy_process_group()
+
+
+def serve_controller(out: Path, *, config: Config, address: str) -> None:
+    """A rank of `python -m megatron_opd.learner --controller`."""
+    sys.exit(serve(config, address))
+
+
+def receive_weights(
+    out: Path, *, port: int, name: str, receivers: int, buckets: list[BucketSpec], silent: bool
+) -> None:
+    """An engine's rank: joins as SGLang's init_custom_process_group does, takes the buckets."""
+    rank, timeout = 1 + int(os.environ["RANK"]), timedelta(seconds=30)
+    rendezvous = dist.rendezvous(f"tcp://127.0.0.1:{port}", rank, 1 + receivers, timeout=timeout)
+    store, rank, size = next(rendezvous)
+    group, _ = distributed_c10d._new_process_group_helper(
+        size,
+        rank,
+        [],
+        dist.Backend("gloo"),
+        dist.PrefixStore(name, store),
+        group_name=name,
+        timeout=timeout,
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
+    (out / f"joined{rank}").touch()
+    if silent:
+        time.sleep(60)
+    received = {}
+    for bucket in buckets:
+        shapes = [torch.Size(shape) for shape in bucket.shapes]
+        dtypes = [getattr(torch, dtype) for dtype in bucket.dtypes]
+        sizes = [s.numel() * d.itemsize for s, d in zip(shapes, dtypes, strict=True)]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        dist.broadcast(flat, src=0, group=group)
+        for tensor, key, shape, dtype in zip(
+            flat.split(sizes), bucket.names, shapes, dtypes, strict=True
+        ):
+            received[key] = tensor.clone().view(dtype).view(shape)
+    save_file(received, out / f"received{rank}.safetensors")

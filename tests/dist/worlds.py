@@ -5,10 +5,11 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 TIMEOUT_S = 150
 
@@ -37,29 +38,48 @@ def _rank(
         sys.exit(1)
 
 
-def run_world(job: Callable[..., None], size: int, out: Path, **arguments: Any) -> dict[str, Any]:
-    """Run `job(out, **arguments)` on `size` ranks; what rank 0 wrote to `out`/result.json."""
-    out.mkdir(parents=True, exist_ok=True)
-    # Not fork: the tests' own process has threads. The fork server has none and is warm.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.dist.jobs"])
-    port = free_port()
-    ranks = [
-        context.Process(target=_rank, args=(job, rank, size, port, out, arguments), daemon=True)
-        for rank in range(size)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(TIMEOUT_S)
-    hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-    for process in ranks:
-        if process.is_alive():
-            process.kill()
+class World:
+    """`job(out, **arguments)` on `size` ranks; a context manager that leaves no process behind."""
+
+    def __init__(self, job: Callable[..., None], size: int, out: Path, **arguments: Any) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self.out = out
+        # Not fork: the tests' own process has threads. The fork server has none and is warm.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.dist.jobs"])
+        port = free_port()
+        self.ranks = [
+            context.Process(target=_rank, args=(job, rank, size, port, out, arguments), daemon=True)
+            for rank in range(size)
+        ]
+
+    def __enter__(self) -> Self:
+        for process in self.ranks:
+            process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.ranks:
+            if process.is_alive():
+                process.kill()
             process.join()
-    errors = "\n".join(path.read_text() for path in sorted(out.glob("rank*.err")))
-    assert not hung, f"ranks {hung} hung\n{errors}"
-    assert not errors, errors
-    assert all(process.exitcode == 0 for process in ranks), [p.exitcode for p in ranks]
+
+    def join(self, timeout_s: float = TIMEOUT_S) -> list[int | None]:
+        """Exit codes; None for a rank that still runs after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in self.ranks]
+
+    def errors(self) -> str:
+        """Tracebacks of the ranks."""
+        return "\n".join(path.read_text() for path in sorted(self.out.glob("rank*.err")))
+
+
+def run_world(job: Callable[..., None], size: int, out: Path, **arguments: Any) -> dict[str, Any]:
+    """Run `job` to its end; what rank 0 wrote to `out`/result.json."""
+    with World(job, size, out, **arguments) as world:
+        codes = world.join()
+        assert codes == [0] * size, f"exit codes {codes}\n{world.errors()}"
     result = out / "result.json"
     return json.loads(result.read_text()) if result.exists() else {}

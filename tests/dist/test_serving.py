@@ -1,0 +1,240 @@
+"""Learner worlds behind their socket: training, publication to a group of receivers, failures."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_opd.config.load import dump_config
+from megatron_opd.config.schema import Config
+from megatron_opd.transport.zmq import LearnerError, RemoteLearner
+from megatron_opd.types import Batch
+from sglang_bridge.digest import digest
+from sglang_bridge.protocol import BucketSpec, WeightPiece
+from tests.dist import jobs
+from tests.dist.caches import make_batch, oracle_update
+from tests.dist.worlds import World, free_port
+from tests.models import tiny_qwen3_moe
+
+pytestmark = pytest.mark.dist
+
+START_S = 60
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen3_moe(tmp_path_factory.mktemp("model") / "moe", seed=11)
+
+
+@pytest.fixture(scope="module")
+def batch(model: Path) -> Batch:
+    return make_batch(model, samples=4, seed=1, vocab=512)
+
+
+def make_config(model: Path, **parallel: int) -> Config:
+    server = {"model": str(model), "dtype": "float32"}
+    learner = {
+        "dtype": "float32",
+        "threads": 1,
+        "timeout_s": 60.0,
+        "parallel": parallel,
+        "optimizer": {"lr": 1e-3, "eps": 1e-3},
+    }
+    return Config.model_validate(
+        {
+            "data": {"train": "unused"},
+            "student": server,
+            "teacher": server,
+            "buffer": {"batch_size": 4},
+            "learner": learner,
+            "weight_sync": {"bucket_bytes": 100_000, "timeout_s": 5.0},
+        }
+    )
+
+
+def with_learner(
+    config: Config, out: Path, body: Callable[[RemoteLearner], Awaitable[None]], ranks: int
+) -> list[int | None]:
+    """Run `body` against a served world of `ranks`; exit codes of the ranks."""
+
+    async def main() -> list[int | None]:
+        remote = RemoteLearner(config)
+        try:
+            with World(
+                jobs.serve_controller, ranks, out, config=config, address=remote.address
+            ) as world:
+                await body(remote)
+                await remote.stop()
+                return await asyncio.to_thread(world.join, 20)
+        finally:
+            remote.close()
+
+    return asyncio.run(main())
+
+
+def receivers(
+    out: Path, port: int, count: int, buckets: list[BucketSpec], *, silent: bool = False
+) -> World:
+    return World(
+        jobs.receive_weights,
+        count,
+        out,
+        port=port,
+        name="weights",
+        receivers=count,
+        buckets=buckets,
+        silent=silent,
+    )
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}, {"ep": 2}])
+def test_train_publish_and_export(parallel, model, batch, tmp_path):
+    """The fleet receives exactly the weights after the update, which are those of the export."""
+
+    async def body(remote: RemoteLearner) -> None:
+        info = await remote.wait_ready(START_S)
+        source = load_file(model / "model.safetensors")
+        assert info.parameters == sum(tensor.numel() for tensor in source.values())
+        figures = await remote.train(batch)
+        assert figures.loss == pytest.approx(exact.loss, rel=1e-5)
+        buckets = await remote.manifest()
+        assert len(buckets) > 2
+        port = free_port()
+        with receivers(tmp_path / "engines", port, 2, buckets) as engines:
+            await remote.connect_weights("127.0.0.1", port, 3, "weights")
+            await remote.send_weights()
+            assert await asyncio.to_thread(engines.join, 30) == [0, 0], engines.errors()
+        await remote.export_hf(tmp_path / "export")
+        export = load_file(tmp_path / "export" / "model.safetensors")
+        assert export.keys() == source.keys()
+        assert not torch.equal(export["lm_head.weight"], source["lm_head.weight"])
+        for rank in (1, 2):
+            received = load_file(tmp_path / "engines" / f"received{rank}.safetensors")
+            assert received.keys() == export.keys()
+            assert all(torch.equal(received[name], export[name]) for name in export)
+        await check_digests(remote, export)
+
+    exact = oracle_update(model, batch, lr=1e-3, eps=1e-3, clip=1.0)
+    assert with_learner(make_config(model, **parallel), tmp_path, body, 2) == [0, 0]
+
+
+async def check_digests(remote: RemoteLearner, export: dict[str, torch.Tensor]) -> None:
+    slices = [
+        ("model.layers.1.mlp.experts.3.down_proj.weight", 1, 8, 16, "float32"),
+        ("model.layers.0.self_attn.k_proj.weight", 0, 16, 16, "bfloat16"),
+        ("model.norm.weight", 0, 0, 64, "float32"),
+        ("model.layers.0.self_attn.k_proj.weight", 0, 0, 16, "float32"),
+    ]
+    found = await remote.piece_digests([WeightPiece(0, *piece, "") for piece in slices])
+    for (name, dim, start, length, dtype), value in zip(slices, found, strict=True):
+        part = export[name].narrow(dim, start, length).to(getattr(torch, dtype)).contiguous()
+        assert value == digest(part.view(torch.uint8).numpy()), name
+
+
+def test_an_engine_that_never_joins_or_never_takes_its_bucket_is_an_error(model, tmp_path):
+    async def absent(remote: RemoteLearner) -> None:
+        await remote.wait_ready(START_S)
+        started = time.monotonic()
+        with pytest.raises(LearnerError, match="rank 0: "):
+            await remote.connect_weights("127.0.0.1", free_port(), 2, "nobody")
+        assert time.monotonic() - started < 12
+
+    async def silent(remote: RemoteLearner) -> None:
+        await remote.wait_ready(START_S)
+        port = free_port()
+        with receivers(tmp_path / "engines", port, 1, [], silent=True):
+            await remote.connect_weights("127.0.0.1", port, 2, "weights")
+            started = time.monotonic()
+            with pytest.raises(LearnerError, match="rank 0: "):
+                await remote.send_weights()
+            assert time.monotonic() - started < 12
+
+    assert with_learner(make_config(model), tmp_path / "absent", absent, 1) == [1]
+    assert with_learner(make_config(model), tmp_path / "silent", silent, 1) == [1]
+
+
+@pytest.mark.parametrize("damage", ["token id", "teacher score"])
+def test_a_rank_that_raises_ends_the_call_with_its_reason(damage, model, batch, tmp_path):
+    """The damaged sample lies on the second data-parallel rank, which does not answer calls."""
+    samples = list(batch.samples)
+    if damage == "token id":
+        reason, broken = (
+            "IndexError: ",
+            [
+                replace(
+                    s,
+                    rollout=replace(
+                        s.rollout,
+                        prompt=replace(s.rollout.prompt, token_ids_P=np.array([9999], np.int32)),
+                    ),
+                )
+                for s in samples
+            ],
+        )
+    else:
+        reason, broken = (
+            "NotFinite: the loss is nan",
+            [replace(s, teacher_logp_N=np.full_like(s.teacher_logp_N, np.nan)) for s in samples],
+        )
+
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(START_S)
+        with pytest.raises(LearnerError, match=reason):
+            await remote.train(replace(batch, samples=tuple(broken)))
+
+    codes = with_learner(make_config(model, dp=2), tmp_path, body, 2)
+    assert set(codes) <= {1, None}
+
+
+def test_a_world_of_the_wrong_size_names_the_keys(model, tmp_path):
+    async def body(remote: RemoteLearner) -> None:
+        with pytest.raises(LearnerError, match=r"tp \* pp \* ep \* dp must equal .* 2 and 1$"):
+            await remote.wait_ready(START_S)
+
+    assert with_learner(make_config(model, tp=2), tmp_path, body, 1) == [1]
+
+
+def torchrun_learner(config: Config, address: str, out: Path) -> subprocess.Popen[bytes]:
+    (out / "config.yaml").write_text(dump_config(config))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += [f"--master-port={free_port()}", "-m", "megatron_opd.learner"]
+    command += [str(out / "config.yaml"), "--controller", address]
+    with (out / "log").open("wb") as log:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+
+def test_no_rank_outlives_torchrun(model, tmp_path):
+    config = make_config(model, dp=2)
+
+    async def main() -> None:
+        remote = RemoteLearner(config)
+        torchrun = torchrun_learner(config, remote.address, tmp_path)
+        ranks: list[psutil.Process] = []
+        try:
+            await remote.wait_ready(START_S)
+            ranks = psutil.Process(torchrun.pid).children(recursive=True)
+            assert len(ranks) >= 2
+            torchrun.kill()
+            _, alive = await asyncio.to_thread(psutil.wait_procs, ranks, 10)
+            assert not alive
+        finally:
+            remote.close()
+            for rank in ranks:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    rank.kill()
+            torchrun.kill()
+            torchrun.wait()
+
+    asyncio.run(main())

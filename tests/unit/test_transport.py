@@ -1,0 +1,364 @@
+"""The controller's socket against scripted ranks, and the columns of a rank's batch."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+
+from megatron_opd.config.schema import Config
+from megatron_opd.learner.channel import Channel, ControllerLost
+from megatron_opd.transport import messages as m
+from megatron_opd.transport.rank_batch import COLUMNS, RankBatch, from_frames, rank_batch, to_frames
+from megatron_opd.transport.zmq import LearnerError, RemoteLearner
+from megatron_opd.types import Batch, Draws, Prompt, Rollout, Sample, VersionSpan
+from sglang_bridge.protocol import BucketSpec, WeightPiece
+
+FIGURES = m.UpdateMetrics(0, *(1.5,) * 4, 1, 1, 1, 0.0, 0.0, 0, *(1.0,) * 6, 1)
+
+
+def config(**learner: object) -> Config:
+    return Config.model_validate(
+        {
+            "data": {"train": "x"},
+            "student": {"model": "m"},
+            "teacher": {"model": "m"},
+            "buffer": {"batch_size": 8},
+            "learner": {"timeout_s": 5.0, **learner},
+        }
+    )
+
+
+def make_sample(uid: int, tokens: int, version: int = 0) -> Sample:
+    """Row t holds the ids t and t + 1; the path alternates between them."""
+    rng = np.random.default_rng(uid)
+    draws = Draws(
+        offsets_T1=np.arange(tokens + 1, dtype=np.int64) * 2,
+        ids_N=np.stack([np.arange(tokens), np.arange(tokens) + 1], 1).flatten().astype(np.int32),
+        weight_N=np.full(2 * tokens, 0.5, np.float32),
+        sampler_logp_N=rng.normal(size=2 * tokens).astype(np.float32),
+        path_T=np.arange(tokens, dtype=np.int64) * 2 + np.arange(tokens) % 2,
+    )
+    rollout = Rollout(
+        Prompt(uid, "", np.arange(3 + uid % 3, dtype=np.int32) + 100 * uid),
+        draws.ids_N[draws.path_T],
+        draws,
+        (VersionSpan(version, 0, 1), VersionSpan(version + 1, 1, tokens)),
+        "stop",
+        0.0,
+        1.0,
+    )
+    return Sample(rollout, rng.normal(size=2 * tokens).astype(np.float32))
+
+
+def make_batch(count: int = 8) -> Batch:
+    return Batch(3, 4, tuple(make_sample(uid, 2 + uid) for uid in range(count)))
+
+
+class Rank:
+    """A scripted learner rank: `answer` makes the reply to a request, or None for silence."""
+
+    def __init__(
+        self, address: str, rank: int, world: int, answer: Callable[[m.Request], m.Reply | None]
+    ) -> None:
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.connect(address)
+        self.rank, self.world, self.answer = rank, world, answer
+        self.received: list[tuple[m.Request, list[bytes]]] = []
+
+    async def run(self) -> None:
+        info = m.LearnerInfo(self.world, self.world, 10, 512, "float32", "gloo", "cpu")
+        await self.socket.send(m.encode(m.Hello(self.rank, self.rank, info)))
+        while True:
+            header, *frames = await self.socket.recv_multipart()
+            request = m.decode_request(header)
+            self.received.append((request, frames))
+            reply = self.answer(request)
+            if reply is not None:
+                await self.socket.send(m.encode(reply))
+
+
+def done(request: m.Request) -> m.Reply:
+    results = {
+        m.Train: FIGURES,
+        m.GetManifest: m.Manifest([BucketSpec(("a", "b"), ("float32",) * 2, ((2, 3), (4,)))]),
+        m.DigestPieces: m.Digests(["d"]),
+    }
+    return m.Done(request.call, results.get(type(request), m.Nothing()))
+
+
+def silent(request: m.Request) -> None:
+    return None
+
+
+def drive(body: Callable, answers: list, **learner: object) -> list[Rank]:
+    """Run `body(remote)` against one scripted rank per answer."""
+
+    async def main() -> list[Rank]:
+        remote = RemoteLearner(config(parallel={"dp": len(answers)}, **learner))
+        ranks = [Rank(remote.address, r, len(answers), a) for r, a in enumerate(answers)]
+        tasks = [asyncio.create_task(rank.run()) for rank in ranks]
+        try:
+            await body(remote)
+        finally:
+            remote.close()
+            for task in tasks:
+                task.cancel()
+            for rank in ranks:
+                rank.context.destroy(linger=0)
+        return ranks
+
+    return asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_each_head_receives_exactly_its_own_samples():
+    batch = make_batch()
+
+    async def body(remote: RemoteLearner) -> None:
+        info = await remote.wait_ready(5)
+        assert info.vocab_size == 512
+        assert await remote.train(batch) == FIGURES
+
+    ranks = drive(body, [done, silent], mini_batches=2, tokens_per_microbatch=30)
+    seen = []
+    for rank in ranks:
+        ((request, frames),) = rank.received
+        assert isinstance(request, m.Train)
+        assert (request.update, request.version) == (3, 4)
+        share = from_frames(request.update, request.version, request.plan, frames)
+        assert len(share.prompt_B) == 4
+        ends = np.cumsum(share.prompt_B + share.response_B)
+        seen += [int(ids[0]) // 100 for ids in np.split(share.ids, ends[:-1])]
+        used = sorted(i for mini in request.plan for micro in mini for i in micro)
+        assert used == [0, 1, 2, 3]
+    assert sorted(seen) == list(range(8))
+
+
+def test_every_call_gets_its_own_kind_of_answer():
+    piece = WeightPiece(0, "a", 1, 2, 3, "float32", "x")
+
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(5)
+        (bucket,) = await remote.manifest()
+        assert bucket == BucketSpec(("a", "b"), ("float32",) * 2, ((2, 3), (4,)))
+        await remote.connect_weights("127.0.0.1", 1234, 3, "group")
+        await remote.send_weights()
+        assert await remote.piece_digests([piece]) == ["d"]
+        await remote.export_hf("/somewhere")
+        await remote.stop()
+
+    (rank,) = drive(body, [done])
+    kinds = [type(request) for request, _ in rank.received]
+    assert kinds == [
+        m.GetManifest,
+        m.ConnectWeights,
+        m.SendWeights,
+        m.DigestPieces,
+        m.ExportHf,
+        m.Stop,
+    ]
+    assert rank.received[3][0].pieces == [piece]
+
+
+def test_a_failing_rank_fails_the_call_and_every_later_one_with_its_reason():
+    def fail(request: m.Request) -> m.Reply:
+        return m.Failed(1, "NotFinite: the loss is nan")
+
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(5)
+        with pytest.raises(LearnerError, match="rank 1: NotFinite: the loss is nan"):
+            await remote.train(make_batch())
+        with pytest.raises(LearnerError, match="NotFinite"):
+            await remote.manifest()
+
+    drive(body, [silent, fail])
+
+
+def test_silence_is_an_error_after_the_timeout():
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(5)
+        with pytest.raises(LearnerError, match=r"train: no answer from the learner within 0.2 s"):
+            await remote.train(make_batch(), timeout_s=0.2)
+
+    drive(body, [silent])
+
+
+def test_a_late_answer_is_not_taken_for_the_next_one():
+    late: list[m.Request] = []
+
+    def answer(request: m.Request) -> m.Reply | None:
+        if not late:
+            late.append(request)
+            return None
+        return done(request)
+
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(5)
+        with pytest.raises(LearnerError):
+            await remote.train(make_batch(), timeout_s=0.1)
+        assert (await remote.manifest())[0].names == ("a", "b")
+
+    drive(body, [answer])
+
+
+def test_an_answer_of_the_wrong_kind_is_refused():
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(5)
+        with pytest.raises(LearnerError, match="answered Manifest"):
+            await remote.train(make_batch())
+
+    drive(body, [lambda request: m.Done(request.call, m.Manifest([]))])
+
+
+def test_garbage_on_the_wire_is_an_error():
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(5)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.connect(remote.address)
+            stranger.send(b"\xc1 not msgpack")
+            with pytest.raises(LearnerError, match="unreadable message"):
+                await remote.train(make_batch())
+
+    drive(body, [silent])
+
+
+def test_calls_before_ready_after_close_and_on_a_world_of_the_wrong_size_fail():
+    async def before(remote: RemoteLearner) -> None:
+        with pytest.raises(LearnerError, match="not ready"):
+            await remote.manifest()
+        await remote.wait_ready(5)
+        remote.close()
+        with pytest.raises(LearnerError, match="closed"):
+            await remote.manifest()
+
+    drive(before, [done])
+
+    async def main() -> None:
+        remote = RemoteLearner(config(parallel={"dp": 2}))
+        rank = Rank(remote.address, 0, 1, done)
+        task = asyncio.create_task(rank.run())
+        try:
+            with pytest.raises(LearnerError, match="has 1 ranks"):
+                await remote.wait_ready(5)
+        finally:
+            task.cancel()
+            remote.close()
+            rank.context.destroy(linger=0)
+
+    asyncio.run(main())
+
+
+def test_nobody_comes():
+    async def main() -> None:
+        remote = RemoteLearner(config())
+        try:
+            with pytest.raises(LearnerError, match="start: no answer"):
+                await remote.wait_ready(0.1)
+        finally:
+            await remote.stop()
+
+    asyncio.run(main())
+
+
+def test_a_port_in_use_is_named():
+    async def main() -> None:
+        remote = RemoteLearner(config())
+        port = int(remote.address.rpartition(":")[2])
+        try:
+            with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}"):
+                RemoteLearner(config(listen_port=port))
+        finally:
+            remote.close()
+
+    asyncio.run(main())
+
+
+def columns_of(count: int) -> RankBatch:
+    batch = make_batch(count)
+    return rank_batch(batch.update, batch.version, batch.samples, [[list(range(count))]])
+
+
+def test_columns_travel_unchanged():
+    share = columns_of(4)
+    back = from_frames(share.update, share.version, share.plan, to_frames(share))
+    for name, dtype in COLUMNS.items():
+        assert getattr(back, name).dtype == dtype
+        np.testing.assert_array_equal(getattr(back, name), getattr(share, name))
+    # path_T indexes into the columns, not into its own sample
+    starts = np.cumsum(share.count_T) - share.count_T
+    assert ((back.path_T >= starts) & (back.path_T < starts + back.count_T)).all()
+    assert list(back.version_T[: back.response_B[0]]) == [0, 1]
+
+
+@pytest.mark.parametrize("name", [name for name in COLUMNS if name not in ("prompt_B",)])
+def test_a_truncated_column_is_refused(name: str):
+    frames = dict(zip(COLUMNS, to_frames(columns_of(3)), strict=True))
+    frames[name] = frames[name][: -COLUMNS[name].itemsize]
+    with pytest.raises(ValueError, match="must have length"):
+        from_frames(0, 0, [[[0]]], list(frames.values()))
+    with pytest.raises(ValueError, match="10 columns, got 9 frames"):
+        from_frames(0, 0, [[[0]]], list(frames.values())[1:])
+
+
+@pytest.mark.parametrize("name", ["weight_N", "sampler_logp_N", "path_T"])
+def test_a_malformed_sample_is_named(name: str):
+    sample = make_sample(7, 4)
+    draws = replace(sample.rollout.draws, **{name: getattr(sample.rollout.draws, name)[:-1]})
+    broken = replace(sample, rollout=replace(sample.rollout, draws=draws))
+    with pytest.raises(ValueError, match=f"sample 7: {name} must have length"):
+        rank_batch(0, 0, [broken], [[[0]]])
+
+
+HEAD = SimpleNamespace(is_head=True, parallel=SimpleNamespace(tp=1, pp=1))
+
+
+@contextmanager
+def router() -> Iterator[tuple[zmq.Socket, str]]:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.set(zmq.LINGER, 0)
+        socket.bind("tcp://127.0.0.1:*")
+        yield socket, socket.get_string(zmq.LAST_ENDPOINT)
+
+
+def test_a_rank_receives_requests_and_reports_failures():
+    with router() as (socket, address):
+        channel = Channel(address)
+        try:
+            channel.report(ValueError("learner.parallel:\n  tp"))
+            identity, frame = socket.recv_multipart()
+            assert m.decode_reply(frame) == m.Failed(0, "learner.parallel: tp")
+            channel.report(RuntimeError("boom"))
+            assert m.decode_reply(socket.recv_multipart()[1]).reason == "RuntimeError: boom"
+            socket.send_multipart([identity, m.encode(m.Stop(9)), b"raw"])
+            request, frames = channel.receive(HEAD)
+            assert request == m.Stop(9)
+            assert [bytes(frame) for frame in frames] == [b"raw"]
+        finally:
+            channel.close()
+
+
+def test_a_rank_does_not_outlive_the_controller():
+    with router() as (socket, address):
+        channel = Channel(address, reconnect_s=0.3)
+        channel.reply(m.Failed(0, "hello"))
+        socket.recv_multipart()
+    try:
+        with pytest.raises(ControllerLost, match="no controller at tcp"):
+            channel.receive(HEAD)
+    finally:
+        channel.close()
+
+
+def test_a_rank_gives_up_on_a_controller_that_never_was():
+    channel = Channel("tcp://127.0.0.1:9", reconnect_s=0.3)
+    try:
+        with pytest.raises(ControllerLost):
+            channel.receive(HEAD)
+    finally:
+        channel.close()
