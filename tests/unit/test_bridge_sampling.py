@@ -85,6 +85,7 @@ def test_zero_probability_is_never_drawn(vocab: int):
     ids = draw(probs, corners)
     assert (probs.gather(1, ids) > 0).all()
     assert (ids[1] == BLOCK).all()
+    assert ids[0, 5000] == 3, "a target of 0 belongs to the first id that has mass"
 
 
 @given(
