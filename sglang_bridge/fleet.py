@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -92,7 +92,7 @@ class Fleet:
 
         Raises BadReply when their vocabularies or versions differ.
         """
-        self._infos = tuple(await self._everywhere(ServerClient.info))
+        self._infos = tuple(await self._ask_all(ServerClient.info))
         for what in ("vocab_size", "version"):
             values = {info.url: getattr(info, what) for info in self._infos}
             if len(set(values.values())) > 1:
@@ -200,15 +200,17 @@ class Fleet:
         return dict(zip((client.url for client in self.clients), digests, strict=True))
 
     async def _everywhere(self, verb: Callable[[ServerClient], Awaitable[Any]]) -> list[Any]:
-        """Results in server order.
+        """A publication step: `_ask_all`, whose failure raises PublicationFailed."""
+        try:
+            return await self._ask_all(verb)
+        except BridgeError as error:
+            raise PublicationFailed(str(error)) from error
 
-        The first failure cancels the rest and raises PublicationFailed.
-        """
+    async def _ask_all(self, verb: Callable[[ServerClient], Awaitable[Any]]) -> list[Any]:
+        """Results in server order. The first failure cancels the rest and is raised."""
         tasks = [asyncio.ensure_future(verb(client)) for client in self.clients]
         try:
             return await asyncio.gather(*tasks)
-        except BridgeError as error:
-            raise PublicationFailed(str(error)) from error
         finally:
             for task in tasks:
                 task.cancel()
@@ -216,7 +218,7 @@ class Fleet:
 
 
 @contextmanager
-def _counted(server: _Server) -> Any:
+def _counted(server: _Server) -> Iterator[None]:
     server.in_flight += 1
     try:
         yield

@@ -223,6 +223,15 @@ def test_a_fleet_of_different_models_does_not_start():
         asyncio.run(run())
 
 
+def test_a_fleet_with_an_unreachable_server_does_not_start():
+    async def run():
+        async with Fleet([client_of(f"http://127.0.0.1:{free_port()}")]):
+            pass
+
+    with pytest.raises(ServerUnreachable, match="no answer"):
+        asyncio.run(run())
+
+
 def test_ranks_of_the_weight_update_group():
     world = weights_world([1, 2, 4])
     assert world.size == 8
