@@ -25,6 +25,28 @@ Decoder = Callable[[Sequence[int]], str]
 """Token ids -> text."""
 
 
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Cuts a response at its end token and asks the verifier.
+
+    end_token_ids: those that end a response; what follows the first one is ignored.
+    """
+
+    verify: Verifier
+    decode: Decoder
+    end_token_ids: Collection[int]
+
+    def correct(self, response_ids: Sequence[int], answer: str) -> bool:
+        """Whether the response is right; one without an end token is judged as it stands."""
+        return self.verify(self.decode(response_ids[: self.end(response_ids)]), answer)
+
+    def end(self, response_ids: Sequence[int]) -> int | None:
+        """Index of the first end token, None without one."""
+        return next(
+            (i for i, token in enumerate(response_ids) if token in self.end_token_ids), None
+        )
+
+
 class CompletionPort(Protocol):
     """Something that samples from the model under evaluation."""
 
@@ -56,17 +78,15 @@ class FleetPort:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """How to sample and judge.
+    """How to sample.
 
     samples: k, completions a problem. temperature: 0 = greedy. concurrency: completions in flight.
-    end_token_ids: those that end a response; what follows the first one is ignored.
     """
 
     samples: int
     temperature: float
     max_new_tokens: int
     concurrency: int
-    end_token_ids: Collection[int]
 
     def __post_init__(self) -> None:
         for key in ("samples", "max_new_tokens", "concurrency"):
@@ -116,11 +136,7 @@ class _Outcome:
 
 
 async def evaluate(
-    port: CompletionPort,
-    prompts: Sequence[Prompt],
-    verify: Verifier,
-    decode: Decoder,
-    plan: EvaluationPlan,
+    port: CompletionPort, prompts: Sequence[Prompt], judge: Judge, plan: EvaluationPlan
 ) -> EvaluationReport:
     """Complete every prompt `plan.samples` times and judge each completion.
 
@@ -137,7 +153,7 @@ async def evaluate(
 
     async def worker(work: Iterator[tuple[int, int]]) -> None:
         for problem, _ in work:
-            outcomes.append(await _judge(port, problem, prompts[problem], verify, decode, plan))
+            outcomes.append(await _complete(port, problem, prompts[problem], judge, plan))
 
     workers = min(plan.concurrency, len(prompts) * plan.samples)
     try:
@@ -149,24 +165,18 @@ async def evaluate(
     return _report(outcomes, len(prompts), plan.samples)
 
 
-async def _judge(
-    port: CompletionPort,
-    problem: int,
-    prompt: Prompt,
-    verify: Verifier,
-    decode: Decoder,
-    plan: EvaluationPlan,
+async def _complete(
+    port: CompletionPort, problem: int, prompt: Prompt, judge: Judge, plan: EvaluationPlan
 ) -> _Outcome:
     ids = await port.complete(
         prompt.token_ids_P.tolist(),
         max_new_tokens=plan.max_new_tokens,
         temperature=plan.temperature,
     )
-    stop = next((i for i, token in enumerate(ids) if token in plan.end_token_ids), None)
-    text = decode(ids[:stop])
+    stop = judge.end(ids)
     return _Outcome(
         problem=problem,
-        correct=verify(text, str(prompt.answer)),
+        correct=judge.correct(ids, str(prompt.answer)),
         num_tokens=len(ids) if stop is None else stop + 1,
         truncated=stop is None,
     )

@@ -120,10 +120,12 @@ class Sample:
     """A scored rollout.
 
     teacher_logp_N: float32 [N], log q of every cached id; finite (a sample with NaN is dropped).
+    reward: the task's verifier on the response; None without a verifier or an answer.
     """
 
     rollout: Rollout
     teacher_logp_N: FloatArray
+    reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

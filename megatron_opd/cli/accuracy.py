@@ -10,14 +10,13 @@ from megatron_opd.evaluation import EvaluationPlan, EvaluationReport, FleetPort,
 from sglang_bridge.fleet import Fleet
 
 
-def evaluation_plan(config: Config, prepared: Prepared) -> EvaluationPlan:
+def evaluation_plan(config: Config) -> EvaluationPlan:
     """How `evaluation` in the config is carried out."""
     return EvaluationPlan(
         samples=config.evaluation.samples,
         temperature=config.evaluation.temperature,
         max_new_tokens=config.evaluation.max_new_tokens or config.rollout.max_new_tokens,
         concurrency=config.rollout.concurrency,
-        end_token_ids=prepared.end_token_ids,
     )
 
 
@@ -55,11 +54,9 @@ class Accuracies:
 
     async def _evaluate(self, name: str, fleet: Fleet) -> list[str]:
         prepared = self._prepared
-        if not prepared.heldout or prepared.verify is None:
+        if not prepared.heldout or prepared.judge is None:
             return []
-        plan = evaluation_plan(self._config, prepared)
-        report = await evaluate(
-            FleetPort(fleet), prepared.heldout, prepared.verify, prepared.decode, plan
-        )
+        plan = evaluation_plan(self._config)
+        report = await evaluate(FleetPort(fleet), prepared.heldout, prepared.judge, plan)
         self._reports[name] = report
         return [f"{name}: {report.line()}"]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_opd.cli.accuracy import evaluation_plan
 from megatron_opd.cli.errors import RunFailed, UserError
 from megatron_opd.cli.preflight import read_model
-from megatron_opd.cli.prepare import Prepared, prepare
+from megatron_opd.cli.prepare import prepare
 from megatron_opd.cli.processes import LocalProcesses
 from megatron_opd.cli.servers import make_spec
 from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.schema import Config
-from megatron_opd.data.tasks.base import Verifier
-from megatron_opd.evaluation import EvaluationReport, FleetPort, evaluate
+from megatron_opd.evaluation import EvaluationReport, FleetPort, Judge, evaluate
+from megatron_opd.types import Prompt
 from sglang_bridge.errors import BridgeError
 from sglang_bridge.server.launch import ServerProcess, free_port
 
@@ -24,7 +25,7 @@ def evaluate_checkpoint(config: Config, model: Path) -> EvaluationReport:
     """Serve `model` with the student's settings and evaluate it."""
     read_model(model, "--model")
     prepared = prepare(config)
-    if not prepared.heldout or prepared.verify is None:
+    if not prepared.heldout or prepared.judge is None:
         raise UserError(
             "opd eval needs evaluation.problems > 0, data.heldout and a task with a verifier"
         )
@@ -32,7 +33,7 @@ def evaluate_checkpoint(config: Config, model: Path) -> EvaluationReport:
         spec = make_spec(config, "student", free_port(config.student.host), 0, model)
         server = ServerProcess(spec, Path(scratch) / "server.log")
         try:
-            return asyncio.run(_evaluate(config, prepared, prepared.verify, server))
+            return asyncio.run(_evaluate(config, prepared.heldout, prepared.judge, server))
         except BridgeError as error:
             raise RunFailed(str(error)) from error
         finally:
@@ -40,7 +41,7 @@ def evaluate_checkpoint(config: Config, model: Path) -> EvaluationReport:
 
 
 async def _evaluate(
-    config: Config, prepared: Prepared, verify: Verifier, server: ServerProcess
+    config: Config, heldout: Sequence[Prompt], judge: Judge, server: ServerProcess
 ) -> EvaluationReport:
     processes = LocalProcesses([server], None)
     processes.start()
@@ -48,7 +49,6 @@ async def _evaluate(
     fleet = make_fleet(config.student, [server.spec.url])
     try:
         await fleet.start()
-        plan = evaluation_plan(config, prepared)
-        return await evaluate(FleetPort(fleet), prepared.heldout, verify, prepared.decode, plan)
+        return await evaluate(FleetPort(fleet), heldout, judge, evaluation_plan(config))
     finally:
         await fleet.close()

@@ -12,8 +12,7 @@ from megatron_opd.cli.preflight import ModelFacts, check_models, prompt_limit
 from megatron_opd.config.schema import Config
 from megatron_opd.data.prompts import PromptSet, PromptSource, load_prompts
 from megatron_opd.data.tasks import get_task, get_verifier
-from megatron_opd.data.tasks.base import Verifier
-from megatron_opd.evaluation import Decoder
+from megatron_opd.evaluation import Judge
 from megatron_opd.types import Prompt
 
 if TYPE_CHECKING:
@@ -26,17 +25,15 @@ ResultT = TypeVar("ResultT")
 class Prepared:
     """Checked input of a run.
 
-    decode: token ids -> text, for the verifier. heldout: evaluation problems, empty when there is
-    no evaluation. verify: None when the task has no verifier.
+    heldout: evaluation problems, empty when there is no evaluation. judge: None when the task has
+    no verifier.
     """
 
     student: ModelFacts
     prompts: PromptSource
     prompts_too_long: int
     heldout: tuple[Prompt, ...]
-    verify: Verifier | None
-    decode: Decoder
-    end_token_ids: frozenset[int]
+    judge: Judge | None
 
 
 def checked(load: Callable[[], ResultT]) -> ResultT:
@@ -81,12 +78,17 @@ def prepare(config: Config) -> Prepared:
             raise UserError(f"data.heldout must be a file when evaluation.problems is {wanted}")
         checked(lambda: get_verifier(data.task))
         heldout = checked(lambda: load(path, need_answers=True)).prompts[:wanted]
+    judge = None
+    if task.verify is not None:
+        judge = Judge(
+            task.verify,
+            decode=lambda ids: str(tokenizer.decode(list(ids))),
+            end_token_ids=end_tokens(student, tokenizer),
+        )
     return Prepared(
         student=student,
         prompts=PromptSource(train.prompts, seed=config.run.seed, shuffle=data.shuffle),
         prompts_too_long=train.too_long,
         heldout=heldout,
-        verify=task.verify,
-        decode=lambda ids: str(tokenizer.decode(list(ids))),
-        end_token_ids=end_tokens(student, tokenizer),
+        judge=judge,
     )

@@ -17,14 +17,16 @@ from megatron_opd.controller.controller import Controller, Ports, Schedule
 from megatron_opd.controller.health import HealthGuard, WatchedEngine, WatchedProcess
 from megatron_opd.controller.ports import Publisher
 from megatron_opd.controller.progress import make_display
+from megatron_opd.evaluation import Judge
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import JsonlSink, Sink, TensorBoardSink
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.rollout.generator import RolloutGenerator
-from megatron_opd.teacher.scorer import FleetScorer
+from megatron_opd.teacher.scorer import FleetScorer, Reward
 from megatron_opd.transport.zmq import RemoteLearner
+from megatron_opd.types import Rollout
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 
@@ -72,6 +74,20 @@ def make_guard(
     return HealthGuard(watched, engines, on_tick=totals.memory.sample)
 
 
+def make_reward(judge: Judge | None) -> Reward | None:
+    """The verifier as a reward: 1 for a right response, 0 for a wrong one."""
+    if judge is None:
+        return None
+
+    def reward(rollout: Rollout) -> float | None:
+        answer = rollout.prompt.answer
+        if answer is None:
+            return None
+        return float(judge.correct(rollout.response_ids_T.tolist(), answer))
+
+    return reward
+
+
 def make_controller(
     config: Config,
     prepared: Prepared,
@@ -93,7 +109,9 @@ def make_controller(
     ports = Ports(
         prompts=prepared.prompts,
         rollout=RolloutGenerator(fleets["student"], config.rollout, config.support, run_id),
-        teacher=FleetScorer(fleets["teacher"], config.scoring, run_id),
+        teacher=FleetScorer(
+            fleets["teacher"], config.scoring, run_id, reward=make_reward(prepared.judge)
+        ),
         learner=learner,
         publisher=publisher,
         observer=recorder,

@@ -217,6 +217,7 @@ def batch_columns(batch: Batch) -> dict[str, float | int | None]:
     staleness.add(batch)
     cache.add(batch)
     rollouts = [sample.rollout for sample in batch.samples]
+    rewards = [sample.reward for sample in batch.samples if sample.reward is not None]
     return {
         "num_samples": len(rollouts),
         "num_response_tokens": batch.num_response_tokens,
@@ -225,6 +226,7 @@ def batch_columns(batch: Batch) -> dict[str, float | int | None]:
         "partial_rollouts": staleness.partial_rollouts,
         "response_tokens_mean": batch.num_response_tokens / len(rollouts),
         "length_stops": sum(rollout.finish_reason == "length" for rollout in rollouts),
+        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
         "distinct_ids_per_token": cache.distinct_ids_per_token,
         "cache_bytes_per_token": cache.bytes_per_token,
     }

@@ -6,6 +6,7 @@ it never reaches the learner, where one NaN would spoil all weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +20,9 @@ from sglang_bridge.protocol import ScoreReply, ScoreRequest
 
 BAD_REPLY, UNREACHABLE, REFUSED = "teacher_bad_reply", "teacher_unreachable", "teacher_refused"
 MISSHAPEN, NAN, INFINITE = "teacher_misshapen", "teacher_nan", "teacher_infinite"
+
+Reward = Callable[[Rollout], float | None]
+"""A verifier's judgement of a rollout; None when there is nothing to compare with."""
 
 
 class ScoreFleet(Protocol):
@@ -36,6 +40,7 @@ class FleetScorer:
         fleet: the teacher servers.
         scoring: how often a score is tried before its sample is dropped.
         run_id: makes request names unique.
+        reward: the verifier, called once for every scored rollout.
         backoff: overrides the waits between tries.
     """
 
@@ -44,10 +49,12 @@ class FleetScorer:
         fleet: ScoreFleet,
         scoring: ScoringConfig,
         run_id: str,
+        reward: Reward | None = None,
         backoff: Backoff | None = None,
     ) -> None:
         self._fleet = fleet
         self._run_id = run_id
+        self._reward = reward
         self._backoff = Backoff(scoring.attempts) if backoff is None else backoff
 
     async def score(self, rollout: Rollout) -> Sample:
@@ -64,7 +71,9 @@ class FleetScorer:
             reply = await retried(lambda: self._fleet.score(request), self._backoff)
         except BridgeError as error:
             raise ScoreRejected(_reason(error), str(error)) from error
-        return Sample(rollout, checked(reply.logp_N, draws.num_ids))
+        teacher_logp_N = checked(reply.logp_N, draws.num_ids)
+        reward = None if self._reward is None else self._reward(rollout)
+        return Sample(rollout, teacher_logp_N, reward)
 
 
 def checked(logp_N: FloatArray, num_ids: int) -> FloatArray:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from megatron_opd.data.tasks import get_verifier
 from megatron_opd.data.tokenizer import build_tokenizer
-from megatron_opd.evaluation import EvaluationPlan, EvaluationReport, FleetPort, evaluate
+from megatron_opd.evaluation import EvaluationPlan, EvaluationReport, FleetPort, Judge, evaluate
 from megatron_opd.types import Prompt
 from sglang_bridge.fleet import Fleet
 
 TOKENIZER = build_tokenizer()
-VERIFY = get_verifier("arithmetic")
+JUDGE = Judge(get_verifier("arithmetic"), TOKENIZER.decode, end_token_ids={1})
 
 
 def problems(answers):
@@ -34,7 +34,6 @@ def plan(**overrides):
         "temperature": 1.0,
         "max_new_tokens": 8,
         "concurrency": 3,
-        "end_token_ids": {1},
     }
     return EvaluationPlan(**(defaults | overrides))
 
@@ -56,9 +55,7 @@ class ScriptedPort:
 
 
 def run(port, answers, **overrides):
-    return asyncio.run(
-        evaluate(port, problems(answers), VERIFY, TOKENIZER.decode, plan(**overrides))
-    )
+    return asyncio.run(evaluate(port, problems(answers), JUDGE, plan(**overrides)))
 
 
 def test_figures_of_a_small_case():

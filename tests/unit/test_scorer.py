@@ -114,3 +114,15 @@ def test_no_attempts_are_refused():
 
     with pytest.raises(ValueError, match="attempts must be >= 1, got 0"):
         run_virtual(retried(call, Backoff(0)))
+
+
+def test_the_verifier_judges_each_scored_rollout_once():
+    judged = []
+
+    def reward(rollout):
+        judged.append(rollout.prompt.uid)
+        return 0.5
+
+    scorer = FleetScorer(FakeFleet(GOOD), ScoringConfig(), "run7", reward=reward)
+    assert run_virtual(scorer.score(ROLLOUT)).reward == 0.5
+    assert judged == [5]

@@ -1,0 +1,50 @@
+"""`python -m benchmarks [NAME ...]`: run benchmarks and print one JSON object for each."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+from typing import Any
+
+from megatron_opd.metrics.summary import commit, versions
+
+NAMES = ("draws", "learner")
+
+
+def machine() -> dict[str, Any]:
+    """What a reader needs to know to compare."""
+    with open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
+        models = [line.partition(":")[2].strip() for line in cpuinfo if "model name" in line]
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
+    names = parser.parse_args().names or NAMES
+    for name in names:
+        if name not in NAMES:
+            parser.error(f"unknown benchmark {name!r}; choices: {', '.join(NAMES)}")
+    for name in names:
+        figures = importlib.import_module(f"benchmarks.{name}").measure()
+        header = {
+            "benchmark": name,
+            "command": f"python -m benchmarks {name}",
+            "commit": commit(),
+            "machine": machine(),
+            "versions": versions(),
+        }
+        print(json.dumps(header | figures, indent=2), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
