@@ -49,6 +49,7 @@ class ModelSpec:
             ("tp", parallel.tp, "attention heads", self.num_heads),
             ("tp", parallel.tp, "key-value heads", self.num_kv_heads),
             ("tp", parallel.tp, "vocabulary", self.vocab_size),
+            ("tp", parallel.tp, "feed-forward features", self.ffn_size),
             ("pp", parallel.pp, "layers", self.num_layers),
             ("ep", parallel.ep, "experts", self.num_experts),
         )

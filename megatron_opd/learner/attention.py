@@ -145,7 +145,9 @@ class PackedAttention(MegatronModule):
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """[B, L, h, d] -> [B, L, h, d]."""
         out = F.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)),
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
             is_causal=True,
             scale=self.scale,
             enable_gqa=q.shape[2] != k.shape[2],

@@ -104,4 +104,4 @@ def share_frames(frames: list[memoryview], world: World) -> list[memoryview]:
     else:
         blob = torch.empty(int(sizes.sum()), dtype=torch.uint8)
     dist.broadcast(blob, src=head, group=group)
-    return [memoryview(part.numpy()) for part in blob.split(sizes.tolist())]
+    return [part.numpy().data for part in blob.split(sizes.tolist())]

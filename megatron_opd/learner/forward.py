@@ -142,4 +142,5 @@ def _response_logits(logits_1Sv: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def _vocab_group() -> dist.ProcessGroup:
-    return ps.get_tensor_model_parallel_group()
+    group: Any = ps.get_tensor_model_parallel_group()
+    return group

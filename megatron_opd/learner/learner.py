@@ -134,7 +134,8 @@ class MegatronLearner:
                 raise NotFinite(f"the loss is {totals.sum('loss')}")
             middle = time.perf_counter()
             set_learning_rate(self.optimizer, lr)
-            _, norm, _ = self.optimizer.step()
+            result: Any = self.optimizer.step()
+            norm: float | None = result[1]
         if norm is None or not math.isfinite(norm):
             raise NotFinite(f"the gradient norm is {norm}")
         return StepResult(totals, float(norm), middle - started, time.perf_counter() - middle)

@@ -116,9 +116,12 @@ def build_model(
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
+    layers: Any = TransformerBlockSubmodules(
+        layer_specs=_layer_specs(spec, config, engine), layer_norm=norm
+    )
     model = GPTModel(
         config,
-        TransformerBlockSubmodules(layer_specs=_layer_specs(spec, config, engine), layer_norm=norm),
+        layers,
         vocab_size=spec.vocab_size,
         max_sequence_length=spec.max_position,
         position_embedding_type="rope",
@@ -130,7 +133,7 @@ def build_model(
     )
     if not engine:
         model.rotary_pos_emb = PackedRotary(
-            config.kv_channels,
+            spec.head_dim,
             rotary_percent=1.0,
             rotary_base=spec.rope_theta,  # type: ignore[arg-type]
             use_cpu_initialization=config.use_cpu_initialization,

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch._C._distributed_c10d import HashStore
 
 from megatron_opd.config.schema import ParallelConfig
 
@@ -73,7 +75,7 @@ def init_world(parallel: ParallelConfig, seed: int, threads: int | None, timeout
         torch.set_num_threads(threads)
     if "RANK" not in os.environ:  # started without torchrun: a world of one
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-        store: dist.Store | None = dist.HashStore()
+        store: Any = HashStore()
     else:
         store = None
     cuda = torch.cuda.is_available()
@@ -109,7 +111,7 @@ def _place(parallel: ParallelConfig, device: torch.device, expert_tp: int) -> Wo
     for member, index in enumerate(data_ranks.tolist()):
         copies.setdefault(index, []).append(member)
     # Ranks wait here for the controller's next command, for as long as a run may take.
-    groups = {
+    groups: dict[int, Any] = {
         index: dist.new_group(members, backend="gloo", timeout=timedelta(days=30))
         for index, members in sorted(copies.items())
     }
@@ -128,5 +130,5 @@ def _place(parallel: ParallelConfig, device: torch.device, expert_tp: int) -> Wo
         pp_rank=ps.get_pipeline_model_parallel_rank(),
         ep_rank=ps.get_expert_model_parallel_rank(),
         expert_tp=expert_tp,
-        expert_tp_rank=ps.get_expert_tensor_parallel_rank(),
+        expert_tp_rank=ps.get_expert_tensor_parallel_rank() or 0,
     )

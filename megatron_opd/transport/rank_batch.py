@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -85,7 +86,7 @@ def check_sample(sample: Sample) -> None:
 
 
 # Column -> dtype on the wire: the order of the raw frames.
-COLUMNS: dict[str, np.dtype[np.generic]] = {
+COLUMNS: dict[str, np.dtype[Any]] = {
     "ids": np.dtype(np.int32),
     "prompt_B": np.dtype(np.int64),
     "response_B": np.dtype(np.int64),
@@ -126,5 +127,5 @@ def from_frames(update: int, version: int, plan: Plan, frames: Sequence[memoryvi
     return batch
 
 
-def _cat(parts: Sequence[npt.NDArray[np.generic]], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
+def _cat(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     return np.ascontiguousarray(np.concatenate(list(parts)), dtype=dtype)

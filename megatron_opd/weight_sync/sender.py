@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
 from megatron_opd.checkpoint.gather import FullTensors
@@ -74,8 +75,8 @@ class WeightSender:
             return
         timeout = timedelta(seconds=timeout_s)
         # Explicit: under torchrun a tcp:// rendezvous would join torchrun's own store instead.
-        store = dist.TCPStore(host, port, world_size, is_master=True, timeout=timeout)
-        prefixed = dist.PrefixStore(group_name, store)
+        store = TCPStore(host, port, world_size, is_master=True, timeout=timeout)
+        prefixed = PrefixStore(group_name, store)
         self._group, _ = distributed_c10d._new_process_group_helper(
             world_size,
             0,

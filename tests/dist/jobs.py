@@ -14,10 +14,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed import distributed_c10d
 
-from megatron_opd.config.schema import Config, LearnerConfig, ObjectiveConfig
+from megatron_opd.config.schema import Config, LearnerConfig, ObjectiveConfig, SftConfig
 from megatron_opd.data.packing import plan_batch
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.serve import serve
+from megatron_opd.learner.sft import run_sft
 from megatron_opd.losses.vocab_parallel import gather_logp
 from megatron_opd.transport.rank_batch import rank_batch
 from megatron_opd.types import Batch
@@ -83,6 +84,12 @@ def update(
     if learner.world.rank == 0:
         result = {"metrics": metrics, "main_dtypes": sorted(main)}
         (out / "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def sft(out: Path, *, config: dict[str, Any]) -> None:
+    """A rank of `python -m megatron_opd.learner --sft`."""
+    run_sft(SftConfig.model_validate(config))
     dist.destroy_process_group()
 
 

@@ -1,0 +1,108 @@
+"""Supervised fine-tuning from a fresh initialisation and from a checkpoint."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_opd.config.schema import SftConfig
+from megatron_opd.learner.sft import batches, read_pairs
+from tests.dist import jobs
+from tests.dist.worlds import run_world
+from tests.models import tiny_qwen3_moe
+
+pytestmark = pytest.mark.dist
+
+PAIRS = [(f"{a}+{b}=", f" {a + b}.") for a in range(8) for b in range(8)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "train.jsonl"
+    lines = [json.dumps({"prompt": p, "response": r}) for p, r in PAIRS]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def weightless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with config.json and a tokenizer only."""
+    path = tiny_qwen3_moe(tmp_path_factory.mktemp("init") / "moe")
+    (path / "model.safetensors").unlink()
+    return path
+
+
+def make_config(
+    init: Path, data: Path, output: Path, updates: int, **learner: Any
+) -> dict[str, Any]:
+    optimizer = {"lr": 3e-3, "warmup_updates": 2, "schedule": "cosine", "eps": 1e-4}
+    return {
+        "run": {"updates": updates, "seed": 5},
+        "init": str(init),
+        "output": str(output),
+        "train": str(data),
+        "batch_size": 16,
+        "save_dtype": "float32",
+        "learner": {"dtype": "float32", "threads": 1, "optimizer": optimizer, **learner},
+    }
+
+
+def mean_loss(model: Path) -> float:
+    """Mean negative log-likelihood of the response tokens, end token included, by transformers."""
+    student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    total = tokens = 0.0
+    for prompt, response in PAIRS:
+        first = tokenizer.encode(prompt)
+        rest = [*tokenizer.encode(response), tokenizer.eos_token_id]
+        with torch.no_grad():
+            logp = student(torch.tensor([first + rest])).logits[0].log_softmax(-1)
+        rows = logp[len(first) - 1 : -1]
+        total -= float(rows.gather(1, torch.tensor(rest)[:, None]).sum())
+        tokens += len(rest)
+    return total / tokens
+
+
+def test_it_learns_alike_in_every_layout(weightless, data, tmp_path):
+    """A fresh initialisation depends on the seed alone, so the trained weights agree too."""
+    outputs = {}
+    for name, size, parallel in (("one", 1, {}), ("tp2", 2, {"tp": 2}), ("ep2", 2, {"ep": 2})):
+        outputs[name] = tmp_path / name / "model"
+        config = make_config(weightless, data, outputs[name], 12, parallel=parallel)
+        run_world(jobs.sft, size, tmp_path / name, config=config)
+    loaded = {name: load_file(path / "model.safetensors") for name, path in outputs.items()}
+    for name in ("tp2", "ep2"):
+        for key, tensor in loaded["one"].items():
+            torch.testing.assert_close(loaded[name][key], tensor, rtol=1e-3, atol=1e-4)
+    assert mean_loss(outputs["one"]) < 0.75 * math.log(512)
+    # It goes on from weights: the first of more updates starts where the last ended.
+    again = tmp_path / "again" / "model"
+    config = make_config(outputs["one"], data, again, 12)
+    run_world(jobs.sft, 1, tmp_path / "again", config=config)
+    assert mean_loss(again) < mean_loss(outputs["one"])
+
+
+def test_pairs_and_their_mistakes(weightless, data, tmp_path):
+    config = SftConfig.model_validate(make_config(weightless, data, tmp_path, 1))
+    pairs = read_pairs(config, 2048)
+    assert len(pairs) == len(PAIRS)
+    assert pairs[0].response_ids[-1] == 1
+    assert len(pairs[0].prompt_ids) == len("0+0=")
+    with pytest.raises(ValueError, match=r"row 1: prompt and response must fit .* 5 tokens, got 8"):
+        read_pairs(config, 5)
+
+
+def test_batches_cover_every_epoch(weightless, data, tmp_path):
+    config = SftConfig.model_validate(make_config(weightless, data, tmp_path, 1))
+    pairs = read_pairs(config, 2048)
+    source = batches(pairs, 24, seed=1)
+    epochs = [pair for _ in range(8) for pair in next(source)]
+    for start in range(0, len(epochs), len(pairs)):
+        assert {id(pair) for pair in epochs[start : start + len(pairs)]} == {id(p) for p in pairs}
+    again = batches(pairs, 24, seed=1)
+    assert [id(p) for p in next(again)] == [id(p) for p in epochs[:24]]
