@@ -24,6 +24,8 @@ CPU_ARGUMENTS = {
     # SGLang sizes the pool from all free memory, which on a shared machine is everybody's.
     "--max-total-tokens": "65536",
 }
+# An idle scheduler spins on its sockets otherwise: a whole core for each server, taken from others.
+CPU_FLAGS = ("--sleep-on-idle",)
 GPU_FLAGS = ("--enable-fp32-lm-head",)
 
 
@@ -56,10 +58,10 @@ def offer_standins() -> None:
 def arguments_for_device(arguments: list[str], *, cuda: bool) -> list[str]:
     """`arguments` with what the device demands; whatever the user gave stays."""
     given = {argument.partition("=")[0] for argument in arguments}
-    if cuda:
-        return [*arguments, *(flag for flag in GPU_FLAGS if flag not in given)]
-    missing = ((name, value) for name, value in CPU_ARGUMENTS.items() if name not in given)
-    return [*arguments, *(word for pair in missing for word in pair)]
+    flags = [flag for flag in (GPU_FLAGS if cuda else CPU_FLAGS) if flag not in given]
+    values = {} if cuda else CPU_ARGUMENTS
+    missing = ((name, value) for name, value in values.items() if name not in given)
+    return [*arguments, *flags, *(word for pair in missing for word in pair)]
 
 
 def main() -> None:
