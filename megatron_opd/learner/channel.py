@@ -31,10 +31,14 @@ class ControllerLost(ConnectionError):
 
 
 class Channel:
-    """One DEALER socket to `address`. reconnect_s: how long the controller may be out of reach."""
+    """One DEALER socket to `address`.
 
-    def __init__(self, address: str, reconnect_s: float = RECONNECT_S) -> None:
-        self.address, self._reconnect_s = address, reconnect_s
+    first_s: how long to wait for the controller to appear; it may be started after the learner.
+    reconnect_s: how long it may be out of reach later.
+    """
+
+    def __init__(self, address: str, first_s: float, reconnect_s: float = RECONNECT_S) -> None:
+        self.address, self._limit_s, self._reconnect_s = address, first_s, reconnect_s
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, LINGER_MS)
@@ -83,11 +87,12 @@ class Channel:
             if self._monitor in ready:
                 connected = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_CONNECTED
                 self._lost_since = None if connected else time.monotonic()
+                self._limit_s = self._reconnect_s
             if self._socket in ready:
                 return [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
             lost_s = 0.0 if self._lost_since is None else time.monotonic() - self._lost_since
-            if lost_s > self._reconnect_s:
-                raise ControllerLost(f"no controller at {self.address} for {self._reconnect_s:g} s")
+            if lost_s > self._limit_s:
+                raise ControllerLost(f"no controller at {self.address} for {self._limit_s:g} s")
 
 
 def share_frames(frames: list[memoryview], world: World) -> list[memoryview]:

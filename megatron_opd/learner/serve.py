@@ -38,7 +38,7 @@ def serve(config: Config, address: str) -> int:
     Whatever fails is reported to the controller in one line before this rank ends; the traceback
     goes to stderr.
     """
-    channel = Channel(address)
+    channel = Channel(address, first_s=config.learner.timeout_s)
     try:
         RankServer(config, channel).run()
     except Exception as error:  # noqa: BLE001  every failure must reach the controller

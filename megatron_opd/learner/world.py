@@ -1,4 +1,4 @@
-"""`python -m megatron_opd.learner.world [torchrun's arguments]`: torchrun that ends with its parent.
+"""`python -m megatron_opd.learner.world ARGUMENTS`: a torchrun that ends with its parent.
 
 Ranks end with torchrun (lifetime.py), torchrun with the process that started it: a run that is
 killed with SIGKILL leaves no learner behind.

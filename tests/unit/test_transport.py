@@ -328,7 +328,7 @@ def router() -> Iterator[tuple[zmq.Socket, str]]:
 
 def test_a_rank_receives_requests_and_reports_failures():
     with router() as (socket, address):
-        channel = Channel(address)
+        channel = Channel(address, first_s=5)
         try:
             channel.report(ValueError("learner.parallel:\n  tp"))
             identity, frame = socket.recv_multipart()
@@ -345,7 +345,7 @@ def test_a_rank_receives_requests_and_reports_failures():
 
 def test_a_rank_does_not_outlive_the_controller():
     with router() as (socket, address):
-        channel = Channel(address, reconnect_s=0.3)
+        channel = Channel(address, first_s=20, reconnect_s=0.3)
         channel.reply(m.Failed(0, "hello"))
         socket.recv_multipart()
     try:
@@ -356,7 +356,7 @@ def test_a_rank_does_not_outlive_the_controller():
 
 
 def test_a_rank_gives_up_on_a_controller_that_never_was():
-    channel = Channel("tcp://127.0.0.1:9", reconnect_s=0.3)
+    channel = Channel("tcp://127.0.0.1:9", first_s=0.3)
     try:
         with pytest.raises(ControllerLost):
             channel.receive(HEAD)
