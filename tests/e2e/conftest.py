@@ -10,7 +10,7 @@ from sglang_bridge.server.launch import ServerProcess, free_port
 from sglang_bridge.server.spec import ServerSpec
 from tests.models import tiny_qwen3, tiny_qwen3_moe
 
-STARTUP_TIMEOUT_S = 240
+STARTUP_TIMEOUT_S = 420
 torch.set_num_threads(1)  # the servers need the other core
 
 
