@@ -47,6 +47,10 @@ def serve(arguments: argparse.Namespace) -> int:
     section = config.student if arguments.role == "student" else config.teacher
     if section.base_port == 0:
         raise UserError(f"opd serve: {arguments.role}.base_port must be a fixed port, got 0")
+    if not 0 <= arguments.index <= 65535 - section.base_port:
+        raise UserError(
+            f"opd serve: --index must be >= 0 and base_port + index <= 65535, got {arguments.index}"
+        )
     spec = server_spec(config, arguments.role, arguments.index)
     command, environment = server_command(spec), server_env(spec)
     # this process becomes the server: there is no parent of ours to follow
@@ -87,11 +91,17 @@ def make_data(arguments: argparse.Namespace) -> int:
     from megatron_opd.cli.prepare import checked
     from megatron_opd.data.writer import write_task
 
-    written = checked(
-        lambda: write_task(
-            arguments.task, arguments.out, arguments.train, arguments.heldout, arguments.seed
+    for file in (arguments.out / "train.jsonl", arguments.out / "heldout.jsonl"):
+        if file.exists():
+            raise UserError(f"--out: {file} exists already; choose another directory or remove it")
+    try:
+        written = checked(
+            lambda: write_task(
+                arguments.task, arguments.out, arguments.train, arguments.heldout, arguments.seed
+            )
         )
-    )
+    except OSError as error:
+        raise UserError(f"--out: cannot write to {arguments.out}: {error.strerror}") from None
     _print(f"{written.train_file}: {written.train} problems")
     _print(f"{written.heldout_file}: {written.heldout} problems")
     return 0

@@ -24,7 +24,7 @@ def learner_command(config_file: Path, learner: LearnerConfig, extra: Sequence[s
     return [
         sys.executable,
         "-m",
-        "torch.distributed.run",
+        "megatron_opd.learner.world",
         f"--nproc-per-node={learner.parallel.world_size}",
         "--master-addr=127.0.0.1",
         f"--master-port={free_port()}",

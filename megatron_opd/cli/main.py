@@ -78,8 +78,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, dispatch, and turn every expected failure into one line on stderr."""
-    # SIGTERM (a scheduler's stop) takes the same clean path as Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # SIGTERM (a scheduler's stop) takes the same clean path as Ctrl-C; so does SIGINT sent to a
+    # background job, which starts with it ignored.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
     arguments = build_parser().parse_args(argv)
     try:
         return arguments.handler(arguments)

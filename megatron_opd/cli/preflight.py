@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_opd.checkpoint.model_spec import ModelSpec, read_model_spec
 from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.weights import check_weights
 from megatron_opd.config.schema import Config, ServerConfig
 from sglang_bridge.errors import PortInUse
+from sglang_bridge.protocol import ServerInfo
 from sglang_bridge.server.launch import check_port, free_port
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ class ModelFacts:
     vocab_size: int
     context_length: int
     raw: dict[str, Any]
+    spec: ModelSpec
 
 
 def read_model(path: Path, key: str) -> ModelFacts:
@@ -43,17 +47,20 @@ def read_model(path: Path, key: str) -> ModelFacts:
         raise UserError(f"{key}: {path} has no config.json") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: cannot read {config_file}: {error}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{key}: {config_file} must hold a JSON object")
     architecture = (raw.get("architectures") or ["none"])[0]
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise UserError(
             f"{key}: architecture {architecture} is not supported; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    if not list(path.glob("*.safetensors")):
-        raise UserError(f"{key}: {path} holds no *.safetensors file")
-    return ModelFacts(
-        path, architecture, int(raw["vocab_size"]), int(raw["max_position_embeddings"]), raw
-    )
+    try:
+        spec = read_model_spec(path)
+    except ValueError as error:
+        raise UserError(f"{key}: {error}") from None
+    check_weights(path, key, spec)
+    return ModelFacts(path, architecture, spec.vocab_size, spec.max_position, raw, spec)
 
 
 def load_tokenizer(path: Path, key: str) -> PreTrainedTokenizerBase:
@@ -94,6 +101,7 @@ def check_models(config: Config) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
             f"{student_tokenizer.eos_token!r} and {teacher_tokenizer.eos_token!r}"
         )
     check_context(config, student, teacher)
+    check_sharding(config, student, teacher)
     return student, student_tokenizer
 
 
@@ -109,10 +117,76 @@ def check_context(config: Config, student: ModelFacts, teacher: ModelFacts) -> N
                 f"{key}.context_length must be <= the model's max_position_embeddings "
                 f"{facts.context_length}, got {limit}"
             )
-        if config.rollout.max_new_tokens >= limit:
+        for asking, wanted in (
+            ("rollout", config.rollout.max_new_tokens),
+            ("evaluation", config.evaluation.max_new_tokens or 0),
+        ):
+            if wanted >= limit:
+                raise UserError(
+                    f"{asking}.max_new_tokens must be < the {key}'s context of {limit} tokens, "
+                    f"got {wanted}"
+                )
+        if section.max_total_tokens is not None and section.max_total_tokens < limit:
             raise UserError(
-                f"rollout.max_new_tokens must be < the {key}'s context of {limit} tokens, "
-                f"got {config.rollout.max_new_tokens}"
+                f"{key}.max_total_tokens must hold the {key}'s context of {limit} tokens, "
+                f"got {section.max_total_tokens}; lower {key}.context_length or raise it"
+            )
+    ours = config.student.context_length or student.context_length
+    theirs = config.teacher.context_length or teacher.context_length
+    if theirs < ours:
+        raise UserError(
+            "teacher.context_length must be >= student.context_length: the teacher scores whole "
+            f"rollouts, got {theirs} and {ours}"
+        )
+
+
+def check_addresses(config: Config) -> None:
+    """What this machine will listen on exists here and is free."""
+    learner = config.learner
+    require_free(learner.listen_host, learner.listen_port, "learner.listen_host, listen_port")
+    require_free(config.weight_sync.host, 0, "weight_sync.host")
+
+
+def check_inputs_are_kept(config: Config) -> None:
+    """Nothing that a run reads lies where --overwrite removes an earlier run."""
+    run_dir = config.run.dir.resolve()
+    for key, path in (
+        ("student.model", config.student.model),
+        ("teacher.model", config.teacher.model),
+        ("data.train", config.data.train),
+        ("data.heldout", config.data.heldout),
+    ):
+        if path is not None and path.resolve().is_relative_to(run_dir):
+            raise UserError(f"{key} must lie outside run.dir {config.run.dir}, got {path}")
+
+
+def check_sharding(config: Config, student: ModelFacts, teacher: ModelFacts) -> None:
+    """The learner's layout and the servers' tp and ep cut the models into whole pieces."""
+    try:
+        student.spec.check_parallel(config.learner.parallel)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    for key, section, facts in (
+        ("student", config.student, student),
+        ("teacher", config.teacher, teacher),
+    ):
+        spec = facts.spec
+        rules = (
+            ("tp", section.tp, "attention heads", spec.num_heads),
+            ("tp", section.tp, "feed-forward features", spec.ffn_size),
+            ("ep", section.ep, "experts", spec.num_experts),
+        )
+        for name, degree, what, count in rules:
+            if degree > 1 and (count == 0 or count % degree):
+                raise UserError(
+                    f"{key}.{name} must divide the model's {what}, "
+                    f"got {name}={degree} and {count} {what}"
+                )
+        heads = spec.num_kv_heads
+        if max(section.tp, heads) % min(section.tp, heads):
+            raise UserError(
+                f"{key}.tp must divide the model's key-value heads or be a multiple of them, "
+                f"got tp={section.tp} and {heads} key-value heads"
             )
 
 
@@ -133,10 +207,30 @@ def check_world(config: Config, world_size: int) -> None:
         )
 
 
+def check_served(key: str, info: ServerInfo, section: ServerConfig, vocab_size: int) -> None:
+    """A server started elsewhere serves the model that the config names. Raises UserError."""
+    if info.vocab_size != vocab_size:
+        raise UserError(
+            f"{key}: {info.url} must serve a vocabulary of {vocab_size} ids, got {info.vocab_size}"
+        )
+    if info.dtype != section.dtype:
+        raise UserError(f"{key}: {info.url} must serve {section.dtype}, got {info.dtype}")
+    served = Path(info.model_path)
+    # a path of another machine cannot be compared
+    if served.exists() and served.resolve() != section.model.resolve():
+        raise UserError(f"{key}: {info.url} must serve {section.model}, got {served}")
+
+
 def server_ports(section: ServerConfig, key: str) -> list[int]:
     """The port of each server of a role; a fixed one that is taken is the user's error."""
     if section.base_port == 0:
-        return [free_port(section.host) for _ in range(section.servers)]
+        try:
+            return [free_port(section.host) for _ in range(section.servers)]
+        except OSError as error:
+            raise UserError(
+                f"{key}.host must be an address of this machine, got {section.host!r}: "
+                f"{error.strerror}"
+            ) from None
     ports = [section.base_port + i for i in range(section.servers)]
     for port in ports:
         require_free(section.host, port, f"{key}.base_port")
@@ -149,3 +243,5 @@ def require_free(host: str, port: int, key: str) -> None:
         check_port(host, port)
     except PortInUse as error:
         raise UserError(f"{key}: {error}") from None
+    except OSError as error:
+        raise UserError(f"{key}: cannot listen on {host}:{port}: {error.strerror}") from None

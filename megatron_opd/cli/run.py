@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich.console import Console
 from megatron_opd.cli.accuracy import Accuracies
 from megatron_opd.cli.errors import RunFailed, UserError
 from megatron_opd.cli.learner_process import LearnerProcess, learner_command
+from megatron_opd.cli.preflight import check_addresses, check_inputs_are_kept, check_served
 from megatron_opd.cli.prepare import Prepared, prepare
 from megatron_opd.cli.processes import LocalProcesses
 from megatron_opd.cli.run_dir import RunDir, prepare_run_dir
@@ -47,7 +49,9 @@ def run_pipeline(config: Config, *, overwrite: bool, launch: bool) -> int:
     Raises UserError for bad input, RunFailed when a started run cannot go on, KeyboardInterrupt
     after a clean stop by a signal.
     """
+    check_inputs_are_kept(config)
     prepared = prepare(config)
+    check_addresses(config)
     logs = RunDir(config.run.dir).logs
     servers: dict[Role, list[ServerProcess]] = {
         role: server_processes(config, role, logs) if launch else [] for role in ROLES
@@ -102,19 +106,31 @@ class PipelineRun:
         except (LoopFailed, BridgeError, LearnerError) as error:
             cause = one_line(str(error))
             raise RunFailed(f"{cause}; logs are in {self.run_dir.logs}") from error
+        except Exception as error:
+            # an error nobody foresaw: one line for the user, all of it beside the other logs
+            cause = one_line(f"{type(error).__name__}: {error}")
+            raise RunFailed(f"{cause}; {self._keep_traceback()}") from error
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, lambda: None)  # we are stopping already
             await self.processes.stop()
-            self._write_summary(status, cause)
+            unwritten = self._write_summary(status, cause)
+        if unwritten is not None:
+            raise RunFailed(unwritten)
 
     async def _run(self) -> None:
         config = self.config
-        remote = RemoteLearner(config)
+        try:
+            remote = RemoteLearner(config)
+        except ValueError as error:
+            raise UserError(str(error)) from None
         fleets: dict[Role, Fleet] = {
             role: make_fleet(section_of(config, role), self.urls[role]) for role in ROLES
         }
         try:
+            for role in ROLES:
+                if section_of(config, role).urls:  # before anything is started in vain
+                    await self._join(role, fleets[role])
             self._start(remote.address)
             await self._connect(remote, fleets)
             self._say(*await self.accuracies.before(fleets["student"], fleets["teacher"]))
@@ -140,7 +156,7 @@ class PipelineRun:
             config, self.prepared, fleets, remote, publisher, recorder, guard
         )
         await self.controller.run()
-        if not self.launch:
+        if config.student.urls:
             await publisher.close()  # servers that outlive this run leave its group
 
     def _start(self, controller_address: str) -> None:
@@ -170,22 +186,52 @@ class PipelineRun:
         try:
             await asyncio.wait((died, ready), return_when=asyncio.FIRST_COMPLETED)
             await (died if died.done() else ready)
+        except LearnerError as error:
+            raise UserError(f"the learner did not start: {error}") from None
         finally:
             died.cancel()
             ready.cancel()
         for role in ROLES:
-            await fleets[role].start()
+            if not section_of(config, role).urls:
+                await self._join(role, fleets[role])
         self._say(f"everything is up after {time.monotonic() - self.started_s:.0f} s")
 
-    def _write_summary(self, status: str, cause: str | None) -> None:
+    async def _join(self, role: Role, fleet: Fleet) -> None:
+        """Ask a role's servers what they are; those started elsewhere may be another model's."""
+        section = section_of(self.config, role)
+        try:
+            infos = await fleet.start()
+        except BridgeError as error:
+            if not section.urls:
+                raise
+            raise UserError(f"{role}.urls: {one_line(str(error))}") from None
+        for info in infos:
+            check_served(f"{role}.urls", info, section, self.prepared.student.vocab_size)
+
+    def _keep_traceback(self) -> str:
+        log = self.run_dir.logs / "controller.log"
+        try:
+            log.write_text(traceback.format_exc(), encoding="utf-8")
+        except OSError as error:
+            return f"its traceback could not be written to {log}: {error.strerror}"
+        return f"its traceback is in {log}"
+
+    def _write_summary(self, status: str, cause: str | None) -> str | None:
+        """None, or why it could not be written."""
         accounting = NOTHING_YET if self.controller is None else self.controller.accounting
         wall_s = time.monotonic() - self.started_s
         summary: dict[str, Any] = {"status": status, "cause": cause}
         summary |= summarise(self.totals, accounting, wall_s, self.config.buffer.max_staleness)
         summary |= self.accuracies.summary()
         summary["prompts_too_long"] = self.prepared.prompts_too_long
-        write_json(self.run_dir.summary, summary)
+        try:
+            write_json(self.run_dir.summary, summary)
+        except OSError as error:
+            unwritten = f"{self.run_dir.summary} cannot be written: {error.strerror}"
+            self._say(unwritten)
+            return unwritten
         self._say(f"summary: {self.run_dir.summary}")
+        return None
 
     def _say(self, *lines: str) -> None:
         for line in lines:

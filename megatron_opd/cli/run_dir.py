@@ -69,22 +69,25 @@ def prepare_run_dir(path: Path, config: Section, *, overwrite: bool) -> RunDir:
 
     With `overwrite`, the products of an earlier run are removed; anything else stops the run.
     """
-    if path.exists() and not path.is_dir():
-        raise UserError(f"run.dir must be a directory, {path} is a file")
-    present = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
-    foreign = [name for name in present if name not in OURS]
-    if foreign and RESOLVED not in present:
-        raise UserError(f"run.dir {path} holds files that are not a run's ({foreign[0]})")
+    for part in (path, *path.parents):
+        if part.exists() and not part.is_dir():
+            raise UserError(f"run.dir must be a directory, {part} is a file (got {path})")
+    try:
+        present = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+    except OSError as error:
+        raise UserError(f"run.dir {path} cannot be read: {error.strerror}") from None
+    if present and RESOLVED not in present:
+        raise UserError(f"run.dir {path} holds files that are not a run's ({present[0]})")
     if present and not overwrite:
         raise UserError(f"run.dir {path} holds an earlier run; choose another or pass --overwrite")
-    for name in OURS:
-        target = path / name
-        if target.is_dir() and not target.is_symlink():
-            shutil.rmtree(target)
-        else:
-            target.unlink(missing_ok=True)
     run_dir = RunDir(path)
     try:
+        for name in OURS:
+            target = path / name
+            if target.is_dir() and not target.is_symlink():
+                shutil.rmtree(target)
+            else:
+                target.unlink(missing_ok=True)
         run_dir.logs.mkdir(parents=True)
         run_dir.resolved_config.write_text(dump_config(config), encoding="utf-8")
     except OSError as error:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -31,12 +32,12 @@ class Section(BaseModel):
 class RunConfig(Section):
     """dir: the run directory. updates: learner updates (= publications) to make.
 
-    seed: seeds every generator.
+    seed: seeds every generator (server i of a role draws from seed + i).
     """
 
     dir: Path = Path("runs/run")
     updates: PositiveInt = 100
-    seed: NonNegativeInt = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
 
 
 class DataConfig(Section):
@@ -81,11 +82,39 @@ class ServerConfig(Section):
     request_timeout_s: PositiveFloat = 600.0
     extra_args: tuple[str, ...] = ()
 
+    @field_validator("urls")
+    @classmethod
+    def _whole_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        """Normalised: one server must have one name, for requests are counted by it."""
+        named = tuple(url.strip().rstrip("/") for url in urls)
+        for url in named:
+            if not is_server_url(url):
+                raise ValueError(f"each url must be http(s)://HOST:PORT, got {url!r}")
+            if named.count(url) > 1:
+                raise ValueError(f"each url must be given once, got {url!r} twice")
+        return named
+
     @model_validator(mode="after")
     def _ep_divides_tp(self) -> ServerConfig:
         if self.tp % self.ep:
             raise ValueError(f"ep must divide tp, got ep={self.ep}, tp={self.tp}")
         return self
+
+    @model_validator(mode="after")
+    def _ports_exist(self) -> ServerConfig:
+        last = self.base_port + self.servers - 1
+        if self.base_port and not (self.base_port >= 1024 and last <= 65535):
+            raise ValueError(
+                "base_port must be 0 or leave every server a port in 1024..65535, "
+                f"got base_port={self.base_port}, servers={self.servers}"
+            )
+        return self
+
+    @property
+    def ports(self) -> range:
+        """Fixed ports of the servers started here; empty when free ones are picked."""
+        count = self.servers if self.base_port and not self.urls else 0
+        return range(self.base_port, self.base_port + count)
 
 
 class RolloutConfig(Section):
@@ -295,7 +324,31 @@ class Config(Section):
                 "learner.mini_batches * (learner.parallel.ep * learner.parallel.dp), "
                 f"got {batch} and {minis} * {dp}"
             )
+        shared = set(self.student.ports) & set(self.teacher.ports)
+        if shared:
+            raise ValueError(
+                "student.base_port and teacher.base_port must not share a port, "
+                f"both would use {min(shared)}"
+            )
+        for role, section in (("student", self.student), ("teacher", self.teacher)):
+            if self.learner.listen_port in section.ports:
+                raise ValueError(
+                    f"learner.listen_port and {role}.base_port must not share a port, "
+                    f"both would use {self.learner.listen_port}"
+                )
         return self
+
+
+def is_server_url(url: str) -> bool:
+    """Whether `url` is http(s)://HOST[:PORT][/prefix] and nothing more."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises ValueError when it is no port
+    except ValueError:
+        return False
+    spaced = any(character.isspace() for character in url)
+    plain = not (parts.query or parts.fragment or spaced)
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and plain
 
 
 class SftConfig(Section):

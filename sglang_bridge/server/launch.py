@@ -8,6 +8,7 @@ notices and kills its group (sglang_bridge.server.__main__).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -33,13 +34,15 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises PortInUse unless `port` can be bound on `host`."""
+    """Raises PortInUse when `port` of `host` is taken, OSError when it cannot be bound at all."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         # What the server's own listener sets: a port in TIME_WAIT counts as free.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
         except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise  # no address of this machine, or a port of the system's
             raise PortInUse(host, port) from error
 
 
