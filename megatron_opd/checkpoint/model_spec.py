@@ -10,6 +10,15 @@ from typing import Any
 from megatron_opd.config.schema import ParallelConfig
 from megatron_opd.weight_sync.names import Family, family_of
 
+COUNTS = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -89,6 +98,9 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     ):
         if config.get(key) not in allowed:
             raise ValueError(f"{key} must be {allowed[0]!r}, got {config[key]!r}")
+    for key in COUNTS:
+        if not isinstance(config[key], int) or config[key] < 1:
+            raise ValueError(f"{key} must be an integer >= 1, got {config[key]!r}")
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     experts = config.get("num_experts", config.get("num_local_experts")) or 0
     moe = family.name.endswith("moe")
@@ -97,7 +109,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
         num_layers=layers,
         hidden_size=config["hidden_size"],
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads", heads),
+        num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         ffn_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],

@@ -13,6 +13,7 @@ from megatron_opd.cli.preflight import read_model
 from megatron_opd.cli.prepare import prepare
 from megatron_opd.cli.processes import LocalProcesses
 from megatron_opd.cli.servers import make_spec
+from megatron_opd.cli.weights import check_weights
 from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.schema import Config
 from megatron_opd.evaluation import EvaluationReport, FleetPort, Judge, evaluate
@@ -23,7 +24,7 @@ from sglang_bridge.server.launch import ServerProcess, free_port
 
 def evaluate_checkpoint(config: Config, model: Path) -> EvaluationReport:
     """Serve `model` with the student's settings and evaluate it."""
-    read_model(model, "--model")
+    check_weights(model, "--model", read_model(model, "--model").spec)
     prepared = prepare(config)
     if not prepared.heldout or prepared.judge is None:
         raise UserError(

@@ -59,7 +59,6 @@ def read_model(path: Path, key: str) -> ModelFacts:
         spec = read_model_spec(path)
     except ValueError as error:
         raise UserError(f"{key}: {error}") from None
-    check_weights(path, key, spec)
     return ModelFacts(path, architecture, spec.vocab_size, spec.max_position, raw, spec)
 
 
@@ -69,7 +68,7 @@ def load_tokenizer(path: Path, key: str) -> PreTrainedTokenizerBase:
 
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # noqa: BLE001  transformers raises what its parts raise
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{key}: cannot load the tokenizer in {path}: {reason}") from None
 
@@ -100,6 +99,8 @@ def check_models(config: Config) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
             "student.model and teacher.model must share the end-of-sequence token, got "
             f"{student_tokenizer.eos_token!r} and {teacher_tokenizer.eos_token!r}"
         )
+    check_weights(student.path, "student.model", student.spec)
+    check_weights(teacher.path, "teacher.model", teacher.spec)
     check_context(config, student, teacher)
     check_sharding(config, student, teacher)
     return student, student_tokenizer

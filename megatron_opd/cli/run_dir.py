@@ -69,10 +69,10 @@ def prepare_run_dir(path: Path, config: Section, *, overwrite: bool) -> RunDir:
 
     With `overwrite`, the products of an earlier run are removed; anything else stops the run.
     """
-    for part in (path, *path.parents):
-        if part.exists() and not part.is_dir():
-            raise UserError(f"run.dir must be a directory, {part} is a file (got {path})")
     try:
+        for part in (path, *path.parents):
+            if part.exists() and not part.is_dir():
+                raise UserError(f"run.dir must be a directory, {part} is a file (got {path})")
         present = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
     except OSError as error:
         raise UserError(f"run.dir {path} cannot be read: {error.strerror}") from None

@@ -27,6 +27,9 @@ def check_weights(path: Path, key: str, spec: ModelSpec) -> None:
         "model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
         last: (spec.num_heads * spec.head_dim, spec.hidden_size),
     }
+    if spec.is_moe:
+        layer = spec.moe_layers.index(True)
+        wanted[f"model.layers.{layer}.mlp.gate.weight"] = (spec.num_experts, spec.hidden_size)
     for name, shape in wanted.items():
         if name not in shapes:
             raise UserError(f"{key}: {path} lacks the tensor {name}")

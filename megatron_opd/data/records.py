@@ -50,7 +50,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             try:
                 row = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where}: malformed JSON ({error})") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{where}: must be a JSON object, got {type(row).__name__}")
@@ -78,6 +78,10 @@ def _required(row: dict[str, Any], key: str, where: str) -> str:
         raise ValueError(f"{where}: {key!r} must be a string, got {type(row[key]).__name__}")
     if not row[key]:
         raise ValueError(f"{where}: {key!r} is empty")
+    try:
+        row[key].encode()
+    except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
+        raise ValueError(f"{where}: {key!r} is no valid Unicode ({error.reason})") from None
     return row[key]
 
 
