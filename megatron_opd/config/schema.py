@@ -120,7 +120,9 @@ class ServerConfig(Section):
 class RolloutConfig(Section):
     """How the student samples.
 
-    temperature, top_p: the behaviour distribution (its exact log-probs are cached).
+    temperature, top_p: the behaviour distribution (its exact log-probs are cached). With top_p < 1
+    it does not cover the student: the divergence is then summed over the kept ids only (biased),
+    and the learner-sampler mismatch is not measured.
 
     max_new_tokens: response limit. concurrency: rollouts in flight at once over the fleet; the
     permits bound it too.

@@ -43,8 +43,8 @@ def distil_loss(
     """The configured objective, summed over response tokens, with its metrics.
 
     Student log-probs are those of softmax(logits / temperature), the distribution that the sampler
-    drew from. first_mini: whether the weights are still those of the batch's version, so that the
-    learner-sampler mismatch can be measured.
+    drew from. first_mini: whether the weights are still those of the batch's version, and the
+    sampler kept the whole vocabulary, so that the learner-sampler mismatch can be measured.
     """
     logits_Tv = _response_logits(logits_1Sv, micro.rows)
     student_logp_N = gather_logp(

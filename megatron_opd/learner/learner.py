@@ -95,18 +95,28 @@ class MegatronLearner:
         )
 
     def train(
-        self, batch: RankBatch, objective: ObjectiveConfig, temperature: float
+        self,
+        batch: RankBatch,
+        objective: ObjectiveConfig,
+        temperature: float,
+        *,
+        truncated_sampler: bool = False,
     ) -> UpdateMetrics:
         """One learner update: `batch.plan`'s mini-batches, an optimizer step each.
 
-        temperature: the sampler's. NotFinite: see there.
+        temperature: the sampler's. truncated_sampler: it renormalises over a part of the vocabulary
+        (top_p < 1), so that its probabilities are no measure of the learner's; the mismatch is not
+        measured then. NotFinite: see there.
         """
         lr = learning_rate(self.config.optimizer, batch.update, self.updates)
         steps: list[StepResult] = []
         for mini in range(len(batch.plan)):
             micros = distil_micros(batch, mini, self.world.parallel.tp, self.world.device)
             loss = partial(
-                distil_loss, objective=objective, temperature=temperature, first_mini=mini == 0
+                distil_loss,
+                objective=objective,
+                temperature=temperature,
+                first_mini=mini == 0 and not truncated_sampler,
             )
             steps.append(self._step(partial(run_mini_batch, self.model, micros, loss), lr))
         samples = self._sum_over_data(len(batch.prompt_B))

@@ -87,6 +87,7 @@ class RankServer:
                     from_frames(request.update, request.version, request.plan, frames),
                     self.config.objective,
                     self.config.rollout.temperature,
+                    truncated_sampler=self.config.rollout.top_p < 1,
                 )
             case GetManifest():
                 return Manifest(self.sender.buckets)
