@@ -2,11 +2,11 @@
 
     DIR/train.jsonl, heldout.jsonl   prompts for distillation and evaluation (shipped)
     DIR/sft_teacher.jsonl            right solutions
-    DIR/sft_student.jsonl            other problems, careless solutions (most carries forgotten)
+    DIR/sft_student.jsonl            the same problems, careless solutions (most carries forgotten)
     DIR/teacher_init, student_init   config.json and tokenizer, no weights
 
 One draw of problems without replacement feeds all four files, so no held-out problem is in any of
-the others. The train prompts are problems the teacher was trained on and the student was not.
+the others.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from megatron_opd.data.tasks.base import Problem
 from megatron_opd.data.tokenizer import VOCAB_SIZE, build_tokenizer
 
 SEED = 2026
-TEACHER_PROBLEMS, STUDENT_PROBLEMS, TRAIN_PROBLEMS, HELDOUT_PROBLEMS = 18_000, 9_000, 4_096, 256
-FORGET_RATE = 0.9
+SFT_PROBLEMS, TRAIN_PROBLEMS, HELDOUT_PROBLEMS = 24_000, 4_096, 256
+FORGET_RATE = 0.85
 
 _COMMON = {
     "vocab_size": VOCAB_SIZE,
@@ -74,13 +74,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    pool, heldout = generate(TEACHER_PROBLEMS + STUDENT_PROBLEMS, HELDOUT_PROBLEMS, SEED)
-    right, wrong = pool[:TEACHER_PROBLEMS], pool[TEACHER_PROBLEMS:]
+    problems, heldout = generate(SFT_PROBLEMS, HELDOUT_PROBLEMS, SEED)
     rng = random.Random(SEED)
-    write_problems(out / "train.jsonl", right[:TRAIN_PROBLEMS])
+    write_problems(out / "train.jsonl", problems[:TRAIN_PROBLEMS])
     write_problems(out / "heldout.jsonl", heldout)
-    write_problems(out / "sft_teacher.jsonl", right)
-    write_problems(out / "sft_student.jsonl", [careless(p, FORGET_RATE, rng) for p in wrong])
+    write_problems(out / "sft_teacher.jsonl", problems)
+    write_problems(out / "sft_student.jsonl", [careless(p, FORGET_RATE, rng) for p in problems])
     tokenizer = build_tokenizer()
     for role, config in model_configs().items():
         config.save_pretrained(out / f"{role}_init")
