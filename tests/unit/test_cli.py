@@ -3,12 +3,17 @@
 import json
 import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
+from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.main import main
+from megatron_opd.cli.preflight import check_served
+from megatron_opd.config.schema import ServerConfig
+from sglang_bridge.protocol import ServerInfo
 from tests.models import tiny_qwen3, tiny_qwen3_moe, write_tokenizer
 
 
@@ -45,7 +50,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> None:
     lines = output.err.strip().splitlines()
     assert len(lines) == 1, output.err
     for word in words:
-        assert word in lines[0]
+        assert word.lower() in lines[0].lower()
 
 
 def test_check_prints_the_plan(tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str]):
@@ -70,12 +75,35 @@ def test_check_prints_the_plan(tmp_path: Path, config: dict, capsys: pytest.Capt
         ("student.context_length=5000", ["student.context_length", "2048", "5000"]),
         ("data.chat_template=true", ["chat template"]),
         ("data.max_prompt_tokens=1", ["all 1 prompts", "limit of 1"]),
+        ("evaluation.max_new_tokens=2048", ["evaluation.max_new_tokens", "2048"]),
+        ("student.max_total_tokens=100", ["student.max_total_tokens", "2048", "100"]),
+        ("teacher.context_length=100", ["teacher.context_length", "100", "2048"]),
+        ("learner.parallel.tp=3", ["learner.parallel.tp", "attention heads", "tp=3"]),
+        ("learner.parallel.tp=4", ["learner.parallel.tp", "key-value heads", "tp=4"]),
+        ("learner.parallel.pp=4", ["learner.parallel.pp", "layers", "pp=4"]),
+        ("learner.parallel.ep=8", ["learner.parallel.ep", "experts", "ep=8"]),
+        ("student.tp=3", ["student.tp", "attention heads", "tp=3"]),
+        ("run.seed=99999999999", ["run.seed", "99999999999"]),
+        ("student.base_port=80", ["base_port", "1024..65535", "80"]),
+        ("student.base_port=65535 student.servers=2", ["base_port", "65535", "servers=2"]),
+        ("student.base_port=30000 teacher.base_port=30000", ["student.base_port", "teacher.base"]),
+        ("student.base_port=30000 learner.listen_port=30000", ["learner.listen_port", "30000"]),
+        ("student.host=192.0.2.1", ["student.host", "192.0.2.1"]),
+        ("learner.listen_host=192.0.2.1", ["learner.listen_host", "192.0.2.1"]),
+        ("weight_sync.host=192.0.2.1", ["weight_sync.host", "192.0.2.1"]),
+        ("student.urls=['localhost:1']", ["student.urls", "http(s)://HOST:PORT", "localhost:1"]),
+        ("student.urls=['http://a:x']", ["student.urls", "http://a:x"]),
+        ("student.urls=['http://a:1','http://a:1/']", ["student.urls", "http://a:1", "twice"]),
+        ("run.dir=/etc/passwd/x", ["run.dir", "/etc/passwd is a file"]),
+        ("run.dir=/proc/x", ["run.dir", "/proc/x", "cannot be written"]),
+        (f"run.dir=/{'x' * 300}", ["run.dir", "name too long"]),
     ],
 )
 def test_refusals_of_single_keys(
     tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str], override: str, words: list
 ):
-    refused(capsys, call(tmp_path, config, "--set", override), *words)
+    options = [word for one in override.split() for word in ("--set", one)]
+    refused(capsys, call(tmp_path, config, *options), *words)
     assert not (tmp_path / "run").exists()
 
 
@@ -85,6 +113,57 @@ def test_data_files(tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[
     refused(capsys, call(tmp_path, config), str(train), "no rows")
     train.write_text('{"prompt": "a"}\n{"prompt": \n')
     refused(capsys, call(tmp_path, config), f"{train}:2")
+    train.write_text('{"prompt": "a"}\n{"prompt": "\\ud800"}\n')
+    refused(capsys, call(tmp_path, config), f"{train}:2", "Unicode")
+    train.write_text("[" * 100_000)
+    refused(capsys, call(tmp_path, config), f"{train}:1", "malformed JSON")
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda d: _cut(d / "model.safetensors"), ["model.safetensors", "not whole"]),
+        (lambda d: (d / "model.safetensors").write_bytes(b""), ["not a readable safetensors"]),
+        (lambda d: (d / "model.safetensors").write_bytes(b"version https://git-lfs"), ["header"]),
+        (lambda d: (d / "model.safetensors").unlink(), ["neither model.safetensors nor"]),
+        (
+            lambda d: (d / "model.safetensors.index.json").write_text(
+                json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}})
+            ),
+            ["lacks model-00002-of-00002.safetensors"],
+        ),
+        (lambda d: (d / "tokenizer.json").write_text("{"), ["tokenizer"]),
+        (lambda d: _describe(d, num_hidden_layers=3), ["lacks", "model.layers.2."]),
+        (lambda d: _describe(d, hidden_size=32), ["embed_tokens", "[512, 32]", "[512, 64]"]),
+        (lambda d: _describe(d, num_experts=8), ["mlp.gate", "[8, 64]", "[4, 64]"]),
+        (lambda d: _describe(d, hidden_size="64"), ["hidden_size", "integer", "'64'"]),
+        (lambda d: _describe(d, num_attention_heads=0), ["num_attention_heads", "got 0"]),
+        (lambda d: _describe(d, eos_token_id="x"), ["student.model", "eos_token_id"]),
+    ],
+)
+def test_checkpoints_that_are_not_whole(
+    tmp_path: Path,
+    config: dict,
+    models: Path,
+    capsys: pytest.CaptureFixture[str],
+    spoil: Callable[[Path], object],
+    words: list[str],
+):
+    broken = tmp_path / "broken"
+    shutil.copytree(models / "student", broken)
+    spoil(broken)
+    config["student"]["model"] = str(broken)
+    refused(capsys, call(tmp_path, config), "student.model", *words)
+    assert not (tmp_path / "run").exists()
+
+
+def _describe(directory: Path, **values: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def test_models_that_do_not_match(
@@ -123,6 +202,60 @@ def test_run_directory_is_never_lost(
     assert (run_dir / "thesis.txt").read_text() == "years of work"
     (run_dir / "thesis.txt").rename(run_dir / "config.resolved.yaml")
     refused(capsys, call(tmp_path, config), "--overwrite")
+    (run_dir / "config.resolved.yaml").unlink()
+    (run_dir / "checkpoints").mkdir()  # a name of ours does not make it ours
+    refused(capsys, call(tmp_path, config, "--overwrite"), "checkpoints")
+
+
+def test_overwrite_spares_what_the_run_reads(
+    tmp_path: Path, config: dict, models: Path, capsys: pytest.CaptureFixture[str]
+):
+    earlier = tmp_path / "run"
+    final = earlier / "checkpoints" / "final"
+    shutil.copytree(models / "student", final)
+    (earlier / "config.resolved.yaml").write_text("")
+    config["student"]["model"] = str(final)
+    refused(capsys, call(tmp_path, config, "--overwrite"), "student.model", "run.dir", str(final))
+    assert (final / "model.safetensors").exists()
+
+
+def test_make_data_never_replaces_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["make-data", "arithmetic", "--train", "4", "--heldout", "2", "--out"]
+    assert main([*arguments, str(tmp_path)]) == 0
+    capsys.readouterr()
+    refused(capsys, main([*arguments, str(tmp_path)]), "train.jsonl", "exists")
+    refused(capsys, main([*arguments, str(tmp_path / "train.jsonl")]), "--out", "train.jsonl")
+
+
+def served(**fields: object) -> ServerInfo:
+    facts = {
+        "url": "http://127.0.0.1:1",
+        "model_path": "/nowhere/student",
+        "vocab_size": 512,
+        "context_length": 2048,
+        "tp_size": 1,
+        "ep_size": 1,
+        "version": 0,
+        "dtype": "bfloat16",
+        "max_total_tokens": 1,
+    }
+    return ServerInfo(**{**facts, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"vocab_size": 1024}, "512 ids, got 1024"),
+        ({"dtype": "float32"}, "bfloat16, got float32"),
+        ({"model_path": "/etc"}, "got /etc"),
+    ],
+)
+def test_servers_elsewhere_must_serve_the_model(models: Path, fields: dict, words: str):
+    section = ServerConfig(model=models / "student", urls=("http://127.0.0.1:1/",))
+    assert section.urls == ("http://127.0.0.1:1",)
+    check_served("student.urls", served(), section, 512)
+    with pytest.raises(UserError, match=words):
+        check_served("student.urls", served(**fields), section, 512)
 
 
 def test_control_needs_addresses(tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str]):
