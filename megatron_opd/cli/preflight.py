@@ -216,6 +216,10 @@ def check_served(key: str, info: ServerInfo, section: ServerConfig, vocab_size: 
         )
     if info.dtype != section.dtype:
         raise UserError(f"{key}: {info.url} must serve {section.dtype}, got {info.dtype}")
+    if info.version != 0:
+        raise UserError(
+            f"{key}: {info.url} already holds version {info.version} of another run: restart it"
+        )
     served = Path(info.model_path)
     # a path of another machine cannot be compared
     if served.exists() and served.resolve() != section.model.resolve():

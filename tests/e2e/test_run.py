@@ -193,6 +193,9 @@ def test_interrupt_stops_everything_and_keeps_the_summary(
     running.wait_until(running.has_updated)
     running.process.send_signal(signal.SIGINT)
     stopped = time.monotonic()
+    time.sleep(0.5)
+    running.process.send_signal(signal.SIGINT)  # an impatient user changes nothing
+    running.process.send_signal(signal.SIGTERM)
     done = running.finish(STOP_LIMIT_S)
     assert time.monotonic() - stopped < STOP_LIMIT_S
     assert done.code == 130, done.output

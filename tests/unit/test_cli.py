@@ -3,9 +3,13 @@
 import json
 import shutil
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -115,8 +119,6 @@ def test_data_files(tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[
     refused(capsys, call(tmp_path, config), f"{train}:2")
     train.write_text('{"prompt": "a"}\n{"prompt": "\\ud800"}\n')
     refused(capsys, call(tmp_path, config), f"{train}:2", "Unicode")
-    train.write_text("[" * 100_000)
-    refused(capsys, call(tmp_path, config), f"{train}:1", "malformed JSON")
 
 
 def _cut(path: Path) -> None:
@@ -248,6 +250,7 @@ def served(**fields: object) -> ServerInfo:
         ({"vocab_size": 1024}, "512 ids, got 1024"),
         ({"dtype": "float32"}, "bfloat16, got float32"),
         ({"model_path": "/etc"}, "got /etc"),
+        ({"version": 3}, "version 3 of another run: restart it"),
     ],
 )
 def test_servers_elsewhere_must_serve_the_model(models: Path, fields: dict, words: str):
@@ -266,3 +269,27 @@ def test_serve_needs_a_fixed_port(tmp_path: Path, config: dict, capsys: pytest.C
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     refused(capsys, main(["serve", "student", str(path)]), "student.base_port")
+
+
+def test_no_learner_outlives_a_killed_run(tmp_path: Path):
+    # `opd run` in miniature: it starts a learner world, whose rank here only sleeps
+    world = [sys.executable, "-m", "megatron_opd.learner.world", "--nproc-per-node=1"]
+    world += ["--master-port=0", "--no-python", "sleep", "600"]
+    program = f"import subprocess; subprocess.run({world!r}, start_new_session=True)"
+    with (tmp_path / "log").open("wb") as log:
+        owner = subprocess.Popen([sys.executable, "-c", program], stdout=log, stderr=log)
+    family = psutil.Process(owner.pid)
+    try:
+        deadline = time.monotonic() + 120
+        while not any(process.name() == "sleep" for process in family.children(recursive=True)):
+            assert owner.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < deadline, "torchrun did not start its rank"
+            time.sleep(0.1)
+        started = family.children(recursive=True)
+    finally:
+        owner.kill()
+        owner.wait()
+    alive = psutil.wait_procs(started, timeout=20)[1]
+    for process in alive:
+        process.kill()
+    assert not alive
