@@ -68,11 +68,8 @@ def write_problems(path: Path, problems: Iterable[Problem]) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def main() -> None:
-    """Write everything into --out."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
+def write_all(out: Path) -> None:
+    """Write every file named at the top of this module into `out`."""
     out.mkdir(parents=True, exist_ok=True)
     problems, heldout = generate(SFT_PROBLEMS, HELDOUT_PROBLEMS, SEED)
     rng = random.Random(SEED)
@@ -84,6 +81,14 @@ def main() -> None:
     for role, config in model_configs().items():
         config.save_pretrained(out / f"{role}_init")
         tokenizer.save_pretrained(str(out / f"{role}_init"))
+
+
+def main() -> None:
+    """Write everything into --out."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    out = parser.parse_args().out
+    write_all(out)
     print(f"wrote {out}")
 
 
