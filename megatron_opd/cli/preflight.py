@@ -21,6 +21,9 @@ from sglang_bridge.server.launch import check_port, free_port
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# SGLang takes inputs of at most context - 6 tokens (Scheduler: max_req_input_len), and the teacher
+# is sent prompt and response as one input.
+RESERVED_TOKENS = 6
 SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
@@ -122,10 +125,10 @@ def check_context(config: Config, student: ModelFacts, teacher: ModelFacts) -> N
             ("rollout", config.rollout.max_new_tokens),
             ("evaluation", config.evaluation.max_new_tokens or 0),
         ):
-            if wanted >= limit:
+            if wanted >= limit - RESERVED_TOKENS:
                 raise UserError(
                     f"{asking}.max_new_tokens must be < the {key}'s context of {limit} tokens, "
-                    f"got {wanted}"
+                    f"less {RESERVED_TOKENS} that SGLang keeps free, got {wanted}"
                 )
         if section.max_total_tokens is not None and section.max_total_tokens < limit:
             raise UserError(
@@ -192,9 +195,10 @@ def check_sharding(config: Config, student: ModelFacts, teacher: ModelFacts) -> 
 
 
 def prompt_limit(config: Config, student: ModelFacts) -> int:
-    """Longest prompt, in tokens, that leaves room for a whole response."""
+    """Longest prompt, in tokens, that leaves room for a whole response, to sample and to score."""
     context = config.student.context_length or student.context_length
-    return min(config.data.max_prompt_tokens, context - config.rollout.max_new_tokens)
+    room = context - RESERVED_TOKENS - config.rollout.max_new_tokens
+    return min(config.data.max_prompt_tokens, room)
 
 
 def check_world(config: Config, world_size: int) -> None:

@@ -79,6 +79,8 @@ def test_check_prints_the_plan(tmp_path: Path, config: dict, capsys: pytest.Capt
         ("student.context_length=5000", ["student.context_length", "2048", "5000"]),
         ("data.chat_template=true", ["chat template"]),
         ("data.max_prompt_tokens=1", ["all 1 prompts", "limit of 1"]),
+        ("rollout.max_new_tokens=2042", ["rollout.max_new_tokens", "less 6", "2042"]),
+        ("student.context_length=80 data.train=long", ["longer than the limit of 10 tokens"]),
         ("evaluation.max_new_tokens=2048", ["evaluation.max_new_tokens", "2048"]),
         ("student.max_total_tokens=100", ["student.max_total_tokens", "2048", "100"]),
         ("teacher.context_length=100", ["teacher.context_length", "100", "2048"]),
@@ -106,6 +108,9 @@ def test_check_prints_the_plan(tmp_path: Path, config: dict, capsys: pytest.Capt
 def test_refusals_of_single_keys(
     tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str], override: str, words: list
 ):
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"prompt": "+" * 11}) + "\n")
+    override = override.replace("=long", f"={long}")
     options = [word for one in override.split() for word in ("--set", one)]
     refused(capsys, call(tmp_path, config, *options), *words)
     assert not (tmp_path / "run").exists()
