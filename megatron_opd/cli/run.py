@@ -108,7 +108,8 @@ class PipelineRun:
             raise RunFailed(f"{cause}; logs are in {self.run_dir.logs}") from error
         except Exception as error:
             # an error nobody foresaw: one line for the user, all of it beside the other logs
-            cause = one_line(f"{type(error).__name__}: {error}")
+            where = f" (run.dir {self.run_dir.path})" if isinstance(error, OSError) else ""
+            cause = one_line(f"{type(error).__name__}: {error}{where}")
             raise RunFailed(f"{cause}; {self._keep_traceback()}") from error
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
