@@ -153,6 +153,18 @@ def test_the_fleet_port_asks_for_plain_generation():
         assert (request.top_p, request.num_draws) == (1.0, 0)
 
 
+def test_the_judge_cuts_at_the_first_end_token_whatever_its_text():
+    # <pad> ends a response here, and the verifier knows nothing of it
+    judge = Judge(VERIFY, TOKENIZER.decode, {0, 1})
+    right, wrong = TOKENIZER.encode("#12"), TOKENIZER.encode("\n#13")
+    assert judge.correct([*right, 0, *wrong], "12")
+    assert not judge.correct([*right, *wrong, 0], "12")
+    assert judge.correct(right, "12")
+    assert judge.end([*right, 0, 1]) == 3
+    assert judge.end(right) is None
+    assert not judge.correct([], "12")
+
+
 def test_report_is_frozen():
     report = EvaluationReport(1.0, 1.0, 1, 1, 1.0, 0.0)
     with pytest.raises(AttributeError):
