@@ -28,16 +28,16 @@ def main() -> int:
     learning.set(
         xlabel="learner update", ylabel="nats per token", title="reverse KL to the teacher", ylim=0
     )
-    bars = {
-        "student\nbefore": ("student_accuracy_before_pct", "#9ca3af"),
-        "student\nafter": ("student_accuracy_after_pct", "#3b82f6"),
-        "teacher": ("teacher_accuracy_pct", "#d97706"),
-    }
-    drawn = accuracy.bar(
-        list(bars), [summary[key] for key, _ in bars.values()], color=[c for _, c in bars.values()]
+    rewards = [100 * row["reward_mean"] for row in rows]
+    accuracy.plot(updates, rewards, color="#93c5fd", label="its rollouts (train)")
+    held_out = [summary["student_accuracy_before_pct"], summary["student_accuracy_after_pct"]]
+    accuracy.plot(
+        [0, updates[-1]], held_out, "o", color="#1d4ed8", label="student, held out (avg@4)"
     )
-    accuracy.bar_label(drawn, fmt="%.1f")
-    accuracy.set(ylabel="held-out avg@4, %", ylim=(0, 109), title="accuracy through SGLang")
+    teacher = summary["teacher_accuracy_pct"]
+    accuracy.axhline(teacher, color="#d97706", label="teacher, held out (avg@4)")
+    accuracy.set(xlabel="learner update", ylabel="% right", title="accuracy", ylim=(0, 104))
+    accuracy.legend(frameon=False, loc="lower right", fontsize="small")
     for axes in (learning, accuracy):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(out, dpi=110)
