@@ -53,7 +53,8 @@ class HttpConnection:
     ) -> Any:
         """The decoded JSON (None for an empty or non-JSON body).
 
-        repeatable: the request may reach the server twice. retry_unsent: it may be tried again when
+        repeatable: the request may reach the server twice, but not after `timeout_s` of silence.
+        retry_unsent: it may be tried again when
         no connection was made. Raises ServerUnreachable, ServerRefused, BadReply.
         """
         wait_s = self._retry.first_wait_s
@@ -62,6 +63,8 @@ class HttpConnection:
                 return await self._once(method, path, body, timeout_s or self._timeout_s)
             except ServerUnreachable as error:
                 again = repeatable or (retry_unsent and not error.sent)
+                # a silent server has used up its time; who wants to wait as long again says so
+                again = again and not (error.sent and isinstance(error.__cause__, TimeoutError))
                 if not again or attempt == self._retry.attempts:
                     raise
             await asyncio.sleep(wait_s)

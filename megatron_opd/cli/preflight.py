@@ -21,9 +21,9 @@ from sglang_bridge.server.launch import check_port, free_port
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# SGLang takes inputs of at most context - 6 tokens (Scheduler: max_req_input_len), and the teacher
-# is sent prompt and response as one input.
-RESERVED_TOKENS = 6
+# SGLang takes inputs of fewer than context - 6 tokens (Scheduler: max_req_input_len), and the
+# teacher is sent prompt and response as one input.
+RESERVED_TOKENS = 7
 SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 

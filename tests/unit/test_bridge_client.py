@@ -108,20 +108,25 @@ def test_an_unreachable_server_is_tried_again_but_not_for_ever():
     assert 0.03 <= asyncio.run(run()) < 3  # waits of 10 and 20 ms between three tries
 
 
-def test_a_silent_server_times_out():
+def test_a_silent_server_times_out_once():
+    asked = []
+
     async def never(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path)
         await asyncio.sleep(1)
         return web.json_response({})
 
     async def run():
         async with (
-            FakeServer({"/generate": never}) as server,
+            FakeServer({"/generate": never, "/flush_cache": never}) as server,
             client_of(server.url, 0.2) as client,
         ):
-            with pytest.raises(ServerUnreachable, match="TimeoutError"):
-                await client.generate(REQUEST)
+            for call in (client.generate(REQUEST), client.flush_cache()):
+                with pytest.raises(ServerUnreachable, match="TimeoutError"):
+                    await call
 
     asyncio.run(run())
+    assert asked == ["/generate", "/flush_cache"]
 
 
 def test_a_refusal_shows_the_servers_reason_on_one_line():
