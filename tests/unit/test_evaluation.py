@@ -155,7 +155,7 @@ def test_the_fleet_port_asks_for_plain_generation():
 
 def test_the_judge_cuts_at_the_first_end_token_whatever_its_text():
     # <pad> ends a response here, and the verifier knows nothing of it
-    judge = Judge(VERIFY, TOKENIZER.decode, {0, 1})
+    judge = Judge(get_verifier("arithmetic"), TOKENIZER.decode, {0, 1})
     right, wrong = TOKENIZER.encode("#12"), TOKENIZER.encode("\n#13")
     assert judge.correct([*right, 0, *wrong], "12")
     assert not judge.correct([*right, *wrong, 0], "12")
