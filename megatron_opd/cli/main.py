@@ -92,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_FAILED
     except KeyboardInterrupt:
+        for number in (signal.SIGTERM, signal.SIGINT):  # the exit has begun: one is enough
+            signal.signal(number, signal.SIG_IGN)
         print("interrupted", file=sys.stderr)  # noqa: T201
         return EXIT_INTERRUPTED
     except BrokenPipeError:

@@ -192,6 +192,8 @@ class PipelineRun:
         finally:
             died.cancel()
             ready.cancel()
+            # heard out, or asyncio would print what they ended with
+            await asyncio.gather(died, ready, return_exceptions=True)
         for role in ROLES:
             if not section_of(config, role).urls:
                 await self._join(role, fleets[role])
