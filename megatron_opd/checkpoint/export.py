@@ -65,7 +65,9 @@ def _write_tensors(
     held_bytes = total = 0
 
     def flush() -> None:
-        save_file(held, part / f"part-{len(files)}.safetensors", metadata={"format": "pt"})
+        file = part / f"part-{len(files)}.safetensors"
+        save_file(held, file, metadata={"format": "pt"})
+        file.chmod(0o644)  # safetensors makes it private; the checkpoint's other files are not
         files.append(list(held))
         held.clear()
 
