@@ -235,3 +235,33 @@ def test_a_server_that_dies_while_starting_shows_its_log(
     assert "--no-such-flag" in done.output
     assert "Traceback" not in done.output.split("error:")[0]
     assert done.summary["status"] == "failed"
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "ep", "dp"])
+def test_two_learner_ranks(axis: str, inputs: Path, tmp_path: Path, start: Callable[..., Running]):
+    """Every axis of the learner runs, publishes (digests compared) and matches the sampler."""
+    config = write_config(
+        inputs,
+        tmp_path,
+        run={"updates": 2},
+        learner={"parallel": {axis: 2}},
+        evaluation={"problems": 0},
+    )
+    running = start(config)
+    running.wait_until(running.has_updated)
+    done = running.finish(START_TIMEOUT_S)
+    assert done.code == 0, done.output
+    assert done.summary["updates"] == 2
+    assert done.summary["aborted_requests"] == 0
+    assert 0 < done.summary["mismatch_max_abs_dp"] <= 1e-4
+
+
+def test_eval_of_a_checkpoint(inputs: Path, tmp_path: Path):
+    config = write_config(inputs, tmp_path)
+    command = [sys.executable, "-m", "megatron_opd", "eval", str(config), "--json"]
+    command += ["--model", str(inputs / "student")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["problems"], report["samples"]) == (2, 2)
+    assert 0 <= report["accuracy_pct"] <= 100
