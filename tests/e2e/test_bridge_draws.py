@@ -10,6 +10,7 @@ from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerRefused
 from sglang_bridge.protocol import RolloutReply, RolloutRequest
 from sglang_bridge.server.launch import ServerProcess
+from tests.figures import bounded
 from tests.oracles import (
     behaviour_logp,
     chi_square_per_df,
@@ -72,7 +73,7 @@ def test_log_probs_are_the_sampling_distributions(
         prompt = len(request.input_ids)
         logits = reference_logits(reference, [*request.input_ids, *reply.output_ids_T.tolist()])
         error = worst_logp_error(logits[prompt - 1 : -1], reply, temperature, top_p)
-        assert error < TOLERANCE, (request.rid, error)
+        bounded("draws: log-probs against transformers (nats)", error, TOLERANCE, request.rid)
         # One row off must not pass, or this test sees nothing.
         assert worst_logp_error(logits[prompt - 2 : -2], reply, temperature, top_p) > 0.1
 
@@ -99,10 +100,14 @@ def test_draws_follow_the_exact_distribution(
         np.add.at(counts_V, reply.draws.ids_N, reply.draws.count_N)
         paths_V[reply.output_ids_T[0]] += 1
     ratio, df = chi_square_per_df(counts_V, np.exp(logp_V))
-    # Six standard deviations of chi-square / df around 1.
-    assert abs(ratio - 1) < 6 * (2 / df) ** 0.5, (ratio, df)
+    bounded("draws: chi-square from its mean (standard deviations)", deviations(ratio, df), 6)
     ratio, df = chi_square_per_df(paths_V, np.exp(logp_V))
-    assert abs(ratio - 1) < 6 * (2 / df) ** 0.5, (ratio, df)
+    bounded("path tokens: chi-square from its mean (standard deviations)", deviations(ratio, df), 6)
+
+
+def deviations(ratio: float, df: int) -> float:
+    """|chi-square / df - 1| in its standard deviations."""
+    return abs(ratio - 1) / (2 / df) ** 0.5
 
 
 def test_greedy_draws_are_the_argmax(student_server: ServerProcess, reference):
