@@ -201,17 +201,6 @@ def prompt_limit(config: Config, student: ModelFacts) -> int:
     return min(config.data.max_prompt_tokens, room)
 
 
-def check_world(config: Config, world_size: int) -> None:
-    """The ranks torchrun started are the ranks the config describes."""
-    parallel = config.learner.parallel
-    if world_size != parallel.world_size:
-        raise UserError(
-            "learner.parallel: tp * pp * ep * dp must equal the number of ranks, got "
-            f"{parallel.tp} * {parallel.pp} * {parallel.ep} * {parallel.dp} = "
-            f"{parallel.world_size} and {world_size} ranks"
-        )
-
-
 def check_served(key: str, info: ServerInfo, section: ServerConfig, vocab_size: int) -> None:
     """A server started elsewhere serves the model that the config names. Raises UserError."""
     if info.vocab_size != vocab_size:

@@ -37,7 +37,6 @@ from sglang_bridge.fleet import Fleet
 from sglang_bridge.server.launch import ServerProcess
 
 ROLES: tuple[Role, Role] = ("student", "teacher")
-FAREWELL_S = 2.0
 NOTHING_YET = Accounting(
     updates=0, version=0, admitted=0, consumed=0, dropped={}, in_flight=0, interrupted=False
 )

@@ -11,8 +11,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 
 class ProcessDied(RuntimeError):
     """A watched process ended while it was needed. One line."""
@@ -125,17 +123,3 @@ class HealthGuard:
 def exit_text(code: int) -> str:
     """An exit code in words; negative codes are signals."""
     return f"exit code {code}" if code >= 0 else f"signal {-code}"
-
-
-def poll_pid(pid: int) -> Callable[[], int | None]:
-    """A poll for a process that is not our child: its exit code is unknown, reported as 0."""
-    watched = psutil.Process(pid)
-
-    def poll() -> int | None:
-        try:
-            alive = watched.is_running() and watched.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            alive = False
-        return None if alive else 0
-
-    return poll

@@ -6,7 +6,6 @@ concatenation of two texts encodes to the concatenation of their encodings.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,8 +42,3 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
-
-
-def write_tokenizer(path: Path) -> None:
-    """Write the tokenizer's files into directory `path`, loadable with AutoTokenizer."""
-    build_tokenizer().save_pretrained(str(path))

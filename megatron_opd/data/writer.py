@@ -37,11 +37,6 @@ def write_task(name: str, out_dir: Path, train: int, heldout: int, seed: int) ->
     return written
 
 
-def write_arithmetic(out_dir: Path, train: int, heldout: int, seed: int) -> WrittenData:
-    """`write_task` for the arithmetic task."""
-    return write_task("arithmetic", out_dir, train, heldout, seed)
-
-
 def _write(path: Path, problems: Iterable[Problem]) -> None:
     lines = (json.dumps(asdict(problem), ensure_ascii=False) + "\n" for problem in problems)
     path.write_text("".join(lines), encoding="utf-8")

@@ -81,7 +81,7 @@ class RunRecorder:
     ) -> None:
         self.totals = totals
         self.accounting: Accounting | None = None
-        self.started_s = self.ended_s = clock()
+        self.started_s = clock()
         self._updates_total = updates_total
         self._sinks, self._timeline, self._display = tuple(sinks), timeline, display
         self._clock = clock
@@ -93,7 +93,7 @@ class RunRecorder:
 
     def started(self, now_s: float, depths: Depths) -> None:
         """The run's clock starts."""
-        self.started_s = self.ended_s = self._done_s = now_s
+        self.started_s = self._done_s = now_s
         self._depths = depths
         if self._display is not None:
             self._display.start(self.snapshot)
@@ -176,7 +176,7 @@ class RunRecorder:
 
     def ended(self, accounting: Accounting, now_s: float) -> None:
         """Keep the accounting, write what an interruption left half-told, close everything."""
-        self.accounting, self.ended_s = accounting, now_s
+        self.accounting = accounting
         self._write_row()
         if self._display is not None:
             self._display.stop()

@@ -8,7 +8,6 @@ it holds. Nothing else in the project knows a parameter name. Torch-free.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -160,9 +159,3 @@ def hf_names(family: Family, key: Key) -> tuple[str, ...]:
     """The Hugging Face tensors of a key, in fusion order."""
     prefix = "" if key.layer < 0 else f"model.layers.{key.layer}."
     return tuple(prefix + name.replace("{e}", str(key.expert)) for name in row_of(family, key).hf)
-
-
-def all_hf_names(family: Family, keys: Iterator[Key]) -> Iterator[str]:
-    """The Hugging Face tensors of many keys, in order."""
-    for key in keys:
-        yield from hf_names(family, key)

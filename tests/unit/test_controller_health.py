@@ -13,7 +13,6 @@ from megatron_opd.controller.health import (
     ProcessDied,
     WatchedEngine,
     WatchedProcess,
-    poll_pid,
 )
 from tests.fakes import run_virtual
 
@@ -104,12 +103,3 @@ def test_a_cancelled_watch_leaves_no_task():
     ticks = []
     run_virtual(scenario())
     assert 40 <= len(ticks) <= 41
-
-
-def test_poll_pid_sees_a_process_that_is_not_ours_end():
-    process = sleeper()
-    poll = poll_pid(process.pid)
-    assert poll() is None
-    process.kill()
-    process.wait()
-    assert poll() == 0

@@ -13,7 +13,7 @@ from megatron_opd.data.prompts import PromptSource, load_prompts
 from megatron_opd.data.records import read_records
 from megatron_opd.data.tasks import get_verifier
 from megatron_opd.data.tokenizer import build_tokenizer
-from megatron_opd.data.writer import write_arithmetic, write_task
+from megatron_opd.data.writer import write_task
 from megatron_opd.types import Prompt
 
 
@@ -183,7 +183,7 @@ def test_a_stream_of_nothing_is_refused():
 
 
 def test_written_data_reads_back_and_is_reproducible(tmp_path, tokenizer):
-    written = write_arithmetic(tmp_path / "new" / "one", train=24, heldout=12, seed=5)
+    written = write_task("arithmetic", tmp_path / "new" / "one", train=24, heldout=12, seed=5)
     assert (written.train, written.heldout) == (24, 12)
     prompts = []
     for path, count in ((written.train_file, 24), (written.heldout_file, 12)):
@@ -193,7 +193,7 @@ def test_written_data_reads_back_and_is_reproducible(tmp_path, tokenizer):
         assert len(load_prompts(path, tokenizer, max_tokens=16).prompts) == count
         prompts += [row["prompt"] for row in rows]
     assert len(set(prompts)) == 36
-    again = write_arithmetic(tmp_path / "two", train=24, heldout=12, seed=5)
+    again = write_task("arithmetic", tmp_path / "two", train=24, heldout=12, seed=5)
     assert again.train_file.read_bytes() == written.train_file.read_bytes()
     assert again.heldout_file.read_bytes() == written.heldout_file.read_bytes()
 

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from megatron_opd.data.tasks import get_task
 from megatron_opd.data.tasks.arithmetic import END_TOKEN
-from megatron_opd.data.tokenizer import EOS_TOKEN, VOCAB_SIZE, write_tokenizer
+from megatron_opd.data.tokenizer import EOS_TOKEN, VOCAB_SIZE, build_tokenizer
 
 ALPHABET = "\n" + "".join(chr(code) for code in range(32, 127))
 # `<` is left out of generated text: "<eos>" written out is the end token, on purpose
@@ -19,7 +19,7 @@ texts = st.text(alphabet=ALPHABET.replace("<", ""))
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(path)
+    build_tokenizer().save_pretrained(path)
     assert (path / "tokenizer.json").exists()
     assert (path / "tokenizer_config.json").exists()
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
