@@ -61,6 +61,11 @@ def default_text(field: FieldInfo) -> str:
     return f"`{json.dumps(str(value) if isinstance(value, Path) else value)}`"
 
 
+def description(field: FieldInfo) -> str:
+    """The field's docstring on one line."""
+    return " ".join((field.description or "").split())
+
+
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """The nested section, when the key is one."""
     is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
@@ -72,12 +77,11 @@ def describe(section: type[BaseModel], prefix: str, lines: list[str]) -> None:
     lines += [f"## `{prefix}`" if prefix else "", "", inspect.getdoc(section) or "", ""]
     plain = {k: f for k, f in section.model_fields.items() if not section_of(f.annotation)}
     if plain:
-        lines += ["| key | type | default |", "|---|---|---|"]
+        lines += ["| key | type | default | |", "|---|---|---|---|"]
     for key, field in plain.items():
         kind = " ".join(filter(None, [type_name(field.annotation), limits(field)]))
-        lines.append(
-            f"| `{prefix + '.' if prefix else ''}{key}` | {kind} | {default_text(field)} |"
-        )
+        name = f"{prefix}.{key}" if prefix else key
+        lines.append(f"| `{name}` | {kind} | {default_text(field)} | {description(field)} |")
     lines.append("")
     for key, field in section.model_fields.items():
         nested = section_of(field.annotation)
@@ -92,10 +96,16 @@ def render() -> str:
     lines.append("# Supervised fine-tuning (`opd sft`)")
     shared = {"run", "learner"}
     lines += ["", "`run` and `learner` are as above.", ""]
-    lines += [inspect.getdoc(SftConfig) or "", "", "| key | type | default |", "|---|---|---|"]
+    lines += [
+        inspect.getdoc(SftConfig) or "",
+        "",
+        "| key | type | default | |",
+        "|---|---|---|---|",
+    ]
     for key, field in SftConfig.model_fields.items():
         if key not in shared:
-            lines.append(f"| `{key}` | {type_name(field.annotation)} | {default_text(field)} |")
+            kind, default = type_name(field.annotation), default_text(field)
+            lines.append(f"| `{key}` | {kind} | {default} | {description(field)} |")
     return "\n".join(lines).replace("\n\n\n", "\n\n").rstrip() + "\n"
 
 

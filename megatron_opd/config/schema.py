@@ -18,69 +18,85 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Dtype = Literal["float32", "bfloat16"]
-Port = Annotated[int, Field(ge=1024, le=65535)]
 
 
 class Section(BaseModel):
     """Base of every section: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 
 class RunConfig(Section):
-    """dir: the run directory. updates: learner updates (= publications) to make.
-
-    seed: seeds every generator (server i of a role draws from seed + i).
-    """
+    """One run: where it writes, how long it is, what seeds it."""
 
     dir: Path = Path("runs/run")
+    """The run directory."""
     updates: PositiveInt = 100
+    """Learner updates to make; each is published."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
+    """Seeds every generator; server i of a role draws from seed + i."""
 
 
 class DataConfig(Section):
-    """Prompt files are JSONL or parquet with a `prompt` and an optional `answer` column.
-
-    chat_template: wrap each prompt as one user message through the tokenizer's chat template.
-    max_prompt_tokens: longer prompts are counted and skipped. task: names the verifier.
-    """
+    """Prompt files: JSONL or parquet with a `prompt` and an optional `answer` column."""
 
     train: Path
+    """Prompts to learn on."""
     heldout: Path | None = None
+    """Problems to evaluate on."""
     task: str = "arithmetic"
+    """Names the verifier: arithmetic, exact, none."""
     prompt_key: str = "prompt"
+    """Column of the prompt."""
     answer_key: str = "answer"
+    """Column of the answer."""
     chat_template: bool = False
+    """Wrap each prompt as one user message through the tokenizer's chat template."""
     max_prompt_tokens: PositiveInt = 1024
+    """Longer prompts are counted and skipped."""
     shuffle: bool = True
+    """A new order every epoch, by run.seed; otherwise file order."""
 
 
 class ServerConfig(Section):
-    """One role's SGLang servers.
-
-    model: Hugging Face checkpoint. servers: how many. urls: servers started elsewhere (then none
-    are started here). base_port: server i listens on base_port + i; 0 picks free ports. tp, ep:
-    sharding inside a server. max_total_tokens: KV pool. extra_args: appended to the server's
-    command line, one list item per argument.
-    """
+    """One role's SGLang servers."""
 
     model: Path
+    """Hugging Face checkpoint directory."""
     servers: PositiveInt = 1
+    """Servers to start."""
     urls: tuple[str, ...] = ()
+    """Servers started elsewhere; then none are started here."""
     host: str = "127.0.0.1"
+    """Address to bind to."""
     base_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Server i listens on base_port + i; 0 picks free ports."""
     dtype: Dtype = "bfloat16"
+    """Weights and KV in the server."""
     tp: PositiveInt = 1
+    """Tensor-parallel ranks of a server."""
     ep: PositiveInt = 1
+    """How many of them split the experts."""
     context_length: PositiveInt | None = None
+    """Tokens of prompt and response; null takes the model's."""
     max_total_tokens: PositiveInt | None = None
+    """KV pool in tokens; null lets a GPU use mem_fraction_static and a CPU take 65536."""
     max_running_requests: PositiveInt = 64
+    """Requests a server batches at once."""
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    """GPU memory share for weights and KV."""
     startup_timeout_s: PositiveFloat = 600.0
+    """Longest wait for a server to answer."""
     request_timeout_s: PositiveFloat = 600.0
+    """Longest wait for one reply."""
     extra_args: tuple[str, ...] = ()
+    """Appended to the server's command line, one item an argument."""
 
     @field_validator("urls")
     @classmethod
@@ -118,50 +134,44 @@ class ServerConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How the student samples.
-
-    temperature, top_p: the behaviour distribution (its exact log-probs are cached). With top_p < 1
-    it does not cover the student: the divergence is then summed over the kept ids only (biased),
-    and the learner-sampler mismatch is not measured.
-
-    max_new_tokens: response limit. concurrency: rollouts in flight at once over the fleet; the
-    permits bound it too.
-    """
+    """How the student samples: the behaviour distribution, whose exact log-probs are cached."""
 
     temperature: PositiveFloat = 1.0
+    """Of sampling and of the student's log-probs in the loss."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Below 1 the sampler does not cover the student: the divergence is then summed over the kept
+    ids only (biased), and the learner-sampler mismatch is not measured."""
     max_new_tokens: PositiveInt = 1024
+    """Response limit."""
     concurrency: PositiveInt = 64
+    """Rollouts in flight over the fleet; permits bound it too."""
 
 
 class SupportConfig(Section):
-    """What the draw cache holds. mc: m iid draws per response position, deduplicated (AsyncOPD sec.
-
-    6).
-    """
+    """What the draw cache holds at each response position."""
 
     type: Literal["mc"] = "mc"
+    """mc: m iid draws, deduplicated (AsyncOPD sec. 6)."""
     m: Annotated[int, Field(ge=1, le=64)] = 64
+    """Draws per response position."""
 
 
 class ScoringConfig(Section):
-    """concurrency: scoring requests in flight at once over the teachers.
-
-    attempts: tries per sample before it is dropped.
-    """
+    """How rollouts are sent to the teacher."""
 
     concurrency: PositiveInt = 32
+    """Scoring requests in flight over the teachers."""
     attempts: PositiveInt = 3
+    """Tries per sample before it is dropped."""
 
 
 class BufferConfig(Section):
-    """batch_size: B, samples per learner update.
-
-    max_staleness: tau, in versions; (tau + 1) B permits enforce it.
-    """
+    """Batches, and how stale they may be (AsyncOPD App. G)."""
 
     batch_size: PositiveInt = 64
+    """B, samples per learner update."""
     max_staleness: NonNegativeInt = 1
+    """tau in versions, enforced by (tau + 1) B permits; 0 is synchronous."""
 
     @property
     def permits(self) -> int:
@@ -170,16 +180,13 @@ class BufferConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """What the learner minimises.
-
-    reverse_kl: the unclipped old-to-current IS surrogate with the advantage recomputed at learner
-    time (AsyncOPD Eq. 15).
-
-    max_ratio: truncation C of rho (TIS); null leaves rho untruncated.
-    """
+    """What the learner minimises."""
 
     type: Literal["reverse_kl"] = "reverse_kl"
+    """reverse_kl: the old-to-current IS surrogate with the advantage recomputed at learner time
+    (AsyncOPD Eq. 15)."""
     max_ratio: PositiveFloat | None = None
+    """Truncation C of rho (TIS); null leaves rho untruncated."""
 
 
 class ParallelConfig(Section):
@@ -189,9 +196,13 @@ class ParallelConfig(Section):
     """
 
     tp: PositiveInt = 1
+    """Tensor-parallel ranks."""
     pp: PositiveInt = 1
+    """Pipeline stages."""
     ep: PositiveInt = 1
+    """Ranks that split the experts."""
     dp: PositiveInt = 1
+    """Complete copies of the model."""
 
     @property
     def world_size(self) -> int:
@@ -205,22 +216,26 @@ class ParallelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW with float32 main parameters. lr: peak. warmup_updates: linear from 0.
-
-    clip_grad: global norm, 0 = off.
-
-    schedule: after warm-up, `constant` or `cosine` down to min_lr at the last update.
-    """
+    """AdamW with float32 main parameters."""
 
     lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
+    """Where cosine ends."""
     schedule: Literal["constant", "cosine"] = "constant"
+    """After warm-up: constant, or cosine down to min_lr at the last update."""
     warmup_updates: NonNegativeInt = 0
+    """Linear from 0."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """First moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Second moment."""
     eps: PositiveFloat = 1e-8
+    """Of AdamW."""
     weight_decay: NonNegativeFloat = 0.0
+    """Decoupled."""
     clip_grad: NonNegativeFloat = 1.0
+    """Global norm; 0 = off."""
 
     @model_validator(mode="after")
     def _min_below_peak(self) -> OptimizerConfig:
@@ -230,53 +245,58 @@ class OptimizerConfig(Section):
 
 
 class LearnerConfig(Section):
-    """The Megatron-Core learner; it starts from student.model.
-
-    mini_batches: optimizer steps per batch. tokens_per_microbatch: packing budget (prompt +
-    response tokens of one rank's micro-batch; a longer sample gets a micro-batch of its own).
-    threads: CPU threads a rank. listen: where the controller's ZeroMQ socket binds. timeout_s:
-    longest wait for one reply of the learner.
-    """
+    """The Megatron-Core learner; it starts from student.model."""
 
     parallel: ParallelConfig = ParallelConfig()
     dtype: Dtype = "bfloat16"
+    """Weights and activations; main parameters are float32 either way."""
     mini_batches: PositiveInt = 1
+    """Optimizer steps per batch."""
     tokens_per_microbatch: PositiveInt = 8192
+    """Packing budget of one rank's micro-batch, prompts included; a longer sample gets one of its
+    own."""
     recompute: bool = False
+    """Recompute activations in the backward pass."""
     optimizer: OptimizerConfig = OptimizerConfig()
     listen_host: str = "127.0.0.1"
+    """Where the controller's ZeroMQ socket binds."""
     listen_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0 picks a free port."""
     threads: PositiveInt | None = None
+    """CPU threads a rank; null leaves torch's choice."""
     timeout_s: PositiveFloat = 1800.0
+    """Longest wait for one reply of the learner."""
 
 
 class WeightSyncConfig(Section):
-    """bucket_bytes: largest flattened bucket.
-
-    timeout_s: longest wait of any step of a publication; then the run fails.
-
-    verify_first: after a run's first publication compare the fleet's tensor checksums with the
-    learner's export.
-    """
+    """How new weights reach the student servers."""
 
     bucket_bytes: PositiveInt = 512 * 2**20
+    """Largest flattened bucket."""
     timeout_s: PositiveFloat = 300.0
+    """Longest wait of any step of a publication; then the run fails."""
     host: str = "127.0.0.1"
+    """Where the learner's rank 0 listens for the servers' ranks."""
     verify_first: bool = True
+    """After a run's first publication compare digests of every slice in the fleet with the
+    learner's export."""
 
 
 class EvaluationConfig(Section):
-    """avg@k (AsyncOPD Eq. 14): problems from data.heldout (0 = none), samples = k per problem.
-
-    before, after: in `opd run`.
-    """
+    """avg@k (AsyncOPD Eq. 14) on held-out problems."""
 
     problems: NonNegativeInt = 64
+    """The first ones of data.heldout; 0 = no evaluation."""
     samples: PositiveInt = 4
+    """k, responses a problem."""
     temperature: NonNegativeFloat = 1.0
+    """0 = greedy."""
     max_new_tokens: PositiveInt | None = None
+    """Null takes rollout.max_new_tokens."""
     before: bool = True
+    """Student and teacher before a run."""
     after: bool = True
+    """Student after a run."""
 
     @property
     def runs(self) -> bool:
@@ -285,17 +305,21 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """export_hf: write the final student as a Hugging Face checkpoint into the run directory."""
+    """What is kept of the student."""
 
     export_hf: bool = True
+    """Write the final student as a Hugging Face checkpoint into the run directory."""
 
 
 class MetricsConfig(Section):
     """What a run records besides metrics.jsonl and summary.json."""
 
     tensorboard: bool = True
+    """Event files."""
     trace: bool = True
+    """Time line for Perfetto."""
     progress: bool = True
+    """Live panel, or a line per update."""
 
 
 class Config(Section):
@@ -354,19 +378,22 @@ def is_server_url(url: str) -> bool:
 
 
 class SftConfig(Section):
-    """`opd sft`: supervised fine-tuning on the same learner.
-
-    train: JSONL or parquet with `prompt` and `response`. init: checkpoint to start from, or a
-    directory that holds only config.json and the tokenizer (random initialisation). output: where
-    the Hugging Face checkpoint is written.
-    """
+    """`opd sft`: supervised fine-tuning on the same learner."""
 
     run: RunConfig = RunConfig()
     init: Path
+    """Checkpoint to start from, or a directory with only config.json and the tokenizer (random
+    initialisation)."""
     output: Path
+    """Where the Hugging Face checkpoint is written."""
     train: Path
+    """JSONL or parquet with a prompt and a response column."""
     prompt_key: str = "prompt"
+    """Column of the prompt."""
     response_key: str = "response"
+    """Column of the response."""
     batch_size: PositiveInt = 64
+    """Pairs per update."""
     learner: LearnerConfig = LearnerConfig()
     save_dtype: Dtype = "bfloat16"
+    """Of the written weights."""
