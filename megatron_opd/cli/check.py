@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_opd.cli.preflight import ModelFacts, check_models, prompt_limit, read_model
+from megatron_opd.cli.servers import Role, section_of
 from megatron_opd.config.schema import Config
 
 
@@ -49,9 +50,9 @@ def plan_rows(config: Config, student: ModelFacts, teacher: ModelFacts) -> list[
     ]
 
 
-def server_row(config: Config, role: str) -> str:
+def server_row(config: Config, role: Role) -> str:
     """Where a role's servers come from and how each is sharded."""
-    section = config.student if role == "student" else config.teacher
+    section = section_of(config, role)
     where = ", ".join(section.urls) or f"{section.servers} started on {section.host}"
     return f"{where}; tp {section.tp} x ep {section.ep}, {section.dtype}"
 

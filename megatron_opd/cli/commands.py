@@ -40,11 +40,11 @@ def _pipeline(arguments: argparse.Namespace, *, launch: bool) -> int:
 
 def serve(arguments: argparse.Namespace) -> int:
     """`opd serve`: replace this process by one SGLang server."""
-    from megatron_opd.cli.servers import server_spec
+    from megatron_opd.cli.servers import section_of, server_spec
     from sglang_bridge.server.spec import PARENT_VARIABLE, server_command, server_env
 
     config = load_config(Config, arguments.config, arguments.overrides)
-    section = config.student if arguments.role == "student" else config.teacher
+    section = section_of(config, arguments.role)
     if section.base_port == 0:
         raise UserError(f"opd serve: {arguments.role}.base_port must be a fixed port, got 0")
     if not 0 <= arguments.index <= 65535 - section.base_port:
