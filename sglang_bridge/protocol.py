@@ -5,6 +5,7 @@ Axes, as name suffixes: T response tokens of one request, N flattened (token, ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_DRAWS = 64
+MAX_ATOMS = 8192  # whole distributions are for small vocabularies: 12 bytes an id and token
 
 IntArray = npt.NDArray[np.int32]
 OffsetArray = npt.NDArray[np.int64]
-CountArray = npt.NDArray[np.uint8]
 FloatArray = npt.NDArray[np.float32]
 
 FinishReason = Literal["stop", "length"]
@@ -24,20 +25,26 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class DrawCache:
-    """What the server drew at each response position, deduplicated.
+    """What the server selected at each response position: atoms, tail draws, the path token.
+
+    The num_atoms likeliest ids of the behaviour distribution p (fewer where p has fewer) weigh
+    p(id); num_draws iid draws from the rest, the tail, weigh tail mass / num_draws each, weights of
+    equal ids added. With num_draws > 0, sum(weight * f) is an unbiased estimate of E_p[f] for every
+    f, and a row's weights sum to 1; without draws they sum to the atoms' mass.
 
     offsets_T1: int64 [T + 1], row t is the slice offsets[t]:offsets[t + 1]. ids_N: int32, strictly
-    increasing inside a row; the path token is always there. count_N: uint8, how many of the
-    num_draws iid draws hit the id; 0 = the path token, hit by none. A row sums to num_draws.
-    logp_N: float32, log of the behaviour distribution (after temperature, top-k, top-p, min-p).
-    path_T: int64 [T], index into N of the token that continued the path.
+    increasing inside a row; the path token is always there. weight_N: float32, > 0 for every
+    selected id, 0 for a path token that was not selected. logp_N: float32, log of the behaviour
+    distribution (after temperature, top-k, top-p, min-p). path_T: int64 [T], index into N of the
+    token that continued the path.
     """
 
     offsets_T1: OffsetArray
     ids_N: IntArray
-    count_N: CountArray
+    weight_N: FloatArray
     logp_N: FloatArray
     path_T: OffsetArray
+    num_atoms: int
     num_draws: int
 
     @property
@@ -50,8 +57,10 @@ class DrawCache:
 class RolloutRequest:
     """One completion to sample.
 
-    rid: unique. num_draws: 0 = plain generation (evaluation), else 1..MAX_DRAWS. temperature: 0 =
-    greedy. stop_token_ids: end the response besides the model's own end-of-sequence ids.
+    rid: unique. num_atoms (0..MAX_ATOMS), num_draws (0..MAX_DRAWS): what to cache at each position,
+    see DrawCache. record: keep a cache, implied by either; alone it holds the path token only.
+    Without a cache: plain generation (evaluation). temperature: 0 = greedy. stop_token_ids: end the
+    response besides the model's own end-of-sequence ids.
     """
 
     rid: str
@@ -59,16 +68,22 @@ class RolloutRequest:
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
+    num_atoms: int = 0
     num_draws: int = 0
+    record: bool = False
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_draws <= MAX_DRAWS:
-            raise ValueError(f"num_draws must be in 0..{MAX_DRAWS}, got {self.num_draws}")
+        check_support(self.num_atoms, self.num_draws)
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
         if len(self.input_ids) == 0:
             raise ValueError("input_ids must hold at least one token")
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether the reply has to hold a DrawCache."""
+        return self.record or self.num_atoms > 0 or self.num_draws > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +105,9 @@ class RolloutReply:
 class ScoreRequest:
     """Ids to score after each prefix of a response. input_ids: prompt + response, P + T tokens.
 
-    Row t (offsets_T1[t]:offsets_T1[t + 1] of ids_N) is scored under the distribution at absolute
-    position P - 1 + t, the one that predicts response token t.
+    Row t (offsets_T1[t]:offsets_T1[t + 1] of ids_N) is scored under q_t = softmax(logits /
+    temperature) at absolute position P - 1 + t, which predicts response token t. num_atoms,
+    num_draws: ids to select from q_t besides, in every row, by DrawCache's rule.
     """
 
     rid: str
@@ -99,6 +115,9 @@ class ScoreRequest:
     num_prompt_tokens: int
     offsets_T1: OffsetArray
     ids_N: IntArray
+    temperature: float = 1.0
+    num_atoms: int = 0
+    num_draws: int = 0
 
     def __post_init__(self) -> None:
         tokens = len(self.offsets_T1) - 1
@@ -112,18 +131,46 @@ class ScoreRequest:
                 f"offsets_T1 must run from 0 to N={len(self.ids_N)}, "
                 f"got {self.offsets_T1[0]}..{self.offsets_T1[-1]}"
             )
+        check_temperature(self.temperature)
+        check_support(self.num_atoms, self.num_draws)
 
     @property
     def num_tokens(self) -> int:
         """T, response tokens."""
         return len(self.offsets_T1) - 1
 
+    @property
+    def selects(self) -> bool:
+        """Whether the reply has to hold a Selection."""
+        return self.num_atoms > 0 or self.num_draws > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Per response row, the union of the ids that were given and those selected from q.
+
+    offsets_T1: int64 [T + 1]. ids_N: int32, strictly increasing inside a row. weight_N: float32,
+    > 0 for every selected id (q(id) for an atom, tail mass * hits / num_draws for a draw), 0 for an
+    id that was only given. logp_N: float32, log q(id | prefix), finite. given_N: int64, over the request's N: index
+    into ids_N of each id of the request, in its order.
+    """
+
+    offsets_T1: OffsetArray
+    ids_N: IntArray
+    weight_N: FloatArray
+    logp_N: FloatArray
+    given_N: OffsetArray
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreReply:
-    """logp_N: float32 [N], log q(id | prefix) at temperature 1, in the order of ids_N; finite."""
+    """logp_N: float32 [N], log q(id | prefix) of the request's ids_N, in their order; finite.
+
+    selection: None when the request selected nothing.
+    """
 
     logp_N: FloatArray
+    selection: Selection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,3 +223,17 @@ class WeightPiece:
     length: int
     dtype: str
     digest: str
+
+
+def check_support(num_atoms: int, num_draws: int) -> None:
+    """Raises ValueError outside 0..MAX_ATOMS atoms and 0..MAX_DRAWS draws."""
+    if not 0 <= num_atoms <= MAX_ATOMS:
+        raise ValueError(f"num_atoms must be in 0..{MAX_ATOMS}, got {num_atoms}")
+    if not 0 <= num_draws <= MAX_DRAWS:
+        raise ValueError(f"num_draws must be in 0..{MAX_DRAWS}, got {num_draws}")
+
+
+def check_temperature(temperature: float) -> None:
+    """Raises ValueError unless 0 < temperature < inf."""
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be > 0 and finite, got {temperature}")
