@@ -8,15 +8,15 @@ directory.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from megatron_opd.config.schema import Section
+from megatron_opd.config.problems import first_problem
+from megatron_opd.config.section import Section
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -61,7 +61,7 @@ def validate(schema: type[SectionT], tree: Mapping[str, Any], source: str) -> Se
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_first_problem(schema, error)}") from None
+        raise ConfigError(f"{source}: {first_problem(schema, error)}") from None
 
 
 def dump_config(config: Section) -> str:
@@ -103,30 +103,3 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(f"--set {dotted}: {key!r} is not a section")
         node = cast(dict[str, Any], child)
     node[keys[-1]] = value
-
-
-def _first_problem(schema: type[Section], error: ValidationError) -> str:
-    # Unknown keys first: a typo also makes its required twin "missing", which would mislead.
-    problems = sorted(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
-    problem = problems[0]
-    location = [str(part) for part in problem["loc"]]
-    key = ".".join(location)
-    if problem["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{_nearest(schema, location)}"
-    if problem["type"] == "missing":
-        return f"missing key {key!r}"
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "value_error":
-        return f"{key}: {message}" if key else message
-    return f"{key}: {message[:1].lower()}{message[1:]}, got {problem['input']!r}"
-
-
-def _nearest(schema: type[Section], location: list[str]) -> str:
-    section: type[BaseModel] = schema
-    for part in location[:-1]:
-        annotation = section.model_fields[part].annotation
-        options = [annotation, *get_args(annotation)]
-        section = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
-    prefix = ".".join([*location[:-1], ""])
-    close = difflib.get_close_matches(location[-1], list(section.model_fields), n=1, cutoff=0.0)
-    return f"; did you mean {prefix + close[0]!r}?"

@@ -11,25 +11,29 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
+from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.estimators import (
+    CorrectionConfig,
+    McSupport,
+    ObjectiveConfig,
+    ReductionConfig,
+    ReverseKl,
+    SupportConfig,
+    TokenReduction,
+)
+from megatron_opd.config.rules import RULES
+from megatron_opd.config.section import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
 Dtype = Literal["float32", "bfloat16"]
-
-
-class Section(BaseModel):
-    """Base of every section: immutable, and an unknown key is an error."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        validate_default=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
+DEFAULT_TEACHER = "teacher"
 
 
 class RunConfig(Section):
@@ -56,6 +60,9 @@ class DataConfig(Section):
     """Column of the prompt."""
     answer_key: str = "answer"
     """Column of the answer."""
+    teacher_key: str | None = None
+    """Column that names the teacher of a prompt (a key of `teachers`, or "teacher"); null: one
+    teacher for all."""
     chat_template: bool = False
     """Wrap each prompt as one user message through the tokenizer's chat template."""
     max_prompt_tokens: PositiveInt = 1024
@@ -139,21 +146,14 @@ class RolloutConfig(Section):
     temperature: PositiveFloat = 1.0
     """Of sampling and of the student's log-probs in the loss."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Below 1 the sampler does not cover the student: the divergence is then summed over the kept
-    ids only (biased), and the learner-sampler mismatch is not measured."""
+    """Below 1 the sampler does not cover the student: refused wherever the loss has a ratio to the
+    sampler, and the learner-sampler mismatch is not measured."""
     max_new_tokens: PositiveInt = 1024
     """Response limit."""
     concurrency: PositiveInt = 64
     """Rollouts in flight over the fleet; permits bound it too."""
-
-
-class SupportConfig(Section):
-    """What the draw cache holds at each response position."""
-
-    type: Literal["mc"] = "mc"
-    """mc: m iid draws, deduplicated (AsyncOPD sec. 6)."""
-    m: Annotated[int, Field(ge=1, le=64)] = 64
-    """Draws per response position."""
+    group_size: PositiveInt = 1
+    """G, rollouts of each prompt; objectives that compare responses need at least 2."""
 
 
 class ScoringConfig(Section):
@@ -163,6 +163,8 @@ class ScoringConfig(Section):
     """Scoring requests in flight over the teachers."""
     attempts: PositiveInt = 3
     """Tries per sample before it is dropped."""
+    temperature: PositiveFloat = 1.0
+    """Of the teacher's log-probs: q is softmax(logits / temperature)."""
 
 
 class BufferConfig(Section):
@@ -172,21 +174,14 @@ class BufferConfig(Section):
     """B, samples per learner update."""
     max_staleness: NonNegativeInt = 1
     """tau in versions, enforced by (tau + 1) B permits; 0 is synchronous."""
+    hold_batches: NonNegativeInt = 0
+    """Batches that must lie scored behind the one trained on (AsyncOPD App. B): the staleness of a
+    study, at most max_staleness; 0 trains as soon as a batch is there."""
 
     @property
     def permits(self) -> int:
         """(tau + 1) B."""
         return (self.max_staleness + 1) * self.batch_size
-
-
-class ObjectiveConfig(Section):
-    """What the learner minimises."""
-
-    type: Literal["reverse_kl"] = "reverse_kl"
-    """reverse_kl: the old-to-current IS surrogate with the advantage recomputed at learner time
-    (AsyncOPD Eq. 15)."""
-    max_ratio: PositiveFloat | None = None
-    """Truncation C of rho (TIS); null leaves rho untruncated."""
 
 
 class ParallelConfig(Section):
@@ -257,6 +252,9 @@ class LearnerConfig(Section):
     own."""
     recompute: bool = False
     """Recompute activations in the backward pass."""
+    logp: Literal["lean", "dense"] = "lean"
+    """How log-probs come from the LM head: lean never holds [tokens, vocabulary]; dense does, and
+    is what lean is checked against."""
     optimizer: OptimizerConfig = OptimizerConfig()
     listen_host: str = "127.0.0.1"
     """Where the controller's ZeroMQ socket binds."""
@@ -277,6 +275,9 @@ class WeightSyncConfig(Section):
     """Longest wait of any step of a publication; then the run fails."""
     host: str = "127.0.0.1"
     """Where the learner's rank 0 listens for the servers' ranks."""
+    round_to: Literal["int8", "fp8"] | None = None
+    """Publish weight matrices rounded to this format (a row's largest magnitude sets its scale):
+    a sampler of low precision, to study learner-sampler mismatch."""
     verify_first: bool = True
     """After a run's first publication compare digests of every slice in the fleet with the
     learner's export."""
@@ -328,40 +329,46 @@ class Config(Section):
     run: RunConfig = RunConfig()
     data: DataConfig
     student: ServerConfig
-    teacher: ServerConfig
+    teacher: ServerConfig | None = None
+    """Not needed by objectives that only read rewards."""
+    teachers: dict[str, ServerConfig] = Field(default_factory=dict[str, ServerConfig])
+    """More teachers by name; data.teacher_key says which of them scores a prompt."""
     rollout: RolloutConfig = RolloutConfig()
-    support: SupportConfig = SupportConfig()
+    support: SupportConfig = McSupport()
     scoring: ScoringConfig = ScoringConfig()
     buffer: BufferConfig = BufferConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
+    objective: ObjectiveConfig = ReverseKl()
+    correction: CorrectionConfig | None = None
+    """Null: the importance ratio wherever the objective has one."""
+    reduction: ReductionConfig = TokenReduction()
     learner: LearnerConfig = LearnerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
 
+    @property
+    def estimator(self) -> Estimator:
+        """The loss and the cache it needs; raises ValueError when its parts do not go together."""
+        return Estimator(
+            support=self.support,
+            objective=self.objective,
+            correction=self.correction,
+            reduction=self.reduction,
+        )
+
+    @property
+    def all_teachers(self) -> dict[str, ServerConfig]:
+        """Every teacher by name; the section `teacher` is named "teacher"."""
+        default = {} if self.teacher is None else {DEFAULT_TEACHER: self.teacher}
+        return default | self.teachers
+
     @model_validator(mode="after")
     def _rules_across_sections(self) -> Config:
-        batch, minis = self.buffer.batch_size, self.learner.mini_batches
-        dp = self.learner.parallel.data_parallel_size
-        if batch % (minis * dp):
-            raise ValueError(
-                "buffer.batch_size must be a multiple of "
-                "learner.mini_batches * (learner.parallel.ep * learner.parallel.dp), "
-                f"got {batch} and {minis} * {dp}"
-            )
-        shared = set(self.student.ports) & set(self.teacher.ports)
-        if shared:
-            raise ValueError(
-                "student.base_port and teacher.base_port must not share a port, "
-                f"both would use {min(shared)}"
-            )
-        for role, section in (("student", self.student), ("teacher", self.teacher)):
-            if self.learner.listen_port in section.ports:
-                raise ValueError(
-                    f"learner.listen_port and {role}.base_port must not share a port, "
-                    f"both would use {self.learner.listen_port}"
-                )
+        for rule in RULES:
+            broken = rule(self)
+            if broken is not None:
+                raise ValueError(broken)
         return self
 
 

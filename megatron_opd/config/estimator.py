@@ -1,0 +1,275 @@
+"""An estimator: support, objective, correction and reduction that go together.
+
+Every combination that the tables accept has a meaning and an implementation; every other is refused
+with the reason and the nearest choice that works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pydantic import model_validator
+
+from megatron_opd.config.estimators import (
+    CorrectionConfig,
+    ForwardKl,
+    Gepo,
+    Gspo,
+    ImportanceCorrection,
+    Jsd,
+    LevelledCorrection,
+    M2Trust,
+    MaskedCorrection,
+    McSupport,
+    Mixture,
+    MixtureTerm,
+    NoCorrection,
+    NoTrust,
+    ObjectiveConfig,
+    ReductionConfig,
+    ReverseKl,
+    RewardObjective,
+    SkewForwardKl,
+    SkewReverseKl,
+    SparseReverseKl,
+    SupportConfig,
+    TokenReduction,
+    TruncatedCorrection,
+)
+from megatron_opd.config.section import Section
+
+Divergence = ForwardKl | Jsd | SkewForwardKl | SkewReverseKl
+
+
+class Estimator(Section):
+    """All that decides a loss: what is cached, minimised, corrected, and how it is averaged."""
+
+    support: SupportConfig = McSupport()
+    objective: ObjectiveConfig = ReverseKl()
+    correction: CorrectionConfig | None = None
+    reduction: ReductionConfig = TokenReduction()
+
+    @property
+    def terms(self) -> tuple[MixtureTerm, ...]:
+        """The objective as weighted terms; one of coefficient 1 when it is no mixture."""
+        if isinstance(self.objective, Mixture):
+            return self.objective.terms
+        return (MixtureTerm(objective=self.objective),)
+
+    @property
+    def applied_correction(self) -> CorrectionConfig:
+        """The correction in force: importance unless one is named."""
+        return ImportanceCorrection() if self.correction is None else self.correction
+
+    @property
+    def level(self) -> str:
+        """Level of the correction's ratio: token, sequence or geometric."""
+        applied = self.applied_correction
+        return applied.level if isinstance(applied, LevelledCorrection) else "token"
+
+    @property
+    def is_set(self) -> bool:
+        """Whether divergences are taken on the cached set itself: nothing is sampled."""
+        return not self.support.covers or self.support.type == "exact"
+
+    @property
+    def reads_teacher(self) -> bool:
+        """Whether any term needs the teacher's log-probs."""
+        return any(
+            not isinstance(term.objective, RewardObjective)
+            or (term.objective.kl is not None and term.objective.kl.to == "teacher")
+            for term in self.terms
+        )
+
+    @property
+    def reads_reward(self) -> bool:
+        """Whether any term needs the verifier."""
+        return any(isinstance(term.objective, RewardObjective) for term in self.terms)
+
+    @property
+    def reads_groups(self) -> bool:
+        """Whether any term compares the responses of one prompt."""
+        return any(
+            isinstance(term.objective, RewardObjective)
+            and (term.objective.advantage != "reward" or isinstance(term.objective, Gepo))
+            for term in self.terms
+        )
+
+    @property
+    def uses_ratio(self) -> bool:
+        """Whether learner log-probs are compared with the sampler's anywhere in the loss."""
+        if all(_is_direct(term, self) for term in self.terms):
+            return False
+        return not isinstance(self.applied_correction, NoCorrection) or any(
+            isinstance(term.objective, Gepo | Gspo) for term in self.terms
+        )
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether a mini-batch must be looked at as a whole before its loss is known (M2PO)."""
+        return any(isinstance(trust_of(term), M2Trust) for term in self.terms)
+
+    @model_validator(mode="after")
+    def _parts_go_together(self) -> Estimator:
+        for rule in RULES:
+            for term in self.terms:
+                if rule.broken(term, self):
+                    raise ValueError(rule.says(term, self))
+        return self
+
+
+@dataclass(frozen=True)
+class Rule:
+    """broken: whether a term of an estimator breaks it. says: reason and nearest valid choice."""
+
+    broken: Callable[[MixtureTerm, Estimator], bool]
+    says: Callable[[MixtureTerm, Estimator], str]
+
+
+def trust_of(term: MixtureTerm) -> Section:
+    """The term's trust region."""
+    return getattr(term.objective, "trust", NoTrust())
+
+
+def _is_direct(term: MixtureTerm, est: Estimator) -> bool:
+    """Differentiated through the student, or weighted by the teacher: no ratio to correct."""
+    if isinstance(term.objective, SparseReverseKl):
+        return True
+    return isinstance(term.objective, Divergence) and (est.is_set or est.support.owner == "teacher")
+
+
+def _is_reward(term: MixtureTerm) -> bool:
+    return isinstance(term.objective, RewardObjective)
+
+
+def _cuts(est: Estimator) -> bool:
+    """The correction changes the ratio, so that it is no longer a policy's."""
+    return isinstance(est.applied_correction, TruncatedCorrection | MaskedCorrection)
+
+
+def _outside(term: MixtureTerm) -> str | None:
+    return getattr(term.objective, "outside", None)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda term, est: isinstance(term.objective, ReverseKl) and est.support.owner == "teacher",
+        lambda term, est: (
+            f"objective.type reverse_kl with advantage {getattr(term.objective, 'advantage', '')} "
+            f"needs the sampler's log-probs, which support.type {est.support.type} does not have; "
+            "use objective.type sparse_reverse_kl or forward_kl, or support.type mc"
+        ),
+    ),
+    Rule(
+        lambda term, est: isinstance(term.objective, SparseReverseKl) and not est.is_set,
+        lambda term, est: (
+            "objective.type sparse_reverse_kl is differentiated on a set of ids, and support.type "
+            f"{est.support.type} holds a random sample; use objective.type reverse_kl, or "
+            "support.type topk"
+        ),
+    ),
+    Rule(
+        lambda term, est: (
+            isinstance(term.objective, Jsd | SkewReverseKl) and est.support.type == "teacher_mc"
+        ),
+        lambda term, est: (
+            f"objective.type {term.objective.type} weighs actions by the student, and support.type "
+            "teacher_mc draws none that only the student likes; use support.type mc or "
+            "teacher_topk, or objective.type forward_kl"
+        ),
+    ),
+    Rule(
+        lambda term, est: _outside(term) is not None and est.support.covers,
+        lambda term, est: (
+            f"objective.outside {_outside(term)} does not apply to support.type "
+            f"{est.support.type}, which leaves no mass outside; leave it null, or use support.type "
+            "topk or teacher_topk"
+        ),
+    ),
+    Rule(
+        lambda term, est: _is_reward(term) and not est.reads_teacher and est.support.type != "path",
+        lambda term, est: (
+            f"objective.type {term.objective.type} reads the sampled token alone, and support.type "
+            f"{est.support.type} would cache more; use support.type path"
+        ),
+    ),
+    Rule(
+        lambda term, est: (
+            not isinstance(trust_of(term), NoTrust)
+            and isinstance(est.applied_correction, NoCorrection)
+            and not est.applied_correction.prox
+        ),
+        lambda term, est: (
+            "objective.trust has no ratio to act on with correction.type none; use correction.type "
+            "importance, or correction.prox true"
+        ),
+    ),
+    Rule(
+        lambda term, est: (
+            not isinstance(trust_of(term), NoTrust)
+            and (_cuts(est) or est.level != "token")
+            and not est.applied_correction.prox
+        ),
+        lambda term, est: (
+            f"objective.trust needs a ratio of its own beside correction.type "
+            f"{est.applied_correction.type} at level {est.level}; set correction.prox true "
+            "(PPO-TIS), or objective.trust.type none"
+        ),
+    ),
+    Rule(
+        lambda term, est: (
+            isinstance(term.objective, Gspo)
+            and not est.applied_correction.prox
+            and not (
+                isinstance(est.applied_correction, ImportanceCorrection) and est.level == "token"
+            )
+        ),
+        lambda term, est: (
+            "objective.type gspo is itself a ratio of learner to sampler; set correction.type "
+            "importance at level token, or correction.prox true"
+        ),
+    ),
+    Rule(
+        lambda term, est: (
+            isinstance(term.objective, Gepo)
+            and (
+                est.applied_correction.prox
+                or not isinstance(est.applied_correction, ImportanceCorrection)
+                or est.level != "token"
+            )
+        ),
+        lambda term, est: (
+            "objective.type gepo replaces the ratio by p / E_q[q]; set correction.type importance, "
+            "level token, prox false"
+        ),
+    ),
+    Rule(
+        lambda term, est: (
+            isinstance(term.objective, Gspo | Gepo) and isinstance(trust_of(term), M2Trust)
+        ),
+        lambda term, est: (
+            "objective.trust.type m2 masks tokens, and objective.type "
+            f"{term.objective.type} has one ratio a response; use trust.type clip or none"
+        ),
+    ),
+    Rule(
+        lambda term, est: (
+            est.level != "token" and not _is_reward(term) and est.support.type != "path"
+        ),
+        lambda term, est: (
+            f"correction.level {est.level} is a ratio of the sampled response, and support.type "
+            f"{est.support.type} caches other actions; use support.type path, or level token"
+        ),
+    ),
+    Rule(
+        lambda term, est: (
+            est.correction is not None and all(_is_direct(other, est) for other in est.terms)
+        ),
+        lambda term, est: (
+            f"correction.type {est.applied_correction.type} has nothing to correct: objective.type "
+            f"{term.objective.type} on support.type {est.support.type} uses no ratio; leave "
+            "correction null"
+        ),
+    ),
+)

@@ -1,0 +1,91 @@
+"""One line a user can act on, from what pydantic says of an invalid tree."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from megatron_opd.config.section import Section
+
+
+def first_problem(schema: type[Section], error: ValidationError) -> str:
+    """The most useful problem: unknown keys first, for a typo also makes its twin "missing"."""
+    problem = min(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
+    keys, section = _resolve(schema, problem["loc"], problem["type"] == "extra_forbidden")
+    key = ".".join(keys)
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{_nearest_key(section, keys)}"
+    if problem["type"] == "missing":
+        return f"missing key {key!r}"
+    if problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        return _wrong_type(key, section, problem)
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return f"{key}: {message}" if key else message
+    return f"{key}: {message[:1].lower()}{message[1:]}, got {problem['input']!r}"
+
+
+def variants(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a key may hold: one, or one for every `type`; none for a plain value."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    found = [variant for part in get_args(annotation) for variant in variants(part)]
+    return list(dict.fromkeys(found))
+
+
+def type_of(section: type[BaseModel]) -> str | None:
+    """The `type` of a variant, None for a section that has only one form."""
+    field = section.model_fields.get("type")
+    return None if field is None else str(field.default)
+
+
+def _resolve(
+    schema: type[BaseModel], location: Sequence[int | str], names_unknown: bool
+) -> tuple[list[str], list[type[BaseModel]]]:
+    """(keys as the user wrote them, the sections that the last but one of them may be).
+
+    pydantic puts the chosen variant's `type` into a location; the user never wrote it there.
+    """
+    keys: list[str] = []
+    here: list[type[BaseModel]] = [schema]
+    parts: Iterator[tuple[int, int | str]] = iter(enumerate(location))
+    for index, part in parts:
+        last = index == len(location) - 1
+        tagged = [section for section in here if type_of(section) == part]
+        if keys and tagged and len(here) > 1:
+            here = tagged
+            continue
+        keys.append(str(part))
+        if last and names_unknown:
+            break
+        fields = [section.model_fields[part] for section in here if part in section.model_fields]
+        if fields:
+            here = [v for field in fields for v in variants(field.annotation)]
+    return keys, here
+
+
+def _nearest_key(sections: list[type[BaseModel]], keys: list[str]) -> str:
+    known = list(dict.fromkeys(name for section in sections for name in section.model_fields))
+    if not known:
+        return ""
+    close = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.0)
+    hint = f"; did you mean {'.'.join([*keys[:-1], close[0]])!r}?"
+    named = type_of(sections[0])
+    others = ", ".join(name for name in known if name != "type")
+    return hint if named is None else f" of type {named}, whose keys are: {others or 'none'}"
+
+
+def _wrong_type(key: str, sections: list[type[BaseModel]], problem: ErrorDetails) -> str:
+    names = [name for section in sections if (name := type_of(section)) is not None]
+    given: Any = problem["input"]
+    if not isinstance(given, dict):
+        return f"{key} must be a mapping with a `type`, got {given!r}"
+    chosen = str(given.get("type"))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    close = difflib.get_close_matches(chosen, names, n=1, cutoff=0.0)
+    return (
+        f"{key}.type must be one of {', '.join(names)}, got {chosen!r}; did you mean {close[0]!r}?"
+    )

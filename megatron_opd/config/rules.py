@@ -1,0 +1,139 @@
+"""Rules that involve several sections. Each returns one line naming every key it compares, or None.
+
+A rule that compares parts of the estimator alone is in estimator.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_opd.config.schema import Config
+
+
+def _estimator(config: Config) -> str | None:
+    try:
+        _ = config.estimator
+    except ValueError as error:
+        # pydantic's own error text spans lines; the rule's sentence is what the user needs
+        errors = getattr(error, "errors", None)
+        message = errors()[0]["msg"] if errors is not None else str(error)
+        return str(message).removeprefix("Value error, ")
+    return None
+
+
+def _shares(config: Config) -> str | None:
+    batch, minis = config.buffer.batch_size, config.learner.mini_batches
+    dp = config.learner.parallel.data_parallel_size
+    if batch % (minis * dp):
+        return (
+            "buffer.batch_size must be a multiple of "
+            "learner.mini_batches * (learner.parallel.ep * learner.parallel.dp), "
+            f"got {batch} and {minis} * {dp}"
+        )
+    return None
+
+
+def _ports(config: Config) -> str | None:
+    taken: dict[int, str] = {}
+    if config.learner.listen_port:
+        taken[config.learner.listen_port] = "learner.listen_port"
+    sections = {"student": config.student} | {
+        key_of_teacher(name): section for name, section in config.all_teachers.items()
+    }
+    for key, section in sections.items():
+        for port in section.ports:
+            if port in taken:
+                return (
+                    f"{taken[port]} and {key}.base_port must not share a port, "
+                    f"both would use {port}"
+                )
+        taken |= dict.fromkeys(section.ports, f"{key}.base_port")
+    return None
+
+
+def key_of_teacher(name: str) -> str:
+    """The section's key: `teacher`, or `teachers.NAME`."""
+    return name if name == "teacher" else f"teachers.{name}"
+
+
+def _teachers(config: Config) -> str | None:
+    estimator = config.estimator
+    if estimator.reads_teacher and not config.all_teachers:
+        return f"missing key 'teacher': objective.type {config.objective.type} reads its log-probs"
+    if "teacher" in config.teachers:
+        return "teachers must not name one 'teacher', which is the section teacher"
+    if config.teachers and config.data.teacher_key is None:
+        return "data.teacher_key must name the column that chooses among teachers, got null"
+    if config.data.teacher_key is not None and not estimator.reads_teacher:
+        return (
+            f"data.teacher_key {config.data.teacher_key} has no use: objective.type "
+            f"{config.objective.type} reads no teacher; leave it null"
+        )
+    return None
+
+
+def _groups(config: Config) -> str | None:
+    size, batch = config.rollout.group_size, config.buffer.batch_size
+    if config.estimator.reads_groups and size < 2:
+        return (
+            f"rollout.group_size must be >= 2 for objective.type {config.objective.type}, which "
+            f"compares the responses of a prompt, got {size}"
+        )
+    if batch % size:
+        return (
+            "buffer.batch_size must be a multiple of rollout.group_size, "
+            f"got buffer.batch_size={batch}, rollout.group_size={size}"
+        )
+    return None
+
+
+def _rewards(config: Config) -> str | None:
+    if config.estimator.reads_reward and config.data.task == "none":
+        return (
+            f"data.task must name a verifier for objective.type {config.objective.type}, which "
+            "learns from rewards, got 'none'"
+        )
+    return None
+
+
+def _top_p(config: Config) -> str | None:
+    estimator, top_p = config.estimator, config.rollout.top_p
+    if top_p == 1:
+        return None
+    if estimator.uses_ratio:
+        return (
+            f"rollout.top_p must be 1 with correction.type {estimator.applied_correction.type}, "
+            "whose ratio compares raw learner log-probs with a truncated sampler's, "
+            f"got {top_p}; set rollout.top_p 1, or correction.type none"
+        )
+    if estimator.support.owner == "student" and estimator.reads_teacher:
+        return (
+            f"rollout.top_p must be 1 with support.type {estimator.support.type}, which would miss "
+            f"the ids that truncation drops, got {top_p}; set rollout.top_p 1, or support.type "
+            "teacher_topk"
+        )
+    return None
+
+
+def _held(config: Config) -> str | None:
+    hold, tau = config.buffer.hold_batches, config.buffer.max_staleness
+    if hold > tau:
+        return (
+            "buffer.hold_batches must be <= buffer.max_staleness, whose permits bound what can be "
+            f"scored ahead, got buffer.hold_batches={hold}, buffer.max_staleness={tau}"
+        )
+    return None
+
+
+RULES: tuple[Callable[[Config], str | None], ...] = (
+    _estimator,
+    _shares,
+    _teachers,
+    _ports,
+    _groups,
+    _rewards,
+    _top_p,
+    _held,
+)
