@@ -11,33 +11,34 @@ from dataclasses import dataclass
 
 from pydantic import model_validator
 
-from megatron_opd.config.estimators import (
+from megatron_opd.config.corrections import (
     CorrectionConfig,
+    ImportanceCorrection,
+    LevelledCorrection,
+    MaskedCorrection,
+    NoCorrection,
+    ReductionConfig,
+    TokenReduction,
+    TruncatedCorrection,
+)
+from megatron_opd.config.objectives import (
     ForwardKl,
     Gepo,
     Gspo,
-    ImportanceCorrection,
     Jsd,
-    LevelledCorrection,
     M2Trust,
-    MaskedCorrection,
-    McSupport,
     Mixture,
     MixtureTerm,
-    NoCorrection,
     NoTrust,
     ObjectiveConfig,
-    ReductionConfig,
     ReverseKl,
     RewardObjective,
     SkewForwardKl,
     SkewReverseKl,
     SparseReverseKl,
-    SupportConfig,
-    TokenReduction,
-    TruncatedCorrection,
 )
 from megatron_opd.config.section import Section
+from megatron_opd.config.supports import McSupport, SupportConfig
 
 Divergence = ForwardKl | Jsd | SkewForwardKl | SkewReverseKl
 

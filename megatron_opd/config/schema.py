@@ -13,16 +13,9 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from megatron_opd.config.corrections import CorrectionConfig, ReductionConfig, TokenReduction
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.config.estimators import (
-    CorrectionConfig,
-    McSupport,
-    ObjectiveConfig,
-    ReductionConfig,
-    ReverseKl,
-    SupportConfig,
-    TokenReduction,
-)
+from megatron_opd.config.objectives import ObjectiveConfig, ReverseKl
 from megatron_opd.config.rules import RULES
 from megatron_opd.config.section import (
     NonNegativeFloat,
@@ -31,6 +24,7 @@ from megatron_opd.config.section import (
     PositiveInt,
     Section,
 )
+from megatron_opd.config.supports import McSupport, SupportConfig
 
 Dtype = Literal["float32", "bfloat16"]
 DEFAULT_TEACHER = "teacher"
