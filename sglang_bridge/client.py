@@ -17,6 +17,7 @@ from sglang_bridge import wire
 from sglang_bridge.errors import BridgeError
 from sglang_bridge.http import HttpConnection, RetryPolicy
 from sglang_bridge.parse import (
+    empty_scores,
     parse_info,
     parse_pieces,
     parse_rollout,
@@ -73,8 +74,11 @@ class ServerClient:
         }
         if request.stop_token_ids:
             params["stop_token_ids"] = list(request.stop_token_ids)
-        if request.num_draws:
-            params["custom_params"] = {wire.NUM_DRAWS: request.num_draws}
+        if request.keeps_cache:
+            params["custom_params"] = {
+                wire.NUM_ATOMS: request.num_atoms,
+                wire.NUM_DRAWS: request.num_draws,
+            }
         body = {"rid": request.rid, "input_ids": _ids(request.input_ids), "sampling_params": params}
         reply = await self._http.request("POST", "/generate", body, repeatable=False)
         return parse_rollout(self.url, reply, request)
@@ -82,15 +86,18 @@ class ServerClient:
     async def score(self, request: ScoreRequest) -> ScoreReply:
         """Scores every id of `request` with log q; repeated after transport errors.
 
-        An empty response asks nobody.
+        A repeat selects anew. An empty response asks nobody.
         """
         if request.num_tokens == 0:
-            return ScoreReply(np.empty(0, dtype=np.float32))
+            return empty_scores(request)
         start = request.num_prompt_tokens - 1
         params = {
             wire.SCORE_START: start,
             wire.SCORE_OFFSETS: wire.pack(np.asarray(request.offsets_T1, dtype="<i4")),
             wire.SCORE_IDS: wire.pack(np.asarray(request.ids_N, dtype="<i4")),
+            wire.SCORE_TEMPERATURE: request.temperature,
+            wire.SCORE_ATOMS: request.num_atoms,
+            wire.SCORE_DRAWS: request.num_draws,
         }
         body = {
             # No rid: a repeat would meet its own name while the first try is still being served.

@@ -151,8 +151,8 @@ class Selection:
 
     offsets_T1: int64 [T + 1]. ids_N: int32, strictly increasing inside a row. weight_N: float32,
     > 0 for every selected id (q(id) for an atom, tail mass * hits / num_draws for a draw), 0 for an
-    id that was only given. logp_N: float32, log q(id | prefix), finite. given_N: int64, over the request's N: index
-    into ids_N of each id of the request, in its order.
+    id that was only given. logp_N: float32, log q(id | prefix), finite. given_N: int64, over the
+    request's N: index into this ids_N of each id of the request, in its order.
     """
 
     offsets_T1: OffsetArray

@@ -12,25 +12,30 @@ from typing import Any
 import numpy as np
 
 # request: custom_params
-NUM_DRAWS = "bridge_num_draws"
+NUM_DRAWS = "bridge_num_draws"  # with NUM_ATOMS, both may be 0: keep a draw cache
+NUM_ATOMS = "bridge_num_atoms"
 SCORE_START = "bridge_score_start"
 SCORE_OFFSETS = "bridge_score_offsets"  # int32 [T + 1]
 SCORE_IDS = "bridge_score_ids"  # int32 [N]
+SCORE_TEMPERATURE = "bridge_score_temperature"
+SCORE_DRAWS = "bridge_score_draws"  # with SCORE_ATOMS, each absent = 0: select besides
+SCORE_ATOMS = "bridge_score_atoms"
 
 # reply: meta_info[PAYLOAD]
 PAYLOAD = "bridge"
 DRAWS = "draws"
 SCORES = "scores"
 
-# The arrays of a draws payload and their types; row lengths and the path's place in its row fit a
-# byte.
-DRAW_FIELDS: dict[str, str] = {
-    "length_T": "|u1",
-    "path_T": "|u1",
+# The arrays of a row table and their types. A row has at most MAX_ATOMS + MAX_DRAWS + 1 ids: its
+# length, and the path's place in it, fit 16 bits.
+ROW_FIELDS: dict[str, str] = {
+    "length_T": "<u2",
     "ids_N": "<i4",
-    "count_N": "|u1",
+    "weight_N": "<f4",
     "logp_N": "<f4",
 }
+DRAW_FIELDS: dict[str, str] = {**ROW_FIELDS, "path_T": "<u2"}
+SELECTION = "selection"  # in a scores payload: a row table of the ids selected from q
 
 # weights_checker: action, and the prefix of each key it answers with
 PIECE_ACTION = "bridge_pieces"

@@ -1,4 +1,4 @@
-"""Every sampled token is recorded once: its draws, their exact log-probs, its version.
+"""Every sampled token is recorded once: its atoms and draws, their exact log-probs, its version.
 
 A record hangs on SGLang's request object, so that it survives retraction: the sampled prefix stays,
 its KV is rebuilt, and later tokens are appended under the new version. Only the rank that streams
@@ -8,6 +8,7 @@ same random numbers with and without us.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,29 +19,34 @@ import torch
 
 from sglang_bridge import wire
 from sglang_bridge.server import compat
-from sglang_bridge.server.dedup import dedup
-from sglang_bridge.server.sampling import Behaviour, behaviour, draw
+from sglang_bridge.server.rows import build_rows
+from sglang_bridge.server.sampling import Behaviour, behaviour
+from sglang_bridge.server.selection import Selected, Wanted, select
 
 RECORD = "_bridge_draws"
 
 
-def num_draws_of(req: Any) -> int:
-    """Draws per token that a request asked for; 0 = none."""
-    return int(compat.custom_params(req).get(wire.NUM_DRAWS, 0))
+def support_of(req: Any) -> tuple[int, int] | None:
+    """(atoms, draws) a token that a request asked for, or None when it keeps no record."""
+    params = compat.custom_params(req)
+    if wire.NUM_DRAWS not in params:
+        return None
+    return int(params.get(wire.NUM_ATOMS, 0)), int(params[wire.NUM_DRAWS])
 
 
 @dataclass(slots=True)
 class DrawRecord:
-    """Draws of one request so far, as growing raw buffers (9 bytes a distinct id, 2 a token).
+    """The rows of one request so far, as growing raw buffers (12 bytes an id, 4 a token).
 
     versions: [(version, index of its first token)], run-length coded.
     """
 
+    num_atoms: int
     num_draws: int
-    length_T: bytearray = field(default_factory=bytearray)
-    path_T: bytearray = field(default_factory=bytearray)
+    length_T: array[int] = field(default_factory=lambda: array("H"))
+    path_T: array[int] = field(default_factory=lambda: array("H"))
     ids_N: bytearray = field(default_factory=bytearray)
-    count_N: bytearray = field(default_factory=bytearray)
+    weight_N: bytearray = field(default_factory=bytearray)
     logp_N: bytearray = field(default_factory=bytearray)
     versions: list[tuple[str, int]] = field(default_factory=list)
 
@@ -58,29 +64,33 @@ class DrawRecord:
         self.length_T.append(len(row.ids_R))
         self.path_T.append(row.path)
         self.ids_N += row.ids_R.tobytes()
-        self.count_N += row.count_R.tobytes()
+        self.weight_N += row.weight_R.tobytes()
         self.logp_N += row.logp_R.tobytes()
         if not self.versions or self.versions[-1][0] != version:
             self.versions.append((version, index))
 
     def _truncate(self, length: int) -> None:
-        kept = sum(self.length_T[:length])
-        del self.length_T[length:], self.path_T[length:], self.count_N[kept:]
-        del self.ids_N[4 * kept :], self.logp_N[4 * kept :]
+        kept = 4 * sum(self.length_T[:length])
+        del self.length_T[length:], self.path_T[length:]
+        del self.ids_N[kept:], self.weight_N[kept:], self.logp_N[kept:]
         self.versions = [(version, start) for version, start in self.versions if start < length]
 
     def payload(self) -> dict[str, Any]:
         """What the client parses: base64 of every buffer, and the version runs."""
-        arrays = {name: wire.pack(getattr(self, name)) for name in wire.DRAW_FIELDS}
-        return {**arrays, "num_draws": self.num_draws, "versions": [list(v) for v in self.versions]}
+        return {
+            **{name: wire.pack(bytes(getattr(self, name))) for name in wire.DRAW_FIELDS},
+            "num_atoms": self.num_atoms,
+            "num_draws": self.num_draws,
+            "versions": [list(run) for run in self.versions],
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class HostRow:
-    """One token's row: ids int32, counts uint8, logp float32, the column of the path token."""
+    """One token's row: ids int32, weights and logp float32, the column of the path token."""
 
     ids_R: np.ndarray
-    count_R: np.ndarray
+    weight_R: np.ndarray
     logp_R: np.ndarray
     path: int
 
@@ -95,15 +105,15 @@ class HostRows:
     def consume(self, batch: Any, commits: list[Any]) -> None:
         """Appends each newly visible token to its request's record; called before streaming."""
         length_B = self.tensors["length"].numpy()
-        arrays = [self.tensors[name].numpy() for name in ("ids", "count", "logp")]
+        arrays = [self.tensors[name].numpy() for name in ("ids", "weight", "logp")]
         path_B = self.tensors["path"].numpy()
         for i, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
-            wanted = num_draws_of(req)
-            if commit is None or wanted == 0:
+            support = support_of(req)
+            if commit is None or support is None:
                 continue
-            ids_R, count_R, logp_R = (array[i, : length_B[i]] for array in arrays)
-            row = HostRow(ids_R, count_R, logp_R, int(path_B[i]))
-            record = compat.record_of(req, RECORD, lambda m=wanted: DrawRecord(m))
+            ids_R, weight_R, logp_R = (values[i, : length_B[i]] for values in arrays)
+            row = HostRow(ids_R, weight_R, logp_R, int(path_B[i]))
+            record = compat.record_of(req, RECORD, lambda s=support: DrawRecord(*s))
             record.append(commit.output_index, row, self.version)
 
 
@@ -119,23 +129,11 @@ class DeviceRows:
         return HostRows({name: copy(t) for name, t in self.tensors.items()}, self.version)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The draws wanted from the forward pass being launched: per request, and their maximum."""
-
-    num_draws_B: tuple[int, ...]
-
-    @property
-    def columns(self) -> int:
-        """M, draws made for every request of the step."""
-        return max(self.num_draws_B)
-
-
-_step: Step | None = None  # of the forward pass being launched; the scheduler runs one at a time
+_step: Wanted | None = None  # of the forward pass being launched; the scheduler runs one at a time
 
 
 @contextmanager
-def sampling_step(step: Step | None) -> Iterator[None]:
+def sampling_step(step: Wanted | None) -> Iterator[None]:
     """Makes `step` what the observer sees."""
     global _step
     previous, _step = _step, step
@@ -145,10 +143,13 @@ def sampling_step(step: Step | None) -> Iterator[None]:
         _step = previous
 
 
-def step_of(batch: Any) -> Step | None:
-    """The draws a batch asks for, or None when nothing is to be drawn."""
-    wanted_B = tuple(num_draws_of(req) for req in batch.reqs)
-    return Step(wanted_B) if any(wanted_B) else None
+def step_of(batch: Any) -> Wanted | None:
+    """What a batch asks for at its next token, or None when nothing is to be recorded."""
+    supports = [support_of(req) for req in batch.reqs]
+    if not any(support is not None for support in supports):
+        return None
+    atoms_B, draws_B = np.array([s or (0, 0) for s in supports], dtype=np.int64).T
+    return Wanted(atoms_B, draws_B)
 
 
 class DrawObserver:
@@ -160,36 +161,31 @@ class DrawObserver:
         self._generator.manual_seed(seed)
 
     def is_active(self, sampling_info: Any) -> bool:
-        """Whether the pass being sampled holds a request with draws."""
+        """Whether the pass being sampled holds a request with a record."""
         return _step is not None
 
-    def before_grammar(self, logits_BV: torch.Tensor, info: Any) -> tuple[Behaviour, torch.Tensor]:
-        """The behaviour distribution and draws from it (the sampler overwrites the logits)."""
+    def before_grammar(self, logits_BV: torch.Tensor, info: Any) -> tuple[Behaviour, Selected]:
+        """The behaviour distribution and a selection (the sampler overwrites the logits)."""
         assert _step is not None
-        filters = compat.sampling_filters(info)
-        policy = behaviour(logits_BV, info.temperatures, **filters)
-        shape = (logits_BV.shape[0], _step.columns)
+        policy = behaviour(logits_BV, info.temperatures, **compat.sampling_filters(info))
+        shape = (logits_BV.shape[0], _step.max_draws)
         uniform_BM = torch.rand(
             shape, dtype=torch.float64, device=logits_BV.device, generator=self._generator
         )
-        return policy, draw(policy.probs_BV, uniform_BM)
+        return policy, select(policy, _step, uniform_BM)
 
     def after_sample(
-        self, state: tuple[Behaviour, torch.Tensor], token_ids: torch.Tensor
+        self, state: tuple[Behaviour, Selected], token_ids: torch.Tensor
     ) -> DeviceRows:
-        """Deduplicated rows with the sampled token in them, stamped with the weights' version."""
-        assert _step is not None
-        policy, ids_BM = state
-        num_draws_B = torch.tensor(
-            _step.num_draws_B, dtype=torch.int64, pin_memory=ids_BM.is_cuda
-        ).to(ids_BM.device, non_blocking=True)
-        rows = dedup(ids_BM, num_draws_B, token_ids)
-        vocab = policy.logp_BV.shape[1]
+        """Rows with the sampled token in them, stamped with the weights' version."""
+        policy, selected = state
+        path_B = token_ids.to(torch.int64)
+        rows = build_rows(selected, path_B[:, None])
         tensors = {
             "ids": rows.ids_BR.to(torch.int32),
-            "count": rows.count_BR,
-            "logp": policy.gather(rows.ids_BR.clamp(max=vocab - 1)),
-            "path": rows.path_B,
-            "length": rows.length_B,
+            "weight": rows.weight_BR,
+            "logp": rows.logp(policy),
+            "path": rows.column_of(path_B).to(torch.int32),
+            "length": rows.length_B.to(torch.int32),
         }
         return DeviceRows(tensors, compat.weight_version())

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from sglang_bridge import wire
-from sglang_bridge.protocol import MAX_DRAWS
-from sglang_bridge.server import compat, draws, pieces, scoring
+from sglang_bridge.server import compat, draws, pieces, score_plan, scoring, validate
 from sglang_bridge.server.experts import local_experts_only
 from sglang_bridge.server.spec import GROUP_TIMEOUT_VARIABLE, SEED_VARIABLE
 
-_plan: scoring.ScorePlan | None = None  # of the forward pass being launched
+_plan: score_plan.ScorePlan | None = None  # of the forward pass being launched
+_generator: torch.Generator | None = None  # of the teacher's draws
 
 
 def register() -> None:
@@ -34,10 +34,13 @@ def register() -> None:
 
 
 def install_observer(result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """Gives the model runner of the output rank its observer."""
+    """Gives the output rank its draws: the model runner's observer, the scores' generator."""
+    global _generator
     if not runner.is_draft_worker and compat.is_output_rank():
         seed = int(os.environ.get(SEED_VARIABLE, "0"))
         runner.sampling_observer = draws.DrawObserver(runner.device, seed)
+        _generator = torch.Generator(device=runner.device)
+        _generator.manual_seed(seed)
 
 
 def payload_of(req: Any) -> dict[str, Any] | None:
@@ -61,7 +64,8 @@ def around_forward(
         return original(worker, batch, *args, **kwargs)
     step = draws.step_of(batch)
     if compat.is_scoring_batch(batch) and any(map(scoring.wants_scores, batch.reqs)):
-        _plan = scoring.ScorePlan(batch)
+        assert _generator is not None
+        _plan = score_plan.ScorePlan(batch, _generator)
     plan = _plan
     try:
         with draws.sampling_step(step):
@@ -107,29 +111,14 @@ def around_validate(
     """Refuses, with HTTP 400, what would crash a scheduler or make its draws wrong."""
     original(manager, obj, input_ids)
     params = (obj.sampling_params or {}).get("custom_params") or {}
+    vocab_size = manager.model_config.vocab_size
     if wire.NUM_DRAWS in params:
-        check_draw_params(params[wire.NUM_DRAWS], obj)
+        validate.check_draw_params(params, obj, vocab_size)
     if wire.SCORE_IDS in params:
-        vocab_size = manager.model_config.vocab_size
-        scoring.check_score_params(params, len(input_ids), vocab_size)
+        validate.check_score_params(params, len(input_ids), vocab_size)
         start = params[wire.SCORE_START]
         if not obj.return_logprob or obj.logprob_start_len != start:
             raise ValueError(f"scoring needs return_logprob and logprob_start_len={start}")
-
-
-# They change the distribution after the observer has looked at the logits.
-UNOBSERVED = ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias")
-
-
-def check_draw_params(num_draws: Any, obj: Any) -> None:
-    """Raises ValueError unless a request's draws would come from its sampling distribution."""
-    if not isinstance(num_draws, int) or not 1 <= num_draws <= MAX_DRAWS:
-        raise ValueError(f"{wire.NUM_DRAWS} must be in 1..{MAX_DRAWS}, got {num_draws}")
-    unobserved = [name for name in UNOBSERVED if obj.sampling_params.get(name)]
-    if getattr(obj, "custom_logit_processor", None):
-        unobserved.append("custom_logit_processor")
-    if unobserved:
-        raise ValueError(f"{wire.NUM_DRAWS} cannot be combined with {', '.join(unobserved)}")
 
 
 def around_init_group(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """The distribution SGLang really samples from, and iid draws from it.
 
-Pure torch, any device, no device sync. Axes: B requests of a step, V vocabulary, M draws (the
-step's largest request), R = M + 1 cache columns.
+Pure torch, any device, no device sync. Axes: B rows of a step (one a request, or one a scored
+position), V vocabulary, M draws (the step's largest request), R columns of ids.
 """
 
 from __future__ import annotations
@@ -20,17 +20,31 @@ class Behaviour:
 
     probs_BV: float32, proportional to it, exactly 0 outside its support. logp_BV: float32, log
     softmax of the tempered logits; minus norm_B (log of the mass that truncation kept) it is the
-    log-prob of any id in the support.
+    log-prob of any id in the support. dropped_BV: bool, what truncation cut away. The last two are
+    None in a step without truncation.
     """
 
     probs_BV: torch.Tensor
     logp_BV: torch.Tensor
-    norm_B: torch.Tensor | None
+    dropped_BV: torch.Tensor | None = None
+    norm_B: torch.Tensor | None = None
 
     def gather(self, ids_BR: torch.Tensor) -> torch.Tensor:
         """float32 [B, R]: log-prob of ids of the support."""
         logp_BR = self.logp_BV.gather(1, ids_BR)
         return logp_BR if self.norm_B is None else logp_BR - self.norm_B[:, None]
+
+    def likeliest(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids int64, log-probs) [B, count], likeliest first; -inf outside the support.
+
+        By log-prob: a float32 probability of 0 can still be a likely id's among 152k. Which of
+        equal ids come first is torch.topk's choice, the same for the same logits.
+        """
+        logp_BV = self.logp_BV
+        if self.dropped_BV is not None:
+            logp_BV = logp_BV.masked_fill(self.dropped_BV, -torch.inf)
+        logp_BK, ids_BK = logp_BV.topk(count, dim=-1)
+        return ids_BK, logp_BK if self.norm_B is None else logp_BK - self.norm_B[:, None]
 
 
 def behaviour(
@@ -51,7 +65,7 @@ def behaviour(
     # softmax, not exp(log_softmax): ties at a cut must fall as they fall in the sampler.
     probs_BV = torch.softmax(tempered_BV, dim=-1)
     if top_k_B is None and top_p_B is None and min_p_B is None:
-        return Behaviour(probs_BV, logp_BV, None)
+        return Behaviour(probs_BV, logp_BV)
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True)
     dropped_BV = torch.zeros_like(sorted_BV, dtype=torch.bool)
     if top_k_B is not None:
@@ -65,7 +79,7 @@ def behaviour(
     dropped_BV = torch.zeros_like(dropped_BV).scatter_(1, order_BV, dropped_BV)
     kept_BV = probs_BV.masked_fill(dropped_BV, 0.0)
     norm_B = logp_BV.masked_fill(dropped_BV, -torch.inf).logsumexp(-1)
-    return Behaviour(kept_BV, logp_BV, norm_B)
+    return Behaviour(kept_BV, logp_BV, dropped_BV, norm_B)
 
 
 def draw(probs_BV: torch.Tensor, uniform_BM: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,13 @@
 """The device code of the draw cache and of the loss gives on CUDA what it gives on a CPU."""
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_opd.losses.vocab_parallel import gather_logp
-from sglang_bridge.server.dedup import UNUSED, dedup
+from sglang_bridge.server.rows import build_rows
 from sglang_bridge.server.sampling import behaviour, draw
+from sglang_bridge.server.selection import UNUSED, Wanted, select
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,16 +36,25 @@ def test_draws_and_their_log_probs(logits: torch.Tensor):
     )
 
 
-def test_deduplicated_rows():
+def test_selected_rows(logits: torch.Tensor):
     generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(0, 40, (B, M), generator=generator)
-    num_draws = torch.randint(1, M + 1, (B,), generator=generator)
-    path = torch.randint(0, 40, (B,), generator=generator)
-    on_cpu = dedup(ids, num_draws, path)
-    on_cuda = dedup(ids.cuda(), num_draws.cuda(), path.cuda())
-    for name in ("ids_BR", "count_BR", "path_B", "length_B"):
-        assert torch.equal(getattr(on_cuda, name).cpu(), getattr(on_cpu, name)), name
-    assert (on_cpu.ids_BR < UNUSED).any()
+    wanted = Wanted(np.array([0, 16, 64, 0, 16, 1, 0, 3]), np.array([64, 48, 0, 0, 1, 7, 1, 64]))
+    uniform = torch.rand(B, wanted.max_draws, dtype=torch.float64, generator=generator)
+    path = torch.randint(0, V, (B, 1), generator=generator)
+    one = torch.ones(B, 1)
+    on_cpu = build_rows(select(behaviour(logits, one), wanted, uniform), path)
+    policy = behaviour(logits.cuda(), one.cuda())
+    on_cuda = build_rows(select(policy, wanted, uniform.cuda()), path.cuda())
+    # rounding moves a draw only at the edge of an id's interval
+    assert (on_cuda.ids_BR.cpu() == on_cpu.ids_BR).float().mean() > 0.99
+    exact = wanted.draws_B == 0
+    torch.testing.assert_close(
+        on_cuda.weight_BR.cpu()[exact], on_cpu.weight_BR[exact], atol=1e-6, rtol=1e-5
+    )
+    torch.testing.assert_close(
+        on_cuda.weight_BR.sum(1).cpu(), on_cpu.weight_BR.sum(1), atol=1e-6, rtol=1e-5
+    )
+    assert (on_cpu.ids_BR == UNUSED).any()
 
 
 def test_log_probs_of_ragged_ids_and_their_gradient(logits: torch.Tensor):

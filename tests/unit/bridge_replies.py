@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,17 +23,41 @@ SCORE_REQUEST = ScoreRequest(
 )
 
 
+# Two atoms and two draws a row besides the given ids; temperature 2.
+SELECT_REQUEST = replace(SCORE_REQUEST, temperature=2.0, num_atoms=2, num_draws=2)
+
+
+def packed(arrays: dict[str, list]) -> dict[str, str]:
+    """The arrays of a row table as they travel."""
+    return {name: wire.pack(np.array(v, wire.DRAW_FIELDS[name])) for name, v in arrays.items()}
+
+
 def draws_payload() -> dict[str, Any]:
     """Tokens 5, 9, 5 with rows {5, 7}, {9}, {2, 5, 8} of 4 draws each; token 2 has version 4."""
     arrays = {
-        "length_T": np.array([2, 1, 3], np.uint8),
-        "path_T": np.array([0, 0, 1], np.uint8),
-        "ids_N": np.array([5, 7, 9, 2, 5, 8], np.int32),
-        "count_N": np.array([1, 3, 4, 2, 0, 2], np.uint8),
-        "logp_N": np.array([-1, -0.5, 0, -1, -2, -3], np.float32),
+        "length_T": [2, 1, 3],
+        "path_T": [0, 0, 1],
+        "ids_N": [5, 7, 9, 2, 5, 8],
+        "weight_N": [0.25, 0.75, 1, 0.5, 0, 0.5],
+        "logp_N": [-1, -0.5, 0, -1, -2, -3],
     }
-    packed = {name: wire.pack(array) for name, array in arrays.items()}
-    return {**packed, "num_draws": 4, "versions": [["3", 0], ["4", 2]]}
+    return {
+        **packed(arrays),
+        "num_atoms": 0,
+        "num_draws": 4,
+        "versions": [["3", 0], ["4", 2]],
+    }
+
+
+def selection_payload() -> dict[str, Any]:
+    """Rows {2, 7, 9}, {4}, {1, 9, 30} for SELECT_REQUEST."""
+    arrays = {
+        "length_T": [3, 1, 3],
+        "ids_N": [2, 7, 9, 4, 1, 9, 30],
+        "weight_N": [0.5, 0.25, 0.25, 1, 0.125, 0.625, 0.25],
+        "logp_N": [-0.5, -1, -2, 0, -4, -0.25, -3],
+    }
+    return {**packed(arrays), "num_atoms": 2, "num_draws": 2}
 
 
 def rollout_reply(payload: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -50,11 +75,12 @@ def rollout_reply(payload: dict[str, Any] | None = None) -> dict[str, Any]:
     }
 
 
-def score_reply(scores: list[float]) -> dict[str, Any]:
-    """What /generate answers to SCORE_REQUEST."""
-    packed = wire.pack(np.array(scores, np.float32))
-    payload = [{wire.SCORES: {"logp_N": packed}}]
-    return {"output_ids": [], "meta_info": {"id": "x", wire.PAYLOAD: payload}}
+def score_reply(scores: list[float], selection: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What /generate answers to SCORE_REQUEST, or to SELECT_REQUEST."""
+    payload: dict[str, Any] = {"logp_N": wire.pack(np.array(scores, np.float32))}
+    if selection is not None:
+        payload[wire.SELECTION] = selection
+    return {"output_ids": [], "meta_info": {"id": "x", wire.PAYLOAD: [{wire.SCORES: payload}]}}
 
 
 class FakeServer:

@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
@@ -15,6 +17,7 @@ from sglang_bridge.server.launch import free_port
 from tests.unit.bridge_replies import (
     REQUEST,
     SCORE_REQUEST,
+    SELECT_REQUEST,
     FakeServer,
     answering,
     breaking,
@@ -43,21 +46,51 @@ def test_rollout_and_scores_over_http():
     assert scores.logp_N.tolist() == [-1, -2, -3]
 
 
-def test_what_the_server_is_asked():
+def asked(*calls: Callable[[ServerClient], Awaitable[object]]) -> list[dict]:
+    """The bodies of the requests that `calls` send, one after the other."""
     bodies = []
 
     async def record(request: web.Request) -> web.StreamResponse:
         bodies.append(await request.json())
-        return web.json_response(rollout_reply())
+        return web.json_response({})
 
     async def run():
         async with FakeServer({"/generate": record}) as server, client_of(server.url) as client:
-            await client.generate(REQUEST)
+            for call in calls:
+                with pytest.raises(BadReply):
+                    await call(client)
 
     asyncio.run(run())
+    return bodies
+
+
+def test_what_the_server_is_asked():
+    requests = [
+        REQUEST,
+        replace(REQUEST, num_atoms=16),
+        replace(REQUEST, num_draws=0, record=True),
+        replace(REQUEST, num_draws=0),
+    ]
+    bodies = asked(*(lambda client, r=request: client.generate(r) for request in requests))
     assert bodies[0]["input_ids"] == [1, 2, 3]
-    assert bodies[0]["sampling_params"]["custom_params"] == {"bridge_num_draws": 4}
     assert bodies[0]["sampling_params"]["max_new_tokens"] == 8
+    params = [body["sampling_params"].get("custom_params") for body in bodies]
+    assert params == [
+        {"bridge_num_atoms": 0, "bridge_num_draws": 4},
+        {"bridge_num_atoms": 16, "bridge_num_draws": 4},
+        {"bridge_num_atoms": 0, "bridge_num_draws": 0},
+        None,
+    ]
+
+
+def test_what_a_scoring_server_is_asked():
+    (body,) = asked(lambda client: client.score(SELECT_REQUEST))
+    params = body["sampling_params"]["custom_params"]
+    assert (body["logprob_start_len"], params["bridge_score_start"]) == (1, 1)
+    assert (params["bridge_score_atoms"], params["bridge_score_draws"]) == (2, 2)
+    assert params["bridge_score_temperature"] == 2.0
+    # SGLang's own is the sampler's: a request of 0 new tokens samples nothing.
+    assert body["sampling_params"]["temperature"] == 1.0
 
 
 def test_scoring_is_repeated_after_a_broken_connection():

@@ -1,10 +1,13 @@
 """A whole reply is read exactly; any damage to it raises BadReply."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sglang_bridge import wire
 from sglang_bridge.errors import BadReply, RequestAborted
@@ -13,9 +16,12 @@ from sglang_bridge.protocol import RolloutRequest, ScoreRequest, WeightPiece
 from tests.unit.bridge_replies import (
     REQUEST,
     SCORE_REQUEST,
+    SELECT_REQUEST,
     draws_payload,
+    packed,
     rollout_reply,
     score_reply,
+    selection_payload,
 )
 
 URL = "http://host:1"
@@ -30,11 +36,11 @@ def test_rollout_is_read_exactly():
     draws = reply.draws
     assert draws.offsets_T1.tolist() == [0, 2, 3, 6]
     assert draws.ids_N.tolist() == [5, 7, 9, 2, 5, 8]
-    assert draws.count_N.tolist() == [1, 3, 4, 2, 0, 2]
+    assert draws.weight_N.tolist() == [0.25, 0.75, 1, 0.5, 0, 0.5]
     assert draws.path_T.tolist() == [0, 2, 4]
-    assert draws.num_draws == 4
-    dtypes = (draws.offsets_T1.dtype, draws.ids_N.dtype, draws.count_N.dtype, draws.logp_N.dtype)
-    assert dtypes == (np.int64, np.int32, np.uint8, np.float32)
+    assert (draws.num_atoms, draws.num_draws) == (0, 4)
+    dtypes = (draws.offsets_T1.dtype, draws.ids_N.dtype, draws.weight_N.dtype, draws.logp_N.dtype)
+    assert dtypes == (np.int64, np.int32, np.float32, np.float32)
 
 
 def test_plain_rollout_takes_the_engines_spans():
@@ -44,29 +50,61 @@ def test_plain_rollout_takes_the_engines_spans():
     assert reply.spans == ((3, 0, 3),)
 
 
-def set_array(name: str, values: list, dtype: str) -> Callable[[dict[str, Any]], None]:
-    return lambda payload: payload.update({name: wire.pack(np.array(values, dtype))})
+def test_a_path_only_rollout_has_one_id_of_no_weight_a_token():
+    request = replace(REQUEST, num_draws=0, record=True)
+    arrays = {"length_T": [1] * 3, "path_T": [0] * 3, "ids_N": [5, 9, 5], "weight_N": [0] * 3}
+    payload = {**draws_payload(), **packed({**arrays, "logp_N": [-1, -2, -3]}), "num_draws": 0}
+    draws = parse_rollout(URL, rollout_reply(payload), request).draws
+    assert (draws.ids_N.tolist(), draws.path_T.tolist()) == ([5, 9, 5], [0, 1, 2])
+    payload |= packed({"weight_N": [0, 0.5, 0]})
+    with pytest.raises(BadReply, match="selects more than 0 atoms and 0 draws"):
+        parse_rollout(URL, rollout_reply(payload), request)
+
+
+def test_a_top_k_row_may_sum_to_less_than_1_unless_it_holds_everything():
+    def reply(weights: list[float], num_atoms: int) -> dict[str, Any]:
+        payload = draws_payload() | packed({"weight_N": weights})
+        return rollout_reply(payload | {"num_atoms": num_atoms, "num_draws": 0})
+
+    request = replace(REQUEST, num_draws=0, num_atoms=2)
+    alike = [0.5, 0.25, 1, 0.5, 0, 0.25]  # row 1 has one id: it can only be the whole of p
+    assert parse_rollout(URL, reply(alike, 2), request).draws.weight_N.tolist() == alike
+    with pytest.raises(BadReply, match="do not sum to 1"):
+        parse_rollout(URL, reply([0.5, 0.25, 0.9, 0.5, 0, 0.25], 2), request)
+    with pytest.raises(BadReply, match="exceed 1"):
+        parse_rollout(URL, reply([0.5, 0.6, 1, 0.5, 0, 0.25], 2), request)
+    with pytest.raises(BadReply, match="more than 1 atoms"):
+        parse_rollout(URL, reply(alike, 1), replace(request, num_atoms=1))
+
+
+def set_array(name: str, values: list) -> Callable[[dict[str, Any]], None]:
+    return lambda payload: payload.update(packed({name: values}))
 
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "array missing": (lambda p: p.pop("logp_N"), "logp_N: expected base64"),
     "not base64": (lambda p: p.update(ids_N="***"), "ids_N"),
     "half an item": (lambda p: p.update(ids_N=wire.pack(b"abcde")), "no whole number"),
-    "fewer rows": (set_array("length_T", [2, 1], "u1"), "draws of 2 of 3 tokens"),
-    "fewer paths": (set_array("path_T", [0, 0], "u1"), "path of 2 of 3"),
-    "shorter ids": (set_array("ids_N", [5, 7, 9, 2, 5], "<i4"), "differ in length"),
-    "shorter counts": (set_array("count_N", [4], "u1"), "differ in length"),
-    "path outside": (set_array("path_T", [0, 1, 1], "u1"), "lacks its path token"),
-    "wrong path": (set_array("path_T", [1, 0, 1], "u1"), "path tokens differ"),
-    "empty row": (set_array("length_T", [3, 0, 3], "u1"), "lacks its path token"),
-    "unsorted": (set_array("ids_N", [5, 7, 9, 2, 5, 4], "<i4"), "do not rise"),
-    "repeated": (set_array("ids_N", [5, 5, 9, 2, 5, 8], "<i4"), "do not rise"),
-    "lost draw": (set_array("count_N", [1, 2, 4, 2, 0, 2], "u1"), "does not count 4"),
-    "undrawn id": (set_array("count_N", [1, 3, 4, 4, 0, 0], "u1"), "no draw hit"),
-    "nan": (set_array("logp_N", [-1, np.nan, 0, -1, -2, -3], "<f4"), "not finite"),
-    "minus inf": (set_array("logp_N", [-1, -np.inf, 0, -1, -2, -3], "<f4"), "not finite"),
-    "positive": (set_array("logp_N", [-1, 0.5, 0, -1, -2, -3], "<f4"), "above 0"),
-    "other width": (lambda p: p.update(num_draws=8), "asked for 4 draws"),
+    "fewer rows": (set_array("length_T", [2, 1]), "rows of 2 of 3 tokens"),
+    "fewer paths": (set_array("path_T", [0, 0]), "path of 2 of 3"),
+    "shorter ids": (set_array("ids_N", [5, 7, 9, 2, 5]), "differ in length"),
+    "shorter weights": (set_array("weight_N", [1]), "differ in length"),
+    "path outside": (set_array("path_T", [0, 1, 1]), "lacks its path token"),
+    "wrong path": (set_array("path_T", [1, 0, 1]), "path tokens differ"),
+    "empty row": (set_array("length_T", [3, 0, 3]), "a row is empty"),
+    "negative id": (set_array("ids_N", [5, 7, 9, -2, 5, 8]), "negative"),
+    "unsorted": (set_array("ids_N", [5, 7, 9, 2, 5, 4]), "do not rise"),
+    "repeated": (set_array("ids_N", [5, 5, 9, 2, 5, 8]), "do not rise"),
+    "lost draw": (set_array("weight_N", [0.25, 0.5, 1, 0.5, 0, 0.5]), "do not sum to 1"),
+    "too heavy": (set_array("weight_N", [0.25, 1, 1, 0.5, 0, 0.5]), "exceed 1"),
+    "undrawn id": (set_array("weight_N", [0.25, 0.75, 1, 1, 0, 0]), "not forced"),
+    "negative weight": (set_array("weight_N", [1.5, -0.5, 1, 0.5, 0, 0.5]), "negative weights"),
+    "nan weight": (set_array("weight_N", [1, np.nan, 1, 0.5, 0, 0.5]), "weight_N holds values"),
+    "nan": (set_array("logp_N", [-1, np.nan, 0, -1, -2, -3]), "not finite"),
+    "minus inf": (set_array("logp_N", [-1, -np.inf, 0, -1, -2, -3]), "not finite"),
+    "positive": (set_array("logp_N", [-1, 0.5, 0, -1, -2, -3]), "above 0"),
+    "other width": (lambda p: p.update(num_draws=8), "asked for num_draws=4, got 8"),
+    "other atoms": (lambda p: p.pop("num_atoms"), "asked for num_atoms=0, got None"),
     "no versions": (lambda p: p.update(versions=[]), "no versions"),
     "late versions": (lambda p: p.update(versions=[["3", 1]]), "do not cover"),
     "beyond versions": (lambda p: p.update(versions=[["3", 0], ["4", 3]]), "do not cover"),
@@ -131,6 +169,69 @@ def test_damaged_scores_are_refused(scores: list[float], message: str):
         parse_scores(URL, score_reply(scores), SCORE_REQUEST)
 
 
+def test_a_selection_is_joined_with_the_given_ids():
+    """Given rows {7, 8}, {}, {9}; selected rows {2, 7, 9}, {4}, {1, 9, 30}."""
+    reply = parse_scores(URL, score_reply([-1, -2.5, -0.25], selection_payload()), SELECT_REQUEST)
+    assert reply.logp_N.tolist() == [-1, -2.5, -0.25]
+    rows = reply.selection
+    assert rows.offsets_T1.tolist() == [0, 4, 5, 8]
+    assert rows.ids_N.tolist() == [2, 7, 8, 9, 4, 1, 9, 30]
+    assert rows.weight_N.tolist() == [0.5, 0.25, 0, 0.25, 1, 0.125, 0.625, 0.25]
+    assert rows.logp_N.tolist() == [-0.5, -1, -2.5, -2, 0, -4, -0.25, -3]
+    assert rows.given_N.tolist() == [1, 2, 6]
+
+
+def test_given_ids_in_any_order_are_found_again():
+    request = replace(SELECT_REQUEST, ids_N=np.array([8, 7, 9], np.int32))
+    reply = parse_scores(URL, score_reply([-2.5, -1, -0.25], selection_payload()), request)
+    assert reply.selection.given_N.tolist() == [2, 1, 6]
+    twice = replace(request, ids_N=np.array([8, 8, 9], np.int32))
+    reply = parse_scores(URL, score_reply([-2.5, -2.5, -0.25], selection_payload()), twice)
+    assert reply.selection.given_N.tolist() == [2, 2, 6]
+    assert reply.selection.ids_N.tolist() == [2, 7, 8, 9, 4, 1, 9, 30]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_array("length_T", [3, 1]), "rows of 2 of 3 tokens"),
+        (set_array("length_T", [4, 0, 3]), "a row is empty"),
+        (set_array("weight_N", [0.5, 0.5, 0, 1, 0.125, 0.625, 0.25]), "not forced"),
+        (set_array("weight_N", [0.5, 0.25, 0.25, 1, 0.125, 0.5, 0.25]), "do not sum to 1"),
+        (set_array("logp_N", [0, -1, -2, 0, -np.inf, 0, 0]), "not finite"),
+        (set_array("logp_N", [0, -1, -2, 0, np.nan, 0, 0]), "not finite"),
+        (lambda p: p.update(num_draws=0), "asked for num_draws=2, got 0"),
+    ],
+)
+def test_damaged_selections_are_refused(change: Callable[[dict], Any], message: str):
+    payload = selection_payload()
+    change(payload)
+    with pytest.raises(BadReply, match=message):
+        parse_scores(URL, score_reply([-1, -2.5, -0.25], payload), SELECT_REQUEST)
+
+
+def test_a_missing_selection_is_refused():
+    with pytest.raises(BadReply, match="selection is missing"):
+        parse_scores(URL, score_reply([-1, -2, -3]), SELECT_REQUEST)
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_no_damaged_byte_crashes_the_parser(data: st.DataObject):
+    """Whatever one array says, the reply is read with its rows whole, or BadReply."""
+    payload = draws_payload()
+    name = data.draw(st.sampled_from(list(wire.DRAW_FIELDS)))
+    raw = data.draw(st.binary(max_size=32))
+    payload[name] = wire.pack(raw)
+    try:
+        draws = parse_rollout(URL, rollout_reply(payload), REQUEST).draws
+    except BadReply:
+        return
+    assert draws.offsets_T1[-1] == len(draws.ids_N) == len(draws.weight_N) == len(draws.logp_N)
+    assert np.allclose(np.add.reduceat(draws.weight_N, draws.offsets_T1[:-1]), 1, atol=2e-4)
+    assert draws.ids_N[draws.path_T].tolist() == [5, 9, 5]
+
+
 def test_missing_scores_are_refused():
     with pytest.raises(BadReply, match=r"bridge\.scores: is the server's plugin active"):
         parse_scores(URL, rollout_reply(), SCORE_REQUEST)
@@ -156,6 +257,8 @@ def test_pieces_and_info():
     ("changes", "message"),
     [
         ({"num_draws": 65}, r"num_draws must be in 0\.\.64, got 65"),
+        ({"num_draws": -1}, r"num_draws must be in 0\.\.64, got -1"),
+        ({"num_atoms": 8193}, r"num_atoms must be in 0\.\.8192, got 8193"),
         ({"max_new_tokens": 0}, "max_new_tokens must be >= 1, got 0"),
         ({"input_ids": []}, "input_ids must hold at least one token"),
     ],
@@ -173,3 +276,20 @@ def test_impossible_score_requests():
         ScoreRequest(
             rid="s", input_ids=[1] * 4, num_prompt_tokens=3, offsets_T1=2 * offsets, ids_N=ids
         )
+    for changes, message in (
+        ({"temperature": 0.0}, "temperature must be > 0 and finite, got 0"),
+        ({"temperature": float("nan")}, "temperature must be > 0 and finite, got nan"),
+        ({"num_atoms": -1}, r"num_atoms must be in 0\.\.8192, got -1"),
+        ({"num_draws": 65}, r"num_draws must be in 0\.\.64, got 65"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(SCORE_REQUEST, **changes)
+
+
+def test_a_record_is_kept_when_anything_is_asked_for():
+    plain = RolloutRequest(rid="r", input_ids=[1], max_new_tokens=1)
+    assert not plain.keeps_cache
+    assert all(
+        replace(plain, **{name: value}).keeps_cache
+        for name, value in (("num_atoms", 1), ("num_draws", 1), ("record", True))
+    )

@@ -1,14 +1,9 @@
-"""Sampling distribution, inverse-CDF draw and deduplication against slow references."""
-
-from collections import Counter
+"""Sampling distribution and inverse-CDF draw against slow references."""
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from sglang_bridge.server.dedup import UNUSED, dedup
 from sglang_bridge.server.sampling import BLOCK, FLAT_VOCAB, behaviour, draw
 from tests.oracles import behaviour_logp, chi_square_per_df
 
@@ -88,31 +83,13 @@ def test_zero_probability_is_never_drawn(vocab: int):
     assert ids[0, 5000] == 3, "a target of 0 belongs to the first id that has mass"
 
 
-@given(
-    vocab=st.integers(1, 40),
-    widths=st.lists(st.integers(0, 12), min_size=1, max_size=6),
-    seed=st.integers(0, 2**20),
-)
-@settings(max_examples=100, deadline=None)
-def test_dedup_counts_like_a_counter(vocab: int, widths: list[int], seed: int):
-    generator = torch.Generator().manual_seed(seed)
-    columns = max(1, *widths)
-    ids = torch.randint(vocab, (len(widths), columns), generator=generator)
-    path = torch.randint(vocab, (len(widths),), generator=generator)
-    rows = dedup(ids, torch.tensor(widths), path.to(torch.int32))
-    for b, width in enumerate(widths):
-        expected = Counter(ids[b, :width].tolist())
-        expected.setdefault(int(path[b]), 0)
-        length = int(rows.length_B[b])
-        found = rows.ids_BR[b, :length].tolist()
-        assert found == sorted(expected)
-        assert rows.count_BR[b, :length].tolist() == [expected[i] for i in found]
-        assert found[int(rows.path_B[b])] == int(path[b])
-        assert (rows.ids_BR[b, length:] == UNUSED).all()
-
-
-def test_dedup_counts_64_equal_draws():
-    rows = dedup(torch.full((1, 64), 11), torch.tensor([64]), torch.tensor([11]))
-    assert rows.ids_BR[0, 0] == 11
-    assert rows.count_BR[0, 0] == 64
-    assert rows.length_B.tolist() == [1]
+def test_the_likeliest_ids_come_first_and_stay_in_the_support():
+    logits = torch.tensor([[0.0, 3.0, -torch.inf, 1.0, 2.0]])
+    ids, logp = behaviour(logits, torch.ones(1, 1)).likeliest(5)
+    assert ids[0, :4].tolist() == [1, 4, 3, 0]
+    assert logp[0, 4] == -torch.inf
+    cut = behaviour(logits, torch.ones(1, 1), top_k_B=torch.tensor([2]))
+    ids, logp = cut.likeliest(3)
+    assert ids[0, :2].tolist() == [1, 4]
+    assert torch.isclose(logp.exp().sum(), torch.tensor(1.0))
+    assert logp[0, 2] == -torch.inf

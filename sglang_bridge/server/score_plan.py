@@ -1,0 +1,105 @@
+"""Scores of ragged per-position ids from the logits SGLang computes: no second LM head.
+
+Response row t is scored at absolute position P - 1 + t. However a prompt is split (chunked prefill,
+a cached prefix), each forward pass scores the rows of the positions whose logits it computes, and
+each row once.
+
+Axes: L logit rows of one forward pass, K ids scored in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_bridge.server import compat
+from sglang_bridge.server.scoring import Part, parts_of
+from sglang_bridge.server.selection_plan import HostSelections, SelectionPlan
+from sglang_bridge.server.transfer import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class HostScores:
+    """One forward pass's scores on the host (SGLang's HostAuxiliaryOutput)."""
+
+    parts: tuple[Part, ...]
+    logp_K: torch.Tensor
+    selections: HostSelections
+
+    def consume(self, batch: Any, commits: list[Any]) -> None:
+        """Copies each request's part into its record."""
+        logp_K, stop = self.logp_K.numpy(), 0
+        for part in self.parts:
+            into = part.ids
+            start, stop = stop, stop + into.stop - into.start
+            part.record.logp_N[into] = logp_K[start:stop]
+        self.selections.consume()
+
+
+class ScorePlan:
+    """Which ids of which logit rows one forward pass scores, and their scores on the device.
+
+    SGLang computes the logits in chunks of rows; `take` sees each chunk once, in order.
+    """
+
+    def __init__(self, batch: Any, generator: torch.Generator) -> None:
+        self.parts, self.num_rows = parts_of(batch)
+        self._selections = SelectionPlan(self.parts, generator)
+        ids, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        temperature_L = np.ones(self.num_rows, np.float32)
+        for part in self.parts:
+            edges = part.record.offsets_T1[part.first : part.first + part.count + 1]
+            row_T = np.arange(part.row, part.row + part.count)
+            ids.append(part.record.ids_N[part.ids].astype(np.int64))
+            rows.append(np.repeat(row_T, np.diff(edges)))
+            temperature_L[row_T] = part.record.temperature
+        self._ids_K, self._rows_K = np.concatenate(ids), np.concatenate(rows)
+        self._temperature_L = temperature_L
+        self._next_row = 0
+
+    def begin(self, num_rows: int, device: torch.device) -> None:
+        """Moves the plan to the device.
+
+        Raises RuntimeError when SGLang computes other rows than planned.
+        """
+        if num_rows != self.num_rows:
+            raise RuntimeError(f"planned {self.num_rows} logit rows, SGLang computes {num_rows}")
+        self._index_2K = to_device(np.stack([self._rows_K, self._ids_K]), device)
+        self._device_temperature_L = to_device(self._temperature_L, device)
+        # Before SGLang's chunk loop, which allocates from a pool that a graph replay overwrites.
+        self.logp_K = torch.full((len(self._ids_K),), torch.nan, device=device)
+        self._selections.begin(device)
+        self._next_row = 0
+
+    def take(self, logits_LV: torch.Tensor) -> None:
+        """Scores the next chunk of rows: float32 log softmax of the tempered logits."""
+        first, last = self._next_row, self._next_row + logits_LV.shape[0]
+        self._next_row = last
+        if (self._temperature_L[first:last] != 1).any():
+            logits_LV = logits_LV.float() / self._device_temperature_L[first:last, None]
+        self._selections.take(logits_LV, first)
+        low, high = np.searchsorted(self._rows_K, [first, last])
+        if low == high:
+            return
+        rows, ids = self._index_2K[0, low:high] - first, self._index_2K[1, low:high]
+        top_L, log_sum_L = compat.row_log_normaliser(logits_LV)
+        logits_K = logits_LV[rows, ids].float()
+        self.logp_K[low:high] = (logits_K - top_L[rows]) - log_sum_L[rows]
+
+    def tap(self, get_logits: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """`get_logits` that also shows its result to `take`."""
+
+        def tapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+            logits_LV = get_logits(*args, **kwargs)
+            self.take(logits_LV)
+            return logits_LV
+
+        return tapped
+
+    def copy_to_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> HostScores:
+        """Starts the asynchronous copies; `copy` is SGLang's."""
+        return HostScores(self.parts, copy(self.logp_K), self._selections.copy_to_host(copy))

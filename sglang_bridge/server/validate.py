@@ -1,0 +1,58 @@
+"""Requests refused at the door: what would crash a scheduler, or make its draws wrong.
+
+Every check raises ValueError, which SGLang answers with HTTP 400.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sglang_bridge import wire
+from sglang_bridge.protocol import check_support, check_temperature
+from sglang_bridge.server.scoring import ScoreRecord
+
+# They change the distribution after the observer has looked at the logits.
+UNOBSERVED = ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias")
+
+
+def check_draw_params(params: Mapping[str, Any], obj: Any, vocab_size: int) -> None:
+    """A request's cache must come from its sampling distribution."""
+    _check_support(params, wire.NUM_ATOMS, wire.NUM_DRAWS, vocab_size)
+    unobserved = [name for name in UNOBSERVED if obj.sampling_params.get(name)]
+    if getattr(obj, "custom_logit_processor", None):
+        unobserved.append("custom_logit_processor")
+    if unobserved:
+        raise ValueError(f"{wire.NUM_DRAWS} cannot be combined with {', '.join(unobserved)}")
+
+
+def check_score_params(params: Mapping[str, Any], num_input: int, vocab_size: int) -> None:
+    """Ids must not read outside the logits (on CUDA: a dead server)."""
+    _check_support(params, wire.SCORE_ATOMS, wire.SCORE_DRAWS, vocab_size)
+    record = ScoreRecord(params)
+    check_temperature(record.temperature)
+    offsets_T1, ids_N = record.offsets_T1, record.ids_N
+    if len(offsets_T1) < 2 or offsets_T1[0] != 0 or offsets_T1[-1] != len(ids_N):
+        raise ValueError(f"score offsets must run from 0 to N={len(ids_N)} over at least one row")
+    if (np.diff(offsets_T1) < 0).any():
+        raise ValueError("score offsets must not fall")
+    if len(ids_N) and (ids_N.min() < 0 or ids_N.max() >= vocab_size):
+        raise ValueError(f"ids to score must be in 0..{vocab_size - 1}")
+    if record.start < 0 or record.stop > num_input:
+        raise ValueError(
+            f"rows {record.start}..{record.stop} to score do not lie in the input of {num_input}"
+        )
+
+
+def _check_support(
+    params: Mapping[str, Any], atoms_key: str, draws_key: str, vocab_size: int
+) -> None:
+    counts = [params.get(key, 0) for key in (atoms_key, draws_key)]
+    for key, count in zip((atoms_key, draws_key), counts, strict=True):
+        if not isinstance(count, int):
+            raise ValueError(f"{key} must be a whole number, got {count!r}")
+    check_support(*counts)
+    if counts[0] > vocab_size:
+        raise ValueError(f"num_atoms must be at most the vocabulary, {vocab_size}, got {counts[0]}")

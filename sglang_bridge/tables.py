@@ -1,0 +1,131 @@
+"""Row tables of a reply: read, checked against what was asked for, joined with the ids given.
+
+Axes: T rows, N flattened ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sglang_bridge import wire
+from sglang_bridge.errors import BadReply
+from sglang_bridge.protocol import (
+    FloatArray,
+    IntArray,
+    OffsetArray,
+    RolloutRequest,
+    ScoreRequest,
+    Selection,
+)
+
+# Rounding may leave the log of a probability of 1 this far above 0,
+LOGP_SLACK = 1e-4
+# and float32 weights this far from their sum.
+WEIGHT_SLACK = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class RowTable:
+    """Ragged rows of distinct rising ids, as in DrawCache and Selection."""
+
+    offsets_T1: OffsetArray
+    ids_N: IntArray
+    weight_N: FloatArray
+    logp_N: FloatArray
+
+
+def read_rows(
+    url: str, payload: Mapping[str, Any], rows: int, request: RolloutRequest | ScoreRequest
+) -> RowTable:
+    """The table of `payload`: `rows` rows of ids that rise, with finite weights and log-probs.
+
+    Raises BadReply. `check_weights` is the caller's, who knows which ids may weigh nothing.
+    """
+    for name, asked in (("num_atoms", request.num_atoms), ("num_draws", request.num_draws)):
+        given = payload.get(name)
+        require(url, given == asked, f"asked for {name}={asked}, got {given}")
+    length_T, ids_N, weight_N, logp_N = (
+        read_array(url, payload, name, dtype) for name, dtype in wire.ROW_FIELDS.items()
+    )
+    require(url, len(length_T) == rows, f"rows of {len(length_T)} of {rows} tokens")
+    require(url, bool((length_T > 0).all()), "a row is empty")
+    offsets_T1 = np.zeros(rows + 1, dtype=np.int64)
+    np.cumsum(length_T, out=offsets_T1[1:])
+    sizes = {len(ids_N), len(weight_N), len(logp_N), int(offsets_T1[-1])}
+    require(url, len(sizes) == 1, f"row arrays differ in length: {sorted(sizes)}")
+    require(url, int(ids_N.min()) >= 0, "an id is negative")
+    rises = np.diff(ids_N) > 0
+    rises[offsets_T1[1:-1] - 1] = True  # from one row to the next
+    require(url, bool(rises.all()), "the ids of a row do not rise")
+    check_logp(url, logp_N)
+    return RowTable(offsets_T1, ids_N, weight_N, logp_N)
+
+
+def check_weights(
+    url: str, table: RowTable, num_atoms: int, num_draws: int, forced_N: np.ndarray
+) -> None:
+    """Raises BadReply for weights that are no selection of num_atoms atoms and num_draws draws.
+
+    forced_N: bool, ids that may weigh 0: they are there whatever was selected.
+    """
+    weight_N, offsets_T1 = table.weight_N, table.offsets_T1
+    require(url, bool(np.isfinite(weight_N).all()), "weight_N holds values that are not finite")
+    require(url, bool((weight_N >= 0).all()), "weight_N holds negative weights")
+    require(url, bool((forced_N | (weight_N > 0)).all()), "an id of weight 0 was not forced")
+    selected_T = np.add.reduceat((weight_N > 0).astype(np.int64), offsets_T1[:-1])
+    fits = bool((selected_T <= num_atoms + num_draws).all())
+    require(url, fits, f"a row selects more than {num_atoms} atoms and {num_draws} draws")
+    sum_T = np.add.reduceat(weight_N.astype(np.float64), offsets_T1[:-1])
+    require(url, bool((sum_T <= 1 + WEIGHT_SLACK).all()), "the weights of a row exceed 1")
+    # A row of fewer atoms than asked for holds every id that has a probability.
+    whole_T = selected_T < num_atoms if num_draws == 0 else np.ones(len(sum_T), dtype=bool)
+    full_T = (sum_T >= 1 - WEIGHT_SLACK) | ~whole_T
+    require(url, bool(full_T.all()), "the weights of a row do not sum to 1")
+
+
+def join(request: ScoreRequest, given_logp_N: FloatArray, selected: RowTable) -> Selection:
+    """Row by row the union of the request's ids and the selected ones."""
+    row_bits = np.int64(32)
+    keys = np.concatenate(
+        [
+            (np.repeat(np.arange(len(offsets) - 1), np.diff(offsets)) << row_bits) | ids
+            for offsets, ids in (
+                (request.offsets_T1, np.asarray(request.ids_N, dtype=np.int64)),
+                (selected.offsets_T1, selected.ids_N.astype(np.int64)),
+            )
+        ]
+    )
+    key_N, place = np.unique(keys, return_inverse=True)
+    given_N, selected_N = np.split(place.astype(np.int64), [len(given_logp_N)])
+    weight_N = np.zeros(len(key_N), dtype=np.float32)
+    weight_N[selected_N] = selected.weight_N
+    logp_N = np.empty(len(key_N), dtype=np.float32)
+    logp_N[given_N] = given_logp_N
+    logp_N[selected_N] = selected.logp_N
+    offsets_T1 = np.searchsorted(key_N >> row_bits, np.arange(request.num_tokens + 1))
+    ids_N = (key_N & ((1 << row_bits) - 1)).astype(np.int32)
+    return Selection(offsets_T1, ids_N, weight_N, logp_N, given_N)
+
+
+def check_logp(url: str, logp_N: FloatArray) -> None:
+    """Raises BadReply for log-probs that are not finite or above 0."""
+    require(url, bool(np.isfinite(logp_N).all()), "logp_N holds values that are not finite")
+    require(url, bool((logp_N <= LOGP_SLACK).all()), "logp_N holds log-probs above 0")
+
+
+def read_array(url: str, payload: Mapping[str, Any], name: str, dtype: str) -> np.ndarray:
+    """One array of a payload. Raises BadReply."""
+    try:
+        return wire.unpack(payload.get(name), dtype)
+    except ValueError as error:
+        raise BadReply(f"{url}: {name}: {error}") from error
+
+
+def require(url: str, condition: bool, what: str) -> None:
+    """Raises BadReply that says `what` unless the condition holds."""
+    if not condition:
+        raise BadReply(f"{url}: {what}")
