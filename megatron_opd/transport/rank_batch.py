@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_opd.losses.groups import Float64, GroupColumns, no_groups
 from megatron_opd.types import FloatArray, IntArray, OffsetArray, Sample
 
 Plan = list[list[list[int]]]
@@ -25,6 +26,7 @@ class RankBatch:
     plan[mini-batch][micro-batch] = sample indices. ids: prompt and response tokens, one sample
     after another; prompt_B, response_B: their lengths. count_T: cached ids per response token.
     path_T: index into N of the token that continued the path. version_T: weights that sampled it.
+    advantage_B, log_group_q_B, defensive_B, reward_B: see losses.groups.GroupColumns.
     """
 
     update: int
@@ -40,10 +42,24 @@ class RankBatch:
     weight_N: FloatArray
     sampler_logp_N: FloatArray
     teacher_logp_N: FloatArray
+    advantage_B: Float64
+    log_group_q_B: Float64
+    defensive_B: Float64
+    reward_B: FloatArray
 
 
-def rank_batch(update: int, version: int, samples: Sequence[Sample], plan: Plan) -> RankBatch:
-    """Columns of `samples`; `plan` indexes into them. ValueError: a sample's arrays disagree."""
+def rank_batch(
+    update: int,
+    version: int,
+    samples: Sequence[Sample],
+    plan: Plan,
+    groups: GroupColumns | None = None,
+) -> RankBatch:
+    """Columns of `samples`; `plan` indexes into them. ValueError: a sample's arrays disagree.
+
+    groups: the rows of these samples; None where no reward is read.
+    """
+    groups = no_groups(len(samples)) if groups is None else groups
     rollouts = [sample.rollout for sample in samples]
     for sample in samples:
         check_sample(sample)
@@ -63,6 +79,10 @@ def rank_batch(update: int, version: int, samples: Sequence[Sample], plan: Plan)
         weight_N=_cat([d.weight_N for d in draws], np.float32),
         sampler_logp_N=_cat([d.sampler_logp_N for d in draws], np.float32),
         teacher_logp_N=_cat([sample.teacher_logp_N for sample in samples], np.float32),
+        advantage_B=groups.advantage_B,
+        log_group_q_B=groups.log_group_q_B,
+        defensive_B=groups.defensive_B,
+        reward_B=groups.reward_B,
     )
 
 
@@ -97,7 +117,12 @@ COLUMNS: dict[str, np.dtype[Any]] = {
     "weight_N": np.dtype(np.float32),
     "sampler_logp_N": np.dtype(np.float32),
     "teacher_logp_N": np.dtype(np.float32),
+    "advantage_B": np.dtype(np.float64),
+    "log_group_q_B": np.dtype(np.float64),
+    "defensive_B": np.dtype(np.float64),
+    "reward_B": np.dtype(np.float32),
 }
+PER_SAMPLE = ("response_B", "advantage_B", "log_group_q_B", "defensive_B", "reward_B")
 
 
 def to_frames(batch: RankBatch) -> list[memoryview]:
@@ -117,7 +142,7 @@ def from_frames(update: int, version: int, plan: Plan, frames: Sequence[memoryvi
     tokens, ids = int(batch.response_B.sum()), int(batch.count_T.sum())
     lengths = {
         "ids": int(batch.prompt_B.sum()) + tokens,
-        "response_B": len(batch.prompt_B),
+        **dict.fromkeys(PER_SAMPLE, len(batch.prompt_B)),
         **dict.fromkeys(("count_T", "path_T", "version_T"), tokens),
         **dict.fromkeys(("ids_N", "weight_N", "sampler_logp_N", "teacher_logp_N"), ids),
     }

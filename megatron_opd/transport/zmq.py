@@ -20,6 +20,7 @@ import zmq.asyncio
 
 from megatron_opd.config.schema import Config
 from megatron_opd.data.packing import plan_batch
+from megatron_opd.losses.groups import group_columns
 from megatron_opd.transport.messages import (
     ConnectWeights,
     DigestPieces,
@@ -64,6 +65,7 @@ class RemoteLearner:
 
     def __init__(self, config: Config) -> None:
         self._config, self._publication_s = config.learner, config.weight_sync.timeout_s
+        self._estimator, self._group_size = config.estimator, config.rollout.group_size
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
@@ -102,7 +104,10 @@ class RemoteLearner:
         return self._info
 
     async def train(self, batch: Batch, timeout_s: float | None = None) -> UpdateMetrics:
-        """One update. ValueError: the batch cannot be shared out, or a sample is malformed."""
+        """One update. ValueError: the batch cannot be shared out, or a sample is malformed.
+
+        What depends on groups is computed here: a group's members may go to different ranks.
+        """
         config = self._config
         ranks = config.parallel.data_parallel_size
         plan = plan_batch(
@@ -111,13 +116,15 @@ class RemoteLearner:
             ranks,
             config.tokens_per_microbatch,
         )
+        groups = group_columns(self._estimator, batch.samples, self._group_size)
         call = self._next_call()
         messages: dict[int, list[Any]] = {}
         for rank in range(ranks):
             held = sorted(i for mini in plan for micro in mini[rank] for i in micro)
             local = {index: position for position, index in enumerate(held)}
             share = [[[local[i] for i in micro] for micro in mini[rank]] for mini in plan]
-            rows = rank_batch(batch.update, batch.version, [batch.samples[i] for i in held], share)
+            samples = [batch.samples[i] for i in held]
+            rows = rank_batch(batch.update, batch.version, samples, share, groups.rows(held))
             header = Train(call, batch.update, batch.version, share)
             messages[rank] = [encode(header), *to_frames(rows)]
         return await self._exchange(call, messages, UpdateMetrics, timeout_s, "train")

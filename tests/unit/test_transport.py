@@ -22,7 +22,7 @@ from sglang_bridge.protocol import BucketSpec, WeightPiece
 FIGURES = m.UpdateMetrics(0, *(1.5,) * 4, 1, 1, 1, 0.0, 0.0, 0, *(1.0,) * 6, 1)
 
 
-def config(**learner: object) -> Config:
+def config(sections: dict[str, object] | None = None, **learner: object) -> Config:
     return Config.model_validate(
         {
             "data": {"train": "x"},
@@ -30,6 +30,7 @@ def config(**learner: object) -> Config:
             "teacher": {"model": "m"},
             "buffer": {"batch_size": 8},
             "learner": {"timeout_s": 5.0, **learner},
+            **(sections or {}),
         }
     )
 
@@ -97,11 +98,13 @@ def silent(request: m.Request) -> None:
     return None
 
 
-def drive(body: Callable, answers: list, **learner: object) -> list[Rank]:
+def drive(
+    body: Callable, answers: list, sections: dict[str, object] | None = None, **learner: object
+) -> list[Rank]:
     """Run `body(remote)` against one scripted rank per answer."""
 
     async def main() -> list[Rank]:
-        remote = RemoteLearner(config(parallel={"dp": len(answers)}, **learner))
+        remote = RemoteLearner(config(sections, parallel={"dp": len(answers)}, **learner))
         ranks = [Rank(remote.address, r, len(answers), a) for r, a in enumerate(answers)]
         tasks = [asyncio.create_task(rank.run()) for rank in ranks]
         try:
@@ -138,6 +141,33 @@ def test_each_head_receives_exactly_its_own_samples():
         used = sorted(i for mini in request.plan for micro in mini for i in micro)
         assert used == [0, 1, 2, 3]
     assert sorted(seen) == list(range(8))
+
+
+def test_a_group_split_over_ranks_keeps_the_advantages_of_the_whole():
+    samples = [replace(s, reward=float(i == 0)) for i, s in enumerate(make_batch(2).samples)]
+    gepo = {
+        "rollout": {"group_size": 2},
+        "support": {"type": "path"},
+        "objective": {"type": "gepo"},
+        "data": {"train": "x", "task": "exact"},
+        "buffer": {"batch_size": 2},
+    }
+
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(5)
+        await remote.train(Batch(0, 0, tuple(samples)))
+
+    seen: dict[int, float] = {}
+    expectations: set[float] = set()
+    for rank in drive(body, [done, silent], gepo):
+        ((request, frames),) = rank.received
+        assert isinstance(request, m.Train)
+        share = from_frames(request.update, request.version, request.plan, frames)
+        assert share.reward_B.tolist() == [2 * share.advantage_B[0] > 0]
+        seen[int(share.ids[0]) // 100] = float(share.advantage_B[0])
+        expectations.add(float(share.log_group_q_B[0]))
+    assert seen == {0: 0.5, 1: -0.5}
+    assert len(expectations) == 1, "one denominator for the whole group"
 
 
 def test_every_call_gets_its_own_kind_of_answer():
@@ -302,7 +332,7 @@ def test_a_truncated_column_is_refused(name: str):
     frames[name] = frames[name][: -COLUMNS[name].itemsize]
     with pytest.raises(ValueError, match="must have length"):
         from_frames(0, 0, [[[0]]], list(frames.values()))
-    with pytest.raises(ValueError, match="10 columns, got 9 frames"):
+    with pytest.raises(ValueError, match="14 columns, got 13 frames"):
         from_frames(0, 0, [[[0]]], list(frames.values())[1:])
 
 

@@ -1,0 +1,171 @@
+"""What the loss reads of a response as a whole: advantages, and GEPO's group expectation.
+
+Computed once, over whole groups, before a batch is cut into shares; float64, numpy, torch-free. A
+group is the G responses to one prompt. Axes: B responses, C groups, T response tokens of one.
+
+With r the reward and the sums over the group of a response:
+    reward          A = r
+    group_mean      A = r - mean(r)                                 GEPO Eq. 4-5
+    group_std       A = (r - mean(r)) / (std(r) + STD_EPS)          GRPO; population deviation
+    leave_one_out   A = r - mean(r of the others)                   RLOO
+A response that is alone in its group has nothing to be compared with: A = 0 but for `reward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.objectives import Gepo, RewardAdvantage, RewardObjective
+from megatron_opd.types import Rollout, Sample
+
+Float64 = npt.NDArray[np.float64]
+Index = npt.NDArray[np.int64]
+
+# in units of the reward: a group whose rewards are equal gets A = 0, not 0 / 0
+STD_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class GroupColumns:
+    """One row per response.
+
+    advantage_B: float64, 0 when no reward is read. log_group_q_B: float64, log of GEPO's Eq. 11, 0
+    when unused. defensive_B: float64 in [0, 1], eps of GEPO's Eq. 15. reward_B: float32, the
+    verifier's figure, NaN without one; for metrics.
+    """
+
+    advantage_B: Float64
+    log_group_q_B: Float64
+    defensive_B: Float64
+    reward_B: npt.NDArray[np.float32]
+
+    def rows(self, indices: Sequence[int]) -> GroupColumns:
+        """The columns of these responses."""
+        return GroupColumns(*(getattr(self, field.name)[list(indices)] for field in fields(self)))
+
+
+def group_columns(estimator: Estimator, samples: Sequence[Sample], group_size: int) -> GroupColumns:
+    """The columns of a batch; the group of a response is its uid // group_size.
+
+    Raises ValueError when the estimator reads rewards and a sample has none, and when the terms of
+    a mixture want different advantages or different denominators.
+    """
+    count = len(samples)
+    group_B = np.array([s.rollout.prompt.uid // group_size for s in samples], dtype=np.int64)
+    reward_B = np.array([np.nan if s.reward is None else s.reward for s in samples], np.float64)
+    advantage_B, log_group_q_B, defensive_B = (np.zeros(count) for _ in range(3))
+    if estimator.reads_reward:
+        for sample in samples:
+            if sample.reward is None:
+                raise ValueError(f"sample {sample.rollout.prompt.uid} has no reward")
+        advantage_B = ADVANTAGES[_advantage(estimator)](reward_B, group_B)
+    defensive = _defensive(estimator)
+    if defensive is not None:
+        logq_B = np.array([geometric_logp(sample.rollout) for sample in samples])
+        log_group_q_B = log_group_expectation(logq_B, group_B)
+        defensive_B = defensive_share(logq_B, group_B, defensive)
+    return GroupColumns(advantage_B, log_group_q_B, defensive_B, reward_B.astype(np.float32))
+
+
+def no_groups(count: int) -> GroupColumns:
+    """The columns of `count` responses when nothing reads a reward."""
+    zero_B = np.zeros(count)
+    return GroupColumns(zero_B, zero_B, zero_B, np.full(count, np.nan, np.float32))
+
+
+def geometric_logp(rollout: Rollout) -> float:
+    """Mean over T of the path's sampler_logp, nats: log of GEPO's Eq. 9; 0 for an empty response.
+
+    The log of the product itself reaches -1e5 for 30,000 tokens; it is never exponentiated.
+    """
+    draws = rollout.draws
+    if draws.num_tokens == 0:
+        return 0.0
+    return float(draws.sampler_logp_N[draws.path_T].astype(np.float64).mean())
+
+
+def log_group_expectation(logq_B: Float64, group_B: Index) -> Float64:
+    """Log of E_q[q] = logsumexp(2 l) - logsumexp(l) over each group, l = log q (GEPO Eq. 11).
+
+    It lies between the group's smallest and largest l; for a group of one it is l, and GEPO's
+    weight is GSPO's.
+    """
+    return _logsumexp(2 * logq_B, group_B) - _logsumexp(logq_B, group_B)
+
+
+def defensive_share(logq_B: Float64, group_B: Index, scale: float) -> Float64:
+    """min(1, scale * Var(q)), the population variance over each group (eps of GEPO Eq. 15)."""
+    variance_B = _mean(_centred(np.exp(logq_B), group_B) ** 2, group_B)
+    return np.minimum(1.0, scale * variance_B)
+
+
+def _reward(reward_B: Float64, group_B: Index) -> Float64:
+    return reward_B
+
+
+def _centred(value_B: Float64, group_B: Index) -> Float64:
+    return value_B - _mean(value_B, group_B)
+
+
+def _standardised(reward_B: Float64, group_B: Index) -> Float64:
+    centred_B = _centred(reward_B, group_B)
+    return centred_B / (np.sqrt(_mean(centred_B**2, group_B)) + STD_EPS)
+
+
+def _leave_one_out(reward_B: Float64, group_B: Index) -> Float64:
+    # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1)
+    size_B = _mean_and_size(reward_B, group_B)[1]
+    return _centred(reward_B, group_B) * size_B / np.maximum(size_B - 1, 1)
+
+
+ADVANTAGES: dict[RewardAdvantage, Callable[[Float64, Index], Float64]] = {
+    "reward": _reward,
+    "group_mean": _centred,
+    "group_std": _standardised,
+    "leave_one_out": _leave_one_out,
+}
+
+
+def _mean(value_B: Float64, group_B: Index) -> Float64:
+    return _mean_and_size(value_B, group_B)[0]
+
+
+def _mean_and_size(value_B: Float64, group_B: Index) -> tuple[Float64, Index]:
+    """(mean, number of members) of each response's group."""
+    _, row_B, size_C = np.unique(group_B, return_inverse=True, return_counts=True)
+    return (np.bincount(row_B, value_B) / size_C)[row_B], size_C[row_B]
+
+
+def _logsumexp(value_B: Float64, group_B: Index) -> Float64:
+    _, row_B, size_C = np.unique(group_B, return_inverse=True, return_counts=True)
+    top_C = np.full(len(size_C), -np.inf)
+    np.maximum.at(top_C, row_B, value_B)
+    return (top_C + np.log(np.bincount(row_B, np.exp(value_B - top_C[row_B]))))[row_B]
+
+
+def _reward_terms(estimator: Estimator) -> list[RewardObjective]:
+    objectives = [term.objective for term in estimator.terms]
+    return [objective for objective in objectives if isinstance(objective, RewardObjective)]
+
+
+def _advantage(estimator: Estimator) -> RewardAdvantage:
+    kinds: set[RewardAdvantage] = {term.advantage for term in _reward_terms(estimator)}
+    if len(kinds) > 1:
+        named = ", ".join(sorted(kinds))
+        raise ValueError(f"the terms of a mixture must share one reward advantage, got {named}")
+    return kinds.pop()
+
+
+def _defensive(estimator: Estimator) -> float | None:
+    """The scale of GEPO's eps; None without a GEPO term."""
+    scales = {term.defensive for term in _reward_terms(estimator) if isinstance(term, Gepo)}
+    if len(scales) > 1:
+        raise ValueError(
+            f"the gepo terms of a mixture must share one defensive, got {sorted(scales)}"
+        )
+    return scales.pop() if scales else None
