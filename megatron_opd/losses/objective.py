@@ -1,58 +1,88 @@
-"""The objective: a pure function of log-prob tensors.
-
-Axis N: (response token, cached action) pairs of the draw cache, rows one after another.
-"""
+"""The loss of an estimator on a cache, and what can be said about it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megatron_opd.losses.estimators import reverse_kl_surrogate
-from megatron_opd.losses.reduction import weighted_sum
+from megatron_opd.config.estimator import Estimator, trust_of
+from megatron_opd.config.objectives import M2Trust
+from megatron_opd.losses.cache import Cache
+from megatron_opd.losses.diagnostics import diagnose
+from megatron_opd.losses.reduction import reduced
+from megatron_opd.losses.terms import TERMS, TermLoss
+from megatron_opd.losses.trust import second_moment_limit
+
+View = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""(log r, A, weight) of some actions: what M2PO's limit is found from."""
 
 
 @dataclass(frozen=True)
-class Objective:
-    """loss_sum: differentiable float64 scalar, summed over tokens.
+class Evaluation:
+    """loss_sum: differentiable float64 scalar; count: what its global sum is divided by.
 
-    reverse_kl_sum: float64, sum of weight * rho * (student_logp - teacher_logp), rho untruncated:
-    an unbiased estimate of the summed KL(student || teacher) in nats. truncated_weight: weight of
-    the actions whose ratio was truncated.
+    sums: float64 scalars that add up over micro-batches and ranks, by name (diagnostics.py).
+    terms: one per term of the objective.
     """
 
     loss_sum: torch.Tensor
-    reverse_kl_sum: torch.Tensor
-    truncated_weight: torch.Tensor
+    count: int
+    sums: dict[str, torch.Tensor]
+    terms: tuple[TermLoss, ...]
 
 
-def reverse_kl(
-    student_logp_N: torch.Tensor,
-    sampler_logp_N: torch.Tensor,
-    teacher_logp_N: torch.Tensor,
-    weight_N: torch.Tensor,
-    *,
-    max_ratio: float | None = None,
-) -> Objective:
-    """loss_t = -sum_k weight_k rho(a_k) sg(A(a_k)), summed over t (AsyncOPD Eq. 7 and sec. 6).
-
-    sampler_logp is of the true sampling distribution (temperature, top-p); student_logp must be of
-    the same temperature. Divide by the global number of response tokens for the mean.
-    """
-    drawn_N = weight_N > 0
-    # Entries that no draw hit leave before any arithmetic: 0 * inf would be nan in the gradient.
-    student_N = student_logp_N[drawn_N]
-    sampler_N, teacher_N = sampler_logp_N[drawn_N], teacher_logp_N[drawn_N]
-    drawn_weight_N = weight_N[drawn_N]
-    term_N = reverse_kl_surrogate(student_N, sampler_N, teacher_N, max_ratio)
+def evaluate(estimator: Estimator, cache: Cache) -> Evaluation:
+    """The configured loss. All arithmetic is float64; gradients reach cache.student_logp_N."""
+    cache = cache.wide()
+    limits = cache.m2_limits or tuple(m2_limit_of(estimator, cache, None))
+    terms = tuple(
+        TERMS[type(term.objective)](term.objective, estimator, cache, limit)
+        for term, limit in zip(estimator.terms, limits, strict=True)
+    )
+    loss_T = torch.stack(
+        [term.coefficient * part.loss_T for term, part in zip(estimator.terms, terms, strict=True)]
+    ).sum(0)
+    loss_sum, count = reduced(estimator.reduction, loss_T, cache)
     with torch.no_grad():
-        ratio_N = (student_N - sampler_N).exp()
-        gap_N = student_N - teacher_N
-        truncated = (
-            student_N.new_zeros(())
-            if max_ratio is None
-            else drawn_weight_N[ratio_N > max_ratio].sum()
+        sums = diagnose(estimator, cache, terms)
+    return Evaluation(loss_sum, count, sums, terms)
+
+
+def m2_limit_of(
+    estimator: Estimator,
+    cache: Cache,
+    gathered: Sequence[View] | None,
+) -> list[torch.Tensor | None]:
+    """M2PO's limit of every term that has one.
+
+    gathered: per term the (log r, A, weight) of the whole mini-batch, as m2_view gives them; None
+    takes this cache for all of it.
+    """
+    views = m2_view(estimator, cache) if gathered is None else gathered
+    limits: list[torch.Tensor | None] = []
+    for term, view in zip(estimator.terms, views, strict=True):
+        trust = trust_of(term)
+        limits.append(
+            second_moment_limit(*view, threshold=trust.threshold)
+            if isinstance(trust, M2Trust)
+            else None
         )
-        kl_sum = weighted_sum(ratio_N * gap_N, drawn_weight_N)
-    return Objective(weighted_sum(term_N, drawn_weight_N), kl_sum, truncated.double())
+    return limits
+
+
+@torch.no_grad()
+def m2_view(estimator: Estimator, cache: Cache) -> list[View]:
+    """Per term (log r, A, weight) of every action, float64; empty for terms without M2PO."""
+    cache = cache.wide()
+    views: list[View] = []
+    for term in estimator.terms:
+        if isinstance(trust_of(term), M2Trust):
+            nothing_masked = cache.student_logp_N.new_tensor(torch.inf)
+            part = TERMS[type(term.objective)](term.objective, estimator, cache, nothing_masked)
+            views.append((part.log_r_n, part.advantage_n, part.measure_n))
+        else:
+            none = cache.student_logp_N.new_zeros(0)
+            views.append((none, none, none))
+    return views

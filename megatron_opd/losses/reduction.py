@@ -1,18 +1,55 @@
-"""From per-action terms to one number.
+"""From per-token losses to one number.
 
-Sums, never means: micro-batches and ranks hold different numbers of tokens, so a mean of means
-would weigh their tokens unequally. The division by the global token count comes last.
+Sums and one count, never means: micro-batches and ranks hold different numbers of tokens, so a mean
+of means would weigh their tokens unequally. The division by the global count comes last.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from megatron_opd.config.corrections import (
+    FixedReduction,
+    ReductionConfig,
+    SequenceReduction,
+    TokenReduction,
+)
+from megatron_opd.losses.cache import Cache
 
-def weighted_sum(term_N: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:
-    """sum_n weight_n term_n over entries of positive weight; float64 accumulation, scalar.
 
-    An entry of weight 0 (a path token that no draw hit) counts exactly 0, whatever its term is:
-    its teacher score may be -inf.
-    """
-    return (weight_N * term_N.masked_fill(weight_N == 0, 0)).sum(dtype=torch.float64)
+def by_token(
+    config: TokenReduction, loss_T: torch.Tensor, cache: Cache
+) -> tuple[torch.Tensor, int]:
+    """Sum over tokens; counts tokens."""
+    return loss_T.sum(), cache.num_tokens
+
+
+def by_sequence(
+    config: SequenceReduction, loss_T: torch.Tensor, cache: Cache
+) -> tuple[torch.Tensor, int]:
+    """Sum over responses of their mean; counts responses."""
+    return cache.over_responses(loss_T, mean=True).sum(), cache.num_samples
+
+
+def by_constant(
+    config: FixedReduction, loss_T: torch.Tensor, cache: Cache
+) -> tuple[torch.Tensor, int]:
+    """Sum over tokens, over the constant length; counts responses."""
+    return loss_T.sum() / config.length, cache.num_samples
+
+
+REDUCTIONS: dict[type[Any], Callable[[Any, torch.Tensor, Cache], tuple[torch.Tensor, int]]] = {
+    TokenReduction: by_token,
+    SequenceReduction: by_sequence,
+    FixedReduction: by_constant,
+}
+
+
+def reduced(
+    config: ReductionConfig, loss_T: torch.Tensor, cache: Cache
+) -> tuple[torch.Tensor, int]:
+    """(loss sum, what the global sum is divided by)."""
+    return REDUCTIONS[type(config)](config, loss_T, cache)

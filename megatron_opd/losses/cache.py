@@ -1,0 +1,117 @@
+"""The log-probs a loss is a function of. Everything is float64 from here on: N is small.
+
+Axes: T response tokens, N (token, cached action) pairs, B responses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Actions:
+    """Some (token, action) pairs and what each weighs; n counts them.
+
+    student_n: differentiable. weight_n: > 0. row_n: the token, in [0, T). prox_n: learner log-probs
+    at the batch's start.
+    """
+
+    student_n: torch.Tensor
+    sampler_n: torch.Tensor
+    teacher_n: torch.Tensor
+    prox_n: torch.Tensor | None
+    weight_n: torch.Tensor
+    row_n: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The scored draw cache of some responses, with the learner's log-probs.
+
+    student_logp_N: of the student now, differentiable. sampler_logp_N, teacher_logp_N, weight_N: as
+    in types.Draws and types.Sample. prox_logp_N: the learner's at the batch's start. row_N: the
+    token of each pair. path_T: index into N of the sampled token. sample_T: the response of each
+    token, in [0, B). advantage_B, group_log_q_B, defensive_B: see losses/groups.py. m2_limits: per
+    term of the objective, (log r)^2 from which M2PO masks; None computes it from this cache alone.
+    """
+
+    student_logp_N: torch.Tensor
+    sampler_logp_N: torch.Tensor
+    teacher_logp_N: torch.Tensor
+    weight_N: torch.Tensor
+    row_N: torch.Tensor
+    path_T: torch.Tensor
+    sample_T: torch.Tensor
+    num_samples: int
+    prox_logp_N: torch.Tensor | None = None
+    advantage_B: torch.Tensor | None = None
+    group_log_q_B: torch.Tensor | None = None
+    defensive_B: torch.Tensor | None = None
+    m2_limits: tuple[torch.Tensor | None, ...] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.path_T)
+
+    def wide(self) -> Cache:
+        """The same in float64; gradients flow back in the original dtype."""
+
+        def up(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.double()
+
+        return replace(
+            self,
+            student_logp_N=self.student_logp_N.double(),
+            sampler_logp_N=self.sampler_logp_N.double(),
+            teacher_logp_N=self.teacher_logp_N.double(),
+            weight_N=self.weight_N.double(),
+            prox_logp_N=up(self.prox_logp_N),
+            advantage_B=up(self.advantage_B),
+            group_log_q_B=up(self.group_log_q_B),
+            defensive_B=up(self.defensive_B),
+        )
+
+    def selected(self) -> Actions:
+        """The pairs that the support selected and the teacher gave a finite score.
+
+        A path token that no draw hit has weight 0 and leaves before any arithmetic: 0 * inf would
+        be nan in the gradient. So does an id of teacher log-prob -inf; `excluded` counts it.
+        """
+        chosen = (self.weight_N > 0) & self.teacher_logp_N.isfinite()
+        return self._at(chosen.nonzero()[:, 0], self.weight_N)
+
+    def excluded(self) -> torch.Tensor:
+        """Selected ids without a finite teacher score, a count."""
+        return ((self.weight_N > 0) & ~self.teacher_logp_N.isfinite()).sum()
+
+    def path(self) -> Actions:
+        """The sampled tokens, one a token, each of weight 1."""
+        return self._at(self.path_T, torch.ones_like(self.weight_N))
+
+    def _at(self, index_n: torch.Tensor, weight_N: torch.Tensor) -> Actions:
+        prox_N = self.prox_logp_N
+        return Actions(
+            student_n=self.student_logp_N[index_n],
+            sampler_n=self.sampler_logp_N[index_n],
+            teacher_n=self.teacher_logp_N[index_n],
+            prox_n=None if prox_N is None else prox_N[index_n],
+            weight_n=weight_N[index_n],
+            row_n=self.row_N[index_n],
+        )
+
+    def per_token(self, term_n: torch.Tensor, row_n: torch.Tensor) -> torch.Tensor:
+        """float64 [T]: terms summed by token."""
+        return term_n.new_zeros(self.num_tokens).index_add(0, row_n, term_n)
+
+    def over_responses(self, value_T: torch.Tensor, *, mean: bool) -> torch.Tensor:
+        """[B]: sum, or mean, over each response's tokens; 0 for a response without tokens."""
+        total_B = value_T.new_zeros(self.num_samples).index_add(0, self.sample_T, value_T)
+        return total_B / self.lengths_B.clamp(min=1) if mean else total_B
+
+    @property
+    def lengths_B(self) -> torch.Tensor:
+        """Int64 [B]: tokens of each response."""
+        return torch.bincount(self.sample_T, minlength=self.num_samples)

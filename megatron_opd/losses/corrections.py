@@ -1,0 +1,104 @@
+"""Learner-sampler correction: what a ratio of learner to sampler weighs (TIS; AsyncOPD Eq. 5).
+
+One table; every entry maps a log-ratio to the factor that multiplies the loss. Axis n: actions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_opd.config.corrections import (
+    CorrectionConfig,
+    ImportanceCorrection,
+    LevelledCorrection,
+    MaskedCorrection,
+    NoCorrection,
+    TruncatedCorrection,
+)
+from megatron_opd.losses.cache import Actions, Cache
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """How actions are weighed; the loss's ratio is factor * exp(log_trust).
+
+    factor_n: detached. log_trust_n: differentiable, what a trust region acts on. cut_n: where the
+    correction changed the ratio.
+    """
+
+    factor_n: torch.Tensor
+    log_trust_n: torch.Tensor
+    cut_n: torch.Tensor
+
+
+def no_factor(config: NoCorrection, log_ratio_n: torch.Tensor) -> torch.Tensor:
+    """1: the sampler is taken for the learner. Biased towards the sampler."""
+    return torch.ones_like(log_ratio_n)
+
+
+def importance_factor(config: ImportanceCorrection, log_ratio_n: torch.Tensor) -> torch.Tensor:
+    """Rho. Unbiased while the sampler covers the learner; its variance has no bound."""
+    return log_ratio_n.exp()
+
+
+def truncated_factor(config: TruncatedCorrection, log_ratio_n: torch.Tensor) -> torch.Tensor:
+    """min(rho, C) (TIS). Biased towards the sampler where rho > C, for at most C-fold variance."""
+    return log_ratio_n.clamp(max=math.log(config.max_ratio)).exp()
+
+
+def masked_factor(config: MaskedCorrection, log_ratio_n: torch.Tensor) -> torch.Tensor:
+    """Rho inside [min_ratio, max_ratio], else 0. Biased by the actions it leaves out."""
+    low = -math.inf if config.min_ratio == 0 else math.log(config.min_ratio)
+    inside_n = (log_ratio_n >= low) & (log_ratio_n <= math.log(config.max_ratio))
+    return torch.where(inside_n, log_ratio_n, -math.inf).exp()
+
+
+FACTORS: dict[type[CorrectionConfig], Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    NoCorrection: no_factor,
+    ImportanceCorrection: importance_factor,
+    TruncatedCorrection: truncated_factor,
+    MaskedCorrection: masked_factor,
+}
+
+
+def correct(config: CorrectionConfig, actions: Actions, cache: Cache) -> Corrected:
+    """Factor and trust ratio of every action.
+
+    With prox: factor T(prox / sampler), trust ratio student / prox (decoupled PPO; PPO-TIS).
+    Without: the one ratio is student / sampler. `importance` keeps it whole and differentiable (a
+    clip then acts on it: PPO-IS); every other correction makes it a detached factor of grad log p.
+    """
+    if config.prox:
+        assert actions.prox_n is not None, "the learner must recompute log-probs for prox"
+        log_ratio_n = at_level(config, actions.prox_n - actions.sampler_n, actions, cache)
+        log_trust_n = actions.student_n - actions.prox_n
+    else:
+        log_ratio_n = at_level(config, actions.student_n - actions.sampler_n, actions, cache)
+        if isinstance(config, ImportanceCorrection) and config.level == "token":
+            ones_n = torch.ones_like(log_ratio_n)
+            return Corrected(ones_n, log_ratio_n, torch.zeros_like(ones_n, dtype=torch.bool))
+        log_trust_n = actions.student_n - actions.student_n.detach()
+    log_ratio_n = log_ratio_n.detach()
+    factor_n = FACTORS[type(config)](config, log_ratio_n)
+    cut_n = (factor_n != log_ratio_n.exp()) & (not isinstance(config, NoCorrection))
+    return Corrected(factor_n, log_trust_n, cut_n)
+
+
+def at_level(
+    config: CorrectionConfig, log_ratio_n: torch.Tensor, actions: Actions, cache: Cache
+) -> torch.Tensor:
+    """Log-ratios of the action, or of its whole response: their sum, or mean (geometric).
+
+    A response's ratio is read from its sampled tokens: above token level, n are these.
+    """
+    level = config.level if isinstance(config, LevelledCorrection) else "token"
+    if level == "token":
+        return log_ratio_n
+    log_ratio_T = cache.per_token(log_ratio_n, actions.row_n)
+    of_response_B = cache.over_responses(log_ratio_T, mean=level == "geometric")
+    return of_response_B[cache.sample_T][actions.row_n]

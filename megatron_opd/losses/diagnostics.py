@@ -1,0 +1,94 @@
+"""Sums over a cache that say how far student, sampler and teacher are apart; they add up.
+
+Means and quantiles are taken by whoever has the global sums. Log-ratios: x = log p - log o (student
+now over sampler) on the sampled tokens, with tokens of o. KL(o || p) has three estimators there: k1
+= -x and k3 = exp(x) - 1 - x are unbiased, k2 = x^2 / 2 is biased by the third moment. Between the
+learner's own two versions (prox at the batch's start, p now) the same k1 = log prox - log p is
+biased, for the tokens come from o and not from prox: it can be negative (TIS, "a case study on KL
+estimation"); weighed by prox / o it is unbiased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_opd.config.estimator import Estimator
+from megatron_opd.losses.cache import Cache
+
+if TYPE_CHECKING:
+    from megatron_opd.losses.terms import TermLoss
+
+NAMES = (
+    "excluded_ids",
+    "reverse_kl",
+    "reverse_kl_tokens",
+    "forward_kl",
+    "forward_kl_tokens",
+    "k1",
+    "k2",
+    "k3",
+    "prox_k1",
+    "prox_k1_weighed",
+    "importance",
+    "importance_squared",
+    "importance_weight",
+    "cut_weight",
+    "stopped_weight",
+)
+
+
+def diagnose(
+    estimator: Estimator, cache: Cache, terms: Sequence[TermLoss]
+) -> dict[str, torch.Tensor]:
+    """Float64 scalars by NAMES. reverse_kl, forward_kl: nats, estimates summed over *_tokens."""
+    sums = dict.fromkeys(NAMES, cache.student_logp_N.new_zeros(()))
+    if estimator.reads_teacher:
+        sums["excluded_ids"] = cache.excluded().double()
+        sums |= _divergences(estimator, cache)
+    sums |= _sampler_gap(cache)
+    weighed = next((term for term in terms if len(term.importance_n)), None)
+    if weighed is not None:
+        weight_n, importance_n = weighed.measure_n, weighed.importance_n
+        sums["importance"] = (weight_n * importance_n).sum()
+        sums["importance_squared"] = (weight_n * importance_n.square()).sum()
+        sums["importance_weight"] = weight_n.sum()
+        sums["cut_weight"] = weight_n[weighed.cut_n].sum()
+        sums["stopped_weight"] = weight_n[weighed.stopped_n].sum()
+    return sums
+
+
+def _divergences(estimator: Estimator, cache: Cache) -> dict[str, torch.Tensor]:
+    """Estimates whatever the objective: student-owned supports give KL(p || q), others KL(q || p).
+
+    On top-k sets the sum stops at the set.
+    """
+    actions, tokens = cache.selected(), actions_tokens(cache)
+    gap_n = actions.student_n - actions.teacher_n
+    if estimator.support.owner == "teacher":
+        return {"forward_kl": -(actions.weight_n * gap_n).sum(), "forward_kl_tokens": tokens}
+    ratio_n = (actions.student_n - actions.sampler_n).exp()
+    value = (actions.weight_n * ratio_n * gap_n).sum()
+    return {"reverse_kl": value, "reverse_kl_tokens": tokens}
+
+
+def actions_tokens(cache: Cache) -> torch.Tensor:
+    """T as a float64 scalar beside the cache's tensors."""
+    return cache.student_logp_N.new_tensor(float(cache.num_tokens))
+
+
+def _sampler_gap(cache: Cache) -> dict[str, torch.Tensor]:
+    path = cache.path()
+    x_T = path.student_n - path.sampler_n
+    sums = {
+        "k1": -x_T.sum(),
+        "k2": x_T.square().sum() / 2,
+        "k3": (torch.expm1(x_T) - x_T).sum(),
+    }
+    if path.prox_n is not None:
+        between_T = path.prox_n - path.student_n
+        sums["prox_k1"] = between_T.sum()
+        sums["prox_k1_weighed"] = ((path.prox_n - path.sampler_n).exp() * between_T).sum()
+    return sums

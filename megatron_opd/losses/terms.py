@@ -1,0 +1,249 @@
+"""One function per objective: the loss of every response token, and how its actions were weighed.
+
+The functions are pure; TERMS chooses one by the type of its configuration. Formulas: p student now,
+o sampler, q teacher, w cache weight, rho = p / o, kappa the correction's factor, r the trust ratio,
+A the advantage, sg stop-gradient. Axes: T response tokens, B responses, n actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_opd.config.estimator import Divergence as DivergenceConfig
+from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.objectives import (
+    ForwardKl,
+    Gepo,
+    Grpo,
+    Gspo,
+    Jsd,
+    KlPenalty,
+    Ppo,
+    Reinforce,
+    ReverseKl,
+    RewardObjective,
+    SkewForwardKl,
+    SkewReverseKl,
+    SparseReverseKl,
+)
+from megatron_opd.losses.cache import Actions, Cache
+from megatron_opd.losses.corrections import Corrected, correct
+from megatron_opd.losses.divergences import DIVERGENCES, floored, on_set
+from megatron_opd.losses.trust import Trusted, trusted
+
+
+@dataclass(frozen=True)
+class TermLoss:
+    """loss_T: float64, differentiable. The rest is detached and says how actions were weighed.
+
+    importance_n: kappa r, the applied importance weight; measure_n: the cache weight it is averaged
+    with. cut_n: the correction changed its ratio. stopped_n: the trust region stopped its gradient.
+    log_r_n, advantage_n: what the trust region saw.
+    """
+
+    loss_T: torch.Tensor
+    importance_n: torch.Tensor
+    measure_n: torch.Tensor
+    cut_n: torch.Tensor
+    stopped_n: torch.Tensor
+    log_r_n: torch.Tensor
+    advantage_n: torch.Tensor
+
+
+Limit = torch.Tensor | None
+
+
+def reverse_kl(config: ReverseKl, est: Estimator, cache: Cache, limit: Limit) -> TermLoss:
+    """-sum_k w_k kappa_k trust(r_k, sg(A_k)) (AsyncOPD Eq. 4-7, 15).
+
+    A = log q - log p (current) or log q - log o (rollout). Without a trust region and with the
+    importance correction its value estimates KL(p || q) and its gradient the KL's gradient,
+    unbiased on supports that cover the sampler; A of the rollout adds the bias of Eq. 6.
+    """
+    actions = cache.selected()
+    reference_n = actions.student_n if config.advantage == "current" else actions.sampler_n
+    advantage_n = (actions.teacher_n - reference_n).detach()
+    return _policy_gradient(config.trust, est, cache, actions, advantage_n, limit)
+
+
+def divergence(
+    config: DivergenceConfig | SparseReverseKl, est: Estimator, cache: Cache, limit: Limit
+) -> TermLoss:
+    """A divergence of p and q: on a set of ids, from teacher draws, or from sampler draws.
+
+    Set (top-k, exact): differentiated through the student (AsyncOPD Eq. 8-10; losses/divergences).
+    Teacher draws: value sum w d / q, gradient -sum w (p / q) pull grad log p: unbiased where q
+    covers p. Sampler draws: value sum w kappa r d / p, gradient -sum w kappa r (pull - balance)
+    grad log p: unbiased with the importance correction.
+    """
+    actions = cache.selected()
+    chosen = DIVERGENCES[type(config)](config)
+    if est.is_set:
+        outside = (config.outside or "renormalise") if not est.support.covers else "drop"
+        loss_T = on_set(
+            chosen, actions.student_n, actions.teacher_n, actions.row_n, cache.num_tokens, outside
+        )
+        return _unweighed(loss_T)
+    student_n, teacher_n = floored(actions.student_n), floored(actions.teacher_n)
+    value_n = chosen.value(student_n, teacher_n).detach()
+    pull_n = chosen.pull(student_n, teacher_n).detach()
+    if est.support.owner == "teacher":
+        weight_n = actions.weight_n * (actions.student_n - actions.teacher_n).exp()
+        surrogate_n = weight_n * pull_n
+        estimate_n = actions.weight_n * value_n * (-teacher_n).exp()
+        loss_n = _valued(estimate_n, -surrogate_n)
+        return _unweighed(cache.per_token(loss_n, actions.row_n))
+    weighed = correct(est.applied_correction, actions, cache)
+    importance_n = weighed.factor_n * weighed.log_trust_n.exp()
+    surrogate_n = actions.weight_n * importance_n * (pull_n - chosen.balance)
+    estimate_n = actions.weight_n * importance_n * value_n * (-student_n).exp()
+    loss_n = _valued(estimate_n.detach(), -surrogate_n)
+    stopped_n = torch.zeros_like(weighed.cut_n)
+    trust = Trusted(surrogate_n, stopped_n)
+    loss_T = cache.per_token(loss_n, actions.row_n)
+    return _weighed(loss_T, actions, weighed, trust, pull_n - chosen.balance)
+
+
+def token_reward(config: RewardObjective, est: Estimator, cache: Cache, limit: Limit) -> TermLoss:
+    """-kappa_t trust(r_t, A) on the sampled tokens: REINFORCE, PPO, GRPO (GEPO Eq. 5-6, 8).
+
+    A: of the response (losses/groups.py).
+    """
+    actions = cache.path()
+    advantage_T = _advantage(cache)[cache.sample_T]
+    term = _policy_gradient(config.trust, est, cache, actions, advantage_T, limit)
+    return _penalised(term, config.kl, actions)
+
+
+def sequence_reward(config: Gspo, est: Estimator, cache: Cache, limit: Limit) -> TermLoss:
+    """-kappa trust(s, A), s = exp(mean_t log r_t) of the response (GSPO; GEPO Eq. 7, 9-10).
+
+    Every token carries its response's term, so that a reduction weighs responses as it says.
+    """
+    actions = cache.path()
+    weighed = correct(est.applied_correction, actions, cache)
+    log_s_B = cache.over_responses(weighed.log_trust_n, mean=True)
+    trust = trusted(config.trust, log_s_B, _advantage(cache), limit)
+    loss_T = -weighed.factor_n * trust.surrogate_n[cache.sample_T]
+    sequence = Corrected(weighed.factor_n, log_s_B[cache.sample_T], weighed.cut_n)
+    spread = Trusted(trust.surrogate_n[cache.sample_T], trust.stopped_n[cache.sample_T])
+    term = _weighed(loss_T, actions, sequence, spread, _advantage(cache)[cache.sample_T])
+    return _penalised(term, config.kl, actions)
+
+
+def group_reward(config: Gepo, est: Estimator, cache: Cache, limit: Limit) -> TermLoss:
+    """-trust(w, A), w = p(y) / (eps sg(p(y)) + (1 - eps) E_q[q]) (GEPO Eq. 9, 11, 12, 15).
+
+    p(y): geometric mean of the response's token probabilities. All in log space, so that neither
+    30k-token responses nor unlikely ones under- or overflow. Biased: E[w] != 1 (GEPO Eq. 22).
+    """
+    assert cache.group_log_q_B is not None
+    assert cache.defensive_B is not None
+    actions = cache.path()
+    log_p_B = cache.over_responses(actions.student_n, mean=True)
+    eps_B = cache.defensive_B
+    below_B = torch.logaddexp(
+        eps_B.log() + log_p_B.detach(), torch.log1p(-eps_B) + cache.group_log_q_B
+    )
+    log_w_B = log_p_B - below_B
+    trust = trusted(config.trust, log_w_B, _advantage(cache), limit)
+    weighed = Corrected(
+        torch.ones_like(actions.student_n),
+        log_w_B[cache.sample_T],
+        torch.zeros_like(actions.student_n, dtype=torch.bool),
+    )
+    spread = Trusted(trust.surrogate_n[cache.sample_T], trust.stopped_n[cache.sample_T])
+    loss_T = -spread.surrogate_n
+    term = _weighed(loss_T, actions, weighed, spread, _advantage(cache)[cache.sample_T])
+    return _penalised(term, config.kl, actions)
+
+
+TERMS: dict[type[Any], Callable[[Any, Estimator, Cache, Limit], TermLoss]] = {
+    ReverseKl: reverse_kl,
+    SparseReverseKl: divergence,
+    ForwardKl: divergence,
+    Jsd: divergence,
+    SkewForwardKl: divergence,
+    SkewReverseKl: divergence,
+    Reinforce: token_reward,
+    Ppo: token_reward,
+    Grpo: token_reward,
+    Gspo: sequence_reward,
+    Gepo: group_reward,
+}
+
+
+def kl_penalty(config: KlPenalty, actions: Actions) -> torch.Tensor:
+    """[T]: coefficient * KL(p || reference) estimated on the sampled tokens, differentiable.
+
+    x = log p - log reference. k1 = x; k2 = x^2 / 2; k3 = exp(-x) - 1 + x. On tokens of p itself k1
+    and k3 are unbiased in value; the gradient of k1 is 0 in expectation, that of k2 the KL's, that
+    of k3 the reversed KL's.
+    """
+    reference_n = actions.teacher_n if config.to == "teacher" else actions.sampler_n
+    x_n = actions.student_n - reference_n
+    value_n = {
+        "k1": lambda: x_n,
+        "k2": lambda: x_n.square() / 2,
+        "k3": lambda: torch.expm1(-x_n) + x_n,
+    }[config.estimator]()
+    return config.coefficient * value_n
+
+
+def _policy_gradient(
+    trust: Any,
+    est: Estimator,
+    cache: Cache,
+    actions: Actions,
+    advantage_n: torch.Tensor,
+    limit: Limit,
+) -> TermLoss:
+    weighed = correct(est.applied_correction, actions, cache)
+    outcome = trusted(trust, weighed.log_trust_n, advantage_n, limit)
+    loss_n = -actions.weight_n * weighed.factor_n * outcome.surrogate_n
+    loss_T = cache.per_token(loss_n, actions.row_n)
+    return _weighed(loss_T, actions, weighed, outcome, advantage_n)
+
+
+def _weighed(
+    loss_T: torch.Tensor,
+    actions: Actions,
+    weighed: Corrected,
+    outcome: Trusted,
+    advantage_n: torch.Tensor,
+) -> TermLoss:
+    return TermLoss(
+        loss_T,
+        (weighed.factor_n * weighed.log_trust_n.exp()).detach(),
+        actions.weight_n,
+        weighed.cut_n,
+        outcome.stopped_n,
+        weighed.log_trust_n.detach(),
+        advantage_n.detach(),
+    )
+
+
+def _unweighed(loss_T: torch.Tensor) -> TermLoss:
+    none = loss_T.new_zeros(0)
+    nobody = none.bool()
+    return TermLoss(loss_T, none, none, nobody, nobody, none, none)
+
+
+def _valued(value_n: torch.Tensor, surrogate_n: torch.Tensor) -> torch.Tensor:
+    """The value of one with the gradient of the other."""
+    return value_n.detach() + surrogate_n - surrogate_n.detach()
+
+
+def _advantage(cache: Cache) -> torch.Tensor:
+    assert cache.advantage_B is not None, "rewards come with the batch"
+    return cache.advantage_B
+
+
+def _penalised(term: TermLoss, kl: KlPenalty | None, actions: Actions) -> TermLoss:
+    if kl is None:
+        return term
+    return TermLoss(**(vars(term) | {"loss_T": term.loss_T + kl_penalty(kl, actions)}))

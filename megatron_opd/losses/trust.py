@@ -1,0 +1,94 @@
+"""Trust regions: what is maximised in place of r A. Axis n: actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_opd.config.objectives import ClipTrust, M2Trust, NoTrust, TrustConfig
+
+
+@dataclass(frozen=True)
+class Trusted:
+    """surrogate_n: what is maximised. stopped_n: actions that got no gradient."""
+
+    surrogate_n: torch.Tensor
+    stopped_n: torch.Tensor
+
+
+def unbounded(
+    config: NoTrust, log_r_n: torch.Tensor, advantage_n: torch.Tensor, limit: torch.Tensor | None
+) -> Trusted:
+    """R A (AsyncOPD Eq. 7, "no clip")."""
+    surrogate_n = log_r_n.exp() * advantage_n
+    return Trusted(surrogate_n, torch.zeros_like(advantage_n, dtype=torch.bool))
+
+
+def clipped(
+    config: ClipTrust, log_r_n: torch.Tensor, advantage_n: torch.Tensor, limit: torch.Tensor | None
+) -> Trusted:
+    """min(r A, clip(r, 1 - low, 1 + high) A) (AsyncOPD Eq. 4); dual: max(that, dual A) if A < 0.
+
+    A lower bound of r A, so biased: an action that has moved past an edge the way A pushes it has
+    no gradient.
+    """
+    r_n = log_r_n.exp()
+    bounded_n = r_n.clamp(1 - config.low, 1 + config.high) * advantage_n
+    surrogate_n = torch.minimum(r_n * advantage_n, bounded_n)
+    negative_n = advantage_n < 0
+    past_n = torch.where(negative_n, r_n < 1 - config.low, r_n > 1 + config.high)
+    stopped_n = past_n & (advantage_n != 0)
+    if config.dual is not None:
+        floor_n = config.dual * advantage_n
+        below_n = negative_n & (surrogate_n < floor_n)
+        surrogate_n = torch.where(below_n, floor_n, surrogate_n)
+        stopped_n = stopped_n | below_n
+    return Trusted(surrogate_n, stopped_n)
+
+
+def second_moment(
+    config: M2Trust, log_r_n: torch.Tensor, advantage_n: torch.Tensor, limit: torch.Tensor | None
+) -> Trusted:
+    """R A, 0 where (log r)^2 >= limit and the action already moved the way A pushes it (M2PO)."""
+    assert limit is not None
+    moment_n = log_r_n.detach().square()
+    stopped_n = moved_along(log_r_n, advantage_n) & (moment_n >= limit)
+    surrogate_n = torch.where(stopped_n, 0.0, log_r_n.exp() * advantage_n)
+    return Trusted(surrogate_n, stopped_n)
+
+
+TRUSTS: dict[type[TrustConfig], Callable[..., Trusted]] = {
+    NoTrust: unbounded,
+    ClipTrust: clipped,
+    M2Trust: second_moment,
+}
+
+
+def trusted(
+    config: Any, log_r_n: torch.Tensor, advantage_n: torch.Tensor, limit: torch.Tensor | None
+) -> Trusted:
+    """The configured surrogate. limit: of (log r)^2 over the mini-batch, M2PO only."""
+    return TRUSTS[type(config)](config, log_r_n, advantage_n, limit)
+
+
+def moved_along(log_r_n: torch.Tensor, advantage_n: torch.Tensor) -> torch.Tensor:
+    """Bool [n]: r > 1 with A > 0, or r < 1 with A < 0."""
+    return log_r_n.detach() * advantage_n > 0
+
+
+def second_moment_limit(
+    log_r_n: torch.Tensor, advantage_n: torch.Tensor, weight_n: torch.Tensor, threshold: float
+) -> torch.Tensor:
+    """The largest limit such that the actions moved along with (log r)^2 < limit average <= it.
+
+    Scalar float64; inf when all of them do. weight_n: of each action in that mean.
+    """
+    along_n = moved_along(log_r_n, advantage_n)
+    moment_n, order_n = log_r_n.detach()[along_n].double().square().sort()
+    weight_n = weight_n[along_n].double()[order_n]
+    mean_n = (moment_n * weight_n).cumsum(0) / weight_n.cumsum(0)
+    over_n = (mean_n > threshold).nonzero()
+    return moment_n.new_tensor(torch.inf) if len(over_n) == 0 else moment_n[over_n[0, 0]]
