@@ -1,0 +1,72 @@
+"""A GPTModel whose last stage returns the LM head's input instead of logits.
+
+The head's product moves into the loss (losses/lean.py), which needs it one block at a time. The
+parameters, their names and Megatron's marks on them (tensor parallel, shared embedding) stay as
+they are, so checkpoints, gradient norms and the optimizer see no difference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+
+class LeanHead(ColumnParallelLinear):
+    """A ColumnParallelLinear that stops before its product."""
+
+    def forward(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """[S, B, H] on every tensor-parallel rank, from this rank's part of S or from all of it.
+
+        Either region adds up, in the backward pass, the ranks' gradients of the input: each rank
+        has the part of its own vocabulary shard. weight: the tied embedding, see `head_weight`.
+        """
+        region: Any = copy_to_tensor_model_parallel_region
+        if self.sequence_parallel:
+            region = gather_from_sequence_parallel_region
+        return region(input_, group=self.tp_group), None
+
+
+def install_lean_head(model: GPTModel) -> None:
+    """Make `model(...)` return the head's input [B, S, H] on the last pipeline stage.
+
+    Before or after wrapping in DistributedDataParallel, and with or without sequence parallelism;
+    nothing happens on other stages. ValueError for heads that are used in another way too.
+    """
+    if model.config.mtp_num_layers:
+        raise ValueError(
+            f"a head without logits needs mtp_num_layers None, got {model.config.mtp_num_layers}: "
+            "multi-token prediction computes losses of its own from this head's logits"
+        )
+    if model.config.defer_embedding_wgrad_compute:
+        raise ValueError(
+            "a head without logits needs defer_embedding_wgrad_compute False, got True: "
+            "its weight gradient is added in the loss's backward pass"
+        )
+    if model.post_process:
+        # Not a new module: the weight, its marks and sharded_state_dict stay Megatron's own.
+        model.output_layer.__class__ = LeanHead
+
+
+def head_weight(model: GPTModel) -> torch.Tensor:
+    """This rank's [v, H] of the head, on the last pipeline stage.
+
+    The embedding's own parameter where it is tied; with more than one stage, the last stage's copy
+    of it, whose gradient Megatron adds to the first stage's (finalize_model_grads).
+    """
+    if not model.post_process:
+        raise ValueError("only the last pipeline stage holds the head")
+    tied = model.share_embeddings_and_output_weights
+    weight: Any = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+    return weight

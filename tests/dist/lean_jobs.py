@@ -1,0 +1,178 @@
+"""What the ranks of the tests of the blockwise log-probs do."""
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import ColumnParallelLinear
+
+from megatron_opd.checkpoint.convert import load_weights, source_of
+from megatron_opd.checkpoint.model_spec import read_model_spec
+from megatron_opd.config.schema import ParallelConfig
+from megatron_opd.learner import model as learner_model
+from megatron_opd.learner.devices import cpu
+from megatron_opd.learner.lm_head import LeanHead, head_weight, install_lean_head
+from megatron_opd.learner.model import build_model, packing_of
+from megatron_opd.learner.setup import init_world
+from megatron_opd.losses.lean import lean_logp
+from megatron_opd.losses.vocab_parallel import gather_logp
+
+
+def operation(out: Path) -> None:
+    """Results and gradients from shards of the head equal those from the whole one, in float64."""
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    rows, ids, width, count = 7, 24, 5, 40
+    hidden_TH, weight_VH, grads = (
+        2 * normal(rows, width),
+        normal(ids, width),
+        normal(count + 2 * rows),
+    )
+    row_N = torch.randint(rows - 1, (count,), generator=generator)  # the last row has no pair
+    id_N = torch.randint(ids, (count,), generator=generator)
+    id_N[:2] = torch.tensor([0, ids - 1])
+
+    def outcome(weight: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
+        inputs = hidden_TH.clone().requires_grad_(), weight.clone().requires_grad_()
+        found = lean_logp(*inputs, row_N, id_N, temperature=0.7, group=group, block=(3, 5))
+        flat = torch.cat([found.logp_N, found.log_normaliser_T, found.entropy_T])
+        flat.backward(grads)
+        assert inputs[0].grad is not None
+        assert inputs[1].grad is not None
+        return flat.detach(), inputs[0].grad, inputs[1].grad
+
+    expected, grad_TH, grad_VH = outcome(weight_VH, None)
+    part = slice(rank * ids // size, (rank + 1) * ids // size)
+    found, part_TH, grad_vH = outcome(weight_VH[part], dist.group.WORLD)
+    dist.all_reduce(part_TH)  # the caller's region does it
+    pairs = {
+        "value": (found, expected),
+        "hidden gradient": (part_TH, grad_TH),
+        "weight gradient": (grad_vH, grad_VH[part]),
+    }
+    errors_3 = torch.stack([(ours - exact).abs().max() for ours, exact in pairs.values()])
+    dist.all_reduce(errors_3, dist.ReduceOp.MAX)
+    if rank == 0:
+        result = dict(zip(pairs, errors_3.tolist(), strict=True))
+        (out / "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Micro:
+    """A packed micro-batch and the pairs that its loss weighs."""
+
+    ids_1S: torch.Tensor
+    packing: Any
+    row_T: torch.Tensor
+    row_N: torch.Tensor
+    id_N: torch.Tensor
+    weight_N: torch.Tensor
+
+
+def _micro(seed: int, vocab: int) -> Micro:
+    generator = torch.Generator().manual_seed(seed)
+    lengths, rows, pairs = (9, 6, 5), 12, 50
+
+    def below(limit: int, count: int) -> torch.Tensor:
+        return torch.randint(limit, (count,), generator=generator)
+
+    return Micro(
+        below(vocab, sum(lengths))[None],
+        packing_of(lengths, torch.device("cpu")),
+        torch.randperm(sum(lengths), generator=generator)[:rows],
+        below(rows, pairs),
+        below(vocab, pairs),
+        torch.randn(pairs, dtype=torch.float64, generator=generator),
+    )
+
+
+def _logp(model: GPTModel, lean: bool, out_1S: torch.Tensor, micro: Micro) -> torch.Tensor:
+    group: Any = ps.get_tensor_model_parallel_group()
+    rows_T = out_1S[0].index_select(0, micro.row_T)
+    options: Any = {"temperature": 0.7, "group": group}
+    if not lean:
+        return gather_logp(rows_T, micro.row_N, micro.id_N, **options)
+    weight_vH = head_weight(model)
+    found = lean_logp(rows_T, weight_vH, micro.row_N, micro.id_N, block=(5, 50), **options)
+    return found.logp_N
+
+
+def _gradients(ddp: Any, micros: list[Micro], lean: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    """Summed loss, and a copy of every parameter's main_grad after Megatron's own schedule."""
+    model: GPTModel = ddp.module
+    if model.post_process:
+        model.output_layer.__class__ = ColumnParallelLinear
+    if lean:
+        install_lean_head(model)
+        assert not model.post_process or isinstance(model.output_layer, LeanHead)
+    losses: list[float] = []
+
+    def loss(micro: Micro, out_1S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        logp_N = _logp(model, lean, out_1S, micro)
+        value = (micro.weight_N * logp_N * logp_N.detach()).sum()
+        losses.append(float(value))
+        return value, torch.tensor(len(micro.row_T), dtype=torch.int), {}
+
+    def step(left: Any, module: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        micro = next(left)
+        out = module(micro.ids_1S, None, None, packed_seq_params=micro.packing)
+        return out, partial(loss, micro)
+
+    ddp.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(micros),
+        model=[ddp],
+        num_microbatches=len(micros),
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    grads = {name: p.main_grad.clone() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    return sum(losses), grads
+
+
+def through_megatron(out: Path, *, model: Path, parallel: dict[str, int]) -> None:
+    """The largest relative difference between lean and dense, over all parameters and ranks."""
+    spec = read_model_spec(model)
+    mode: AbstractContextManager[Any] = cpu.install()
+    # Gradients in the parameters' own type, float64: in float32 a wrong term could hide.
+    wide = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=False)
+    name = "DistributedDataParallelConfig"
+    with mode, mock.patch.object(learner_model, name, return_value=wide):
+        world = init_world(ParallelConfig.model_validate(parallel), 1, 1, 60.0)
+        ddp = build_model(spec, world, torch.float64, recompute=False)
+        load_weights(ddp.module, spec, world, source_of(model, spec, None))
+        ddp.config.finalize_model_grads_func = finalize_model_grads
+        micros = [_micro(seed, spec.vocab_size) for seed in (1, 2)]
+        loss, dense = _gradients(ddp, micros, lean=False)
+        lean_loss, lean = _gradients(ddp, micros, lean=True)
+    worst = {
+        "loss": abs(lean_loss - loss) / max(abs(loss), 1.0),
+        **{name: float((lean[name] - g).abs().max() / g.abs().max()) for name, g in dense.items()},
+    }
+    assert all(g.dtype == torch.float64 for g in dense.values())
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, worst)
+    if world.rank == 0:
+        names = sorted({name for rank in found for name in rank})
+        result = {name: max(rank.get(name, 0.0) for rank in found) for name in names}
+        (out / "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
