@@ -24,13 +24,14 @@ class Prompt:
     """One problem, tokenised. `uid` is unique in a run and rises in admission order.
 
     token_ids_P: int32 [P], chat template already applied. answer: what the task's verifier compares
-    with, if any.
+    with, if any. teacher: names the one that scores its rollouts.
     """
 
     uid: int
     text: str
     token_ids_P: IntArray
     answer: str | None = None
+    teacher: str = "teacher"
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -47,14 +48,18 @@ class VersionSpan:
 class Draws:
     """The ragged draw cache of one response: row t holds the actions cached at response position t.
 
-    For any f, sum over row t of weight * f(id) is an unbiased estimate of E_{a ~
-    p_old(.|s_t)}[f(a)]. Every row also holds the token that continued the path, with weight 0 when
-    no draw hit it, so that its log-probs travel with the rest.
+    By support: where it covers its owner's distribution pi(.|s_t) (the sampler's or the teacher's),
+    sum over row t of weight * f(id) is an unbiased estimate of E_{a ~ pi}[f(a)] for any f; a top-k
+    row holds the k likeliest ids with weight = pi(id). Every row also holds the token that
+    continued the path, with weight 0 when nothing selected it, so that its log-probs travel with
+    the rest; where nothing but the path is cached its weight is 1.
 
     offsets_T1: int64 [T + 1], row t is the slice [offsets[t], offsets[t + 1]); never empty. ids_N:
     int32, strictly increasing inside a row. weight_N: float32 >= 0, a row sums to 1 (MC: count /
-    m). sampler_logp_N: float32, log of the true sampling distribution (after temperature and
-    truncation) at draw time. path_T: int64 [T], index into N of the path token of each row.
+    m), a top-k row to the mass of its ids. sampler_logp_N: float32, log of the true sampling
+    distribution (after temperature and truncation) at draw time; where the teacher selected the
+    ids, NaN but for the path's, and never read. path_T: int64 [T], index into N of the path token
+    of each row.
     """
 
     offsets_T1: OffsetArray
@@ -119,8 +124,9 @@ class Rollout:
 class Sample:
     """A scored rollout.
 
-    teacher_logp_N: float32 [N], log q of every cached id; finite (a sample with NaN is dropped).
-    reward: the task's verifier on the response; None without a verifier or an answer.
+    teacher_logp_N: float32 [N], log q of every cached id; finite (a sample with NaN is dropped), or
+    all NaN, and never read, where no teacher is asked. reward: the task's verifier on the response;
+    None without a verifier or an answer.
     """
 
     rollout: Rollout

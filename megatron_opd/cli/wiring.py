@@ -106,11 +106,19 @@ def make_controller(
         rollout_slots=config.rollout.concurrency,
         score_slots=config.scoring.concurrency,
     )
+    vocab_size = prepared.student.vocab_size
     ports = Ports(
         prompts=prepared.prompts,
-        rollout=RolloutGenerator(fleets["student"], config.rollout, config.support, run_id),
+        rollout=RolloutGenerator(
+            fleets["student"], config.rollout, config.support, vocab_size, run_id
+        ),
         teacher=FleetScorer(
-            fleets["teacher"], config.scoring, run_id, reward=make_reward(prepared.judge)
+            {"teacher": fleets["teacher"]},
+            config.estimator,
+            vocab_size,
+            config.scoring,
+            run_id,
+            reward=make_reward(prepared.judge),
         ),
         learner=learner,
         publisher=publisher,

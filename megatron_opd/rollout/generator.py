@@ -8,7 +8,8 @@ from typing import Protocol
 import numpy as np
 
 from megatron_opd.buffer.rejection import RolloutRejected
-from megatron_opd.config.schema import RolloutConfig, SupportConfig
+from megatron_opd.config.schema import RolloutConfig
+from megatron_opd.config.supports import Support
 from megatron_opd.types import Draws, Prompt, Rollout, VersionSpan
 from sglang_bridge.errors import BadReply, RequestAborted
 from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest
@@ -30,7 +31,9 @@ class RolloutGenerator:
     Args:
         fleet: the student servers.
         rollout: temperature, top_p and the response limit: the behaviour distribution.
-        support: how many actions are drawn at every response position.
+        support: which actions are cached at every response position. One that the teacher owns
+            is filled at scoring time; until then the cache holds the path alone.
+        vocab_size: ids the student can sample.
         run_id: makes request names unique on servers that outlive a run.
         stop_token_ids: end a response besides the model's own end-of-sequence ids.
     """
@@ -39,11 +42,15 @@ class RolloutGenerator:
         self,
         fleet: RolloutFleet,
         rollout: RolloutConfig,
-        support: SupportConfig,
+        support: Support,
+        vocab_size: int,
         run_id: str,
         stop_token_ids: tuple[int, ...] = (),
     ) -> None:
-        self._fleet, self._rollout, self._support = fleet, rollout, support
+        self._fleet, self._rollout = fleet, rollout
+        ours = support.owner == "student"
+        self._num_atoms = support.num_atoms(vocab_size) if ours else 0
+        self._num_draws = support.num_draws if ours else 0
         self._run_id = run_id
         self._stop_token_ids = stop_token_ids
 
@@ -60,7 +67,9 @@ class RolloutGenerator:
             max_new_tokens=self._rollout.max_new_tokens,
             temperature=self._rollout.temperature,
             top_p=self._rollout.top_p,
-            num_draws=self._support.m,
+            num_atoms=self._num_atoms,
+            num_draws=self._num_draws,
+            record=True,
             stop_token_ids=self._stop_token_ids,
         )
         started_s = clock()
@@ -86,6 +95,7 @@ class RolloutGenerator:
 
 
 def weighted(cache: DrawCache) -> Draws:
-    """Counts to weights: count / m makes sum(weight * f) an unbiased mean over m iid draws."""
-    weight_N = cache.count_N.astype(np.float32) / np.float32(cache.num_draws)
+    """The server's weights; the path token is one draw where nothing was selected besides it."""
+    selected = cache.num_atoms > 0 or cache.num_draws > 0
+    weight_N = cache.weight_N if selected else np.ones(len(cache.ids_N), dtype=np.float32)
     return Draws(cache.offsets_T1, cache.ids_N, weight_N, cache.logp_N, cache.path_T)

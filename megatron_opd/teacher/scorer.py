@@ -6,20 +6,23 @@ it never reaches the learner, where one NaN would spoil all weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
 from megatron_opd.buffer.rejection import ScoreRejected
+from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.schema import ScoringConfig
 from megatron_opd.teacher.retry import Backoff, is_transient, retried
-from megatron_opd.types import FloatArray, Rollout, Sample
+from megatron_opd.types import Draws, FloatArray, Rollout, Sample
 from sglang_bridge.errors import BadReply, BridgeError, RequestAborted
-from sglang_bridge.protocol import ScoreReply, ScoreRequest
+from sglang_bridge.protocol import ScoreReply, ScoreRequest, Selection
 
 BAD_REPLY, UNREACHABLE, REFUSED = "teacher_bad_reply", "teacher_unreachable", "teacher_refused"
 MISSHAPEN, NAN, INFINITE = "teacher_misshapen", "teacher_nan", "teacher_infinite"
+NO_ANSWER = "no_answer"
 
 Reward = Callable[[Rollout], float | None]
 """A verifier's judgement of a rollout; None when there is nothing to compare with."""
@@ -29,51 +32,98 @@ class ScoreFleet(Protocol):
     """The part of sglang_bridge.fleet.Fleet that scoring needs."""
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
-        """Log-probs of every id of the request."""
+        """Log-probs of every id of the request, and of those it asks to select."""
         ...
 
 
 class FleetScorer:
-    """Scores rollouts on the teacher fleet. How many are in flight is the caller's choice.
+    """Scores rollouts on the teacher fleets. How many are in flight is the caller's choice.
 
     Args:
-        fleet: the teacher servers.
-        scoring: how often a score is tried before its sample is dropped.
+        fleets: the servers of every teacher, by the name that prompts know it by; empty where the
+            estimator reads none.
+        estimator: whether teacher and reward are read, and what the teacher selects.
+        vocab_size: ids a teacher can select.
+        scoring: temperature, and how often a score is tried before its sample is dropped.
         run_id: makes request names unique.
-        reward: the verifier, called once for every scored rollout.
+        reward: the verifier, called once for every rollout.
         backoff: overrides the waits between tries.
     """
 
     def __init__(
         self,
-        fleet: ScoreFleet,
+        fleets: Mapping[str, ScoreFleet],
+        estimator: Estimator,
+        vocab_size: int,
         scoring: ScoringConfig,
         run_id: str,
         reward: Reward | None = None,
         backoff: Backoff | None = None,
     ) -> None:
-        self._fleet = fleet
+        self._fleets = fleets
+        self._reads_teacher = estimator.reads_teacher
+        self._reads_reward = estimator.reads_reward
+        theirs = estimator.support.owner == "teacher"
+        self._num_atoms = estimator.support.num_atoms(vocab_size) if theirs else 0
+        self._num_draws = estimator.support.num_draws if theirs else 0
+        self._temperature = scoring.temperature
         self._run_id = run_id
         self._reward = reward
         self._backoff = Backoff(scoring.attempts) if backoff is None else backoff
 
     async def score(self, rollout: Rollout) -> Sample:
-        """Teacher log-probs at temperature 1 of every id in rollout.draws. Raises ScoreRejected."""
+        """Log q of every id in rollout.draws, and the reward. Raises ScoreRejected.
+
+        Where the support is the teacher's, its selection replaces rollout.draws.
+        """
+        reward = None if self._reward is None else self._reward(rollout)
+        if reward is None and self._reads_reward:
+            raise ScoreRejected(NO_ANSWER, f"prompt {rollout.prompt.uid} has no answer to verify")
+        if not self._reads_teacher:
+            unread_N = np.full(rollout.draws.num_ids, np.nan, dtype=np.float32)
+            return Sample(rollout, unread_N, reward)
+        fleet, request = self._fleets[rollout.prompt.teacher], self._request(rollout)
+        try:
+            reply = await retried(lambda: fleet.score(request), self._backoff)
+        except BridgeError as error:
+            raise ScoreRejected(_reason(error), str(error)) from error
+        if not request.selects:
+            return Sample(rollout, checked(reply.logp_N, rollout.draws.num_ids), reward)
+        if reply.selection is None:
+            raise ScoreRejected(BAD_REPLY, f"request {request.rid} came back without a selection")
+        draws = selected(rollout.draws, reply.selection)
+        teacher_logp_N = checked(reply.selection.logp_N, draws.num_ids)
+        return Sample(replace(rollout, draws=draws), teacher_logp_N, reward)
+
+    def _request(self, rollout: Rollout) -> ScoreRequest:
         prompt, draws = rollout.prompt, rollout.draws
-        request = ScoreRequest(
+        return ScoreRequest(
             rid=f"{self._run_id}-score-{prompt.uid}",
             input_ids=np.concatenate([prompt.token_ids_P, rollout.response_ids_T]),
             num_prompt_tokens=len(prompt.token_ids_P),
             offsets_T1=draws.offsets_T1,
             ids_N=draws.ids_N,
+            temperature=self._temperature,
+            num_atoms=self._num_atoms,
+            num_draws=self._num_draws,
         )
-        try:
-            reply = await retried(lambda: self._fleet.score(request), self._backoff)
-        except BridgeError as error:
-            raise ScoreRejected(_reason(error), str(error)) from error
-        teacher_logp_N = checked(reply.logp_N, draws.num_ids)
-        reward = None if self._reward is None else self._reward(rollout)
-        return Sample(rollout, teacher_logp_N, reward)
+
+
+def selected(path: Draws, selection: Selection) -> Draws:
+    """The teacher's selection joined with the path, which is all that `path` holds.
+
+    weight_N: of the selection (0 for a path token that it does not hold). sampler_logp_N: known on
+    the path alone, NaN elsewhere. Raises ScoreRejected when the rows are not those of the path.
+    """
+    path_T = selection.given_N[path.path_T]
+    rows_fit = len(selection.offsets_T1) == len(path.offsets_T1) and np.array_equal(
+        selection.ids_N[path_T], path.ids_N[path.path_T]
+    )
+    if not rows_fit:
+        raise ScoreRejected(MISSHAPEN, f"the selection is not of these {path.num_tokens} tokens")
+    sampler_logp_N = np.full(len(selection.ids_N), np.nan, dtype=np.float32)
+    sampler_logp_N[path_T] = path.sampler_logp_N[path.path_T]
+    return Draws(selection.offsets_T1, selection.ids_N, selection.weight_N, sampler_logp_N, path_T)
 
 
 def checked(logp_N: FloatArray, num_ids: int) -> FloatArray:

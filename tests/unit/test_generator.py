@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from megatron_opd.buffer.rejection import RolloutRejected
-from megatron_opd.config.schema import RolloutConfig, SupportConfig
+from megatron_opd.config.schema import RolloutConfig
+from megatron_opd.config.supports import (
+    AtomsTailSupport,
+    ExactSupport,
+    McSupport,
+    PathSupport,
+    TeacherMcSupport,
+    TeacherTopkSupport,
+    TopkSupport,
+)
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.types import VersionSpan
 from sglang_bridge.errors import BadReply, RequestAborted, ServerUnreachable
@@ -16,10 +25,20 @@ from tests.fakes import make_prompt, run_virtual
 CACHE = DrawCache(
     offsets_T1=np.array([0, 2, 5]),
     ids_N=np.array([3, 7, 1, 4, 9], np.int32),
-    count_N=np.array([3, 1, 2, 2, 0], np.uint8),
+    weight_N=np.array([0.75, 0.25, 0.5, 0.5, 0], np.float32),
     logp_N=np.log(np.array([0.7, 0.3, 0.4, 0.5, 0.1], np.float32)),
     path_T=np.array([0, 4]),
+    num_atoms=0,
     num_draws=4,
+)
+PATH = DrawCache(
+    offsets_T1=np.array([0, 1, 2]),
+    ids_N=np.array([3, 9], np.int32),
+    weight_N=np.zeros(2, np.float32),
+    logp_N=np.array([-0.5, -0.25], np.float32),
+    path_T=np.array([0, 1]),
+    num_atoms=0,
+    num_draws=0,
 )
 REPLY = RolloutReply(
     np.array([3, 9], np.int32), "stop", CACHE, ((2, 0, 1), (3, 1, 2)), "http://a:1"
@@ -39,12 +58,16 @@ class FakeFleet:
         return self.outcome
 
 
-def generate(outcome):
+MC = McSupport(m=4)
+
+
+def generate(outcome, support=MC):
     fleet = FakeFleet(outcome)
     generator = RolloutGenerator(
         fleet,
         RolloutConfig(temperature=0.7, top_p=0.9, max_new_tokens=12),
-        SupportConfig(m=4),
+        support,
+        50,
         "run7",
         stop_token_ids=(11,),
     )
@@ -56,18 +79,44 @@ def test_the_request_describes_the_behaviour_distribution():
     (request,) = fleet.requests
     assert request.rid == "run7-5"
     assert (request.temperature, request.top_p, request.max_new_tokens) == (0.7, 0.9, 12)
-    assert (request.num_draws, request.stop_token_ids) == (4, (11,))
+    assert request.stop_token_ids == (11,)
     assert list(request.input_ids) == [0, 1, 2]
 
 
-def test_counts_become_weights_that_sum_to_one():
+@pytest.mark.parametrize(
+    ("support", "atoms", "draws"),
+    [
+        (MC, 0, 4),
+        (PathSupport(), 0, 0),
+        (TopkSupport(k=16), 16, 0),
+        (TopkSupport(k=64), 50, 0),
+        (AtomsTailSupport(k=8, m=3), 8, 3),
+        (ExactSupport(), 50, 0),
+        (TeacherTopkSupport(k=8), 0, 0),
+        (TeacherMcSupport(m=8), 0, 0),
+    ],
+    ids=lambda value: getattr(value, "type", None),
+)
+def test_the_request_asks_for_what_the_student_selects(support, atoms, draws):
+    _, fleet = generate(REPLY, support)
+    (request,) = fleet.requests
+    assert (request.num_atoms, request.num_draws) == (atoms, draws)
+    assert request.keeps_cache, "the path is recorded whatever else is"
+
+
+def test_the_weights_are_the_servers():
     rollout, _ = generate(REPLY)
-    weight_N = rollout.draws.weight_N
-    assert weight_N.dtype == np.float32
-    assert weight_N.tolist() == [0.75, 0.25, 0.5, 0.5, 0.0]
-    rows = np.add.reduceat(weight_N, rollout.draws.offsets_T1[:-1])
-    assert rows.tolist() == [1.0, 1.0]
+    assert rollout.draws.weight_N.tolist() == [0.75, 0.25, 0.5, 0.5, 0.0]
     assert rollout.draws.sampler_logp_N is CACHE.logp_N
+
+
+@pytest.mark.parametrize("support", [PathSupport(), TeacherTopkSupport()])
+def test_a_path_alone_is_one_draw(support):
+    reply = RolloutReply(REPLY.output_ids_T, "stop", PATH, REPLY.spans, REPLY.url)
+    rollout, _ = generate(reply, support)
+    assert rollout.draws.weight_N.tolist() == [1.0, 1.0]
+    assert rollout.draws.weight_N.dtype == np.float32
+    assert rollout.draws.ids_N[rollout.draws.path_T].tolist() == [3, 9]
 
 
 def test_versions_times_and_engine_are_kept():

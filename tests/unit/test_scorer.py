@@ -1,17 +1,19 @@
 """Rollout to Sample: retries, and every kind of bad score drops exactly its sample."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megatron_opd.buffer.rejection import ScoreRejected
+from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.schema import ScoringConfig
 from megatron_opd.teacher.retry import Backoff, retried
 from megatron_opd.teacher.scorer import FleetScorer
-from megatron_opd.types import VersionSpan
+from megatron_opd.types import Draws, VersionSpan
 from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
-from sglang_bridge.protocol import ScoreReply
+from sglang_bridge.protocol import ScoreReply, Selection
 from tests.fakes import make_prompt, make_rollout, run_virtual
 
 ROLLOUT = make_rollout(make_prompt(5), (VersionSpan(0, 0, 3),))
@@ -31,12 +33,18 @@ class FakeFleet:
         outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
         if isinstance(outcome, Exception):
             raise outcome
-        return ScoreReply(outcome)
+        return outcome if isinstance(outcome, ScoreReply) else ScoreReply(outcome)
+
+
+def make_scorer(fleets, estimator=None, reward=None, **scoring):
+    """Of a vocabulary of 50 ids."""
+    tree = Estimator.model_validate(estimator or {})
+    return FleetScorer(fleets, tree, 50, ScoringConfig(**scoring), "run7", reward)
 
 
 def score(*outcomes, attempts=3):
     fleet = FakeFleet(*outcomes)
-    scorer = FleetScorer(fleet, ScoringConfig(attempts=attempts), "run7")
+    scorer = make_scorer({"teacher": fleet}, attempts=attempts)
 
     async def scenario():
         sample = await scorer.score(ROLLOUT)
@@ -116,13 +124,114 @@ def test_no_attempts_are_refused():
         run_virtual(retried(call, Backoff(0)))
 
 
-def test_the_verifier_judges_each_scored_rollout_once():
+def test_the_verifier_judges_each_rollout_once():
     judged = []
 
     def reward(rollout):
         judged.append(rollout.prompt.uid)
         return 0.5
 
-    scorer = FleetScorer(FakeFleet(GOOD), ScoringConfig(), "run7", reward=reward)
+    scorer = make_scorer({"teacher": FakeFleet(UNREACHABLE, GOOD)}, reward=reward)
     assert run_virtual(scorer.score(ROLLOUT)).reward == 0.5
     assert judged == [5]
+
+
+def test_the_temperature_is_the_teachers():
+    fleet = FakeFleet(GOOD)
+    run_virtual(make_scorer({"teacher": fleet}, temperature=0.5).score(ROLLOUT))
+    (request,) = fleet.requests
+    assert (request.temperature, request.num_atoms, request.num_draws) == (0.5, 0, 0)
+
+
+def test_the_prompt_names_its_teacher():
+    fleets = {"teacher": FakeFleet(GOOD), "math": FakeFleet(GOOD - 1)}
+    rollout = replace(ROLLOUT, prompt=replace(ROLLOUT.prompt, teacher="math"))
+    sample = run_virtual(make_scorer(fleets).score(rollout))
+    assert sample.teacher_logp_N.tolist() == (GOOD - 1).tolist()
+    assert not fleets["teacher"].requests
+
+
+GRPO = {"support": {"type": "path"}, "objective": {"type": "grpo"}}
+WITH_TEACHER = {
+    "support": {"type": "path"},
+    "objective": {"type": "grpo", "kl": {"coefficient": 1}},
+}
+
+
+def test_rewards_alone_ask_no_teacher():
+    sample = run_virtual(make_scorer({}, GRPO, lambda rollout: 1.0).score(ROLLOUT))
+    assert sample.reward == 1.0
+    assert sample.teacher_logp_N.shape == GOOD.shape
+    assert np.isnan(sample.teacher_logp_N).all()
+    assert sample.rollout is ROLLOUT
+
+
+@pytest.mark.parametrize("estimator", [GRPO, WITH_TEACHER])
+def test_a_missing_answer_drops_the_sample_before_a_teacher_is_asked(estimator):
+    fleet = FakeFleet(GOOD)
+    with pytest.raises(ScoreRejected, match="prompt 5 has no answer") as caught:
+        run_virtual(make_scorer({"teacher": fleet}, estimator, lambda r: None).score(ROLLOUT))
+    assert caught.value.reason == "no_answer"
+    assert not fleet.requests
+
+
+TOPK = {"support": {"type": "teacher_topk", "k": 2}, "objective": {"type": "forward_kl"}}
+TEACHER_MC = {"support": {"type": "teacher_mc", "m": 4}, "objective": {"type": "forward_kl"}}
+PATH = replace(
+    ROLLOUT,
+    draws=Draws(
+        offsets_T1=np.arange(4),
+        ids_N=np.array([4, 4, 4], np.int32),
+        weight_N=np.ones(3, np.float32),
+        sampler_logp_N=np.array([-0.1, -0.2, -0.3], np.float32),
+        path_T=np.arange(3),
+    ),
+)
+# the path token 4 is: not selected; selected, second of its row; the only one
+SELECTION = Selection(
+    offsets_T1=np.array([0, 3, 5, 6]),
+    ids_N=np.array([1, 4, 7, 2, 4, 4], np.int32),
+    weight_N=np.array([0.5, 0, 0.25, 0.5, 0.25, 1], np.float32),
+    logp_N=np.log(np.array([0.5, 0.01, 0.25, 0.5, 0.25, 1], np.float32)),
+    given_N=np.array([1, 4, 5]),
+)
+
+
+@pytest.mark.parametrize(("estimator", "asked"), [(TOPK, (2, 0)), (TEACHER_MC, (0, 4))])
+def test_a_teachers_selection_replaces_the_path(estimator, asked):
+    fleet = FakeFleet(ScoreReply(SELECTION.logp_N[SELECTION.given_N], SELECTION))
+    sample = run_virtual(make_scorer({"teacher": fleet}, estimator).score(PATH))
+    (request,) = fleet.requests
+    assert (request.num_atoms, request.num_draws) == asked
+    draws = sample.rollout.draws
+    assert draws.ids_N[draws.path_T].tolist() == sample.rollout.response_ids_T.tolist()
+    assert draws.sampler_logp_N[draws.path_T].tolist() == PATH.draws.sampler_logp_N.tolist()
+    assert np.isnan(np.delete(draws.sampler_logp_N, draws.path_T)).all()
+    assert draws.weight_N.tolist() == [0.5, 0, 0.25, 0.5, 0.25, 1]
+    assert sample.teacher_logp_N.tolist() == SELECTION.logp_N.tolist()
+    assert PATH.draws.num_ids == 3, "the rollout that was given is as it was"
+
+
+def test_a_teacher_asks_for_no_more_ids_than_there_are():
+    fleet = FakeFleet(ScoreReply(SELECTION.logp_N[SELECTION.given_N], SELECTION))
+    wide = {"support": {"type": "teacher_topk", "k": 64}, "objective": {"type": "forward_kl"}}
+    run_virtual(make_scorer({"teacher": fleet}, wide).score(PATH))
+    assert fleet.requests[0].num_atoms == 50
+
+
+@pytest.mark.parametrize(
+    ("selection", "reason"),
+    [
+        (None, "teacher_bad_reply"),
+        (replace(SELECTION, offsets_T1=np.array([0, 3, 6])), "teacher_misshapen"),
+        (replace(SELECTION, given_N=np.array([0, 4, 5])), "teacher_misshapen"),
+        (replace(SELECTION, logp_N=SELECTION.logp_N[:-1]), "teacher_misshapen"),
+        (replace(SELECTION, logp_N=SELECTION.logp_N * np.nan), "teacher_nan"),
+        (replace(SELECTION, logp_N=np.full(6, -np.inf)), "teacher_infinite"),
+    ],
+)
+def test_a_bad_selection_drops_the_sample(selection, reason):
+    fleet = FakeFleet(ScoreReply(GOOD[:3], selection))
+    with pytest.raises(ScoreRejected) as caught:
+        run_virtual(make_scorer({"teacher": fleet}, TOPK).score(PATH))
+    assert caught.value.reason == reason
