@@ -58,3 +58,30 @@ def chi_square_per_df(counts_V: np.ndarray, probs_V: np.ndarray) -> tuple[float,
     assert observed[~used].sum() == 0, "an id of probability 0 was drawn"
     df = int(used.sum()) - 1
     return float((((observed - expected) ** 2)[used] / expected[used]).sum() / df), df
+
+
+def selection_error(
+    logp_V: np.ndarray, ids: np.ndarray, weight: np.ndarray, num_atoms: int, num_draws: int
+) -> float:
+    """Largest relative error of a row's weights as num_atoms atoms and num_draws tail draws.
+
+    inf where the row is no such selection: a likeliest id is missing, an id of probability 0 is in
+    it, or the draws are not num_draws. Two ids within 3e-5 nats may be ordered either way.
+    """
+    members, weight = ids[weight > 0], weight[weight > 0].astype(np.float64)
+    order = np.argsort(-logp_V[members], kind="stable")
+    members, weight = members[order], weight[order]
+    held = min(num_atoms, int(np.isfinite(logp_V).sum()))
+    others_V = np.delete(logp_V, members[:held])
+    if len(members) < held or not np.isfinite(logp_V[members]).all():
+        return np.inf
+    if held and others_V.max(initial=-np.inf) > logp_V[members[held - 1]] + 3e-5:
+        return np.inf
+    errors = np.abs(weight[:held] / np.exp(logp_V[members[:held]]) - 1)
+    tail_mass = np.exp(others_V).sum()
+    if num_draws == 0 or tail_mass == 0:
+        return float(errors.max(initial=0)) if len(members) == held else np.inf
+    hits = weight[held:] * num_draws / tail_mass
+    if np.rint(hits).sum() != num_draws or (np.rint(hits) < 1).any():
+        return np.inf
+    return float(max(errors.max(initial=0), np.abs(hits / np.rint(hits) - 1).max()))

@@ -11,11 +11,13 @@ from sglang_bridge.errors import ServerRefused
 from sglang_bridge.protocol import RolloutReply, RolloutRequest
 from sglang_bridge.server.launch import ServerProcess
 from tests.figures import bounded
+from tests.models import VOCAB_SIZE
 from tests.oracles import (
     behaviour_logp,
     chi_square_per_df,
     load_reference,
     reference_logits,
+    selection_error,
 )
 
 pytestmark = pytest.mark.e2e
@@ -36,53 +38,74 @@ def reference(student_model: Path):
     return load_reference(student_model)
 
 
-def worst_logp_error(
+def worst_errors(
     logits_TV: np.ndarray, reply: RolloutReply, temperature: float, top_p: float
-) -> float:
-    """Largest error of a cached log-prob; a tie at the top-p cut may fall on either side."""
-    draws, worst = reply.draws, 0.0
+) -> tuple[float, float]:
+    """Largest errors of cached log-probs (nats) and of weights (relative).
+
+    A tie at the top-p cut may fall on either side.
+    """
+    draws = reply.draws
+    worst = [0.0, 0.0]
     for t, logits_V in enumerate(logits_TV):
         row = slice(draws.offsets_T1[t], draws.offsets_T1[t + 1])
+        ids, weight, logp = draws.ids_N[row], draws.weight_N[row], draws.logp_N[row]
         cuts = [top_p] if top_p == 1 else [top_p - 3e-6, top_p, top_p + 3e-6]
-        errors = [
-            np.abs(behaviour_logp(logits_V, temperature, cut)[draws.ids_N[row]] - draws.logp_N[row])
-            for cut in cuts
-        ]
-        worst = max(worst, min(error.max() for error in errors))
-    return worst
+        errors = []
+        for cut in cuts:
+            exact_V = behaviour_logp(logits_V, temperature, cut)
+            support = (draws.num_atoms, draws.num_draws)
+            errors.append(
+                (np.abs(exact_V[ids] - logp).max(), selection_error(exact_V, ids, weight, *support))
+            )
+        worst = [max(*pair) for pair in zip(worst, min(errors), strict=True)]
+    return worst[0], worst[1]
+
+
+# (atoms, draws): Monte Carlo, atoms + tail, top-k, the whole vocabulary, the path alone
+SUPPORTS = [(0, 1), (0, 2), (0, 64), (16, 48), (2, 1), (8, 0), (VOCAB_SIZE, 0), (0, 0)]
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (0.7, 0.9)])
-def test_log_probs_are_the_sampling_distributions(
+def test_every_support_is_of_the_sampling_distribution(
     student_server: ServerProcess, reference, temperature: float, top_p: float
 ):
+    """One batch holds all supports."""
     requests = [
         RolloutRequest(
-            rid=f"logp-{temperature}-{top_p}-{m}",
-            input_ids=[*PROMPT, m],
+            rid=f"support-{temperature}-{top_p}-{num_atoms}-{num_draws}",
+            input_ids=[*PROMPT, 2 + i],
             max_new_tokens=24,
             temperature=temperature,
             top_p=top_p,
-            num_draws=m,
+            num_atoms=num_atoms,
+            num_draws=num_draws,
+            record=True,
         )
-        for m in (1, 2, 16, 64)  # one batch holds several widths
+        for i, (num_atoms, num_draws) in enumerate(SUPPORTS)
     ]
     for request, reply in zip(
         requests, generate_all(student_server.spec.url, requests), strict=True
     ):
         prompt = len(request.input_ids)
         logits = reference_logits(reference, [*request.input_ids, *reply.output_ids_T.tolist()])
-        error = worst_logp_error(logits[prompt - 1 : -1], reply, temperature, top_p)
-        bounded("draws: log-probs against transformers (nats)", error, TOLERANCE, request.rid)
+        nats, relative = worst_errors(logits[prompt - 1 : -1], reply, temperature, top_p)
+        bounded("draws: log-probs against transformers (nats)", nats, TOLERANCE, request.rid)
+        bounded("draws: weights against transformers (relative)", relative, 5e-5, request.rid)
         # One row off must not pass, or this test sees nothing.
-        assert worst_logp_error(logits[prompt - 2 : -2], reply, temperature, top_p) > 0.1
+        shifted, unlike = worst_errors(logits[prompt - 2 : -2], reply, temperature, top_p)
+        assert shifted > 0.1
+        assert unlike > 1e-2 or request.num_atoms == 0
+        if (request.num_atoms, top_p) == (VOCAB_SIZE, 1.0):
+            assert len(reply.draws.ids_N) == VOCAB_SIZE * len(reply.output_ids_T)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.9)])
 def test_draws_follow_the_exact_distribution(
     student_server: ServerProcess, reference, temperature: float, top_p: float
 ):
-    """20k draws of one next-token distribution: chi-square; and none outside the nucleus."""
+    """Some 10k draws of one next-token distribution and of its tail: chi-square; none outside."""
+    supports = [(0, 64)] * 200 + [(6, 64)] * 200 + [(0, 1)] * 200
     requests = [
         RolloutRequest(
             rid=f"chi-{temperature}-{i}",
@@ -90,35 +113,61 @@ def test_draws_follow_the_exact_distribution(
             max_new_tokens=1,
             temperature=temperature,
             top_p=top_p,
-            num_draws=m,
+            num_atoms=num_atoms,
+            num_draws=num_draws,
         )
-        for i, m in enumerate([64] * 300 + [1] * 300)
+        for i, (num_atoms, num_draws) in enumerate(supports)
     ]
-    logp_V = behaviour_logp(reference_logits(reference, PROMPT)[-1], temperature, top_p)
-    counts_V, paths_V = np.zeros(len(logp_V)), np.zeros(len(logp_V))
+    probs_V = np.exp(behaviour_logp(reference_logits(reference, PROMPT)[-1], temperature, top_p))
+    tail_V = probs_V.copy()
+    tail_V[np.argsort(-probs_V)[:6]] = 0
+    weight_2V, paths_V = np.zeros((2, len(probs_V))), np.zeros(len(probs_V))
     for reply in generate_all(student_server.spec.url, requests):
-        np.add.at(counts_V, reply.draws.ids_N, reply.draws.count_N)
+        draws = reply.draws
+        np.add.at(
+            weight_2V[int(draws.num_atoms > 0)], draws.ids_N, draws.weight_N * draws.num_draws
+        )
         paths_V[reply.output_ids_T[0]] += 1
-    ratio, df = chi_square_per_df(counts_V, np.exp(logp_V))
-    bounded("draws: chi-square from its mean (standard deviations)", deviations(ratio, df), 6)
-    ratio, df = chi_square_per_df(paths_V, np.exp(logp_V))
-    bounded("path tokens: chi-square from its mean (standard deviations)", deviations(ratio, df), 6)
+    tail_hits_V = np.where(tail_V > 0, weight_2V[1], 0) / tail_V.sum()
+    bounded(
+        "draws: chi-square from its mean (standard deviations)",
+        deviations(weight_2V[0], probs_V),
+        6,
+    )
+    bounded(
+        "tail draws: chi-square from its mean (standard deviations)",
+        deviations(tail_hits_V, tail_V / tail_V.sum()),
+        6,
+    )
+    bounded(
+        "path tokens: chi-square from its mean (standard deviations)",
+        deviations(paths_V, probs_V),
+        6,
+    )
 
 
-def deviations(ratio: float, df: int) -> float:
+def deviations(counts_V: np.ndarray, probs_V: np.ndarray) -> float:
     """|chi-square / df - 1| in its standard deviations."""
+    ratio, df = chi_square_per_df(counts_V, probs_V)
     return abs(ratio - 1) / (2 / df) ** 0.5
 
 
-def test_greedy_draws_are_the_argmax(student_server: ServerProcess, reference):
+@pytest.mark.parametrize("num_atoms", [0, 4])
+def test_greedy_draws_are_the_argmax(student_server: ServerProcess, reference, num_atoms: int):
+    """One id has all the mass: it is the only atom, and there is no tail to draw from."""
     request = RolloutRequest(
-        rid="greedy", input_ids=PROMPT, max_new_tokens=8, temperature=0.0, num_draws=16
+        rid=f"greedy-{num_atoms}",
+        input_ids=PROMPT,
+        max_new_tokens=8,
+        temperature=0.0,
+        num_atoms=num_atoms,
+        num_draws=16,
     )
     (reply,) = generate_all(student_server.spec.url, [request])
     logits = reference_logits(reference, [*PROMPT, *reply.output_ids_T.tolist()])
     assert reply.output_ids_T.tolist() == logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
     assert reply.draws.ids_N.tolist() == reply.output_ids_T.tolist()
-    assert (reply.draws.count_N == 16).all()
+    assert (reply.draws.weight_N == 1).all()
     assert np.abs(reply.draws.logp_N).max() < TOLERANCE
 
 
@@ -152,18 +201,23 @@ def test_stop_token_ends_the_response_and_is_part_of_it(student_server: ServerPr
     assert stopped.draws.num_tokens == first + 1
 
 
-def test_draws_with_a_grammar_are_refused(student_server: ServerProcess):
-    """A grammar masks the logits after the observer saw them: the draws would be wrong."""
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"regex": "[ab]*", "custom_params": {"bridge_num_draws": 4}}, "be combined with regex"),
+        (
+            {"custom_params": {"bridge_num_draws": 0, "bridge_num_atoms": VOCAB_SIZE + 1}},
+            f"num_atoms must be at most the vocabulary, {VOCAB_SIZE}, got {VOCAB_SIZE + 1}",
+        ),
+    ],
+)
+def test_impossible_draws_are_refused(student_server: ServerProcess, params: dict, message: str):
+    """A grammar, say, masks the logits after the observer saw them: the draws would be wrong."""
 
     async def run() -> None:
         async with ServerClient(student_server.spec.url, timeout_s=30) as client:
-            params = {
-                "max_new_tokens": 4,
-                "regex": "[ab]*",
-                "custom_params": {"bridge_num_draws": 4},
-            }
-            body = {"input_ids": PROMPT, "sampling_params": params}
+            body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4, **params}}
             await client._http.request("POST", "/generate", body, repeatable=False)
 
-    with pytest.raises(ServerRefused, match="cannot be combined with regex"):
+    with pytest.raises(ServerRefused, match=message):
         asyncio.run(run())

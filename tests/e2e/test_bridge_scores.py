@@ -1,6 +1,7 @@
 """Teacher scores of ragged per-position ids against transformers, however prompts are split."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,17 @@ import pytest
 
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerRefused
-from sglang_bridge.protocol import RolloutRequest, ScoreRequest
+from sglang_bridge.protocol import RolloutRequest, ScoreReply, ScoreRequest
 from sglang_bridge.server.launch import ServerProcess
 from tests.figures import bounded
 from tests.models import VOCAB_SIZE
-from tests.oracles import load_reference, log_softmax, reference_logits
+from tests.oracles import (
+    chi_square_per_df,
+    load_reference,
+    log_softmax,
+    reference_logits,
+    selection_error,
+)
 
 pytestmark = pytest.mark.e2e
 SCORES = "teacher scores against transformers (nats)"
@@ -34,7 +41,8 @@ def ragged_request(rid: str, prompt: int, response: int, seed: int) -> ScoreRequ
 
 
 def expected_scores(model, request: ScoreRequest, shift: int = 0) -> np.ndarray:
-    logp = log_softmax(reference_logits(model, list(request.input_ids)))
+    logits = reference_logits(model, list(request.input_ids))
+    logp = log_softmax(logits / request.temperature)
     row_N = np.repeat(np.arange(request.num_tokens), np.diff(request.offsets_T1))
     return logp[request.num_prompt_tokens - 1 + row_N + shift, request.ids_N]
 
@@ -65,6 +73,92 @@ def test_ragged_scores_under_chunked_prefill_and_cache_hits(
         ):
             error = np.abs(scores - expected_scores(reference, request)).max(initial=0)
             bounded(SCORES, error, TOLERANCE, request.rid)
+
+
+# (atoms, draws, temperature) of q's own ids; the last selects nothing
+SELECTIONS = [
+    (8, 8, 1.0),
+    (16, 4, 0.7),
+    (0, 16, 0.7),
+    (5, 0, 1.3),
+    (VOCAB_SIZE, 0, 1.0),
+    (0, 0, 0.7),
+]
+
+
+def check_selection(model, request: ScoreRequest, reply: ScoreReply) -> None:
+    """Against q of transformers: scores, weights, given ids found again."""
+    rows = reply.selection
+    assert rows.ids_N[rows.given_N].tolist() == request.ids_N.tolist()
+    logits = reference_logits(model, list(request.input_ids)) / request.temperature
+    logp_TV = log_softmax(logits)[request.num_prompt_tokens - 1 :]
+    is_given_N = np.zeros(len(rows.ids_N), dtype=bool)
+    is_given_N[rows.given_N] = True
+    assert (is_given_N | (rows.weight_N > 0)).all()
+    for t in range(request.num_tokens):
+        row = slice(rows.offsets_T1[t], rows.offsets_T1[t + 1])
+        ids, weight = rows.ids_N[row], rows.weight_N[row]
+        error = np.abs(logp_TV[t, ids] - rows.logp_N[row]).max()
+        bounded(SCORES, error, TOLERANCE, request.rid)
+        error = selection_error(logp_TV[t], ids, weight, request.num_atoms, request.num_draws)
+        bounded("teacher selections: weights (relative)", error, 5e-5, (request.rid, t))
+
+
+def test_selections_under_chunked_prefill_and_cache_hits(teacher_server: ServerProcess, reference):
+    """Every support at once, tempered or not, over up to 5 chunks of 32; then prefixes cached."""
+    requests = [
+        replace(
+            ragged_request(f"select{i}", 20 + 9 * i, 40 + 12 * i, seed=300 + i),
+            num_atoms=num_atoms,
+            num_draws=num_draws,
+            temperature=temperature,
+        )
+        for i, (num_atoms, num_draws, temperature) in enumerate(SELECTIONS)
+    ]
+
+    async def run() -> list[ScoreReply]:
+        async with ServerClient(teacher_server.spec.url, timeout_s=120) as client:
+            return await asyncio.gather(*map(client.score, requests))
+
+    for _ in range(2):
+        for request, reply in zip(requests, asyncio.run(run()), strict=True):
+            error = np.abs(reply.logp_N - expected_scores(reference, request)).max()
+            bounded(SCORES, error, TOLERANCE, request.rid)
+            assert (reply.selection is not None) == request.selects
+            if request.selects:
+                check_selection(reference, request, reply)
+
+
+def test_teacher_draws_follow_q(teacher_server: ServerProcess, reference):
+    """The tail draws of 150 requests at one position: chi-square."""
+    prompt, temperature = list(range(30, 50)), 0.7
+    requests = [
+        ScoreRequest(
+            rid=f"q{i}",
+            input_ids=[*prompt, 7],
+            num_prompt_tokens=len(prompt),
+            offsets_T1=np.zeros(2, np.int64),
+            ids_N=np.empty(0, np.int32),
+            temperature=temperature,
+            num_atoms=4,
+            num_draws=64,
+        )
+        for i in range(150)
+    ]
+
+    async def run() -> list[ScoreReply]:
+        async with ServerClient(teacher_server.spec.url, timeout_s=120) as client:
+            return await asyncio.gather(*map(client.score, requests))
+
+    tail_V = np.exp(log_softmax(reference_logits(reference, prompt)[-1] / temperature))
+    tail_V[np.argsort(-tail_V)[:4]] = 0
+    hits_V = np.zeros(len(tail_V))
+    for reply in asyncio.run(run()):
+        rows = reply.selection
+        np.add.at(hits_V, rows.ids_N, np.where(tail_V[rows.ids_N] > 0, rows.weight_N, 0))
+    ratio, df = chi_square_per_df(hits_V * 64 / tail_V.sum(), tail_V / tail_V.sum())
+    error = abs(ratio - 1) / (2 / df) ** 0.5
+    bounded("teacher draws: chi-square from its mean (standard deviations)", error, 6)
 
 
 def test_one_row_shift_is_seen(teacher_server: ServerProcess, reference):

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tests.oracles import behaviour_logp
 SLACK = 1e-6
 
 
-def policy_of(probs: list[list[float]] | np.ndarray) -> Behaviour:
+def policy_of(probs: Sequence[Sequence[float] | np.ndarray]) -> Behaviour:
     return behaviour(torch.tensor(np.asarray(probs), dtype=torch.float64).log(), ones(len(probs)))
 
 
@@ -134,11 +135,11 @@ def test_a_tail_of_1e_9_keeps_its_weight_and_all_its_ids():
 
 
 def test_a_tail_that_rounds_to_nothing_is_not_drawn_from():
-    logits = torch.tensor([[0.0, 0.0, -200.0, -torch.inf], [0.0, -torch.inf, -torch.inf, 0.0]])
+    logits = torch.tensor([[-200.0, 0.0, 0.0, -torch.inf], [-torch.inf, 0.0, -torch.inf, 0.0]])
     policy = behaviour(logits, ones(2))
     rows = build_rows(select(policy, wanted(2, 8, 2), uniform(2, 8)))
     assert rows.length_B.tolist() == [2, 2]
-    assert rows.ids_BR[:, :2].tolist() == [[0, 1], [0, 3]]
+    assert rows.ids_BR[:, :2].tolist() == [[1, 2], [1, 3]]
     assert rows.weight_BR[:, :2].tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
