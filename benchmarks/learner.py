@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_opd.config.schema import LearnerConfig, ObjectiveConfig
+from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.schema import LearnerConfig
 from megatron_opd.data.packing import plan_batch
 from megatron_opd.types import Draws, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.server.launch import free_port
@@ -76,7 +77,7 @@ def rank_main() -> None:
     for step in range(STEPS):
         batch = rank_batch(step, 0, [samples[i] for i in held], local)
         started = time.perf_counter()
-        learner.train(batch, ObjectiveConfig(), 1.0)
+        learner.train(batch, Estimator(), 1.0)
         seconds.append(time.perf_counter() - started)
     if int(os.environ["RANK"]) == 0:
         print(json.dumps(statistics.median(seconds[1:])))

@@ -7,79 +7,108 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as ps
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_opd.config.schema import ObjectiveConfig
-from megatron_opd.learner.micro_batch import DistilMicro, Rows, SftMicro
+from megatron_opd.config.estimator import Estimator
+from megatron_opd.learner.micro_batch import DistilMicro, SftMicro
 from megatron_opd.learner.setup import World
+from megatron_opd.learner.student_logp import StudentLogp
 from megatron_opd.learner.totals import Totals
-from megatron_opd.losses.objective import reverse_kl
+from megatron_opd.losses.cache import Cache
+from megatron_opd.losses.objective import evaluate
 from megatron_opd.losses.ratios import ratio_histogram
-from megatron_opd.losses.vocab_parallel import gather_logp
 
 MicroT = TypeVar("MicroT", SftMicro, DistilMicro)
 LossFn = Callable[[torch.Tensor, MicroT], tuple[torch.Tensor, Totals]]
 
 
-def sft_loss(logits_1Sv: torch.Tensor, micro: SftMicro) -> tuple[torch.Tensor, Totals]:
+def sft_loss(
+    out_1S: torch.Tensor, micro: SftMicro, *, head: StudentLogp
+) -> tuple[torch.Tensor, Totals]:
     """Negative log-likelihood of the response tokens, summed."""
-    logits_Tv = _response_logits(logits_1Sv, micro.rows)
-    row_T = torch.arange(len(logits_Tv), device=logits_Tv.device)
-    logp_T = gather_logp(logits_Tv, row_T, micro.response_T, group=_vocab_group())
+    row_T = torch.arange(len(micro.response_T), device=out_1S.device)
+    logp_T = head(out_1S, micro.rows, row_T, micro.response_T, 1.0).logp_N
     loss = -logp_T.sum(dtype=torch.float64)
-    return loss, Totals.of(loss.device, sums={"loss": loss, "tokens": len(row_T)})
+    return loss, Totals.of(
+        loss.device, sums={"loss": loss, "count": len(row_T), "tokens": len(row_T)}
+    )
 
 
 def distil_loss(
-    logits_1Sv: torch.Tensor,
+    out_1S: torch.Tensor,
     micro: DistilMicro,
     *,
-    objective: ObjectiveConfig,
+    head: StudentLogp,
+    estimator: Estimator,
     temperature: float,
-    first_mini: bool,
+    measure_mismatch: bool,
 ) -> tuple[torch.Tensor, Totals]:
-    """The configured objective, summed over response tokens, with its metrics.
+    """The configured loss, summed, with its metrics.
 
     Student log-probs are those of softmax(logits / temperature), the distribution that the sampler
-    drew from. first_mini: whether the weights are still those of the batch's version, and the
-    sampler kept the whole vocabulary, so that the learner-sampler mismatch can be measured.
+    drew from. measure_mismatch: whether the weights are still those of the batch's version, and the
+    sampler kept the whole vocabulary, so that learner and sampler can be compared.
     """
-    logits_Tv = _response_logits(logits_1Sv, micro.rows)
-    student_logp_N = gather_logp(
-        logits_Tv, micro.row_N, micro.id_N, temperature=temperature, group=_vocab_group()
-    )
-    result = reverse_kl(
-        student_logp_N,
-        micro.sampler_logp_N,
-        micro.teacher_logp_N,
-        micro.weight_N,
-        max_ratio=objective.max_ratio,
-    )
+    scored = head(out_1S, micro.rows, micro.row_N, micro.id_N, temperature)
+    student_N = scored.logp_N
+    result = evaluate(estimator, micro.cache(student_N, wants_prox(estimator)))
     with torch.no_grad():
-        drawn_N = micro.weight_N > 0
-        log_ratio_N = (student_logp_N - micro.sampler_logp_N)[drawn_N]
-        path_logp_T = student_logp_N[micro.path_T], micro.sampler_logp_N[micro.path_T]
-        gap_T = (path_logp_T[0].exp() - path_logp_T[1].exp()).abs()
-        fresh_T = micro.fresh_T & first_mini
-        gap_T = gap_T.masked_fill(~fresh_T, 0)
+        by_weight = estimator.support.owner == "student"
+        weight_N = micro.weight_N if by_weight else torch.zeros_like(micro.weight_N)
+        if not by_weight:
+            weight_N[micro.path_T] = 1.0
+        used_N = weight_N > 0
+        log_ratio_N = (student_N - micro.sampler_logp_N)[used_N]
+        path_p_T = student_N[micro.path_T].exp(), micro.sampler_logp_N[micro.path_T].exp()
+        fresh_T = micro.fresh_T & measure_mismatch
+        gap_T = (path_p_T[0] - path_p_T[1]).abs().masked_fill(~fresh_T, 0)
+        entropy = {}
+        if scored.entropy_T is not None:
+            entropy = {"entropy": scored.entropy_T.sum(), "entropy_tokens": len(scored.entropy_T)}
         totals = Totals.of(
-            logits_Tv.device,
+            out_1S.device,
             sums={
                 "loss": result.loss_sum,
-                "reverse_kl": result.reverse_kl_sum,
-                "truncated_weight": result.truncated_weight,
-                "weight": micro.weight_N.sum(),
+                "count": result.count,
                 "tokens": len(gap_T),
-                "ids": len(student_logp_N),
+                "ids": len(student_N),
                 "mismatch": gap_T.sum(),
                 "mismatch_tokens": fresh_T.sum(),
+                **entropy,
+                **result.sums,
             },
             maxima={"mismatch": gap_T.max(), "log_ratio": log_ratio_N.max()},
-            ratios=ratio_histogram(log_ratio_N, micro.weight_N[drawn_N]),
+            ratios=ratio_histogram(log_ratio_N, weight_N[used_N]),
         )
     return result.loss_sum, totals
+
+
+def wants_prox(estimator: Estimator) -> bool:
+    """Whether the loss reads the learner's log-probs of the batch's start."""
+    return estimator.applied_correction.prox
+
+
+def collect_caches(
+    model: DistributedDataParallel,
+    micros: Sequence[DistilMicro],
+    world: World,
+    head: StudentLogp,
+    temperature: float,
+) -> list[Cache]:
+    """A forward pass without gradient: each micro-batch's cache with the student's log-probs now.
+
+    Empty on ranks that compute no logits.
+    """
+    caches: list[Cache] = []
+
+    def collect(out_1S: torch.Tensor, micro: DistilMicro) -> tuple[torch.Tensor, Totals]:
+        logp_N = head(out_1S, micro.rows, micro.row_N, micro.id_N, temperature).logp_N.detach()
+        caches.append(micro.cache(logp_N, prox_is_student=False))
+        return logp_N.sum(dtype=torch.float64), Totals.of(logp_N.device, sums={"count": 1})
+
+    run_mini_batch(model, micros, collect, world, forward_only=True)
+    return caches
 
 
 def run_mini_batch(
@@ -90,10 +119,10 @@ def run_mini_batch(
     *,
     forward_only: bool = False,
 ) -> Totals:
-    """Gradients of the mini-batch's mean loss per response token, into the model's buffers.
+    """Gradients of the mini-batch's mean loss, into the model's buffers.
 
-    Megatron's schedule sums the micro-batches' losses and divides the gradient by the token count
-    of all ranks. Returns the global totals, the same on every rank.
+    Megatron's schedule sums the micro-batches' losses and divides the gradient by the count of all
+    ranks. Returns the global totals, the same on every rank.
     """
 
     def forward_step(micros_left: Any, module: Any) -> tuple[torch.Tensor, Any]:
@@ -105,23 +134,24 @@ def run_mini_batch(
             packed_seq_params=micro.rows.packing,
         )
 
-        def loss(logits_1Sv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Totals]:
-            loss_sum, totals = loss_fn(logits_1Sv, micro)
-            return loss_sum, totals.tokens().to(torch.int), totals
+        def loss(out_1S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Totals]:
+            loss_sum, totals = loss_fn(out_1S, micro)
+            return loss_sum, totals.count(), totals
 
         return out, loss
 
     if not forward_only:
         model.zero_grad_buffer()
-    outputs = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(micros),
-        model=[model],
-        num_microbatches=len(micros),
-        seq_length=1,  # ignored: variable_seq_lengths
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    with torch.set_grad_enabled(not forward_only):
+        outputs = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(micros),
+            model=[model],
+            num_microbatches=len(micros),
+            seq_length=1,  # ignored: variable_seq_lengths
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
     return _reduce(outputs, world)
 
 
@@ -135,12 +165,3 @@ def _reduce(outputs: Sequence[Totals], world: World) -> Totals:
         dist.all_reduce(mine.sums)
         dist.all_reduce(mine.maxima, dist.ReduceOp.MAX)
     return mine
-
-
-def _response_logits(logits_1Sv: torch.Tensor, rows: Rows) -> torch.Tensor:
-    return logits_1Sv[0].index_select(0, rows.logit_row_T)
-
-
-def _vocab_group() -> dist.ProcessGroup:
-    group: Any = ps.get_tensor_model_parallel_group()
-    return group

@@ -24,13 +24,16 @@ from megatron_opd.checkpoint.convert import load_weights, source_of
 from megatron_opd.checkpoint.export import export_hf
 from megatron_opd.checkpoint.gather import FullTensors
 from megatron_opd.checkpoint.model_spec import read_model_spec
-from megatron_opd.config.schema import LearnerConfig, ObjectiveConfig
+from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.schema import LearnerConfig
 from megatron_opd.learner.devices import cpu
-from megatron_opd.learner.forward import distil_loss, run_mini_batch, sft_loss
+from megatron_opd.learner.forward import distil_loss, run_mini_batch, sft_loss, wants_prox
 from megatron_opd.learner.micro_batch import SftMicro, distil_micros
 from megatron_opd.learner.model import DTYPES, build_model
 from megatron_opd.learner.optimizer import build_optimizer, learning_rate, set_learning_rate
+from megatron_opd.learner.passes import Passes
 from megatron_opd.learner.setup import World, init_world
+from megatron_opd.learner.student_logp import make_student_logp
 from megatron_opd.learner.totals import Totals
 from megatron_opd.transport.messages import LearnerInfo, UpdateMetrics
 from megatron_opd.transport.rank_batch import RankBatch
@@ -76,6 +79,7 @@ class MegatronLearner:
             self.model = build_model(self.spec, self.world, dtype, config.recompute)
             weights = source_of(model, self.spec, fresh_seed)
             load_weights(self.model.module, self.spec, self.world, weights)
+            self.head = make_student_logp(self.model.module, config.logp)
             self.optimizer = build_optimizer(config.optimizer, self.model, dtype)
         settings = self.model.config
         settings.finalize_model_grads_func = finalize_model_grads
@@ -97,7 +101,7 @@ class MegatronLearner:
     def train(
         self,
         batch: RankBatch,
-        objective: ObjectiveConfig,
+        estimator: Estimator,
         temperature: float,
         *,
         truncated_sampler: bool = False,
@@ -109,23 +113,33 @@ class MegatronLearner:
         measured then. NotFinite: see there.
         """
         lr = learning_rate(self.config.optimizer, batch.update, self.updates)
+        minis = [
+            distil_micros(batch, mini, self.world.parallel.tp, self.world.device)
+            for mini in range(len(batch.plan))
+        ]
+        passes = Passes(self.model, self.world, self.head, estimator, temperature)
+        with self._device_mode:
+            minis = passes.with_prox(minis)
         steps: list[StepResult] = []
-        for mini in range(len(batch.plan)):
-            micros = distil_micros(batch, mini, self.world.parallel.tp, self.world.device)
+        for index, mini in enumerate(minis):
+            with self._device_mode:
+                micros = passes.with_m2_limits(mini)
             loss = partial(
                 distil_loss,
-                objective=objective,
+                head=self.head,
+                estimator=estimator,
                 temperature=temperature,
-                first_mini=mini == 0 and not truncated_sampler,
+                measure_mismatch=index == 0 and not truncated_sampler,
             )
             steps.append(self._step(partial(run_mini_batch, self.model, micros, loss), lr))
         samples = self._sum_over_data(len(batch.prompt_B))
-        return self._metrics(batch.update, lr, steps, samples)
+        return self._metrics(batch.update, lr, steps, samples, wants_prox(estimator))
 
     def sft_step(self, micros: Sequence[SftMicro], update: int) -> StepResult:
         """One supervised optimizer step."""
         lr = learning_rate(self.config.optimizer, update, self.updates)
-        return self._step(partial(run_mini_batch, self.model, micros, sft_loss), lr)
+        loss = partial(sft_loss, head=self.head)
+        return self._step(partial(run_mini_batch, self.model, micros, loss), lr)
 
     def export_hf(self, target: Path, dtype: torch.dtype) -> None:
         """Write the current weights as a Hugging Face checkpoint. Collective; rank 0 writes."""
@@ -167,19 +181,24 @@ class MegatronLearner:
         return int(peak)
 
     def _metrics(
-        self, update: int, lr: float, steps: Sequence[StepResult], samples: int
+        self, update: int, lr: float, steps: Sequence[StepResult], samples: int, prox: bool
     ) -> UpdateMetrics:
         totals = steps[0].totals
         for step in steps[1:]:
             totals = totals.plus(step.totals)
-        tokens, measured = totals.sum("tokens"), totals.sum("mismatch_tokens")
+        measured = totals.sum("mismatch_tokens")
+        importance = totals.mean("importance", "importance_weight")
+        squared = totals.mean("importance_squared", "importance_weight")
+        spread = None if importance is None or squared is None else squared - importance**2
         return UpdateMetrics(
             update=update,
-            loss=totals.sum("loss") / tokens,
-            reverse_kl_nats=totals.sum("reverse_kl") / tokens,
+            loss=totals.sum("loss") / totals.sum("count"),
+            reverse_kl_nats=totals.mean("reverse_kl", "reverse_kl_tokens"),
+            forward_kl_nats=totals.mean("forward_kl", "forward_kl_tokens"),
+            entropy_nats=totals.mean("entropy", "entropy_tokens"),
             grad_norm=steps[-1].grad_norm,
             lr=lr,
-            num_response_tokens=int(tokens),
+            num_response_tokens=int(totals.sum("tokens")),
             num_ids=int(totals.sum("ids")),
             num_samples=samples,
             mismatch_max_abs_dp=totals.max("mismatch") if measured else 0.0,
@@ -188,7 +207,17 @@ class MegatronLearner:
             ratio_p50=totals.ratio_quantile(0.5),
             ratio_p99=totals.ratio_quantile(0.99),
             ratio_max=math.exp(totals.max("log_ratio")),
-            truncated_fraction=totals.sum("truncated_weight") / totals.sum("weight"),
+            sampler_k1_nats=totals.mean("k1", "tokens"),
+            sampler_k2_nats=totals.mean("k2", "tokens"),
+            sampler_k3_nats=totals.mean("k3", "tokens"),
+            prox_k1_nats=totals.mean("prox_k1", "tokens") if prox else None,
+            prox_k1_weighed_nats=totals.mean("prox_k1_weighed", "tokens") if prox else None,
+            importance_mean=importance,
+            importance_variance=spread,
+            effective_sample_fraction=importance**2 / squared if importance and squared else None,
+            truncated_fraction=totals.mean("cut_weight", "importance_weight"),
+            stopped_fraction=totals.mean("stopped_weight", "importance_weight"),
+            excluded_ids=int(totals.sum("excluded_ids")),
             forward_backward_s=sum(step.forward_backward_s for step in steps),
             optimizer_s=sum(step.optimizer_s for step in steps),
             peak_rss_bytes=self._peak_rss_bytes(),

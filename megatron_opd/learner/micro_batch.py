@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megatron_opd.learner.model import packing_of
+from megatron_opd.losses.cache import Cache
 from megatron_opd.transport.rank_batch import RankBatch
 
 
@@ -39,9 +40,11 @@ class SftMicro:
 
 @dataclass(frozen=True)
 class DistilMicro:
-    """The draw cache of a micro-batch.
+    """The draw cache of a micro-batch. Axis B: its responses.
 
-    row_N: index into T. path_T: index into N. fresh_T: sampled by the current version.
+    row_N: index into T. path_T: index into N. sample_T: index into B. fresh_T: sampled by the
+    current version. advantage_B, group_log_q_B, defensive_B: losses.groups.GroupColumns.
+    prox_logp_N, m2_limits: see losses.cache.Cache; filled in by learner/passes.py.
     """
 
     rows: Rows
@@ -52,6 +55,36 @@ class DistilMicro:
     teacher_logp_N: torch.Tensor
     path_T: torch.Tensor
     fresh_T: torch.Tensor
+    sample_T: torch.Tensor
+    advantage_B: torch.Tensor
+    group_log_q_B: torch.Tensor
+    defensive_B: torch.Tensor
+    prox_logp_N: torch.Tensor | None = None
+    m2_limits: tuple[torch.Tensor | None, ...] | None = None
+
+    def cache(self, student_logp_N: torch.Tensor, prox_is_student: bool) -> Cache:
+        """With the student's log-probs now.
+
+        prox_is_student: before the first optimizer step of a batch its start is now.
+        """
+        prox_N = self.prox_logp_N
+        if prox_N is None and prox_is_student:
+            prox_N = student_logp_N.detach()
+        return Cache(
+            student_logp_N=student_logp_N,
+            sampler_logp_N=self.sampler_logp_N,
+            teacher_logp_N=self.teacher_logp_N,
+            weight_N=self.weight_N,
+            row_N=self.row_N,
+            path_T=self.path_T,
+            sample_T=self.sample_T,
+            num_samples=len(self.advantage_B),
+            prox_logp_N=prox_N,
+            advantage_B=self.advantage_B,
+            group_log_q_B=self.group_log_q_B,
+            defensive_B=self.defensive_B,
+            m2_limits=self.m2_limits,
+        )
 
 
 def pack_rows(
@@ -118,6 +151,7 @@ def distil_micros(
             n_before += last - first
         t_index, n_index = np.concatenate(t_parts), np.concatenate(n_parts)
         row_N = np.repeat(np.arange(len(t_index)), batch.count_T[t_index])
+        lengths = [len(response) for response in responses]
         micros.append(
             DistilMicro(
                 rows=pack_rows(prompts, responses, multiple, device),
@@ -128,6 +162,10 @@ def distil_micros(
                 teacher_logp_N=_tensor(batch.teacher_logp_N[n_index], torch.float32, device),
                 path_T=_tensor(np.concatenate(path_parts), torch.int64, device),
                 fresh_T=_tensor(batch.version_T[t_index] == batch.version, torch.bool, device),
+                sample_T=_tensor(np.repeat(np.arange(len(samples)), lengths), torch.int64, device),
+                advantage_B=_tensor(batch.advantage_B[samples], torch.float64, device),
+                group_log_q_B=_tensor(batch.log_group_q_B[samples], torch.float64, device),
+                defensive_B=_tensor(batch.defensive_B[samples], torch.float64, device),
             )
         )
     return micros

@@ -85,7 +85,7 @@ class RankServer:
             case Train():
                 return self.learner.train(
                     from_frames(request.update, request.version, request.plan, frames),
-                    self.config.objective,
+                    self.config.estimator,
                     self.config.rollout.temperature,
                     truncated_sampler=self.config.rollout.top_p < 1,
                 )

@@ -10,24 +10,29 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_opd.losses.diagnostics import NAMES
 from megatron_opd.losses.ratios import NUM_BINS, ratio_quantile
 
 SUMS = (
     "loss",
-    "reverse_kl",
-    "truncated_weight",
-    "weight",
+    "count",
     "tokens",
     "ids",
+    "entropy",
+    "entropy_tokens",
     "mismatch",
     "mismatch_tokens",
+    *NAMES,
 )
 MAXIMA = ("mismatch", "log_ratio")
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Float64 vectors; sums: [len(SUMS) + NUM_BINS], the importance-ratio histogram last."""
+    """Float64 vectors; sums: [len(SUMS) + NUM_BINS], the importance-ratio histogram last.
+
+    count: what the loss is divided by (losses/reduction.py). The rest: losses/diagnostics.py.
+    """
 
     sums: torch.Tensor
     maxima: torch.Tensor
@@ -67,13 +72,18 @@ class Totals:
         """Both together."""
         return Totals(self.sums + other.sums, self.maxima.maximum(other.maxima))
 
-    def tokens(self) -> torch.Tensor:
-        """Response tokens, scalar on the device."""
-        return self.sums[SUMS.index("tokens")]
+    def count(self) -> torch.Tensor:
+        """What the loss is divided by, an int32 scalar on the device."""
+        return self.sums[SUMS.index("count")].to(torch.int)
 
     def sum(self, name: str) -> float:
         """One sum."""
         return float(self.sums[SUMS.index(name)])
+
+    def mean(self, name: str, count: str) -> float | None:
+        """One sum over another; None when nothing was counted."""
+        counted = self.sum(count)
+        return self.sum(name) / counted if counted else None
 
     def max(self, name: str) -> float:
         """One maximum; -inf when nothing was measured."""

@@ -26,18 +26,24 @@ class LearnerInfo(msgspec.Struct, frozen=True):
 class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     """What one learner update reports.
 
-    loss, reverse_kl_nats: mean per response token; the latter is the estimate sum(weight * rho *
-    (student_logp - teacher_logp)) whatever the objective. grad_norm: before clipping, of the last
-    mini-batch. mismatch_max_abs_dp, mismatch_mean_abs_dp: |p_learner - p_sampler| (TIS) over the
-    mismatch_tokens path tokens that the batch's own version sampled, in the first mini-batch (later
-    ones train on changed weights); 0 when there were none. ratio_*: importance ratio rho over
-    cached ids, weighted. truncated_fraction: weight share whose rho was truncated. peak_rss_bytes:
-    summed over the learner's ranks.
+    None: the estimator has no such figure. loss: as reduced; the *_nats: means per response token.
+    reverse_kl_nats, forward_kl_nats: estimates of KL(student || teacher) and KL(teacher || student)
+    from the cache, whatever the objective (on top-k supports of the part inside). entropy_nats: of
+    the student. grad_norm: before clipping, of the last mini-batch. mismatch_max_abs_dp,
+    mismatch_mean_abs_dp: |p_learner - p_sampler| (TIS) over the mismatch_tokens path tokens that
+    the batch's own version sampled, in the first mini-batch (later ones train on changed weights);
+    0 when there were none. ratio_*: student over sampler, over cached ids as the cache weighs them
+    (path tokens where the teacher chose the ids). sampler_k*_nats, prox_k1*_nats: estimates of
+    KL(sampler || student) and KL(batch's start || student), see losses/diagnostics.py.
+    importance_*: the applied importance weights (correction times trust ratio; of responses for
+    gspo and gepo); effective_sample_fraction: (sum w)^2 / (n sum w^2). truncated_fraction,
+    stopped_fraction: weight share whose ratio the correction changed, whose gradient the trust
+    region stopped. excluded_ids: without a finite teacher score. peak_rss_bytes: summed over the
+    learner's ranks.
     """
 
     update: int
     loss: float
-    reverse_kl_nats: float
     grad_norm: float
     lr: float
     num_response_tokens: int
@@ -49,10 +55,23 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     ratio_p50: float
     ratio_p99: float
     ratio_max: float
-    truncated_fraction: float
     forward_backward_s: float
     optimizer_s: float
     peak_rss_bytes: int
+    reverse_kl_nats: float | None = None
+    forward_kl_nats: float | None = None
+    entropy_nats: float | None = None
+    sampler_k1_nats: float | None = None
+    sampler_k2_nats: float | None = None
+    sampler_k3_nats: float | None = None
+    prox_k1_nats: float | None = None
+    prox_k1_weighed_nats: float | None = None
+    importance_mean: float | None = None
+    importance_variance: float | None = None
+    effective_sample_fraction: float | None = None
+    truncated_fraction: float | None = None
+    stopped_fraction: float | None = None
+    excluded_ids: int = 0
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):

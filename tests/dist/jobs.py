@@ -14,7 +14,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed import distributed_c10d
 
-from megatron_opd.config.schema import Config, LearnerConfig, ObjectiveConfig, SftConfig
+from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.schema import Config, LearnerConfig, SftConfig
 from megatron_opd.data.packing import plan_batch
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.serve import serve
@@ -66,7 +67,7 @@ def update(
     model: Path,
     config: dict[str, Any],
     batches: list[Batch],
-    objective: dict[str, Any] | None = None,
+    estimator: dict[str, Any] | None = None,
     temperature: float = 1.0,
 ) -> None:
     """Load, check the round trip, train one update per batch, export after every one."""
@@ -75,7 +76,7 @@ def update(
     metrics = []
     for batch in batches:
         figures = learner.train(
-            share(batch, learner), ObjectiveConfig.model_validate(objective or {}), temperature
+            share(batch, learner), Estimator.model_validate(estimator or {}), temperature
         )
         metrics.append(msgspec.to_builtins(figures))
         learner.export_hf(out / f"after{batch.update}", torch.float32)

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_opd.types import Batch
-from tests.figures import bounded, relative
 from tests.dist import jobs
 from tests.dist.caches import (
     chosen,
@@ -20,6 +19,7 @@ from tests.dist.caches import (
     response_logp,
 )
 from tests.dist.worlds import run_world
+from tests.figures import bounded, relative
 from tests.models import tiny_qwen3, tiny_qwen3_moe
 
 pytestmark = pytest.mark.dist
@@ -134,7 +134,11 @@ def test_the_first_update_equals_float64_autograd(kind, runs, models, batches):
         models[kind], batches[kind][0], lr=ADAM["lr"], eps=ADAM["eps"], clip=ADAM["clip_grad"]
     )
     ours = result["metrics"][0]
-    expected = {"loss": exact.loss, "reverse_kl_nats": exact.reverse_kl, "grad_norm": exact.grad_norm}
+    expected = {
+        "loss": exact.loss,
+        "reverse_kl_nats": exact.reverse_kl,
+        "grad_norm": exact.grad_norm,
+    }
     for key, value in expected.items():
         gap = relative(ours[key], value)
         bounded(f"one rank against float64 autograd: {key} (relative)", gap, 1e-5, kind)
@@ -145,7 +149,8 @@ def test_the_first_update_equals_float64_autograd(kind, runs, models, batches):
 def test_truncation_temperature_and_mini_batches(models, tmp_path):
     """Two mini-batches of one batch are two optimizer steps on its halves, in admission order."""
     batch = make_batch(models["moe"], samples=8, seed=9, vocab=VOCAB, temperature=0.7)
-    settings = {"objective": {"max_ratio": 1.1}, "temperature": 0.7, "model": models["moe"]}
+    correction = {"correction": {"type": "truncated", "max_ratio": 1.1}}
+    settings = {"estimator": correction, "temperature": 0.7, "model": models["moe"]}
     config = {"optimizer": ADAM, "mini_batches": 2}
     whole = run_world(jobs.update, 1, tmp_path / "a", config=config, batches=[batch], **settings)
     half = replace(batch, samples=batch.samples[:4])

@@ -1,0 +1,91 @@
+"""Forward passes that a loss needs before its own: the batch's start, and M2PO's statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.distributed import DistributedDataParallel
+
+from megatron_opd.config.estimator import Estimator
+from megatron_opd.learner.forward import collect_caches, wants_prox
+from megatron_opd.learner.micro_batch import DistilMicro
+from megatron_opd.learner.setup import World
+from megatron_opd.learner.student_logp import StudentLogp
+from megatron_opd.losses.cache import Cache
+from megatron_opd.losses.objective import View, m2_limit_of, m2_view
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Every rank of the world calls the same methods: they hold collectives."""
+
+    model: DistributedDataParallel
+    world: World
+    head: StudentLogp
+    estimator: Estimator
+    temperature: float
+
+    def with_prox(self, minis: Sequence[Sequence[DistilMicro]]) -> list[list[DistilMicro]]:
+        """The mini-batches with the learner's log-probs of the batch's start, where they are read.
+
+        With one mini-batch they are the loss's own log-probs, and no pass is made.
+        """
+        if not wants_prox(self.estimator) or len(minis) == 1:
+            return [list(mini) for mini in minis]
+        return [self._with_own(mini) for mini in minis]
+
+    def _with_own(self, mini: Sequence[DistilMicro]) -> list[DistilMicro]:
+        caches = self._caches(mini)
+        if not self.world.last_stage:  # no log-probs here, and no loss
+            return list(mini)
+        return [
+            replace(micro, prox_logp_N=cache.student_logp_N)
+            for micro, cache in zip(mini, caches, strict=True)
+        ]
+
+    def with_m2_limits(self, mini: Sequence[DistilMicro]) -> list[DistilMicro]:
+        """The mini-batch with M2PO's limits over all ranks, where a trust region has one."""
+        if not self.estimator.needs_statistics:
+            return list(mini)
+        caches = self._caches(mini)
+        if not self.world.last_stage:
+            return list(mini)
+        prox = wants_prox(self.estimator)
+        views = [
+            m2_view(self.estimator, micro.cache(cache.student_logp_N, prox_is_student=prox))
+            for micro, cache in zip(mini, caches, strict=True)
+        ]
+        together: list[View] = [
+            (_gathered(parts[0]), _gathered(parts[1]), _gathered(parts[2]))
+            for parts in (
+                [torch.cat([view[term][column] for view in views]) for column in range(3)]
+                for term in range(len(self.estimator.terms))
+            )
+        ]
+        limits = tuple(m2_limit_of(self.estimator, caches[0], together))
+        return [replace(micro, m2_limits=limits) for micro in mini]
+
+    def _caches(self, mini: Sequence[DistilMicro]) -> list[Cache]:
+        return collect_caches(self.model, mini, self.world, self.head, self.temperature)
+
+
+def _gathered(value_n: torch.Tensor) -> torch.Tensor:
+    """The values of every data-parallel rank, end to end; each rank holds another number."""
+    group: Any = ps.get_data_parallel_group()
+    size = dist.get_world_size(group)
+    if size == 1:
+        return value_n
+    count = torch.tensor([len(value_n)], device=value_n.device)
+    counts = [torch.zeros_like(count) for _ in range(size)]
+    dist.all_gather(counts, count, group=group)
+    longest = max(int(c) for c in counts)
+    padded = value_n.new_zeros(longest)
+    padded[: len(value_n)] = value_n
+    parts = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[: int(c)] for part, c in zip(parts, counts, strict=True)])
