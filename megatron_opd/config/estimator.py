@@ -155,6 +155,13 @@ def _outside(term: MixtureTerm) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     Rule(
+        lambda term, est: sum(_is_reward(other) for other in est.terms) > 1,
+        lambda term, est: (
+            "objective.terms must hold at most one objective from rewards, whose advantage is one "
+            f"per response, got {sum(_is_reward(other) for other in est.terms)}; keep one"
+        ),
+    ),
+    Rule(
         lambda term, est: isinstance(term.objective, ReverseKl) and est.support.owner == "teacher",
         lambda term, est: (
             f"objective.type reverse_kl with advantage {getattr(term.objective, 'advantage', '')} "

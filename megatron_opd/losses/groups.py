@@ -14,7 +14,7 @@ A response that is alone in its group has nothing to be compared with: A = 0 but
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -52,24 +52,36 @@ class GroupColumns:
 def group_columns(estimator: Estimator, samples: Sequence[Sample], group_size: int) -> GroupColumns:
     """The columns of a batch; the group of a response is its uid // group_size.
 
-    Raises ValueError when the estimator reads rewards and a sample has none, and when the terms of
-    a mixture want different advantages or different denominators.
+    Raises ValueError when the estimator reads rewards and a sample has none.
     """
-    count = len(samples)
-    group_B = np.array([s.rollout.prompt.uid // group_size for s in samples], dtype=np.int64)
     reward_B = np.array([np.nan if s.reward is None else s.reward for s in samples], np.float64)
-    advantage_B, log_group_q_B, defensive_B = (np.zeros(count) for _ in range(3))
-    if estimator.reads_reward:
-        for sample in samples:
-            if sample.reward is None:
-                raise ValueError(f"sample {sample.rollout.prompt.uid} has no reward")
-        advantage_B = ADVANTAGES[_advantage(estimator)](reward_B, group_B)
-    defensive = _defensive(estimator)
-    if defensive is not None:
-        logq_B = np.array([geometric_logp(sample.rollout) for sample in samples])
-        log_group_q_B = log_group_expectation(logq_B, group_B)
-        defensive_B = defensive_share(logq_B, group_B, defensive)
-    return GroupColumns(advantage_B, log_group_q_B, defensive_B, reward_B.astype(np.float32))
+    if estimator.reads_reward and np.isnan(reward_B).any():
+        missing = samples[int(np.isnan(reward_B).argmax())].rollout.prompt.uid
+        raise ValueError(f"sample {missing} has no reward")
+    logq_B = np.array([geometric_logp(sample.rollout) for sample in samples])
+    group_B = np.array([s.rollout.prompt.uid // group_size for s in samples], dtype=np.int64)
+    return columns_of(estimator, reward_B, logq_B, group_B)
+
+
+def columns_of(
+    estimator: Estimator, reward_B: Float64, logq_B: Float64, group_B: Index
+) -> GroupColumns:
+    """The columns from rewards, mean sampler log-probs (nats) and the group of each response."""
+    zero_B = np.zeros(len(reward_B))
+    columns = GroupColumns(zero_B, zero_B, zero_B, reward_B.astype(np.float32))
+    reward = next(
+        (t.objective for t in estimator.terms if isinstance(t.objective, RewardObjective)), None
+    )
+    if reward is None:
+        return columns
+    columns = replace(columns, advantage_B=ADVANTAGES[reward.advantage](reward_B, group_B))
+    if not isinstance(reward, Gepo):
+        return columns
+    return replace(
+        columns,
+        log_group_q_B=log_group_expectation(logq_B, group_B),
+        defensive_B=defensive_share(logq_B, group_B, reward.defensive),
+    )
 
 
 def no_groups(count: int) -> GroupColumns:
@@ -146,26 +158,3 @@ def _logsumexp(value_B: Float64, group_B: Index) -> Float64:
     top_C = np.full(len(size_C), -np.inf)
     np.maximum.at(top_C, row_B, value_B)
     return (top_C + np.log(np.bincount(row_B, np.exp(value_B - top_C[row_B]))))[row_B]
-
-
-def _reward_terms(estimator: Estimator) -> list[RewardObjective]:
-    objectives = [term.objective for term in estimator.terms]
-    return [objective for objective in objectives if isinstance(objective, RewardObjective)]
-
-
-def _advantage(estimator: Estimator) -> RewardAdvantage:
-    kinds: set[RewardAdvantage] = {term.advantage for term in _reward_terms(estimator)}
-    if len(kinds) > 1:
-        named = ", ".join(sorted(kinds))
-        raise ValueError(f"the terms of a mixture must share one reward advantage, got {named}")
-    return kinds.pop()
-
-
-def _defensive(estimator: Estimator) -> float | None:
-    """The scale of GEPO's eps; None without a GEPO term."""
-    scales = {term.defensive for term in _reward_terms(estimator) if isinstance(term, Gepo)}
-    if len(scales) > 1:
-        raise ValueError(
-            f"the gepo terms of a mixture must share one defensive, got {sorted(scales)}"
-        )
-    return scales.pop() if scales else None

@@ -19,7 +19,7 @@ from megatron_opd.transport.zmq import LearnerError, RemoteLearner
 from megatron_opd.types import Batch, Draws, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import BucketSpec, WeightPiece
 
-FIGURES = m.UpdateMetrics(0, *(1.5,) * 4, 1, 1, 1, 0.0, 0.0, 0, *(1.0,) * 6, 1)
+FIGURES = m.UpdateMetrics(0, *(1.5,) * 3, 1, 1, 1, 0.0, 0.0, 0, *(1.0,) * 5, 1)
 
 
 def config(sections: dict[str, object] | None = None, **learner: object) -> Config:
