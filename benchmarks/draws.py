@@ -1,7 +1,8 @@
-"""What draws cost a student server: decode speed with m = 0, 1, 16 and 64, interleaved.
+"""What a draw cache costs a student server: decode speed with and without, interleaved.
 
-One real SGLang server with the shipped student; every round runs each m once, so that a machine
-that slows down slows all of them; the ratios to m = 0 are of medians over the rounds.
+Monte Carlo with 1, 16 and 64 draws a token, and atoms + tail of the same 64 columns. One real
+SGLang server with the shipped student; every round runs each support once, so that a machine that
+slows down slows all of them; the ratios to no cache are of medians over the rounds.
 """
 
 from __future__ import annotations
@@ -19,16 +20,26 @@ from sglang_bridge.server.launch import ServerProcess, free_port
 from sglang_bridge.server.spec import ServerSpec
 
 MODEL = Path("examples/arithmetic/student")
-DRAWS, ROUNDS, BATCH, NEW_TOKENS = (0, 1, 16, 64), 5, 32, 64
+ROUNDS, BATCH, NEW_TOKENS = 5, 32, 64
+NO_CACHE = "none"
+SUPPORTS = {  # name: (atoms, draws) a token
+    NO_CACHE: (0, 0),
+    "mc_1": (0, 1),
+    "mc_16": (0, 16),
+    "mc_64": (0, 64),
+    "atoms_tail_16_48": (16, 48),
+}
 
 
-async def _round(client: ServerClient, num_draws: int, tag: str) -> tuple[float, float]:
-    """(generated tokens per second, distinct ids per token)."""
+async def _round(client: ServerClient, support: str, tag: str) -> tuple[float, float]:
+    """(generated tokens per second, distinct selected ids per token)."""
+    num_atoms, num_draws = SUPPORTS[support]
     requests = [
         RolloutRequest(
             rid=f"{tag}-{i}",
             input_ids=[2 + i % 8] * 8,
             max_new_tokens=NEW_TOKENS,
+            num_atoms=num_atoms,
             num_draws=num_draws,
         )
         for i in range(BATCH)
@@ -37,26 +48,28 @@ async def _round(client: ServerClient, num_draws: int, tag: str) -> tuple[float,
     replies = await asyncio.gather(*(client.generate(request) for request in requests))
     seconds = time.perf_counter() - started
     tokens = sum(len(reply.output_ids_T) for reply in replies)
-    ids = sum(int((reply.draws.count_N > 0).sum()) for reply in replies if reply.draws)
+    ids = sum(int((reply.draws.weight_N > 0).sum()) for reply in replies if reply.draws)
     return tokens / seconds, ids / tokens
 
 
 async def _measure(url: str) -> dict[str, Any]:
-    speeds: dict[int, list[float]] = {m: [] for m in DRAWS}
-    distinct: dict[int, float] = {}
+    speeds: dict[str, list[float]] = {support: [] for support in SUPPORTS}
+    distinct: dict[str, float] = {}
     async with ServerClient(url, timeout_s=120) as client:
-        await _round(client, 16, "warm-up")
+        await _round(client, "mc_16", "warm-up")
         for number in range(ROUNDS):
-            for m in DRAWS:
-                speed, distinct[m] = await _round(client, m, f"{number}-{m}")
-                speeds[m].append(speed)
-    medians = {m: statistics.median(values) for m, values in speeds.items()}
+            for support in SUPPORTS:
+                tag = f"{number}-{support}"
+                speed, distinct[support] = await _round(client, support, tag)
+                speeds[support].append(speed)
+    medians = {support: statistics.median(values) for support, values in speeds.items()}
     return {
         "batch": BATCH,
         "rounds": ROUNDS,
+        "supports": {s: {"num_atoms": k, "num_draws": m} for s, (k, m) in SUPPORTS.items()},
         "decode_tokens_per_s": medians,
-        "speed_ratio_to_no_draws": {m: medians[m] / medians[0] for m in DRAWS},
-        "distinct_ids_per_token": {m: distinct[m] for m in DRAWS if m},
+        "speed_ratio_to_no_cache": {s: medians[s] / medians[NO_CACHE] for s in SUPPORTS},
+        "distinct_ids_per_token": {s: distinct[s] for s in SUPPORTS if s != NO_CACHE},
     }
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from sglang_bridge.server.launch import ServerProcess, free_port, running_states
 from tests.e2e.conftest import STARTUP_TIMEOUT_S, tiny_spec
 from tests.e2e.publication import join, load_tensors, perturbed_copy, publish
 from tests.e2e.test_bridge_publication import differing, requests_of, span_error
-from tests.e2e.test_bridge_scores import expected_scores, ragged_request
+from tests.e2e.test_bridge_scores import check_selection, expected_scores, ragged_request
 from tests.figures import bounded
 from tests.oracles import load_reference
 
@@ -45,6 +46,7 @@ def test_two_ranks_draw_score_and_receive(
     changed = load_tensors(changed_model)
     requests = requests_of(tokens=24, count=6)
     scored = [ragged_request(f"p{i}", 12, 30, seed=i) for i in range(4)]
+    scored[0] = replace(scored[0], num_atoms=4, num_draws=8, temperature=0.7)
 
     async def run():
         async with Fleet([ServerClient(parallel_server.spec.url, timeout_s=120)]) as fleet:
@@ -71,6 +73,7 @@ def test_two_ranks_draw_score_and_receive(
     for request, reply in zip(scored, scores, strict=True):
         error = np.abs(reply.logp_N - expected_scores(models[1], request)).max()
         bounded("TP2 x EP2 server: scores (nats)", error, TOLERANCE)
+    check_selection(models[1], scored[0], scores[0])
     assert {piece.rank for piece in digests} == {0, 1}
     assert {piece.hf_name for piece in digests} == set(changed)
     assert differing(digests, changed) == []

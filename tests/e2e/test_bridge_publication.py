@@ -27,6 +27,7 @@ def requests_of(tokens: int, count: int = 24) -> list[RolloutRequest]:
             rid=f"kept-{tokens}-{i}",
             input_ids=list(range(2 + i, 30 + i)),
             max_new_tokens=tokens,
+            num_atoms=4,
             num_draws=8,
         )
         for i in range(count)

@@ -168,8 +168,9 @@ def test_one_row_shift_is_seen(teacher_server: ServerProcess, reference):
 
 
 def test_scores_beside_generation(teacher_server: ServerProcess, reference):
-    """Scoring and sampling with draws share batches without mixing up their rows."""
+    """Scoring, selecting and sampling with draws share batches without mixing up their rows."""
     scored = [ragged_request(f"mixed{i}", 10 + i, 40, seed=200 + i) for i in range(12)]
+    scored[::2] = [replace(request, num_atoms=3, num_draws=4) for request in scored[::2]]
     sampled = [
         RolloutRequest(
             rid=f"beside{i}", input_ids=list(range(2, 40)), max_new_tokens=30, num_draws=8
@@ -191,6 +192,8 @@ def test_scores_beside_generation(teacher_server: ServerProcess, reference):
     for request, reply in zip(scored, replies[len(sampled) :], strict=True):
         error = np.abs(reply.logp_N - expected_scores(reference, request)).max()
         bounded(SCORES, error, TOLERANCE, request.rid)
+        if request.selects:
+            check_selection(reference, request, reply)
 
 
 def test_empty_response_needs_no_server():
