@@ -86,6 +86,14 @@ def sft(arguments: argparse.Namespace) -> int:
     return run_sft(load_config(SftConfig, arguments.config, arguments.overrides))
 
 
+def objective(arguments: argparse.Namespace) -> int:
+    """`opd objective CASE.json`: the report as JSON."""
+    from megatron_opd.cli.objective import objective_report
+
+    _print(json.dumps(objective_report(arguments.case), indent=2))
+    return 0
+
+
 def make_data(arguments: argparse.Namespace) -> int:
     """`opd make-data`: write a built-in task's files."""
     from megatron_opd.cli.prepare import checked

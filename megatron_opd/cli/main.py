@@ -63,6 +63,17 @@ def build_parser() -> argparse.ArgumentParser:
     check = with_config("check", "validate a config and print the plan without starting anything")
     check.set_defaults(handler=commands.check)
 
+    objective = verbs.add_parser(
+        "objective",
+        help="evaluate a loss on a hand-written cache",
+        description="Evaluate any objective on a cache written by hand, as JSON: "
+        "{objective, support?, correction?, reduction?, offsets?, weight?, student_logp, "
+        "sampler_logp?, teacher_logp?, prox_logp?, path?, lengths?, rewards?, groups?} -> "
+        "{loss, grad_student_logp, metrics}.",
+    )
+    objective.add_argument("case", type=Path, metavar="CASE.json")
+    objective.set_defaults(handler=commands.objective)
+
     sft = with_config("sft", "supervised fine-tuning on the Megatron learner")
     sft.set_defaults(handler=commands.sft)
 
