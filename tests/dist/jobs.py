@@ -20,6 +20,7 @@ from megatron_opd.data.packing import plan_batch
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.serve import serve
 from megatron_opd.learner.sft import run_sft
+from megatron_opd.losses.groups import group_columns
 from megatron_opd.losses.vocab_parallel import gather_logp
 from megatron_opd.transport.rank_batch import rank_batch
 from megatron_opd.types import Batch
@@ -31,7 +32,7 @@ def make_learner(model: Path, config: dict[str, Any], updates: int = 4) -> Megat
     return MegatronLearner(model, LearnerConfig.model_validate(config), updates=updates, seed=1)
 
 
-def share(batch: Batch, learner: MegatronLearner) -> Any:
+def share(batch: Batch, learner: MegatronLearner, estimator: Estimator, group_size: int = 1) -> Any:
     """This rank's RankBatch."""
     config, world = learner.config, learner.world
     plan = plan_batch(
@@ -44,7 +45,8 @@ def share(batch: Batch, learner: MegatronLearner) -> Any:
     held = sorted(i for mini in mine for micro in mini for i in micro)
     local = {index: position for position, index in enumerate(held)}
     own = [[[local[i] for i in micro] for micro in mini] for mini in mine]
-    return rank_batch(batch.update, batch.version, [batch.samples[i] for i in held], own)
+    groups = group_columns(estimator, batch.samples, group_size).rows(held)
+    return rank_batch(batch.update, batch.version, [batch.samples[i] for i in held], own, groups)
 
 
 def bitwise_equal(learner: MegatronLearner, model: Path) -> None:
@@ -69,15 +71,16 @@ def update(
     batches: list[Batch],
     estimator: dict[str, Any] | None = None,
     temperature: float = 1.0,
+    group_size: int = 1,
 ) -> None:
     """Load, check the round trip, train one update per batch, export after every one."""
     learner = make_learner(model, config)
     bitwise_equal(learner, model)
     metrics = []
+    chosen = Estimator.model_validate(estimator or {})
     for batch in batches:
-        figures = learner.train(
-            share(batch, learner), Estimator.model_validate(estimator or {}), temperature
-        )
+        mine = share(batch, learner, chosen, group_size)
+        figures = learner.train(mine, chosen, temperature)
         metrics.append(msgspec.to_builtins(figures))
         learner.export_hf(out / f"after{batch.update}", torch.float32)
     groups = learner.optimizer.param_groups

@@ -1,0 +1,123 @@
+"""Losses that need more than their own micro-batch: the same update in every parallel layout."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from megatron_opd.types import Batch
+from tests.dist import jobs
+from tests.dist.caches import make_batch
+from tests.dist.worlds import run_world
+from tests.figures import bounded, relative
+from tests.models import tiny_qwen3
+
+pytestmark = pytest.mark.dist
+
+VOCAB, GROUP = 512, 4
+ADAM = {"lr": 1e-3, "eps": 1e-3, "clip_grad": 0.5}
+CLIP = {"type": "clip", "low": 0.02, "high": 0.02}
+# two mini-batches: the second sees a ratio to the batch's start that is not 1
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "ppo-tis": {
+        "objective": {"type": "reverse_kl", "trust": CLIP},
+        "correction": {"type": "truncated", "max_ratio": 1.1, "prox": True},
+    },
+    "m2po": {"objective": {"type": "reverse_kl", "trust": {"type": "m2", "threshold": 0.02}}},
+    "grpo": {
+        "objective": {"type": "grpo", "trust": CLIP, "kl": {"coefficient": 0.1}},
+        "support": {"type": "path"},
+        "reduction": {"type": "sequence"},
+    },
+    "gspo": {
+        "objective": {"type": "gspo", "trust": CLIP},
+        "support": {"type": "path"},
+        "correction": {
+            "type": "truncated",
+            "max_ratio": 1.01,
+            "level": "geometric",
+            "prox": True,
+        },
+    },
+    "gepo": {
+        "objective": {"type": "gepo", "defensive": 10.0},
+        "support": {"type": "path"},
+        "reduction": {"type": "fixed", "length": 8},
+    },
+    "mixture": {
+        "objective": {
+            "type": "mixture",
+            "terms": [
+                {"coefficient": 1.0, "objective": {"type": "forward_kl"}},
+                {"coefficient": 0.3, "objective": {"type": "grpo"}},
+            ],
+        }
+    },
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {"tokens_per_microbatch": 10_000}),
+    "dense": (1, {"tokens_per_microbatch": 64, "logp": "dense"}),
+    "tp2": (2, {"parallel": {"tp": 2}, "tokens_per_microbatch": 64}),
+    "pp2": (2, {"parallel": {"pp": 2}, "tokens_per_microbatch": 64}),
+    "dp2": (2, {"parallel": {"dp": 2}, "tokens_per_microbatch": 64}),
+}
+COMPARED = ("loss", "grad_norm", "importance_variance", "truncated_fraction", "stopped_fraction")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen3(tmp_path_factory.mktemp("model"), seed=3)
+
+
+@pytest.fixture(scope="module")
+def batch(model: Path) -> Batch:
+    made = make_batch(model, samples=16, seed=11, vocab=VOCAB)
+    rng = np.random.default_rng(12)
+    scored = [
+        replace(
+            sample,
+            reward=float(rng.integers(0, 2)),
+            teacher_logp_N=np.maximum(sample.teacher_logp_N, np.float32(-30.0)),
+        )
+        for sample in made.samples
+    ]
+    return replace(made, samples=tuple(scored))
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_layout_makes_the_same_update(name, model, batch, tmp_path):
+    results = {}
+    for layout, (size, config) in LAYOUTS.items():
+        result = run_world(
+            jobs.update,
+            size,
+            tmp_path / layout,
+            model=model,
+            config=config | {"optimizer": ADAM, "mini_batches": 2},
+            batches=[batch],
+            estimator=ESTIMATORS[name],
+            group_size=GROUP,
+        )
+        weights = load_file(tmp_path / layout / "after0" / "model.safetensors")
+        results[layout] = result["metrics"][0], weights
+    expected, reference = results.pop("one")
+    for layout, (ours, weights) in results.items():
+        for key in COMPARED:
+            if expected[key]:
+                gap = relative(ours[key], expected[key])
+                bounded(f"{name}: {key} (relative)", gap, 2e-5, layout)
+            else:
+                assert ours[key] == expected[key]
+        difference = sum(
+            float((weights[k] - reference[k]).double().square().sum()) for k in weights
+        )
+        scale = sum(float(w.double().square().sum()) for w in reference.values())
+        bounded(f"{name}: weights (relative)", (difference / scale) ** 0.5, 1e-6, layout)
+    if name in ("ppo-tis", "m2po", "grpo"):
+        assert 0 < expected["stopped_fraction"] < 1, "the trust region must have acted"
+    if name in ("ppo-tis", "gspo"):
+        assert 0 < expected["truncated_fraction"] < 1
+        assert expected["prox_k1_nats"] != expected["prox_k1_weighed_nats"]
