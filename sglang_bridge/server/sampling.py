@@ -82,8 +82,8 @@ def behaviour(
     return Behaviour(kept_BV, logp_BV, dropped_BV, norm_B)
 
 
-def draw(probs_BV: torch.Tensor, uniform_BM: torch.Tensor) -> torch.Tensor:
-    """int64 [B, M] iid ids by inverse CDF.
+def draw(probs_BV: torch.Tensor, uniform_BM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(int64 [B, M] iid ids by inverse CDF, float64 [B, 1] sum of each row).
 
     uniform_BM: float64 in [0, 1). Masses are accumulated in float64: a float32 CDF of 152k ids
     cannot reach those whose probability falls below its rounding near 1. An id of probability 0 is
@@ -92,17 +92,18 @@ def draw(probs_BV: torch.Tensor, uniform_BM: torch.Tensor) -> torch.Tensor:
     rows, vocab = probs_BV.shape
     if vocab <= FLAT_VOCAB:
         total_B1 = probs_BV.sum(-1, keepdim=True, dtype=torch.float64)
-        return _invert(probs_BV, uniform_BM * total_B1)[0]
+        return _invert(probs_BV, uniform_BM * total_B1)[0], total_B1
     # Two levels: a draw looks at the block masses and at one block, not at a float64 copy of all.
     blocks = -(-vocab // BLOCK)
     padded_BV = torch.nn.functional.pad(probs_BV, (0, blocks * BLOCK - vocab))
     probs_BkV = padded_BV.view(rows, blocks, BLOCK)
     mass_Bk = probs_BkV.sum(-1, dtype=torch.float64)
-    target_BM = uniform_BM * mass_Bk.sum(-1, keepdim=True)
+    total_B1 = mass_Bk.sum(-1, keepdim=True)
+    target_BM = uniform_BM * total_B1
     block_BM, before_BM = _invert(mass_Bk, target_BM)
     chosen_BMv = probs_BkV.gather(1, block_BM[..., None].expand(-1, -1, BLOCK))
     inside_BM1, _ = _invert(chosen_BMv, (target_BM - before_BM)[..., None])
-    return block_BM * BLOCK + inside_BM1.squeeze(-1)
+    return block_BM * BLOCK + inside_BM1.squeeze(-1), total_B1
 
 
 def _invert(mass: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -69,48 +69,40 @@ def select(policy: Behaviour, wanted: Wanted, uniform_BM: torch.Tensor) -> Selec
     uniform_BM: float64 in [0, 1), M = wanted.max_draws; each number makes one draw.
     """
     probs_BV = policy.probs_BV
+    if wanted.max_atoms == wanted.max_draws == 0:  # paths only: nothing is to be summed
+        nothing = torch.empty((len(probs_BV), 0), dtype=torch.int64, device=probs_BV.device)
+        return Selected(nothing, nothing.double())
     atoms_B1, draws_B1 = wanted.to(probs_BV.device)
-    num_atoms = min(wanted.max_atoms, probs_BV.shape[1])
-    if num_atoms == 0:
-        return _tail_draws(probs_BV, None, draws_B1, uniform_BM)
-    total_B1 = probs_BV.sum(-1, keepdim=True, dtype=torch.float64)
-    ids_BK, logp_BK = policy.likeliest(num_atoms)
-    column_K = torch.arange(num_atoms, device=probs_BV.device)
-    is_atom_BK = (column_K < atoms_B1) & (logp_BK > -torch.inf)
+    ids_BK, is_atom_BK = _atoms(policy, wanted.max_atoms, atoms_B1)
     probs_BK = probs_BV.gather(1, ids_BK)
-    # The probabilities that make up the tail's mass, not exp(logp): a row then sums to 1.
-    atoms = _masked(ids_BK, probs_BK / total_B1, is_atom_BK)
-    if wanted.max_draws == 0:
-        return atoms
-    tail_BV = probs_BV.scatter(1, ids_BK, probs_BK.masked_fill(is_atom_BK, 0.0))
-    tail = _tail_draws(tail_BV, total_B1, draws_B1, uniform_BM)
+    tail_BV = probs_BV
+    if ids_BK.shape[1] > 0:
+        tail_BV = probs_BV.scatter(1, ids_BK, probs_BK.masked_fill(is_atom_BK, 0.0))
+    ids_BM, tail_B1 = draw(tail_BV, uniform_BM)
+    column_M = torch.arange(ids_BM.shape[1], device=ids_BM.device)
+    # A tail without mass is not drawn from.
+    is_drawn_BM = (column_M < draws_B1) & (tail_BV.gather(1, ids_BM) > 0)
+    # The tail's mass is the float64 sum of its own probabilities, not 1 minus that of the atoms: it
+    # can be 1e-9. The atoms weigh by the same probabilities, not by exp(logp): a row sums to 1.
+    atoms_BK = probs_BK.double().masked_fill(~is_atom_BK, 0.0)
+    total_B1 = atoms_BK.sum(-1, keepdim=True) + tail_B1
+    draw_B1 = tail_B1 / total_B1 / draws_B1.clamp(min=1)
+    weight_BS = torch.cat([atoms_BK / total_B1, draw_B1.expand(ids_BM.shape)], dim=1)
+    used_BS = torch.cat([is_atom_BK, is_drawn_BM], dim=1)
     return Selected(
-        torch.cat([atoms.ids_BS, tail.ids_BS], dim=1),
-        torch.cat([atoms.weight_BS, tail.weight_BS], dim=1),
+        torch.cat([ids_BK, ids_BM], dim=1).masked_fill(~used_BS, UNUSED),
+        weight_BS.clamp(min=LEAST_WEIGHT).masked_fill(~used_BS, 0.0),
     )
 
 
-def _tail_draws(
-    tail_BV: torch.Tensor,
-    total_B1: torch.Tensor | None,
-    draws_B1: torch.Tensor,
-    uniform_BM: torch.Tensor,
-) -> Selected:
-    """draws_B1 draws from each row of tail_BV, part of a mass of total_B1; None: its own mass.
-
-    The tail's mass is the float64 sum of its own probabilities, not 1 minus that of the atoms: it
-    can be 1e-9. A row without mass is not drawn from.
-    """
-    ids_BM = draw(tail_BV, uniform_BM)
-    column_M = torch.arange(ids_BM.shape[1], device=ids_BM.device)
-    is_drawn_BM = (column_M < draws_B1) & (tail_BV.gather(1, ids_BM) > 0)
-    each_B1 = 1.0 / draws_B1.clamp(min=1).double()
-    if total_B1 is not None:
-        each_B1 = each_B1 * (tail_BV.sum(-1, keepdim=True, dtype=torch.float64) / total_B1)
-    return _masked(ids_BM, each_B1.expand(ids_BM.shape), is_drawn_BM)
-
-
-def _masked(ids: torch.Tensor, weight: torch.Tensor, used: torch.Tensor) -> Selected:
-    """UNUSED and 0 where not `used`; no used weight below LEAST_WEIGHT."""
-    weight = weight.double().clamp(min=LEAST_WEIGHT)
-    return Selected(ids.masked_fill(~used, UNUSED), weight.masked_fill(~used, 0.0))
+def _atoms(
+    policy: Behaviour, max_atoms: int, atoms_B1: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids [B, K], whether each is an atom of its row); K = 0 costs nothing."""
+    rows, vocab = policy.probs_BV.shape
+    column_K = torch.arange(min(max_atoms, vocab), device=atoms_B1.device)
+    if len(column_K) == 0:
+        nothing = column_K.expand(rows, 0)
+        return nothing, nothing.bool()
+    ids_BK, logp_BK = policy.likeliest(len(column_K))
+    return ids_BK, (column_K < atoms_B1) & (logp_BK > -torch.inf)
