@@ -73,36 +73,39 @@ def select(policy: Behaviour, wanted: Wanted, uniform_BM: torch.Tensor) -> Selec
         nothing = torch.empty((len(probs_BV), 0), dtype=torch.int64, device=probs_BV.device)
         return Selected(nothing, nothing.double())
     atoms_B1, draws_B1 = wanted.to(probs_BV.device)
-    ids_BK, is_atom_BK = _atoms(policy, wanted.max_atoms, atoms_B1)
+    if wanted.max_atoms == 0:  # plain Monte Carlo pays for no top-k
+        ids_BM, mass_B1 = draw(probs_BV, uniform_BM)
+        return _drawn(probs_BV, ids_BM, draws_B1, torch.ones_like(mass_B1))
+    ids_BK, logp_BK = policy.likeliest(min(wanted.max_atoms, probs_BV.shape[1]))
+    column_K = torch.arange(ids_BK.shape[1], device=ids_BK.device)
+    is_atom_BK = (column_K < atoms_B1) & (logp_BK > -torch.inf)
     probs_BK = probs_BV.gather(1, ids_BK)
-    tail_BV = probs_BV
-    if ids_BK.shape[1] > 0:
-        tail_BV = probs_BV.scatter(1, ids_BK, probs_BK.masked_fill(is_atom_BK, 0.0))
+    tail_BV = probs_BV.scatter(1, ids_BK, probs_BK.masked_fill(is_atom_BK, 0.0))
     ids_BM, tail_B1 = draw(tail_BV, uniform_BM)
-    column_M = torch.arange(ids_BM.shape[1], device=ids_BM.device)
-    # A tail without mass is not drawn from.
-    is_drawn_BM = (column_M < draws_B1) & (tail_BV.gather(1, ids_BM) > 0)
     # The tail's mass is the float64 sum of its own probabilities, not 1 minus that of the atoms: it
     # can be 1e-9. The atoms weigh by the same probabilities, not by exp(logp): a row sums to 1.
-    atoms_BK = probs_BK.double().masked_fill(~is_atom_BK, 0.0)
-    total_B1 = atoms_BK.sum(-1, keepdim=True) + tail_B1
-    draw_B1 = tail_B1 / total_B1 / draws_B1.clamp(min=1)
-    weight_BS = torch.cat([atoms_BK / total_B1, draw_B1.expand(ids_BM.shape)], dim=1)
-    used_BS = torch.cat([is_atom_BK, is_drawn_BM], dim=1)
+    atoms_BK = probs_BK.double()
+    total_B1 = tail_B1 + atoms_BK.masked_fill(~is_atom_BK, 0.0).sum(-1, keepdim=True)
+    atoms = _masked(ids_BK, atoms_BK / total_B1, is_atom_BK)
+    draws = _drawn(tail_BV, ids_BM, draws_B1, tail_B1 / total_B1)
     return Selected(
-        torch.cat([ids_BK, ids_BM], dim=1).masked_fill(~used_BS, UNUSED),
-        weight_BS.clamp(min=LEAST_WEIGHT).masked_fill(~used_BS, 0.0),
+        torch.cat([atoms.ids_BS, draws.ids_BS], dim=1),
+        torch.cat([atoms.weight_BS, draws.weight_BS], dim=1),
     )
 
 
-def _atoms(
-    policy: Behaviour, max_atoms: int, atoms_B1: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids [B, K], whether each is an atom of its row); K = 0 costs nothing."""
-    rows, vocab = policy.probs_BV.shape
-    column_K = torch.arange(min(max_atoms, vocab), device=atoms_B1.device)
-    if len(column_K) == 0:
-        nothing = column_K.expand(rows, 0)
-        return nothing, nothing.bool()
-    ids_BK, logp_BK = policy.likeliest(len(column_K))
-    return ids_BK, (column_K < atoms_B1) & (logp_BK > -torch.inf)
+def _drawn(
+    tail_BV: torch.Tensor, ids_BM: torch.Tensor, draws_B1: torch.Tensor, share_B1: torch.Tensor
+) -> Selected:
+    """The first draws_B1 of ids_BM share share_B1 equally; a tail without mass has no draws."""
+    column_M = torch.arange(ids_BM.shape[1], device=ids_BM.device)
+    is_drawn_BM = (column_M < draws_B1) & (tail_BV.gather(1, ids_BM) > 0)
+    return _masked(ids_BM, (share_B1 / draws_B1.clamp(min=1)).expand(ids_BM.shape), is_drawn_BM)
+
+
+def _masked(ids_BS: torch.Tensor, weight_BS: torch.Tensor, used_BS: torch.Tensor) -> Selected:
+    """UNUSED and 0 where not used, at least LEAST_WEIGHT where used."""
+    return Selected(
+        ids_BS.masked_fill(~used_BS, UNUSED),
+        weight_BS.clamp(min=LEAST_WEIGHT).masked_fill(~used_BS, 0.0),
+    )
