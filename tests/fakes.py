@@ -137,7 +137,7 @@ class Figures:
 
     update: int = 0
     loss: float = 0.5
-    reverse_kl_nats: float = 0.25
+    reverse_kl_nats: float | None = 0.25
     grad_norm: float = 1.0
     lr: float = 1e-3
     num_response_tokens: int = 8

@@ -1,4 +1,8 @@
-"""Batches of exactly B samples in admission order; only the last of a finite run may be smaller."""
+"""Batches of exactly B samples in admission order; only the last of a finite run may be smaller.
+
+With hold_batches = h a batch leaves only when h more lie scored behind it (AsyncOPD App. B: the
+cache depth of a staleness study), until no more samples can come. Then what is left drains.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,16 @@ class Batcher:
     Args:
         buffer: where samples arrive.
         batch_size: B.
+        hold_batches: h.
     """
 
-    def __init__(self, buffer: SampleBuffer, batch_size: int) -> None:
+    def __init__(self, buffer: SampleBuffer, batch_size: int, hold_batches: int = 0) -> None:
         self._buffer = buffer
         self._batch_size = batch_size
+        self._needed = (hold_batches + 1) * batch_size
 
     async def next_batch(self) -> tuple[Sample, ...]:
         """The next B samples; fewer only when no more can come; empty when there are none left."""
-        while self._buffer.ready < self._batch_size and not self._buffer.exhausted:
+        while self._buffer.ready < self._needed and not self._buffer.exhausted:
             await self._buffer.changed()
         return self._buffer.take(min(self._batch_size, self._buffer.ready))

@@ -2,13 +2,14 @@
 
 A prompt enters at admission, so the buffer knows the order before any result exists. Its sample
 arrives later, in any order, or never (drop). The front of the line moves as soon as its first
-member is scored or dropped.
+member is scored or dropped. A sample that is scored but not yet taken may still be withdrawn.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Collection
 
 from megatron_opd.types import Sample
 
@@ -64,6 +65,19 @@ class SampleBuffer:
         self.waiting_for_score -= 1
         self._advance()
 
+    def withdraw(self, uids: Collection[int]) -> list[int]:
+        """Scored samples among `uids` leave; those behind them move up. Returns who left."""
+        ready = [sample.rollout.prompt.uid for sample in self._ready]
+        gone = [uid for uid in ready if uid in uids]
+        if gone:
+            kept = (s for s in self._ready if s.rollout.prompt.uid not in uids)
+            self._ready = deque(kept)
+        later = [uid for uid in uids if self._line.get(uid) is not None]
+        for uid in later:
+            del self._line[uid]
+        self._advance()
+        return gone + later
+
     def close(self) -> None:
         """No more prompts will be admitted."""
         self._closed = True
@@ -76,7 +90,7 @@ class SampleBuffer:
         return tuple(self._ready.popleft() for _ in range(count))
 
     async def changed(self) -> None:
-        """Wait for the next put, drop or close."""
+        """Wait for the next put, drop, withdrawal or close."""
         await self._event.wait()
 
     def _must_be_unfinished(self, uid: int) -> None:

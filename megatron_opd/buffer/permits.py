@@ -10,6 +10,9 @@ Rules:
   those never dropped.
   R3. A dropped sample returns its permit at once.
   R4. The permits of batch k are returned only when version k + 1 is live on every engine.
+  R5. Where the loss compares the G samples of a group (G divides B), a drop breaks its group: no
+  member is admitted any more, the scored ones are dropped, one in flight is when it arrives.
+  R6. Batch k is trained once h more batches are scored behind it, 0 <= h <= tau, or no more come.
 
 Claim: every token of every sample of batch k was sampled by a version >= k - tau. The learner's
 version when it trains batch k is at most k, so staleness = learner version - token version <= tau.
@@ -20,6 +23,22 @@ permits of batches 0 .. v - 1 have been returned for training, v B in all. Of th
 up to and including s, those neither dropped nor among these v B hold a permit each, so by R1 they
 are at most (tau + 1) B. Hence at most (v + tau + 1) B prompts up to and including s are not
 dropped, now or later, and by R2 s is in a batch k <= v + tau. Therefore k - v <= tau. QED.
+
+Groups. A member of a broken group holds its permit until it is dropped, so the proof stands: R5
+only says which samples are dropped. Claim: every batch holds whole groups. Members are admitted in
+a row, so those never dropped form, in admission order, blocks of G (R5 drops whole groups), and a
+batch takes B of them from the front, a multiple of G. No member is missed: a batch is taken from
+scored samples only, and a group with all members scored loses none later.
+
+No stall. Claim: the learner gets its next batch. When it waits, all earlier permits are back (R4),
+and a sample in flight is scored or dropped in the end. If none is in flight and admission is
+blocked for want of a permit, all (tau + 1) B >= (h + 1) B permits are held by scored samples at the
+front of the line: the batch is there. If admission has ended, what is left drains.
+
+Exact staleness. With h = tau every token of batch k is min(k, tau) versions old: training on batch
+k takes all (tau + 1) B permits' samples to be scored, so nothing is in flight while a version goes
+live, and the B prompts admitted under version v > 0 (with what replaces dropped ones) are batch
+v + tau. This is the controlled staleness axis of AsyncOPD App. B.
 
 The bound is tight: when all (tau + 1) B prompts are admitted and finished at version 0, the last of
 them are in batch tau.

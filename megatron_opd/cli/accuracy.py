@@ -1,11 +1,12 @@
-"""The accuracies that frame a run: student before and after, and the teacher it learns from."""
+"""The accuracies that frame a run: student before and after, and the teachers it learns from."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_opd.cli.prepare import Prepared
-from megatron_opd.config.schema import Config
+from megatron_opd.config.schema import DEFAULT_TEACHER, Config
 from megatron_opd.evaluation import EvaluationPlan, EvaluationReport, FleetPort, evaluate
 from sglang_bridge.fleet import Fleet
 
@@ -20,21 +21,28 @@ def evaluation_plan(config: Config) -> EvaluationPlan:
     )
 
 
+def report_name(teacher: str) -> str:
+    """What a teacher's evaluation is called."""
+    return teacher if teacher == DEFAULT_TEACHER else f"teacher {teacher}"
+
+
 class Accuracies:
     """Evaluates as configured and remembers the reports."""
 
     def __init__(self, config: Config, prepared: Prepared) -> None:
         self._config, self._prepared = config, prepared
         self._reports: dict[str, EvaluationReport] = {}
+        self._teachers: tuple[str, ...] = ()
 
-    async def before(self, student: Fleet, teacher: Fleet) -> list[str]:
-        """Student and teacher before training; a line for each."""
+    async def before(self, student: Fleet, teachers: Mapping[str, Fleet]) -> list[str]:
+        """The student and every teacher, by name, before training; a line for each."""
         if not self._config.evaluation.before:
             return []
-        return [
-            *await self._evaluate("student before", student),
-            *await self._evaluate("teacher", teacher),
-        ]
+        self._teachers = tuple(teachers)
+        lines = await self._evaluate("student before", student)
+        for name, fleet in teachers.items():
+            lines += await self._evaluate(report_name(name), fleet)
+        return lines
 
     async def after(self, student: Fleet) -> list[str]:
         """The student on the last published weights."""
@@ -45,10 +53,13 @@ class Accuracies:
     def summary(self) -> dict[str, Any]:
         """Keys of summary.json; null for what was not evaluated."""
         found = {name: report.accuracy_pct for name, report in self._reports.items()}
+        by_name = {name: found.get(report_name(name)) for name in self._teachers}
+        several = {} if set(by_name) <= {DEFAULT_TEACHER} else by_name
         return {
             "student_accuracy_before_pct": found.get("student before"),
             "student_accuracy_after_pct": found.get("student after"),
-            "teacher_accuracy_pct": found.get("teacher"),
+            "teacher_accuracy_pct": by_name.get(DEFAULT_TEACHER),
+            **({"teacher_accuracy_pct_by_name": several} if several else {}),
             "evaluations": {name: report.as_dict() for name, report in self._reports.items()},
         }
 

@@ -11,7 +11,9 @@ import os
 import sys
 
 from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.roles import STUDENT, all_roles, section_of
 from megatron_opd.config.load import load_config
+from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config, SftConfig
 
 
@@ -30,8 +32,8 @@ def _pipeline(arguments: argparse.Namespace, *, launch: bool) -> int:
 
     config = load_config(Config, arguments.config, arguments.overrides)
     if not launch:
-        for role, section in (("student", config.student), ("teacher", config.teacher)):
-            if not section.urls:
+        for role in all_roles(config):
+            if not section_of(config, role).urls:
                 raise UserError(f"opd control: {role}.urls must list the servers started elsewhere")
         if config.learner.listen_port == 0:
             raise UserError("opd control: learner.listen_port must be a fixed port, got 0")
@@ -40,18 +42,23 @@ def _pipeline(arguments: argparse.Namespace, *, launch: bool) -> int:
 
 def serve(arguments: argparse.Namespace) -> int:
     """`opd serve`: replace this process by one SGLang server."""
-    from megatron_opd.cli.servers import section_of, server_spec
+    from megatron_opd.cli.servers import server_spec
     from sglang_bridge.server.spec import PARENT_VARIABLE, server_command, server_env
 
     config = load_config(Config, arguments.config, arguments.overrides)
-    section = section_of(config, arguments.role)
+    role, name = arguments.role, getattr(arguments, "name", None)
+    if name is not None:
+        role = key_of_teacher(name)
+        if arguments.role == STUDENT:
+            raise UserError(f"opd serve: --name chooses among teachers, got {name!r} for a student")
+    section = section_of(config, role)
     if section.base_port == 0:
-        raise UserError(f"opd serve: {arguments.role}.base_port must be a fixed port, got 0")
+        raise UserError(f"opd serve: {role}.base_port must be a fixed port, got 0")
     if not 0 <= arguments.index <= 65535 - section.base_port:
         raise UserError(
             f"opd serve: --index must be >= 0 and base_port + index <= 65535, got {arguments.index}"
         )
-    spec = server_spec(config, arguments.role, arguments.index)
+    spec = server_spec(config, role, arguments.index)
     command, environment = server_command(spec), server_env(spec)
     # this process becomes the server: there is no parent of ours to follow
     del environment[PARENT_VARIABLE]

@@ -6,16 +6,19 @@ A run that passes them fails later only for causes outside its input.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_opd.checkpoint.model_spec import ModelSpec, read_model_spec
 from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.roles import STUDENT, Role, section_of, teacher_roles
 from megatron_opd.cli.weights import check_weights
+from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config, ServerConfig
 from sglang_bridge.errors import PortInUse
-from sglang_bridge.protocol import ServerInfo
+from sglang_bridge.protocol import MAX_ATOMS, ServerInfo
 from sglang_bridge.server.launch import check_port, free_port
 
 if TYPE_CHECKING:
@@ -77,45 +80,65 @@ def load_tokenizer(path: Path, key: str) -> PreTrainedTokenizerBase:
 
 
 def check_models(config: Config) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
-    """Student and teacher exist, are supported, and share tokenizer and vocabulary.
+    """Student and teachers exist, are supported, and share tokenizer and vocabulary.
 
     Returns the student's facts and the common tokenizer.
     """
-    student = read_model(config.student.model, "student.model")
-    teacher = read_model(config.teacher.model, "teacher.model")
+    models = {STUDENT: read_model(config.student.model, "student.model")}
+    for role in teacher_roles(config).values():
+        models[role] = read_model(section_of(config, role).model, f"{role}.model")
+    student = models[STUDENT]
+    tokenizer = load_tokenizer(student.path, "student.model")
+    for role, facts in models.items():
+        if role != STUDENT:
+            check_vocabulary(f"{role}.model", facts, student, tokenizer)
+    check_support(config, student)
+    for role, facts in models.items():
+        check_weights(facts.path, f"{role}.model", facts.spec)
+    check_context(config, models)
+    check_sharding(config, models)
+    return student, tokenizer
+
+
+def check_vocabulary(
+    key: str, teacher: ModelFacts, student: ModelFacts, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A teacher's ids are the student's. key: the config key that named it."""
     if student.vocab_size != teacher.vocab_size:
         raise UserError(
-            "student.model and teacher.model must have the same vocab_size, "
+            f"student.model and {key} must have the same vocab_size, "
             f"got {student.vocab_size} and {teacher.vocab_size}"
         )
-    student_tokenizer = load_tokenizer(student.path, "student.model")
-    teacher_tokenizer = load_tokenizer(teacher.path, "teacher.model")
-    ours, theirs = student_tokenizer.get_vocab(), teacher_tokenizer.get_vocab()
-    if ours != theirs:
-        differing = sorted(set(ours.items()) ^ set(theirs.items()), key=lambda item: item[1])
+    theirs = load_tokenizer(teacher.path, key)
+    if tokenizer.get_vocab() != theirs.get_vocab():
+        both = set(tokenizer.get_vocab().items()) ^ set(theirs.get_vocab().items())
+        differing = sorted(both, key=lambda item: item[1])
         raise UserError(
-            "student.model and teacher.model must share one tokenizer; "
+            f"student.model and {key} must share one tokenizer; "
             f"{len(differing)} entries differ, first {differing[0]!r}"
         )
-    if student_tokenizer.eos_token_id != teacher_tokenizer.eos_token_id:
+    if tokenizer.eos_token_id != theirs.eos_token_id:
         raise UserError(
-            "student.model and teacher.model must share the end-of-sequence token, got "
-            f"{student_tokenizer.eos_token!r} and {teacher_tokenizer.eos_token!r}"
+            f"student.model and {key} must share the end-of-sequence token, got "
+            f"{tokenizer.eos_token!r} and {theirs.eos_token!r}"
         )
-    check_weights(student.path, "student.model", student.spec)
-    check_weights(teacher.path, "teacher.model", teacher.spec)
-    check_context(config, student, teacher)
-    check_sharding(config, student, teacher)
-    return student, student_tokenizer
 
 
-def check_context(config: Config, student: ModelFacts, teacher: ModelFacts) -> None:
-    """A prompt and a response of the longest allowed kind fit both models."""
-    for key, section, facts in (
-        ("student", config.student, student),
-        ("teacher", config.teacher, teacher),
-    ):
-        limit = section.context_length or facts.context_length
+def check_support(config: Config, student: ModelFacts) -> None:
+    """A whole distribution is cached only where it is small."""
+    if config.support.type == "exact" and student.vocab_size > MAX_ATOMS:
+        raise UserError(
+            f"support.type exact caches the whole vocabulary, which must be of at most {MAX_ATOMS} "
+            f"ids, got {student.vocab_size}; use support.type atoms_tail"
+        )
+
+
+def check_context(config: Config, models: Mapping[Role, ModelFacts]) -> None:
+    """A prompt and a response of the longest allowed kind fit every model."""
+    limits: dict[Role, int] = {}
+    for key, facts in models.items():
+        section = section_of(config, key)
+        limits[key] = limit = section.context_length or facts.context_length
         if limit > facts.context_length:
             raise UserError(
                 f"{key}.context_length must be <= the model's max_position_embeddings "
@@ -135,13 +158,11 @@ def check_context(config: Config, student: ModelFacts, teacher: ModelFacts) -> N
                 f"{key}.max_total_tokens must hold the {key}'s context of {limit} tokens, "
                 f"got {section.max_total_tokens}; lower {key}.context_length or raise it"
             )
-    ours = config.student.context_length or student.context_length
-    theirs = config.teacher.context_length or teacher.context_length
-    if theirs < ours:
-        raise UserError(
-            "teacher.context_length must be >= student.context_length: the teacher scores whole "
-            f"rollouts, got {theirs} and {ours}"
-        )
+        if limit < limits[STUDENT]:
+            raise UserError(
+                f"{key}.context_length must be >= student.context_length: a teacher scores whole "
+                f"rollouts, got {limit} and {limits[STUDENT]}"
+            )
 
 
 def check_addresses(config: Config) -> None:
@@ -154,9 +175,10 @@ def check_addresses(config: Config) -> None:
 def check_inputs_are_kept(config: Config) -> None:
     """Nothing that a run reads lies where --overwrite removes an earlier run."""
     run_dir = config.run.dir.resolve()
+    teachers = config.all_teachers.items()
     for key, path in (
         ("student.model", config.student.model),
-        ("teacher.model", config.teacher.model),
+        *((f"{key_of_teacher(name)}.model", section.model) for name, section in teachers),
         ("data.train", config.data.train),
         ("data.heldout", config.data.heldout),
     ):
@@ -164,17 +186,14 @@ def check_inputs_are_kept(config: Config) -> None:
             raise UserError(f"{key} must lie outside run.dir {config.run.dir}, got {path}")
 
 
-def check_sharding(config: Config, student: ModelFacts, teacher: ModelFacts) -> None:
+def check_sharding(config: Config, models: Mapping[Role, ModelFacts]) -> None:
     """The learner's layout and the servers' tp and ep cut the models into whole pieces."""
     try:
-        student.spec.check_parallel(config.learner.parallel)
+        models[STUDENT].spec.check_parallel(config.learner.parallel)
     except ValueError as error:
         raise UserError(str(error)) from None
-    for key, section, facts in (
-        ("student", config.student, student),
-        ("teacher", config.teacher, teacher),
-    ):
-        spec = facts.spec
+    for key, facts in models.items():
+        section, spec = section_of(config, key), facts.spec
         rules = (
             ("tp", section.tp, "attention heads", spec.num_heads),
             ("tp", section.tp, "feed-forward features", spec.ffn_size),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.preflight import ModelFacts, check_models, prompt_limit
+from megatron_opd.cli.roles import teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.data.prompts import PromptSet, PromptSource, load_prompts
 from megatron_opd.data.tasks import get_task, get_verifier
@@ -57,6 +58,8 @@ def prepare(config: Config) -> Prepared:
     limit = prompt_limit(config, student)
     data = config.data
 
+    teachers = tuple(teacher_roles(config))
+
     def load(path: Path, *, need_answers: bool) -> PromptSet:
         return load_prompts(
             path,
@@ -66,6 +69,9 @@ def prepare(config: Config) -> Prepared:
             answer_key=data.answer_key,
             chat_template=data.chat_template,
             need_answers=need_answers,
+            # held-out problems are the student's own
+            teacher_key=None if need_answers else data.teacher_key,
+            teachers=teachers,
         )
 
     task = checked(lambda: get_task(data.task))
@@ -87,7 +93,12 @@ def prepare(config: Config) -> Prepared:
         )
     return Prepared(
         student=student,
-        prompts=PromptSource(train.prompts, seed=config.run.seed, shuffle=data.shuffle),
+        prompts=PromptSource(
+            train.prompts,
+            seed=config.run.seed,
+            shuffle=data.shuffle,
+            group_size=config.rollout.group_size,
+        ),
         prompts_too_long=train.too_long,
         heldout=heldout,
         judge=judge,

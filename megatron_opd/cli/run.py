@@ -21,11 +21,13 @@ from megatron_opd.cli.learner_process import LearnerProcess, learner_command
 from megatron_opd.cli.preflight import check_addresses, check_inputs_are_kept, check_served
 from megatron_opd.cli.prepare import Prepared, prepare
 from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of, teacher_roles
 from megatron_opd.cli.run_dir import RunDir, prepare_run_dir
-from megatron_opd.cli.servers import Role, section_of, server_processes
+from megatron_opd.cli.servers import server_processes
 from megatron_opd.cli.wiring import make_controller, make_fleet, make_guard, make_recorder
 from megatron_opd.config.schema import Config
-from megatron_opd.controller.controller import Controller, LoopFailed
+from megatron_opd.controller.controller import Controller
+from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.metrics.sinks import write_json
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
@@ -36,7 +38,6 @@ from sglang_bridge.errors import BridgeError, one_line
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.server.launch import ServerProcess
 
-ROLES: tuple[Role, Role] = ("student", "teacher")
 NOTHING_YET = Accounting(
     updates=0, version=0, admitted=0, consumed=0, dropped={}, in_flight=0, interrupted=False
 )
@@ -53,7 +54,7 @@ def run_pipeline(config: Config, *, overwrite: bool, launch: bool) -> int:
     check_addresses(config)
     logs = RunDir(config.run.dir).logs
     servers: dict[Role, list[ServerProcess]] = {
-        role: server_processes(config, role, logs) if launch else [] for role in ROLES
+        role: server_processes(config, role, logs) if launch else [] for role in all_roles(config)
     }
     run_dir = prepare_run_dir(config.run.dir, config, overwrite=overwrite)
     run = PipelineRun(config, prepared, run_dir, servers, launch=launch)
@@ -75,12 +76,13 @@ class PipelineRun:
     ) -> None:
         self.config, self.prepared, self.run_dir = config, prepared, run_dir
         self.servers, self.launch = servers, launch
+        self.roles = tuple(servers)
         self.console = Console(highlight=False)
         self.urls: dict[Role, tuple[str, ...]] = {
             role: section_of(config, role).urls or tuple(s.spec.url for s in servers[role])
-            for role in ROLES
+            for role in self.roles
         }
-        self.totals = RunTotals(self.urls["student"])
+        self.totals = RunTotals(self.urls[STUDENT])
         self.accuracies = Accuracies(config, prepared)
         self.controller: Controller | None = None
         self.processes = LocalProcesses([], None)
@@ -125,17 +127,18 @@ class PipelineRun:
         except ValueError as error:
             raise UserError(str(error)) from None
         fleets: dict[Role, Fleet] = {
-            role: make_fleet(section_of(config, role), self.urls[role]) for role in ROLES
+            role: make_fleet(section_of(config, role), self.urls[role]) for role in self.roles
         }
         try:
-            for role in ROLES:
+            for role in self.roles:
                 if section_of(config, role).urls:  # before anything is started in vain
                     await self._join(role, fleets[role])
             self._start(remote.address)
             await self._connect(remote, fleets)
-            self._say(*await self.accuracies.before(fleets["student"], fleets["teacher"]))
+            teachers = {name: fleets[role] for name, role in teacher_roles(config).items()}
+            self._say(*await self.accuracies.before(fleets[STUDENT], teachers))
             await self._train(remote, fleets)
-            self._say(*await self.accuracies.after(fleets["student"]))
+            self._say(*await self.accuracies.after(fleets[STUDENT]))
             if config.checkpoint.export_hf:
                 await remote.export_hf(self.run_dir.final_checkpoint)
                 self._say(f"checkpoint: {self.run_dir.final_checkpoint}")
@@ -146,10 +149,12 @@ class PipelineRun:
 
     async def _train(self, remote: RemoteLearner, fleets: Mapping[Role, Fleet]) -> None:
         config = self.config
-        publisher = PublicationSession(fleets["student"], remote, config.weight_sync)
+        publisher = PublicationSession(fleets[STUDENT], remote, config.weight_sync)
         await publisher.open()
+        if config.weight_sync.round_to is not None:
+            await publisher.publish(0)  # the servers loaded the exact checkpoint
         recorder = make_recorder(
-            config, self.run_dir, self.totals, self.urls["student"], self.console
+            config, self.run_dir, self.totals, self.urls[STUDENT], self.console
         )
         guard = make_guard(self.processes, fleets, self.totals)
         self.controller = make_controller(
@@ -168,7 +173,7 @@ class PipelineRun:
             self.run_dir.resolved_config, config.learner, ["--controller", controller_address]
         )
         learner = LearnerProcess(command, self.run_dir.logs / "learner.log", config.learner.threads)
-        servers = [server for role in ROLES for server in self.servers[role]]
+        servers = [server for role in self.roles for server in self.servers[role]]
         self.processes = LocalProcesses(servers, learner)
         self._say(
             f"starting {len(servers)} SGLang servers and a learner of "
@@ -178,7 +183,7 @@ class PipelineRun:
 
     async def _connect(self, remote: RemoteLearner, fleets: Mapping[Role, Fleet]) -> None:
         config = self.config
-        startup_s = max(config.student.startup_timeout_s, config.teacher.startup_timeout_s)
+        startup_s = max(section_of(config, role).startup_timeout_s for role in self.roles)
         died = asyncio.ensure_future(self.processes.learner_died())
         ready = asyncio.gather(
             self.processes.servers_ready(startup_s), remote.wait_ready(startup_s)
@@ -193,7 +198,7 @@ class PipelineRun:
             ready.cancel()
             # heard out, or asyncio would print what they ended with
             await asyncio.gather(died, ready, return_exceptions=True)
-        for role in ROLES:
+        for role in self.roles:
             if not section_of(config, role).urls:
                 await self._join(role, fleets[role])
         self._say(f"everything is up after {time.monotonic() - self.started_s:.0f} s")

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from megatron_opd.cli.preflight import require_free, server_ports
-from megatron_opd.config.schema import Config, ServerConfig
+from megatron_opd.cli.roles import STUDENT, Role, section_of
+from megatron_opd.config.schema import Config
 from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.server.spec import ServerSpec
-
-Role = Literal["student", "teacher"]
-
-
-def section_of(config: Config, role: Role) -> ServerConfig:
-    """The role's section."""
-    return config.student if role == "student" else config.teacher
 
 
 def make_spec(config: Config, role: Role, port: int, index: int, model: Path) -> ServerSpec:
@@ -23,7 +16,7 @@ def make_spec(config: Config, role: Role, port: int, index: int, model: Path) ->
     section = section_of(config, role)
     return ServerSpec(
         model_path=str(model),
-        role=role,
+        role="student" if role == STUDENT else "teacher",
         port=port,
         host=section.host,
         dtype=section.dtype,
@@ -54,7 +47,13 @@ def server_processes(config: Config, role: Role, logs: Path) -> list[ServerProce
         return []
     return [
         ServerProcess(
-            make_spec(config, role, port, index, section.model), logs / f"{role}-{index}.log"
+            make_spec(config, role, port, index, section.model),
+            logs / f"{log_name(role)}-{index}.log",
         )
         for index, port in enumerate(server_ports(section, role))
     ]
+
+
+def log_name(role: Role) -> str:
+    """What the logs of a role's servers start with: student, teacher, teacher-NAME."""
+    return role.replace("teachers.", "teacher-")

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from megatron_opd.cli.prepare import Prepared
 from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
 from megatron_opd.cli.run_dir import RunDir
-from megatron_opd.cli.servers import Role
 from megatron_opd.config.schema import Config, ServerConfig
 from megatron_opd.controller.controller import Controller, Ports, Schedule
 from megatron_opd.controller.health import HealthGuard, WatchedEngine, WatchedProcess
@@ -105,15 +105,17 @@ def make_controller(
         max_staleness=config.buffer.max_staleness,
         rollout_slots=config.rollout.concurrency,
         score_slots=config.scoring.concurrency,
+        group_size=config.rollout.group_size if config.estimator.reads_groups else 1,
+        hold_batches=config.buffer.hold_batches,
     )
     vocab_size = prepared.student.vocab_size
     ports = Ports(
         prompts=prepared.prompts,
         rollout=RolloutGenerator(
-            fleets["student"], config.rollout, config.support, vocab_size, run_id
+            fleets[STUDENT], config.rollout, config.support, vocab_size, run_id
         ),
         teacher=FleetScorer(
-            {"teacher": fleets["teacher"]},
+            {name: fleets[role] for name, role in teacher_roles(config).items()},
             config.estimator,
             vocab_size,
             config.scoring,

@@ -11,13 +11,14 @@
 | admit     | prompts          | a permit            | a version going live, a dropped sample  |
 | rollout-i | admitted prompts | an engine slot (i)  | a rollout finishing                     |
 | score-i   | rollouts         | a teacher slot (i)  | a score finishing                       |
-| learn     | scored samples   | B of them, in order | score; the publication of its update    |
+| learn     | scored samples   | (h + 1) B, in order | score; the publication of its update    |
 | sync      | updated weights  | the optimizer step  | learn                                   |
 
 Invariants: every admitted prompt is trained on, dropped with a counted reason, or reported as in
 flight at the end; it holds one permit until then (buffer/permits.py); no more prompts are admitted
-than the remaining updates can consume, so a run that ends by itself has nothing in flight. Learner
-and publication alternate: both use the learner's only set of weights.
+than the remaining updates can consume, so a run that ends by itself has nothing in flight; a drop
+takes the rest of its group along (buffer/groups.py). Learner and publication alternate: both use
+the learner's only set of weights.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from dataclasses import dataclass
 
 from megatron_opd.buffer.batcher import Batcher
 from megatron_opd.buffer.buffer import SampleBuffer
+from megatron_opd.buffer.groups import GroupIncomplete, Groups
 from megatron_opd.buffer.permits import Permits, check_staleness
 from megatron_opd.buffer.rejection import SampleRejected
+from megatron_opd.controller.errors import EverythingDropped, LearnerDiverged, LoopFailed
 from megatron_opd.controller.ports import Ports
 from megatron_opd.metrics.types import Accounting, Depths
 from megatron_opd.types import Batch, Prompt, Rollout
@@ -40,29 +43,13 @@ from megatron_opd.types import Batch, Prompt, Rollout
 MIN_DROPS_IN_A_ROW = 16
 
 
-class LoopFailed(RuntimeError):
-    """A loop died. `loop` names it, `__cause__` is what it died of; the text is one line."""
-
-    def __init__(self, loop: str, cause: Exception) -> None:
-        lines = str(cause).splitlines() or [""]
-        super().__init__(f"{loop}: {type(cause).__name__}: {lines[0]}".rstrip(": "))
-        self.loop = loop
-
-
-class EverythingDropped(RuntimeError):
-    """At least MIN_DROPS_IN_A_ROW samples, and all permits' worth, were dropped in a row."""
-
-
-class LearnerDiverged(RuntimeError):
-    """The learner's loss or gradient norm is not finite; such weights are never published."""
-
-
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """How the loops run.
 
     updates: learner updates to make. batch_size: B. max_staleness: tau in versions. rollout_slots,
-    score_slots: requests in flight at once.
+    score_slots: requests in flight at once. group_size: G, samples that are trained on together or
+    not at all. hold_batches: h, batches that lie scored behind the one trained on.
     """
 
     updates: int
@@ -70,6 +57,8 @@ class Schedule:
     max_staleness: int
     rollout_slots: int
     score_slots: int
+    group_size: int = 1
+    hold_batches: int = 0
 
 
 class Controller:
@@ -80,7 +69,8 @@ class Controller:
         self._ports = ports
         self._permits = Permits(schedule.batch_size, schedule.max_staleness)
         self._buffer = SampleBuffer()
-        self._batcher = Batcher(self._buffer, schedule.batch_size)
+        self._batcher = Batcher(self._buffer, schedule.batch_size, schedule.hold_batches)
+        self._groups = Groups(schedule.group_size)
         self._admitted: asyncio.Queue[Prompt] = asyncio.Queue()
         # oldest first: the front of the line is what the next batch waits for
         self._finished: asyncio.PriorityQueue[tuple[int, Rollout]] = asyncio.PriorityQueue()
@@ -158,6 +148,9 @@ class Controller:
             if not await self._room_for_one_more():
                 break
             await self._permits.acquire(prompt.uid)
+            if self._groups.broken(prompt.uid):
+                self._permits.release([prompt.uid])
+                continue
             self._buffer.admit(prompt.uid)
             self._num_admitted += 1
             self._ports.observer.admitted(prompt)
@@ -178,6 +171,7 @@ class Controller:
         while True:
             prompt = await self._admitted.get()
             try:
+                self._groups.check(prompt.uid)
                 rollout = await self._ports.rollout.generate(prompt)
             except SampleRejected as rejection:
                 self._drop(prompt.uid, rejection)
@@ -193,28 +187,37 @@ class Controller:
             uid, rollout = await self._finished.get()
             started_s = clock()
             try:
+                self._groups.check(uid)
                 sample = await self._ports.teacher.score(rollout)
+                self._ports.observer.scored(sample, started_s, clock())
+                self._groups.check(uid)  # it may have broken in the meantime
             except SampleRejected as rejection:
                 self._num_scoring -= 1
                 self._drop(uid, rejection)
                 continue
             self._num_scoring -= 1
-            self._dropped_in_a_row = 0
-            self._ports.observer.scored(sample, started_s, clock())
+            if self._groups.complete(uid):
+                self._dropped_in_a_row = 0
             self._buffer.put(sample)
             self._moved()
 
     def _drop(self, uid: int, rejection: SampleRejected) -> None:
-        self._dropped[rejection.reason] += 1
-        self._dropped_in_a_row += 1
         self._buffer.drop(uid)
-        self._permits.release([uid])
-        self._ports.observer.dropped(uid, rejection.reason, rejection.detail)
+        self._forget(uid, rejection)
+        for other in self._buffer.withdraw(self._groups.break_up(uid)):
+            self._forget(other, GroupIncomplete(other))
         self._moved()
+        # what a drop takes along says nothing new
+        self._dropped_in_a_row += not isinstance(rejection, GroupIncomplete)
         if self._dropped_in_a_row >= max(self._permits.total, MIN_DROPS_IN_A_ROW):
             raise EverythingDropped(
                 f"{self._dropped_in_a_row} samples in a row were dropped, the last for {rejection}"
             )
+
+    def _forget(self, uid: int, rejection: SampleRejected) -> None:
+        self._dropped[rejection.reason] += 1
+        self._permits.release([uid])
+        self._ports.observer.dropped(uid, rejection.reason, rejection.detail)
 
     async def _learn(self) -> None:
         clock = asyncio.get_running_loop().time

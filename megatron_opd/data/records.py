@@ -7,7 +7,7 @@ non-empty string.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,26 @@ SUFFIXES = (".jsonl", ".parquet")
 
 
 def read_records(
-    path: Path, required: Sequence[str], optional: Sequence[str] = ()
+    path: Path,
+    required: Sequence[str],
+    optional: Sequence[str] = (),
+    choices: Mapping[str, Collection[str]] | None = None,
 ) -> list[dict[str, str | None]]:
     """The named columns of `path`, one dict a row; other columns are ignored.
 
-    An optional column may be missing or null (None here) and numbers in it become text. Blank JSONL
-    lines are skipped. Raises ValueError naming the file and, where it applies, the line (JSONL) or
+    choices: required columns and the values they may have. An optional column may be missing or
+    null (None here) and numbers in it become text. Blank JSONL lines are skipped. Raises ValueError naming the file and, where it applies, the line (JSONL) or
     row (parquet), both counted from 1.
     """
     if not path.is_file():
         raise ValueError(f"data file not found: {path}")
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path}: data files end with {' or '.join(SUFFIXES)}")
-    rows = _jsonl(path) if path.suffix == ".jsonl" else _parquet(path, [*required, *optional])
+    columns = [*required, *(choices or {}), *optional]
+    rows = _jsonl(path) if path.suffix == ".jsonl" else _parquet(path, columns)
     records = [
         {key: _required(row, key, where) for key in required}
+        | {key: _chosen(row, key, where, allowed) for key, allowed in (choices or {}).items()}
         | {key: _optional(row, key, where) for key in optional}
         for where, row in rows
     ]
@@ -83,6 +88,14 @@ def _required(row: dict[str, Any], key: str, where: str) -> str:
     except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
         raise ValueError(f"{where}: {key!r} is no valid Unicode ({error.reason})") from None
     return row[key]
+
+
+def _chosen(row: dict[str, Any], key: str, where: str, allowed: Collection[str]) -> str:
+    value = _required(row, key, where)
+    if value not in allowed:
+        names = ", ".join(sorted(allowed))
+        raise ValueError(f"{where}: {key!r} must be one of {names}, got {value!r}")
+    return value
 
 
 def _optional(row: dict[str, Any], key: str, where: str) -> str | None:

@@ -134,8 +134,12 @@ class RunRecorder:
         since_last_s = finished_s - self._done_s
         self._done_s = finished_s
         reported = msgspec.to_builtins(figures)
-        # a tagged record names its type besides its figures
-        columns = {key: value for key, value in reported.items() if not isinstance(value, str)}
+        # a tagged record names its type besides its figures; None has no meaning in this run
+        columns = {
+            key: value
+            for key, value in reported.items()
+            if value is not None and not isinstance(value, str)
+        }
         self._row = columns | {
             "update": batch.update,
             "version": batch.version,

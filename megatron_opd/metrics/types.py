@@ -142,9 +142,10 @@ class PublicationReport:
 class UpdateFigures(Protocol):
     """What the learner reports of one update; every field also becomes a column of metrics.jsonl.
 
-    Units as in the names; reverse_kl_nats is per response token; mismatch_*_abs_dp is |p_learner -
-    p_sampler| on path tokens that the current version sampled (TIS), over mismatch_tokens tokens;
-    ratio_* are quantiles of the importance ratio.
+    A field that is None has no meaning for the estimator and becomes no column. Units as in the
+    names; reverse_kl_nats is per response token; mismatch_*_abs_dp is |p_learner - p_sampler| on
+    path tokens that the current version sampled (TIS), over mismatch_tokens tokens; ratio_* are
+    quantiles of the importance ratio.
     """
 
     @property
@@ -153,8 +154,8 @@ class UpdateFigures(Protocol):
         ...
 
     @property
-    def reverse_kl_nats(self) -> float:
-        """Estimate per response token."""
+    def reverse_kl_nats(self) -> float | None:
+        """Estimate per response token; None without a teacher."""
         ...
 
     @property

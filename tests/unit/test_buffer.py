@@ -85,6 +85,53 @@ def test_any_arrival_order_gives_admission_order(order, dropped, batch_size):
     run_virtual(scenario())
 
 
+def test_scored_samples_can_be_withdrawn_wherever_they_are():
+    async def scenario():
+        buffer = SampleBuffer()
+        for uid in range(8):
+            buffer.admit(uid)
+        for uid in (0, 1, 2, 5, 6):
+            buffer.put(make_sample(uid))
+        batch = asyncio.create_task(Batcher(buffer, 4).next_batch())
+        await asyncio.sleep(1)
+        # 1 and 2 are ready, 5 waits behind others, 3 and 7 are not scored, 9 was never admitted
+        assert buffer.withdraw([1, 2, 3, 5, 7, 9]) == [1, 2, 5]
+        assert (buffer.ready, buffer.scored, buffer.waiting_for_score) == (1, 2, 3)
+        buffer.drop(4)
+        buffer.put(make_sample(3))
+        buffer.put(make_sample(7))
+        assert uids(await batch) == [0, 3, 6, 7]
+        buffer.close()
+        assert buffer.exhausted
+
+    run_virtual(scenario())
+
+
+def test_batches_are_held_back_until_more_lie_behind_them():
+    async def scenario():
+        buffer = SampleBuffer()
+        batcher = Batcher(buffer, 2, hold_batches=2)
+        for uid in range(7):
+            buffer.admit(uid)
+        for uid in range(5):
+            buffer.put(make_sample(uid))
+        batch = asyncio.create_task(batcher.next_batch())
+        await asyncio.sleep(1)
+        assert not batch.done()
+        buffer.put(make_sample(5))
+        assert uids(await batch) == [0, 1]
+        batch = asyncio.create_task(batcher.next_batch())
+        await asyncio.sleep(1)
+        buffer.close()
+        await asyncio.sleep(1)
+        assert not batch.done(), "one sample is still to come"
+        buffer.put(make_sample(6))
+        assert uids(await batch) == [2, 3]
+        assert [uids(await batcher.next_batch()) for _ in range(3)] == [[4, 5], [6], []]
+
+    run_virtual(scenario())
+
+
 def test_an_empty_closed_buffer_gives_an_empty_batch():
     async def scenario():
         buffer = SampleBuffer()

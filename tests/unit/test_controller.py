@@ -8,7 +8,8 @@ import pytest
 
 from megatron_opd.buffer.permits import staleness_versions
 from megatron_opd.buffer.rejection import RolloutRejected, ScoreRejected
-from megatron_opd.controller.controller import Controller, LoopFailed, Schedule
+from megatron_opd.controller.controller import Controller, Schedule
+from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.ports import Ports
 from tests.fakes import Fleet, Learner, Publisher, Teacher, Witness, prompts, run_virtual
 
@@ -156,6 +157,77 @@ def test_a_run_whose_samples_are_all_dropped_fails_instead_of_spinning():
     ):
         pipeline.run()
     assert pipeline.witness.accounting.dropped["nan"] >= 16
+
+
+GROUPED = Schedule(2, 4, 1, 16, 16, group_size=4)
+
+
+def test_a_drop_takes_its_group_along_and_nobody_asks_a_teacher_in_vain():
+    # 0 and 1 are scored when 2 is dropped; 3 is still with the student
+    pipeline = Pipeline(
+        schedule=GROUPED,
+        fleet=Fleet(
+            lambda uid: {2: 4.0, 3: 8.0}.get(uid, 1.0), failing_on(2, RolloutRejected("x"))
+        ),
+    )
+    accounting = pipeline.run()
+    assert pipeline.witness.drops == [(2, "x")] + [(i, "group_incomplete") for i in (0, 1, 3)]
+    assert accounting.dropped == {"x": 1, "group_incomplete": 3}
+    assert (accounting.admitted, accounting.consumed, accounting.in_flight) == (12, 8, 0)
+    assert pipeline.trained_uids() == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    assert sorted(pipeline.witness.scored_uids) == [uid for uid in range(12) if uid not in (2, 3)]
+    assert 3 in pipeline.witness.rolled_uids, "what the student did is still counted"
+
+
+def test_members_of_a_broken_group_that_wait_for_a_slot_are_never_sampled():
+    pipeline = Pipeline(
+        schedule=Schedule(2, 4, 1, 1, 16, group_size=4),
+        fleet=Fleet(fail=failing_on(0, RolloutRejected("x"))),
+    )
+    assert pipeline.run().dropped == {"x": 1, "group_incomplete": 3}
+    assert not {0, 1, 2, 3} & set(pipeline.witness.rolled_uids)
+    assert pipeline.trained_uids() == [[4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_members_of_a_broken_group_that_wait_for_a_permit_are_never_admitted():
+    # tau = 0: the four permits are with 0..3; 0 breaks its pair at once, 1 soon after
+    pipeline = Pipeline(
+        schedule=Schedule(3, 4, 0, 16, 16, group_size=4),
+        fleet=Fleet(
+            lambda uid: 9.0 if uid in (1, 2, 3) else 1.0, failing_on(4, RolloutRejected("x"))
+        ),
+        teacher=Teacher(fail=failing_on(0, ScoreRejected("nan"))),
+    )
+    accounting = pipeline.run()
+    # 4 was admitted on the permit of 0, and dropped; 5, 6, 7 waited for permits
+    assert [uid for uid in range(8) if uid not in pipeline.witness.admitted_uids] == [5, 6, 7]
+    assert accounting.dropped == {"nan": 1, "x": 1, "group_incomplete": 3}
+    assert pipeline.trained_uids()[0] == [8, 9, 10, 11]
+    assert pipeline.controller._permits.in_use == 0
+
+
+def test_one_bad_sample_in_a_large_group_is_no_run_of_drops():
+    pipeline = Pipeline(
+        schedule=Schedule(2, 32, 0, 64, 64, group_size=32),
+        teacher=Teacher(fail=failing_on(5, ScoreRejected("nan"))),
+    )
+    assert pipeline.run().dropped == {"nan": 1, "group_incomplete": 31}
+
+
+def test_a_run_that_never_completes_a_group_fails_instead_of_spinning():
+    pipeline = Pipeline(
+        schedule=GROUPED,
+        teacher=Teacher(fail=lambda uid: ScoreRejected("nan") if uid % 4 == 0 else None),
+    )
+    with pytest.raises(LoopFailed, match=r"EverythingDropped: 16 samples in a row .*nan"):
+        pipeline.run()
+
+
+def test_batches_are_held_back_and_drained_at_the_end():
+    pipeline = Pipeline(schedule=Schedule(5, 2, 2, 16, 16, hold_batches=2))
+    accounting = pipeline.run()
+    assert (accounting.consumed, accounting.in_flight) == (10, 0)
+    assert pipeline.staleness() == [0, 0, 1, 1, 2, 2, 2, 2, 2, 2]
 
 
 def test_a_finite_source_ends_with_a_partial_batch():

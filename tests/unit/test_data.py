@@ -143,15 +143,20 @@ def test_chat_template_wraps_the_prompt_as_a_user_message(tmp_path):
         load_prompts(path, tokenizer, max_tokens=99, chat_template=True)
 
 
-@given(count=st.integers(1, 20), seed=st.integers(0, 99), start=st.integers(0, 70))
-def test_a_stream_resumed_at_a_cursor_continues_it(count, seed, start):
+@given(
+    count=st.integers(1, 20),
+    seed=st.integers(0, 99),
+    start=st.integers(0, 70),
+    size=st.integers(1, 5),
+)
+def test_a_stream_resumed_at_a_cursor_continues_it(count, seed, start, size):
     prompts = prompts_of(count)
-    whole = PromptSource(prompts, seed=seed)
+    whole = PromptSource(prompts, seed=seed, group_size=size)
     for _ in range(start):
         next(whole)
-    resumed = PromptSource(prompts, seed=seed, cursor=whole.cursor)
-    assert resumed.epoch == start // count
-    for expected_uid in range(start, start + 2 * count):
+    resumed = PromptSource(prompts, seed=seed, group_size=size, cursor=whole.cursor)
+    assert resumed.epoch == start // (count * size)
+    for expected_uid in range(start, start + 2 * count * size):
         one, other = next(whole), next(resumed)
         assert one.uid == other.uid == expected_uid
         assert one.text == other.text
@@ -164,6 +169,16 @@ def test_every_epoch_holds_every_prompt_once(count, seed, shuffle):
         texts = [next(source).text for _ in range(count)]
         assert sorted(texts, key=int) == [str(i) for i in range(count)]
         assert shuffle or texts == sorted(texts, key=int)
+
+
+@given(count=st.integers(1, 9), seed=st.integers(0, 99), size=st.integers(1, 5))
+def test_groups_repeat_the_prompts_of_the_same_stream(count, seed, size):
+    single = PromptSource(prompts_of(count), seed=seed)
+    grouped = PromptSource(prompts_of(count), seed=seed, group_size=size)
+    for group in range(3 * count):
+        members = [next(grouped) for _ in range(size)]
+        assert {member.text for member in members} == {next(single).text}
+        assert [member.uid for member in members] == [group * size + i for i in range(size)]
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
@@ -180,6 +195,8 @@ def test_a_stream_of_nothing_is_refused():
         PromptSource([], seed=0)
     with pytest.raises(ValueError, match="cursor must be >= 0, got -1"):
         PromptSource(prompts_of(1), seed=0, cursor=-1)
+    with pytest.raises(ValueError, match="group_size must be >= 1, got 0"):
+        PromptSource(prompts_of(1), seed=0, group_size=0)
 
 
 def test_written_data_reads_back_and_is_reproducible(tmp_path, tokenizer):

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,8 @@ from megatron_opd.buffer.permits import (
     staleness_versions,
 )
 from megatron_opd.buffer.rejection import RolloutRejected, ScoreRejected
-from megatron_opd.controller.controller import Controller, LoopFailed, Schedule
+from megatron_opd.controller.controller import Controller, Schedule
+from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.ports import Ports
 from megatron_opd.types import Batch
 from tests.fakes import (
@@ -84,7 +86,19 @@ def test_check_refuses_samples_too_old_and_from_the_future():
         check_staleness(Batch(0, 2, (make_sample(0, 3),)), 4)
 
 
-def random_run(seed, *, updates, batch_size, tau, slots, drop_rate, spread, controller=Controller):
+def random_run(
+    seed,
+    *,
+    updates,
+    batch_size,
+    tau,
+    slots,
+    drop_rate,
+    spread,
+    group_size=1,
+    hold=0,
+    controller=Controller,
+):
     """One run with log-normal durations, exponents widened by `spread`."""
     random_ = random.Random(seed)
     durations = [random_.lognormvariate(0, 1) ** spread for _ in range(10_000)]
@@ -98,25 +112,34 @@ def random_run(seed, *, updates, batch_size, tau, slots, drop_rate, spread, cont
     learner = Learner(lambda update: durations[update + 2000])
     publisher = Publisher(fleet, learner, lambda version: durations[version + 3000] / 4)
     witness = Witness()
-    schedule = Schedule(updates, batch_size, tau, slots, slots)
+    schedule = Schedule(updates, batch_size, tau, slots, slots, group_size, hold)
     ports = Ports(prompts(), fleet, teacher, learner, publisher, witness)
-    accounting = run_virtual(controller(schedule, ports).run())
+    running = controller(schedule, ports)
+    accounting = run_virtual(running.run())
+    assert running._permits.in_use == 0, "a permit was lost"
     return accounting, learner.batches, witness
 
 
-@settings(max_examples=120, deadline=None)
+def uids_of(batch):
+    return [sample.rollout.prompt.uid for sample in batch.samples]
+
+
+@settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     updates=st.integers(1, 8),
-    batch_size=st.integers(1, 6),
+    groups=st.integers(1, 6),
+    group_size=st.sampled_from([1, 1, 2, 3, 4]),
     tau=st.integers(0, 4),
+    hold=st.integers(0, 4),
     slots=st.integers(1, 40),
-    drop_rate=st.sampled_from([0.0, 0.1, 0.2]),
+    drop_rate=st.sampled_from([0.0, 0.03, 0.1]),
     spread=st.integers(0, 3),
 )
 def test_the_bound_holds_and_nothing_is_lost(
-    seed, updates, batch_size, tau, slots, drop_rate, spread
+    seed, updates, groups, group_size, tau, hold, slots, drop_rate, spread
 ):
+    batch_size, hold = groups * group_size, min(hold, tau)
     accounting, batches, witness = random_run(
         seed,
         updates=updates,
@@ -125,21 +148,80 @@ def test_the_bound_holds_and_nothing_is_lost(
         slots=slots,
         drop_rate=drop_rate,
         spread=spread,
+        group_size=group_size,
+        hold=hold,
     )
     staleness = [staleness_versions(s, batch.version) for batch in batches for s in batch.samples]
     assert max(staleness) <= tau
     assert min(staleness) >= 0
     # every admitted prompt was trained on once or dropped once
-    trained = [sample.rollout.prompt.uid for batch in batches for sample in batch.samples]
+    trained = [uid for batch in batches for uid in uids_of(batch)]
     dropped = [uid for uid, _ in witness.drops]
     assert sorted(trained + dropped) == witness.admitted_uids == sorted(set(trained + dropped))
     assert trained == sorted(trained), "batches are in admission order"
     assert [len(batch.samples) for batch in batches] == [batch_size] * updates
     assert [batch.version for batch in batches] == list(range(updates))
+    for batch in batches:
+        members = Counter(uid // group_size for uid in uids_of(batch))
+        assert set(members.values()) == {group_size}, "batches hold whole groups"
     assert accounting.in_flight == 0
     assert accounting.consumed == updates * batch_size
-    assert accounting.dropped.get("planned", 0) == len(dropped)
+    assert accounting.dropped == Counter(reason for _, reason in witness.drops)
+    assert set(accounting.dropped) <= {"planned", "group_incomplete"}
+    planned = {uid // group_size for uid, reason in witness.drops if reason == "planned"}
+    assert {uid // group_size for uid in dropped} == planned, "a broken group lost a member itself"
     assert witness.depths[-1].permits_in_use <= (tau + 1) * batch_size
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    tau=st.integers(0, 5),
+    group_size=st.sampled_from([1, 2]),
+    drop_rate=st.sampled_from([0.0, 0.1]),
+    slots=st.integers(1, 20),
+)
+def test_holding_back_tau_batches_makes_the_staleness_exact(
+    seed, tau, group_size, drop_rate, slots
+):
+    _, batches, _ = random_run(
+        seed,
+        updates=tau + 4,
+        batch_size=4,
+        tau=tau,
+        slots=slots,
+        drop_rate=drop_rate,
+        spread=2,
+        group_size=group_size,
+        hold=tau,
+    )
+    for k, batch in enumerate(batches):
+        (span,) = {sample.rollout.spans for sample in batch.samples}
+        (version,) = {part.version for part in span}
+        assert k - version == min(k, tau)
+
+
+def test_holding_back_more_than_the_permits_allow_stalls():
+    """Why hold_batches is bounded by max_staleness."""
+    with pytest.raises(RuntimeError, match="deadlock"):
+        random_run(0, updates=9, batch_size=2, tau=1, slots=9, drop_rate=0, spread=0, hold=2)
+
+
+class KeepsScoredMembers(Controller):
+    """Broken on purpose: the scored members of a broken group stay in the line."""
+
+    def __init__(self, schedule, ports):
+        super().__init__(schedule, ports)
+        self._buffer.withdraw = lambda uids: []
+
+
+def test_keeping_the_scored_members_of_a_broken_group_is_noticed():
+    settings_ = {"updates": 6, "batch_size": 4, "tau": 2, "slots": 3, "drop_rate": 0.1}
+    _, batches, _ = random_run(
+        1, **settings_, spread=2, group_size=2, controller=KeepsScoredMembers
+    )
+    members = Counter(uid // 2 for batch in batches for uid in uids_of(batch))
+    assert 1 in members.values()
 
 
 @pytest.mark.parametrize("tau", [0, 1, 3])

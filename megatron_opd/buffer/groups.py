@@ -1,0 +1,58 @@
+"""A group is trained on as a whole or not at all: one dropped member takes the others along.
+
+The group of a prompt is uid // size; its members are admitted one after another. Size 1 is a run in
+which no two samples depend on each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from megatron_opd.buffer.rejection import SampleRejected
+
+GROUP_INCOMPLETE = "group_incomplete"
+
+
+class GroupIncomplete(SampleRejected):
+    """Another member of the sample's group was dropped."""
+
+    def __init__(self, uid: int) -> None:
+        super().__init__(GROUP_INCOMPLETE, f"sample {uid} lost a member of its group")
+
+
+class Groups:
+    """Which groups are broken, and which are scored in full.
+
+    Args:
+        size: G, samples of a group.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._broken: set[int] = set()
+        self._scored: Counter[int] = Counter()
+
+    def broken(self, uid: int) -> bool:
+        """Whether the sample can only be dropped."""
+        return uid // self._size in self._broken
+
+    def check(self, uid: int) -> None:
+        """Raises GroupIncomplete for a sample that can only be dropped."""
+        if self.broken(uid):
+            raise GroupIncomplete(uid)
+
+    def complete(self, uid: int) -> bool:
+        """A member was scored; whether it is the last one that its group waited for."""
+        group = uid // self._size
+        self._scored[group] += 1
+        if self._scored[group] < self._size:
+            return False
+        del self._scored[group]
+        return True
+
+    def break_up(self, uid: int) -> range:
+        """A member was dropped: its group is broken. Returns the uids of all its members."""
+        group = uid // self._size
+        self._broken.add(group)
+        self._scored.pop(group, None)
+        return range(group * self._size, (group + 1) * self._size)
