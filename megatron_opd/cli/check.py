@@ -8,12 +8,12 @@ from rich.table import Table
 from megatron_opd.cli.preflight import ModelFacts, check_models, prompt_limit, read_model
 from megatron_opd.cli.servers import Role, section_of
 from megatron_opd.config.schema import Config
+from megatron_opd.losses.formulas import formula
 
 
 def plan_rows(config: Config, student: ModelFacts, teacher: ModelFacts) -> list[tuple[str, str]]:
     """(what, value) lines of the plan, in the order of the data flow."""
     parallel, buffer, rollout = config.learner.parallel, config.buffer, config.rollout
-    truncation = "none" if config.objective.max_ratio is None else f"{config.objective.max_ratio:g}"
     return [
         ("student", f"{student.architecture}, vocabulary {student.vocab_size}, {student.path}"),
         ("teacher", f"{teacher.architecture}, vocabulary {teacher.vocab_size}, {teacher.path}"),
@@ -22,17 +22,12 @@ def plan_rows(config: Config, student: ModelFacts, teacher: ModelFacts) -> list[
             f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, "
             f"<= {prompt_limit(config, student)} prompt + {rollout.max_new_tokens} new tokens",
         ),
-        ("draw cache", f"{config.support.type}: {config.support.m} draws per response token"),
         (
             "staleness",
             f"tau = {buffer.max_staleness} versions: "
             f"({buffer.max_staleness} + 1) * {buffer.batch_size} = {buffer.permits} permits",
         ),
-        (
-            "objective",
-            "loss_t = - sum_k weight_k * rho_k * stop_grad(log q(a_k) - log p(a_k)), "
-            f"rho = p / p_sampler, truncation {truncation}",
-        ),
+        *formula(config.estimator),
         (
             "learner",
             f"tp {parallel.tp} x pp {parallel.pp} x ep {parallel.ep} x dp {parallel.dp} = "

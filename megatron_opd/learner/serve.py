@@ -62,7 +62,8 @@ class RankServer:
             updates=config.run.updates,
             seed=config.run.seed,
         )
-        self.sender = WeightSender(self.learner.full, config.weight_sync.bucket_bytes)
+        sync = config.weight_sync
+        self.sender = WeightSender(self.learner.full, sync.bucket_bytes, sync.round_to)
 
     def run(self) -> None:
         """Answer requests until Stop."""

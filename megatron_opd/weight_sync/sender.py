@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
 from megatron_opd.checkpoint.gather import FullTensors
+from megatron_opd.weight_sync.rounding import Format, rounded
 from sglang_bridge.digest import digest
 from sglang_bridge.protocol import BucketSpec, WeightPiece
 
@@ -46,10 +47,16 @@ def plan_buckets(
 
 
 class WeightSender:
-    """Publishes `full`. Every rank of the learner makes the same calls; rank 0 holds the group."""
+    """Publishes `full`. Every rank of the learner makes the same calls; rank 0 holds the group.
 
-    def __init__(self, full: FullTensors, bucket_bytes: int) -> None:
+    round_to: publish what a sampler of that precision would hold (weight_sync/rounding.py).
+    """
+
+    def __init__(
+        self, full: FullTensors, bucket_bytes: int, round_to: Format | None = None
+    ) -> None:
         self.full = full
+        self._round_to: Format | None = round_to
         self.buckets = plan_buckets(full.manifest(), full.dtype, bucket_bytes)
         self._group: dist.ProcessGroup | None = None
 
@@ -99,7 +106,7 @@ class WeightSender:
             return
         if self._group is None:
             raise RuntimeError("the weight group is not connected")
-        tensors = self.full.tensors()
+        tensors = self._published()
         for bucket in self.buckets:
             flat = _flatten(tensors, bucket)
             dist.broadcast(flat, src=0, group=self._group)
@@ -115,12 +122,16 @@ class WeightSender:
         for index, piece in enumerate(pieces):
             wanted.setdefault(piece.hf_name, []).append(index)
         found: dict[int, str] = {}
-        for name, tensor in self.full.tensors():
+        for name, tensor in self._published():
             for index in wanted.pop(name, []):
                 found[index] = _digest(tensor, pieces[index])
         if self.is_root and wanted:
             raise KeyError(f"the learner has no tensor named {min(wanted)}")
         return [found[index] for index in sorted(found)]
+
+    def _published(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.full.tensors():
+            yield name, rounded(name, tensor, self._round_to)
 
     def close(self) -> None:
         """Leave the group."""

@@ -1,0 +1,33 @@
+"""Weights as a sampler of low precision would hold them, to study learner-sampler mismatch (TIS).
+
+The matrices that such engines quantise (attention, MLP, experts) are rounded and written back in
+their own type; embeddings, LM head, routers and norms stay exact.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+EXACT = ("embed_tokens.", "lm_head.", ".mlp.gate.")
+INT8_MAX = 127.0
+FP8 = torch.float8_e4m3fn
+
+Format = Literal["int8", "fp8"]
+
+
+def rounded(name: str, tensor: torch.Tensor, format: Format | None) -> torch.Tensor:
+    """`tensor` with every row on the grid of `format`, if tensor `name` (Hugging Face) has one.
+
+    The grid's largest value is the row's largest magnitude: int8 has 255 equal steps, fp8 (e4m3)
+    three bits of mantissa. A row of zeros stays zeros.
+    """
+    if format is None or tensor.dim() != 2 or any(part in name for part in EXACT):
+        return tensor
+    wide = tensor.float()
+    largest = INT8_MAX if format == "int8" else torch.finfo(FP8).max
+    scale = wide.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny) / largest
+    steps = (wide / scale).clamp(-largest, largest)
+    held = steps.round() if format == "int8" else steps.to(FP8).float()
+    return (held * scale).to(tensor.dtype)
