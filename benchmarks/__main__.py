@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_opd.metrics.summary import commit, versions
 
-NAMES = ("draws", "learner")
+NAMES = ("draws", "learner", "lean_logp")
 
 
 def machine() -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 # Blocks [C, K] of float32 logits. CPU: 4 MiB, measured fastest (benchmarks/lean_logp.py): the
 # passes over a block stay in cache, the products are still large. Otherwise: at most 256 MiB, and
 # matrix products as tall as they can be.
-CPU_BLOCK_ROWS, CPU_BLOCK_IDS = 512, 2048
+CPU_BLOCK_ROWS, CPU_BLOCK_IDS = 1024, 1024
 BLOCK_ROWS, BLOCK_ELEMENTS = 16_384, 2**26
 
 

@@ -234,9 +234,10 @@ def lean_logp(
 
     The weight gradient is added in place to `weight_vH.main_grad` where the parameter has one
     (Megatron's DistributedDataParallel), and autograd sees none for the weight; otherwise it is
-    returned. `grad_added_to_main_grad` stays unset: were it set, DDP's hook would drop the gradient
-    that an embedding tied to this weight sends through autograd. With DDP's overlap_grad_reduce
-    that hook asserts that every parameter has a gradient from autograd: unsupported here.
+    returned. `grad_added_to_main_grad` stays unset, so that DDP's hook still adds what autograd
+    brings for this weight from elsewhere: the gradient of the lookup in an embedding tied to it.
+    With overlap_grad_reduce that hook asserts that autograd brings a gradient for every parameter:
+    there a [v, H] of zeros would have to be returned for the weight; unsupported here.
     """
     if group is not None and group.size() == 1:
         group = None

@@ -34,7 +34,7 @@ class _GatherLogp(torch.autograd.Function):
         max_T = x_Tv.amax(dim=1)
         if group is not None:
             dist.all_reduce(max_T, dist.ReduceOp.MAX, group)
-        x_Tv = x_Tv - max_T[:, None]
+        x_Tv.sub_(max_T[:, None])  # a copy already: the division made it
         first = 0 if group is None else group.rank() * x_Tv.shape[1]
         local_N = id_N - first
         owned_N = (local_N >= 0) & (local_N < x_Tv.shape[1])
@@ -57,7 +57,7 @@ class _GatherLogp(torch.autograd.Function):
         grad_T = grad_N.new_zeros(probs_Tv.shape[0]).index_add_(0, row_N, grad_N)
         grad_Tv = probs_Tv * -grad_T[:, None]
         grad_Tv.index_put_((row_N, local_N), torch.where(owned_N, grad_N, 0), accumulate=True)
-        return (grad_Tv / ctx.temperature).to(ctx.dtype), None, None, None, None
+        return grad_Tv.div_(ctx.temperature).to(ctx.dtype), None, None, None, None
 
 
 def gather_logp(

@@ -1,6 +1,7 @@
 """The blockwise log-probs against dense logits: values, every gradient, and what is held."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_opd.learner.lm_head import head_weight, install_lean_head
 from megatron_opd.losses.blocks import default_block
 from megatron_opd.losses.lean import LogProbs, lean_logp
 from megatron_opd.losses.vocab_parallel import gather_logp
@@ -239,3 +241,19 @@ def test_a_block_on_a_device_without_a_cache_to_fit_is_bounded_by_bytes():
         block_rows, block_ids = default_block(torch.empty(rows, 8, device="meta"))
         assert 4 * block_rows * block_ids <= 256 * 2**20
         assert block_ids >= 4096
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("mtp_num_layers", 1), ("defer_embedding_wgrad_compute", True)]
+)
+def test_a_head_whose_logits_something_else_needs_is_refused(setting: str, value: Any):
+    settings = {"mtp_num_layers": None, "defer_embedding_wgrad_compute": False} | {setting: value}
+    model: Any = SimpleNamespace(config=SimpleNamespace(**settings), post_process=True)
+    with pytest.raises(ValueError, match=rf"needs {setting} .*, got {value}"):
+        install_lean_head(model)
+
+
+def test_only_the_last_stage_has_a_head():
+    model: Any = SimpleNamespace(post_process=False)
+    with pytest.raises(ValueError, match="only the last pipeline stage holds the head"):
+        head_weight(model)
