@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.console import Console
 from rich.table import Table
 
 from megatron_opd.cli.preflight import ModelFacts, check_models, prompt_limit, read_model
-from megatron_opd.cli.servers import Role, section_of
+from megatron_opd.cli.roles import STUDENT, Role, section_of, teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.losses.formulas import formula
 
 
-def plan_rows(config: Config, student: ModelFacts, teacher: ModelFacts) -> list[tuple[str, str]]:
-    """(what, value) lines of the plan, in the order of the data flow."""
+def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[str, str]]:
+    """(what, value) lines of the plan, in the order of the data flow. models: by role."""
     parallel, buffer, rollout = config.learner.parallel, config.buffer, config.rollout
+    group = f"{rollout.group_size} responses a prompt, " if rollout.group_size > 1 else ""
     return [
-        ("student", f"{student.architecture}, vocabulary {student.vocab_size}, {student.path}"),
-        ("teacher", f"{teacher.architecture}, vocabulary {teacher.vocab_size}, {teacher.path}"),
+        *(
+            (role, f"{facts.architecture}, vocabulary {facts.vocab_size}, {facts.path}")
+            for role, facts in models.items()
+        ),
         (
             "rollout",
             f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, "
-            f"<= {prompt_limit(config, student)} prompt + {rollout.max_new_tokens} new tokens",
+            f"{group}<= {prompt_limit(config, models[STUDENT])} prompt + "
+            f"{rollout.max_new_tokens} new tokens",
         ),
         (
             "staleness",
@@ -39,8 +45,7 @@ def plan_rows(config: Config, student: ModelFacts, teacher: ModelFacts) -> list[
             f"{config.learner.mini_batches} mini-batches, "
             f"micro-batches of <= {config.learner.tokens_per_microbatch} tokens",
         ),
-        ("student servers", server_row(config, "student")),
-        ("teacher servers", server_row(config, "teacher")),
+        *((f"{role} servers", server_row(config, role)) for role in models),
         ("run directory", str(config.run.dir)),
     ]
 
@@ -55,8 +60,11 @@ def server_row(config: Config, role: Role) -> str:
 def check(config: Config, console: Console) -> None:
     """Raise UserError for the first problem, else print the plan."""
     student, _ = check_models(config)
-    teacher = read_model(config.teacher.model, "teacher.model")
+    teachers = {
+        role: read_model(section_of(config, role).model, f"{role}.model")
+        for role in teacher_roles(config).values()
+    }
     table = Table(show_header=False, box=None)
-    for what, value in plan_rows(config, student, teacher):
+    for what, value in plan_rows(config, {STUDENT: student} | teachers):
         table.add_row(f"[bold]{what}[/bold]", value)
     console.print(table)
