@@ -160,6 +160,7 @@ class Learner:
     duration_s: Callable[[int], float] = lambda update: 1.0
     fail: Callable[[int], Exception | None] = lambda update: None
     loss: Callable[[int], float] = lambda update: 0.5
+    reverse_kl_nats: float | None = 0.25
     batches: list[Batch] = field(default_factory=list)
     busy: bool = False
 
@@ -171,7 +172,8 @@ class Learner:
             raise error
         self.busy = False
         self.batches.append(batch)
-        return Figures(update=batch.update, loss=self.loss(batch.update))
+        loss = self.loss(batch.update)
+        return Figures(update=batch.update, loss=loss, reverse_kl_nats=self.reverse_kl_nats)
 
 
 @dataclass

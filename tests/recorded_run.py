@@ -13,12 +13,12 @@ from megatron_opd.metrics.trace import TraceWriter
 from tests.fakes import Fleet, Learner, Publisher, Teacher, prompts, run_virtual
 
 
-def record(tmp_path, *, updates=7, display=None, drop=()):
+def record(tmp_path, *, updates=7, display=None, drop=(), learner=None):
     """A whole fake run through the recorder and every sink."""
     totals = RunTotals(["student-0"])
     trace = TraceWriter(tmp_path / "trace.json", 0.0)
     fleet = Fleet(lambda uid: 1.0 + uid % 3)
-    learner = Learner()
+    learner = learner or Learner()
     scores = Teacher(fail=lambda uid: ScoreRejected("nan", "teacher-0") if uid in drop else None)
 
     async def scenario():

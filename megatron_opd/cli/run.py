@@ -82,7 +82,7 @@ class PipelineRun:
             role: section_of(config, role).urls or tuple(s.spec.url for s in servers[role])
             for role in self.roles
         }
-        self.totals = RunTotals(self.urls[STUDENT])
+        self.totals = RunTotals(self.urls[STUDENT], config.rollout.group_size)
         self.accuracies = Accuracies(config, prepared)
         self.controller: Controller | None = None
         self.processes = LocalProcesses([], None)

@@ -23,8 +23,8 @@ def read_records(
     """The named columns of `path`, one dict a row; other columns are ignored.
 
     choices: required columns and the values they may have. An optional column may be missing or
-    null (None here) and numbers in it become text. Blank JSONL lines are skipped. Raises ValueError naming the file and, where it applies, the line (JSONL) or
-    row (parquet), both counted from 1.
+    null (None here) and numbers in it become text. Blank JSONL lines are skipped. Raises ValueError
+    naming the file and, where it applies, the line (JSONL) or row (parquet), both counted from 1.
     """
     if not path.is_file():
         raise ValueError(f"data file not found: {path}")

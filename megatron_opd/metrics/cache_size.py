@@ -1,9 +1,11 @@
-"""How large the draw cache is, per response token.
+"""How large the draw cache is, per response token, for every support.
 
-Bytes are those of the arrays as they are kept and sent to the learner (types.Draws and Sample):
-an id costs 4 (id) + 4 (weight) + 4 (sampler log-prob) + 4 (teacher log-prob); a token costs 8
-(its offset) + 8 (the index of its path token) + 4 (its response id) and each sample 8 more (the
-last offset). Prompt tokens are not counted.
+Bytes are those of the arrays as they are kept and sent to the learner (types.Draws and Sample): a
+cached id costs 16 = 4 (id) + 4 (weight) + 4 (sampler log-prob) + 4 (teacher log-prob); a token
+costs 8 (its offset) + 8 (the index of its path token) + 4 (its response id) besides, and each
+sample 8 more (the last offset). Prompt tokens are not counted. The dense layout of 64 draws that
+this replaces is [T, 64] of ids, sampler and teacher log-probs, equal ids repeated: 64 * 12 = 768
+bytes a token, response ids not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ class CacheSize:
 
     def __init__(self) -> None:
         self._tokens = Sum()
-        self._drawn_ids = Sum()
+        self._selected_ids = Sum()
         self._cached_ids = Sum()
         self._bytes = Sum()
 
@@ -28,18 +30,18 @@ class CacheSize:
         for sample in batch.samples:
             draws = sample.rollout.draws
             self._tokens.add(draws.num_tokens)
-            self._drawn_ids.add(int(np.count_nonzero(draws.weight_N)))
+            self._selected_ids.add(int(np.count_nonzero(draws.weight_N)))
             self._cached_ids.add(draws.num_ids)
             self._bytes.add(cache_bytes(sample))
 
     @property
     def distinct_ids_per_token(self) -> float | None:
-        """Ids that at least one draw hit (weight > 0), per response token."""
-        return self._per_token(self._drawn_ids)
+        """Ids that the support selected (weight > 0), per response token."""
+        return self._per_token(self._selected_ids)
 
     @property
     def cached_ids_per_token(self) -> float | None:
-        """Ids kept, path tokens that no draw hit included, per response token."""
+        """Ids kept, path tokens that nothing selected included, per response token."""
         return self._per_token(self._cached_ids)
 
     @property

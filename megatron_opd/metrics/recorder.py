@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from megatron_opd.metrics.cache_size import CacheSize
+from megatron_opd.metrics.rewards import RewardStats
 from megatron_opd.metrics.sinks import Sink
 from megatron_opd.metrics.staleness import StalenessCounts
 from megatron_opd.metrics.timeline import Timeline
@@ -147,7 +148,7 @@ class RunRecorder:
             "unix_time_s": time.time(),
             "train_s": finished_s - started_s,
             "tokens_per_s": batch.num_response_tokens / since_last_s if since_last_s > 0 else None,
-            **batch_columns(batch),
+            **batch_columns(batch, self.totals.group_size),
         }
 
     def published(self, batch: Batch, report: PublicationReport, depths: Depths) -> None:
@@ -215,13 +216,13 @@ class RunRecorder:
             self._shown, self._row = self._row, {}
 
 
-def batch_columns(batch: Batch) -> dict[str, float | int | None]:
+def batch_columns(batch: Batch, group_size: int = 1) -> dict[str, float | int | None]:
     """Columns that follow from the batch alone. staleness_*: per token, in versions."""
-    staleness, cache = StalenessCounts(), CacheSize()
+    staleness, cache, rewards = StalenessCounts(), CacheSize(), RewardStats(group_size)
     staleness.add(batch)
     cache.add(batch)
+    rewards.add(batch)
     rollouts = [sample.rollout for sample in batch.samples]
-    rewards = [sample.reward for sample in batch.samples if sample.reward is not None]
     return {
         "num_samples": len(rollouts),
         "num_response_tokens": batch.num_response_tokens,
@@ -230,7 +231,9 @@ def batch_columns(batch: Batch) -> dict[str, float | int | None]:
         "partial_rollouts": staleness.partial_rollouts,
         "response_tokens_mean": batch.num_response_tokens / len(rollouts),
         "length_stops": sum(rollout.finish_reason == "length" for rollout in rollouts),
-        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        "reward_mean": rewards.mean,
+        "reward_group_std_mean": rewards.group_std,
+        "reward_uniform_group_fraction": rewards.uniform_groups,
         "distinct_ids_per_token": cache.distinct_ids_per_token,
         "cache_bytes_per_token": cache.bytes_per_token,
     }

@@ -22,7 +22,8 @@ def summarise(
 
     wall_s: seconds that the reader waited. max_staleness: tau, the bound in versions. A figure that
     was never measured is null. mismatch_max_abs_dp, ratio_p99 and ratio_max are the largest over
-    the updates; mismatch_mean_abs_dp is the mean over the tokens measured.
+    the updates; mismatch_mean_abs_dp is the mean over the tokens measured; reward_* are over all
+    samples trained on (metrics/rewards.py).
     """
     times, staleness, cache = totals.times, totals.staleness, totals.cache
     return {
@@ -53,6 +54,9 @@ def summarise(
         "mismatch_tokens": int(totals.mismatch_mean.weight),
         "ratio_p99": totals.ratio_p99.value,
         "ratio_max": totals.ratio_max.value,
+        "reward_mean": totals.rewards.mean,
+        "reward_group_std_mean": totals.rewards.group_std,
+        "reward_uniform_group_fraction": totals.rewards.uniform_groups,
         "distinct_ids_per_token": cache.distinct_ids_per_token,
         "cached_ids_per_token": cache.cached_ids_per_token,
         "cache_bytes_per_token": cache.bytes_per_token,

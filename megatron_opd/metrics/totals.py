@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from megatron_opd.metrics.cache_size import CacheSize
 from megatron_opd.metrics.memory import PeakMemory
+from megatron_opd.metrics.rewards import RewardStats
 from megatron_opd.metrics.staleness import StalenessCounts
 from megatron_opd.metrics.throughput import StageTimes, Throughput
 from megatron_opd.metrics.types import Max, Mean, PublicationReport, UpdateFigures
@@ -18,9 +19,12 @@ class RunTotals:
 
     Args:
         engines: names of the student engines.
+        group_size: rollouts of a prompt, G.
     """
 
-    def __init__(self, engines: Sequence[str] = ()) -> None:
+    def __init__(self, engines: Sequence[str] = (), group_size: int = 1) -> None:
+        self.group_size = group_size
+        self.rewards = RewardStats(group_size)
         self.throughput = Throughput()
         self.times = StageTimes(engines)
         self.staleness = StalenessCounts()
@@ -60,6 +64,7 @@ class RunTotals:
         self.throughput.add(batch.num_response_tokens, finished_s)
         self.staleness.add(batch)
         self.cache.add(batch)
+        self.rewards.add(batch)
         if figures.mismatch_tokens:
             self.mismatch_max.add(figures.mismatch_max_abs_dp)
             self.mismatch_mean.add(figures.mismatch_mean_abs_dp, figures.mismatch_tokens)

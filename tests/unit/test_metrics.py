@@ -18,7 +18,8 @@ from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.progress import LivePanel, PlainLines, duration, line, make_display
 from megatron_opd.metrics.cache_size import CacheSize, cache_bytes
 from megatron_opd.metrics.intervals import BusyTime
-from megatron_opd.metrics.recorder import RunRecorder
+from megatron_opd.metrics.recorder import RunRecorder, batch_columns
+from megatron_opd.metrics.rewards import RewardStats
 from megatron_opd.metrics.sinks import JsonlSink, json_ready, write_json
 from megatron_opd.metrics.staleness import StalenessCounts
 from megatron_opd.metrics.summary import summarise, versions
@@ -27,6 +28,7 @@ from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Depths, Histogram, Max, Mean, Sum
 from megatron_opd.types import Batch, VersionSpan
 from tests.fakes import (
+    Figures,
     Fleet,
     Learner,
     Publisher,
@@ -146,6 +148,35 @@ def test_cache_size():
     assert cache.cached_ids_per_token == 2.0
     assert cache_bytes(sample) == 8 * 16 + 4 * (8 + 8 + 4) + 8
     assert cache.bytes_per_token == cache_bytes(sample) / 4
+
+
+def test_rewards_and_how_much_groups_differ():
+    rewards = [1.0, 0.0, 1.0, 1.0, None, 0.0]
+    batch = Batch(0, 0, tuple(replace(make_sample(i), reward=r) for i, r in enumerate(rewards)))
+    single, paired = RewardStats(), RewardStats(2)
+    assert single.mean is paired.group_std is paired.uniform_groups is None
+    for stats in (single, paired):
+        stats.add(batch)
+        assert stats.mean == pytest.approx(3 / 5)
+    assert single.group_std is single.uniform_groups is None
+    # deviations 1/2, 0 and (of the one reward there is) 0
+    assert paired.group_std == pytest.approx(1 / 6)
+    assert paired.uniform_groups == pytest.approx(2 / 3)
+    columns = batch_columns(batch, 2)
+    assert columns["reward_mean"] == pytest.approx(0.6)
+    assert columns["reward_uniform_group_fraction"] == pytest.approx(2 / 3)
+    totals = RunTotals(group_size=2)
+    totals.add_update(batch, Figures(), 0.0, 1.0)
+    assert totals.rewards.group_std == paired.group_std
+
+
+def test_figures_without_a_meaning_become_no_column(tmp_path):
+    record(tmp_path, learner=Learner(reverse_kl_nats=None))
+    rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 7
+    for row in rows:
+        assert "reverse_kl_nats" not in row
+        assert row["loss"] == 0.5
 
 
 def test_a_run_writes_a_row_per_update(tmp_path):

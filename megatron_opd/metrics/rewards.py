@@ -1,0 +1,52 @@
+"""What the verifier said of the responses that were trained on, and how much groups differ.
+
+A group whose rewards are all equal gives advantages of 0: it costs a rollout and teaches nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from megatron_opd.metrics.types import Mean
+from megatron_opd.types import Batch
+
+
+class RewardStats:
+    """Means over the batches added; None where there is nothing to average.
+
+    Args:
+        group_size: G; the group of a sample is its uid // G. 1: no groups, no group figures.
+    """
+
+    def __init__(self, group_size: int = 1) -> None:
+        self._group_size = group_size
+        self._reward, self._group_std, self._uniform = Mean(), Mean(), Mean()
+
+    def add(self, batch: Batch) -> None:
+        """Count every sample of `batch` that has a reward."""
+        groups: defaultdict[int, list[float]] = defaultdict(list)
+        for sample in batch.samples:
+            if sample.reward is not None:
+                self._reward.add(sample.reward)
+                groups[sample.rollout.prompt.uid // self._group_size].append(sample.reward)
+        if self._group_size > 1:
+            for rewards in groups.values():
+                self._group_std.add(float(np.std(rewards)))
+                self._uniform.add(min(rewards) == max(rewards))
+
+    @property
+    def mean(self) -> float | None:
+        """Mean reward."""
+        return self._reward.value
+
+    @property
+    def group_std(self) -> float | None:
+        """Population deviation inside a group, averaged over groups."""
+        return self._group_std.value
+
+    @property
+    def uniform_groups(self) -> float | None:
+        """Share of groups whose rewards are all equal."""
+        return self._uniform.value
