@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from megatron_opd.config.problems import type_of, variants
 from megatron_opd.config.schema import Config, SftConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
@@ -35,6 +36,10 @@ def type_name(annotation: Any) -> str:
         return " \\| ".join(f"`{value}`" for value in typing.get_args(annotation))
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         return " \\| ".join(type_name(part) for part in typing.get_args(annotation))
+    if typing.get_origin(annotation) is dict:
+        return f"mapping of name to {type_name(typing.get_args(annotation)[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
     if typing.get_origin(annotation) is tuple:
         return f"list of {type_name(typing.get_args(annotation)[0])}"
     names = {str: "text", type(None): "null", Path: "path"}
@@ -57,7 +62,9 @@ def default_text(field: FieldInfo) -> str:
     """The default, or that there is none."""
     if field.is_required():
         return "required"
-    value = field.default
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel):
+        return f"`{type_of(type(value))}`"
     return f"`{json.dumps(str(value) if isinstance(value, Path) else value)}`"
 
 
@@ -66,27 +73,64 @@ def description(field: FieldInfo) -> str:
     return " ".join((field.description or "").split())
 
 
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The nested section, when the key is one."""
-    is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-    return annotation if is_section else None
+def own_variants(field: FieldInfo) -> list[type[BaseModel]]:
+    """The sections that the key itself holds; a mapping or list of sections is a plain key."""
+    if typing.get_origin(field.annotation) in (dict, tuple):
+        return []
+    return variants(field.annotation)
 
 
-def describe(section: type[BaseModel], prefix: str, lines: list[str]) -> None:
-    """Append a table for `section` and then its nested sections."""
-    lines += [f"## `{prefix}`" if prefix else "", "", inspect.getdoc(section) or "", ""]
-    plain = {k: f for k, f in section.model_fields.items() if not section_of(f.annotation)}
-    if plain:
-        lines += ["| key | type | default | |", "|---|---|---|---|"]
+def table(section: type[BaseModel], prefix: str, skipped: set[str], lines: list[str]) -> None:
+    """One row for every plain key of the section."""
+    plain = {k: f for k, f in section.model_fields.items() if k not in skipped}
+    if not plain:
+        return
+    lines += ["| key | type | default | |", "|---|---|---|---|"]
     for key, field in plain.items():
         kind = " ".join(filter(None, [type_name(field.annotation), limits(field)]))
         name = f"{prefix}.{key}" if prefix else key
         lines.append(f"| `{name}` | {kind} | {default_text(field)} | {description(field)} |")
     lines.append("")
-    for key, field in section.model_fields.items():
-        nested = section_of(field.annotation)
-        if nested is not None:
-            describe(nested, f"{prefix}.{key}" if prefix else key, lines)
+
+
+def describe(section: type[BaseModel], prefix: str, lines: list[str]) -> None:
+    """Append a table for `section` and then its nested sections."""
+    lines += [f"## `{prefix}`" if prefix else "", "", inspect.getdoc(section) or "", ""]
+    nested = {key: own_variants(field) for key, field in section.model_fields.items()}
+    nested = {key: found for key, found in nested.items() if found}
+    table(section, prefix, set(nested), lines)
+    for key, found in nested.items():
+        name, field = f"{prefix}.{key}" if prefix else key, section.model_fields[key]
+        if len(found) == 1 and not is_optional(field):
+            describe(found[0], name, lines)
+        else:
+            describe_choice(field, found, name, lines)
+
+
+def describe_choice(
+    field: FieldInfo, found: list[type[BaseModel]], name: str, lines: list[str]
+) -> None:
+    """Append what each `type` of a key means; their own nested choices are described once."""
+    heading = [f"## `{name}`", "", f"Default: {default_text(field)}. {description(field)}".strip()]
+    lines += [*heading, ""]
+    inner: dict[str, FieldInfo] = {}
+    for variant in found:
+        kind = type_of(variant)
+        if kind is not None:
+            lines += [f"### `{name}.type: {kind}`", ""]
+        lines += [inspect.getdoc(variant) or "", ""]
+        nested = {k: f for k, f in variant.model_fields.items() if own_variants(f)}
+        inner |= nested
+        table(variant, name, {"type", *nested}, lines)
+        for key in nested:
+            lines += [f"`{name}.{key}`: default {default_text(variant.model_fields[key])}.", ""]
+    for key, part in inner.items():
+        describe_choice(part, own_variants(part), f"{name}.{key}", lines)
+
+
+def is_optional(field: FieldInfo) -> bool:
+    """Whether null is allowed."""
+    return type(None) in typing.get_args(field.annotation)
 
 
 def render() -> str:

@@ -34,8 +34,6 @@ def objective_report(path: Path) -> dict[str, Any]:
         if key not in KEYS:
             raise UserError(f"{path}: unknown key {key!r}; the keys are {', '.join(KEYS)}")
     parts = {key: case[key] for key in PARTS if key in case}
-    kind = parts["objective"].get("type") if isinstance(parts.get("objective"), dict) else None
-    parts.setdefault("support", {"type": DEFAULT_SUPPORTS.get(str(kind), "mc")})
     estimator = validate(Estimator, parts, str(path))
     cache = _Case(path, case, estimator).cache()
     result = evaluate(estimator, cache)
@@ -44,15 +42,9 @@ def objective_report(path: Path) -> dict[str, Any]:
     return {
         "loss": float(loss.detach()),
         "grad_student_logp": gradient_N.tolist(),
-        "metrics": {name: float(value) for name, value in result.sums.items()}
-        | {"loss_sum": float(result.loss_sum.detach()), "count": result.count},
+        "metrics": {"loss_sum": float(result.loss_sum.detach()), "count": result.count}
+        | {name: float(value) for name, value in result.sums.items() if not value.isnan()},
     }
-
-
-DEFAULT_SUPPORTS = {
-    "sparse_reverse_kl": "topk",
-    **dict.fromkeys(("reinforce", "ppo", "grpo", "gspo", "gepo"), "path"),
-}
 
 
 class _Case:

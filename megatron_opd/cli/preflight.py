@@ -126,7 +126,7 @@ def check_vocabulary(
 
 def check_support(config: Config, student: ModelFacts) -> None:
     """A whole distribution is cached only where it is small."""
-    if config.support.type == "exact" and student.vocab_size > MAX_ATOMS:
+    if config.estimator.support.type == "exact" and student.vocab_size > MAX_ATOMS:
         raise UserError(
             f"support.type exact caches the whole vocabulary, which must be of at most {MAX_ATOMS} "
             f"ids, got {student.vocab_size}; use support.type atoms_tail"

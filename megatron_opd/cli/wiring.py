@@ -112,7 +112,7 @@ def make_controller(
     ports = Ports(
         prompts=prepared.prompts,
         rollout=RolloutGenerator(
-            fleets[STUDENT], config.rollout, config.support, vocab_size, run_id
+            fleets[STUDENT], config.rollout, config.estimator.support, vocab_size, run_id
         ),
         teacher=FleetScorer(
             {name: fleets[role] for name, role in teacher_roles(config).items()},

@@ -155,7 +155,7 @@ class Reinforce(RewardObjective):
 
     type: Literal["reinforce"] = "reinforce"
     advantage: RewardAdvantage = "reward"
-    """See above."""
+    """As in grpo."""
 
 
 class Ppo(RewardObjective):
@@ -163,7 +163,7 @@ class Ppo(RewardObjective):
 
     type: Literal["ppo"] = "ppo"
     advantage: RewardAdvantage = "reward"
-    """See above."""
+    """As in grpo."""
     trust: TrustConfig = ClipTrust()
     """Trust region on the ratio."""
 
@@ -189,7 +189,7 @@ class Gepo(RewardObjective):
 
     type: Literal["gepo"] = "gepo"
     advantage: RewardAdvantage = "group_mean"
-    """See above."""
+    """As in grpo."""
     defensive: NonNegativeFloat = 0.0
     """eps of Eq. 15 is min(1, defensive * Var(q) over the group); 0 = no defensive term."""
 

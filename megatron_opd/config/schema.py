@@ -24,7 +24,7 @@ from megatron_opd.config.section import (
     PositiveInt,
     Section,
 )
-from megatron_opd.config.supports import McSupport, SupportConfig
+from megatron_opd.config.supports import SupportConfig
 
 Dtype = Literal["float32", "bfloat16"]
 DEFAULT_TEACHER = "teacher"
@@ -328,7 +328,8 @@ class Config(Section):
     teachers: dict[str, ServerConfig] = Field(default_factory=dict[str, ServerConfig])
     """More teachers by name; data.teacher_key says which of them scores a prompt."""
     rollout: RolloutConfig = RolloutConfig()
-    support: SupportConfig = McSupport()
+    support: SupportConfig | None = None
+    """Null: path for objectives from rewards alone, topk for sparse_reverse_kl, else mc."""
     scoring: ScoringConfig = ScoringConfig()
     buffer: BufferConfig = BufferConfig()
     objective: ObjectiveConfig = ReverseKl()
@@ -344,12 +345,8 @@ class Config(Section):
     @property
     def estimator(self) -> Estimator:
         """The loss and the cache it needs; raises ValueError when its parts do not go together."""
-        return Estimator(
-            support=self.support,
-            objective=self.objective,
-            correction=self.correction,
-            reduction=self.reduction,
-        )
+        parts = ("support", "objective", "correction", "reduction")
+        return Estimator.model_validate({part: getattr(self, part) for part in parts})
 
     @property
     def all_teachers(self) -> dict[str, ServerConfig]:
