@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import model_validator
 
@@ -38,13 +39,23 @@ from megatron_opd.config.objectives import (
     SparseReverseKl,
 )
 from megatron_opd.config.section import Section
-from megatron_opd.config.supports import McSupport, SupportConfig
+from megatron_opd.config.supports import McSupport, PathSupport, SupportConfig, TopkSupport
 
 Divergence = ForwardKl | Jsd | SkewForwardKl | SkewReverseKl
 
 
+NATURAL_SUPPORTS = {
+    "sparse_reverse_kl": TopkSupport(),
+    **dict.fromkeys(("reinforce", "ppo", "grpo", "gspo", "gepo"), PathSupport()),
+}
+"""Objective type -> the support it gets when none is named; every other gets mc."""
+
+
 class Estimator(Section):
-    """All that decides a loss: what is cached, minimised, corrected, and how it is averaged."""
+    """All that decides a loss: what is cached, minimised, corrected, and how it is averaged.
+
+    Without a support it takes the objective's natural one.
+    """
 
     support: SupportConfig = McSupport()
     objective: ObjectiveConfig = ReverseKl()
@@ -99,17 +110,45 @@ class Estimator(Section):
 
     @property
     def uses_ratio(self) -> bool:
-        """Whether learner log-probs are compared with the sampler's anywhere in the loss."""
-        if all(_is_direct(term, self) for term in self.terms):
+        """Whether a ratio of learner to sampler weighs anything in the loss."""
+        if all(is_direct(term, self) for term in self.terms):
             return False
-        return not isinstance(self.applied_correction, NoCorrection) or any(
-            isinstance(term.objective, Gepo | Gspo) for term in self.terms
+        return not isinstance(self.applied_correction, NoCorrection)
+
+    @property
+    def penalises_sampler(self) -> bool:
+        """Whether a KL penalty compares the learner's log-probs with the sampler's."""
+        return any(
+            isinstance(term.objective, RewardObjective)
+            and term.objective.kl is not None
+            and term.objective.kl.to == "sampler"
+            for term in self.terms
         )
+
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether the loss is a function of the sampler's log-probs at all."""
+        rollout_advantage = any(
+            isinstance(term.objective, ReverseKl) and term.objective.advantage == "rollout"
+            for term in self.terms
+        )
+        return self.uses_ratio or self.penalises_sampler or rollout_advantage
 
     @property
     def needs_statistics(self) -> bool:
         """Whether a mini-batch must be looked at as a whole before its loss is known (M2PO)."""
         return any(isinstance(trust_of(term), M2Trust) for term in self.terms)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_a_support(cls, parts: Any) -> Any:
+        if not isinstance(parts, dict) or parts.get("support") is not None:  # pyright: ignore[reportUnknownMemberType]
+            return parts  # pyright: ignore[reportUnknownVariableType]
+        given: dict[str, Any] = dict(parts)  # pyright: ignore[reportUnknownArgumentType]
+        objective = given.get("objective")
+        kind = objective.get("type") if isinstance(objective, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        kind = getattr(objective, "type", kind)  # pyright: ignore[reportUnknownArgumentType]
+        return given | {"support": NATURAL_SUPPORTS.get(str(kind), McSupport())}
 
     @model_validator(mode="after")
     def _parts_go_together(self) -> Estimator:
@@ -133,7 +172,7 @@ def trust_of(term: MixtureTerm) -> Section:
     return getattr(term.objective, "trust", NoTrust())
 
 
-def _is_direct(term: MixtureTerm, est: Estimator) -> bool:
+def is_direct(term: MixtureTerm, est: Estimator) -> bool:
     """Differentiated through the student, or weighted by the teacher: no ratio to correct."""
     if isinstance(term.objective, SparseReverseKl):
         return True
@@ -196,7 +235,9 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        lambda term, est: _is_reward(term) and not est.reads_teacher and est.support.type != "path",
+        lambda term, est: (
+            all(_is_reward(other) for other in est.terms) and est.support.type != "path"
+        ),
         lambda term, est: (
             f"objective.type {term.objective.type} reads the sampled token alone, and support.type "
             f"{est.support.type} would cache more; use support.type path"
@@ -263,7 +304,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda term, est: (
-            est.level != "token" and not _is_reward(term) and est.support.type != "path"
+            est.level != "token"
+            and not _is_reward(term)
+            and not is_direct(term, est)
+            and est.support.type != "path"
         ),
         lambda term, est: (
             f"correction.level {est.level} is a ratio of the sampled response, and support.type "
@@ -272,7 +316,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda term, est: (
-            est.correction is not None and all(_is_direct(other, est) for other in est.terms)
+            est.correction is not None and all(is_direct(other, est) for other in est.terms)
         ),
         lambda term, est: (
             f"correction.type {est.applied_correction.type} has nothing to correct: objective.type "

@@ -108,6 +108,12 @@ def _top_p(config: Config) -> str | None:
             "whose ratio compares raw learner log-probs with a truncated sampler's, "
             f"got {top_p}; set rollout.top_p 1, or correction.type none"
         )
+    if estimator.penalises_sampler:
+        return (
+            "rollout.top_p must be 1 with objective.kl.to sampler, which compares raw learner "
+            f"log-probs with a truncated sampler's, got {top_p}; set rollout.top_p 1, or "
+            "objective.kl.to teacher"
+        )
     if estimator.support.owner == "student" and estimator.reads_teacher:
         return (
             f"rollout.top_p must be 1 with support.type {estimator.support.type}, which would miss "

@@ -14,7 +14,7 @@ from megatron_opd.config.corrections import (
     NoCorrection,
     TruncatedCorrection,
 )
-from megatron_opd.config.estimator import Divergence, Estimator, trust_of
+from megatron_opd.config.estimator import Divergence, Estimator, is_direct, trust_of
 from megatron_opd.config.objectives import (
     ClipTrust,
     ForwardKl,
@@ -32,14 +32,6 @@ from megatron_opd.config.objectives import (
     SkewReverseKl,
     SparseReverseKl,
 )
-
-
-def is_direct(term: MixtureTerm, est: Estimator) -> bool:
-    """Differentiated through the student, or weighed by the teacher: no ratio in it."""
-    on_set = est.is_set or est.support.owner == "teacher"
-    return isinstance(term.objective, SparseReverseKl) or (
-        isinstance(term.objective, Divergence) and on_set
-    )
 
 
 def bias_of(term: MixtureTerm, est: Estimator) -> str:
@@ -68,7 +60,8 @@ def _of_set(term: MixtureTerm, est: Estimator) -> str:
         "renormalise": "blind to how much p and q hold outside the set",
         "bucket": "blind to how p and q differ inside what is outside the set; never above the "
         "full divergence",
-        "drop": "what is outside the set is missing; the value can be negative",
+        "drop": "what is outside the set is missing; the value can be negative, and the gradient "
+        "at p = q is a multiple of that of the set's mass",
     }[outside]
 
 

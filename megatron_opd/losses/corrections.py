@@ -21,6 +21,9 @@ from megatron_opd.config.corrections import (
     TruncatedCorrection,
 )
 from megatron_opd.losses.cache import Actions, Cache
+from megatron_opd.losses.divergences import floored
+
+LARGEST_LOG_FACTOR = math.log(torch.finfo(torch.float32).max) / 2  # float32 holds its square
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,11 @@ def no_factor(config: NoCorrection, log_ratio_n: torch.Tensor) -> torch.Tensor:
 
 
 def importance_factor(config: ImportanceCorrection, log_ratio_n: torch.Tensor) -> torch.Tensor:
-    """Rho. Unbiased while the sampler covers the learner; its variance has no bound."""
-    return log_ratio_n.exp()
+    """Rho. Unbiased while the sampler covers the learner; its variance has no bound.
+
+    A response's ratio can exceed every float: exp(LARGEST_LOG_FACTOR) is its limit.
+    """
+    return log_ratio_n.clamp(max=LARGEST_LOG_FACTOR).exp()
 
 
 def truncated_factor(config: TruncatedCorrection, log_ratio_n: torch.Tensor) -> torch.Tensor:
@@ -74,31 +80,37 @@ def correct(config: CorrectionConfig, actions: Actions, cache: Cache) -> Correct
     clip then acts on it: PPO-IS); every other correction makes it a detached factor of grad log p.
     """
     if config.prox:
-        assert actions.prox_n is not None, "the learner must recompute log-probs for prox"
-        log_ratio_n = at_level(config, actions.prox_n - actions.sampler_n, actions, cache)
-        log_trust_n = actions.student_n - actions.prox_n
+        log_trust_n = floored(actions.student_n) - floored(_prox(actions))
     else:
-        log_ratio_n = at_level(config, actions.student_n - actions.sampler_n, actions, cache)
         if isinstance(config, ImportanceCorrection) and config.level == "token":
+            log_ratio_n = floored(actions.student_n) - actions.sampler_n
             ones_n = torch.ones_like(log_ratio_n)
             return Corrected(ones_n, log_ratio_n, torch.zeros_like(ones_n, dtype=torch.bool))
         log_trust_n = actions.student_n - actions.student_n.detach()
-    log_ratio_n = log_ratio_n.detach()
+    log_ratio_n = log_ratio(config, actions, cache).detach()
     factor_n = FACTORS[type(config)](config, log_ratio_n)
     cut_n = (factor_n != log_ratio_n.exp()) & (not isinstance(config, NoCorrection))
     return Corrected(factor_n, log_trust_n, cut_n)
 
 
-def at_level(
-    config: CorrectionConfig, log_ratio_n: torch.Tensor, actions: Actions, cache: Cache
-) -> torch.Tensor:
-    """Log-ratios of the action, or of its whole response: their sum, or mean (geometric).
+def log_ratio(config: CorrectionConfig, actions: Actions, cache: Cache) -> torch.Tensor:
+    """Learner over sampler: of the action, or of its response: the sum, or mean (geometric).
 
-    A response's ratio is read from its sampled tokens: above token level, n are these.
+    A response's ratio is that of its sampled tokens, all of them, whichever actions are weighed.
     """
     level = config.level if isinstance(config, LevelledCorrection) else "token"
     if level == "token":
-        return log_ratio_n
-    log_ratio_T = cache.per_token(log_ratio_n, actions.row_n)
+        return _learner(config, actions) - actions.sampler_n
+    path = cache.path()
+    log_ratio_T = _learner(config, path) - path.sampler_n
     of_response_B = cache.over_responses(log_ratio_T, mean=level == "geometric")
     return of_response_B[cache.sample_T][actions.row_n]
+
+
+def _learner(config: CorrectionConfig, actions: Actions) -> torch.Tensor:
+    return floored(_prox(actions) if config.prox else actions.student_n)
+
+
+def _prox(actions: Actions) -> torch.Tensor:
+    assert actions.prox_n is not None, "the learner must recompute log-probs for prox"
+    return actions.prox_n

@@ -4,8 +4,9 @@ Each is D = sum_a value(a) and its gradient sum_a p(a) * (-pull(a)) * grad log p
 be shifted by any constant: sum_a p grad log p = 0. The shift `balance` makes pull 0 where p = q,
 so that a sampled gradient is exactly 0 at the goal; it is AsyncOPD Eq. 3's dropped +1.
 
-log p and log q are floored at LOG_FLOOR, below anything float32 can hold, so that no 0 * inf
-arises. All functions take and return float64 [n].
+log p and log q are floored at LOG_FLOOR, so that their ratio stays within float64 and no 0 * inf
+arises; the gradient passes the floor: where the student forbids what the teacher does is where it
+is needed most. All functions take and return float64 [n].
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def on_set(
 def log_mass(logp_n: torch.Tensor, row_n: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """[T]: log of the summed probability of each row; LOG_FLOOR for a row without ids."""
     top_T = logp_n.new_full((num_tokens,), LOG_FLOOR)
-    top_T = top_T.scatter_reduce(0, row_n, logp_n.detach(), "amax")
+    top_T = top_T.scatter_reduce(0, row_n, logp_n.detach(), "amax", include_self=False)
     mass_T = logp_n.new_zeros(num_tokens).index_add(0, row_n, (logp_n - top_T[row_n]).exp())
     return (
         torch.where(mass_T > 0, mass_T.clamp(min=torch.finfo(mass_T.dtype).tiny).log(), 0) + top_T
@@ -137,8 +138,8 @@ def log_rest(log_mass_T: torch.Tensor) -> torch.Tensor:
 
 
 def floored(logp_n: torch.Tensor) -> torch.Tensor:
-    """Not below LOG_FLOOR."""
-    return logp_n.clamp(min=LOG_FLOOR)
+    """Not below LOG_FLOOR, with the gradient of logp itself."""
+    return logp_n + (logp_n.clamp(min=LOG_FLOOR) - logp_n).detach()
 
 
 def _mix(first_n: torch.Tensor, second_n: torch.Tensor, share: float) -> torch.Tensor:

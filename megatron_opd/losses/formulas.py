@@ -21,7 +21,7 @@ from megatron_opd.config.corrections import (
     TokenReduction,
     TruncatedCorrection,
 )
-from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.estimator import Estimator, is_direct
 from megatron_opd.config.objectives import (
     ClipTrust,
     ForwardKl,
@@ -51,7 +51,7 @@ from megatron_opd.config.supports import (
     TeacherTopkSupport,
     TopkSupport,
 )
-from megatron_opd.losses.biases import bias_of, is_direct, sources_of
+from megatron_opd.losses.biases import bias_of, sources_of
 
 Line = tuple[str, str]
 """(label, text)."""

@@ -92,7 +92,7 @@ def divergence(
     value_n = chosen.value(student_n, teacher_n).detach()
     pull_n = chosen.pull(student_n, teacher_n).detach()
     if est.support.owner == "teacher":
-        weight_n = actions.weight_n * (actions.student_n - actions.teacher_n).exp()
+        weight_n = actions.weight_n * (student_n - teacher_n).exp()
         surrogate_n = weight_n * pull_n
         estimate_n = actions.weight_n * value_n * (-teacher_n).exp()
         loss_n = _valued(estimate_n, -surrogate_n)
@@ -182,10 +182,10 @@ def kl_penalty(config: KlPenalty, actions: Actions) -> torch.Tensor:
 
     x = log p - log reference. k1 = x; k2 = x^2 / 2; k3 = exp(-x) - 1 + x. On tokens of p itself k1
     and k3 are unbiased in value; the gradient of k1 is 0 in expectation, that of k2 the KL's, that
-    of k3 the reversed KL's.
+    of k3 the reversed KL's. A token that the reference gives no probability is left out.
     """
     reference_n = actions.teacher_n if config.to == "teacher" else actions.sampler_n
-    x_n = actions.student_n - reference_n
+    x_n = torch.where(reference_n.isfinite(), actions.student_n - reference_n, 0.0)
     value_n = {
         "k1": lambda: x_n,
         "k2": lambda: x_n.square() / 2,

@@ -1,0 +1,249 @@
+"""Small made-up problems, caches of every support, and every estimator that config accepts."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+
+from megatron_opd.config.estimator import Estimator
+from megatron_opd.losses.cache import Cache
+from megatron_opd.losses.groups import columns_of
+from megatron_opd.losses.vocab_parallel import gather_logp
+
+Row = dict[int, float]
+"""What one token caches: id -> weight."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Responses of these lengths, in groups of two, over a tiny vocabulary.
+
+    student_TV: logits. The others are log-probs. path: the sampled id of every token.
+    """
+
+    lengths: tuple[int, ...]
+    student_TV: torch.Tensor
+    prox_TV: torch.Tensor
+    sampler_TV: torch.Tensor
+    teacher_TV: torch.Tensor
+    path: tuple[int, ...]
+    rewards: tuple[float, ...]
+    group_size: int = 2
+
+    @property
+    def sample_T(self) -> list[int]:
+        return [b for b, length in enumerate(self.lengths) for _ in range(length)]
+
+    @property
+    def vocab(self) -> int:
+        return self.student_TV.shape[1]
+
+
+def problem(
+    seed: int = 0, lengths: tuple[int, ...] = (2, 1, 0, 3), vocab: int = 4, spread: float = 0.7
+) -> Problem:
+    """Student, prox, sampler and teacher differ by about `spread` nats."""
+    generator = torch.Generator().manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    shape = sum(lengths), vocab
+
+    def normal() -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    base = normal()
+    student, prox, sampler, teacher = (base + spread * normal() for _ in range(4))
+    sampler, prox, teacher = (torch.log_softmax(x, -1) for x in (sampler, prox, teacher))
+    path = tuple(int(rng.choice(vocab, p=row.exp().numpy())) for row in sampler)
+    rewards = tuple(float(r) for r in rng.normal(size=len(lengths)))
+    return Problem(lengths, student, prox, sampler, teacher, path, rewards)
+
+
+def draw_rows(support: Any, case: Problem, rng: np.random.Generator) -> list[Row]:
+    """A cache of this support, made of its definition in plain Python."""
+    rows: list[Row] = []
+    for t, path in enumerate(case.path):
+        owner_TV = case.teacher_TV if support.owner == "teacher" else case.sampler_TV
+        probs = owner_TV[t].exp().tolist()
+        if support.type == "path":
+            rows.append({path: 1.0})
+            continue
+        ranked = sorted(range(len(probs)), key=lambda a: -probs[a])
+        atoms = ranked[: support.num_atoms(len(probs))]
+        row = {a: probs[a] for a in atoms}
+        rest = [a for a in ranked if a not in row]
+        mass = sum(probs[a] for a in rest)
+        if support.num_draws and rest:
+            drawn = rng.choice(rest, size=support.num_draws, p=[probs[a] / mass for a in rest])
+            counts = Counter(int(a) for a in drawn)
+            row |= {a: n * mass / support.num_draws for a, n in counts.items()}
+        rows.append({path: 0.0} | row)
+    return rows
+
+
+def flat(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """row_N, id_N, weight_N; ids rise inside a row."""
+    triples = [(t, a, w) for t, row in enumerate(rows) for a, w in sorted(row.items())]
+    row_N, id_N, weight_N = zip(*triples, strict=True) if triples else ((), (), ())
+    return (
+        torch.tensor(row_N, dtype=torch.int64),
+        torch.tensor(id_N, dtype=torch.int64),
+        torch.tensor(weight_N, dtype=torch.float64),
+    )
+
+
+def cache_of(est: Estimator, case: Problem, rows: list[Row], student_N: torch.Tensor) -> Cache:
+    """What the learner hands to the loss; group columns are the project's own."""
+    row_N, id_N, weight_N = flat(rows)
+    sampler_N = case.sampler_TV[row_N, id_N].clone()
+    on_path = id_N == torch.tensor(case.path, dtype=torch.int64)[row_N]
+    if est.support.owner == "teacher":
+        sampler_N[~on_path] = torch.nan
+    teacher_N = case.teacher_TV[row_N, id_N]
+    if not est.reads_teacher:
+        teacher_N = torch.full_like(teacher_N, torch.nan)
+    sample = np.array(case.sample_T, dtype=np.int64)
+    path_logp = case.sampler_TV[range(len(case.path)), case.path].numpy()
+    logq_B = np.array(
+        [path_logp[sample == b].mean() if n else 0.0 for b, n in enumerate(case.lengths)]
+    )
+    columns = columns_of(
+        est, np.array(case.rewards), logq_B, np.arange(len(case.lengths)) // case.group_size
+    )
+    return Cache(
+        student_logp_N=student_N,
+        sampler_logp_N=sampler_N,
+        teacher_logp_N=teacher_N,
+        weight_N=weight_N,
+        row_N=row_N,
+        path_T=on_path.nonzero()[:, 0],
+        sample_T=torch.tensor(sample),
+        num_samples=len(case.lengths),
+        prox_logp_N=case.prox_TV[row_N, id_N] if est.applied_correction.prox else None,
+        advantage_B=torch.tensor(columns.advantage_B),
+        group_log_q_B=torch.tensor(columns.log_group_q_B),
+        defensive_B=torch.tensor(columns.defensive_B),
+    )
+
+
+def student_logp(logits_TV: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+    row_N, id_N, _ = flat(rows)
+    return gather_logp(logits_TV, row_N, id_N)
+
+
+# Every value of every key that changes which code runs; numbers are chosen so that each acts.
+TRUSTS: list[dict[str, Any]] = [
+    {"type": "none"},
+    {"type": "clip", "low": 0.1, "high": 0.2},
+    {"type": "clip", "low": 0.1, "high": 0.2, "dual": 1.1},
+    {"type": "m2", "threshold": 0.1},
+]
+OUTSIDES: list[dict[str, Any]] = [
+    {},
+    {"outside": "renormalise"},
+    {"outside": "bucket"},
+    {"outside": "drop"},
+]
+PENALTIES: list[dict[str, Any]] = [
+    {"trust": {"type": "none"}, "kl": {"coefficient": 0.3}},
+    {"kl": {"coefficient": 0.3, "to": "sampler", "estimator": "k2"}},
+]
+OBJECTIVES: list[dict[str, Any]] = [
+    *(
+        {"type": "reverse_kl", "advantage": advantage, "trust": trust}
+        for advantage in ("current", "rollout")
+        for trust in TRUSTS
+    ),
+    *(
+        {"type": kind} | extra | outside
+        for kind, extra in {
+            "sparse_reverse_kl": {},
+            "forward_kl": {},
+            "jsd": {"beta": 0.3},
+            "skew_forward_kl": {"alpha": 0.2},
+            "skew_reverse_kl": {"alpha": 0.2},
+        }.items()
+        for outside in OUTSIDES
+    ),
+    *(
+        {"type": kind} | extra | changed
+        for kind, extra in {
+            "reinforce": {},
+            "ppo": {"advantage": "leave_one_out"},
+            "grpo": {},
+            "gspo": {},
+            "gepo": {"defensive": 3.0},
+        }.items()
+        for changed in (*({"trust": trust} for trust in TRUSTS), *PENALTIES)
+    ),
+]
+LEVELS = ("token", "sequence", "geometric")
+CORRECTIONS: list[dict[str, Any] | None] = [
+    None,
+    *({"type": "none", "prox": prox} for prox in (False, True)),
+    *(
+        {"type": kind, "prox": prox, "level": level} | extra
+        for kind, extra in {
+            "importance": {},
+            "truncated": {"max_ratio": 1.1},
+            "masked": {"min_ratio": 0.8, "max_ratio": 1.2},
+        }.items()
+        for prox in (False, True)
+        for level in LEVELS
+    ),
+]
+SUPPORTS: list[dict[str, Any]] = [
+    {"type": "mc", "m": 3},
+    {"type": "path"},
+    {"type": "topk", "k": 2},
+    {"type": "atoms_tail", "k": 1, "m": 2},
+    {"type": "exact"},
+    {"type": "teacher_topk", "k": 2},
+    {"type": "teacher_mc", "m": 3},
+]
+REDUCTIONS: list[dict[str, Any]] = [
+    {"type": "token"},
+    {"type": "sequence"},
+    {"type": "fixed", "length": 5},
+]
+MIXTURES: list[dict[str, Any]] = [
+    {"type": "mixture", "terms": [{"coefficient": c, "objective": o} for c, o in parts]}
+    for parts in (
+        [(0.7, {"type": "forward_kl"}), (0.3, {"type": "sparse_reverse_kl"})],
+        [(0.7, {"type": "forward_kl"}), (0.5, {"type": "reverse_kl", "trust": {"type": "m2"}})],
+        [(0.7, {"type": "reverse_kl"}), (2.0, {"type": "grpo", "trust": {"type": "none"}})],
+        [(1.0, {"type": "jsd", "outside": "bucket"}), (0.5, {"type": "gspo"})],
+        [(1.0, {"type": "forward_kl"}), (0.5, {"type": "gepo"})],
+    )
+]
+
+
+def products() -> Iterator[dict[str, Any]]:
+    """Every support x objective x correction (trust inside the objective), as configuration."""
+    for support, objective, correction in itertools.product(
+        SUPPORTS, [*OBJECTIVES, *MIXTURES], CORRECTIONS
+    ):
+        tree = {"support": support, "objective": objective}
+        yield tree if correction is None else tree | {"correction": correction}
+
+
+def accepted() -> Iterator[Estimator]:
+    """Those that config accepts, with the reductions in turn."""
+    number = 0
+    for tree in products():
+        reduction = REDUCTIONS[number % len(REDUCTIONS)]
+        try:
+            yield Estimator.model_validate(tree | {"reduction": reduction})
+        except ValidationError:
+            continue
+        number += 1
+
+
+def estimator(**tree: Any) -> Estimator:
+    return Estimator.model_validate(tree)
