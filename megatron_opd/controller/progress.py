@@ -67,11 +67,12 @@ def make_display(console: Console) -> Display:
 def line(snapshot: Snapshot) -> str:
     """One update as one line of text."""
     depths = snapshot.depths
+    name, figure, _ = learned(snapshot)
     return (
         f"update {snapshot.updates}/{snapshot.updates_total}"
         f"  version {snapshot.version}"
         f"  loss {_number(snapshot.loss)}"
-        f"  reverse KL {_number(snapshot.reverse_kl_nats)}"
+        f"  {name} {_number(figure)}"
         f"  {_number(snapshot.tokens_per_s, 0)} tok/s"
         f"  staleness {_number(snapshot.staleness_mean, 2)} (max {_whole(snapshot.staleness_max)})"
         f"  rolling {depths.rolling} scoring {depths.scoring} buffered {depths.buffered}"
@@ -84,6 +85,7 @@ def line(snapshot: Snapshot) -> str:
 def panel(snapshot: Snapshot) -> Group:
     """The live view: a bar and three rows of figures."""
     depths = snapshot.depths
+    name, figure, unit = learned(snapshot)
     head = Table.grid(padding=(0, 2))
     head.add_row(
         Text(f"update {snapshot.updates}/{snapshot.updates_total}", style="bold"),
@@ -97,7 +99,7 @@ def panel(snapshot: Snapshot) -> Group:
     body.add_row(
         *("version", str(snapshot.version)),
         *("loss", _number(snapshot.loss)),
-        *("reverse KL (nats)", _number(snapshot.reverse_kl_nats)),
+        *(f"{name}{unit}", _number(figure)),
         *("train tok/s", _number(snapshot.tokens_per_s, 0)),
     )
     body.add_row(
@@ -112,6 +114,13 @@ def panel(snapshot: Snapshot) -> Group:
         *("dropped", str(snapshot.dropped)),
     )
     return Group(head, body)
+
+
+def learned(snapshot: Snapshot) -> tuple[str, float | None, str]:
+    """(name, value, unit) of what the run moves: KL to the teacher, or else the reward."""
+    if snapshot.reverse_kl_nats is None and snapshot.reward_mean is not None:
+        return "reward", snapshot.reward_mean, ""
+    return "reverse KL", snapshot.reverse_kl_nats, " (nats)"
 
 
 def duration(seconds: float | None) -> str:

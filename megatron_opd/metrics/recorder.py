@@ -34,6 +34,7 @@ class Snapshot:
     version: int
     loss: float | None
     reverse_kl_nats: float | None
+    reward_mean: float | None
     tokens_per_s: float | None
     staleness_mean: float | None
     staleness_max: int | None
@@ -200,6 +201,7 @@ class RunRecorder:
             version=self._version,
             loss=self._shown.get("loss"),
             reverse_kl_nats=self._shown.get("reverse_kl_nats"),
+            reward_mean=self._shown.get("reward_mean"),
             tokens_per_s=self._shown.get("tokens_per_s"),
             staleness_mean=self._shown.get("staleness_mean_versions"),
             staleness_max=self._shown.get("staleness_max_versions"),

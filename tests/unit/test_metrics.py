@@ -15,7 +15,14 @@ from rich.console import Console
 
 from megatron_opd.controller.controller import Controller, Schedule
 from megatron_opd.controller.ports import Ports
-from megatron_opd.controller.progress import LivePanel, PlainLines, duration, line, make_display
+from megatron_opd.controller.progress import (
+    LivePanel,
+    PlainLines,
+    duration,
+    line,
+    make_display,
+    panel,
+)
 from megatron_opd.metrics.cache_size import CacheSize, cache_bytes
 from megatron_opd.metrics.intervals import BusyTime
 from megatron_opd.metrics.recorder import RunRecorder, batch_columns
@@ -293,6 +300,18 @@ def test_plain_lines_when_there_is_no_terminal(tmp_path):
     assert lines[2].startswith("update 3/7  version 3  loss 0.5000  reverse KL 0.2500")
     assert "permits" in lines[2]
     assert lines[-1].endswith("ETA 0:00")
+
+
+def test_a_run_without_a_teacher_shows_its_reward(tmp_path):
+    shown = RunRecorder(4, RunTotals()).snapshot()
+    rewarded = replace(shown, reward_mean=0.25)
+    assert "reverse KL -" in line(shown)
+    assert "  reward 0.2500  " in line(rewarded)
+    assert "  reverse KL 0.5000  " in line(replace(rewarded, reverse_kl_nats=0.5))
+    text = io.StringIO()
+    Console(file=text, width=120).print(panel(rewarded))
+    assert "reward" in text.getvalue()
+    assert "nats" not in text.getvalue()
 
 
 def test_live_panel_on_a_terminal(tmp_path):
