@@ -11,8 +11,8 @@ import msgspec
 
 from sglang_bridge.errors import BadReply, ServerRefused, ServerUnreachable
 
-# Below the server's own keep-alive (5 s), so that a pooled connection is never one it is just
-# closing.
+# Below the server's own keep-alive (600 s, or 5 s where it was started by other means), so that a
+# pooled connection is never one it is just closing.
 KEEPALIVE_S = 2.0
 CONNECT_TIMEOUT_S = 10.0
 

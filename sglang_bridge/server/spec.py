@@ -11,6 +11,9 @@ from typing import Literal
 SEED_VARIABLE = "SGLANG_BRIDGE_SEED"
 PARENT_VARIABLE = "SGLANG_BRIDGE_PARENT"
 GROUP_TIMEOUT_VARIABLE = "SGLANG_BRIDGE_GROUP_TIMEOUT_S"
+# An idle connection is the client's to close (http.KEEPALIVE_S): a server that closes one just as a
+# request enters it fails that request. Its own default of 5 s does so on a machine that stalls.
+KEEP_ALIVE_S = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,7 @@ def server_env(spec: ServerSpec, base: Mapping[str, str] | None = None) -> dict[
     env[SEED_VARIABLE] = str(spec.seed)
     env[GROUP_TIMEOUT_VARIABLE] = str(spec.group_timeout_s)
     env[PARENT_VARIABLE] = str(os.getpid())
+    env.setdefault("SGLANG_TIMEOUT_KEEP_ALIVE", str(KEEP_ALIVE_S))
     # Its engine for AVX-512 machines with sgl_kernel; ours is the platform plugin.
     env.pop("SGLANG_USE_CPU_ENGINE", None)
     if spec.tp > 1:

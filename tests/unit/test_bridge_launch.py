@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sglang_bridge.errors import PortInUse, ServerDied
+from sglang_bridge.http import KEEPALIVE_S
 from sglang_bridge.server import launch
 from sglang_bridge.server.__main__ import arguments_for_device
 from sglang_bridge.server.launch import ServerProcess, free_port, running_states
@@ -48,6 +49,7 @@ def test_command_and_environment():
     env = server_env(full, {"KEPT": "1", "SGLANG_USE_CPU_ENGINE": "1"})
     assert env["KEPT"] == "1"
     assert env["SGLANG_BRIDGE_SEED"] == "7"
+    assert int(env["SGLANG_TIMEOUT_KEEP_ALIVE"]) > 10 * KEEPALIVE_S, "idle connections are ours"
     assert "SGLANG_USE_CPU_ENGINE" not in env
     assert len(env["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
     assert full.url == "http://127.0.0.1:4321"
@@ -137,6 +139,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from sglang_bridge.server import launch
+from sglang_bridge.http import KEEPALIVE_S
 from sglang_bridge.server.spec import ServerSpec
 script = '''
 import os, time
