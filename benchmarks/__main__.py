@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME ...]`: run benchmarks and print one JSON object for each."""
+"""`python -m benchmarks [NAME ...]`: run benchmarks or studies and print one JSON object for each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 
 from megatron_opd.metrics.summary import commit, versions
 
-NAMES = ("draws", "learner", "lean_logp")
+BENCHMARKS = ("draws", "learner", "lean_logp")
+STUDIES = ("variance", "mismatch", "staleness")  # minutes to hours: run when named
+NAMES = (*BENCHMARKS, *STUDIES)
 
 
 def machine() -> dict[str, Any]:
@@ -29,7 +31,7 @@ def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
-    names = parser.parse_args().names or NAMES
+    names = parser.parse_args().names or BENCHMARKS
     for name in names:
         if name not in NAMES:
             parser.error(f"unknown benchmark {name!r}; choices: {', '.join(NAMES)}")
