@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME ...]`: run benchmarks or studies and print one JSON object for each."""
+"""`python -m benchmarks [NAME ...]`: run benchmarks or studies, print one JSON object for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The variance study at tiny sizes: enumeration against brute force, drawing against enumeration."""
+"""The variance study, tiny: enumeration against brute force, drawing against enumeration."""
 
 import itertools
 import math
