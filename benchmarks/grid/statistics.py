@@ -1,0 +1,87 @@
+"""Means over seeds with 95% intervals (Student's t: three seeds are few)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.grid.trials import CURVES
+
+# 0.975 quantiles of Student's t by degrees of freedom; 1.96 beyond
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+T_MANY = 1.96
+WINDOW = 5  # updates that a "last" or "best" reward is averaged over
+
+
+def interval(values: Sequence[float | None]) -> dict[str, float | int | None]:
+    """{mean, half_width_95, n} of the values that exist; null where there are too few."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return {"mean": None, "half_width_95": None, "n": 0}
+    half = None
+    if len(known) > 1:
+        freedom = len(known) - 1
+        quantile = T_975[freedom - 1] if freedom <= len(T_975) else T_MANY
+        half = quantile * statistics.stdev(known) / math.sqrt(len(known))
+    return {"mean": statistics.fmean(known), "half_width_95": half, "n": len(known)}
+
+
+def windowed(values: Sequence[float | None]) -> list[float]:
+    """Means of every WINDOW consecutive values that exist."""
+    known = [value for value in values if value is not None]
+    width = min(WINDOW, len(known))
+    return [
+        statistics.fmean(known[first : first + width])
+        for first in range(len(known) - width + 1)
+        if width
+    ]
+
+
+def row_figures(row: dict[str, Any]) -> dict[str, float | None]:
+    """The scalars of one run."""
+    summary, curves = row["summary"], row["curves"]
+    rewards = windowed(curves["reward_mean"])
+    figures: dict[str, float | None] = {
+        "accuracy_before_pct": summary["student_accuracy_before_pct"],
+        "accuracy_after_pct": summary["student_accuracy_after_pct"],
+        "reward_last": rewards[-1] if rewards else None,
+        "reward_best": max(rewards, default=None),
+        "staleness_mean_versions": summary["staleness_mean_versions"],
+        "wall_s": summary["wall_s"],
+    }
+    for key in CURVES:
+        known = [value for value in curves[key] if value is not None]
+        figures[f"{key}_over_run"] = statistics.fmean(known) if known else None
+    figures["mismatch_max_abs_dp_run_max"] = summary["mismatch_max_abs_dp"]
+    return figures
+
+
+def aggregated(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry per (setting, method), in order of appearance: figures and curves over seeds."""
+    entries = []
+    for setting, method in dict.fromkeys((row["setting"], row["method"]) for row in rows):
+        mine = [row for row in rows if (row["setting"], row["method"]) == (setting, method)]
+        figures = [row_figures(row) for row in mine]
+        updates = max(len(row["curves"]["reward_mean"]) for row in mine)
+        entries.append(
+            {
+                "setting": setting,
+                "method": method,
+                "seeds": [row["seed"] for row in mine],
+                "diverged": sum(row["status"] == "diverged" for row in mine),
+                "figures": {key: interval([each[key] for each in figures]) for key in figures[0]},
+                "curves": {key: _curve(mine, key, updates) for key in CURVES},
+            }
+        )
+    return entries
+
+
+def _curve(rows: Sequence[dict[str, Any]], key: str, updates: int) -> dict[str, list[Any]]:
+    """Mean and half width by update, over the runs that got that far."""
+    points = [
+        interval([row["curves"][key][u] for row in rows if u < len(row["curves"][key])])
+        for u in range(updates)
+    ]
+    return {part: [point[part] for point in points] for part in ("mean", "half_width_95")}

@@ -1,0 +1,81 @@
+"""Grids of runs: what is started, kept, resumed and averaged. Nothing is really run."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks import mismatch, staleness
+from benchmarks.grid.statistics import aggregated, interval
+from benchmarks.grid.trials import CURVES, SUMMARY, Launch, Trial, run_trials
+from megatron_opd.config.load import load_config
+from megatron_opd.config.schema import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def fake(calls: list[str], causes: dict[str, str] | None = None) -> Launch:
+    """Leaves what a run leaves; fails the trials named in `causes`."""
+
+    def launch(command: list[str], log: Path) -> int:
+        values = dict(each.split("=", 1) for each in command if "=" in each)
+        run_dir = Path(values["run.dir"])
+        calls.append(run_dir.name)
+        run_dir.mkdir(parents=True)
+        log.write_text("the log")
+        cause = (causes or {}).get(run_dir.name)
+        seed = float(values["run.seed"])
+        summary = dict.fromkeys(SUMMARY, seed) | {"cause": cause, "commit": "abc"}
+        (run_dir / "summary.json").write_text(json.dumps(summary))
+        rows = [dict.fromkeys(CURVES, seed + update) for update in range(6)]
+        (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return 0 if cause is None else 1
+
+    return launch
+
+
+def trial(seed: int, method: str = "m") -> Trial:
+    return Trial("s", method, seed, Path("x.yaml"), {"a.b": "1"})
+
+
+@pytest.mark.parametrize("study", [mismatch, staleness])
+def test_every_trial_of_a_study_is_a_valid_run(study, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    trials = study.trials()
+    assert len({each.name for each in trials}) == len(trials)
+    for each in trials:
+        command = each.command(Path("runs/x"))
+        sets = [b for a, b in pairwise(command) if a == "--set"]
+        config = load_config(Config, each.config, sets)
+        assert config.run.seed == each.seed
+
+
+def test_a_study_that_was_stopped_goes_on_where_it_was(tmp_path: Path):
+    calls: list[str] = []
+    first = run_trials([trial(1), trial(2)], tmp_path, fake(calls))
+    again = run_trials([trial(1), trial(2), trial(3)], tmp_path, fake(calls))
+    assert calls == ["s-m-1", "s-m-2", "s-m-3"]
+    assert again[:2] == first
+    assert not (tmp_path / "s-m-1").exists()  # a row replaces the run's directory
+
+
+def test_a_run_that_diverged_is_a_result_and_any_other_failure_is_not(tmp_path: Path):
+    causes = {"s-m-1": "rank 0: NotFinite: the loss is nan", "s-m-2": "a server died"}
+    rows = run_trials([trial(1)], tmp_path, fake([], causes))
+    assert rows[0]["status"] == "diverged"
+    with pytest.raises(RuntimeError, match="s-m-2 failed: a server died"):
+        run_trials([trial(2)], tmp_path, fake([], causes))
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 1
+
+
+def test_means_over_seeds_and_their_intervals(tmp_path: Path):
+    rows = run_trials([trial(seed) for seed in (1, 2, 3)], tmp_path, fake([]))
+    (entry,) = aggregated(rows)
+    half = 4.303 / 3**0.5  # Student's t, two degrees of freedom, standard deviation 1
+    after = entry["figures"]["accuracy_after_pct"]
+    assert after == {"mean": 2, "half_width_95": pytest.approx(half), "n": 3}
+    assert entry["figures"]["reward_last"]["mean"] == pytest.approx(5)  # mean of updates 1..5
+    assert entry["curves"]["grad_norm"]["mean"] == [2, 3, 4, 5, 6, 7]
+    assert interval([None, 4.0]) == {"mean": 4.0, "half_width_95": None, "n": 1}
+    assert interval([None])["mean"] is None
