@@ -64,6 +64,11 @@ def _teachers(config: Config) -> str | None:
         return f"missing key 'teacher': objective.type {config.objective.type} reads its log-probs"
     if "teacher" in config.teachers:
         return "teachers must not name one 'teacher', which is the section teacher"
+    if config.teachers and not estimator.reads_teacher:
+        return (
+            f"teachers has no use: objective.type {config.objective.type} reads no teacher; "
+            "leave it out"
+        )
     if config.teachers and config.data.teacher_key is None:
         return "data.teacher_key must name the column that chooses among teachers, got null"
     if config.data.teacher_key is not None and not estimator.reads_teacher:
@@ -117,8 +122,8 @@ def _top_p(config: Config) -> str | None:
     if estimator.support.owner == "student" and estimator.reads_teacher:
         return (
             f"rollout.top_p must be 1 with support.type {estimator.support.type}, which would miss "
-            f"the ids that truncation drops, got {top_p}; set rollout.top_p 1, or support.type "
-            "teacher_topk"
+            f"the ids that truncation drops, got {top_p}; set rollout.top_p 1, or objective.type "
+            "forward_kl with support.type teacher_topk"
         )
     return None
 
