@@ -79,6 +79,8 @@ class ServerClient:
                 wire.NUM_ATOMS: request.num_atoms,
                 wire.NUM_DRAWS: request.num_draws,
             }
+            if request.thin:
+                params["custom_params"][wire.THIN] = True
         body = {"rid": request.rid, "input_ids": _ids(request.input_ids), "sampling_params": params}
         reply = await self._http.request("POST", "/generate", body, repeatable=False)
         return parse_rollout(self.url, reply, request)

@@ -58,9 +58,10 @@ class RolloutRequest:
     """One completion to sample.
 
     rid: unique. num_atoms (0..MAX_ATOMS), num_draws (0..MAX_DRAWS): what to cache at each position,
-    see DrawCache. record: keep a cache, implied by either; alone it holds the path token only.
-    Without a cache: plain generation (evaluation). temperature: 0 = greedy. stop_token_ids: end the
-    response besides the model's own end-of-sequence ids.
+    see DrawCache; thin: at most that many, fewer where p is peaked (both must be asked for).
+    record: keep a cache, implied by either; alone it holds the path token only. Without a cache:
+    plain generation (evaluation). temperature: 0 = greedy. stop_token_ids: end the response besides
+    the model's own end-of-sequence ids.
     """
 
     rid: str
@@ -70,11 +71,12 @@ class RolloutRequest:
     top_p: float = 1.0
     num_atoms: int = 0
     num_draws: int = 0
+    thin: bool = False
     record: bool = False
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_support(self.num_atoms, self.num_draws)
+        check_support(self.num_atoms, self.num_draws, self.thin)
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
         if len(self.input_ids) == 0:
@@ -225,12 +227,14 @@ class WeightPiece:
     digest: str
 
 
-def check_support(num_atoms: int, num_draws: int) -> None:
-    """Raises ValueError outside 0..MAX_ATOMS atoms and 0..MAX_DRAWS draws."""
+def check_support(num_atoms: int, num_draws: int, thin: bool = False) -> None:
+    """Raises ValueError outside 0..MAX_ATOMS atoms and 0..MAX_DRAWS draws; thin needs both."""
     if not 0 <= num_atoms <= MAX_ATOMS:
         raise ValueError(f"num_atoms must be in 0..{MAX_ATOMS}, got {num_atoms}")
     if not 0 <= num_draws <= MAX_DRAWS:
         raise ValueError(f"num_draws must be in 0..{MAX_DRAWS}, got {num_draws}")
+    if thin and not (num_atoms and num_draws):
+        raise ValueError(f"thin needs atoms and draws, got {num_atoms} and {num_draws}")
 
 
 def check_temperature(temperature: float) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 # request: custom_params
 NUM_DRAWS = "bridge_num_draws"  # with NUM_ATOMS, both may be 0: keep a draw cache
 NUM_ATOMS = "bridge_num_atoms"
+THIN = "bridge_thin"
 SCORE_START = "bridge_score_start"
 SCORE_OFFSETS = "bridge_score_offsets"  # int32 [T + 1]
 SCORE_IDS = "bridge_score_ids"  # int32 [N]

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_opd.buffer.rejection import RolloutRejected
 from megatron_opd.config.schema import RolloutConfig
-from megatron_opd.config.supports import Support
+from megatron_opd.config.supports import AtomsTailSupport, Support
 from megatron_opd.types import Draws, Prompt, Rollout, VersionSpan
 from sglang_bridge.errors import BadReply, RequestAborted
 from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest
@@ -51,6 +51,7 @@ class RolloutGenerator:
         ours = support.owner == "student"
         self._num_atoms = support.num_atoms(vocab_size) if ours else 0
         self._num_draws = support.num_draws if ours else 0
+        self._thin = isinstance(support, AtomsTailSupport) and support.thin
         self._run_id = run_id
         self._stop_token_ids = stop_token_ids
 
@@ -69,6 +70,7 @@ class RolloutGenerator:
             top_p=self._rollout.top_p,
             num_atoms=self._num_atoms,
             num_draws=self._num_draws,
+            thin=self._thin,
             record=True,
             stop_token_ids=self._stop_token_ids,
         )

@@ -149,7 +149,8 @@ def step_of(batch: Any) -> Wanted | None:
     if not any(support is not None for support in supports):
         return None
     atoms_B, draws_B = np.array([s or (0, 0) for s in supports], dtype=np.int64).T
-    return Wanted(atoms_B, draws_B)
+    thin_B = np.array([bool(compat.custom_params(req).get(wire.THIN)) for req in batch.reqs])
+    return Wanted(atoms_B, draws_B, thin_B)
 
 
 class DrawObserver:

@@ -3,7 +3,10 @@
 The k likeliest ids (atoms) weigh p(id), exactly. m iid draws from what is left (the tail,
 renormalised) weigh tail mass / m each. For every f, k >= 0 and m > 0:
 E[sum_a weight_a f(a)] = E_p[f]; k = 0 is plain Monte Carlo with weight 1 / m, m = 0 a truncated
-top-k, k = V the whole distribution. One rule says what is an atom, and the tail is what remains, so
+top-k, k = V the whole distribution. Thin rows spend the same k + m where the mass is: atoms are
+those of the k likeliest ids with (k + m) p >= 1, which k + m draws would be expected to hit, and
+the draws ceil((k + m) tail mass), at most m; both depend on p alone, so nothing is biased, and a
+peaked row holds few ids. One rule says what is an atom, and the tail is what remains, so
 that no draw is an atom and none is of probability 0.
 
 Pure torch, any device, no device sync. Axes: B rows, V vocabulary, K atoms and M draws (the step's
@@ -27,10 +30,14 @@ LEAST_WEIGHT = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """How many atoms and draws each row asks for: int64 [B] on the host."""
+    """How many atoms and draws each row asks for: int64 [B] on the host.
+
+    thin_B: bool [B]; None = no row is thin.
+    """
 
     atoms_B: np.ndarray
     draws_B: np.ndarray
+    thin_B: np.ndarray | None = None
 
     @property
     def max_atoms(self) -> int:
@@ -44,11 +51,19 @@ class Wanted:
 
     def rows(self, low: int, high: int) -> Wanted:
         """Rows [low, high)."""
-        return Wanted(self.atoms_B[low:high], self.draws_B[low:high])
+        thin_B = None if self.thin_B is None else self.thin_B[low:high]
+        return Wanted(self.atoms_B[low:high], self.draws_B[low:high], thin_B)
 
     def to(self, device: torch.device) -> torch.Tensor:
-        """int64 [2, B, 1] on the device, by an asynchronous copy."""
-        return to_device(np.stack([self.atoms_B, self.draws_B])[..., None], device)
+        """int64 [3, B, 1] on the device, by an asynchronous copy."""
+        thin_B = np.zeros_like(self.atoms_B) if self.thin_B is None else self.thin_B
+        columns = np.stack([self.atoms_B, self.draws_B, thin_B.astype(np.int64)])
+        return to_device(columns[..., None], device)
+
+    @property
+    def any_thin(self) -> bool:
+        """Whether some row is."""
+        return self.thin_B is not None and bool(self.thin_B.any())
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +87,16 @@ def select(policy: Behaviour, wanted: Wanted, uniform_BM: torch.Tensor) -> Selec
     if wanted.max_atoms == wanted.max_draws == 0:  # paths only: nothing is to be summed
         nothing = torch.empty((len(probs_BV), 0), dtype=torch.int64, device=probs_BV.device)
         return Selected(nothing, nothing.double())
-    atoms_B1, draws_B1 = wanted.to(probs_BV.device)
+    atoms_B1, draws_B1, thin_B1 = wanted.to(probs_BV.device)
     if wanted.max_atoms == 0:  # plain Monte Carlo pays for no top-k
         ids_BM, mass_B1 = draw(probs_BV, uniform_BM)
         return _drawn(probs_BV, ids_BM, draws_B1, torch.ones_like(mass_B1))
     ids_BK, logp_BK = policy.likeliest(min(wanted.max_atoms, probs_BV.shape[1]))
     column_K = torch.arange(ids_BK.shape[1], device=ids_BK.device)
     is_atom_BK = (column_K < atoms_B1) & (logp_BK > -torch.inf)
+    if wanted.any_thin:
+        expected_BK = logp_BK.exp() * (atoms_B1 + draws_B1)
+        is_atom_BK &= (thin_B1 == 0) | (expected_BK >= 1)
     probs_BK = probs_BV.gather(1, ids_BK)
     tail_BV = probs_BV.scatter(1, ids_BK, probs_BK.masked_fill(is_atom_BK, 0.0))
     ids_BM, tail_B1 = draw(tail_BV, uniform_BM)
@@ -87,6 +105,9 @@ def select(policy: Behaviour, wanted: Wanted, uniform_BM: torch.Tensor) -> Selec
     atoms_BK = probs_BK.double()
     total_B1 = tail_B1 + atoms_BK.masked_fill(~is_atom_BK, 0.0).sum(-1, keepdim=True)
     atoms = _masked(ids_BK, atoms_BK / total_B1, is_atom_BK)
+    if wanted.any_thin:
+        needed_B1 = ((atoms_B1 + draws_B1) * (tail_B1 / total_B1)).ceil().long()
+        draws_B1 = torch.where(thin_B1 == 0, draws_B1, needed_B1.minimum(draws_B1))
     draws = _drawn(tail_BV, ids_BM, draws_B1, tail_B1 / total_B1)
     return Selected(
         torch.cat([atoms.ids_BS, draws.ids_BS], dim=1),

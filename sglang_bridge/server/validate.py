@@ -21,6 +21,10 @@ UNOBSERVED = ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias")
 def check_draw_params(params: Mapping[str, Any], obj: Any, vocab_size: int) -> None:
     """A request's cache must come from its sampling distribution."""
     _check_support(params, wire.NUM_ATOMS, wire.NUM_DRAWS, vocab_size)
+    thin = params.get(wire.THIN, False)
+    if not isinstance(thin, bool):
+        raise ValueError(f"{wire.THIN} must be true or false, got {thin!r}")
+    check_support(params.get(wire.NUM_ATOMS, 0), params.get(wire.NUM_DRAWS, 0), thin)
     unobserved = [name for name in UNOBSERVED if obj.sampling_params.get(name)]
     if getattr(obj, "custom_logit_processor", None):
         unobserved.append("custom_logit_processor")

@@ -1,6 +1,7 @@
 """Atoms, tail draws and the rows made of them, against enumeration in float64."""
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -222,3 +223,39 @@ def test_requests_of_one_step_do_not_change_each_other():
             behaviour(logits, ones(1)), wanted(num_atoms, num_draws), numbers[:, :num_draws]
         )
         assert np.array_equal(weights(build_rows(single), 100)[0], mixed[b]), (num_atoms, num_draws)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_thin_rows_are_unbiased_and_hold_what_draws_would_hit(seed: int):
+    rng = np.random.default_rng(seed)
+    sharpness, repeats, atoms, draws = [0.3, 1.0, 3.0, 8.0][seed], 20_000, 6, 10
+    logits = rng.normal(size=40) * sharpness
+    p_V = np.exp(logits - logits.max())
+    p_V /= p_V.sum()
+    asked = Wanted(np.full(repeats, atoms), np.full(repeats, draws), np.ones(repeats, dtype=bool))
+    chosen = select(policy_of([p_V] * repeats), asked, uniform(repeats, draws, seed))
+    rows = build_rows(chosen)
+    table = weights(rows, 40)
+    np.testing.assert_allclose(table.sum(1), 1, rtol=1e-5)
+    error_V = table.std(0) / math.sqrt(repeats) + 1e-7
+    assert (np.abs(table.mean(0) - p_V) / error_V).max() < 6
+    # Atoms: exactly the likely ids among the first; draws: as many as the tail's share of the sum.
+    order = np.argsort(-p_V)[:atoms]
+    expected_atoms = order[p_V[order] * (atoms + draws) >= 1]
+    tail = 1 - p_V[expected_atoms].sum()
+    atoms_gap = np.abs(table[:, expected_atoms] / p_V[expected_atoms] - 1)
+    assert atoms_gap.max(initial=0) < 1e-4
+    needed = min(draws, math.ceil((atoms + draws) * tail))
+    drawn = np.delete(table, expected_atoms, axis=1) * needed / tail
+    np.testing.assert_allclose(drawn, drawn.round(), atol=1e-3)
+    np.testing.assert_allclose(drawn.sum(1), needed, rtol=1e-4)
+    if seed == 3:
+        assert rows.length_B.double().mean() < 4, "a peaked row must hold few ids"
+
+
+def test_thin_and_full_rows_share_a_step():
+    p_V = [0.9, 0.05, 0.03, 0.02]
+    asked = Wanted(np.array([2, 2]), np.array([8, 8]), np.array([True, False]))
+    chosen = select(policy_of([p_V, p_V]), asked, uniform(2, 8))
+    used_B = (chosen.ids_BS != UNUSED).sum(1)
+    assert used_B.tolist() == [1 + 1, 2 + 8]  # 10 * 0.05 < 1: not an atom; 10 * 0.1 = 1 draw
