@@ -12,7 +12,7 @@ from typing import Any
 from megatron_opd.metrics.summary import commit, versions
 
 BENCHMARKS = ("draws", "learner", "lean_logp")
-STUDIES = ("variance", "mismatch", "staleness")  # minutes to hours: run when named
+STUDIES = ("variance", "objectives", "mismatch", "staleness")  # minutes to hours: run when named
 NAMES = (*BENCHMARKS, *STUDIES)
 
 

@@ -43,6 +43,8 @@ SUMMARY = (
     "staleness_max_versions",
     "mismatch_max_abs_dp",
     "mismatch_mean_abs_dp",
+    "distinct_ids_per_token",
+    "cache_bytes_per_token",
     "wall_s",
 )
 
