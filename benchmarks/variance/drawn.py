@@ -15,7 +15,7 @@ import torch
 from benchmarks.variance.caches import draw_caches, evaluate_caches
 from benchmarks.variance.exact import Enumerated, Split
 
-CHUNK = 8192  # caches of a prefix drawn at once
+CHUNK = 4096  # caches of a prefix drawn at once
 FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 
@@ -23,9 +23,9 @@ FLOAT32_EPS = torch.finfo(torch.float32).eps
 class Effort:
     """How much is drawn: prefixes (heaviest and random), caches of each, and of which pairs."""
 
-    heaviest: int = 24
-    others: int = 40
-    caches: int = 32_768
+    heaviest: int = 12
+    others: int = 20
+    caches: int = 16_384
     splits: tuple[Split, ...] = (
         Split(0, 1),
         Split(0, 4),

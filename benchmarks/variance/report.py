@@ -5,6 +5,7 @@ Ratios are of expectations over prefixes (AsyncOPD Eq. 16) or of rollouts' means
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -51,6 +52,7 @@ def study(training: Training, effort: Effort) -> dict[str, Any]:
                 now_TV = rollouts.logits(room.student).log_softmax(-1)
             named = {"old_version": version, "staleness_updates": staleness}
             enumerated = Enumerated(old_TV, now_TV, teacher_TV)
+            print(f"version {version}, staleness {staleness}", file=sys.stderr, flush=True)
             pairs.append(named | pair_figures(enumerated, rollouts))
             if (version, staleness) in effort.pairs:
                 pair = Pair(old_TV, now_TV, teacher_TV)

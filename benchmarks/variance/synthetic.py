@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.variance.exact import Enumerated, Split
 
-BISECTIONS = 60
+BISECTIONS = 40
 LEAST_SCALE, LARGEST_SCALE = 1e-3, 1e12
 PLATEAU_WIDTH, PLATEAU_POWER = 100.0, 4
 FIXED = Split(16, 48)
