@@ -1,0 +1,90 @@
+"""Draw the curves of a grid of runs: a row per setting, a column per figure, a line per method.
+
+    python tools/plot_grid.py benchmarks/results/mismatch.json docs/mismatch.png
+    python tools/plot_grid.py benchmarks/results/staleness.json docs/staleness.png
+
+Lines are means over seeds, smoothed over a few updates; bands are the range of their 95% intervals.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+COLUMNS = {  # by benchmark: curve -> (title, logarithmic)
+    "mismatch": {
+        "reward_mean": ("reward of rollouts", False),
+        "entropy_nats": ("entropy, nats", False),
+        "sampler_k3_nats": ("KL learner-sampler (k3), nats", True),
+        "mismatch_max_abs_dp": ("max |dp|", False),
+    },
+    "staleness": {
+        "reward_mean": ("reward of rollouts", False),
+        "importance_variance": ("variance of the importance weight", True),
+        "grad_norm": ("gradient norm", True),
+        "entropy_nats": ("entropy, nats", False),
+    },
+}
+COLORS = ("#1d4ed8", "#d97706", "#b91c1c", "#059669", "#7c3aed")
+WINDOW = 5  # updates a point is averaged over
+
+
+def smoothed(values: Sequence[float | None]) -> list[float]:
+    """Running mean over the last WINDOW values that exist; nan where there is none."""
+    means = []
+    for stop in range(1, len(values) + 1):
+        known = [value for value in values[max(0, stop - WINDOW) : stop] if value is not None]
+        means.append(sum(known) / len(known) if known else float("nan"))
+    return means
+
+
+def draw(axes: Any, entry: dict[str, Any], curve: str, color: str) -> None:
+    """One method's line and band."""
+    data = entry["curves"][curve]
+    mean, half = smoothed(data["mean"]), smoothed(data["half_width_95"])
+    updates = range(1, len(mean) + 1)
+    axes.plot(updates, mean, color=color, label=entry["method"], linewidth=1.2)
+    low, high = ([m + sign * h for m, h in zip(mean, half, strict=True)] for sign in (-1, 1))
+    axes.fill_between(updates, low, high, color=color, alpha=0.12, linewidth=0)
+
+
+def main() -> int:
+    """Entry point."""
+    study = json.loads(Path(sys.argv[1]).read_text())
+    columns = COLUMNS[study["benchmark"]]
+    settings = list(dict.fromkeys(entry["setting"] for entry in study["entries"]))
+    methods = list(dict.fromkeys(entry["method"] for entry in study["entries"]))
+    figure, grid = plt.subplots(
+        len(settings),
+        len(columns),
+        figsize=(3.3 * len(columns), 2.3 * len(settings)),
+        layout="constrained",
+        sharex=True,
+        squeeze=False,
+    )
+    for row, setting in zip(grid, settings, strict=True):
+        for axes, (curve, (title, logarithmic)) in zip(row, columns.items(), strict=True):
+            for entry in study["entries"]:
+                if entry["setting"] == setting:
+                    draw(axes, entry, curve, COLORS[methods.index(entry["method"])])
+            if logarithmic:
+                axes.set_yscale("log", nonpositive="mask")
+            axes.set_title(f"{setting}: {title}", fontsize="small")
+            axes.spines[["top", "right"]].set_visible(False)
+        row[0].legend(frameon=False, fontsize="x-small")
+    for axes in grid[-1]:
+        axes.set_xlabel("learner update", fontsize="small")
+    figure.savefig(Path(sys.argv[2]), dpi=100)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
