@@ -23,6 +23,7 @@ pytestmark = pytest.mark.e2e
 
 MISMATCH = "opd run: max |p_learner - p_sampler|"
 UPDATES, BATCH, STALENESS = 4, 8, 1
+ARITHMETIC = Path(__file__).resolve().parents[2] / "examples" / "arithmetic"
 START_TIMEOUT_S = 240
 STOP_LIMIT_S = 15
 
@@ -54,8 +55,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def write_config(inputs: Path, tmp_path: Path, **sections: dict) -> Path:
-    """A small run; `sections` replace single keys of its sections."""
+def write_config(inputs: Path, tmp_path: Path, **sections: dict | None) -> Path:
+    """A small run; `sections` replace single keys of its sections, or a whole one that has a type.
+
+    None: no such section.
+    """
     server = {"dtype": "float32", "max_total_tokens": 8192, "context_length": 256}
     tree = {
         "run": {"dir": str(tmp_path / "run"), "updates": UPDATES, "seed": 3},
@@ -79,7 +83,8 @@ def write_config(inputs: Path, tmp_path: Path, **sections: dict) -> Path:
         "weight_sync": {"bucket_bytes": 200_000},
     }
     for name, values in sections.items():
-        tree[name] = {**tree[name], **values}
+        whole = values is None or "type" in values
+        tree[name] = values if whole else {**tree.get(name, {}), **values}
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
@@ -187,6 +192,89 @@ def test_a_whole_run_and_its_products(inputs: Path, tmp_path: Path, start: Calla
         "student-0.log",
         "teacher-0.log",
     }
+
+
+def test_rewards_alone_need_no_teacher(inputs: Path, tmp_path: Path, start: Callable[..., Running]):
+    """GRPO on the arithmetic example; warm enough that the answers to one prompt differ."""
+    config = write_config(
+        inputs,
+        tmp_path,
+        data={"train": str(ARITHMETIC / "train.jsonl"), "task": "arithmetic"},
+        student={"model": str(ARITHMETIC / "student")},
+        teacher=None,
+        support={"type": "path"},
+        objective={"type": "grpo"},
+        rollout={"group_size": 4, "max_new_tokens": 64, "temperature": 1.4},
+        buffer={"batch_size": 16},
+        evaluation={"problems": 0},
+    )
+    running = start(config)
+    running.wait_until(running.has_updated)
+    done = running.finish(START_TIMEOUT_S)
+    assert done.code == 0, done.output
+    assert {path.name for path in (done.run_dir / "logs").iterdir()} == {
+        "learner.log",
+        "student-0.log",
+    }
+    summary = done.summary
+    assert summary["samples_consumed"] == UPDATES * 16
+    assert 0 < summary["reward_mean"] < 1
+    assert summary["reward_uniform_group_fraction"] < 1, "some group has something to teach"
+    assert summary["cached_ids_per_token"] == summary["distinct_ids_per_token"] == 1
+    assert summary["teacher_accuracy_pct"] is None
+    assert all("reverse_kl_nats" not in row for row in done.rows)
+    moving = [row["grad_norm"] > 0 for row in done.rows]
+    assert moving == [row["reward_uniform_group_fraction"] < 1 for row in done.rows]
+    bounded(MISMATCH, summary["mismatch_max_abs_dp"], 1e-4, "grpo")
+
+
+def test_two_teachers_choose_the_ids(inputs: Path, tmp_path: Path, start: Callable[..., Running]):
+    """Every prompt is scored by the teacher that its row names, on ids that this one selects."""
+    rows = [{"prompt": f"{i}+{i}=", "by": ("teacher", "twin")[i % 2]} for i in range(16)]
+    data = tmp_path / "named.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    twin = {"model": str(inputs / "student"), "dtype": "float32", "max_total_tokens": 8192}
+    config = write_config(
+        inputs,
+        tmp_path,
+        run={"updates": 2},
+        data={"train": str(data), "teacher_key": "by"},
+        teachers={"twin": {**twin, "context_length": 256}},
+        support={"type": "teacher_topk", "k": 8},
+        objective={"type": "forward_kl"},
+    )
+    running = start(config)
+    running.wait_until(running.has_updated)
+    done = running.finish(START_TIMEOUT_S)
+    assert done.code == 0, done.output
+    summary = done.summary
+    assert set(summary["teacher_accuracy_pct_by_name"]) == {"teacher", "twin"}
+    assert (done.run_dir / "logs" / "teacher-twin-0.log").exists()
+    assert summary["samples_dropped"] == {}
+    assert summary["distinct_ids_per_token"] == 8
+    assert 8 <= summary["cached_ids_per_token"] <= 9
+    assert all(row["loss"] > 0 for row in done.rows)
+
+
+def test_batches_held_back_have_an_exact_staleness(
+    inputs: Path, tmp_path: Path, start: Callable[..., Running]
+):
+    config = write_config(
+        inputs,
+        tmp_path,
+        run={"updates": 5},
+        support={"type": "atoms_tail", "k": 4, "m": 4},
+        buffer={"max_staleness": 2, "hold_batches": 2},
+        evaluation={"problems": 0},
+    )
+    running = start(config)
+    running.wait_until(running.has_updated)
+    done = running.finish(START_TIMEOUT_S)
+    assert done.code == 0, done.output
+    assert [row["staleness_max_versions"] for row in done.rows] == [0, 1, 2, 2, 2]
+    assert [row["staleness_mean_versions"] for row in done.rows] == [0, 1, 2, 2, 2]
+    assert done.summary["partial_rollouts"] == 0
+    assert 4 < done.summary["distinct_ids_per_token"] <= 8
 
 
 def test_interrupt_stops_everything_and_keeps_the_summary(
