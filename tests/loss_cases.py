@@ -220,6 +220,7 @@ MIXTURES: list[dict[str, Any]] = [
         [(0.7, {"type": "reverse_kl"}), (2.0, {"type": "grpo", "trust": {"type": "none"}})],
         [(1.0, {"type": "jsd", "outside": "bucket"}), (0.5, {"type": "gspo"})],
         [(1.0, {"type": "forward_kl"}), (0.5, {"type": "gepo"})],
+        [(1.0, {"type": "grpo"}), (0.5, {"type": "reinforce"})],
     )
 ]
 

@@ -111,3 +111,19 @@ def expected_group(
         total, mass = total + chance * result.loss_sum / result.count, mass + chance
     (gradient,) = torch.autograd.grad(total, logits)
     return gradient, mass
+
+
+def worth(y: tuple[int, ...]) -> float:
+    """A reward that is no sum over tokens."""
+    return float([0.3, -1.0, 2.0][y[0]] * (1 + sum(y)) + (len(set(y)) == 1))
+
+
+def policy_gradient(case: Problem, reward: Callable[[tuple[int, ...]], float]) -> torch.Tensor:
+    """-grad E_p[R], every response enumerated."""
+    leaf, tokens = case.student_TV.clone().requires_grad_(), len(case.path)
+    log_p = torch.log_softmax(leaf, -1)
+    total = torch.zeros((), dtype=torch.float64)
+    for y in responses(case.vocab, tokens):
+        total = total - log_p[range(tokens), y].sum().exp() * reward(y)
+    (gradient,) = torch.autograd.grad(total, leaf)
+    return gradient

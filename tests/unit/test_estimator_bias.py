@@ -25,7 +25,15 @@ from tests.loss_cases import (
     problem,
     student_logp,
 )
-from tests.loss_expectations import Outcomes, expectation, expected_group, outcomes, repeated
+from tests.loss_expectations import (
+    Outcomes,
+    expectation,
+    expected_group,
+    outcomes,
+    policy_gradient,
+    repeated,
+    worth,
+)
 from tests.loss_oracles import exact
 
 REVERSE = {"type": "reverse_kl"}
@@ -239,22 +247,6 @@ def test_clipping_gives_a_pessimistic_surrogate_and_a_biased_gradient():
 # --- rewards: whole responses ---------------------------------------------------------------
 
 
-def worth(y: tuple[int, ...]) -> float:
-    """A reward that is no sum over tokens."""
-    return float([0.3, -1.0, 2.0][y[0]] * (1 + sum(y)) + (len(set(y)) == 1))
-
-
-def policy_gradient(case: Problem) -> torch.Tensor:
-    """-grad E_p[R], every response enumerated."""
-    leaf, tokens = case.student_TV.clone().requires_grad_(), len(case.path)
-    log_p = torch.log_softmax(leaf, -1)
-    total = torch.zeros((), dtype=torch.float64)
-    for y in np.ndindex(*[case.vocab] * tokens):
-        total = total - log_p[range(tokens), y].sum().exp() * worth(y)
-    (gradient,) = torch.autograd.grad(total, leaf)
-    return gradient
-
-
 def of_rewards(advantage: str, level: str = "sequence", kind: str = "reinforce") -> Estimator:
     return estimator(
         support={"type": "path"},
@@ -266,7 +258,7 @@ def of_rewards(advantage: str, level: str = "sequence", kind: str = "reinforce")
 
 def test_a_sequence_ratio_makes_reinforce_unbiased_and_a_token_ratio_does_not():
     case = problem(8, lengths=(2,), vocab=3)
-    truth = policy_gradient(case)
+    truth = policy_gradient(case, worth)
     got, mass = expected_group(of_rewards("reward"), case, 1, worth)
     assert mass == pytest.approx(1)
     bounded("REINFORCE, sequence ratio, all responses: gradient", (got - truth).abs().max(), 1e-12)
@@ -279,7 +271,7 @@ def test_a_sequence_ratio_makes_reinforce_unbiased_and_a_token_ratio_does_not():
 
 def test_leave_one_out_is_unbiased_and_the_group_mean_shrinks_the_gradient():
     case = problem(9, lengths=(1,), vocab=3)
-    truth = policy_gradient(case)
+    truth = policy_gradient(case, worth)
     loo, _ = expected_group(of_rewards("leave_one_out"), case, 2, worth)
     torch.testing.assert_close(loo, truth, rtol=1e-10, atol=1e-12)
     mean, _ = expected_group(of_rewards("group_mean"), case, 2, worth)
@@ -293,8 +285,7 @@ def test_gspo_and_gepo_are_biased(kind: str):
     case = problem(10, lengths=(2,), vocab=3)
     est = of_rewards("reward", "token", kind)
     got, _ = expected_group(est, case, 2, worth)
-    # both weigh tokens by 1 / T: compare directions, which no constant changes
-    truth = policy_gradient(case)
+    truth = policy_gradient(case, worth)
     cosine = float((got * truth).sum() / (got.norm() * truth.norm()))
     assert 0.3 < cosine < 1 - 1e-3
     assert not bias_of(est.terms[0], est).startswith("none")
