@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -61,7 +62,7 @@ def write_config(inputs: Path, tmp_path: Path, **sections: dict | None) -> Path:
     None: no such section.
     """
     server = {"dtype": "float32", "max_total_tokens": 8192, "context_length": 256}
-    tree = {
+    tree: dict[str, Any] = {
         "run": {"dir": str(tmp_path / "run"), "updates": UPDATES, "seed": 3},
         "data": {
             "train": str(inputs / "train.jsonl"),
@@ -83,8 +84,10 @@ def write_config(inputs: Path, tmp_path: Path, **sections: dict | None) -> Path:
         "weight_sync": {"bucket_bytes": 200_000},
     }
     for name, values in sections.items():
-        whole = values is None or "type" in values
-        tree[name] = values if whole else {**tree.get(name, {}), **values}
+        if values is None or "type" in values:
+            tree[name] = values
+        else:
+            tree[name] = {**tree.get(name, {}), **values}
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
