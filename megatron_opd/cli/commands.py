@@ -46,7 +46,7 @@ def serve(arguments: argparse.Namespace) -> int:
     from sglang_bridge.server.spec import PARENT_VARIABLE, server_command, server_env
 
     config = load_config(Config, arguments.config, arguments.overrides)
-    role, name = arguments.role, getattr(arguments, "name", None)
+    role, name = arguments.role, arguments.name
     if name is not None:
         role = key_of_teacher(name)
         if arguments.role == STUDENT:

@@ -52,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("role", choices=("student", "teacher"))
     serve.add_argument("config", type=Path, metavar="CONFIG.yaml")
     serve.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    serve.add_argument("--name", help="which of `teachers`; without it the section `teacher`")
     serve.add_argument("--index", type=int, default=0, help="server i listens on base_port + i")
     serve.set_defaults(handler=commands.serve)
 
