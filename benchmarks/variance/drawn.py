@@ -34,7 +34,7 @@ class Effort:
         Split(4, 12),
         Split(16, 48),
     )
-    pairs: tuple[tuple[int, int], ...] = ((16, 4), (16, 64))
+    pairs: tuple[tuple[int, int], ...] = ((0, 1), (16, 4), (16, 64))
     seed: int = 11
 
 
