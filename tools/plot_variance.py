@@ -18,9 +18,8 @@ import matplotlib.pyplot as plt
 SHOWN = {
     "mc_16": "#93c5fd",
     "mc_64": "#1d4ed8",
-    "atoms_tail_1_1": "#fde68a",
-    "atoms_tail_2_2": "#f59e0b",
-    "atoms_tail_4_12": "#f97316",
+    "atoms_tail_2_2": "#fbbf24",
+    "atoms_tail_4_4": "#f97316",
     "atoms_tail_16_48": "#b91c1c",
 }
 FAMILY_COLORS = {
@@ -29,6 +28,7 @@ FAMILY_COLORS = {
     "geometric": "#7c3aed",
     "plateau": "#6b7280",
 }
+CROWDED = {"atoms_tail_15_49", "atoms_tail_24_40", "atoms_tail_32_32", "atoms_tail_12_52"}
 FLOOR = 1e-12  # the axis ends here; less is not told apart from float32 rounding
 
 
@@ -68,7 +68,7 @@ def frontier(axes: Any, pairs: list[dict[str, Any]]) -> None:
             ids = max(support["cached_ids_per_token"] for support in supports)
             worst = max(max(support["r_local"] for support in supports), FLOOR)
             axes.plot(ids, worst, "o", color=color, markersize=4)
-            text = label(name).replace(" atoms + ", "+")
+            text = "" if name in CROWDED else label(name).replace(" atoms + ", "+")
             axes.annotate(text, (ids, worst), fontsize=6, xytext=(3, 2), textcoords="offset points")
     axes.set(xscale="log", yscale="log", xlabel="cached ids a token")
     axes.set_title("worst variance against what is stored")
