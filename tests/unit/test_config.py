@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.config.load import ConfigError, dump_config, load_config
@@ -115,6 +115,7 @@ def test_config_is_frozen(tmp_path: Path):
         config.buffer.batch_size = 3
 
 
+@settings(deadline=None)
 @given(
     batch=st.integers(1, 64),
     minis=st.integers(1, 4),

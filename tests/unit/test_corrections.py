@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.config.corrections import (
@@ -41,6 +41,7 @@ def made(est, seed: int = 0, **changes) -> Cache:
     return replace(cache_of(est, case, rows, student_logp(case.student_TV, rows)), **changes)
 
 
+@settings(deadline=None)
 @given(st.floats(-20, 20), st.floats(0.01, 10), st.floats(0.01, 10))
 def test_factors_are_their_definitions(log_rho: float, one: float, other: float):
     low, high = sorted((one, other))

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.config.estimator import Estimator
@@ -54,6 +54,7 @@ def tiny_cache(
 
 
 @pytest.mark.parametrize("tree", DIRECT, ids=KINDS)
+@settings(deadline=None)
 @given(p=logps, q=logps)
 def test_value_and_pull_are_the_definitions(tree: dict[str, object], p: float, q: float):
     objective = objective_of(tree)
@@ -119,6 +120,7 @@ def test_dropping_what_is_outside_can_go_below_zero_and_a_bucket_cannot():
     assert float(on_set(chosen, p, q, row, 1, "bucket")[0]) > 0.1
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(logps, logps), min_size=1, max_size=6))
 def test_jsd_is_symmetric_at_one_half_and_within_log_two(pairs: list[tuple[float, float]]):
     p, q = (torch.log_softmax(torch.tensor(x).double(), 0) for x in zip(*pairs, strict=True))

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.losses.cache import Cache
@@ -38,6 +38,7 @@ def part_of(case: Problem, rows, first: int, last: int):
     return Problem(**(vars(case) | tensors)), rows[at]
 
 
+@settings(deadline=None)
 @given(sizes=lengths, cut=st.integers(0, 5), kind=st.sampled_from(KINDS))
 def test_parts_add_up_to_the_whole(sizes: list[int], cut: int, kind: dict):
     est = estimator(support={"type": "mc", "m": 3}, reduction=kind)
@@ -89,6 +90,7 @@ def test_a_batch_of_no_tokens_is_zero(support: dict):
         assert result.count == (0 if kind["type"] == "token" else len(sizes))
 
 
+@settings(deadline=None)
 @given(
     draws=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=4),
     support=st.sampled_from(["mc", "teacher_mc"]),

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.config.objectives import ClipTrust, M2Trust, NoTrust
@@ -24,6 +24,7 @@ def columns(rows: list[tuple[float, float, float]]) -> tuple[torch.Tensor, ...]:
     return tuple(torch.tensor(x, dtype=torch.float64) for x in zip(*rows, strict=True))
 
 
+@settings(deadline=None)
 @given(st.floats(-2, 2), st.floats(-3, 3), st.sampled_from([None, 1.5, 3.0]))
 def test_clip_is_a_lower_bound_with_no_gradient_where_it_stops(
     log_r: float, advantage: float, dual: float | None
@@ -43,6 +44,7 @@ def test_clip_is_a_lower_bound_with_no_gradient_where_it_stops(
     assert float(slope) == pytest.approx(0 if bool(got.stopped_n) else r * advantage, abs=1e-12)
 
 
+@settings(deadline=None)
 @given(actions, st.floats(0.001, 1.0))
 def test_m2_keeps_the_most_it_may(rows: list[tuple[float, float, float]], threshold: float):
     """Mean within the threshold; one more distance would break it; nothing else is masked."""
