@@ -148,6 +148,7 @@ def ratio_section() -> list[str]:
 def refused_section() -> list[str]:
     """How often each rule refuses, with the line a user sees for one combination."""
     examples: dict[int, str] = {}
+    numbers: dict[str, int] = {}  # line -> rule
     counts: Counter[int] = Counter()
     total = 0
     for tree in cases.products():
@@ -156,9 +157,10 @@ def refused_section() -> list[str]:
             Estimator.model_validate(tree)
         except ValidationError as error:
             says = error.errors()[0]["msg"].removeprefix("Value error, ")
-            number = rule_of(tree, says)
-            counts[number] += 1
-            examples.setdefault(number, says)
+            if says not in numbers:
+                numbers[says] = rule_of(tree, says)
+            counts[numbers[says]] += 1
+            examples.setdefault(numbers[says], says)
     lines = [
         f"Of {total} combinations of support, objective, trust region, penalty and correction "
         f"{total - sum(counts.values())} are accepted. The others are refused, each by the first "
