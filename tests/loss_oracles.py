@@ -256,7 +256,11 @@ class Oracle:
         for t, (value, surrogate) in enumerate(tokens):
             a = self.case.path[t]
             reference_TV = {"teacher": self.case.teacher_TV, "sampler": self.case.sampler_TV}
-            x = self.p[t, a] - reference_TV[objective.kl.to][t, a]
+            reference = reference_TV[objective.kl.to][t, a]
+            if not math.isfinite(reference):
+                out.append((value, surrogate))
+                continue
+            x = self.p[t, a] - reference
             k = {"k1": x, "k2": x**2 / 2, "k3": torch.exp(-x) - 1 + x}[objective.kl.estimator]
             more = objective.kl.coefficient * k
             out.append((value + more, surrogate + more))
@@ -322,7 +326,7 @@ def oracle(est: Any, case: Problem, rows: Sequence[Row]) -> tuple[float, torch.T
     if not surrogate.requires_grad:
         return float(value), torch.zeros_like(logits)
     (gradient,) = torch.autograd.grad(surrogate, logits)
-    return float(value), gradient
+    return float(value.detach()), gradient
 
 
 def exact(objective: Any, case: Problem) -> tuple[float, torch.Tensor]:
@@ -330,4 +334,4 @@ def exact(objective: Any, case: Problem) -> tuple[float, torch.Tensor]:
     logits = case.student_TV.detach().clone().requires_grad_()
     value = exact_divergence(objective, logits, case)
     (gradient,) = torch.autograd.grad(value, logits)
-    return float(value), gradient
+    return float(value.detach()), gradient

@@ -28,6 +28,7 @@ from tests.loss_cases import (
 from tests.loss_oracles import oracle
 
 ROWS, VOCAB = 5, 7
+ALL = tuple(accepted())
 
 
 def logits(seed: int) -> torch.Tensor:
@@ -47,7 +48,7 @@ def loss_and_gradient(est: Estimator, case: Problem, rows: list[Row]) -> tuple[f
 
 def test_every_accepted_estimator_equals_the_oracle():
     case, seen = problem(1), Counter()
-    for number, est in enumerate(accepted()):
+    for number, est in enumerate(ALL):
         rows = draw_rows(est.support, case, np.random.default_rng(number))
         value, gradient = loss_and_gradient(est, case, rows)
         exact_value, exact_gradient = oracle(est, case, rows)
@@ -57,6 +58,35 @@ def test_every_accepted_estimator_equals_the_oracle():
         bounded("loss, float64: gradient against the oracle", error, 1e-12, est)
         seen[est.objective.type, est.support.type] += 1
     assert len(seen) > 40, "the sweep must not have become empty"
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.integers(0, len(ALL) - 1),
+    st.integers(0, 10_000),
+    st.lists(st.integers(0, 4), min_size=2, max_size=4).filter(
+        lambda x: len(x) % 2 == 0 and any(x)
+    ),
+    st.floats(0, 0.5),
+    st.floats(0.05, 3.0),
+)
+def test_any_shape_and_any_excluded_score_equals_the_oracle(
+    which: int, seed: int, lengths: list[int], excluded: float, spread: float
+):
+    """Empty and one-token responses; a share of the teacher's scores is -inf, path tokens too."""
+    est, rng = ALL[which], np.random.default_rng(seed)
+    case = problem(seed, tuple(lengths), spread=spread)
+    rows = draw_rows(est.support, case, rng)
+    if est.support.owner == "student":  # a teacher selects no id that it gives no probability
+        gone_TV = torch.tensor(rng.random(case.teacher_TV.shape) < excluded)
+        case = replace(case, teacher_TV=case.teacher_TV.masked_fill(gone_TV, -math.inf))
+    value, gradient = loss_and_gradient(est, case, rows)
+    exact_value, exact_gradient = oracle(est, case, rows)
+    scale = max(1.0, abs(exact_value), float(exact_gradient.abs().max()))
+    assert math.isfinite(scale)
+    bounded("loss, float64, any shape: value", abs(value - exact_value) / scale, 1e-9, est)
+    error = (gradient - exact_gradient).abs().max() / scale
+    bounded("loss, float64, any shape: gradient", error, 1e-9, est)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -77,7 +107,7 @@ def test_student_equal_to_teacher_is_exactly_nothing_unless_stated():
     case = problem(2)
     goal = replace(case, student_TV=case.teacher_TV)
     tested = 0
-    for number, est in enumerate(accepted()):
+    for number, est in enumerate(ALL):
         rollout = any(getattr(t.objective, "advantage", "") == "rollout" for t in est.terms)
         if est.reads_reward or rollout:
             continue
@@ -95,12 +125,15 @@ def test_student_equal_to_teacher_is_exactly_nothing_unless_stated():
 
 
 def test_float32_log_probs_get_float32_gradients():
-    case, est = problem(3), estimator()
-    rows = draw_rows(est.support, case, np.random.default_rng(0))
-    student_N = student_logp(case.student_TV, rows).float().requires_grad_()
-    evaluate(est, cache_of(est, case, rows, student_N)).loss_sum.backward()
-    assert student_N.grad is not None
-    assert student_N.grad.dtype == torch.float32
+    case = problem(3)
+    for est in ALL[::25]:
+        rows = draw_rows(est.support, case, np.random.default_rng(0))
+        student_N = student_logp(case.student_TV, rows).float().requires_grad_()
+        loss = evaluate(est, cache_of(est, case, rows, student_N)).loss_sum
+        assert loss.dtype == torch.float64
+        (gradient_N,) = torch.autograd.grad(loss, student_N, materialize_grads=True)
+        assert gradient_N.dtype == torch.float32
+        assert gradient_N.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
