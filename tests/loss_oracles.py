@@ -35,6 +35,12 @@ def divergence_term(objective: Any, p: torch.Tensor, q: torch.Tensor) -> torch.T
     return p * torch.log(p / (objective.alpha * p + (1 - objective.alpha) * q))
 
 
+def rest(inside: torch.Tensor) -> torch.Tensor:
+    """1 - inside; less than float32 can tell from none counts as that little, a constant."""
+    left, least = 1 - inside, 2.0**-24
+    return left if float(left.detach()) > least else torch.tensor(least, dtype=torch.float64)
+
+
 def pull(objective: Any, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """-d divergence / d p of one action: the gradient is -sum p pull grad log p."""
     leaf = p.detach().clone().requires_grad_()
@@ -228,7 +234,7 @@ class Oracle:
             if outside == "renormalise":
                 p, q = [x / inside_p for x in p], [x / inside_q for x in q]
             elif outside == "bucket":
-                p, q = [*p, 1 - inside_p], [*q, 1 - inside_q]
+                p, q = [*p, rest(inside_p)], [*q, rest(inside_q)]
         total = ZERO
         for x, y in zip(p, q, strict=True):
             total = total + divergence_term(objective, x, y)

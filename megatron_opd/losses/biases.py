@@ -58,8 +58,8 @@ def _of_set(term: MixtureTerm, est: Estimator) -> str:
     outside = getattr(term.objective, "outside", None) or "renormalise"
     return {
         "renormalise": "blind to how much p and q hold outside the set",
-        "bucket": "blind to how p and q differ inside what is outside the set; never above the "
-        "full divergence",
+        "bucket": "blind to how p and q differ inside what is outside the set, and to less than "
+        "2^-24 of it; never above the full divergence",
         "drop": "what is outside the set is missing; the value can be negative, and the gradient "
         "at p = q is a multiple of that of the set's mass",
     }[outside]
