@@ -79,9 +79,8 @@ class AtomsTailSupport(Support):
     m: Draws = 48
     """Draws from the tail."""
     thin: bool = False
-    """Spend the k + m ids where the mass is: atoms are those of the k likeliest ids with
-    (k + m) p >= 1, and the draws ceil((k + m) tail mass), at most m. As unbiased, and a peaked
-    position caches about as few ids as k + m draws of mc would hit."""
+    """Only ids with m p >= 1 are atoms, and the rest gets ceil(m * its mass) draws: as unbiased,
+    never more variance than mc of m draws, and about as few ids as those hit."""
 
     def num_atoms(self, vocab_size: int) -> int:
         """See Support."""

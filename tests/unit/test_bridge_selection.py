@@ -241,14 +241,18 @@ def test_thin_rows_are_unbiased_and_hold_what_draws_would_hit(seed: int):
     assert (np.abs(table.mean(0) - p_V) / error_V).max() < 6
     # Atoms: exactly the likely ids among the first; draws: as many as the tail's share of the sum.
     order = np.argsort(-p_V)[:atoms]
-    expected_atoms = order[p_V[order] * (atoms + draws) >= 1]
+    expected_atoms = order[p_V[order] * draws >= 1]
     tail = 1 - p_V[expected_atoms].sum()
     atoms_gap = np.abs(table[:, expected_atoms] / p_V[expected_atoms] - 1)
     assert atoms_gap.max(initial=0) < 1e-4
-    needed = min(draws, math.ceil((atoms + draws) * tail))
+    needed = math.ceil(draws * tail)
     drawn = np.delete(table, expected_atoms, axis=1) * needed / tail
     np.testing.assert_allclose(drawn, drawn.round(), atol=1e-3)
     np.testing.assert_allclose(drawn.sum(1), needed, rtol=1e-4)
+    # Never more variance than the same number of plain draws, whatever is averaged.
+    f_V = rng.normal(size=40)
+    plain = (p_V * f_V**2).sum() - (p_V * f_V).sum() ** 2
+    assert (table @ f_V).var() <= plain / draws * (1 + 6 * math.sqrt(2 / repeats))
     if seed == 3:
         assert rows.length_B.double().mean() < 4, "a peaked row must hold few ids"
 
@@ -258,4 +262,4 @@ def test_thin_and_full_rows_share_a_step():
     asked = Wanted(np.array([2, 2]), np.array([8, 8]), np.array([True, False]))
     chosen = select(policy_of([p_V, p_V]), asked, uniform(2, 8))
     used_B = (chosen.ids_BS != UNUSED).sum(1)
-    assert used_B.tolist() == [1 + 1, 2 + 8]  # 10 * 0.05 < 1: not an atom; 10 * 0.1 = 1 draw
+    assert used_B.tolist() == [1 + 1, 2 + 8]  # 8 * 0.05 < 1: not an atom; ceil(8 * 0.1) draws
