@@ -33,6 +33,8 @@ SIZE = {
     "evaluation.samples": "2",
     "learner.mini_batches": "2",
     "checkpoint.export_hf": "false",
+    "student.base_port": "21700",  # below the range from which the system hands out ports
+    "student.startup_timeout_s": "180",
     "metrics": "{tensorboard: false, trace: false, progress: false}",
 }
 

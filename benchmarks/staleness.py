@@ -25,6 +25,8 @@ SIZE = {
     "evaluation.problems": "64",
     "evaluation.samples": "2",
     "checkpoint.export_hf": "false",
+    "student.base_port": "21800",  # below the range from which the system hands out ports
+    "student.startup_timeout_s": "180",
     "metrics": "{tensorboard: false, trace: false, progress: false}",
 }
 # The ratio of GEPO Eq. 6: learner now over sampler, one optimizer step a batch.

@@ -1,8 +1,8 @@
 """One `opd run` per trial, in order. A finished trial's row is kept and never run again.
 
 Rows are appended to a JSONL file, so that a study that was stopped goes on where it was. A trial
-whose loss or gradient stopped being finite is a result (`diverged`); any other failure ends the
-study.
+whose loss or gradient stopped being finite is a result (`diverged`); any other failure is tried
+once more, then ends the study.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+ATTEMPTS = 2  # a server can fail to start on a busy machine
 DIVERGED = ("the loss is", "the gradient norm is")  # learner.NotFinite
 CURVES = (
     "reward_mean",
@@ -74,6 +75,7 @@ class Trial:
         return [sys.executable, "-m", "megatron_opd", "run", str(self.config), "--overwrite", *sets]
 
 
+INTERRUPTED = "interrupted"
 Launch = Callable[[list[str], Path], int]
 
 
@@ -118,13 +120,17 @@ def kept_rows(out: Path) -> dict[str, dict[str, Any]]:
 def run_trial(trial: Trial, out: Path, launch: Launch) -> dict[str, Any]:
     """Run it and read what it left. RuntimeError: it failed for another reason than the loss."""
     run_dir, log = out / trial.name, out / f"{trial.name}.log"
-    code = launch(trial.command(run_dir), log)
-    path = run_dir / "summary.json"
-    summary = json.loads(path.read_text()) if path.exists() else {}
-    cause = summary.get("cause") or ""
-    diverged = any(text in cause for text in DIVERGED)
-    if code and not diverged:
-        raise RuntimeError(f"{trial.name} failed: {cause or log.read_text()[-2000:]}")
+    summary, diverged = {}, False
+    for attempt in range(1, ATTEMPTS + 1):
+        code = launch(trial.command(run_dir), log)
+        path = run_dir / "summary.json"
+        summary = json.loads(path.read_text()) if path.exists() else {}
+        cause = summary.get("cause") or ""
+        diverged = any(text in cause for text in DIVERGED)
+        if code == 0 or diverged:
+            break
+        if summary.get("status") == INTERRUPTED or attempt == ATTEMPTS:
+            raise RuntimeError(f"{trial.name} failed: {cause or log.read_text()[-2000:]}")
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     row = {

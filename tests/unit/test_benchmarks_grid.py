@@ -22,7 +22,7 @@ def fake(calls: list[str], causes: dict[str, str] | None = None) -> Launch:
         values = dict(each.split("=", 1) for each in command if "=" in each)
         run_dir = Path(values["run.dir"])
         calls.append(run_dir.name)
-        run_dir.mkdir(parents=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
         log.write_text("the log")
         cause = (causes or {}).get(run_dir.name)
         seed = float(values["run.seed"])
@@ -64,8 +64,10 @@ def test_a_run_that_diverged_is_a_result_and_any_other_failure_is_not(tmp_path: 
     causes = {"s-m-1": "rank 0: NotFinite: the loss is nan", "s-m-2": "a server died"}
     rows = run_trials([trial(1)], tmp_path, fake([], causes))
     assert rows[0]["status"] == "diverged"
+    calls: list[str] = []
     with pytest.raises(RuntimeError, match="s-m-2 failed: a server died"):
-        run_trials([trial(2)], tmp_path, fake([], causes))
+        run_trials([trial(2)], tmp_path, fake(calls, causes))
+    assert calls == ["s-m-2", "s-m-2"]  # tried once more
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 1
 
 
