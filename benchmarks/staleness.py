@@ -22,6 +22,8 @@ STALENESSES = (0, 8, 64)
 SIZE = {
     "run.updates": "96",
     "buffer.batch_size": "32",
+    # at the examples' 2e-4, 64 updates on what version 0 sampled leave no student to compare
+    "learner.optimizer.lr": "5.0e-5",
     "evaluation.problems": "64",
     "evaluation.samples": "2",
     "checkpoint.export_hf": "false",

@@ -28,7 +28,10 @@ def fake(calls: list[str], causes: dict[str, str] | None = None) -> Launch:
         seed = float(values["run.seed"])
         summary = dict.fromkeys(SUMMARY, seed) | {"cause": cause, "commit": "abc"}
         (run_dir / "summary.json").write_text(json.dumps(summary))
-        rows = [dict.fromkeys(CURVES, seed + update) for update in range(6)]
+        rows = [
+            dict.fromkeys(CURVES, seed + update) | {"mismatch_tokens": update % 2}
+            for update in range(6)
+        ]
         (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
         return 0 if cause is None else 1
 
@@ -79,5 +82,8 @@ def test_means_over_seeds_and_their_intervals(tmp_path: Path):
     assert after == {"mean": 2, "half_width_95": pytest.approx(half), "n": 3}
     assert entry["figures"]["reward_last"]["mean"] == pytest.approx(5)  # mean of updates 1..5
     assert entry["curves"]["grad_norm"]["mean"] == [2, 3, 4, 5, 6, 7]
+    nothing = None  # no token was measured
+    measured = entry["curves"]["mismatch_mean_abs_dp"]["mean"]
+    assert measured == [nothing, 3, nothing, 5, nothing, 7]
     assert interval([None, 4.0]) == {"mean": 4.0, "half_width_95": None, "n": 1}
     assert interval([None])["mean"] is None
