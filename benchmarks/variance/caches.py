@@ -52,7 +52,9 @@ def draw_caches(
 
     if path_ids_T is None:
         path_ids_T = draw(policy.probs_BV, uniform(1))[0][:, 0]
-    wanted = Wanted(np.full(rows, split.atoms), np.full(rows, split.draws))
+    wanted = Wanted(
+        np.full(rows, split.atoms), np.full(rows, split.draws), np.full(rows, split.thin)
+    )
     built = build_rows(select(policy, wanted, uniform(split.draws)), path_ids_T[:, None])
     used_TR = built.ids_BR != UNUSED
     starts_T = built.length_B.cumsum(0) - built.length_B

@@ -19,17 +19,18 @@ import torch
 
 @dataclass(frozen=True)
 class Split:
-    """k atoms and m draws; k = 0 is plain Monte Carlo."""
+    """k atoms and m draws; k = 0 is plain Monte Carlo. thin: ceil(m * tail mass) draws."""
 
     atoms: int
     draws: int
+    thin: bool = False
 
     @property
     def name(self) -> str:
         """mc_64, atoms_tail_16_48."""
         if self.atoms == 0:
             return f"mc_{self.draws}"
-        return f"atoms_tail_{self.atoms}_{self.draws}"
+        return f"atoms_tail_{self.atoms}_{self.draws}{'_thin' if self.thin else ''}"
 
     @property
     def size(self) -> int:
@@ -81,13 +82,20 @@ class Enumerated:
         """float64 [T]: of the loss at each prefix; 0 where the atoms are the whole vocabulary."""
         k = split.atoms
         second_T = self.mass_TK[:, k] * self.second_TK[:, k]
-        return (second_T - self.first_TK[:, k].square()).clamp(min=0) / split.draws
+        return (second_T - self.first_TK[:, k].square()).clamp(min=0) / self.draws(split)
 
     def gradient_variance(self, split: Split) -> torch.Tensor:
         """float64 [T]: trace of the covariance of the gradient with respect to the logits."""
         k = split.atoms
         second_T = self.mass_TK[:, k] * self.grad_second_TK[:, k]
-        return (second_T - self.grad_mean_TK[:, k]).clamp(min=0) / split.draws
+        return (second_T - self.grad_mean_TK[:, k]).clamp(min=0) / self.draws(split)
+
+    def draws(self, split: Split) -> torch.Tensor:
+        """float64 [T]: draws made at each prefix."""
+        tail_T = self.mass_TK[:, split.atoms]
+        if not split.thin:
+            return torch.full_like(tail_T, split.draws)
+        return (split.draws * tail_T).ceil().clamp(min=1)
 
     def distinct_ids(self, split: Split) -> torch.Tensor:
         """float64 [T]: expected number of different ids that the support selects."""
@@ -103,7 +111,7 @@ class Enumerated:
         mass_T1 = self.mass_TK[:, split.atoms, None].clamp(min=_TINY)
         share_TV = (self.old_TV[:, split.atoms :] / mass_T1).clamp(max=1 - _EPS)
         # 1 - (1 - x)^m without cancellation at small x
-        return -torch.expm1(split.draws * torch.log1p(-share_TV))
+        return -torch.expm1(self.draws(split)[:, None] * torch.log1p(-share_TV))
 
 
 _TINY = torch.finfo(torch.float64).tiny

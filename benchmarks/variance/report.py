@@ -19,6 +19,7 @@ SIZES = (16, 64)
 MONTE_CARLO = tuple(Split(0, m) for m in (1, 4, 16, 64))
 ATOMS = (1, 2, 4, 8, 12, 15, 16, 24, 32, 48, 60, 63)
 SMALL = (Split(1, 1), Split(1, 3), Split(2, 2), Split(2, 6), Split(4, 4))  # caches of few bytes
+THIN = (Split(2, 64, thin=True), Split(4, 64, thin=True), Split(8, 64, thin=True))
 ONE = Split(0, 1)
 ENTROPY_EDGES = (0.0, 1e-3, 1e-2, 0.1, 0.4, 10.0)  # nats
 DENSE_BYTES = 768  # a token of a dense [T, 64] cache: id, sampler and teacher log-prob
@@ -32,7 +33,7 @@ def atoms_tail(size: int) -> list[Split]:
 
 def all_splits() -> list[Split]:
     """Every support that is reported."""
-    return [*MONTE_CARLO, *SMALL, *(split for size in SIZES for split in atoms_tail(size))]
+    return [*MONTE_CARLO, *SMALL, *THIN, *(split for size in SIZES for split in atoms_tail(size))]
 
 
 def study(training: Training, effort: Effort) -> dict[str, Any]:

@@ -19,6 +19,7 @@ BISECTIONS = 40
 LEAST_SCALE, LARGEST_SCALE = 1e-3, 1e12
 PLATEAU_WIDTH, PLATEAU_POWER = 100.0, 4
 FIXED = Split(16, 48)
+THIN = Split(16, 64, thin=True)
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,13 @@ def _ratios(sweep: Sweep, family: str, nats: float, stale: float) -> dict[str, A
         figures |= {
             f"{prefix}_monte_carlo": float(variance(monte_carlo).mean()) / total,
             f"{prefix}_fixed": float(variance(sweep.fixed).mean()) / total,
+            f"{prefix}_thin": float(variance(THIN).mean()) / total,
             f"{prefix}_best": float(variance(best).mean()) / total,
             f"{prefix}_best_atoms": best.atoms,
         }
     figures["distinct_ids_monte_carlo"] = float(enumerated.distinct_ids(monte_carlo).mean())
     figures["distinct_ids_fixed"] = float(enumerated.distinct_ids(sweep.fixed).mean())
+    figures["distinct_ids_thin"] = float(enumerated.distinct_ids(THIN).mean())
     return figures
 
 
@@ -137,10 +140,12 @@ def sweep(config: Sweep) -> dict[str, Any]:
         "vocab": config.vocab,
         "size": config.size,
         "fixed_split": config.fixed.name,
+        "thin_split": THIN.name,
         "teacher_noise": config.teacher_noise,
         "repetitions": config.repetitions,
         "most_of_monte_carlo_fixed": most("r_fixed", "r_monte_carlo"),
         "most_of_monte_carlo_fixed_gradient": most("r_gradient_fixed", "r_gradient_monte_carlo"),
         "most_of_monte_carlo_best": most("r_best", "r_monte_carlo"),
+        "most_of_monte_carlo_thin": most("r_thin", "r_monte_carlo"),
         "rows": rows,
     }

@@ -61,7 +61,7 @@ class _Case:
         counts = np.diff(self._offsets)
         lengths = self._lengths()
         path_T = self._path_of_rows()
-        sampler = self._column("sampler_logp", needed=self._estimator.uses_ratio)
+        sampler = self._column("sampler_logp", needed=self._estimator.reads_sampler)
         groups = columns_of(
             self._estimator,
             self._rewards(len(lengths)),

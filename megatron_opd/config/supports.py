@@ -79,8 +79,8 @@ class AtomsTailSupport(Support):
     m: Draws = 48
     """Draws from the tail."""
     thin: bool = False
-    """Only ids with m p >= 1 are atoms, and the rest gets ceil(m * its mass) draws: as unbiased,
-    never more variance than mc of m draws, and about as few ids as those hit."""
+    """Only ceil(m * mass of the rest) draws: as unbiased, never more variance than mc of m draws,
+    and little more than k ids where p is peaked."""
 
     def num_atoms(self, vocab_size: int) -> int:
         """See Support."""

@@ -276,8 +276,8 @@ SUPPORT_TEXTS: dict[type[SupportConfig], Callable[[Any], str]] = {
     PathSupport: lambda s: "the sampled token; w = 1",
     TopkSupport: lambda s: f"o's {s.k} likeliest ids; w = o",
     AtomsTailSupport: lambda s: (
-        f"those of o's {s.k} likeliest ids with {s.m} o >= 1, w = o; n = ceil({s.m} * mass of the "
-        f"rest) draws from the rest, w = count * mass of the rest / n"
+        f"o's {s.k} likeliest ids, w = o; n = ceil({s.m} * mass of the rest) draws from the rest, "
+        f"w = count * mass of the rest / n"
         if s.thin
         else f"o's {s.k} likeliest ids, w = o; {s.m} draws from the rest, "
         f"w = count * mass of the rest / {s.m}"

@@ -3,13 +3,12 @@
 The k likeliest ids (atoms) weigh p(id), exactly. m iid draws from what is left (the tail,
 renormalised) weigh tail mass / m each. For every f, k >= 0 and m > 0:
 E[sum_a weight_a f(a)] = E_p[f]; k = 0 is plain Monte Carlo with weight 1 / m, m = 0 a truncated
-top-k, k = V the whole distribution. One rule says what is an atom, and the tail is what remains, so
-that no draw is an atom and none is of probability 0.
+top-k, k = V the whole distribution. One rule says what is an atom, and the tail is what remains,
+so that no draw is an atom and none is of probability 0.
 
-Thin rows take as atoms those of the k likeliest ids with m p >= 1, which m draws would be expected
-to hit, and ceil(m tail mass) draws: sampling in proportion to the strata's mass. The variance of
-any sum(weight * f) is then never above that of m draws of plain Monte Carlo (it is tail^2 Var_tail
-/ draws <= tail Var_tail / m, and Var >= tail Var_tail), with about as many ids as those hit.
+Thin rows make only ceil(m tail mass) draws. A peaked row then holds few ids, and the variance of any
+sum(weight * f) is still never above that of m draws of plain Monte Carlo: it is tail^2 Var_tail /
+draws <= tail Var_tail / m, and Var >= tail Var_tail.
 
 Pure torch, any device, no device sync. Axes: B rows, V vocabulary, K atoms and M draws (the step's
 largest request), S = K + M columns.
@@ -96,9 +95,6 @@ def select(policy: Behaviour, wanted: Wanted, uniform_BM: torch.Tensor) -> Selec
     ids_BK, logp_BK = policy.likeliest(min(wanted.max_atoms, probs_BV.shape[1]))
     column_K = torch.arange(ids_BK.shape[1], device=ids_BK.device)
     is_atom_BK = (column_K < atoms_B1) & (logp_BK > -torch.inf)
-    if wanted.any_thin:
-        expected_BK = logp_BK.exp() * draws_B1
-        is_atom_BK &= (thin_B1 == 0) | (expected_BK >= 1)
     probs_BK = probs_BV.gather(1, ids_BK)
     tail_BV = probs_BV.scatter(1, ids_BK, probs_BK.masked_fill(is_atom_BK, 0.0))
     ids_BM, tail_B1 = draw(tail_BV, uniform_BM)

@@ -226,7 +226,7 @@ def test_requests_of_one_step_do_not_change_each_other():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_thin_rows_are_unbiased_and_hold_what_draws_would_hit(seed: int):
+def test_thin_rows_are_unbiased_and_never_vary_more_than_plain_draws(seed: int):
     rng = np.random.default_rng(seed)
     sharpness, repeats, atoms, draws = [0.3, 1.0, 3.0, 8.0][seed], 20_000, 6, 10
     logits = rng.normal(size=40) * sharpness
@@ -238,10 +238,9 @@ def test_thin_rows_are_unbiased_and_hold_what_draws_would_hit(seed: int):
     table = weights(rows, 40)
     np.testing.assert_allclose(table.sum(1), 1, rtol=1e-5)
     error_V = table.std(0) / math.sqrt(repeats) + 1e-7
-    assert (np.abs(table.mean(0) - p_V) / error_V).max() < 6
-    # Atoms: exactly the likely ids among the first; draws: as many as the tail's share of the sum.
-    order = np.argsort(-p_V)[:atoms]
-    expected_atoms = order[p_V[order] * draws >= 1]
+    often_V = p_V * repeats > 50  # else the normal error of a mean says nothing
+    assert (np.abs(table.mean(0) - p_V) / error_V)[often_V].max() < 6
+    expected_atoms = np.argsort(-p_V)[:atoms]
     tail = 1 - p_V[expected_atoms].sum()
     atoms_gap = np.abs(table[:, expected_atoms] / p_V[expected_atoms] - 1)
     assert atoms_gap.max(initial=0) < 1e-4
@@ -254,7 +253,7 @@ def test_thin_rows_are_unbiased_and_hold_what_draws_would_hit(seed: int):
     plain = (p_V * f_V**2).sum() - (p_V * f_V).sum() ** 2
     assert (table @ f_V).var() <= plain / draws * (1 + 6 * math.sqrt(2 / repeats))
     if seed == 3:
-        assert rows.length_B.double().mean() < 4, "a peaked row must hold few ids"
+        assert rows.length_B.max() <= atoms + 1, "a peaked row must hold few ids"
 
 
 def test_thin_and_full_rows_share_a_step():
@@ -262,4 +261,4 @@ def test_thin_and_full_rows_share_a_step():
     asked = Wanted(np.array([2, 2]), np.array([8, 8]), np.array([True, False]))
     chosen = select(policy_of([p_V, p_V]), asked, uniform(2, 8))
     used_B = (chosen.ids_BS != UNUSED).sum(1)
-    assert used_B.tolist() == [1 + 1, 2 + 8]  # 8 * 0.05 < 1: not an atom; ceil(8 * 0.1) draws
+    assert used_B.tolist() == [2 + 1, 2 + 8]  # ceil(8 * 0.05) draws
