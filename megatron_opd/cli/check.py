@@ -9,6 +9,7 @@ from rich.table import Table
 
 from megatron_opd.cli.preflight import ModelFacts, check_models, prompt_limit, read_model
 from megatron_opd.cli.roles import STUDENT, Role, section_of, teacher_roles
+from megatron_opd.config.estimator import trust_of
 from megatron_opd.config.schema import Config
 from megatron_opd.losses.formulas import formula
 
@@ -34,6 +35,7 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
             f"({buffer.max_staleness} + 1) * {buffer.batch_size} = {buffer.permits} permits",
         ),
         *formula(config.estimator),
+        *notes(config),
         (
             "learner",
             f"tp {parallel.tp} x pp {parallel.pp} x ep {parallel.ep} x dp {parallel.dp} = "
@@ -48,6 +50,21 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
         *((f"{role} servers", server_row(config, role)) for role in models),
         ("run directory", str(config.run.dir)),
     ]
+
+
+def notes(config: Config) -> list[tuple[str, str]]:
+    """What is allowed and yet probably not meant."""
+    estimator = config.estimator
+    bounded = any(trust_of(term).type != "none" for term in estimator.terms)
+    if bounded and estimator.applied_correction.prox and config.learner.mini_batches == 1:
+        return [
+            (
+                "note",
+                "the trust region never acts: with correction.prox its ratio is that of the "
+                "batch's start, and learner.mini_batches 1 makes one step from there",
+            )
+        ]
+    return []
 
 
 def server_row(config: Config, role: Role) -> str:

@@ -6,9 +6,9 @@ with the reason and the nearest choice that works.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from pydantic import model_validator
 
@@ -37,6 +37,7 @@ from megatron_opd.config.objectives import (
     SkewForwardKl,
     SkewReverseKl,
     SparseReverseKl,
+    TrustConfig,
 )
 from megatron_opd.config.section import Section
 from megatron_opd.config.supports import McSupport, PathSupport, SupportConfig, TopkSupport
@@ -44,11 +45,14 @@ from megatron_opd.config.supports import McSupport, PathSupport, SupportConfig, 
 Divergence = ForwardKl | Jsd | SkewForwardKl | SkewReverseKl
 
 
-NATURAL_SUPPORTS = {
-    "sparse_reverse_kl": TopkSupport(),
-    **dict.fromkeys(("reinforce", "ppo", "grpo", "gspo", "gepo"), PathSupport()),
-}
-"""Objective type -> the support it gets when none is named; every other gets mc."""
+REWARD_TYPES = ("reinforce", "ppo", "grpo", "gspo", "gepo")
+
+
+def natural_support(kinds: Sequence[str]) -> SupportConfig:
+    """What objectives of these types get when no support is named."""
+    if all(kind in REWARD_TYPES for kind in kinds):
+        return PathSupport()
+    return TopkSupport() if "sparse_reverse_kl" in kinds else McSupport()
 
 
 class Estimator(Section):
@@ -142,13 +146,15 @@ class Estimator(Section):
     @model_validator(mode="before")
     @classmethod
     def _name_a_support(cls, parts: Any) -> Any:
-        if not isinstance(parts, dict) or parts.get("support") is not None:  # pyright: ignore[reportUnknownMemberType]
-            return parts  # pyright: ignore[reportUnknownVariableType]
-        given: dict[str, Any] = dict(parts)  # pyright: ignore[reportUnknownArgumentType]
-        objective = given.get("objective")
-        kind = objective.get("type") if isinstance(objective, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-        kind = getattr(objective, "type", kind)  # pyright: ignore[reportUnknownArgumentType]
-        return given | {"support": NATURAL_SUPPORTS.get(str(kind), McSupport())}
+        if not isinstance(parts, dict):
+            return parts
+        given = cast(dict[str, Any], parts)
+        if given.get("support") is not None:
+            return given
+        objective = given.get("objective", ReverseKl())
+        terms = [_part(term, "objective") for term in _part(objective, "terms") or ()]
+        kinds = [str(_part(term, "type")) for term in terms or [objective]]
+        return given | {"support": natural_support(kinds)}
 
     @model_validator(mode="after")
     def _parts_go_together(self) -> Estimator:
@@ -159,6 +165,13 @@ class Estimator(Section):
         return self
 
 
+def _part(tree: Any, key: str) -> Any:
+    """A key of a section or of the tree it will be made from; None when it is not there."""
+    if isinstance(tree, dict):
+        return cast(dict[str, Any], tree).get(key)
+    return getattr(tree, key, None)
+
+
 @dataclass(frozen=True)
 class Rule:
     """broken: whether a term of an estimator breaks it. says: reason and nearest valid choice."""
@@ -167,7 +180,7 @@ class Rule:
     says: Callable[[MixtureTerm, Estimator], str]
 
 
-def trust_of(term: MixtureTerm) -> Section:
+def trust_of(term: MixtureTerm) -> TrustConfig:
     """The term's trust region."""
     return getattr(term.objective, "trust", NoTrust())
 

@@ -6,9 +6,9 @@ E[sum_a weight_a f(a)] = E_p[f]; k = 0 is plain Monte Carlo with weight 1 / m, m
 top-k, k = V the whole distribution. One rule says what is an atom, and the tail is what remains,
 so that no draw is an atom and none is of probability 0.
 
-Thin rows make only ceil(m tail mass) draws. A peaked row then holds few ids, and the variance of any
-sum(weight * f) is still never above that of m draws of plain Monte Carlo: it is tail^2 Var_tail /
-draws <= tail Var_tail / m, and Var >= tail Var_tail.
+Thin rows make only ceil(m tail mass) draws. A peaked row then holds few ids, and the variance of
+any sum(weight * f) is still never above that of m draws of plain Monte Carlo: it is tail^2 Var_tail
+/ draws <= tail Var_tail / m, and Var >= tail Var_tail.
 
 Pure torch, any device, no device sync. Axes: B rows, V vocabulary, K atoms and M draws (the step's
 largest request), S = K + M columns.
