@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_bridge.client import ServerClient
+from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import RolloutRequest
-from sglang_bridge.server.launch import ServerProcess, free_port
+from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.server.spec import ServerSpec
 
 MODEL = Path("examples/arithmetic/student")

@@ -24,7 +24,7 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.schema import LearnerConfig
 from megatron_opd.data.packing import plan_batch
 from megatron_opd.types import Draws, Prompt, Rollout, Sample, VersionSpan
-from sglang_bridge.server.launch import free_port
+from sglang_bridge.ports import free_port
 
 MODEL = Path("examples/arithmetic/student")
 LAYOUTS: dict[str, dict[str, int]] = {

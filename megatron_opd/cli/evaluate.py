@@ -19,7 +19,8 @@ from megatron_opd.config.schema import Config
 from megatron_opd.evaluation import EvaluationReport, FleetPort, Judge, evaluate
 from megatron_opd.types import Prompt
 from sglang_bridge.errors import BridgeError
-from sglang_bridge.server.launch import ServerProcess, free_port
+from sglang_bridge.ports import free_port
+from sglang_bridge.server.launch import ServerProcess
 
 
 def evaluate_checkpoint(config: Config, model: Path) -> EvaluationReport:

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from megatron_opd.config.schema import LearnerConfig
-from sglang_bridge.server.launch import free_port
+from sglang_bridge.ports import free_port
 
 
 def learner_command(config_file: Path, learner: LearnerConfig, extra: Sequence[str]) -> list[str]:

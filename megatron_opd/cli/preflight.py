@@ -18,8 +18,9 @@ from megatron_opd.cli.weights import check_weights
 from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config, ServerConfig
 from sglang_bridge.errors import PortInUse
+from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import MAX_ATOMS, ServerInfo
-from sglang_bridge.server.launch import check_port, free_port
+from sglang_bridge.server.launch import check_port
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import socket
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -22,6 +21,7 @@ from megatron_opd.config.schema import WeightSyncConfig
 from megatron_opd.metrics.types import Phase, PublicationReport
 from sglang_bridge.errors import PublicationFailed
 from sglang_bridge.fleet import WeightsWorld
+from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec, WeightPiece
 
 # a server with tied embeddings has no output head of its own to compare
@@ -263,13 +263,6 @@ def bucket_bytes(bucket: BucketSpec) -> int:
             raise ValueError(f"{name}: dtype {dtype} is not one of {sorted(ITEM_BYTES)}")
         total += math.prod(shape) * ITEM_BYTES[dtype.removeprefix("torch.")]
     return total
-
-
-def free_port(host: str) -> int:
-    """A TCP port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
 
 
 def _slice(piece: WeightPiece) -> tuple[str, int, int, int, str]:

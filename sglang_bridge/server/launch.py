@@ -26,13 +26,6 @@ POLL_S = 0.2
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago on `host`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind((host, 0))
-        return listener.getsockname()[1]
-
-
 def check_port(host: str, port: int) -> None:
     """Raises PortInUse when `port` of `host` is taken, OSError when it cannot be bound at all."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:

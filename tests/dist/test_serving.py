@@ -21,10 +21,11 @@ from megatron_opd.config.schema import Config
 from megatron_opd.transport.zmq import LearnerError, RemoteLearner
 from megatron_opd.types import Batch
 from sglang_bridge.digest import digest
+from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec, WeightPiece
 from tests.dist import jobs
 from tests.dist.caches import make_batch, oracle_update
-from tests.dist.worlds import World, free_port
+from tests.dist.worlds import World
 from tests.models import tiny_qwen3_moe
 
 pytestmark = pytest.mark.dist

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
@@ -11,13 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from sglang_bridge.ports import free_port
+
 TIMEOUT_S = 150
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _rank(

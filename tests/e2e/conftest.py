@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_bridge.server.launch import ServerProcess, free_port
+from sglang_bridge.ports import free_port
+from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.server.spec import ServerSpec
 from tests.models import tiny_qwen3, tiny_qwen3_moe
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import distributed
 
 from sglang_bridge.fleet import Fleet
+from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec
-from sglang_bridge.server.launch import free_port
 
 _names = (f"test-{i}" for i in itertools.count())
 

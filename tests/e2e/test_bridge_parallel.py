@@ -12,8 +12,9 @@ from torch import distributed
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BridgeError, PublicationFailed, ServerDied
 from sglang_bridge.fleet import Fleet
+from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec
-from sglang_bridge.server.launch import ServerProcess, free_port, running_states
+from sglang_bridge.server.launch import ServerProcess, running_states
 from tests.e2e.conftest import STARTUP_TIMEOUT_S, tiny_spec
 from tests.e2e.publication import join, load_tensors, perturbed_copy, publish
 from tests.e2e.test_bridge_publication import differing, requests_of, span_error

@@ -12,8 +12,8 @@ from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BadReply, PublicationFailed, ServerRefused, ServerUnreachable
 from sglang_bridge.fleet import Fleet, weights_world
 from sglang_bridge.http import RetryPolicy
+from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec
-from sglang_bridge.server.launch import free_port
 from tests.unit.bridge_replies import (
     REQUEST,
     SCORE_REQUEST,

@@ -12,9 +12,10 @@ import pytest
 
 from sglang_bridge.errors import PortInUse, ServerDied
 from sglang_bridge.http import KEEPALIVE_S
+from sglang_bridge.ports import free_port
 from sglang_bridge.server import launch
 from sglang_bridge.server.__main__ import arguments_for_device
-from sglang_bridge.server.launch import ServerProcess, free_port, running_states
+from sglang_bridge.server.launch import ServerProcess, running_states
 from sglang_bridge.server.spec import ServerSpec, server_command, server_env
 
 
@@ -138,8 +139,8 @@ def test_stop_leaves_no_process_of_the_group(monkeypatch, tmp_path: Path):
 OWNER = """
 import sys, time
 from pathlib import Path
+from sglang_bridge import ports
 from sglang_bridge.server import launch
-from sglang_bridge.http import KEEPALIVE_S
 from sglang_bridge.server.spec import ServerSpec
 script = '''
 import os, time
@@ -150,7 +151,7 @@ time.sleep(60)
 '''
 launch.server_command = lambda spec: [sys.executable, "-c", script]
 process = launch.ServerProcess(
-    ServerSpec(model_path="m", role="student", port=launch.free_port()), Path(sys.argv[1])
+    ServerSpec(model_path="m", role="student", port=ports.free_port()), Path(sys.argv[1])
 )
 process.start()
 print(process.pid, flush=True)
