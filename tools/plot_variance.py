@@ -20,6 +20,7 @@ SHOWN = {
     "mc_64": "#1d4ed8",
     "atoms_tail_2_2": "#fbbf24",
     "atoms_tail_4_4": "#f97316",
+    "atoms_tail_4_64_thin": "#16a34a",
     "atoms_tail_16_48": "#b91c1c",
 }
 FAMILY_COLORS = {
@@ -33,9 +34,10 @@ FLOOR = 1e-12  # the axis ends here; less is not told apart from float32 roundin
 
 
 def label(name: str) -> str:
-    """mc_64 -> MC 64; atoms_tail_16_48 -> 16 atoms + 48."""
-    kind, *numbers = name.rsplit("_", 1 if name.startswith("mc") else 2)
-    return f"MC {numbers[0]}" if kind == "mc" else f"{numbers[0]} atoms + {numbers[1]}"
+    """mc_64 -> MC 64; atoms_tail_16_48 -> 16 atoms + 48; ..._thin -> 16 atoms + thin 48."""
+    thin = "thin " if name.endswith("_thin") else ""
+    kind, *numbers = name.removesuffix("_thin").rsplit("_", 1 if name.startswith("mc") else 2)
+    return f"MC {numbers[0]}" if kind == "mc" else f"{numbers[0]} atoms + {thin}{numbers[1]}"
 
 
 def staleness(axes: Any, pairs: list[dict[str, Any]]) -> None:
