@@ -127,7 +127,7 @@ def cache_of(est: Estimator, case: Problem, rows: list[Row], student_N: torch.Te
         num_samples=len(case.lengths),
         prox_logp_N=case.prox_TV[row_N, id_N] if est.applied_correction.prox else None,
         advantage_B=torch.tensor(columns.advantage_B),
-        group_log_q_B=torch.tensor(columns.log_group_q_B),
+        group_log_q_B=torch.tensor(columns.group_log_q_B),
         defensive_B=torch.tensor(columns.defensive_B),
     )
 

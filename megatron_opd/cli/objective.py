@@ -84,7 +84,7 @@ class _Case:
             num_samples=len(lengths),
             prox_logp_N=None if prox is None else _tensor(self._column("prox_logp", needed=True)),
             advantage_B=_tensor(groups.advantage_B.tolist()),
-            group_log_q_B=_tensor(groups.log_group_q_B.tolist()),
+            group_log_q_B=_tensor(groups.group_log_q_B.tolist()),
             defensive_B=_tensor(groups.defensive_B.tolist()),
         )
 

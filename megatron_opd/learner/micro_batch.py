@@ -164,7 +164,7 @@ def distil_micros(
                 fresh_T=_tensor(batch.version_T[t_index] == batch.version, torch.bool, device),
                 sample_T=_tensor(np.repeat(np.arange(len(samples)), lengths), torch.int64, device),
                 advantage_B=_tensor(batch.advantage_B[samples], torch.float64, device),
-                group_log_q_B=_tensor(batch.log_group_q_B[samples], torch.float64, device),
+                group_log_q_B=_tensor(batch.group_log_q_B[samples], torch.float64, device),
                 defensive_B=_tensor(batch.defensive_B[samples], torch.float64, device),
             )
         )

@@ -34,13 +34,13 @@ STD_EPS = 1e-6
 class GroupColumns:
     """One row per response.
 
-    advantage_B: float64, 0 when no reward is read. log_group_q_B: float64, log of GEPO's Eq. 11, 0
+    advantage_B: float64, 0 when no reward is read. group_log_q_B: float64, log of GEPO's Eq. 11, 0
     when unused. defensive_B: float64 in [0, 1], eps of GEPO's Eq. 15. reward_B: float32, the
     verifier's figure, NaN without one; for metrics.
     """
 
     advantage_B: Float64
-    log_group_q_B: Float64
+    group_log_q_B: Float64
     defensive_B: Float64
     reward_B: npt.NDArray[np.float32]
 
@@ -79,7 +79,7 @@ def columns_of(
         return columns
     return replace(
         columns,
-        log_group_q_B=log_group_expectation(logq_B, group_B),
+        group_log_q_B=log_group_expectation(logq_B, group_B),
         defensive_B=defensive_share(logq_B, group_B, reward.defensive),
     )
 

@@ -26,7 +26,7 @@ class RankBatch:
     plan[mini-batch][micro-batch] = sample indices. ids: prompt and response tokens, one sample
     after another; prompt_B, response_B: their lengths. count_T: cached ids per response token.
     path_T: index into N of the token that continued the path. version_T: weights that sampled it.
-    advantage_B, log_group_q_B, defensive_B, reward_B: see losses.groups.GroupColumns.
+    advantage_B, group_log_q_B, defensive_B, reward_B: see losses.groups.GroupColumns.
     """
 
     update: int
@@ -43,7 +43,7 @@ class RankBatch:
     sampler_logp_N: FloatArray
     teacher_logp_N: FloatArray
     advantage_B: Float64
-    log_group_q_B: Float64
+    group_log_q_B: Float64
     defensive_B: Float64
     reward_B: FloatArray
 
@@ -80,7 +80,7 @@ def rank_batch(
         sampler_logp_N=_cat([d.sampler_logp_N for d in draws], np.float32),
         teacher_logp_N=_cat([sample.teacher_logp_N for sample in samples], np.float32),
         advantage_B=groups.advantage_B,
-        log_group_q_B=groups.log_group_q_B,
+        group_log_q_B=groups.group_log_q_B,
         defensive_B=groups.defensive_B,
         reward_B=groups.reward_B,
     )
@@ -118,11 +118,11 @@ COLUMNS: dict[str, np.dtype[Any]] = {
     "sampler_logp_N": np.dtype(np.float32),
     "teacher_logp_N": np.dtype(np.float32),
     "advantage_B": np.dtype(np.float64),
-    "log_group_q_B": np.dtype(np.float64),
+    "group_log_q_B": np.dtype(np.float64),
     "defensive_B": np.dtype(np.float64),
     "reward_B": np.dtype(np.float32),
 }
-PER_SAMPLE = ("response_B", "advantage_B", "log_group_q_B", "defensive_B", "reward_B")
+PER_SAMPLE = ("response_B", "advantage_B", "group_log_q_B", "defensive_B", "reward_B")
 
 
 def to_frames(batch: RankBatch) -> list[memoryview]:

@@ -117,7 +117,7 @@ def test_a_response_of_thirty_thousand_tokens_stays_finite():
     short = sample(1, [-0.25], 0.0)
     assert geometric_logp(long.rollout) == -23.5
     columns = group_columns(estimator(type="gepo", defensive=1.0), [long, short], 2)
-    np.testing.assert_allclose(columns.log_group_q_B, [-0.25, -0.25], atol=1e-9)
+    np.testing.assert_allclose(columns.group_log_q_B, [-0.25, -0.25], atol=1e-9)
     assert columns.advantage_B.tolist() == [0.5, -0.5]
     q = np.exp([-23.5, -0.25])
     np.testing.assert_allclose(columns.defensive_B, q.var())
@@ -134,7 +134,7 @@ def test_groups_are_runs_of_uids():
     batch = [sample(uid, [-0.5], float(uid == 6)) for uid in (4, 5, 6, 7)]
     columns = group_columns(estimator(type="grpo", advantage="leave_one_out"), batch, 2)
     assert columns.advantage_B.tolist() == [0.0, 0.0, 1.0, -1.0]
-    assert columns.log_group_q_B.tolist() == columns.defensive_B.tolist() == [0.0] * 4
+    assert columns.group_log_q_B.tolist() == columns.defensive_B.tolist() == [0.0] * 4
     assert columns.reward_B.tolist() == [0.0, 0.0, 1.0, 0.0]
     rows = columns.rows([2, 0])
     assert rows.advantage_B.tolist() == [1.0, 0.0]

@@ -104,7 +104,7 @@ def test_weights_of_30000_token_responses_are_exact(
         sample_T=sample_T,
         num_samples=2,
         advantage_B=torch.tensor(columns.advantage_B),
-        group_log_q_B=torch.tensor(columns.log_group_q_B),
+        group_log_q_B=torch.tensor(columns.group_log_q_B),
         defensive_B=torch.tensor(columns.defensive_B),
     )
     result = evaluate(est, cache)

@@ -165,7 +165,7 @@ def test_a_group_split_over_ranks_keeps_the_advantages_of_the_whole():
         share = from_frames(request.update, request.version, request.plan, frames)
         assert share.reward_B.tolist() == [2 * share.advantage_B[0] > 0]
         seen[int(share.ids[0]) // 100] = float(share.advantage_B[0])
-        expectations.add(float(share.log_group_q_B[0]))
+        expectations.add(float(share.group_log_q_B[0]))
     assert seen == {0: 0.5, 1: -0.5}
     assert len(expectations) == 1, "one denominator for the whole group"
 
