@@ -75,17 +75,18 @@ class Cache:
         )
 
     def selected(self) -> Actions:
-        """The pairs that the support selected and the teacher gave a finite score.
+        """The pairs that the support selected and the teacher does not forbid.
 
         A path token that no draw hit has weight 0 and leaves before any arithmetic: 0 * inf would
-        be nan in the gradient. So does an id of teacher log-prob -inf; `excluded` counts it.
+        be nan in the gradient. So does an id of teacher log-prob -inf; `excluded` counts it. A
+        score that is not a number stays, and with it the loss is none: nothing may hide it.
         """
-        chosen = (self.weight_N > 0) & self.teacher_logp_N.isfinite()
+        chosen = (self.weight_N > 0) & (self.teacher_logp_N != -torch.inf)
         return self._at(chosen.nonzero()[:, 0], self.weight_N)
 
     def excluded(self) -> torch.Tensor:
-        """Selected ids without a finite teacher score, a count."""
-        return ((self.weight_N > 0) & ~self.teacher_logp_N.isfinite()).sum()
+        """Selected ids of teacher log-prob -inf, a count."""
+        return ((self.weight_N > 0) & (self.teacher_logp_N == -torch.inf)).sum()
 
     def path(self) -> Actions:
         """The sampled tokens, one a token, each of weight 1."""

@@ -185,7 +185,7 @@ def kl_penalty(config: KlPenalty, actions: Actions) -> torch.Tensor:
     of k3 the reversed KL's. A token that the reference gives no probability is left out.
     """
     reference_n = actions.teacher_n if config.to == "teacher" else actions.sampler_n
-    x_n = torch.where(reference_n.isfinite(), actions.student_n - reference_n, 0.0)
+    x_n = torch.where(reference_n == -torch.inf, 0.0, actions.student_n - reference_n)
     value_n = {
         "k1": lambda: x_n,
         "k2": lambda: x_n.square() / 2,

@@ -38,7 +38,7 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     importance_*: the applied importance weights (correction times trust ratio; of responses for
     gspo and gepo); effective_sample_fraction: (sum w)^2 / (n sum w^2). truncated_fraction,
     stopped_fraction: weight share whose ratio the correction changed, whose gradient the trust
-    region stopped. excluded_ids: without a finite teacher score. peak_rss_bytes: summed over the
+    region stopped. excluded_ids: of teacher log-prob -inf. peak_rss_bytes: summed over the
     learner's ranks.
     """
 

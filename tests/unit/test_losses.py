@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.config.estimator import Estimator
+from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import evaluate
 from megatron_opd.losses.ratios import NUM_BINS, ratio_histogram, ratio_quantile
 from megatron_opd.losses.vocab_parallel import gather_logp
@@ -193,3 +194,19 @@ def test_histograms_add_up_and_empty_means_one():
     parts = ratio_histogram(values[:30], one[:30]) + ratio_histogram(values[30:], one[30:])
     torch.testing.assert_close(parts, ratio_histogram(values, one))
     assert ratio_quantile(torch.zeros(NUM_BINS, dtype=torch.float64), 0.5) == 1.0
+
+
+def test_a_teacher_score_that_is_no_number_spoils_the_loss():
+    """Hidden, it would look like a batch that teaches nothing."""
+    logp_N = torch.tensor([-0.5, -1.0], dtype=torch.float64)
+    cache = Cache(
+        student_logp_N=logp_N.clone().requires_grad_(),
+        sampler_logp_N=logp_N,
+        teacher_logp_N=torch.tensor([-0.5, torch.nan], dtype=torch.float64),
+        weight_N=torch.ones(2, dtype=torch.float64),
+        row_N=torch.arange(2),
+        path_T=torch.arange(2),
+        sample_T=torch.zeros(2, dtype=torch.int64),
+        num_samples=1,
+    )
+    assert evaluate(Estimator(), cache).loss_sum.isnan()
