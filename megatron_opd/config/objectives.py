@@ -194,7 +194,7 @@ class Gepo(RewardObjective):
     """eps of Eq. 15 is min(1, defensive * Var(q) over the group); 0 = no defensive term."""
 
 
-TermConfig = Annotated[
+_Single = (
     Annotated[ReverseKl, Tag("reverse_kl")]
     | Annotated[SparseReverseKl, Tag("sparse_reverse_kl")]
     | Annotated[ForwardKl, Tag("forward_kl")]
@@ -205,9 +205,9 @@ TermConfig = Annotated[
     | Annotated[Ppo, Tag("ppo")]
     | Annotated[Grpo, Tag("grpo")]
     | Annotated[Gspo, Tag("gspo")]
-    | Annotated[Gepo, Tag("gepo")],
-    Discriminator(type_or("reverse_kl")),
-]
+    | Annotated[Gepo, Tag("gepo")]
+)
+TermConfig = Annotated[_Single, Discriminator(type_or("reverse_kl"))]
 
 
 class MixtureTerm(Section):
@@ -228,17 +228,5 @@ class Mixture(Section):
 
 
 ObjectiveConfig = Annotated[
-    Annotated[ReverseKl, Tag("reverse_kl")]
-    | Annotated[SparseReverseKl, Tag("sparse_reverse_kl")]
-    | Annotated[ForwardKl, Tag("forward_kl")]
-    | Annotated[Jsd, Tag("jsd")]
-    | Annotated[SkewForwardKl, Tag("skew_forward_kl")]
-    | Annotated[SkewReverseKl, Tag("skew_reverse_kl")]
-    | Annotated[Reinforce, Tag("reinforce")]
-    | Annotated[Ppo, Tag("ppo")]
-    | Annotated[Grpo, Tag("grpo")]
-    | Annotated[Gspo, Tag("gspo")]
-    | Annotated[Gepo, Tag("gepo")]
-    | Annotated[Mixture, Tag("mixture")],
-    Discriminator(type_or("reverse_kl")),
+    _Single | Annotated[Mixture, Tag("mixture")], Discriminator(type_or("reverse_kl"))
 ]

@@ -56,6 +56,7 @@ class RankServer:
 
     def __init__(self, config: Config, channel: Channel) -> None:
         self.config, self.channel = config, channel
+        self.estimator = config.estimator
         self.learner = MegatronLearner(
             config.student.model,
             config.learner,
@@ -86,7 +87,7 @@ class RankServer:
             case Train():
                 return self.learner.train(
                     from_frames(request.update, request.version, request.plan, frames),
-                    self.config.estimator,
+                    self.estimator,
                     self.config.rollout.temperature,
                     truncated_sampler=self.config.rollout.top_p < 1,
                 )

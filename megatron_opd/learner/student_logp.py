@@ -41,7 +41,7 @@ class StudentLogp(Protocol):
 def dense_logp(
     out_1S: torch.Tensor, rows: Rows, row_N: torch.Tensor, id_N: torch.Tensor, temperature: float
 ) -> Scored:
-    """From logits [1, S, v]: what lean_head_logp is checked against."""
+    """From logits [1, S, v]: what LeanLogp is checked against."""
     logits_Tv = out_1S[0].index_select(0, rows.logit_row_T)
     group = _vocab_group()
     return Scored(gather_logp(logits_Tv, row_N, id_N, temperature=temperature, group=group), None)

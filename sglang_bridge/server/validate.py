@@ -20,11 +20,10 @@ UNOBSERVED = ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias")
 
 def check_draw_params(params: Mapping[str, Any], obj: Any, vocab_size: int) -> None:
     """A request's cache must come from its sampling distribution."""
-    _check_support(params, wire.NUM_ATOMS, wire.NUM_DRAWS, vocab_size)
     thin = params.get(wire.THIN, False)
     if not isinstance(thin, bool):
         raise ValueError(f"{wire.THIN} must be true or false, got {thin!r}")
-    check_support(params.get(wire.NUM_ATOMS, 0), params.get(wire.NUM_DRAWS, 0), thin)
+    _check_support(params, wire.NUM_ATOMS, wire.NUM_DRAWS, vocab_size, thin)
     unobserved = [name for name in UNOBSERVED if obj.sampling_params.get(name)]
     if getattr(obj, "custom_logit_processor", None):
         unobserved.append("custom_logit_processor")
@@ -51,12 +50,12 @@ def check_score_params(params: Mapping[str, Any], num_input: int, vocab_size: in
 
 
 def _check_support(
-    params: Mapping[str, Any], atoms_key: str, draws_key: str, vocab_size: int
+    params: Mapping[str, Any], atoms_key: str, draws_key: str, vocab_size: int, thin: bool = False
 ) -> None:
-    counts = [params.get(key, 0) for key in (atoms_key, draws_key)]
-    for key, count in zip((atoms_key, draws_key), counts, strict=True):
+    num_atoms, num_draws = params.get(atoms_key, 0), params.get(draws_key, 0)
+    for key, count in ((atoms_key, num_atoms), (draws_key, num_draws)):
         if not isinstance(count, int):
             raise ValueError(f"{key} must be a whole number, got {count!r}")
-    check_support(*counts)
-    if counts[0] > vocab_size:
-        raise ValueError(f"num_atoms must be at most the vocabulary, {vocab_size}, got {counts[0]}")
+    check_support(num_atoms, num_draws, thin)
+    if num_atoms > vocab_size:
+        raise ValueError(f"num_atoms must be at most the vocabulary, {vocab_size}, got {num_atoms}")
