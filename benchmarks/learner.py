@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.config.schema import LearnerConfig
+from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.data.packing import plan_batch
 from megatron_opd.types import Draws, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.ports import free_port
@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "1 rank": {},
     "tp2": {"tp": 2},
     "pp2": {"pp": 2},
-    "ep2": {"ep": 2},
+    "ep2": {"ep": 2, "dp": 2},
     "dp2": {"dp": 2},
 }
 SAMPLES, PROMPT, RESPONSE, IDS, STEPS = 32, 8, 40, 4, 6
@@ -66,7 +66,7 @@ def rank_main() -> None:
         {"parallel": LAYOUTS[sys.argv[1]], "dtype": "float32", "threads": 1}
     )
     learner = MegatronLearner(MODEL, config, updates=STEPS, seed=0)
-    ranks = config.parallel.data_parallel_size
+    ranks = config.parallel.dp
     samples = [sample(uid, learner.spec.vocab_size) for uid in range(SAMPLES)]
     lengths = [each.rollout.num_tokens for each in samples]
     plan = plan_batch(lengths, 1, ranks, config.tokens_per_microbatch)

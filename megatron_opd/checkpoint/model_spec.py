@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_opd.config.schema import ParallelConfig
+from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.weight_sync.names import Family, family_of
 
 COUNTS = (

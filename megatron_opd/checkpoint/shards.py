@@ -55,7 +55,7 @@ def local_shards(model: torch.nn.Module, spec: ModelSpec, world: World) -> dict[
         if row.dim is None:
             index, count = 0, 1
         elif row.expert:
-            index, count = world.expert_tp_rank, world.expert_tp
+            index, count = world.expert_tp_rank, world.parallel.expert_tp
         names = hf_names(spec.family, key)
         if spec.tied and names == ("lm_head.weight",):
             names = ("model.embed_tokens.weight",)  # the last stage's copy of a shared weight

@@ -38,8 +38,9 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
         *notes(config),
         (
             "learner",
-            f"tp {parallel.tp} x pp {parallel.pp} x ep {parallel.ep} x dp {parallel.dp} = "
-            f"{parallel.world_size} ranks, {config.learner.dtype}",
+            f"tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} x dp {parallel.dp} = "
+            f"{parallel.world_size} ranks, experts ep {parallel.ep} x etp {parallel.expert_tp}, "
+            f"{config.learner.dtype}",
         ),
         (
             "updates",

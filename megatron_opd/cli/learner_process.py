@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_opd.config.schema import LearnerConfig
+from megatron_opd.config.learner import LearnerConfig
 from sglang_bridge.ports import free_port
 
 

@@ -25,11 +25,11 @@ def _estimator(config: Config) -> str | None:
 
 def _shares(config: Config) -> str | None:
     batch, minis = config.buffer.batch_size, config.learner.mini_batches
-    dp = config.learner.parallel.data_parallel_size
+    dp = config.learner.parallel.dp
     if batch % (minis * dp):
         return (
             "buffer.batch_size must be a multiple of "
-            "learner.mini_batches * (learner.parallel.ep * learner.parallel.dp), "
+            "learner.mini_batches * learner.parallel.dp, "
             f"got {batch} and {minis} * {dp}"
         )
     return None

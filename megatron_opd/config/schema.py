@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from megatron_opd.config.corrections import CorrectionConfig, ReductionConfig, TokenReduction
 from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.learner import Dtype, LearnerConfig
 from megatron_opd.config.objectives import ObjectiveConfig, ReverseKl
 from megatron_opd.config.rules import RULES
 from megatron_opd.config.section import (
@@ -26,7 +27,6 @@ from megatron_opd.config.section import (
 )
 from megatron_opd.config.supports import SupportConfig
 
-Dtype = Literal["float32", "bfloat16"]
 DEFAULT_TEACHER = "teacher"
 
 
@@ -176,88 +176,6 @@ class BufferConfig(Section):
     def permits(self) -> int:
         """(tau + 1) B."""
         return (self.max_staleness + 1) * self.batch_size
-
-
-class ParallelConfig(Section):
-    """Learner ranks = tp * pp * ep * dp.
-
-    dp complete copies of the model, each spread over tp * pp * ep ranks.
-    """
-
-    tp: PositiveInt = 1
-    """Tensor-parallel ranks."""
-    pp: PositiveInt = 1
-    """Pipeline stages."""
-    ep: PositiveInt = 1
-    """Ranks that split the experts."""
-    dp: PositiveInt = 1
-    """Complete copies of the model."""
-
-    @property
-    def world_size(self) -> int:
-        """Learner ranks."""
-        return self.tp * self.pp * self.ep * self.dp
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Ranks that see different samples: expert-parallel ranks do, as in Megatron-Core."""
-        return self.ep * self.dp
-
-
-class OptimizerConfig(Section):
-    """AdamW with float32 main parameters."""
-
-    lr: PositiveFloat = 1e-6
-    """Peak learning rate."""
-    min_lr: NonNegativeFloat = 0.0
-    """Where cosine ends."""
-    schedule: Literal["constant", "cosine"] = "constant"
-    """After warm-up: constant, or cosine down to min_lr at the last update."""
-    warmup_updates: NonNegativeInt = 0
-    """Linear from 0."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """First moment."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Second moment."""
-    eps: PositiveFloat = 1e-8
-    """Of AdamW."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled."""
-    clip_grad: NonNegativeFloat = 1.0
-    """Global norm; 0 = off."""
-
-    @model_validator(mode="after")
-    def _min_below_peak(self) -> OptimizerConfig:
-        if self.min_lr > self.lr:
-            raise ValueError(f"min_lr must be <= lr, got min_lr={self.min_lr}, lr={self.lr}")
-        return self
-
-
-class LearnerConfig(Section):
-    """The Megatron-Core learner; it starts from student.model."""
-
-    parallel: ParallelConfig = ParallelConfig()
-    dtype: Dtype = "bfloat16"
-    """Weights and activations; main parameters are float32 either way."""
-    mini_batches: PositiveInt = 1
-    """Optimizer steps per batch."""
-    tokens_per_microbatch: PositiveInt = 8192
-    """Packing budget of one rank's micro-batch, prompts included; a longer sample gets one of its
-    own."""
-    recompute: bool = False
-    """Recompute activations in the backward pass."""
-    logp: Literal["lean", "dense"] = "lean"
-    """How log-probs come from the LM head: lean never holds [tokens, vocabulary]; dense does, and
-    is what lean is checked against."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    listen_host: str = "127.0.0.1"
-    """Where the controller's ZeroMQ socket binds."""
-    listen_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """0 picks a free port."""
-    threads: PositiveInt | None = None
-    """CPU threads a rank; null leaves torch's choice."""
-    timeout_s: PositiveFloat = 1800.0
-    """Longest wait for one reply of the learner."""
 
 
 class WeightSyncConfig(Section):

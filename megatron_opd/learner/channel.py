@@ -97,7 +97,7 @@ class Channel:
 
 def share_frames(frames: list[memoryview], world: World) -> list[memoryview]:
     """The head's frames on every rank of its model copy; two broadcasts, raw bytes."""
-    if world.parallel.tp * world.parallel.pp == 1:
+    if world.parallel.world_size == world.parallel.dp:
         return frames
     head, group = world.head, world.model_group
     count = torch.tensor([len(frames)], dtype=torch.int64)

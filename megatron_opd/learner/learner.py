@@ -25,7 +25,7 @@ from megatron_opd.checkpoint.export import export_hf
 from megatron_opd.checkpoint.gather import FullTensors
 from megatron_opd.checkpoint.model_spec import read_model_spec
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.config.schema import LearnerConfig
+from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.forward import distil_loss, run_mini_batch, sft_loss, wants_prox
 from megatron_opd.learner.micro_batch import SftMicro, distil_micros
@@ -90,7 +90,7 @@ class MegatronLearner:
         """What the controller needs to know."""
         return LearnerInfo(
             world_size=self.world.size,
-            data_parallel_size=self.world.data_size,
+            data_parallel_size=self.world.parallel.dp,
             parameters=sum(math.prod(shape) for _, shape in self.full.manifest()),
             vocab_size=self.spec.vocab_size,
             dtype=self.config.dtype,

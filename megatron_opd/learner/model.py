@@ -82,7 +82,7 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=world.expert_tp,
+        expert_tensor_parallel_size=world.parallel.expert_tp,
         **(full | {"recompute_num_layers": 1} if recompute else {}),
         **moe,
     )

@@ -9,7 +9,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
-from megatron_opd.config.schema import OptimizerConfig
+from megatron_opd.config.learner import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, update: int, updates: int) -> float:

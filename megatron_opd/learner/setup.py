@@ -1,7 +1,6 @@
 """The torchrun world: process groups, seeds, threads.
 
-Ranks = tp * pp * ep * dp. Megatron counts differently: to its dense layers expert parallelism is
-data parallelism, so its data-parallel size is ep * dp.
+Ranks = tp * cp * pp * dp, see config/learner.py.
 """
 
 from __future__ import annotations
@@ -17,16 +16,15 @@ from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import HashStore
 
-from megatron_opd.config.schema import ParallelConfig
+from megatron_opd.config.learner import ParallelConfig
 
 
 @dataclass(frozen=True)
 class World:
     """This rank's place.
 
-    data_rank: which samples it sees, of data_size. model_group: gloo group of the tp * pp ranks
-    that see the same samples; head: the first of them, which talks to the controller. expert_tp:
-    tensor parallelism inside an expert.
+    data_rank: which samples it sees, of parallel.dp. model_group: gloo group of the tp * cp * pp
+    ranks that see the same samples; head: the first of them, which talks to the controller.
     """
 
     rank: int
@@ -34,14 +32,12 @@ class World:
     parallel: ParallelConfig
     device: torch.device
     data_rank: int
-    data_size: int
     head: int
     is_head: bool
     model_group: dist.ProcessGroup
     tp_rank: int
     pp_rank: int
     ep_rank: int
-    expert_tp: int
     expert_tp_rank: int
 
     @property
@@ -50,25 +46,16 @@ class World:
         return self.pp_rank == self.parallel.pp - 1
 
 
-def expert_tensor_parallel(parallel: ParallelConfig) -> int:
-    """Tensor parallelism inside an expert.
-
-    It must equal tp when ep is 1: Megatron-Core 0.16.1 otherwise never reduces expert gradients
-    over the tensor-parallel ranks. With ep > 1 it is 1: the experts themselves are spread instead.
-    """
-    return parallel.tp if parallel.ep == 1 else 1
-
-
 def init_world(parallel: ParallelConfig, seed: int, threads: int | None, timeout_s: float) -> World:
     """Join the world that torchrun describes in the environment.
 
-    timeout_s: longest a collective may wait. ValueError: WORLD_SIZE is not tp * pp * ep * dp.
+    timeout_s: longest a collective may wait. ValueError: WORLD_SIZE is not tp * cp * pp * dp.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size != parallel.world_size:
         raise ValueError(
-            "learner.parallel: tp * pp * ep * dp must equal the learner's world size (torchrun's "
-            f"WORLD_SIZE), got {parallel.tp} * {parallel.pp} * {parallel.ep} * {parallel.dp} = "
+            "learner.parallel: tp * cp * pp * dp must equal the learner's world size (torchrun's "
+            f"WORLD_SIZE), got {parallel.tp} * {parallel.cp} * {parallel.pp} * {parallel.dp} = "
             f"{parallel.world_size} and {size}"
         )
     if threads is not None:
@@ -90,18 +77,17 @@ def init_world(parallel: ParallelConfig, seed: int, threads: int | None, timeout
         rank=int(os.environ["RANK"]),
         world_size=size,
     )
-    expert_tp = expert_tensor_parallel(parallel)
     ps.initialize_model_parallel(
         parallel.tp,
         parallel.pp,
         expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=expert_tp,
+        expert_tensor_parallel_size=parallel.expert_tp,
     )
     model_parallel_cuda_manual_seed(seed)
-    return _place(parallel, device, expert_tp)
+    return _place(parallel, device)
 
 
-def _place(parallel: ParallelConfig, device: torch.device, expert_tp: int) -> World:
+def _place(parallel: ParallelConfig, device: torch.device) -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
     data_rank = ps.get_data_parallel_rank()
     data_ranks = torch.zeros(size, dtype=torch.int64, device=device)
@@ -122,13 +108,11 @@ def _place(parallel: ParallelConfig, device: torch.device, expert_tp: int) -> Wo
         parallel=parallel,
         device=device,
         data_rank=data_rank,
-        data_size=ps.get_data_parallel_world_size(),
         head=head,
         is_head=rank == head,
         model_group=groups[data_rank],
         tp_rank=ps.get_tensor_model_parallel_rank(),
         pp_rank=ps.get_pipeline_model_parallel_rank(),
         ep_rank=ps.get_expert_model_parallel_rank(),
-        expert_tp=expert_tp,
         expert_tp_rank=ps.get_expert_tensor_parallel_rank() or 0,
     )

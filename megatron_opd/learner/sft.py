@@ -83,7 +83,7 @@ def rank_micros(batch: list[Pair], learner: MegatronLearner) -> Iterator[list[Sf
     plan = plan_batch(
         [pair.num_tokens for pair in batch],
         config.mini_batches,
-        world.data_size,
+        world.parallel.dp,
         config.tokens_per_microbatch,
     )
     for ranks in plan:

@@ -109,7 +109,7 @@ class RemoteLearner:
         What depends on groups is computed here: a group's members may go to different ranks.
         """
         config = self._config
-        ranks = config.parallel.data_parallel_size
+        ranks = config.parallel.dp
         plan = plan_batch(
             [sample.rollout.num_tokens for sample in batch.samples],
             config.mini_batches,

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import distributed_c10d
 
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.config.schema import Config, LearnerConfig, SftConfig
+from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.config.schema import Config, SftConfig
 from megatron_opd.data.packing import plan_batch
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.serve import serve
@@ -38,7 +39,7 @@ def share(batch: Batch, learner: MegatronLearner, estimator: Estimator, group_si
     plan = plan_batch(
         [sample.rollout.num_tokens for sample in batch.samples],
         config.mini_batches,
-        world.data_size,
+        world.parallel.dp,
         config.tokens_per_microbatch,
     )
     mine = [mini[world.data_rank] for mini in plan]

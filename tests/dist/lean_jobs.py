@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from megatron_opd.checkpoint.convert import load_weights, source_of
 from megatron_opd.checkpoint.model_spec import read_model_spec
-from megatron_opd.config.schema import ParallelConfig
+from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.learner import model as learner_model
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.lm_head import LeanHead, head_weight, install_lean_head

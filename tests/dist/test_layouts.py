@@ -32,8 +32,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"parallel": {"tp": 2}, "tokens_per_microbatch": 64}),
     "pp2": (2, {"parallel": {"pp": 2}, "tokens_per_microbatch": 64}),
     "dp2": (2, {"parallel": {"dp": 2}, "tokens_per_microbatch": 64}),
-    "ep2": (2, {"parallel": {"ep": 2}, "tokens_per_microbatch": 64}),
-    "tp2ep2": (4, {"parallel": {"tp": 2, "ep": 2}, "tokens_per_microbatch": 64}),
+    "ep2": (2, {"parallel": {"dp": 2, "ep": 2}, "tokens_per_microbatch": 64}),
+    "tp2ep2": (4, {"parallel": {"tp": 2, "dp": 2, "ep": 2}, "tokens_per_microbatch": 64}),
 }
 DENSE = ("one", "alone", "tp2", "pp2", "dp2")
 
@@ -235,7 +235,7 @@ def test_bfloat16_keeps_float32_main_weights(models, batches, runs, tmp_path):
         ("tied", 2, {"pp": 2}),
         ("tied", 2, {"tp": 2}),
         ("mixed", 2, {"pp": 2}),
-        ("mixed", 4, {"tp": 2, "ep": 2}),
+        ("mixed", 4, {"tp": 2, "dp": 2, "ep": 2}),
     ],
 )
 def test_hugging_face_round_trip_is_bitwise(kind, size, parallel, models, tmp_path):

@@ -99,7 +99,7 @@ def receivers(
     )
 
 
-@pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}, {"ep": 2}])
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}])
 def test_train_publish_and_export(parallel, model, batch, tmp_path):
     """The fleet receives exactly the weights after the update, which are those of the export."""
 

@@ -331,14 +331,18 @@ def test_a_server_that_dies_while_starting_shows_its_log(
     assert done.summary["status"] == "failed"
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp", "ep", "dp"])
-def test_two_learner_ranks(axis: str, inputs: Path, tmp_path: Path, start: Callable[..., Running]):
+@pytest.mark.parametrize(
+    "parallel", [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}, {"dp": 2}], ids=["tp", "pp", "ep", "dp"]
+)
+def test_two_learner_ranks(
+    parallel: dict[str, int], inputs: Path, tmp_path: Path, start: Callable[..., Running]
+):
     """Every axis of the learner runs, publishes (digests compared) and matches the sampler."""
     config = write_config(
         inputs,
         tmp_path,
         run={"updates": 2},
-        learner={"parallel": {axis: 2}},
+        learner={"parallel": parallel},
         evaluation={"problems": 0},
     )
     running = start(config)
@@ -348,7 +352,7 @@ def test_two_learner_ranks(axis: str, inputs: Path, tmp_path: Path, start: Calla
     assert done.summary["updates"] == 2
     assert done.summary["aborted_requests"] == 0
     assert done.summary["mismatch_max_abs_dp"] > 0
-    bounded(MISMATCH, done.summary["mismatch_max_abs_dp"], 1e-4, axis)
+    bounded(MISMATCH, done.summary["mismatch_max_abs_dp"], 1e-4, str(parallel))
 
 
 def test_eval_of_a_checkpoint(inputs: Path, tmp_path: Path):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_opd.checkpoint.convert import FreshSource, SafetensorsSource, source_of
 from megatron_opd.checkpoint.export import export_hf
 from megatron_opd.checkpoint.model_spec import read_model_spec
-from megatron_opd.config.schema import ParallelConfig
+from megatron_opd.config.learner import ParallelConfig
 from tests.models import tiny_qwen3, tiny_qwen3_moe
 
 
@@ -77,7 +77,7 @@ def test_missing_or_unreadable_config(tmp_path: Path):
     [
         ({"tp": 4}, "tp must divide the model's key-value heads, got tp=4 and 2 key-value heads"),
         ({"pp": 3}, "pp must divide the model's layers, got pp=3 and 2 layers"),
-        ({"ep": 3}, "ep must divide the model's experts, got ep=3 and 4 experts"),
+        ({"ep": 3, "dp": 3}, "ep must divide the model's experts, got ep=3 and 4 experts"),
     ],
 )
 def test_layouts_that_do_not_fit_the_model(parallel: dict, message: str, moe: Path):
@@ -87,7 +87,7 @@ def test_layouts_that_do_not_fit_the_model(parallel: dict, message: str, moe: Pa
 
 def test_a_dense_model_has_no_experts_to_spread(dense: Path):
     with pytest.raises(ValueError, match="got ep=2 and 0 experts"):
-        read_model_spec(dense).check_parallel(ParallelConfig(ep=2))
+        read_model_spec(dense).check_parallel(ParallelConfig(ep=2, dp=2))
 
 
 @pytest.mark.parametrize("limit", [2**40, 100_000])

@@ -62,7 +62,7 @@ def test_check_prints_the_plan(tmp_path: Path, config: dict, capsys: pytest.Capt
         ("learner.parallel.tp=3", ["learner.parallel.tp", "attention heads", "tp=3"]),
         ("learner.parallel.tp=4", ["learner.parallel.tp", "key-value heads", "tp=4"]),
         ("learner.parallel.pp=4", ["learner.parallel.pp", "layers", "pp=4"]),
-        ("learner.parallel.ep=8", ["learner.parallel.ep", "experts", "ep=8"]),
+        ("learner.parallel.ep=8 learner.parallel.dp=8", ["learner.parallel.ep", "experts", "ep=8"]),
         ("student.tp=3", ["student.tp", "attention heads", "tp=3"]),
         ("run.seed=99999999999", ["run.seed", "99999999999"]),
         ("student.base_port=80", ["base_port", "1024..65535", "80"]),

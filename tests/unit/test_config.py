@@ -82,7 +82,7 @@ def test_each_mistake_names_key_rule_and_value(tmp_path: Path, override: str, wo
 
 def test_rules_across_sections_name_all_their_keys(tmp_path: Path):
     message = error_of(
-        write(tmp_path, MINIMAL), "buffer.batch_size=6", "learner.parallel={ep: 2, dp: 2}"
+        write(tmp_path, MINIMAL), "buffer.batch_size=6", "learner.parallel={ep: 2, dp: 4}"
     )
     for word in ("buffer.batch_size", "learner.mini_batches", "learner.parallel", "6", "4"):
         assert word in message
@@ -119,20 +119,19 @@ def test_config_is_frozen(tmp_path: Path):
 @given(
     batch=st.integers(1, 64),
     minis=st.integers(1, 4),
-    ep=st.integers(1, 4),
-    dp=st.integers(1, 4),
+    dp=st.integers(1, 8),
 )
-def test_batch_rule_accepts_exactly_the_divisible(batch: int, minis: int, ep: int, dp: int):
+def test_batch_rule_accepts_exactly_the_divisible(batch: int, minis: int, dp: int):
     tree = {
         **MINIMAL,
         "buffer": {"batch_size": batch},
-        "learner": {"mini_batches": minis, "parallel": {"ep": ep, "dp": dp}},
+        "learner": {"mini_batches": minis, "parallel": {"dp": dp}},
     }
-    if batch % (minis * ep * dp):
+    if batch % (minis * dp):
         with pytest.raises(ValueError, match="multiple of"):
             Config.model_validate(tree)
     else:
-        assert Config.model_validate(tree).learner.parallel.data_parallel_size == ep * dp
+        assert Config.model_validate(tree).learner.parallel.dp == dp
 
 
 def test_sft_config_shares_the_learner_section(tmp_path: Path):

@@ -254,7 +254,7 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["objective={type: forward_kl}"],
     ),
     (
-        ["buffer.batch_size=6", "learner.parallel={ep: 2, dp: 2}"],
+        ["buffer.batch_size=6", "learner.parallel={ep: 2, dp: 4}"],
         ["buffer.batch_size", "learner.mini_batches", "6", "4"],
         ["buffer.batch_size=8"],
     ),

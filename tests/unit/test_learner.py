@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_opd.config.schema import OptimizerConfig
+from megatron_opd.config.learner import OptimizerConfig
 from megatron_opd.learner.attention import PackedAttention, Packing
 from megatron_opd.learner.optimizer import learning_rate
 from megatron_opd.weight_sync.sender import plan_buckets

@@ -11,6 +11,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import Channel, ControllerLost
 from megatron_opd.transport import messages as m
@@ -345,7 +346,7 @@ def test_a_malformed_sample_is_named(name: str):
         rank_batch(0, 0, [broken], [[[0]]])
 
 
-HEAD = SimpleNamespace(is_head=True, parallel=SimpleNamespace(tp=1, pp=1))
+HEAD = SimpleNamespace(is_head=True, parallel=ParallelConfig())
 
 
 @contextmanager

@@ -1,0 +1,137 @@
+"""The learner's section: how the model is spread, how it steps, how it listens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from megatron_opd.config.section import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class ParallelConfig(Section):
+    """Learner ranks = tp * cp * pp * dp, as in Megatron-Core.
+
+    Experts have a layout of their own over the same ranks of a pipeline stage: ep * etp of them
+    hold the experts once.
+    """
+
+    tp: PositiveInt = 1
+    """Tensor-parallel ranks; sequence parallelism comes with them."""
+    cp: PositiveInt = 1
+    """Ranks that share a sequence's tokens."""
+    pp: PositiveInt = 1
+    """Pipeline stages."""
+    vpp: PositiveInt = 1
+    """Model chunks of a stage: above 1 the pipeline is interleaved."""
+    dp: PositiveInt = 1
+    """Ranks that see different samples."""
+    ep: PositiveInt = 1
+    """Ranks that split the experts; ep * etp must divide tp * cp * dp."""
+    etp: PositiveInt | None = None
+    """Tensor-parallel ranks of an expert; null: tp without ep, else 1."""
+
+    @property
+    def world_size(self) -> int:
+        """Learner ranks."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel ranks of an expert."""
+        if self.etp is not None:
+            return self.etp
+        return self.tp if self.ep == 1 else 1
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> ParallelConfig:
+        ranks = self.tp * self.cp * self.dp
+        if self.ep == 1 and self.expert_tp != self.tp:
+            raise ValueError(
+                "etp must equal tp when ep is 1, or Megatron-Core 0.16.1 never adds up expert "
+                f"gradients over the tensor-parallel ranks; got etp={self.etp}, tp={self.tp}"
+            )
+        if ranks % (self.ep * self.expert_tp):
+            raise ValueError(
+                "ep * etp must divide tp * cp * dp, the ranks that experts are spread over, got "
+                f"ep={self.ep} * etp={self.expert_tp} and tp={self.tp} * cp={self.cp} * "
+                f"dp={self.dp} = {ranks}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _not_there_yet(self) -> ParallelConfig:
+        for key, degree in (("cp", self.cp), ("vpp", self.vpp)):
+            if degree > 1:
+                raise ValueError(f"{key} must be 1: the learner does not run it yet, got {degree}")
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_need_stages(self) -> ParallelConfig:
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp above 1 needs pp above 1, got vpp={self.vpp}, pp=1")
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW with float32 main parameters."""
+
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    min_lr: NonNegativeFloat = 0.0
+    """Where cosine ends."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """After warm-up: constant, or cosine down to min_lr at the last update."""
+    warmup_updates: NonNegativeInt = 0
+    """Linear from 0."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """First moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Second moment."""
+    eps: PositiveFloat = 1e-8
+    """Of AdamW."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Global norm; 0 = off."""
+
+    @model_validator(mode="after")
+    def _min_below_peak(self) -> OptimizerConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr must be <= lr, got min_lr={self.min_lr}, lr={self.lr}")
+        return self
+
+
+class LearnerConfig(Section):
+    """The Megatron-Core learner; it starts from student.model."""
+
+    parallel: ParallelConfig = ParallelConfig()
+    dtype: Dtype = "bfloat16"
+    """Weights and activations; main parameters are float32 either way."""
+    mini_batches: PositiveInt = 1
+    """Optimizer steps per batch."""
+    tokens_per_microbatch: PositiveInt = 8192
+    """Packing budget of one rank's micro-batch, prompts included; a longer sample gets one of its
+    own."""
+    recompute: bool = False
+    """Recompute activations in the backward pass."""
+    logp: Literal["lean", "dense"] = "lean"
+    """How log-probs come from the LM head: lean never holds [tokens, vocabulary]; dense does, and
+    is what lean is checked against."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    listen_host: str = "127.0.0.1"
+    """Where the controller's ZeroMQ socket binds."""
+    listen_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0 picks a free port."""
+    threads: PositiveInt | None = None
+    """CPU threads a rank; null leaves torch's choice."""
+    timeout_s: PositiveFloat = 1800.0
+    """Longest wait for one reply of the learner."""
