@@ -23,7 +23,7 @@ from megatron_opd.config.corrections import (
     TruncatedCorrection,
 )
 from megatron_opd.config.objectives import (
-    ForwardKl,
+    DivergenceObjective,
     Gepo,
     Gspo,
     Jsd,
@@ -34,16 +34,12 @@ from megatron_opd.config.objectives import (
     ObjectiveConfig,
     ReverseKl,
     RewardObjective,
-    SkewForwardKl,
     SkewReverseKl,
     SparseReverseKl,
     TrustConfig,
 )
 from megatron_opd.config.section import Section
 from megatron_opd.config.supports import McSupport, PathSupport, SupportConfig, TopkSupport
-
-Divergence = ForwardKl | Jsd | SkewForwardKl | SkewReverseKl
-
 
 REWARD_TYPES = ("reinforce", "ppo", "grpo", "gspo", "gepo")
 
@@ -189,7 +185,8 @@ def is_direct(term: MixtureTerm, est: Estimator) -> bool:
     """Differentiated through the student, or weighted by the teacher: no ratio to correct."""
     if isinstance(term.objective, SparseReverseKl):
         return True
-    return isinstance(term.objective, Divergence) and (est.is_set or est.support.owner == "teacher")
+    own_weights = est.is_set or est.support.owner == "teacher"
+    return isinstance(term.objective, DivergenceObjective) and own_weights
 
 
 def _is_reward(term: MixtureTerm) -> bool:
@@ -202,7 +199,7 @@ def _cuts(est: Estimator) -> bool:
 
 
 def _outside(term: MixtureTerm) -> str | None:
-    return getattr(term.objective, "outside", None)
+    return term.objective.outside if isinstance(term.objective, DivergenceObjective) else None
 
 
 RULES: tuple[Rule, ...] = (

@@ -71,7 +71,14 @@ class ReverseKl(Section):
     """Trust region on the ratio."""
 
 
-class SparseReverseKl(Section):
+class DivergenceObjective(Section):
+    """A divergence of student and teacher: taken on a set of ids, or estimated from draws."""
+
+    outside: Outside | None = None
+    """As in sparse_reverse_kl; for top-k supports only."""
+
+
+class SparseReverseKl(DivergenceObjective):
     """KL(student || teacher) on the cached set, differentiated through the student.
 
     AsyncOPD Eq. 8-10; on the exact support Eq. 2-3.
@@ -83,42 +90,34 @@ class SparseReverseKl(Section):
     all of it, drop ignores it (the value can then be negative)."""
 
 
-class ForwardKl(Section):
+class ForwardKl(DivergenceObjective):
     """KL(teacher || student) (AsyncOPD Eq. 1)."""
 
     type: Literal["forward_kl"] = "forward_kl"
-    outside: Outside | None = None
-    """As in sparse_reverse_kl; for top-k supports only."""
 
 
-class Jsd(Section):
+class Jsd(DivergenceObjective):
     """Generalised JSD: beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p (GKD)."""
 
     type: Literal["jsd"] = "jsd"
     beta: OpenUnit = 0.5
     """Weight of the teacher."""
-    outside: Outside | None = None
-    """As in sparse_reverse_kl; for top-k supports only."""
 
 
-class SkewForwardKl(Section):
+class SkewForwardKl(DivergenceObjective):
     """KL(q || alpha q + (1 - alpha) p) (DistiLLM)."""
 
     type: Literal["skew_forward_kl"] = "skew_forward_kl"
     alpha: OpenUnit = 0.1
     """Teacher's share of the mixture."""
-    outside: Outside | None = None
-    """As in sparse_reverse_kl; for top-k supports only."""
 
 
-class SkewReverseKl(Section):
+class SkewReverseKl(DivergenceObjective):
     """KL(p || alpha p + (1 - alpha) q) (DistiLLM)."""
 
     type: Literal["skew_reverse_kl"] = "skew_reverse_kl"
     alpha: OpenUnit = 0.1
     """Student's share of the mixture."""
-    outside: Outside | None = None
-    """As in sparse_reverse_kl; for top-k supports only."""
 
 
 class KlPenalty(Section):

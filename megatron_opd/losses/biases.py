@@ -14,9 +14,10 @@ from megatron_opd.config.corrections import (
     NoCorrection,
     TruncatedCorrection,
 )
-from megatron_opd.config.estimator import Divergence, Estimator, is_direct, trust_of
+from megatron_opd.config.estimator import Estimator, is_direct, trust_of
 from megatron_opd.config.objectives import (
     ClipTrust,
+    DivergenceObjective,
     ForwardKl,
     Gepo,
     Grpo,
@@ -40,22 +41,16 @@ def bias_of(term: MixtureTerm, est: Estimator) -> str:
         return _of_set(term, est) if est.is_set else "none where q covers p"
     found = [*_of_support(est), *_of_correction(term, est), *_of_objective(term.objective)]
     if not found:
-        return (
-            "none where o covers p"
-            if not _reads_teacher_mass(term)
-            else "none where o covers p and q"
-        )
+        reads_q = isinstance(term.objective, DivergenceObjective)
+        return "none where o covers p and q" if reads_q else "none where o covers p"
     return "; ".join(found)
-
-
-def _reads_teacher_mass(term: MixtureTerm) -> bool:
-    return isinstance(term.objective, Divergence)
 
 
 def _of_set(term: MixtureTerm, est: Estimator) -> str:
     if est.support.covers:
         return "none, and no variance"
-    outside = getattr(term.objective, "outside", None) or "renormalise"
+    assert isinstance(term.objective, DivergenceObjective)  # what is_direct lets through
+    outside = term.objective.outside or "renormalise"
     return {
         "renormalise": "blind to how much p and q hold outside the set",
         "bucket": "blind to how p and q differ inside what is outside the set, and to less than "

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from megatron_opd.config.estimator import Divergence as DivergenceConfig
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.objectives import (
+    DivergenceObjective,
     ForwardKl,
     Gepo,
     Grpo,
@@ -70,9 +70,7 @@ def reverse_kl(config: ReverseKl, est: Estimator, cache: Cache, limit: Limit) ->
     return _policy_gradient(config.trust, est, cache, actions, advantage_n, limit)
 
 
-def divergence(
-    config: DivergenceConfig | SparseReverseKl, est: Estimator, cache: Cache, limit: Limit
-) -> TermLoss:
+def divergence(config: DivergenceObjective, est: Estimator, cache: Cache, limit: Limit) -> TermLoss:
     """A divergence of p and q: on a set of ids, from teacher draws, or from sampler draws.
 
     Set (top-k, exact): differentiated through the student (AsyncOPD Eq. 8-10; losses/divergences).
