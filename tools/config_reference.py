@@ -13,6 +13,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from generated_page import write_or_check
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -155,12 +156,7 @@ def render() -> str:
 
 def main() -> int:
     """Entry point; with --check, exit 1 when the page is out of date."""
-    page = render()
-    if "--check" in sys.argv:
-        return int(not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page)
-    PAGE.write_text(page, encoding="utf-8")
-    print(f"wrote {PAGE}")
-    return 0
+    return write_or_check(PAGE, render(), sys.argv)
 
 
 if __name__ == "__main__":

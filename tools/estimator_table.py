@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from generated_page import write_or_check
 from pydantic import ValidationError
 
 from megatron_opd.config import estimator as rules_of
@@ -245,12 +246,7 @@ def main() -> int:
     if recorded != dict(counts):
         print("the record lacks estimators: run python tools/estimator_table.py --measure")
         return 1
-    page = render(record)
-    if "--check" in sys.argv:
-        return int(not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page)
-    PAGE.write_text(page, encoding="utf-8")
-    print(f"wrote {PAGE}")
-    return 0
+    return write_or_check(PAGE, render(record), sys.argv)
 
 
 if __name__ == "__main__":
