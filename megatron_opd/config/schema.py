@@ -7,6 +7,8 @@ compare.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -235,6 +237,25 @@ class MetricsConfig(Section):
     """Live panel, or a line per update."""
 
 
+@dataclass(frozen=True)
+class EstimatorParts:
+    """The sections of a run that make its estimator."""
+
+    support: SupportConfig | None
+    objective: ObjectiveConfig
+    correction: CorrectionConfig | None
+    reduction: ReductionConfig
+
+
+@lru_cache(maxsize=64)
+def estimator_of(parts: EstimatorParts) -> Estimator:
+    """Validated once, for a config's estimator is read often.
+
+    Kept by value: one kept in the model would be stale in a copy that changes a part.
+    """
+    return Estimator.model_validate(vars(parts))
+
+
 class Config(Section):
     """One run. See `opd check CONFIG.yaml` for a validated, resolved view."""
 
@@ -263,8 +284,9 @@ class Config(Section):
     @property
     def estimator(self) -> Estimator:
         """The loss and the cache it needs; raises ValueError when its parts do not go together."""
-        parts = ("support", "objective", "correction", "reduction")
-        return Estimator.model_validate({part: getattr(self, part) for part in parts})
+        return estimator_of(
+            EstimatorParts(self.support, self.objective, self.correction, self.reduction)
+        )
 
     @property
     def all_teachers(self) -> dict[str, ServerConfig]:

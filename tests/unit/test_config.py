@@ -9,7 +9,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.load import ConfigError, dump_config, load_config
+from megatron_opd.config.objectives import ForwardKl, ReverseKl
 from megatron_opd.config.schema import Config, SftConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,6 +115,28 @@ def test_config_is_frozen(tmp_path: Path):
     config = load_config(Config, write(tmp_path, MINIMAL))
     with pytest.raises(ValueError, match="frozen"):
         config.buffer.batch_size = 3
+
+
+def test_the_estimator_is_validated_once_a_config_and_anew_for_a_changed_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    validated: list[object] = []
+    validate = Estimator.model_validate
+    monkeypatch.setattr(
+        Estimator, "model_validate", lambda tree: (validated.append(tree), validate(tree))[1]
+    )
+    path = write(tmp_path, MINIMAL | {"support": {"type": "mc", "m": 37}})
+    config = load_config(Config, path)
+    fresh = config.model_copy()
+    dumped = dump_config(config)
+    assert config.estimator is config.estimator
+    assert len(validated) == 1
+    assert (config, dict(config), dump_config(config)) == (fresh, dict(fresh), dumped)
+    assert config.estimator.support == config.support
+    changed = config.model_copy(update={"objective": ForwardKl()})
+    assert changed.estimator.objective == ForwardKl()
+    assert config.estimator.objective == ReverseKl()
+    assert len(validated) == 2
 
 
 @settings(deadline=None)
