@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -143,8 +143,8 @@ class Figures:
     num_response_tokens: int = 8
     num_ids: int = 16
     num_samples: int = 2
-    mismatch_max_abs_dp: float = 1e-6
-    mismatch_mean_abs_dp: float = 1e-7
+    mismatch_max_abs_dp: float | None = 1e-6
+    mismatch_mean_abs_dp: float | None = 1e-7
     mismatch_tokens: int = 8
     ratio_p50: float = 1.0
     ratio_p99: float = 1.1
@@ -161,6 +161,7 @@ class Learner:
     fail: Callable[[int], Exception | None] = lambda update: None
     loss: Callable[[int], float] = lambda update: 0.5
     reverse_kl_nats: float | None = 0.25
+    measures_mismatch: Callable[[int], bool] = lambda update: True
     batches: list[Batch] = field(default_factory=list)
     busy: bool = False
 
@@ -173,7 +174,11 @@ class Learner:
         self.busy = False
         self.batches.append(batch)
         loss = self.loss(batch.update)
-        return Figures(update=batch.update, loss=loss, reverse_kl_nats=self.reverse_kl_nats)
+        figures = Figures(update=batch.update, loss=loss, reverse_kl_nats=self.reverse_kl_nats)
+        if self.measures_mismatch(batch.update):
+            return figures
+        nothing = {"mismatch_max_abs_dp": None, "mismatch_mean_abs_dp": None}
+        return replace(figures, mismatch_tokens=0, **nothing)
 
 
 @dataclass

@@ -142,14 +142,7 @@ def run_trial(trial: Trial, out: Path, launch: Launch) -> dict[str, Any]:
         "status": "diverged" if diverged else "finished",
         "commit": summary.get("commit"),
         "summary": {key: summary.get(key) for key in SUMMARY},
-        "curves": {key: [_value(each, key) for each in rows] for key in CURVES},
+        "curves": {key: [each.get(key) for each in rows] for key in CURVES},
     }
     shutil.rmtree(run_dir)
     return row
-
-
-def _value(row: dict[str, Any], key: str) -> float | None:
-    """A figure of one update; no mismatch where no token was of the current version."""
-    if key.startswith("mismatch") and not row.get("mismatch_tokens"):
-        return None
-    return row.get(key)

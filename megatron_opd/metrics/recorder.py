@@ -24,6 +24,9 @@ from megatron_opd.types import Batch, Prompt, Rollout, Sample
 
 logger = logging.getLogger(__name__)
 
+NOT_ALWAYS_MEASURED = ("mismatch_max_abs_dp", "mismatch_mean_abs_dp")
+"""Figures whose None is said of one update; any other None has no meaning in the whole run."""
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -136,11 +139,11 @@ class RunRecorder:
         since_last_s = finished_s - self._done_s
         self._done_s = finished_s
         reported = msgspec.to_builtins(figures)
-        # a tagged record names its type besides its figures; None has no meaning in this run
+        # a tagged record names its type besides its figures
         columns = {
             key: value
             for key, value in reported.items()
-            if value is not None and not isinstance(value, str)
+            if not isinstance(value, str) and (value is not None or key in NOT_ALWAYS_MEASURED)
         }
         self._row = columns | {
             "update": batch.update,

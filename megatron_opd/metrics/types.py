@@ -142,9 +142,10 @@ class PublicationReport:
 class UpdateFigures(Protocol):
     """What the learner reports of one update; every field also becomes a column of metrics.jsonl.
 
-    A field that is None has no meaning for the estimator and becomes no column. Units as in the
-    names; reverse_kl_nats is per response token; mismatch_*_abs_dp is |p_learner - p_sampler| on
-    path tokens that the current version sampled (TIS), over mismatch_tokens tokens; ratio_* are
+    A field that is None has no meaning for the estimator and becomes no column, but for
+    mismatch_*_abs_dp: null in an update that had nothing to measure. Units as in the names;
+    reverse_kl_nats is per response token; mismatch_*_abs_dp is |p_learner - p_sampler| on path
+    tokens that the current version sampled (TIS), over mismatch_tokens tokens; ratio_* are
     quantiles of the importance ratio.
     """
 
@@ -174,13 +175,13 @@ class UpdateFigures(Protocol):
         ...
 
     @property
-    def mismatch_max_abs_dp(self) -> float:
-        """Largest, over the tokens measured."""
+    def mismatch_max_abs_dp(self) -> float | None:
+        """Largest, over the tokens measured; None without any."""
         ...
 
     @property
-    def mismatch_mean_abs_dp(self) -> float:
-        """Mean over the tokens measured."""
+    def mismatch_mean_abs_dp(self) -> float | None:
+        """Mean over the tokens measured; None without any."""
         ...
 
     @property

@@ -32,8 +32,8 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     the student. grad_norm: before clipping, of the last mini-batch. mismatch_max_abs_dp,
     mismatch_mean_abs_dp: |p_learner - p_sampler| (TIS) over the mismatch_tokens path tokens that
     the batch's own version sampled, in the first mini-batch (later ones train on changed weights);
-    0 when there were none. ratio_*: student over sampler, over cached ids as the cache weighs them
-    (path tokens where the teacher chose the ids). sampler_k*_nats, prox_k1*_nats: estimates of
+    None when there were none. ratio_*: student over sampler, over cached ids as the cache weighs
+    them (path tokens where the teacher chose the ids). sampler_k*_nats, prox_k1*_nats: estimates of
     KL(sampler || student) and KL(batch's start || student), see losses/diagnostics.py.
     importance_*: the applied importance weights (correction times trust ratio; of responses for
     gspo and gepo); effective_sample_fraction: (sum w)^2 / (n sum w^2). truncated_fraction,
@@ -49,8 +49,8 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     num_response_tokens: int
     num_ids: int
     num_samples: int
-    mismatch_max_abs_dp: float
-    mismatch_mean_abs_dp: float
+    mismatch_max_abs_dp: float | None
+    mismatch_mean_abs_dp: float | None
     mismatch_tokens: int
     ratio_p50: float
     ratio_p99: float

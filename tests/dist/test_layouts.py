@@ -35,7 +35,26 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {"parallel": {"dp": 2, "ep": 2}, "tokens_per_microbatch": 64}),
     "tp2ep2": (4, {"parallel": {"tp": 2, "dp": 2, "ep": 2}, "tokens_per_microbatch": 64}),
 }
-DENSE = ("one", "alone", "tp2", "pp2", "dp2")
+VPP = {"pp": 2, "vpp": 2}
+LAYOUTS |= {
+    "cp2": (2, {"parallel": {"cp": 2}, "tokens_per_microbatch": 32}),
+    "vpp2": (2, {"parallel": VPP, "tokens_per_microbatch": 64}),
+    "cp2dp2": (4, {"parallel": {"cp": 2, "dp": 2}, "tokens_per_microbatch": 32}),
+    "tp2pp2": (4, {"parallel": {"tp": 2, "pp": 2}, "tokens_per_microbatch": 64}),
+    "tp2cp2": (4, {"parallel": {"tp": 2, "cp": 2}, "tokens_per_microbatch": 32, "recompute": True}),
+    "pp2ep2": (4, {"parallel": {"pp": 2, "dp": 2, "ep": 2}, "tokens_per_microbatch": 64}),
+    "tp2ep2 on two ranks": (2, {"parallel": {"tp": 2, "ep": 2}, "tokens_per_microbatch": 64}),
+    "cp2ep2 on two ranks": (2, {"parallel": {"cp": 2, "ep": 2}, "tokens_per_microbatch": 32}),
+    "ep2 allgather": (
+        2,
+        {
+            "parallel": {"dp": 2, "ep": 2},
+            "tokens_per_microbatch": 64,
+            "megatron": {"moe_token_dispatcher_type": "allgather"},
+        },
+    ),
+}
+DENSE = ("one", "alone", "tp2", "pp2", "dp2", "cp2", "vpp2", "cp2dp2", "tp2pp2", "tp2cp2")
 
 
 @pytest.fixture(scope="module")
@@ -196,18 +215,22 @@ def test_student_equal_to_teacher_gives_nothing_to_learn(models, batches, tmp_pa
     figures = {}
     for shift in (0, 1):
         batch = with_teacher(batches["moe"][0], teacher, shift)
+        stale = replace(batch, version=batch.version + shift)  # no token of its own version then
         result = run_world(
             jobs.update,
             1,
             tmp_path / str(shift),
             model=models["moe"],
             config={"optimizer": ADAM},
-            batches=[batch],
+            batches=[stale],
         )
         figures[shift] = result["metrics"][0]
     bounded("student = teacher: reverse KL (nats)", abs(figures[0]["reverse_kl_nats"]), 1e-6)
     bounded("student = teacher: gradient norm", figures[0]["grad_norm"], 1e-5)
     assert figures[0]["mismatch_max_abs_dp"] < 1e-5
+    assert figures[1]["mismatch_tokens"] == 0
+    assert figures[1]["mismatch_max_abs_dp"] is None
+    assert figures[1]["mismatch_mean_abs_dp"] is None
     # The same check must notice scores that are one row off.
     assert abs(figures[1]["reverse_kl_nats"]) > 1e-2
     assert figures[1]["grad_norm"] > 0.1

@@ -29,7 +29,8 @@ def fake(calls: list[str], causes: dict[str, str] | None = None) -> Launch:
         summary = dict.fromkeys(SUMMARY, seed) | {"cause": cause, "commit": "abc"}
         (run_dir / "summary.json").write_text(json.dumps(summary))
         rows = [
-            dict.fromkeys(CURVES, seed + update) | {"mismatch_tokens": update % 2}
+            dict.fromkeys(CURVES, seed + update)
+            | ({} if update % 2 else {"mismatch_mean_abs_dp": None})
             for update in range(6)
         ]
         (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -186,6 +186,25 @@ def test_figures_without_a_meaning_become_no_column(tmp_path):
         assert row["loss"] == 0.5
 
 
+def test_an_update_that_measured_no_mismatch_says_null_and_leaves_the_summary_alone(tmp_path):
+    recorder, _ = record(tmp_path, learner=Learner(measures_mismatch=lambda update: update % 3 > 0))
+    rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for key, value in (("mismatch_max_abs_dp", 1e-6), ("mismatch_mean_abs_dp", 1e-7)):
+        nothing = None
+        assert [row[key] for row in rows] == [nothing, value, value] * 2 + [nothing]
+    summary = summarise(recorder.totals, recorder.accounting, 1.0, 2)
+    assert summary["mismatch_max_abs_dp"] == 1e-6
+    assert summary["mismatch_mean_abs_dp"] == pytest.approx(1e-7)
+    assert summary["mismatch_tokens"] == 4 * Figures().mismatch_tokens
+
+
+def test_a_run_that_never_measured_a_mismatch_has_none(tmp_path):
+    recorder, _ = record(tmp_path, learner=Learner(measures_mismatch=lambda update: False))
+    summary = summarise(recorder.totals, recorder.accounting, 1.0, 2)
+    assert summary["mismatch_max_abs_dp"] is None
+    assert summary["mismatch_mean_abs_dp"] is None
+
+
 def test_a_run_writes_a_row_per_update(tmp_path):
     _, learner = record(tmp_path, drop={4})
     rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -238,11 +257,13 @@ def test_the_first_drop_for_a_reason_is_told(tmp_path, caplog):
 def test_tensorboard_reads_back_what_was_written(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    record(tmp_path)
+    record(tmp_path, learner=Learner(measures_mismatch=lambda update: update % 2 == 1))
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     losses = events.Scalars("opd/loss")
     assert [(event.step, event.value) for event in losses] == [(k, 0.5) for k in range(7)]
     assert losses[0].wall_time > 1e9
+    measured = events.Scalars("opd/mismatch_max_abs_dp")
+    assert [event.step for event in measured] == [1, 3, 5], "what is null is no point"
 
 
 def test_summary_of_a_run(tmp_path):
