@@ -10,7 +10,13 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -56,12 +62,14 @@ def _shared_config(**overrides: object) -> dict[str, object]:
 
 
 def _randomise(model: torch.nn.Module, seed: int, head_std: float) -> None:
-    """Matrices ~ N(0, 1/fan_in), norms ~ 1 + N(0, 0.01), drawn from a generator of their own."""
+    """Matrices ~ N(0, 1/fan_in), norms ~ 1 + N(0, 0.01), biases ~ N(0, 1); own generator."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 1:
+            if name.endswith(".bias"):
+                parameter.copy_(noise)
+            elif parameter.ndim == 1:
                 parameter.copy_(1 + 0.1 * noise)
             elif "embed" in name:
                 parameter.copy_(noise)
@@ -106,3 +114,45 @@ def tiny_qwen3_moe(
     model = Qwen3MoeForCausalLM(config).float()
     _randomise(model, seed, head_std)
     return _save(model, path, config.vocab_size)
+
+
+def tiny_qwen2(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:
+    """Writes a random Qwen2 checkpoint (float32, biased queries, keys, values); returns `path`."""
+    config = Qwen2Config(**_without_attention_bias(overrides))
+    model = Qwen2ForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    return _save(model, path, config.vocab_size)
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def tiny_llama(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:
+    """Writes a random Llama 3 checkpoint (float32) to `path` and returns it.
+
+    Its rotary stretching begins within the first hundred positions, so that a short test sees it.
+    """
+    config = LlamaConfig(**_shared_config(rope_parameters=LLAMA3_ROPE) | overrides)
+    model = LlamaForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    return _save(model, path, config.vocab_size)
+
+
+def tiny_mixtral(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:
+    """Writes a random Mixtral checkpoint (float32, 4 experts, top-2) to `path` and returns it."""
+    experts: dict[str, object] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = MixtralConfig(**_without_attention_bias(experts | overrides))
+    model = MixtralForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    return _save(model, path, config.vocab_size)
+
+
+def _without_attention_bias(overrides: dict[str, object]) -> dict[str, object]:
+    return {k: v for k, v in _shared_config(**overrides).items() if k != "attention_bias"}

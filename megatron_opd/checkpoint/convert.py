@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_opd.checkpoint.model_spec import ModelSpec
-from megatron_opd.checkpoint.shards import TensorSource, cut, local_shards
+from megatron_opd.checkpoint.shards import Chunks, TensorSource, cut, local_shards
 
 if TYPE_CHECKING:
     from megatron_opd.learner.setup import World
@@ -64,7 +64,7 @@ class SafetensorsSource:
 
 
 class FreshSource:
-    """Weights before training: norms 1, everything else N(0, initializer_range)."""
+    """Weights before training: norms 1, biases 0, everything else N(0, initializer_range)."""
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
         self.std, self.seed = spec.initializer_range, seed
@@ -74,7 +74,7 @@ class FreshSource:
     ) -> torch.Tensor:
         """One slice of the tensor that this name and seed always give."""
         if len(shape) == 1:
-            return torch.ones(length)
+            return torch.zeros(length) if name.endswith(".bias") else torch.ones(length)
         digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
         full = torch.empty(shape).normal_(std=self.std, generator=generator)
@@ -94,10 +94,8 @@ def source_of(path: Path, spec: ModelSpec, seed: int | None) -> TensorSource:
 
 
 @torch.no_grad()
-def load_weights(
-    model: torch.nn.Module, spec: ModelSpec, world: World, source: TensorSource
-) -> None:
-    """Fill every parameter of this rank, cast to the parameter's dtype.
+def load_weights(model: Chunks, spec: ModelSpec, world: World, source: TensorSource) -> None:
+    """Fill every parameter of this rank, cast to the parameter's dtype. model: see local_shards.
 
     Call before the optimizer is built: it takes its float32 main parameters from the model.
     ValueError: a tensor is missing or misshapen.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_opd.checkpoint.model_spec import ModelSpec
-from megatron_opd.checkpoint.shards import join, local_shards
+from megatron_opd.checkpoint.shards import Chunks, join, local_shards
 from megatron_opd.weight_sync.names import Key, hf_names, row_of
 
 if TYPE_CHECKING:
@@ -33,12 +33,15 @@ class Entry:
 
 
 class FullTensors:
-    """The model as Hugging Face tensors. Building it is collective over the world."""
+    """The model as Hugging Face tensors. Building it is collective over the world.
 
-    def __init__(self, model: torch.nn.Module, spec: ModelSpec, world: World) -> None:
+    model: this rank's chunks, or its only one.
+    """
+
+    def __init__(self, model: Chunks, spec: ModelSpec, world: World) -> None:
         self.spec, self.world = spec, world
         self.shards = local_shards(model, spec, world)
-        self.dtype = next(model.parameters()).dtype
+        self.dtype = next(iter(self.shards.values())).parameter.dtype
         self.entries = self._agree()
 
     def _agree(self) -> list[Entry]:

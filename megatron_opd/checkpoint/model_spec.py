@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.weight_sync.names import Family, family_of
@@ -18,6 +18,25 @@ COUNTS = (
     "vocab_size",
     "max_position_embeddings",
 )
+
+
+RopeType = Literal["default", "linear", "llama3"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions. theta: base of the wavelengths. factor: what long ones are stretched by.
+
+    linear stretches all of them; llama3 those above original_max_position / low_freq_factor
+    positions, none below original_max_position / high_freq_factor, and blends in between.
+    """
+
+    theta: float
+    type: RopeType = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +56,7 @@ class ModelSpec:
     ffn_size: int
     vocab_size: int
     max_position: int
-    rope_theta: float
+    rope: Rope
     norm_eps: float
     tied: bool
     initializer_range: float
@@ -52,12 +71,15 @@ class ModelSpec:
         """Whether any layer holds experts."""
         return any(self.moe_layers)
 
+    def padded_vocab(self, tp: int) -> int:
+        """Rows of the embedding when `tp` ranks split it: the next multiple. Added rows are 0."""
+        return -(-self.vocab_size // tp) * tp
+
     def check_parallel(self, parallel: ParallelConfig) -> None:
         """Raise ValueError, naming key, rule and value, when the model cannot be cut this way."""
         rules = (
             ("tp", parallel.tp, "attention heads", self.num_heads),
             ("tp", parallel.tp, "key-value heads", self.num_kv_heads),
-            ("tp", parallel.tp, "vocabulary", self.vocab_size),
             ("tp", parallel.tp, "feed-forward features", self.ffn_size),
             ("pp", parallel.pp, "layers", self.num_layers),
             ("ep", parallel.ep, "experts", self.num_experts),
@@ -93,17 +115,21 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     family = family_of(config["model_type"])
     for key, allowed in (
         ("attention_bias", (False, None)),
+        ("mlp_bias", (False, None)),
         ("use_sliding_window", (False, None)),
         ("hidden_act", ("silu", None)),
     ):
         if config.get(key) not in allowed:
             raise ValueError(f"{key} must be {allowed[0]!r}, got {config[key]!r}")
+    # Qwen configurations carry a window that use_sliding_window switches off.
+    if "use_sliding_window" not in config and config.get("sliding_window") is not None:
+        raise ValueError(f"sliding_window must be null, got {config['sliding_window']!r}")
     for key in COUNTS:
         if not isinstance(config[key], int) or config[key] < 1:
             raise ValueError(f"{key} must be an integer >= 1, got {config[key]!r}")
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     experts = config.get("num_experts", config.get("num_local_experts")) or 0
-    moe = family.name.endswith("moe")
+    moe, mixtral = family.moe, family.name == "mixtral"
     return ModelSpec(
         family=family,
         num_layers=layers,
@@ -114,14 +140,16 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
         ffn_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],
         max_position=config["max_position_embeddings"],
-        rope_theta=_rope_theta(config),
+        rope=_rope(config),
         norm_eps=config.get("rms_norm_eps", 1e-6),
         tied=bool(config.get("tie_word_embeddings", False)),
         initializer_range=config.get("initializer_range", 0.02),
         num_experts=experts if moe else 0,
         experts_per_token=config["num_experts_per_tok"] if moe else 0,
-        expert_ffn_size=config["moe_intermediate_size"] if moe else 0,
-        norm_topk_prob=bool(config.get("norm_topk_prob", False)),
+        expert_ffn_size=config["intermediate_size" if mixtral else "moe_intermediate_size"]
+        if moe
+        else 0,
+        norm_topk_prob=mixtral or bool(config.get("norm_topk_prob", False)),
         moe_layers=tuple(moe and _holds_experts(config, layer) for layer in range(layers)),
     )
 
@@ -131,13 +159,26 @@ def _holds_experts(config: dict[str, Any], layer: int) -> bool:
     return layer not in (config.get("mlp_only_layers") or []) and (layer + 1) % step == 0
 
 
-def _rope_theta(config: dict[str, Any]) -> float:
-    """Transformers 5 writes rope_parameters.rope_theta, earlier versions rope_theta."""
+def _rope(config: dict[str, Any]) -> Rope:
+    """Transformers 5 writes all of it in rope_parameters, 4 rope_theta beside rope_scaling."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"rope type must be 'default', got {kind!r}")
+    if kind not in ("default", "linear", "llama3"):
+        raise ValueError(f"rope type must be one of default, linear, llama3, got {kind!r}")
     theta = rope.get("rope_theta", config.get("rope_theta"))
     if theta is None:
         raise KeyError("rope_theta")
-    return float(theta)
+    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) not in (1, None):
+        raise ValueError("partial_rotary_factor must be 1: every feature of a head is rotated")
+    if kind == "default":
+        return Rope(float(theta))
+    if kind == "linear":
+        return Rope(float(theta), kind, float(rope["factor"]))
+    return Rope(
+        float(theta),
+        kind,
+        float(rope["factor"]),
+        float(rope["low_freq_factor"]),
+        float(rope["high_freq_factor"]),
+        int(rope["original_max_position_embeddings"]),
+    )

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from megatron_opd.checkpoint.model_spec import ModelSpec
 from megatron_opd.weight_sync.names import Key, Row, hf_names, locate, row_of
@@ -40,27 +41,51 @@ class Shard:
     count: int
 
 
-def local_shards(model: torch.nn.Module, spec: ModelSpec, world: World) -> dict[Key, Shard]:
-    """Every parameter of this rank, by its key.
+Chunks = torch.nn.Module | Sequence[torch.nn.Module]
+
+
+def local_shards(model: Chunks, spec: ModelSpec, world: World) -> dict[Key, Shard]:
+    """Every parameter of this rank, by its key. model: its chunks, or the only one.
 
     KeyError: a parameter that the family's table lacks.
     """
-    layer_offset = world.pp_rank * (spec.num_layers // world.parallel.pp)
+    chunks = [model] if isinstance(model, torch.nn.Module) else model
     expert_offset = world.ep_rank * (spec.num_experts // world.parallel.ep)
     shards: dict[Key, Shard] = {}
-    for name, parameter in model.named_parameters():
-        key = locate(spec.family, name.removeprefix("module."), layer_offset, expert_offset)
-        row = row_of(spec.family, key)
-        index, count = world.tp_rank, world.parallel.tp
-        if row.dim is None:
-            index, count = 0, 1
-        elif row.expert:
-            index, count = world.expert_tp_rank, world.parallel.expert_tp
-        names = hf_names(spec.family, key)
-        if spec.tied and names == ("lm_head.weight",):
-            names = ("model.embed_tokens.weight",)  # the last stage's copy of a shared weight
-        shards[key] = Shard(key, row, names, parameter, index, count)
+    for chunk in map(_unwrapped, chunks):
+        layer_offset = _first_layer(chunk)
+        for name, parameter in chunk.named_parameters():
+            key = locate(spec.family, name, layer_offset, expert_offset)
+            shards[key] = _shard(key, parameter, spec, world)
     return shards
+
+
+def _shard(key: Key, parameter: torch.nn.Parameter, spec: ModelSpec, world: World) -> Shard:
+    row = row_of(spec.family, key)
+    index, count = world.tp_rank, world.parallel.tp
+    if row.dim is None:
+        index, count = 0, 1
+    elif row.expert:
+        index, count = world.expert_tp_rank, world.parallel.expert_tp
+    names = hf_names(spec.family, key)
+    if spec.tied and names == ("lm_head.weight",):
+        names = ("model.embed_tokens.weight",)  # the last stage's copy of a shared weight
+    return Shard(key, row, names, parameter, index, count)
+
+
+def _unwrapped(chunk: Any) -> torch.nn.Module:
+    """The GPTModel inside wrappers such as DistributedDataParallel."""
+    while isinstance(getattr(chunk, "module", None), torch.nn.Module):
+        chunk = chunk.module
+    return chunk
+
+
+def _first_layer(chunk: Any) -> int:
+    """Global index of the first layer of a GPTModel: Megatron numbered them when it built them.
+
+    Chunks of an interleaved pipeline and uneven stages are right without arithmetic of ours.
+    """
+    return min((layer.layer_number - 1 for layer in chunk.decoder.layers), default=0)
 
 
 def cut(shard: Shard, spec: ModelSpec, source: TensorSource) -> torch.Tensor:
@@ -73,10 +98,23 @@ def cut(shard: Shard, spec: ModelSpec, source: TensorSource) -> torch.Tensor:
         full = (half * shard.count, *shape[1:])
         parts = [source.read(n, full, 0, shard.index * half, half) for n in shard.names]
         return torch.cat(parts)
+    if shard.row.vocab:
+        return _cut_vocab(shard, spec, source, shape)
     dim = shard.row.dim or 0
     length = shape[dim]
     full = (*shape[:dim], length * shard.count, *shape[dim + 1 :])
     return source.read(shard.names[0], full, dim, shard.index * length, length)
+
+
+def _cut_vocab(
+    shard: Shard, spec: ModelSpec, source: TensorSource, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Rows of the vocabulary; those that pad it are 0."""
+    full = (spec.vocab_size, *shape[1:])
+    start = min(shard.index * shape[0], spec.vocab_size)
+    length = min(shape[0], spec.vocab_size - start)
+    rows = source.read(shard.names[0], full, 0, start, length)
+    return F.pad(rows, (0, 0, 0, shape[0] - length))
 
 
 def _cut_qkv(
@@ -101,6 +139,9 @@ def join(row: Row, spec: ModelSpec, pieces: Sequence[torch.Tensor]) -> list[torc
     if row.fusion == "gate_up":
         halves = zip(*(piece.chunk(2) for piece in pieces), strict=True)
         return [torch.cat(half) for half in halves]
+    if row.vocab:
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+        return [whole[: spec.vocab_size]]
     if row.dim is None or len(pieces) == 1:
         return [pieces[0]]
     return [torch.cat(list(pieces), dim=row.dim)]

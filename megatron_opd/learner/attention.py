@@ -22,6 +22,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_opd.checkpoint.model_spec import Rope
+
 # One padded call is faster than one call per segment until padding wastes this share of the work.
 MAX_PADDING_WASTE = 2.0
 
@@ -104,6 +106,29 @@ class PackedRotary(RotaryEmbedding):
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
+def rotary_frequencies(rope: Rope, head_dim: int, device: torch.device) -> torch.Tensor:
+    """float32 [head_dim / 2], radians a position; transformers' ROPE_INIT_FUNCTIONS, bit for bit.
+
+    Megatron's RotaryEmbedding knows Llama 3's stretching with two of its four numbers fixed.
+    """
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    inv_freq = 1.0 / (rope.theta**exponent)
+    if rope.type == "default":
+        return inv_freq
+    if rope.type == "linear":
+        return inv_freq / rope.factor
+    longest = rope.original_max_position / rope.low_freq_factor
+    shortest = rope.original_max_position / rope.high_freq_factor
+    wavelength = 2 * math.pi / inv_freq
+    stretched = torch.where(wavelength > longest, inv_freq / rope.factor, inv_freq)
+    blend = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - blend) * stretched / rope.factor + blend * stretched
+    between = (wavelength >= shortest) & (wavelength <= longest)
+    return torch.where(between, blended, stretched)
+
+
 class PackedAttention(MegatronModule):
     """Causal attention inside each segment; grouped queries; no dropout."""
 
@@ -160,14 +185,15 @@ def _pad(x_Shd: torch.Tensor, padded_S: torch.Tensor, shape: tuple[int, int]) ->
     return out.index_copy(0, padded_S, x_Shd).view(*shape, *x_Shd.shape[1:])
 
 
-def local_layer(num_experts: int | None) -> ModuleSpec:
+def local_layer(num_experts: int | None, qk_norm: bool) -> ModuleSpec:
     """One layer of Megatron's local modules with the norm and attention of this file."""
     spec = get_gpt_layer_local_spec(
-        num_experts=num_experts, qk_layernorm=True, normalization="RMSNorm"
+        num_experts=num_experts, qk_layernorm=qk_norm, normalization="RMSNorm"
     )
     parts: Any = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
-    attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec

@@ -1,4 +1,4 @@
-"""A GPTModel whose last stage returns the LM head's input instead of logits.
+"""The LM head: a vocabulary padded to its ranks, and a head that returns its input, not logits.
 
 The head's product moves into the loss (losses/lean.py), which needs it one block at a time. The
 parameters, their names and Megatron's marks on them (tensor parallel, shared embedding) stay as
@@ -16,6 +16,48 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+
+
+class PaddedHead(ColumnParallelLinear):
+    """A ColumnParallelLinear some of whose last outputs are no ids: their logits are -inf.
+
+    Their probability is exactly 0, and no gradient reaches the rows of the weight that pad it.
+    """
+
+    num_ids: int
+
+    def forward(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits [S, B, v]."""
+        assert not runtime_gather_output, "num_ids counts this rank's slice alone"
+        logits, bias = super().forward(input_, weight, runtime_gather_output)
+        padding_v = torch.arange(logits.shape[-1], device=logits.device) >= self.num_ids
+        return logits.masked_fill(padding_v, -torch.inf), bias
+
+
+def hide_padded_ids(model: GPTModel, vocab_size: int) -> None:
+    """Tell the head how many of its outputs are ids, where the vocabulary is padded.
+
+    The lean head is told by the loss: see `real_vocab_size`.
+    """
+    model.real_vocab_size = vocab_size  # type: ignore[assignment]
+    if not model.post_process or vocab_size == model.vocab_size:
+        return
+    head: Any = model.output_layer
+    per_rank = head.output_size_per_partition
+    first = head.tp_group.rank() * per_rank
+    head.num_ids = min(max(vocab_size - first, 0), per_rank)
+    # Not a new module: the weight, its marks and sharded_state_dict stay Megatron's own.
+    head.__class__ = PaddedHead
+
+
+def real_vocab_size(model: GPTModel) -> int:
+    """Ids of the vocabulary, without those that pad it to the tensor-parallel ranks."""
+    return int(model.real_vocab_size)  # type: ignore[arg-type]
 
 
 class LeanHead(ColumnParallelLinear):

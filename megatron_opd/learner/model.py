@@ -20,7 +20,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_opd.checkpoint.model_spec import ModelSpec
-from megatron_opd.learner.attention import PackedRotary, Packing, RMSNorm, local_layer
+from megatron_opd.learner.attention import (
+    PackedRotary,
+    Packing,
+    RMSNorm,
+    local_layer,
+    rotary_frequencies,
+)
+from megatron_opd.learner.lm_head import hide_padded_ids
 from megatron_opd.learner.setup import World
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -59,7 +66,8 @@ def transformer_config(
         ffn_hidden_size=spec.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=spec.norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=spec.family.qk_norm,
+        add_qkv_bias=spec.family.qkv_bias,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -97,10 +105,12 @@ def _layer_specs(spec: ModelSpec, config: TransformerConfig, engine: bool) -> li
         experts = spec.num_experts if holds_experts else None
         kinds[holds_experts] = (
             get_gpt_layer_with_transformer_engine_spec(
-                num_experts=experts, moe_grouped_gemm=spec.is_moe, qk_layernorm=True
+                num_experts=experts,
+                moe_grouped_gemm=spec.is_moe,
+                qk_layernorm=spec.family.qk_norm,
             )
             if engine
-            else local_layer(experts)
+            else local_layer(experts, spec.family.qk_norm)
         )
     return [kinds[holds] for holds in spec.moe_layers[first : first + count]]
 
@@ -122,10 +132,10 @@ def build_model(
     model = GPTModel(
         config,
         layers,
-        vocab_size=spec.vocab_size,
+        vocab_size=spec.padded_vocab(world.parallel.tp),
         max_sequence_length=spec.max_position,
         position_embedding_type="rope",
-        rotary_base=spec.rope_theta,  # type: ignore[arg-type]
+        rotary_base=spec.rope.theta,  # type: ignore[arg-type]
         share_embeddings_and_output_weights=spec.tied,
         parallel_output=True,
         pre_process=world.pp_rank == 0,
@@ -135,9 +145,11 @@ def build_model(
         model.rotary_pos_emb = PackedRotary(
             spec.head_dim,
             rotary_percent=1.0,
-            rotary_base=spec.rope_theta,  # type: ignore[arg-type]
+            rotary_base=spec.rope.theta,  # type: ignore[arg-type]
             use_cpu_initialization=config.use_cpu_initialization,
         )
+    model.rotary_pos_emb.inv_freq = rotary_frequencies(spec.rope, spec.head_dim, world.device)
+    hide_padded_ids(model, spec.vocab_size)
     model.to(world.device, dtype)
     return DistributedDataParallel(
         config,

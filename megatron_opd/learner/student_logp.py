@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
-from megatron_opd.learner.lm_head import head_weight, install_lean_head
+from megatron_opd.learner.lm_head import head_weight, install_lean_head, real_vocab_size
 from megatron_opd.learner.micro_batch import Rows
 from megatron_opd.losses.lean import lean_logp
 from megatron_opd.losses.vocab_parallel import gather_logp
@@ -70,6 +70,7 @@ class LeanLogp:
             id_N,
             temperature=temperature,
             group=_vocab_group(),
+            vocab_size=real_vocab_size(self._model),
         )
         return Scored(scored.logp_N, scored.entropy_T.detach())
 

@@ -32,7 +32,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every block of T x v, and which pairs each holds: pairs sorted by block, cut at `bounds`."""
+    """Every block of T x v, and which pairs each holds: pairs sorted by block, cut at `bounds`.
+
+    num_ids: ids of this rank; fewer than v where the vocabulary is padded to its ranks.
+    """
 
     num_rows: int
     num_ids: int
@@ -50,16 +53,22 @@ class Plan:
         row_N: torch.Tensor,
         id_N: torch.Tensor,
         group: dist.ProcessGroup | None,
+        vocab_size: int | None = None,
     ) -> Plan:
-        """Of the pairs whose ids this rank holds. IndexError for one outside the whole [T, V]."""
-        (num_rows, num_ids), (block_rows, block_ids) = shape, block
+        """Of the pairs whose ids this rank holds. shape: T, v. vocab_size: None for v a rank.
+
+        IndexError for a pair outside the whole [T, V].
+        """
+        (num_rows, width), (block_rows, block_ids) = shape, block
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
-        outside_N = (row_N < 0) | (row_N >= num_rows) | (id_N < 0) | (id_N >= num_ids * size)
+        total = width * size if vocab_size is None else vocab_size
+        outside_N = (row_N < 0) | (row_N >= num_rows) | (id_N < 0) | (id_N >= total)
         if outside_N.any():
             row, token = int(row_N[outside_N][0]), int(id_N[outside_N][0])
-            whole = f"[{num_rows}, {num_ids * size}]"
+            whole = f"[{num_rows}, {total}]"
             raise IndexError(f"(row, id) must lie in {whole} logits, got ({row}, {token})")
-        local_N = id_N - rank * num_ids
+        num_ids = min(max(total - rank * width, 0), width)
+        local_N = id_N - rank * width
         pair_P = ((local_N >= 0) & (local_N < num_ids)).nonzero().squeeze(1)
         row_P, id_P = row_N[pair_P], local_N[pair_P]
         across = -(-num_rows // block_rows)

@@ -104,8 +104,10 @@ class _LeanLogp(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
         block: tuple[int, int],
+        vocab_size: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        plan = Plan.of((len(hidden_TH), len(weight_vH)), block, row_N, id_N, group)
+        shape = len(hidden_TH), len(weight_vH)
+        plan = Plan.of(shape, block, row_N, id_N, group, vocab_size)
         max_T, sum_T, moment_T, chosen_N = _sums(
             hidden_TH, weight_vH, plan, temperature, len(id_N), group
         )
@@ -146,7 +148,7 @@ class _LeanLogp(torch.autograd.Function):
         _accumulate(hidden_TH, weight_vH, ctx.plan, ctx.temperature, rows, grad_TH, target_vH)
         grad_hidden = None if grad_TH is None else grad_TH.to(hidden_TH.dtype)
         grad_weight = None if ctx.main_grad is not None else target_vH
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,7 @@ def lean_logp(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
     block: tuple[int, int] | None = None,
+    vocab_size: int | None = None,
 ) -> LogProbs:
     """Log softmax(hidden weight^T / temperature) at (row_N, id_N), log-normaliser and entropy.
 
@@ -225,6 +228,8 @@ def lean_logp(
     group: the ranks that share the vocabulary, None for one; every rank must call with the same
     hidden_TH, row_N and id_N and use the results alike. block: rows x ids of logits held at a time
     (two such blocks exist), None for the device's default; it changes rounding only.
+    vocab_size: V, where the ranks' slices pad it: rows of the last weights that are no ids are
+    never read, and get no gradient. None: v a rank.
     Differentiable once, in all three results. The sums over the vocabulary are float32, or float64
     for float64 inputs. Raises IndexError for a pair outside the logits.
 
@@ -242,5 +247,7 @@ def lean_logp(
     if group is not None and group.size() == 1:
         group = None
     block = default_block(hidden_TH) if block is None else block
-    outputs = _LeanLogp.apply(hidden_TH, weight_vH, row_N, id_N, temperature, group, block)
+    outputs = _LeanLogp.apply(
+        hidden_TH, weight_vH, row_N, id_N, temperature, group, block, vocab_size
+    )
     return LogProbs(*outputs)  # type: ignore[misc]

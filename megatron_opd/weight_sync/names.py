@@ -23,6 +23,7 @@ class Row:
     it holds, relative to the layer, in fusion order. `{e}` stands for the expert: local in `mcore`,
     global in `hf`. dim: the dimension (of the Hugging Face tensors) that tensor parallelism splits;
     None: replicated. fusion: `qkv` interleaves [q.. q k v] per KV group, `gate_up` stacks both.
+    vocab: dimension 0 is the vocabulary, which Megatron pads with rows of zeros.
     """
 
     mcore: tuple[str, ...]
@@ -30,15 +31,32 @@ class Row:
     dim: int | None = None
     fusion: Fusion = "none"
     expert: bool = False
+    vocab: bool = False
+
+
+_EMBEDDING = Row(
+    ("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), 0, vocab=True
+)
+_FINAL_NORM = Row(("decoder.final_layernorm.weight",), ("model.norm.weight",))
+_OUTPUT = Row(("output_layer.weight",), ("lm_head.weight",), 0, vocab=True)
+_TOP = (_EMBEDDING, _FINAL_NORM, _OUTPUT)
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The tensors of one architecture: `top` outside the layers, `layer` inside each of them."""
+    """One architecture: `top` are the tensors outside the layers, `layer` those inside each.
+
+    name: config.json's model_type. architecture: its class in transformers. qk_norm: queries and
+    keys are normalised per head. qkv_bias: they and the values have a bias. moe: it has experts.
+    """
 
     name: str
-    top: tuple[Row, ...]
+    architecture: str
     layer: tuple[Row, ...]
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    moe: bool = False
+    top: tuple[Row, ...] = _TOP
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -53,10 +71,6 @@ class Key:
     expert: int = -1
 
 
-_EMBEDDING = Row(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), 0)
-_FINAL_NORM = Row(("decoder.final_layernorm.weight",), ("model.norm.weight",))
-_OUTPUT = Row(("output_layer.weight",), ("lm_head.weight",), 0)
-
 _ATTENTION = (
     Row(
         ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
@@ -70,6 +84,12 @@ _ATTENTION = (
     ),
     Row(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",), 1),
 )
+_QKV_BIAS = Row(
+    ("self_attention.linear_qkv.bias",),
+    ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    0,
+    "qkv",
+)
 _QK_NORM = (
     Row(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",)),
     Row(("self_attention.k_layernorm.weight",), ("self_attn.k_norm.weight",)),
@@ -82,34 +102,45 @@ _DENSE_MLP = (
     Row(("mlp.linear_fc1.weight",), ("mlp.gate_proj.weight", "mlp.up_proj.weight"), 0, "gate_up"),
     Row(("mlp.linear_fc2.weight",), ("mlp.down_proj.weight",), 1),
 )
-_MOE_MLP = (
-    Row(("mlp.router.weight",), ("mlp.gate.weight",)),
-    Row(
-        (
-            "mlp.experts.local_experts.{e}.linear_fc1.weight",
-            "mlp.experts.linear_fc1.weight{e}",
-        ),
-        ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
-        0,
-        "gate_up",
-        expert=True,
-    ),
-    Row(
-        (
-            "mlp.experts.local_experts.{e}.linear_fc2.weight",
-            "mlp.experts.linear_fc2.weight{e}",
-        ),
-        ("mlp.experts.{e}.down_proj.weight",),
-        1,
-        expert=True,
-    ),
+
+
+def _experts(router: str, expert: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """The rows of a mixture-of-experts layer, by their Hugging Face names."""
+    fc1 = ("mlp.experts.local_experts.{e}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{e}")
+    fc2 = ("mlp.experts.local_experts.{e}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{e}")
+    names = tuple(f"{expert}.{part}.weight" for part in (gate, up))
+    return (
+        Row(("mlp.router.weight",), (f"{router}.weight",)),
+        Row(fc1, names, 0, "gate_up", expert=True),
+        Row(fc2, (f"{expert}.{down}.weight",), 1, expert=True),
+    )
+
+
+_QWEN_MOE = _experts("mlp.gate", "mlp.experts.{e}", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL_MOE = _experts("block_sparse_moe.gate", "block_sparse_moe.experts.{e}", "w1", "w3", "w2")
+
+LLAMA = Family("llama", "LlamaForCausalLM", (*_ATTENTION, _POST_NORM, *_DENSE_MLP))
+MIXTRAL = Family(
+    "mixtral", "MixtralForCausalLM", (*_ATTENTION, _POST_NORM, *_MIXTRAL_MOE), moe=True
+)
+QWEN2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    (*_ATTENTION, _QKV_BIAS, _POST_NORM, *_DENSE_MLP),
+    qkv_bias=True,
+)
+QWEN3 = Family(
+    "qwen3", "Qwen3ForCausalLM", (*_ATTENTION, *_QK_NORM, _POST_NORM, *_DENSE_MLP), qk_norm=True
+)
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    (*_ATTENTION, *_QK_NORM, _POST_NORM, *_QWEN_MOE, *_DENSE_MLP),
+    qk_norm=True,
+    moe=True,
 )
 
-_TOP = (_EMBEDDING, _FINAL_NORM, _OUTPUT)
-QWEN3 = Family("qwen3", _TOP, (*_ATTENTION, *_QK_NORM, _POST_NORM, *_DENSE_MLP))
-QWEN3_MOE = Family("qwen3_moe", _TOP, (*_ATTENTION, *_QK_NORM, _POST_NORM, *_MOE_MLP, *_DENSE_MLP))
-
-FAMILIES = {family.name: family for family in (QWEN3, QWEN3_MOE)}
+FAMILIES = {family.name: family for family in (LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)}
 
 
 def family_of(model_type: str) -> Family:
@@ -159,3 +190,39 @@ def hf_names(family: Family, key: Key) -> tuple[str, ...]:
     """The Hugging Face tensors of a key, in fusion order."""
     prefix = "" if key.layer < 0 else f"model.layers.{key.layer}."
     return tuple(prefix + name.replace("{e}", str(key.expert)) for name in row_of(family, key).hf)
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """Where transformers 5 holds a published tensor in memory, and writes it when told to.
+
+    index: along a leading dimension of experts, None without. part of parts: along the next one.
+    """
+
+    name: str
+    index: int | None
+    part: int = 0
+    parts: int = 1
+
+
+_IN_MEMORY = (
+    (r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(?:gate_proj|w1)\.weight", "gate_up_proj", 0, 2),
+    (r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(?:up_proj|w3)\.weight", "gate_up_proj", 1, 2),
+    (r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(?:down_proj|w2)\.weight", "down_proj", 0, 1),
+)
+_LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
+
+
+def in_memory(name: str) -> InMemory | None:
+    """The other spelling of a published name; None: there is none."""
+    found = _LAYER.fullmatch(name)
+    if found is None:
+        return None
+    prefix, rest = found.groups()
+    if rest == "block_sparse_moe.gate.weight":
+        return InMemory(f"{prefix}mlp.gate.weight", None)
+    for pattern, tensor, part, parts in _IN_MEMORY:
+        match = re.fullmatch(pattern, rest)
+        if match is not None:
+            return InMemory(f"{prefix}mlp.experts.{tensor}", int(match[1]), part, parts)
+    return None

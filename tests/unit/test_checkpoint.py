@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_opd.checkpoint.convert import FreshSource, SafetensorsSource, source_of
 from megatron_opd.checkpoint.export import export_hf
-from megatron_opd.checkpoint.model_spec import read_model_spec
+from megatron_opd.checkpoint.model_spec import Rope, read_model_spec
 from megatron_opd.config.learner import ParallelConfig
 from tests.models import tiny_qwen3, tiny_qwen3_moe
 
@@ -39,18 +39,27 @@ def test_the_architecture_is_read(moe: Path, dense: Path):
     assert spec.moe_layers == (False, True)
     assert spec.is_moe
     assert spec.norm_topk_prob
-    assert spec.rope_theta == 10000.0
+    assert spec.rope == Rope(10000.0)
     assert not read_model_spec(dense).is_moe
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type must be one of qwen3, qwen3_moe, got 'gpt2'"),
+        (
+            {"model_type": "gpt2"},
+            "model_type must be one of llama, mixtral, qwen2, qwen3, qwen3_moe, got 'gpt2'",
+        ),
         ({"attention_bias": True}, "attention_bias must be False, got True"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"hidden_size": "absent"}, "lacks the key 'hidden_size'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope type must be 'default', got 'yarn'"),
+        (
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "rope type must be one of default, linear, llama3, got 'yarn'",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ({"mlp_bias": True}, "mlp_bias must be False, got True"),
+        ({"use_sliding_window": "absent", "sliding_window": 64}, "sliding_window must be null"),
         ({"rope_parameters": None}, "lacks the key 'rope_theta'"),
     ],
 )
@@ -61,7 +70,24 @@ def test_what_cannot_be_trained_is_refused(change: dict, message: str, dense: Pa
 
 def test_older_configs_keep_rope_theta_at_the_top(dense: Path, tmp_path: Path):
     copy = damaged(dense, tmp_path / "copy", rope_parameters="absent", rope_theta=5e5)
-    assert read_model_spec(copy).rope_theta == 5e5
+    assert read_model_spec(copy).rope == Rope(5e5)
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 5e5}},
+        {"rope_scaling": LLAMA3 | {"rope_type": "llama3"}, "rope_theta": 5e5},
+        {"rope_scaling": LLAMA3 | {"type": "llama3"}, "rope_theta": 5e5},
+    ],
+)
+def test_rotary_scaling_as_transformers_4_and_5_write_it(rope: dict, dense: Path, tmp_path: Path):
+    copy = damaged(dense, tmp_path / "copy", **({"rope_parameters": "absent"} | rope))
+    assert read_model_spec(copy).rope == Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
 
 
 def test_missing_or_unreadable_config(tmp_path: Path):
@@ -153,5 +179,6 @@ def test_a_fresh_initialisation_depends_on_name_and_seed_alone(dense: Path, tmp_
     assert not torch.equal(whole, FreshSource(spec, 2).read("w", (400, 30), 0, 0, 400))
     assert not torch.equal(whole, FreshSource(spec, 1).read("v", (400, 30), 0, 0, 400))
     assert torch.equal(FreshSource(spec, 1).read("norm", (8,), 0, 0, 8), torch.ones(8))
+    assert torch.equal(FreshSource(spec, 1).read("q.bias", (8,), 0, 0, 8), torch.zeros(8))
     with pytest.raises(ValueError, match=r"holds no model\.safetensors"):
         source_of(tmp_path, spec, None)

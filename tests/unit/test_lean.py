@@ -257,3 +257,25 @@ def test_only_the_last_stage_has_a_head():
     model: Any = SimpleNamespace(post_process=False)
     with pytest.raises(ValueError, match="only the last pipeline stage holds the head"):
         head_weight(model)
+
+
+@pytest.mark.parametrize("block", [(3, 5), (16, 16)])
+@pytest.mark.parametrize("padding", [1, 7])
+def test_rows_that_pad_the_vocabulary_do_not_exist(padding: int, block: tuple[int, int]):
+    generator = torch.Generator().manual_seed(3)
+    hidden_TH, weight_VH = (
+        torch.randn(n, 4, dtype=torch.float64, generator=generator) for n in (6, 11)
+    )
+    padded_vH = torch.cat([weight_VH, torch.zeros(padding, 4, dtype=torch.float64)])
+    row_N, id_N = torch.tensor([0, 2, 5, 5]), torch.tensor([10, 0, 3, 10])
+    found = {}
+    for name, weight, size in (("real", weight_VH, None), ("padded", padded_vH, 11)):
+        inputs = hidden_TH.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = lean_logp(*inputs, row_N, id_N, block=block, vocab_size=size)
+        (out.logp_N.sum() + out.entropy_T.sum() + out.log_normaliser_T.sum()).backward()
+        found[name] = (out.logp_N, out.entropy_T, inputs[0].grad, inputs[1].grad)
+    for real, padded in zip(found["real"], found["padded"], strict=True):
+        torch.testing.assert_close(padded[: len(real)], real, rtol=1e-13, atol=1e-13)
+    assert not found["padded"][3][11:].any()
+    with pytest.raises(IndexError, match=r"\[6, 11\] logits, got \(0, 11\)"):
+        lean_logp(hidden_TH, padded_vH, row_N[:1], id_N[:1] + 1, vocab_size=11)

@@ -1,0 +1,106 @@
+"""Every family in one world: logits, round trips, checkpoint directories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from safetensors.torch import load_file, save_file
+
+from megatron_opd.checkpoint.convert import load_weights, source_of
+from megatron_opd.checkpoint.gather import FullTensors
+from megatron_opd.checkpoint.model_spec import ModelSpec, read_model_spec
+from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.learner.devices import cpu
+from megatron_opd.learner.model import build_model, packing_of
+from megatron_opd.learner.setup import World, init_world
+
+LENGTHS = (97, 13, 18)  # the first is longer than the Llama model's original context
+
+
+def tokens(vocab_size: int) -> torch.Tensor:
+    """[1, S] ids of the segments of LENGTHS, the same everywhere; the last id is among them."""
+    ids = torch.randint(vocab_size, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(11))
+    ids[0, 5] = vocab_size - 1
+    return ids
+
+
+def full_logits(model: Any, spec: ModelSpec, world: World) -> torch.Tensor | None:
+    """[S, padded V] on the ranks of the last stage."""
+    found: list[torch.Tensor] = []
+
+    def forward_step(_: Any, module: Any) -> tuple[torch.Tensor, Any]:
+        packing = packing_of(LENGTHS, world.device)
+        out = module(tokens(spec.vocab_size), None, None, packed_seq_params=packing)
+
+        def collect(logits_1Sv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            found.append(logits_1Sv[0].detach().clone())
+            return logits_1Sv.sum() * 0, torch.tensor(1), {}
+
+        return out, collect
+
+    with torch.no_grad():
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[None],
+            model=[model],
+            num_microbatches=1,
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=True,
+        )
+    if not found:
+        return None
+    parts = [torch.empty_like(found[0]) for _ in range(world.parallel.tp)]
+    dist.all_gather(parts, found[0].contiguous(), group=ps.get_tensor_model_parallel_group())
+    return torch.cat(parts, dim=1)
+
+
+def check_families(out: Path, *, models: dict[str, Path], parallel: dict[str, int]) -> None:
+    """Logits of every model against transformers' (in `logits.safetensors`), bitwise export."""
+    layout = ParallelConfig.model_validate(parallel)
+    gaps: dict[str, float] = {}
+    with cpu.install():
+        world = init_world(layout, 1, 1, 60.0)
+        for name, path in models.items():
+            spec = read_model_spec(path)
+            spec.check_parallel(layout)
+            model = build_model(spec, world, torch.float32, False)
+            load_weights(model.module, spec, world, source_of(path, spec, None))
+            logits = full_logits(model, spec, world)
+            if logits is not None:
+                expected = load_file(path / "logits.safetensors")["logits"]
+                real = logits[:, : spec.vocab_size]
+                gaps[name] = float((real - expected).abs().max())
+                assert gaps[name] <= 2e-5, (name, gaps[name])
+                padding = logits[:, spec.vocab_size :]
+                assert padding.shape[1] == spec.padded_vocab(layout.tp) - spec.vocab_size
+                assert bool((padding == -torch.inf).all()), name
+            _equal_to_source(FullTensors(model.module, spec, world), path)
+    if world.last_stage and world.tp_rank == 0 and world.data_rank == 0:
+        (out / "result.json").write_text(json.dumps(gaps))
+    dist.destroy_process_group()
+
+
+def _equal_to_source(full: FullTensors, path: Path) -> None:
+    exported = {name: tensor.clone() for name, tensor in full.tensors()}
+    if full.world.rank != 0:
+        assert not exported
+        return
+    expected = load_file(path / "model.safetensors")
+    if full.spec.tied:
+        expected.pop("lm_head.weight", None)
+    assert exported.keys() == expected.keys(), exported.keys() ^ expected.keys()
+    assert dict(full.manifest()) == {name: tuple(t.shape) for name, t in expected.items()}
+    for name, tensor in expected.items():
+        assert torch.equal(exported[name], tensor), name
+
+
+def write_expected(path: Path, logits_SV: torch.Tensor) -> None:
+    """What transformers computes, for the ranks to read."""
+    save_file({"logits": logits_SV.contiguous()}, path / "logits.safetensors")

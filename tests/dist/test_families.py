@@ -1,0 +1,104 @@
+"""Every model family at every layout: transformers' logits, and its tensors back bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.dist import family_jobs, jobs
+from tests.dist.caches import make_batch
+from tests.dist.worlds import run_world
+from tests.figures import bounded, relative
+from tests.models import (
+    LLAMA3_ROPE,
+    tiny_llama,
+    tiny_mixtral,
+    tiny_qwen2,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
+
+pytestmark = pytest.mark.dist
+
+ODD = {"vocab_size": 301}  # no multiple of any layout's ranks: the vocabulary is padded
+TIED = {"tie_word_embeddings": True}
+LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}
+MAKERS: dict[str, Any] = {
+    "qwen2": (tiny_qwen2, {}),
+    "qwen2 tied, padded": (tiny_qwen2, ODD | TIED),
+    "qwen3": (tiny_qwen3, ODD),
+    "llama 3": (tiny_llama, ODD),
+    "llama, linear": (tiny_llama, LINEAR),
+    "mixtral": (tiny_mixtral, ODD),
+    "qwen3 moe": (tiny_qwen3_moe, ODD | {"mlp_only_layers": [0]}),
+}
+SPARSE = ("mixtral", "qwen3 moe")
+LAYOUTS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {
+    "tp1": (1, {}, tuple(MAKERS)),
+    "tp2": (2, {"tp": 2}, tuple(MAKERS)),
+    "pp2": (2, {"pp": 2}, tuple(MAKERS)),
+    "ep2": (2, {"dp": 2, "ep": 2}, SPARSE),
+    "tp2ep2": (4, {"tp": 2, "dp": 2, "ep": 2}, SPARSE),
+}
+
+
+def reference_logits(path: Path, **overrides: object) -> torch.Tensor:
+    """[S, V] of the segments of LENGTHS, each run alone through transformers in float32."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **overrides)
+    ids = family_jobs.tokens(model.config.vocab_size)
+    with torch.no_grad():
+        return torch.cat([model(part).logits[0] for part in ids.split(family_jobs.LENGTHS, 1)])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("families")
+    found = {}
+    for seed, (name, (maker, overrides)) in enumerate(MAKERS.items()):
+        found[name] = maker(base / str(seed), seed=seed, **overrides)
+        family_jobs.write_expected(found[name], reference_logits(found[name]))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_equal_transformers_and_the_round_trip_is_bitwise(
+    layout: str, models: dict[str, Path], tmp_path: Path
+):
+    size, parallel, names = LAYOUTS[layout]
+    chosen = {name: models[name] for name in names}
+    gaps = run_world(family_jobs.check_families, size, tmp_path, models=chosen, parallel=parallel)
+    assert gaps.keys() == chosen.keys()
+    for name, gap in gaps.items():
+        bounded("families against transformers: logits", gap, 2e-5, f"{name}, {layout}")
+
+
+def test_the_bound_sees_rotary_scaling(models: dict[str, Path]):
+    plain = reference_logits(
+        models["llama 3"], rope_parameters={"rope_type": "default", "rope_theta": 10000.0}
+    )
+    assert LLAMA3_ROPE["original_max_position_embeddings"] < family_jobs.LENGTHS[0]
+    assert (plain - reference_logits(models["llama 3"])).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("logp", ["lean", "dense"])
+def test_a_padded_vocabulary_trains_as_one_without(
+    logp: str, models: dict[str, Path], tmp_path: Path
+):
+    model = models["qwen2 tied, padded"]
+    batch = make_batch(model, samples=4, seed=5, vocab=301)
+    found = {}
+    for name, size, parallel in (("one", 1, {}), ("tp2", 2, {"tp": 2})):
+        config = {"parallel": parallel, "logp": logp, "optimizer": {"lr": 1e-3, "eps": 1e-3}}
+        out = tmp_path / name
+        result = run_world(jobs.update, size, out, model=model, config=config, batches=[batch])
+        found[name] = result["metrics"][0], load_file(out / "after0" / "model.safetensors")
+    (one, weights), (two, split) = found["one"], found["tp2"]
+    for key in ("loss", "grad_norm"):
+        bounded(f"padded vocabulary: {key} (relative)", relative(two[key], one[key]), 1e-5, logp)
+    assert split.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert split[name].shape == tensor.shape
+        torch.testing.assert_close(split[name], tensor, rtol=1e-4, atol=1e-6)
