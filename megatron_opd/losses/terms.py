@@ -31,7 +31,7 @@ from megatron_opd.config.objectives import (
     SparseReverseKl,
 )
 from megatron_opd.losses.cache import Actions, Cache
-from megatron_opd.losses.corrections import Corrected, correct
+from megatron_opd.losses.corrections import LARGEST_LOG_FACTOR, Corrected, correct
 from megatron_opd.losses.divergences import DIVERGENCES, floored, on_set
 from megatron_opd.losses.trust import Trusted, trusted
 
@@ -180,16 +180,25 @@ def kl_penalty(config: KlPenalty, actions: Actions) -> torch.Tensor:
 
     x = log p - log reference. k1 = x; k2 = x^2 / 2; k3 = exp(-x) - 1 + x. On tokens of p itself k1
     and k3 are unbiased in value; the gradient of k1 is 0 in expectation, that of k2 the KL's, that
-    of k3 the reversed KL's. A token that the reference gives no probability is left out.
+    of k3 the reversed KL's. A token that the reference gives no probability is left out. Where the
+    reference gives a token over exp(LARGEST_LOG_FACTOR) = 2e19 times p (44 nats), k3 goes on along
+    its tangent: a gradient of float32 log-probs could not hold the exponential beyond 88 nats, nor
+    a norm its square beyond 44, and the run would end. The gradient then has the size it has there.
     """
     reference_n = actions.teacher_n if config.to == "teacher" else actions.sampler_n
     x_n = torch.where(reference_n == -torch.inf, 0.0, actions.student_n - reference_n)
     value_n = {
         "k1": lambda: x_n,
         "k2": lambda: x_n.square() / 2,
-        "k3": lambda: torch.expm1(-x_n) + x_n,
+        "k3": lambda: _expm1_then_straight(-x_n) + x_n,
     }[config.estimator]()
     return config.coefficient * value_n
+
+
+def _expm1_then_straight(y_n: torch.Tensor) -> torch.Tensor:
+    """Exp(y) - 1, and its tangent at LARGEST_LOG_FACTOR from there on."""
+    bounded_n = y_n.clamp(max=LARGEST_LOG_FACTOR)
+    return torch.expm1(bounded_n) + bounded_n.exp() * (y_n - bounded_n)
 
 
 def _policy_gradient(

@@ -194,3 +194,47 @@ def test_a_mixture_is_the_weighted_sum_of_its_terms():
         (a, grad_a), (b, grad_b) = of(first), of(second)
         assert value == pytest.approx(0.3 * a + 2.0 * b, rel=1e-12)
         torch.testing.assert_close(gradient, 0.3 * grad_a + 2.0 * grad_b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gap_nats", [0.0, 1e-3, 3.0, 20.0, 44.0, 88.0, 100.0, 1000.0])
+def test_penalties_far_from_the_reference_are_finite_and_push_towards_it(gap_nats: float, dtype):
+    """The reference above the student by gap_nats on one token, below it on another."""
+    bound = math.log(torch.finfo(torch.float32).max) / 2  # float32 holds the square of its exp
+    for kind in ("k1", "k2", "k3"):
+        est = reward("reinforce", kl={"coefficient": 0.5, "estimator": kind})
+        student_N = torch.tensor([-gap_nats, 0.0], dtype=dtype, requires_grad=True)
+        scored = torch.tensor([0.0, -gap_nats], dtype=dtype)
+        cache = Cache(
+            student_logp_N=student_N,
+            sampler_logp_N=student_N.detach(),
+            teacher_logp_N=scored,
+            weight_N=torch.ones(2, dtype=dtype),
+            row_N=torch.arange(2),
+            path_T=torch.arange(2),
+            sample_T=torch.zeros(2, dtype=torch.int64),
+            num_samples=1,
+            advantage_B=torch.zeros(1, dtype=dtype),
+        )
+        loss = evaluate(est, cache).loss_sum
+        (gradient_N,) = torch.autograd.grad(loss, student_N)
+        assert gradient_N.dtype == dtype
+        assert math.isfinite(float(loss.detach()))
+        assert gradient_N.norm().isfinite(), "else clipping ends the run"
+        assert gradient_N[0] <= 0 <= gradient_N[1] or kind == "k1", "raise p where q is above it"
+
+        wide_N = student_N.detach().double().requires_grad_()
+        x_N = wide_N - scored.double()
+        values = {"k1": x_N, "k2": x_N.square() / 2, "k3": torch.expm1(-x_N) + x_N}
+        exact = 0.5 * values[kind].mean()  # exp overflows float64 at 710 nats
+        (exact_N,) = torch.autograd.grad(exact, wide_N)
+        beyond = kind == "k3" and gap_nats > bound
+        if not beyond:
+            assert float(loss.detach()) == pytest.approx(float(exact.detach()), rel=1e-12)
+            torch.testing.assert_close(gradient_N, exact_N.to(dtype), rtol=1e-6, atol=0)
+            continue
+        slope = 0.5 * (math.exp(bound) - 1) / 2  # of the tangent, over the mean of two tokens
+        assert float(gradient_N[0]) == pytest.approx(-slope, rel=1e-6)
+        assert float(gradient_N[1]) == pytest.approx(float(exact_N[1]), rel=1e-6)
+        below = float(loss.detach()) / (slope * (1 + gap_nats - bound))
+        assert below == pytest.approx(1, rel=1e-9), "value and slope go on together"
