@@ -21,6 +21,8 @@ ZERO = torch.zeros((), dtype=torch.float64)
 def divergence_term(objective: Any, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """One action's share of the divergence, from probabilities."""
     kind = objective.type
+    if kind in ("forward_kl", "skew_forward_kl") and float(q) == 0:
+        return 0 * p
     if kind in ("reverse_kl", "sparse_reverse_kl"):
         return p * torch.log(p / q)
     if kind == "forward_kl":

@@ -38,7 +38,8 @@ from megatron_opd.config.objectives import (
 def bias_of(term: MixtureTerm, est: Estimator) -> str:
     """All that biases the gradient of a term, or none."""
     if is_direct(term, est):
-        return _of_set(term, est) if est.is_set else "none where q covers p"
+        # draws of q take forward KLs alone, in which what q forbids has no share
+        return _of_set(term, est) if est.is_set else "none, whatever q covers"
     found = [*_of_support(est), *_of_correction(term, est), *_of_objective(term.objective)]
     if not found:
         reads_q = isinstance(term.objective, DivergenceObjective)

@@ -74,9 +74,11 @@ def divergence(config: DivergenceObjective, est: Estimator, cache: Cache, limit:
     """A divergence of p and q: on a set of ids, from teacher draws, or from sampler draws.
 
     Set (top-k, exact): differentiated through the student (AsyncOPD Eq. 8-10; losses/divergences).
-    Teacher draws: value sum w d / q, gradient -sum w (p / q) pull grad log p: unbiased where q
-    covers p. Sampler draws: value sum w kappa r d / p, gradient -sum w kappa r (pull - balance)
-    grad log p: unbiased with the importance correction.
+    Teacher draws: value sum w d / q, gradient -sum w (p / q) pull grad log p. Unbiased whatever q
+    covers: of the forward KLs allowed here both d and p pull (q, or (1 - alpha) q p / m) are 0
+    where q is, so that what q never draws has no share; p pull / q is at most 1. Sampler draws:
+    value sum w kappa r d / p, gradient -sum w kappa r (pull - balance) grad log p: unbiased with
+    the importance correction where the sampler covers both.
     """
     actions = cache.selected()
     chosen = DIVERGENCES[type(config)](config)

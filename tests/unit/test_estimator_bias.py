@@ -95,6 +95,39 @@ def test_unbiased_in_value_and_gradient(est: Estimator):
         bounded("expectation over all caches: gradient", gradient, 1e-12)
 
 
+def without(logp_TV: torch.Tensor, action: int) -> torch.Tensor:
+    """The same distribution, renormalised, but for one action that it forbids."""
+    masked_TV = logp_TV.clone()
+    masked_TV[:, action] = -torch.inf
+    return torch.log_softmax(masked_TV, -1)
+
+
+def possible(est: Estimator, case: Problem) -> Outcomes:
+    return [(chance, row) for chance, row in outcomes(est.support, case) if chance > 0]
+
+
+@pytest.mark.parametrize("objective", [SAMPLED[1], SAMPLED[3]], ids=lambda o: o["type"])
+@pytest.mark.parametrize("action", range(4))
+def test_draws_of_a_teacher_need_not_cover_the_student_but_draws_of_the_sampler_the_teacher(
+    objective: dict, action: int
+):
+    """A forward KL has no share in what q forbids; what o forbids, its draws can never show."""
+    case = one(1)
+    blind = replace(case, teacher_TV=without(case.teacher_TV, action))
+    for m in (1, 3):
+        est = estimator(support={"type": "teacher_mc", "m": m}, objective=objective)
+        assert bias_of(est.terms[0], est) == "none, whatever q covers"
+        cached = possible(est, blind)
+        assert all(action not in row for _, row in cached)
+        value, gradient = difference(est, blind, cached)
+        bounded("expectation over all caches: value", abs(value), 1e-12)
+        bounded("expectation over all caches: gradient", gradient, 1e-12)
+    drawn = estimator(support={"type": "mc", "m": 2}, objective=objective)
+    assert bias_of(drawn.terms[0], drawn) == "none where o covers p and q"
+    case = replace(case, sampler_TV=without(case.sampler_TV, action))
+    assert difference(drawn, case, possible(drawn, case))[1] > 1e-3
+
+
 # --- wrong variants, which the proof above must be able to see ----------------------------------
 
 
