@@ -60,6 +60,12 @@ def chi_square_per_df(counts_V: np.ndarray, probs_V: np.ndarray) -> tuple[float,
     return float((((observed - expected) ** 2)[used] / expected[used]).sum() / df), df
 
 
+def thin_draws(logp_V: np.ndarray, num_atoms: int, num_draws: int) -> set[int]:
+    """ceil(num_draws * tail mass): two counts where rounding may decide between them."""
+    tail_mass = np.exp(np.sort(logp_V)[: max(len(logp_V) - num_atoms, 0)]).sum()
+    return {int(np.ceil(num_draws * tail_mass + slack)) for slack in (-3e-5, 3e-5)}
+
+
 def selection_error(
     logp_V: np.ndarray, ids: np.ndarray, weight: np.ndarray, num_atoms: int, num_draws: int
 ) -> float:

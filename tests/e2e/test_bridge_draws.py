@@ -18,6 +18,7 @@ from tests.oracles import (
     load_reference,
     reference_logits,
     selection_error,
+    thin_draws,
 )
 
 pytestmark = pytest.mark.e2e
@@ -39,11 +40,11 @@ def reference(student_model: Path):
 
 
 def worst_errors(
-    logits_TV: np.ndarray, reply: RolloutReply, temperature: float, top_p: float
+    logits_TV: np.ndarray, reply: RolloutReply, temperature: float, top_p: float, thin: bool
 ) -> tuple[float, float]:
     """Largest errors of cached log-probs (nats) and of weights (relative).
 
-    A tie at the top-p cut may fall on either side.
+    A tie at the top-p cut may fall on either side. thin: rows hold ceil(draws * tail mass) draws.
     """
     draws = reply.draws
     worst = [0.0, 0.0]
@@ -55,15 +56,24 @@ def worst_errors(
         for cut in cuts:
             exact_V = behaviour_logp(logits_V, temperature, cut)
             support = (draws.num_atoms, draws.num_draws)
-            errors.append(
-                (np.abs(exact_V[ids] - logp).max(), selection_error(exact_V, ids, weight, *support))
-            )
+            counts = thin_draws(exact_V, *support) if thin else {draws.num_draws}
+            errors += [
+                (
+                    np.abs(exact_V[ids] - logp).max(),
+                    selection_error(exact_V, ids, weight, draws.num_atoms, count),
+                )
+                for count in counts
+            ]
         worst = [max(*pair) for pair in zip(worst, min(errors), strict=True)]
     return worst[0], worst[1]
 
 
-# (atoms, draws): Monte Carlo, atoms + tail, top-k, the whole vocabulary, the path alone
-SUPPORTS = [(0, 1), (0, 2), (0, 64), (16, 48), (2, 1), (8, 0), (VOCAB_SIZE, 0), (0, 0)]
+# (atoms, draws, thin): Monte Carlo, atoms + tail, top-k, the whole vocabulary, the path alone
+SUPPORTS = [
+    *((0, 1, False), (0, 2, False), (0, 64, False)),
+    *((16, 48, False), (2, 1, False), (4, 64, True), (16, 48, True)),
+    *((8, 0, False), (VOCAB_SIZE, 0, False), (0, 0, False)),
+]
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (0.7, 0.9)])
@@ -73,27 +83,29 @@ def test_every_support_is_of_the_sampling_distribution(
     """One batch holds all supports."""
     requests = [
         RolloutRequest(
-            rid=f"support-{temperature}-{top_p}-{num_atoms}-{num_draws}",
+            rid=f"support-{temperature}-{top_p}-{num_atoms}-{num_draws}-{thin}",
             input_ids=[*PROMPT, 2 + i],
             max_new_tokens=24,
             temperature=temperature,
             top_p=top_p,
             num_atoms=num_atoms,
             num_draws=num_draws,
+            thin=thin,
             record=True,
         )
-        for i, (num_atoms, num_draws) in enumerate(SUPPORTS)
+        for i, (num_atoms, num_draws, thin) in enumerate(SUPPORTS)
     ]
     for request, reply in zip(
         requests, generate_all(student_server.spec.url, requests), strict=True
     ):
         prompt = len(request.input_ids)
         logits = reference_logits(reference, [*request.input_ids, *reply.output_ids_T.tolist()])
-        nats, relative = worst_errors(logits[prompt - 1 : -1], reply, temperature, top_p)
+        how = (temperature, top_p, request.thin)
+        nats, relative = worst_errors(logits[prompt - 1 : -1], reply, *how)
         bounded("draws: log-probs against transformers (nats)", nats, TOLERANCE, request.rid)
         bounded("draws: weights against transformers (relative)", relative, 5e-5, request.rid)
         # One row off must not pass, or this test sees nothing.
-        shifted, unlike = worst_errors(logits[prompt - 2 : -2], reply, temperature, top_p)
+        shifted, unlike = worst_errors(logits[prompt - 2 : -2], reply, *how)
         assert shifted > 0.1
         assert unlike > 1e-2 or request.num_atoms == 0
         if (request.num_atoms, top_p) == (VOCAB_SIZE, 1.0):
@@ -142,6 +154,45 @@ def test_draws_follow_the_exact_distribution(
     bounded(
         "path tokens: chi-square from its mean (standard deviations)",
         deviations(paths_V, probs_V),
+        6,
+    )
+
+
+def test_thin_draws_are_few_and_unbiased(student_server: ServerProcess, reference):
+    """300 rows of a distribution whose tail has about 1/6 of the mass: 12 of 64 draws each."""
+    num_atoms, num_draws, temperature, count = 4, 64, 0.3, 300
+    logp_V = behaviour_logp(reference_logits(reference, PROMPT)[-1], temperature)
+    probs_V, atoms = np.exp(logp_V), np.argsort(-logp_V)[:num_atoms]
+    (drawn,) = thin_draws(logp_V, num_atoms, num_draws)
+    assert drawn < num_draws / 4, "else nothing is thin"
+    requests = [
+        RolloutRequest(
+            rid=f"thin-{i}",
+            input_ids=PROMPT,
+            max_new_tokens=1,
+            temperature=temperature,
+            num_atoms=num_atoms,
+            num_draws=num_draws,
+            thin=True,
+        )
+        for i in range(count)
+    ]
+    mean_V, mass = np.zeros(len(probs_V)), []
+    for request, reply in zip(
+        requests, generate_all(student_server.spec.url, requests), strict=True
+    ):
+        ids, weight = reply.draws.ids_N, reply.draws.weight_N.astype(np.float64)
+        error = selection_error(logp_V, ids, weight, num_atoms, drawn)
+        bounded("draws: weights against transformers (relative)", error, 5e-5, request.rid)
+        np.add.at(mean_V, ids, weight / count)
+        mass.append(weight.sum())
+    bounded("thin rows: mean of the weights' sum - 1", abs(np.mean(mass) - 1), 1e-6)
+    tail_V = probs_V.copy()
+    tail_V[atoms] = 0
+    hits_V = np.where(tail_V > 0, mean_V, 0) / tail_V.sum() * drawn * count
+    bounded(
+        "thin draws: chi-square from its mean (standard deviations)",
+        deviations(hits_V, tail_V / tail_V.sum()),
         6,
     )
 
