@@ -85,7 +85,7 @@ class Rollout:
 
     response_ids_T: int32 [T], the end-of-sequence token included when it was sampled. spans: cover
     [0, T), versions rise. started_s, finished_s: monotonic clock. finish_reason: "stop" or
-    "length".
+    "length". restarts: earlier tries whose connection was lost.
     """
 
     prompt: Prompt
@@ -96,6 +96,7 @@ class Rollout:
     started_s: float
     finished_s: float
     engine: str = ""
+    restarts: int = 0
 
     @property
     def num_response_tokens(self) -> int:

@@ -20,6 +20,11 @@ class ServerUnreachable(BridgeError):
         self.url, self.path, self.cause, self.sent = url, path, cause, sent
         super().__init__(f"{url}{path}: no answer ({cause})")
 
+    @property
+    def timed_out(self) -> bool:
+        """The server was silent for the whole wait; otherwise the connection failed or broke."""
+        return isinstance(self.__cause__, TimeoutError)
+
 
 class ServerRefused(BridgeError):
     """The server answered, but not with 200. body: its explanation, on one line."""

@@ -64,7 +64,7 @@ class HttpConnection:
             except ServerUnreachable as error:
                 again = repeatable or (retry_unsent and not error.sent)
                 # a silent server has used up its time; who wants to wait as long again says so
-                again = again and not (error.sent and isinstance(error.__cause__, TimeoutError))
+                again = again and not (error.sent and error.timed_out)
                 if not again or attempt == self._retry.attempts:
                     raise
             await asyncio.sleep(wait_s)

@@ -150,6 +150,9 @@ class RolloutConfig(Section):
     """Rollouts in flight over the fleet; permits bound it too."""
     group_size: PositiveInt = 1
     """G, rollouts of each prompt; objectives that compare responses need at least 2."""
+    attempts: PositiveInt = 3
+    """Tries per rollout while connections to servers break; then the run ends. Each is a new
+    sample, counted in rollouts_restarted."""
 
 
 class ScoringConfig(Section):

@@ -107,7 +107,13 @@ class RunRecorder:
         """The controller counts admissions."""
 
     def rolled_out(self, rollout: Rollout) -> None:
-        """Count and draw a rollout."""
+        """Count and draw a rollout; the first one that was sampled anew is told to the user."""
+        if rollout.restarts and not self.totals.restarts:
+            logger.warning(
+                "rollout %d was sampled anew: its connection to a server was lost; more of this "
+                "kind are only counted (rollouts_restarted)",
+                rollout.prompt.uid,
+            )
         self.totals.add_rollout(rollout)
         if self._timeline is not None:
             self._timeline.rollout(rollout)

@@ -38,6 +38,7 @@ def summarise(
         "samples_dropped": dict(sorted(accounting.dropped.items())),
         "samples_in_flight": accounting.in_flight,
         "aborted_requests": accounting.dropped.get(ABORTED, 0),
+        "rollouts_restarted": totals.restarts,
         "train_tokens_per_s": totals.throughput.tokens_per_s(),
         "train_tokens_per_s_with_warmup": totals.throughput.tokens_per_s(warmup_updates=0),
         "overlap": times.overlap(),

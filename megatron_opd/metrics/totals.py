@@ -38,6 +38,8 @@ class RunTotals:
         self.drops: Counter[str] = Counter()
         self.length_stops = 0
         """Rollouts that ended at the response limit."""
+        self.restarts = 0
+        """Rollouts sampled anew because their connection was lost, once for every time."""
 
     def add_rollout(self, rollout: Rollout) -> None:
         """A rollout finished."""
@@ -45,6 +47,7 @@ class RunTotals:
         self.rollout_s.add(rollout.finished_s - rollout.started_s)
         self.response_tokens.add(rollout.num_response_tokens)
         self.length_stops += rollout.finish_reason == "length"
+        self.restarts += rollout.restarts
 
     def add_score(self, started_s: float, finished_s: float) -> None:
         """A teacher scored a rollout."""

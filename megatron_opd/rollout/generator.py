@@ -11,7 +11,7 @@ from megatron_opd.buffer.rejection import RolloutRejected
 from megatron_opd.config.schema import RolloutConfig
 from megatron_opd.config.supports import AtomsTailSupport, Support
 from megatron_opd.types import Draws, Prompt, Rollout, VersionSpan
-from sglang_bridge.errors import BadReply, RequestAborted
+from sglang_bridge.errors import BadReply, RequestAborted, ServerUnreachable
 from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest
 
 ABORTED, EMPTY = "aborted", "empty_response"
@@ -58,12 +58,30 @@ class RolloutGenerator:
     async def generate(self, prompt: Prompt) -> Rollout:
         """One completion of `prompt`.
 
+        A connection that breaks while its request is being served costs the tokens sampled so far:
+        the rollout is sampled anew, by another server if there is one. What takes longer is lost
+        more often, so that this favours short responses; Rollout.restarts counts it, and where it
+        is rare beside the rollouts so is the bias. A request that ran out of time is not repeated:
+        that would choose by length alone.
+
         Raises RolloutRejected for a request that the server aborted or an empty response. Every
-        other failure is raised on: a fleet that answers wrongly must stop the run.
+        other failure is raised on, as is the last try's: a fleet that answers wrongly or not at all
+        must stop the run.
         """
+        for restarts in range(self._rollout.attempts - 1):
+            try:
+                return await self._once(prompt, restarts)
+            except ServerUnreachable as error:
+                if error.timed_out or not error.sent:  # unsent: the fleet has tried every server
+                    raise
+        return await self._once(prompt, self._rollout.attempts - 1)
+
+    async def _once(self, prompt: Prompt, restarts: int) -> Rollout:
         clock = asyncio.get_running_loop().time
+        name = f"{self._run_id}-{prompt.uid}"
         request = RolloutRequest(
-            rid=f"{self._run_id}-{prompt.uid}",
+            # a name of its own: the server may still be busy with the try that was lost
+            rid=f"{name}-restart{restarts}" if restarts else name,
             input_ids=prompt.token_ids_P,
             max_new_tokens=self._rollout.max_new_tokens,
             temperature=self._rollout.temperature,
@@ -93,6 +111,7 @@ class RolloutGenerator:
             started_s=started_s,
             finished_s=finished_s,
             engine=reply.url,
+            restarts=restarts,
         )
 
 

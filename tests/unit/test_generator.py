@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from megatron_opd.buffer.rejection import RolloutRejected
 from megatron_opd.config.schema import RolloutConfig
@@ -16,11 +17,22 @@ from megatron_opd.config.supports import (
     TeacherTopkSupport,
     TopkSupport,
 )
+from megatron_opd.controller.controller import Controller, Schedule
+from megatron_opd.controller.errors import LoopFailed
+from megatron_opd.controller.health import HealthGuard, WatchedProcess
+from megatron_opd.controller.ports import Ports
+from megatron_opd.metrics.recorder import RunRecorder
+from megatron_opd.metrics.summary import summarise
+from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.types import VersionSpan
-from sglang_bridge.errors import BadReply, RequestAborted, ServerUnreachable
+from sglang_bridge.client import ServerClient
+from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
+from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import DrawCache, RolloutReply
-from tests.fakes import make_prompt, run_virtual
+from tests import fakes
+from tests.fakes import make_prompt, prompts, run_virtual
+from tests.unit.bridge_replies import FakeServer, breaking, rollout_reply
 
 CACHE = DrawCache(
     offsets_T1=np.array([0, 2, 5]),
@@ -146,10 +158,107 @@ def test_a_reply_without_draws_stops_the_run():
         generate(RolloutReply(np.array([3], np.int32), "stop", None, ((0, 0, 1),), "http://a:1"))
 
 
+def unreachable(*, sent: bool, cause: Exception | None = None) -> ServerUnreachable:
+    error = ServerUnreachable("http://a:1", "/generate", "reset", sent=sent)
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
-    "error",
-    [BadReply("no payload"), ServerUnreachable("http://a:1", "/generate", "reset", sent=True)],
+    ("error", "tries"),
+    [
+        (BadReply("no payload"), 1),
+        (ServerRefused("http://a:1", "/generate", 400, "no"), 1),
+        (unreachable(sent=False), 1),  # the client and the fleet have tried again already
+        (unreachable(sent=True, cause=TimeoutError()), 1),
+        (unreachable(sent=True, cause=OSError("reset")), 3),
+    ],
 )
-def test_other_failures_stop_the_run(error):
-    with pytest.raises(type(error)):
-        generate(error)
+def test_other_failures_stop_the_run(error, tries):
+    fleet = FakeFleet(error)
+    generator = RolloutGenerator(fleet, RolloutConfig(attempts=3), MC, 50, "run7")
+    with pytest.raises(type(error)) as caught:
+        run_virtual(generator.generate(make_prompt(5)))
+    assert caught.value is error
+    assert len(fleet.requests) == tries
+
+
+def test_a_rollout_whose_connection_breaks_is_sampled_anew_by_another_server():
+    """Over real sockets; the reply is of the second server, and so is the time."""
+    seen: list[str] = []
+
+    async def rollout():
+        async def good(request):
+            seen.append((await request.json())["rid"])
+            reply = rollout_reply()
+            reply["meta_info"]["id"] = seen[-1]
+            return web.json_response(reply)
+
+        routes = [{"/generate": breaking(9, good)}, {"/generate": good}]
+        async with FakeServer(routes[0]) as broken, FakeServer(routes[1]) as whole:
+            clients = [ServerClient(server.url, timeout_s=5) for server in (broken, whole)]
+            fleet = Fleet(clients)
+            generator = RolloutGenerator(fleet, RolloutConfig(), MC, 50, "run7")
+            try:
+                return await generator.generate(make_prompt(5)), broken.seen, whole.url
+            finally:
+                await fleet.close()
+
+    found, asked, url = asyncio.run(rollout())
+    assert asked == ["/generate"], "once: what was sampled is lost, and the server rests"
+    assert seen == ["run7-5", "run7-5-restart1"], "the first name may still be in use"
+    assert (found.restarts, found.engine) == (1, url)
+    assert found.response_ids_T.tolist() == [5, 9, 5]
+
+
+class Flaky:
+    """Rollouts of tests/fakes.Fleet through a generator: `lost` tries of every third break."""
+
+    def __init__(self, lost: int, dead: list[int]) -> None:
+        self.lost, self.dead, self.tries = lost, dead, {}
+
+    async def generate(self, request):
+        await asyncio.sleep(1.0)
+        uid = int(request.rid.split("-")[1])
+        self.tries[uid] = self.tries.get(uid, 0) + 1
+        if uid % 3 == 2 and self.tries[uid] <= self.lost:
+            self.dead.append(uid)
+            raise unreachable(sent=True)
+        return RolloutReply(REPLY.output_ids_T, "stop", CACHE, ((0, 0, 2),), "http://a:1")
+
+
+def run_flaky(lost: int, guard_of=lambda dead: None):
+    """Six updates of three samples on a fleet that never publishes, so of version 0."""
+    dead: list[int] = []
+    fleet = Flaky(lost, dead)
+    learner = fakes.Learner()
+    publisher = fakes.Publisher(fakes.Fleet(), learner)
+    generator = RolloutGenerator(fleet, RolloutConfig(attempts=3), MC, 50, "run7")
+    recorder = RunRecorder(6, RunTotals())
+    guard = guard_of(dead)
+    ports = Ports(prompts(), generator, fakes.Teacher(), learner, publisher, recorder, guard)
+    accounting = run_virtual(Controller(Schedule(6, 3, 7, 16, 16), ports).run())
+    return accounting, recorder, fleet
+
+
+def test_a_run_goes_on_when_connections_break_and_counts_it(caplog):
+    accounting, recorder, fleet = run_flaky(lost=2)
+    assert (accounting.consumed, accounting.dropped) == (18, {})
+    restarts = sum(tries - 1 for tries in fleet.tries.values())
+    summary = summarise(recorder.totals, accounting, 1.0, 7)
+    assert restarts >= 12
+    assert summary["rollouts_restarted"] == recorder.totals.restarts == restarts
+    told = [entry.getMessage() for entry in caplog.records]
+    assert len(told) == 1
+    assert "sampled anew" in told[0]
+    assert run_flaky(lost=0)[1].totals.restarts == 0
+
+
+def test_a_dead_server_ends_the_run_with_its_cause_however_often_rollouts_are_tried():
+    def of(dead: list[int]) -> HealthGuard:
+        return HealthGuard([WatchedProcess("student server a", lambda: -9 if dead else None)])
+
+    with pytest.raises(LoopFailed, match="health: ProcessDied: student server a ended with signal"):
+        run_flaky(lost=99, guard_of=of)
+    with pytest.raises(LoopFailed, match=r"rollout-\d+: ServerUnreachable: http://a:1/generate"):
+        run_flaky(lost=99)
