@@ -75,13 +75,22 @@ class ModelSpec:
         """Rows of the embedding when `tp` ranks split it: the next multiple. Added rows are 0."""
         return -(-self.vocab_size // tp) * tp
 
-    def check_parallel(self, parallel: ParallelConfig) -> None:
-        """Raise ValueError, naming key, rule and value, when the model cannot be cut this way."""
+    def check_parallel(self, parallel: ParallelConfig, *, uneven: bool = False) -> None:
+        """Raise ValueError, naming key, rule and value, when the model cannot be cut this way.
+
+        uneven: stages need not hold equally many layers.
+        """
+        chunks = 1 if uneven else parallel.pp * parallel.vpp
+        if self.num_layers % chunks and parallel.vpp > 1:
+            raise ValueError(
+                "learner.parallel.pp * vpp must divide the model's layers, "
+                f"got pp={parallel.pp} * vpp={parallel.vpp} and {self.num_layers} layers"
+            )
         rules = (
             ("tp", parallel.tp, "attention heads", self.num_heads),
             ("tp", parallel.tp, "key-value heads", self.num_kv_heads),
             ("tp", parallel.tp, "feed-forward features", self.ffn_size),
-            ("pp", parallel.pp, "layers", self.num_layers),
+            ("pp", 1 if uneven else parallel.pp, "layers", self.num_layers),
             ("ep", parallel.ep, "experts", self.num_experts),
         )
         for key, degree, what, count in rules:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from megatron_opd.config.section import (
     NonNegativeFloat,
@@ -68,13 +68,6 @@ class ParallelConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _not_there_yet(self) -> ParallelConfig:
-        for key, degree in (("cp", self.cp), ("vpp", self.vpp)):
-            if degree > 1:
-                raise ValueError(f"{key} must be 1: the learner does not run it yet, got {degree}")
-        return self
-
-    @model_validator(mode="after")
     def _chunks_need_stages(self) -> ParallelConfig:
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp above 1 needs pp above 1, got vpp={self.vpp}, pp=1")
@@ -82,7 +75,13 @@ class ParallelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW with float32 main parameters."""
+    """AdamW with float32 main parameters.
+
+    Any other key must be a field of Megatron-Core's OptimizerConfig (learner/overrides.py), such as
+    optimizer_cpu_offload, use_precision_aware_optimizer or exp_avg_dtype.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
@@ -103,11 +102,25 @@ class OptimizerConfig(Section):
     clip_grad: NonNegativeFloat = 1.0
     """Global norm; 0 = off."""
 
+    @property
+    def megatron(self) -> dict[str, Any]:
+        """The keys that are Megatron's alone."""
+        return dict(self.model_extra or {})
+
     @model_validator(mode="after")
     def _min_below_peak(self) -> OptimizerConfig:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr must be <= lr, got min_lr={self.min_lr}, lr={self.lr}")
         return self
+
+
+UNEVEN_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
 
 
 class LearnerConfig(Section):
@@ -127,6 +140,12 @@ class LearnerConfig(Section):
     """How log-probs come from the LM head: lean never holds [tokens, vocabulary]; dense does, and
     is what lean is checked against."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    megatron: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Fields of Megatron-Core's TransformerConfig, such as moe_token_dispatcher_type,
+    recompute_granularity or fp8; the model's config.json and learner.parallel set the rest."""
+    ddp: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Fields of Megatron-Core's DistributedDataParallelConfig, such as overlap_grad_reduce,
+    overlap_param_gather or bucket_size."""
     listen_host: str = "127.0.0.1"
     """Where the controller's ZeroMQ socket binds."""
     listen_port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -135,3 +154,11 @@ class LearnerConfig(Section):
     """CPU threads a rank; null leaves torch's choice."""
     timeout_s: PositiveFloat = 1800.0
     """Longest wait for one reply of the learner."""
+    gpu_memory_gib: PositiveFloat | None = None
+    """Memory of one GPU in GiB (79 for an 80 GB H100, 139 for an H200): `opd check` refuses what
+    cannot fit; null: it only says what is needed."""
+
+    @property
+    def uneven_stages(self) -> bool:
+        """Whether `megatron` says how many layers each pipeline stage holds."""
+        return any(self.megatron.get(name) for name in UNEVEN_STAGES)

@@ -35,6 +35,18 @@ def _shares(config: Config) -> str | None:
     return None
 
 
+def _interleaved(config: Config) -> str | None:
+    batch, minis = config.buffer.batch_size, config.learner.mini_batches
+    parallel = config.learner.parallel
+    if parallel.vpp > 1 and batch // (minis * parallel.dp) < parallel.pp:
+        return (
+            "buffer.batch_size / (learner.mini_batches * learner.parallel.dp) must be at least "
+            "learner.parallel.pp with learner.parallel.vpp above 1, which needs a micro-batch a "
+            f"stage, got {batch} / ({minis} * {parallel.dp}) and pp={parallel.pp}"
+        )
+    return None
+
+
 def _ports(config: Config) -> str | None:
     taken: dict[int, str] = {}
     if config.learner.listen_port:
@@ -141,6 +153,7 @@ def _held(config: Config) -> str | None:
 RULES: tuple[Callable[[Config], str | None], ...] = (
     _estimator,
     _shares,
+    _interleaved,
     _teachers,
     _ports,
     _groups,

@@ -94,6 +94,9 @@ class ServerConfig(Section):
     """Requests a server batches at once."""
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = 0.8
     """GPU memory share for weights and KV."""
+    gpu_memory_gib: PositiveFloat | None = None
+    """Memory of one GPU in GiB: `opd check` refuses weights and KV that cannot fit; null: it only
+    says what is needed."""
     startup_timeout_s: PositiveFloat = 600.0
     """Longest wait for a server to answer."""
     request_timeout_s: PositiveFloat = 600.0

@@ -10,17 +10,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_opd.config.learner import LearnerConfig
+
 Micro = list[int]
 Plan = list[list[list[Micro]]]
 
 
+def learner_plan(lengths: Sequence[int], config: LearnerConfig) -> Plan:
+    """The plan that a learner of this layout needs. lengths: see plan_batch.
+
+    Context-parallel ranks share a micro-batch, and each sample fills 2 * cp equal chunks of it; an
+    interleaved pipeline needs at least pp micro-batches.
+    """
+    parallel = config.parallel
+    unit = 2 * parallel.cp if parallel.cp > 1 else 1
+    return plan_batch(
+        [-(-length // unit) * unit for length in lengths],
+        config.mini_batches,
+        parallel.dp,
+        config.tokens_per_microbatch * parallel.cp,
+        least_micros=parallel.pp if parallel.vpp > 1 else 1,
+    )
+
+
 def plan_batch(
-    lengths: Sequence[int], mini_batches: int, data_parallel: int, token_budget: int
+    lengths: Sequence[int],
+    mini_batches: int,
+    data_parallel: int,
+    token_budget: int,
+    least_micros: int = 1,
 ) -> Plan:
     """plan[mini-batch][data-parallel rank][micro-batch] = ascending sample indices.
 
     lengths: tokens (prompt + response) of every sample, in admission order. token_budget: most
-    tokens of a micro-batch. Raises ValueError when the samples cannot be shared out equally.
+    tokens of a micro-batch. least_micros: of a rank in a mini-batch. Raises ValueError when the
+    samples cannot be shared out equally, or are fewer than least_micros.
     """
     shares = mini_batches * data_parallel
     if not lengths or len(lengths) % shares:
@@ -29,24 +53,41 @@ def plan_batch(
             f"got {len(lengths)} and {mini_batches} * {data_parallel}"
         )
     per_mini = len(lengths) // mini_batches
+    if per_mini < least_micros * data_parallel:
+        raise ValueError(
+            f"a rank's share of a mini-batch must hold at least {least_micros} samples, "
+            f"got {per_mini // data_parallel}"
+        )
     return [
         _plan_mini(
             range(start, start + per_mini),
             lengths,
             data_parallel=data_parallel,
             budget=token_budget,
+            least=least_micros,
         )
         for start in range(0, len(lengths), per_mini)
     ]
 
 
 def _plan_mini(
-    samples: Sequence[int], lengths: Sequence[int], *, data_parallel: int, budget: int
+    samples: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    data_parallel: int,
+    budget: int,
+    least: int,
 ) -> list[list[Micro]]:
-    ranks = [_fit(share, lengths, budget) for share in _share(samples, lengths, data_parallel)]
-    count = max(len(micros) for micros in ranks)
+    shares = _share(samples, lengths, data_parallel)
+    fits = [_fit(share, lengths, budget) for share in shares]
+    count = max(least, *(len(micros) for micros in fits))
     return [
-        sorted(sorted(micro) for micro in _split_up(micros, lengths, count)) for micros in ranks
+        sorted(
+            sorted(micro)
+            for micro in _balanced(share, lengths, count, budget)
+            or _split_up(micros, lengths, count)
+        )
+        for share, micros in zip(shares, fits, strict=True)
     ]
 
 
@@ -76,6 +117,24 @@ def _fit(share: Sequence[int], lengths: Sequence[int], budget: int) -> list[Micr
             bins[spot].append(sample)
             free[spot] -= lengths[sample]
     return bins
+
+
+def _balanced(
+    share: Sequence[int], lengths: Sequence[int], count: int, budget: int
+) -> list[Micro] | None:
+    """`count` micro-batches of nearly equal tokens: the longest sample to the lightest of them.
+
+    None when one would exceed what first-fit packing keeps: the budget, or one sample alone.
+    Ranks meet in collectives micro-batch by micro-batch, so the heaviest sets the pace of all.
+    """
+    micros: list[Micro] = [[] for _ in range(count)]
+    loads = [0] * count
+    for sample in sorted(share, key=lambda index: (-lengths[index], index)):
+        lightest = min(range(count), key=lambda index: (loads[index], index))
+        micros[lightest].append(sample)
+        loads[lightest] += lengths[sample]
+    too_much = any(load > budget and len(m) > 1 for load, m in zip(loads, micros, strict=True))
+    return None if too_much or not all(micros) else micros
 
 
 def _split_up(micros: list[Micro], lengths: Sequence[int], count: int) -> list[Micro]:

@@ -3,8 +3,8 @@
 Invariant: a token of one segment never sees another segment, and its rotary angle is that of its
 position inside its own segment.
 
-Axes: S packed positions of a micro-batch, B segments, L positions of the longest segment, h heads,
-d head dimension.
+Axes: S packed positions of a micro-batch, s those of this context-parallel rank, B segments, L
+positions of the longest segment, h heads, d head dimension.
 """
 
 from __future__ import annotations
@@ -23,9 +23,37 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_opd.checkpoint.model_spec import Rope
+from megatron_opd.learner.context_parallel import packed_order, share_of, whole_sequence
 
 # One padded call is faster than one call per segment until padding wastes this share of the work.
 MAX_PADDING_WASTE = 2.0
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Segments laid end to end.
+
+    lengths: tokens of each. padded_S: index of each token in the [B * L] padded layout; None: loop
+    over segments.
+    """
+
+    lengths: tuple[int, ...]
+    padded_S: torch.Tensor | None
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], padded: bool, device: torch.device) -> Segments:
+        """padded: whether one padded call is worth its waste."""
+        if not padded:
+            return cls(lengths, None)
+        segment_S, offset_S = _places(lengths)
+        return cls(lengths, (segment_S * max(lengths) + offset_S).to(device))
+
+    def pad(self, x_Shd: torch.Tensor) -> torch.Tensor:
+        """[B, L, h, d], zeros where a segment is shorter."""
+        assert self.padded_S is not None
+        shape = len(self.lengths), max(self.lengths)
+        out = x_Shd.new_zeros(shape[0] * shape[1], *x_Shd.shape[1:])
+        return out.index_copy(0, self.padded_S, x_Shd).view(*shape, *x_Shd.shape[1:])
 
 
 @dataclass
@@ -35,32 +63,44 @@ class Packing(PackedSeqParams):
     qkv_format stays "sbhd": Megatron then keeps [S, 1, h, d] tensors and applies the rotary angles
     we give it per position, instead of looping over segments in every layer.
 
-    positions_S: int64, position inside the segment. lengths: tokens of each segment.
-    padded_S: int64, index of each token in the [B * L] padded layout; None: loop over segments.
+    positions_s: int64, position inside the segment of each token of this rank. keys: the whole
+    segments; queries: this rank's part of each. order_S: see context_parallel.packed_order; None
+    without context parallelism.
     """
 
-    positions_S: torch.Tensor | None = None
-    lengths: tuple[int, ...] = ()
-    padded_S: torch.Tensor | None = None
+    positions_s: torch.Tensor | None = None
+    keys: Segments | None = None
+    queries: Segments | None = None
+    order_S: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], device: torch.device) -> Packing:
-        """Segments of `lengths` tokens, one after another."""
-        longest, count = max(lengths), len(lengths)
-        lengths_B = torch.tensor(lengths)
-        start_B = lengths_B.cumsum(0) - lengths_B
-        segment_S = torch.repeat_interleave(torch.arange(count), lengths_B)
-        positions_S = torch.arange(sum(lengths)) - start_B[segment_S]
-        waste = count * longest**2 / sum(length**2 for length in lengths)
-        padded_S = segment_S * longest + positions_S if waste <= MAX_PADDING_WASTE else None
+    def of(
+        cls, lengths: tuple[int, ...], device: torch.device, cp: int = 1, cp_rank: int = 0
+    ) -> Packing:
+        """Segments of `lengths` tokens, one after another; with cp, multiples of 2 * cp."""
+        longest = max(lengths)
+        waste = len(lengths) * longest**2 / sum(length**2 for length in lengths)
+        padded = waste <= MAX_PADDING_WASTE
+        share_s = torch.as_tensor(share_of(lengths, cp, cp_rank))
+        own = tuple(length // cp for length in lengths)
+        order_S = None if cp == 1 else torch.as_tensor(packed_order(lengths, cp)).to(device)
         return cls(
             qkv_format="sbhd",
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            positions_S=positions_S.to(device),
-            lengths=lengths,
-            padded_S=None if padded_S is None else padded_S.to(device),
+            positions_s=_places(lengths)[1][share_s].to(device),
+            keys=Segments.of(lengths, padded, device),
+            queries=Segments.of(own, padded, device),
+            order_S=order_S,
         )
+
+
+def _places(lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every packed token: its segment, and its position inside it."""
+    lengths_B = torch.tensor(lengths)
+    start_B = lengths_B.cumsum(0) - lengths_B
+    segment_S = torch.repeat_interleave(torch.arange(len(lengths)), lengths_B)
+    return segment_S, torch.arange(sum(lengths)) - start_B[segment_S]
 
 
 class RMSNorm(torch.nn.Module):
@@ -100,9 +140,9 @@ class PackedRotary(RotaryEmbedding):
         return args[4]
 
     def forward(self, packing: Packing, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        """float32 [S, 1, 1, d]."""
-        assert packing.positions_S is not None
-        angles = torch.outer(packing.positions_S.to(self.inv_freq), self.inv_freq)
+        """float32 [s, 1, 1, d]."""
+        assert packing.positions_s is not None
+        angles = torch.outer(packing.positions_s.to(self.inv_freq), self.inv_freq)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
@@ -154,35 +194,62 @@ class PackedAttention(MegatronModule):
         packed_seq_params: Packing,
         **_: Any,
     ) -> torch.Tensor:
-        """[S, 1, h, d], twice [S, 1, h_kv, d] -> [S, 1, h * d]."""
+        """[s, 1, h, d], twice [s, 1, h_kv, d] -> [s, 1, h * d]."""
         packing = packed_seq_params
-        qkv = tuple(x.squeeze(1) for x in (query, key, value))
-        if packing.padded_S is None:
-            pieces = zip(*(x.split(packing.lengths) for x in qkv), strict=True)
-            out = torch.cat([self._attend(*(x.unsqueeze(0) for x in p)).squeeze(0) for p in pieces])
+        queries, keys = packing.queries, packing.keys
+        assert queries is not None
+        assert keys is not None
+        assert packing.positions_s is not None
+        q, k, v = (x.squeeze(1) for x in (query, key, value))
+        position_s = None
+        if packing.order_S is not None:
+            k, v = whole_sequence(k, packing.order_S), whole_sequence(v, packing.order_S)
+            position_s = packing.positions_s
+        if keys.padded_S is None:
+            places = [None] * len(queries.lengths)
+            if position_s is not None:
+                places = [part[None] for part in position_s.split(queries.lengths)]
+            pieces = zip(
+                q.split(queries.lengths),
+                k.split(keys.lengths),
+                v.split(keys.lengths),
+                places,
+                strict=True,
+            )
+            parts = [self._attend(a[None], b[None], c[None], place) for a, b, c, place in pieces]
+            out = torch.cat([part[0] for part in parts])
         else:
             # Causal and padded on the right: no real token ever sees the padding.
-            shape = (len(packing.lengths), int(packing.max_seqlen_q or 0))
-            padded = (_pad(x, packing.padded_S, shape) for x in qkv)
-            out = self._attend(*padded).flatten(0, 1)[packing.padded_S]
+            place_BL = None if position_s is None else queries.pad(position_s)
+            padded = self._attend(queries.pad(q), keys.pad(k), keys.pad(v), place_BL)
+            out = padded.flatten(0, 1)[queries.padded_S]
         return out.reshape(out.shape[0], 1, -1)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """[B, L, h, d] -> [B, L, h, d]."""
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        place_BL: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[B, L, h, d], twice [B, L', h_kv, d] -> [B, L, h, d].
+
+        place_BL: each query's position among the keys; None: its own, L equals L'.
+        """
+        mask = None
+        if place_BL is not None:
+            key_L = torch.arange(k.shape[1], device=k.device)
+            mask = (key_L <= place_BL[..., None])[:, None]
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=self.scale,
             enable_gqa=q.shape[2] != k.shape[2],
         )
         return out.transpose(1, 2)
-
-
-def _pad(x_Shd: torch.Tensor, padded_S: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    out = x_Shd.new_zeros(shape[0] * shape[1], *x_Shd.shape[1:])
-    return out.index_copy(0, padded_S, x_Shd).view(*shape, *x_Shd.shape[1:])
 
 
 def local_layer(num_experts: int | None, qk_norm: bool) -> ModuleSpec:

@@ -24,11 +24,11 @@ LossFn = Callable[[torch.Tensor, MicroT], tuple[torch.Tensor, Totals]]
 
 
 def sft_loss(
-    out_1S: torch.Tensor, micro: SftMicro, *, head: StudentLogp
+    out_1s: torch.Tensor, micro: SftMicro, *, head: StudentLogp
 ) -> tuple[torch.Tensor, Totals]:
     """Negative log-likelihood of the response tokens, summed."""
-    row_T = torch.arange(len(micro.response_T), device=out_1S.device)
-    logp_T = head(out_1S, micro.rows, row_T, micro.response_T, 1.0).logp_N
+    row_T = torch.arange(len(micro.response_T), device=out_1s.device)
+    logp_T = head(out_1s, micro.rows, row_T, micro.response_T, 1.0).logp_N
     loss = -logp_T.sum(dtype=torch.float64)
     return loss, Totals.of(
         loss.device, sums={"loss": loss, "count": len(row_T), "tokens": len(row_T)}
@@ -36,7 +36,7 @@ def sft_loss(
 
 
 def distil_loss(
-    out_1S: torch.Tensor,
+    out_1s: torch.Tensor,
     micro: DistilMicro,
     *,
     head: StudentLogp,
@@ -50,7 +50,7 @@ def distil_loss(
     drew from. measure_mismatch: whether the weights are still those of the batch's version, and the
     sampler kept the whole vocabulary, so that learner and sampler can be compared.
     """
-    scored = head(out_1S, micro.rows, micro.row_N, micro.id_N, temperature)
+    scored = head(out_1s, micro.rows, micro.row_N, micro.id_N, temperature)
     student_N = scored.logp_N
     result = evaluate(estimator, micro.cache(student_N, wants_prox(estimator)))
     with torch.no_grad():
@@ -67,7 +67,7 @@ def distil_loss(
         if scored.entropy_T is not None:
             entropy = {"entropy": scored.entropy_T.sum(), "entropy_tokens": len(scored.entropy_T)}
         totals = Totals.of(
-            out_1S.device,
+            out_1s.device,
             sums={
                 "loss": result.loss_sum,
                 "count": result.count,
@@ -90,7 +90,7 @@ def wants_prox(estimator: Estimator) -> bool:
 
 
 def collect_caches(
-    model: DistributedDataParallel,
+    model: Sequence[DistributedDataParallel],
     micros: Sequence[DistilMicro],
     world: World,
     head: StudentLogp,
@@ -102,8 +102,8 @@ def collect_caches(
     """
     caches: list[Cache] = []
 
-    def collect(out_1S: torch.Tensor, micro: DistilMicro) -> tuple[torch.Tensor, Totals]:
-        logp_N = head(out_1S, micro.rows, micro.row_N, micro.id_N, temperature).logp_N.detach()
+    def collect(out_1s: torch.Tensor, micro: DistilMicro) -> tuple[torch.Tensor, Totals]:
+        logp_N = head(out_1s, micro.rows, micro.row_N, micro.id_N, temperature).logp_N.detach()
         caches.append(micro.cache(logp_N, prox_is_student=False))
         return logp_N.sum(dtype=torch.float64), Totals.of(logp_N.device, sums={"count": 1})
 
@@ -112,53 +112,76 @@ def collect_caches(
 
 
 def run_mini_batch(
-    model: DistributedDataParallel,
+    model: Sequence[DistributedDataParallel],
     micros: Sequence[MicroT],
     loss_fn: LossFn[MicroT],
     world: World,
     *,
     forward_only: bool = False,
 ) -> Totals:
-    """Gradients of the mini-batch's mean loss, into the model's buffers.
+    """Gradients of the mini-batch's mean loss, into the buffers of the model's chunks.
 
     Megatron's schedule sums the micro-batches' losses and divides the gradient by the count of all
     ranks. Returns the global totals, the same on every rank.
     """
+    settings: Any = model[0].config
 
     def forward_step(micros_left: Any, module: Any) -> tuple[torch.Tensor, Any]:
         micro = next(micros_left)
         out = module(
-            micro.rows.ids_1S,
+            micro.rows.ids_1s,
             None,  # positions: rotary angles come from the packing
             None,
             packed_seq_params=micro.rows.packing,
         )
 
-        def loss(out_1S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Totals]:
-            loss_sum, totals = loss_fn(out_1S, micro)
-            return loss_sum, totals.count(), totals
+        def loss(out_1s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Totals]:
+            loss_sum, totals = loss_fn(out_1s, micro)
+            # Context-parallel ranks compute the same loss; Megatron adds up their counts.
+            count = totals.count()
+            return loss_sum, count if world.cp_rank == 0 else torch.zeros_like(count), totals
 
         return out, loss
 
     if not forward_only:
-        model.zero_grad_buffer()
+        for chunk in model:
+            chunk.zero_grad_buffer()
+    interleaved = len(model) > 1
+    if interleaved:
+        group = pipeline_group(len(micros), world.parallel.pp)
+        settings.microbatch_group_size_per_vp_stage = group
+    iterators = [iter(micros) for _ in model]
     with torch.set_grad_enabled(not forward_only):
         outputs = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(micros),
-            model=[model],
+            data_iterator=iterators if interleaved else iterators[0],
+            model=list(model),
             num_microbatches=len(micros),
-            seq_length=1,  # ignored: variable_seq_lengths
+            seq_length=micros[0].rows.total_tokens,  # ignored with variable_seq_lengths
             micro_batch_size=1,
             forward_only=forward_only,
         )
     return _reduce(outputs, world)
 
 
+def pipeline_group(num_micros: int, stages: int) -> int:
+    """Micro-batches that a chunk of an interleaved pipeline takes before the next chunk's turn.
+
+    The least number that Megatron's schedule accepts: at least `stages`, and so is what remains.
+    """
+    for size in range(stages, num_micros + 1):
+        if num_micros % size == 0 or num_micros % size >= stages:
+            return size
+    raise ValueError(
+        "an interleaved pipeline needs at least as many micro-batches as stages, "
+        f"got {num_micros} and {stages}"
+    )
+
+
 def _reduce(outputs: Sequence[Totals], world: World) -> Totals:
     """Global totals, on every rank; each sample counts once, however many ranks share it."""
     mine = Totals.zero(world.device)
-    if world.last_stage and world.tp_rank == 0:
+    if world.counts:
         for totals in outputs:
             mine = mine.plus(totals)
     if world.size > 1:

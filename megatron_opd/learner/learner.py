@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 
 from megatron_opd.checkpoint.convert import load_weights, source_of
 from megatron_opd.checkpoint.export import export_hf
@@ -30,7 +29,12 @@ from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.forward import distil_loss, run_mini_batch, sft_loss, wants_prox
 from megatron_opd.learner.micro_batch import SftMicro, distil_micros
 from megatron_opd.learner.model import DTYPES, build_model
-from megatron_opd.learner.optimizer import build_optimizer, learning_rate, set_learning_rate
+from megatron_opd.learner.optimizer import (
+    build_optimizer,
+    connect_schedule,
+    learning_rate,
+    set_learning_rate,
+)
 from megatron_opd.learner.passes import Passes
 from megatron_opd.learner.setup import World, init_world
 from megatron_opd.learner.student_logp import make_student_logp
@@ -71,20 +75,19 @@ class MegatronLearner:
     ) -> None:
         self.config, self.updates, self.source = config, updates, model
         self.spec = read_model_spec(model)
-        self.spec.check_parallel(config.parallel)
+        self.spec.check_parallel(config.parallel, uneven=config.uneven_stages)
         self._device_mode: AbstractContextManager[Any] = cpu.install()
         with self._device_mode:
             self.world: World = init_world(config.parallel, seed, config.threads, config.timeout_s)
-            dtype = DTYPES[config.dtype]
-            self.model = build_model(self.spec, self.world, dtype, config.recompute)
+            self.model = build_model(self.spec, self.world, config)
             weights = source_of(model, self.spec, fresh_seed)
-            load_weights(self.model.module, self.spec, self.world, weights)
-            self.head = make_student_logp(self.model.module, config.logp)
-            self.optimizer = build_optimizer(config.optimizer, self.model, dtype)
-        settings = self.model.config
-        settings.finalize_model_grads_func = finalize_model_grads
-        settings.grad_scale_func = self.optimizer.scale_loss
-        self.full = FullTensors(self.model.module, self.spec, self.world)
+            load_weights(self.model, self.spec, self.world, weights)
+            self.head = make_student_logp(self.model[-1].module, config.logp)
+            self.optimizer = build_optimizer(config.optimizer, self.model, DTYPES[config.dtype])
+        connect_schedule(self.model, self.optimizer)
+        fixed = not self.model[0].config.variable_seq_lengths
+        self.layout = self.world.pack_layout(config.tokens_per_microbatch if fixed else None)
+        self.full = FullTensors(self.model, self.spec, self.world)
 
     def info(self) -> LearnerInfo:
         """What the controller needs to know."""
@@ -113,10 +116,7 @@ class MegatronLearner:
         measured then. NotFinite: see there.
         """
         lr = learning_rate(self.config.optimizer, batch.update, self.updates)
-        minis = [
-            distil_micros(batch, mini, self.world.parallel.tp, self.world.device)
-            for mini in range(len(batch.plan))
-        ]
+        minis = [distil_micros(batch, mini, self.layout) for mini in range(len(batch.plan))]
         passes = Passes(self.model, self.world, self.head, estimator, temperature)
         with self._device_mode:
             minis = passes.with_prox(minis)
@@ -141,8 +141,20 @@ class MegatronLearner:
         loss = partial(sft_loss, head=self.head)
         return self._step(partial(run_mini_batch, self.model, micros, loss), lr)
 
+    def settle_weights(self) -> None:
+        """Make every parameter current on every rank; call before weights are read. Collective.
+
+        With overlap_param_gather an optimizer step leaves them to be gathered by the next forward.
+        """
+        with self._device_mode:
+            for chunk in self.model:
+                if chunk.ddp_config.overlap_param_gather:
+                    chunk.disable_forward_pre_hook(param_sync=True)
+                    chunk.enable_forward_pre_hook()
+
     def export_hf(self, target: Path, dtype: torch.dtype) -> None:
         """Write the current weights as a Hugging Face checkpoint. Collective; rank 0 writes."""
+        self.settle_weights()
         if self.world.rank == 0:
             export_hf(self.full.tensors(), self.source, target, dtype)
         else:

@@ -1,33 +1,20 @@
 """Micro-batches as tensors.
 
-Axes: S packed positions, T response tokens, N cached (token, action) pairs of the micro-batch.
+Axes: T response tokens, N cached (token, action) pairs of the micro-batch. With context parallelism
+every rank holds all of them: the loss is computed whole on each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_opd.learner.model import packing_of
+from megatron_opd.learner.layout import PackLayout, Rows
 from megatron_opd.losses.cache import Cache
 from megatron_opd.transport.rank_batch import RankBatch
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The packed inputs of a micro-batch and the positions that predict its response tokens.
-
-    ids_1S: int64 [1, S]. logit_row_T: position P - 1 + t of each sample, which predicts response
-    token t. packing: what the layers need to know of the segments.
-    """
-
-    ids_1S: torch.Tensor
-    packing: Any
-    logit_row_T: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -87,50 +74,17 @@ class DistilMicro:
         )
 
 
-def pack_rows(
-    prompts: Sequence[np.ndarray],
-    responses: Sequence[np.ndarray],
-    multiple: int,
-    device: torch.device,
-) -> Rows:
-    """Concatenate samples; the last response token is predicted but never an input.
-
-    multiple: S is padded to a multiple of it by a segment of its own (sequence parallelism cuts S
-    into equal parts).
-    """
-    lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
-    pieces = [x for p, r in zip(prompts, responses, strict=True) for x in (p, r[:-1])]
-    starts = np.cumsum([0, *lengths])
-    rows = [
-        np.arange(len(r)) + (start + len(p) - 1)
-        for start, p, r in zip(starts[:-1], prompts, responses, strict=True)
-    ]
-    padding = -int(starts[-1]) % multiple
-    if padding:
-        pieces.append(np.zeros(padding, dtype=np.int64))
-        lengths.append(padding)
-    return Rows(
-        _tensor(np.concatenate(pieces), torch.int64, device)[None],
-        packing_of(tuple(lengths), device),
-        _tensor(np.concatenate(rows), torch.int64, device),
-    )
-
-
 def sft_micro(
-    prompts: Sequence[np.ndarray],
-    responses: Sequence[np.ndarray],
-    multiple: int,
-    device: torch.device,
+    prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], layout: PackLayout
 ) -> SftMicro:
     """A supervised micro-batch."""
-    rows = pack_rows(prompts, responses, multiple, device)
-    return SftMicro(rows, _tensor(np.concatenate(list(responses)), torch.int64, device))
+    rows = layout.pack(prompts, responses)
+    return SftMicro(rows, _tensor(np.concatenate(list(responses)), torch.int64, layout.device))
 
 
-def distil_micros(
-    batch: RankBatch, mini: int, multiple: int, device: torch.device
-) -> list[DistilMicro]:
+def distil_micros(batch: RankBatch, mini: int, layout: PackLayout) -> list[DistilMicro]:
     """The micro-batches of one mini-batch of this rank, in plan order."""
+    device = layout.device
     token_end = np.cumsum(batch.prompt_B + batch.response_B)
     t_end = np.cumsum(batch.response_B)
     n_end_T = np.cumsum(batch.count_T)
@@ -154,7 +108,7 @@ def distil_micros(
         lengths = [len(response) for response in responses]
         micros.append(
             DistilMicro(
-                rows=pack_rows(prompts, responses, multiple, device),
+                rows=layout.pack(prompts, responses),
                 row_N=_tensor(row_N, torch.int64, device),
                 id_N=_tensor(batch.ids_N[n_index], torch.int64, device),
                 weight_N=_tensor(batch.weight_N[n_index], torch.float32, device),

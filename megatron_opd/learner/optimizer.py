@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from megatron_opd.config.learner import OptimizerConfig
+from megatron_opd.learner.overrides import build, check_overrides
 
 
 def learning_rate(config: OptimizerConfig, update: int, updates: int) -> float:
@@ -28,26 +31,49 @@ def learning_rate(config: OptimizerConfig, update: int, updates: int) -> float:
 
 
 def build_optimizer(
-    config: OptimizerConfig, model: DistributedDataParallel, dtype: torch.dtype
+    config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], dtype: torch.dtype
 ) -> MegatronOptimizer:
     """Megatron's DistributedOptimizer; parameters of one dimension get no weight decay."""
-    return get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=config.min_lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.beta1,
-            adam_beta2=config.beta2,
-            adam_eps=config.eps,
-            # An infinite threshold never clips, but the norm is still computed and reported.
-            clip_grad=config.clip_grad or math.inf,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=True,
-        ),
-        [model],
-    )
+    overlap = chunks[0].ddp_config.overlap_param_gather
+    return get_megatron_optimizer(optimizer_config(config, dtype, overlap), list(chunks))
+
+
+def optimizer_config(
+    config: OptimizerConfig, dtype: torch.dtype, overlap_param_gather: bool
+) -> MegatronOptimizerConfig:
+    """Megatron's settings.
+
+    ValueError: the section has a key that is neither ours nor Megatron's, or Megatron refuses it.
+    """
+    section = "learner.optimizer"
+    values = check_overrides(section, MegatronOptimizerConfig, config.megatron) | {
+        "optimizer": "adam",
+        "lr": config.lr,
+        "min_lr": config.min_lr,
+        "weight_decay": config.weight_decay,
+        "adam_beta1": config.beta1,
+        "adam_beta2": config.beta2,
+        "adam_eps": config.eps,
+        # An infinite threshold never clips, but the norm is still computed and reported.
+        "clip_grad": config.clip_grad or math.inf,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": True,
+        "overlap_param_gather": overlap_param_gather,
+    }
+    return build(section, MegatronOptimizerConfig, values)
+
+
+def connect_schedule(
+    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
+) -> None:
+    """Tell Megatron's schedule how gradients are finalised, and when they may be sent."""
+    settings: Any = chunks[0].config
+    settings.finalize_model_grads_func = finalize_model_grads
+    settings.grad_scale_func = optimizer.scale_loss
+    # Without it overlap_grad_reduce would send after every micro-batch.
+    waits = [chunk.no_sync for chunk in chunks]
+    settings.no_sync_func = waits if len(waits) > 1 else waits[0]
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:

@@ -24,7 +24,7 @@ from megatron_opd.losses.objective import View, m2_limit_of, m2_view
 class Passes:
     """Every rank of the world calls the same methods: they hold collectives."""
 
-    model: DistributedDataParallel
+    model: Sequence[DistributedDataParallel]
     world: World
     head: StudentLogp
     estimator: Estimator

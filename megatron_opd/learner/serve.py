@@ -102,8 +102,10 @@ class RankServer:
                     request.timeout_s,
                 )
             case SendWeights():
+                self.learner.settle_weights()
                 self.sender.send()
             case DigestPieces():
+                self.learner.settle_weights()
                 return Digests(self.sender.piece_digests(request.pieces))
             case ExportHf():
                 dtype = DTYPES[request.dtype or self.config.learner.dtype]

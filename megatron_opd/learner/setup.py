@@ -17,6 +17,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import HashStore
 
 from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.learner.kernels import Kernels, choose_kernels
+from megatron_opd.learner.layout import PackLayout
 
 
 @dataclass(frozen=True)
@@ -25,25 +27,44 @@ class World:
 
     data_rank: which samples it sees, of parallel.dp. model_group: gloo group of the tp * cp * pp
     ranks that see the same samples; head: the first of them, which talks to the controller.
+    kernels: what this machine's layers are made of.
     """
 
     rank: int
     size: int
     parallel: ParallelConfig
     device: torch.device
+    kernels: Kernels
     data_rank: int
     head: int
     is_head: bool
     model_group: dist.ProcessGroup
     tp_rank: int
     pp_rank: int
+    cp_rank: int
     ep_rank: int
     expert_tp_rank: int
 
     @property
     def last_stage(self) -> bool:
-        """Whether this rank computes logits."""
+        """Whether this rank computes log-probs."""
         return self.pp_rank == self.parallel.pp - 1
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's sums are added up: of those that compute the same loss, one's are."""
+        return self.last_stage and self.tp_rank == 0 and self.cp_rank == 0
+
+    def pack_layout(self, fixed_tokens: int | None) -> PackLayout:
+        """How this rank packs its micro-batches."""
+        return PackLayout(
+            self.device,
+            tp=self.parallel.tp,
+            cp=self.parallel.cp,
+            cp_rank=self.cp_rank,
+            engine=self.kernels.engine,
+            fixed_tokens=fixed_tokens,
+        )
 
 
 def init_world(parallel: ParallelConfig, seed: int, threads: int | None, timeout_s: float) -> World:
@@ -80,6 +101,8 @@ def init_world(parallel: ParallelConfig, seed: int, threads: int | None, timeout
     ps.initialize_model_parallel(
         parallel.tp,
         parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.expert_tp,
     )
@@ -107,12 +130,14 @@ def _place(parallel: ParallelConfig, device: torch.device) -> World:
         size=size,
         parallel=parallel,
         device=device,
+        kernels=choose_kernels(device.type == "cuda"),
         data_rank=data_rank,
         head=head,
         is_head=rank == head,
         model_group=groups[data_rank],
         tp_rank=ps.get_tensor_model_parallel_rank(),
         pp_rank=ps.get_pipeline_model_parallel_rank(),
+        cp_rank=ps.get_context_parallel_rank(),
         ep_rank=ps.get_expert_model_parallel_rank(),
         expert_tp_rank=ps.get_expert_tensor_parallel_rank() or 0,
     )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_opd.config.schema import SftConfig
-from megatron_opd.data.packing import plan_batch
+from megatron_opd.data.packing import learner_plan
 from megatron_opd.data.records import read_records
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.micro_batch import SftMicro, sft_micro
@@ -80,19 +80,13 @@ def batches(pairs: list[Pair], batch_size: int, seed: int) -> Iterator[list[Pair
 def rank_micros(batch: list[Pair], learner: MegatronLearner) -> Iterator[list[SftMicro]]:
     """This rank's micro-batches, a list for every mini-batch."""
     config, world = learner.config, learner.world
-    plan = plan_batch(
-        [pair.num_tokens for pair in batch],
-        config.mini_batches,
-        world.parallel.dp,
-        config.tokens_per_microbatch,
-    )
+    plan = learner_plan([pair.num_tokens for pair in batch], config)
     for ranks in plan:
         yield [
             sft_micro(
                 [batch[index].prompt_ids for index in micro],
                 [batch[index].response_ids for index in micro],
-                config.parallel.tp,
-                world.device,
+                learner.layout,
             )
             for micro in ranks[world.data_rank]
         ]

@@ -1,4 +1,8 @@
-"""The student's log-probs from what the model returns at its last stage."""
+"""The student's log-probs from what the model returns at its last stage.
+
+Axes: s packed positions of this rank, T response tokens, t those predicted on this rank, N (token,
+id) pairs, n pairs of this rank.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 
+from megatron_opd.learner.layout import Rows
 from megatron_opd.learner.lm_head import head_weight, install_lean_head, real_vocab_size
-from megatron_opd.learner.micro_batch import Rows
 from megatron_opd.losses.lean import lean_logp
 from megatron_opd.losses.vocab_parallel import gather_logp
 
@@ -28,43 +33,43 @@ class StudentLogp(Protocol):
 
     def __call__(
         self,
-        out_1S: torch.Tensor,
+        out_1s: torch.Tensor,
         rows: Rows,
         row_N: torch.Tensor,
         id_N: torch.Tensor,
         temperature: float,
     ) -> Scored:
-        """out_1S: the model's output for all packed positions."""
+        """out_1s: the model's output for all packed positions."""
         ...
 
 
 def dense_logp(
-    out_1S: torch.Tensor, rows: Rows, row_N: torch.Tensor, id_N: torch.Tensor, temperature: float
+    out_1s: torch.Tensor, rows: Rows, row_N: torch.Tensor, id_N: torch.Tensor, temperature: float
 ) -> Scored:
-    """From logits [1, S, v]: what LeanLogp is checked against."""
-    logits_Tv = out_1S[0].index_select(0, rows.logit_row_T)
+    """From logits [1, s, v]: what LeanLogp is checked against."""
+    logits_tv = out_1s[0].index_select(0, rows.logit_row_t)
     group = _vocab_group()
-    return Scored(gather_logp(logits_Tv, row_N, id_N, temperature=temperature, group=group), None)
+    return Scored(gather_logp(logits_tv, row_N, id_N, temperature=temperature, group=group), None)
 
 
 class LeanLogp:
-    """From the LM head's input [1, S, H], never holding [T, V]. model: with a lean head."""
+    """From the LM head's input [1, s, H], never holding [T, V]. model: with a lean head."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
     def __call__(
         self,
-        out_1S: torch.Tensor,
+        out_1s: torch.Tensor,
         rows: Rows,
         row_N: torch.Tensor,
         id_N: torch.Tensor,
         temperature: float,
     ) -> Scored:
         """See StudentLogp."""
-        hidden_TH = out_1S[0].index_select(0, rows.logit_row_T)
+        hidden_tH = out_1s[0].index_select(0, rows.logit_row_t)
         scored = lean_logp(
-            hidden_TH,
+            hidden_tH,
             head_weight(self._model),
             row_N,
             id_N,
@@ -75,6 +80,40 @@ class LeanLogp:
         return Scored(scored.logp_N, scored.entropy_T.detach())
 
 
+class AcrossContext:
+    """Log-probs of all response tokens on every context-parallel rank, from each rank's own.
+
+    The loss is then computed whole on each of them: it may compare tokens that lie on different
+    ranks. Every rank takes back the gradient of its own log-probs alone, so nothing counts twice.
+    """
+
+    def __init__(self, head: StudentLogp, group: dist.ProcessGroup) -> None:
+        self._head, self._group = head, group
+
+    def __call__(
+        self,
+        out_1s: torch.Tensor,
+        rows: Rows,
+        row_N: torch.Tensor,
+        id_N: torch.Tensor,
+        temperature: float,
+    ) -> Scored:
+        """See StudentLogp."""
+        local_T = row_N.new_full((rows.num_tokens,), -1)
+        local_T[rows.token_t] = torch.arange(len(rows.token_t), device=row_N.device)
+        mine_n = (local_T[row_N] >= 0).nonzero()[:, 0]
+        scored = self._head(out_1s, rows, local_T[row_N[mine_n]], id_N[mine_n], temperature)
+        logp_N = self._joined(scored.logp_N, mine_n, len(row_N))
+        if scored.entropy_T is None:
+            return Scored(logp_N, None)
+        return Scored(logp_N, self._joined(scored.entropy_T, rows.token_t, rows.num_tokens))
+
+    def _joined(self, value_n: torch.Tensor, place_n: torch.Tensor, length: int) -> torch.Tensor:
+        """Forward: sum of all ranks' values, each at its place. Backward: this rank's places."""
+        spread = value_n.new_zeros(length).index_copy(0, place_n, value_n)
+        return reduce_from_tensor_model_parallel_region(spread, group=self._group)  # type: ignore[arg-type]
+
+
 def _vocab_group() -> dist.ProcessGroup:
     group: Any = ps.get_tensor_model_parallel_group()
     return group
@@ -82,7 +121,9 @@ def _vocab_group() -> dist.ProcessGroup:
 
 def make_student_logp(model: Any, kind: str) -> StudentLogp:
     """The configured way; lean changes `model` so that it returns the LM head's input."""
-    if kind == "dense":
-        return dense_logp
-    install_lean_head(model)
-    return LeanLogp(model)
+    head: StudentLogp = dense_logp
+    if kind == "lean":
+        install_lean_head(model)
+        head = LeanLogp(model)
+    group: Any = ps.get_context_parallel_group()
+    return head if group.size() == 1 else AcrossContext(head, group)

@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from megatron_opd.config.schema import Config
-from megatron_opd.data.packing import plan_batch
+from megatron_opd.data.packing import learner_plan
 from megatron_opd.losses.groups import group_columns
 from megatron_opd.transport.messages import (
     ConnectWeights,
@@ -110,12 +110,7 @@ class RemoteLearner:
         """
         config = self._config
         ranks = config.parallel.dp
-        plan = plan_batch(
-            [sample.rollout.num_tokens for sample in batch.samples],
-            config.mini_batches,
-            ranks,
-            config.tokens_per_microbatch,
-        )
+        plan = learner_plan([sample.rollout.num_tokens for sample in batch.samples], config)
         groups = group_columns(self._estimator, batch.samples, self._group_size)
         call = self._next_call()
         messages: dict[int, list[Any]] = {}

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from megatron_opd.checkpoint.convert import load_weights, source_of
 from megatron_opd.checkpoint.gather import FullTensors
 from megatron_opd.checkpoint.model_spec import ModelSpec, read_model_spec
-from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.learner.attention import Packing
 from megatron_opd.learner.devices import cpu
-from megatron_opd.learner.model import build_model, packing_of
+from megatron_opd.learner.model import build_model
 from megatron_opd.learner.setup import World, init_world
 
 LENGTHS = (97, 13, 18)  # the first is longer than the Llama model's original context
@@ -35,7 +36,7 @@ def full_logits(model: Any, spec: ModelSpec, world: World) -> torch.Tensor | Non
     found: list[torch.Tensor] = []
 
     def forward_step(_: Any, module: Any) -> tuple[torch.Tensor, Any]:
-        packing = packing_of(LENGTHS, world.device)
+        packing = Packing.of(LENGTHS, world.device)
         out = module(tokens(spec.vocab_size), None, None, packed_seq_params=packing)
 
         def collect(logits_1Sv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -63,15 +64,16 @@ def full_logits(model: Any, spec: ModelSpec, world: World) -> torch.Tensor | Non
 
 def check_families(out: Path, *, models: dict[str, Path], parallel: dict[str, int]) -> None:
     """Logits of every model against transformers' (in `logits.safetensors`), bitwise export."""
-    layout = ParallelConfig.model_validate(parallel)
+    config = LearnerConfig.model_validate({"dtype": "float32", "parallel": parallel})
+    layout = config.parallel
     gaps: dict[str, float] = {}
     with cpu.install():
         world = init_world(layout, 1, 1, 60.0)
         for name, path in models.items():
             spec = read_model_spec(path)
             spec.check_parallel(layout)
-            model = build_model(spec, world, torch.float32, False)
-            load_weights(model.module, spec, world, source_of(path, spec, None))
+            (model,) = build_model(spec, world, config)
+            load_weights(model, spec, world, source_of(path, spec, None))
             logits = full_logits(model, spec, world)
             if logits is not None:
                 expected = load_file(path / "logits.safetensors")["logits"]
@@ -81,7 +83,7 @@ def check_families(out: Path, *, models: dict[str, Path], parallel: dict[str, in
                 padding = logits[:, spec.vocab_size :]
                 assert padding.shape[1] == spec.padded_vocab(layout.tp) - spec.vocab_size
                 assert bool((padding == -torch.inf).all()), name
-            _equal_to_source(FullTensors(model.module, spec, world), path)
+            _equal_to_source(FullTensors(model, spec, world), path)
     if world.last_stage and world.tp_rank == 0 and world.data_rank == 0:
         (out / "result.json").write_text(json.dumps(gaps))
     dist.destroy_process_group()

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.schema import Config, SftConfig
-from megatron_opd.data.packing import plan_batch
+from megatron_opd.data.packing import learner_plan
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.serve import serve
 from megatron_opd.learner.sft import run_sft
@@ -36,12 +36,7 @@ def make_learner(model: Path, config: dict[str, Any], updates: int = 4) -> Megat
 def share(batch: Batch, learner: MegatronLearner, estimator: Estimator, group_size: int = 1) -> Any:
     """This rank's RankBatch."""
     config, world = learner.config, learner.world
-    plan = plan_batch(
-        [sample.rollout.num_tokens for sample in batch.samples],
-        config.mini_batches,
-        world.parallel.dp,
-        config.tokens_per_microbatch,
-    )
+    plan = learner_plan([sample.rollout.num_tokens for sample in batch.samples], config)
     mine = [mini[world.data_rank] for mini in plan]
     held = sorted(i for mini in mine for micro in mini for i in micro)
     local = {index: position for position, index in enumerate(held)}

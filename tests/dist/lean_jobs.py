@@ -12,18 +12,19 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from megatron_opd.checkpoint.convert import load_weights, source_of
 from megatron_opd.checkpoint.model_spec import read_model_spec
-from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner import model as learner_model
+from megatron_opd.learner.attention import Packing
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.lm_head import LeanHead, head_weight, install_lean_head
-from megatron_opd.learner.model import build_model, packing_of
+from megatron_opd.learner.model import build_model
 from megatron_opd.learner.setup import init_world
 from megatron_opd.losses.lean import lean_logp
 from megatron_opd.losses.vocab_parallel import gather_logp
@@ -78,7 +79,7 @@ def operation(out: Path) -> None:
 class Micro:
     """A packed micro-batch and the pairs that its loss weighs."""
 
-    ids_1S: torch.Tensor
+    ids_1s: torch.Tensor
     packing: Any
     row_T: torch.Tensor
     row_N: torch.Tensor
@@ -95,7 +96,7 @@ def _micro(seed: int, vocab: int) -> Micro:
 
     return Micro(
         below(vocab, sum(lengths))[None],
-        packing_of(lengths, torch.device("cpu")),
+        Packing.of(lengths, torch.device("cpu")),
         torch.randperm(sum(lengths), generator=generator)[:rows],
         below(rows, pairs),
         below(vocab, pairs),
@@ -103,9 +104,9 @@ def _micro(seed: int, vocab: int) -> Micro:
     )
 
 
-def _logp(model: GPTModel, lean: bool, out_1S: torch.Tensor, micro: Micro) -> torch.Tensor:
+def _logp(model: GPTModel, lean: bool, out_1s: torch.Tensor, micro: Micro) -> torch.Tensor:
     group: Any = ps.get_tensor_model_parallel_group()
-    rows_T = out_1S[0].index_select(0, micro.row_T)
+    rows_T = out_1s[0].index_select(0, micro.row_T)
     options: Any = {"temperature": 0.7, "group": group}
     if not lean:
         return gather_logp(rows_T, micro.row_N, micro.id_N, **options)
@@ -124,15 +125,15 @@ def _gradients(ddp: Any, micros: list[Micro], lean: bool) -> tuple[float, dict[s
         assert not model.post_process or isinstance(model.output_layer, LeanHead)
     losses: list[float] = []
 
-    def loss(micro: Micro, out_1S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        logp_N = _logp(model, lean, out_1S, micro)
+    def loss(micro: Micro, out_1s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        logp_N = _logp(model, lean, out_1s, micro)
         value = (micro.weight_N * logp_N * logp_N.detach()).sum()
         losses.append(float(value))
         return value, torch.tensor(len(micro.row_T), dtype=torch.int), {}
 
     def step(left: Any, module: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         micro = next(left)
-        out = module(micro.ids_1S, None, None, packed_seq_params=micro.packing)
+        out = module(micro.ids_1s, None, None, packed_seq_params=micro.packing)
         return out, partial(loss, micro)
 
     ddp.zero_grad_buffer()
@@ -154,12 +155,13 @@ def through_megatron(out: Path, *, model: Path, parallel: dict[str, int]) -> Non
     spec = read_model_spec(model)
     mode: AbstractContextManager[Any] = cpu.install()
     # Gradients in the parameters' own type, float64: in float32 a wrong term could hide.
-    wide = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=False)
-    name = "DistributedDataParallelConfig"
-    with mode, mock.patch.object(learner_model, name, return_value=wide):
-        world = init_world(ParallelConfig.model_validate(parallel), 1, 1, 60.0)
-        ddp = build_model(spec, world, torch.float64, recompute=False)
-        load_weights(ddp.module, spec, world, source_of(model, spec, None))
+    config = LearnerConfig.model_validate(
+        {"dtype": "float32", "parallel": parallel, "ddp": {"grad_reduce_in_fp32": False}}
+    )
+    with mode, mock.patch.dict(learner_model.DTYPES, float32=torch.float64):
+        world = init_world(config.parallel, 1, 1, 60.0)
+        (ddp,) = build_model(spec, world, config)
+        load_weights(ddp, spec, world, source_of(model, spec, None))
         ddp.config.finalize_model_grads_func = finalize_model_grads
         micros = [_micro(seed, spec.vocab_size) for seed in (1, 2)]
         loss, dense = _gradients(ddp, micros, lean=False)

@@ -62,6 +62,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dense": (1, {"tokens_per_microbatch": 64, "logp": "dense"}),
     "tp2": (2, {"parallel": {"tp": 2}, "tokens_per_microbatch": 64}),
     "pp2": (2, {"parallel": {"pp": 2}, "tokens_per_microbatch": 64}),
+    "cp2": (2, {"parallel": {"cp": 2}, "tokens_per_microbatch": 32}),
+    "vpp2": (2, {"parallel": {"pp": 2, "vpp": 2}, "tokens_per_microbatch": 64}),
     "dp2": (2, {"parallel": {"dp": 2}, "tokens_per_microbatch": 64}),
 }
 COMPARED = ("loss", "grad_norm", "importance_variance", "truncated_fraction", "stopped_fraction")
@@ -69,7 +71,7 @@ COMPARED = ("loss", "grad_norm", "importance_variance", "truncated_fraction", "s
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_qwen3(tmp_path_factory.mktemp("model"), seed=3)
+    return tiny_qwen3(tmp_path_factory.mktemp("model"), seed=3, num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")

@@ -61,8 +61,8 @@ DENSE = ("one", "alone", "tp2", "pp2", "dp2", "cp2", "vpp2", "cp2dp2", "tp2pp2",
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("models")
     return {
-        "dense": tiny_qwen3(base / "dense", seed=3),
-        "moe": tiny_qwen3_moe(base / "moe", seed=4),
+        "dense": tiny_qwen3(base / "dense", seed=3, num_hidden_layers=4),
+        "moe": tiny_qwen3_moe(base / "moe", seed=4, num_hidden_layers=4),
         "tied": tiny_qwen3(base / "tied", seed=5, tie_word_embeddings=True),
         "mixed": tiny_qwen3_moe(
             base / "mixed", seed=6, num_hidden_layers=4, mlp_only_layers=[1], num_key_value_heads=4
@@ -247,7 +247,7 @@ def test_bfloat16_keeps_float32_main_weights(models, batches, runs, tmp_path):
     )
     assert result["main_dtypes"] == ["torch.float32"]
     exact = runs["moe", "one"][0]["metrics"][0]
-    assert result["metrics"][0]["loss"] == pytest.approx(exact["loss"], rel=0.2)
+    assert result["metrics"][0]["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.1)
     assert relative_gap(weights(runs["moe", "one"][1], 0), weights(tmp_path, 0)) < 5e-3
 
 

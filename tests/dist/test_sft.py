@@ -71,7 +71,11 @@ def mean_loss(model: Path) -> float:
 def test_it_learns_alike_in_every_layout(weightless, data, tmp_path):
     """A fresh initialisation depends on the seed alone, so the trained weights agree too."""
     outputs = {}
-    for name, size, parallel in (("one", 1, {}), ("tp2", 2, {"tp": 2}), ("ep2", 2, {"dp": 2, "ep": 2})):
+    for name, size, parallel in (
+        ("one", 1, {}),
+        ("tp2", 2, {"tp": 2}),
+        ("ep2", 2, {"dp": 2, "ep": 2}),
+    ):
         outputs[name] = tmp_path / name / "model"
         config = make_config(weightless, data, outputs[name], 12, parallel=parallel)
         run_world(jobs.sft, size, tmp_path / name, config=config)

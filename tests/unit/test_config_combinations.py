@@ -258,6 +258,11 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["buffer.batch_size", "learner.mini_batches", "6", "4"],
         ["buffer.batch_size=8"],
     ),
+    (
+        ["buffer.batch_size=4", "learner.parallel={pp: 4, vpp: 2, dp: 2}"],
+        ["buffer.batch_size", "learner.parallel.vpp", "pp=4"],
+        ["buffer.batch_size=8"],
+    ),
     (["teacher=null"], ["missing key 'teacher'", "reverse_kl"], ["teacher={model: there}"]),
     (
         ["teachers={teacher: {model: there}}", "data.teacher_key=who"],

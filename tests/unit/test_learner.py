@@ -43,7 +43,7 @@ def test_packed_attention_sees_its_own_segment_only(lengths: tuple[int, ...]):
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     packing = Packing.of(lengths, torch.device("cpu"))
-    assert (packing.padded_S is None) == (len(lengths) == 5), "both paths must be covered"
+    assert (packing.keys.padded_S is None) == (len(lengths) == 5), "both paths must be covered"
     out = attention()(q, k, v, packed_seq_params=packing)
     parts = zip(*(x[:, 0].split(lengths) for x in (q, k, v)), strict=True)
     expected = torch.cat([slow_attention(*part) for part in parts])[:, None]
@@ -57,7 +57,7 @@ def test_packed_attention_sees_its_own_segment_only(lengths: tuple[int, ...]):
 
 def test_positions_restart_in_every_segment():
     packing = Packing.of((3, 1, 2), torch.device("cpu"))
-    assert packing.positions_S.tolist() == [0, 1, 2, 0, 0, 1]
+    assert packing.positions_s.tolist() == [0, 1, 2, 0, 0, 1]
 
 
 @given(st.integers(0, 20), st.integers(1, 60), st.sampled_from(["constant", "cosine"]))

@@ -1,0 +1,22 @@
+"""Megatron's own settings, checked before anything is started."""
+
+from __future__ import annotations
+
+from megatron_opd.checkpoint.model_spec import ModelSpec
+from megatron_opd.cli.errors import UserError
+from megatron_opd.config.learner import LearnerConfig
+
+
+def check_megatron(spec: ModelSpec, config: LearnerConfig) -> None:
+    """Raise UserError for fields that Megatron does not have, or values that it refuses.
+
+    Megatron takes seconds to import: a configuration without such fields does not wait for it.
+    """
+    if not (config.megatron or config.ddp or config.optimizer.megatron):
+        return
+    from megatron_opd.learner.refusals import check_overrides_of
+
+    try:
+        check_overrides_of(spec, config)
+    except ValueError as error:
+        raise UserError(str(error)) from None

@@ -1,0 +1,47 @@
+"""Which kernels this machine gets. The one place that decides, and says why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What a learner of this machine is made of.
+
+    engine: TransformerEngine's layers, grouped expert products and packed attention; else local
+    layers of Megatron with the norm, rotary embedding and attention of learner/attention.py.
+    fused_gradients: weight gradients of linear layers are added in place into the float32 buffer.
+    reasons: (what, why) lines for people.
+    """
+
+    engine: bool
+    fused_gradients: bool
+    reasons: tuple[tuple[str, str], ...]
+
+
+def choose_kernels(cuda: bool) -> Kernels:
+    """cuda: whether the learner runs on GPUs. Looks at what is installed; imports none of it."""
+    if not cuda:
+        why = "no GPU: Megatron's local layers, torch attention over packed segments, gloo"
+        return Kernels(False, False, (("layers", why), ("optimizer", "torch AdamW")))
+    engine = find_spec("transformer_engine") is not None
+    # Built by NVIDIA apex from its source; PyPI's `apex` is another project and lacks it.
+    fused = find_spec("fused_weight_gradient_mlp_cuda") is not None
+    layers = "TransformerEngine: it is installed"
+    if not engine:
+        layers = "Megatron's local layers and torch attention: transformer_engine is not installed"
+    gradients = "fused (apex's fused_weight_gradient_mlp_cuda)"
+    if not fused:
+        gradients = "not fused: apex was not built with fused_weight_gradient_mlp_cuda"
+    optimizer = "torch AdamW: neither TransformerEngine nor apex is installed"
+    if engine:
+        optimizer = "TransformerEngine's FusedAdam"
+    elif find_spec("amp_C") is not None:
+        optimizer = "apex's FusedAdam"
+    return Kernels(
+        engine,
+        fused,
+        (("layers", layers), ("weight gradients", gradients), ("optimizer", optimizer)),
+    )

@@ -1,0 +1,133 @@
+"""How samples become the packed positions of one rank.
+
+Invariant: with context parallelism every segment is a multiple of 2 * cp, and what a rank holds is
+a multiple of tp, which sequence parallelism cuts it into.
+
+Axes: S packed positions, s those of this rank, T response tokens, t those predicted on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_opd.learner.attention import Packing
+from megatron_opd.learner.context_parallel import share_of
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The packed inputs of a micro-batch and the positions that predict its response tokens.
+
+    ids_1s: int64 [1, s]. packing: what the layers need to know of the segments. logit_row_t:
+    position, among s, of row P - 1 + t of its sample, which predicts response token t. token_t:
+    that token's index in T. num_tokens: T. total_tokens: S.
+    """
+
+    ids_1s: torch.Tensor
+    packing: Any
+    logit_row_t: torch.Tensor
+    token_t: torch.Tensor
+    num_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True)
+class PackLayout:
+    """What packing depends on.
+
+    engine: the layers are TransformerEngine's. fixed_tokens: S of every micro-batch, for token
+    dispatchers that refuse variable lengths; None: as many as it takes.
+    """
+
+    device: torch.device
+    tp: int = 1
+    cp: int = 1
+    cp_rank: int = 0
+    engine: bool = False
+    fixed_tokens: int | None = None
+
+    @property
+    def segment_multiple(self) -> int:
+        """A segment's tokens are a multiple of it."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    def pack(self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Rows:
+        """Concatenate samples; the last response token is predicted but never an input.
+
+        ValueError: more than fixed_tokens.
+        """
+        pairs = list(zip(prompts, responses, strict=True))
+        real = [len(p) + len(r) - 1 for p, r in pairs]
+        lengths = [up_to(length, self.segment_multiple) for length in real]
+        starts = np.cumsum([0, *lengths])
+        row_T = np.concatenate(
+            [np.arange(len(r)) + (s + len(p) - 1) for s, (p, r) in zip(starts, pairs, strict=False)]
+        )
+        filler = self._filler(lengths)
+        ids_S = np.zeros(int(starts[-1]) + sum(filler), dtype=np.int64)
+        for start, length, (p, r) in zip(starts, real, pairs, strict=False):
+            ids_S[start : start + length] = np.concatenate([p, r[:-1]])
+        lengths, real = lengths + filler, real + filler
+        share_s = share_of(lengths, self.cp, self.cp_rank)
+        local_S = np.full(len(ids_S), -1)
+        local_S[share_s] = np.arange(len(share_s))
+        token_t = np.flatnonzero(local_S[row_T] >= 0)
+        return Rows(
+            self._tensor(ids_S[share_s])[None],
+            self.packing(tuple(lengths), tuple(real)),
+            self._tensor(local_S[row_T[token_t]]),
+            self._tensor(token_t),
+            len(row_T),
+            len(ids_S),
+        )
+
+    def packing(self, lengths: tuple[int, ...], real: tuple[int, ...]) -> PackedSeqParams:
+        """The segments as the layers want them. real: tokens of each that are no filler."""
+        if not self.engine:
+            return Packing.of(lengths, self.device, self.cp, self.cp_rank)
+        used = self._bounds(real)
+        packing = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=used,
+            cu_seqlens_kv=used,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+        )
+        if self.cp > 1:
+            packing.cu_seqlens_q_padded = packing.cu_seqlens_kv_padded = self._bounds(lengths)
+        return packing
+
+    def _filler(self, lengths: Sequence[int]) -> list[int]:
+        """Segments of nothing that make up the total; none longer than a real one."""
+        total, unit = sum(lengths), self.segment_multiple * self.tp
+        target = up_to(total, unit)
+        if self.fixed_tokens is not None:
+            target = up_to(self.fixed_tokens, unit)
+        missing = target - total
+        if missing < 0:
+            raise ValueError(
+                "learner.tokens_per_microbatch must hold every sample when token dispatchers need "
+                f"equal lengths, got {self.fixed_tokens} and samples of {total} packed tokens"
+            )
+        filler: list[int] = []
+        while missing:
+            filler.append(min(missing, max(lengths)))
+            missing -= filler[-1]
+        return filler
+
+    def _bounds(self, lengths: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=self.device)
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(array, dtype=torch.int64, device=self.device)
+
+
+def up_to(count: int, multiple: int) -> int:
+    """The least multiple that is not below `count`."""
+    return -(-count // multiple) * multiple

@@ -1,0 +1,19 @@
+"""What Megatron would refuse of a configuration, found before any process is started."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_opd.checkpoint.model_spec import ModelSpec
+from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.learner.kernels import choose_kernels
+from megatron_opd.learner.model import DTYPES, ddp_config, transformer_config
+from megatron_opd.learner.optimizer import optimizer_config
+
+
+def check_overrides_of(spec: ModelSpec, config: LearnerConfig) -> None:
+    """Build every Megatron configuration once. ValueError: one line naming key, rule and value."""
+    cuda = torch.cuda.is_available()
+    transformer_config(spec, config, choose_kernels(cuda), cuda=cuda)
+    overlap = ddp_config(config).overlap_param_gather
+    optimizer_config(config.optimizer, DTYPES[config.dtype], overlap)
