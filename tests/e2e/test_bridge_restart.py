@@ -1,0 +1,78 @@
+"""A rollout whose connection is cut while a real server works on it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_opd.config.schema import RolloutConfig
+from megatron_opd.config.supports import McSupport
+from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.types import Prompt, Rollout
+from sglang_bridge.client import ServerClient
+from sglang_bridge.fleet import Fleet
+from sglang_bridge.server.launch import ServerProcess
+from tests.figures import bounded
+from tests.models import VOCAB_SIZE
+from tests.oracles import behaviour_logp, load_reference, reference_logits
+
+pytestmark = pytest.mark.e2e
+PROMPT = list(range(40, 60))
+CUT_AFTER_S = 0.3
+
+
+@asynccontextmanager
+async def cutting(host: str, port: int, cuts: int) -> AsyncIterator[str]:
+    """The url of a relay to host:port that cuts its first `cuts` connections without an answer."""
+    left = cuts
+
+    async def pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            sink.write(data)
+        sink.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal left
+        theirs, ours = await asyncio.open_connection(host, port)
+        if left > 0:
+            left -= 1
+            ours.write(await reader.read(1 << 16))
+            await asyncio.sleep(CUT_AFTER_S)
+            for side in (writer, ours):
+                side.transport.abort()
+            return
+        await asyncio.gather(pass_on(reader, ours), pass_on(theirs, writer))
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+def test_a_rollout_that_lost_its_connection_is_sampled_anew(
+    student_server: ServerProcess, student_model: Path
+):
+    async def run() -> Rollout:
+        host, port = student_server.spec.host, student_server.spec.port
+        async with cutting(host, port, cuts=2) as url:
+            fleet = Fleet([ServerClient(url, timeout_s=60)])
+            settings = RolloutConfig(max_new_tokens=24)
+            generator = RolloutGenerator(fleet, settings, McSupport(m=8), VOCAB_SIZE, "cut")
+            try:
+                prompt = Prompt(7, "", np.array(PROMPT, np.int32))
+                return await generator.generate(prompt)
+            finally:
+                await fleet.close()
+
+    rollout = asyncio.run(run())
+    assert rollout.restarts == 2
+    draws, tokens = rollout.draws, rollout.response_ids_T.tolist()
+    logits = reference_logits(load_reference(student_model), [*PROMPT, *tokens])
+    exact_TV = np.stack([behaviour_logp(row_V) for row_V in logits[len(PROMPT) - 1 : -1]])
+    row_N = np.repeat(np.arange(len(tokens)), np.diff(draws.offsets_T1))
+    error = np.abs(exact_TV[row_N, draws.ids_N] - draws.sampler_logp_N).max()
+    bounded("draws: log-probs against transformers (nats)", error, 1e-5, "restarted")
