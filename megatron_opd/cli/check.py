@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from megatron_opd.cli.preflight import ModelFacts, check_models, prompt_limit, read_model
-from megatron_opd.cli.roles import STUDENT, Role, section_of, teacher_roles
+from megatron_opd.cli.memory_tables import memory_tables
+from megatron_opd.cli.preflight import ModelFacts, check_plan, prompt_limit
+from megatron_opd.cli.roles import STUDENT, Role, section_of
 from megatron_opd.config.estimator import trust_of
 from megatron_opd.config.schema import Config
 from megatron_opd.losses.formulas import formula
@@ -76,13 +77,21 @@ def server_row(config: Config, role: Role) -> str:
 
 
 def check(config: Config, console: Console) -> None:
-    """Raise UserError for the first problem, else print the plan."""
-    student, _ = check_models(config)
-    teachers = {
-        role: read_model(section_of(config, role).model, f"{role}.model")
-        for role in teacher_roles(config).values()
-    }
+    """Raise UserError for the first problem, else print the plan and its memory tables."""
+    models, bare = check_plan(config)
     table = Table(show_header=False, box=None)
-    for what, value in plan_rows(config, {STUDENT: student} | teachers):
+    for what, value in [*plan_rows(config, models), *bare_rows(bare)]:
         table.add_row(f"[bold]{what}[/bold]", value)
     console.print(table)
+    for each in memory_tables(config, models):
+        console.print()
+        console.print(each)
+
+
+def bare_rows(bare: Sequence[Role]) -> list[tuple[str, str]]:
+    """What was not checked for want of files."""
+    if not bare:
+        return []
+    keys = ", ".join(f"{role}.model" for role in bare)
+    rest = "weights and tokenizers are not there to be checked; opd run needs them"
+    return [("note", f"planned from config.json alone: {keys}; {rest}")]

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_opd.checkpoint.model_spec import ModelSpec, read_model_spec
 from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.megatron_settings import check_megatron
 from megatron_opd.cli.roles import STUDENT, Role, section_of, teacher_roles
 from megatron_opd.cli.weights import check_weights
 from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config, ServerConfig
+from megatron_opd.planning import learner as planning_learner
+from megatron_opd.planning import servers as planning_servers
 from sglang_bridge.errors import PortInUse
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import MAX_ATOMS, ServerInfo
@@ -85,9 +88,7 @@ def check_models(config: Config) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
 
     Returns the student's facts and the common tokenizer.
     """
-    models = {STUDENT: read_model(config.student.model, "student.model")}
-    for role in teacher_roles(config).values():
-        models[role] = read_model(section_of(config, role).model, f"{role}.model")
+    models = read_models(config)
     student = models[STUDENT]
     tokenizer = load_tokenizer(student.path, "student.model")
     for role, facts in models.items():
@@ -98,18 +99,78 @@ def check_models(config: Config) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
         check_weights(facts.path, f"{role}.model", facts.spec)
     check_context(config, models)
     check_sharding(config, models)
+    check_memory(config, models)
     return student, tokenizer
+
+
+def read_models(config: Config) -> dict[Role, ModelFacts]:
+    """Every role's config.json, the student's first. Raises UserError."""
+    models = {STUDENT: read_model(config.student.model, "student.model")}
+    for role in teacher_roles(config).values():
+        models[role] = read_model(section_of(config, role).model, f"{role}.model")
+    return models
+
+
+def check_plan(config: Config) -> tuple[dict[Role, ModelFacts], list[Role]]:
+    """What `opd check` needs: models by role, and the roles whose directory has config.json alone.
+
+    With such a role everything that config.json tells is still checked. Raises UserError.
+    """
+    models = read_models(config)
+    bare = [role for role, facts in models.items() if is_config_alone(facts.path)]
+    if not bare:
+        check_models(config)
+        return models, bare
+    for role, facts in models.items():
+        check_vocabulary_size(f"{role}.model", facts, models[STUDENT])
+        if role not in bare:
+            check_weights(facts.path, f"{role}.model", facts.spec)
+    check_support(config, models[STUDENT])
+    check_context(config, models)
+    check_sharding(config, models)
+    check_memory(config, models)
+    return models, bare
+
+
+def is_config_alone(path: Path) -> bool:
+    """Whether a model directory has neither weights nor a tokenizer: enough to plan with."""
+    return not any(
+        next(path.glob(pattern), None)
+        for pattern in ("*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.json")
+    )
+
+
+def check_memory(config: Config, models: Mapping[Role, ModelFacts]) -> None:
+    """Nothing is planned that a GPU of the stated size cannot hold. Raises UserError."""
+    longest = longest_sample(config, models[STUDENT])
+    problem = planning_learner.refusal(models[STUDENT].spec, config.learner, longest)
+    for role, facts in models.items():
+        section = section_of(config, role)
+        context = section.context_length or facts.context_length
+        problem = problem or planning_servers.refusal(role, facts.spec, section, context)
+    if problem is not None:
+        raise UserError(problem)
+
+
+def longest_sample(config: Config, student: ModelFacts) -> int:
+    """Tokens of the longest prompt and response that a run may train on."""
+    return prompt_limit(config, student) + config.rollout.max_new_tokens
+
+
+def check_vocabulary_size(key: str, teacher: ModelFacts, student: ModelFacts) -> None:
+    """A teacher's vocabulary is as large as the student's. key: the config key that named it."""
+    if student.vocab_size != teacher.vocab_size:
+        raise UserError(
+            f"student.model and {key} must have the same vocab_size, "
+            f"got {student.vocab_size} and {teacher.vocab_size}"
+        )
 
 
 def check_vocabulary(
     key: str, teacher: ModelFacts, student: ModelFacts, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """A teacher's ids are the student's. key: the config key that named it."""
-    if student.vocab_size != teacher.vocab_size:
-        raise UserError(
-            f"student.model and {key} must have the same vocab_size, "
-            f"got {student.vocab_size} and {teacher.vocab_size}"
-        )
+    check_vocabulary_size(key, teacher, student)
     theirs = load_tokenizer(teacher.path, key)
     if tokenizer.get_vocab() != theirs.get_vocab():
         both = set(tokenizer.get_vocab().items()) ^ set(theirs.get_vocab().items())
@@ -190,9 +251,12 @@ def check_inputs_are_kept(config: Config) -> None:
 def check_sharding(config: Config, models: Mapping[Role, ModelFacts]) -> None:
     """The learner's layout and the servers' tp and ep cut the models into whole pieces."""
     try:
-        models[STUDENT].spec.check_parallel(config.learner.parallel)
+        models[STUDENT].spec.check_parallel(
+            config.learner.parallel, uneven=config.learner.uneven_stages
+        )
     except ValueError as error:
         raise UserError(str(error)) from None
+    check_megatron(models[STUDENT].spec, config.learner)
     for key, facts in models.items():
         section, spec = section_of(config, key), facts.spec
         rules = (

@@ -18,12 +18,15 @@ ALLOWED = {
     **dict.fromkeys(MIDDLE, LEAVES | MIDDLE),
     **dict.fromkeys(STAGES, LEAVES | MIDDLE | STAGES),
     "evaluation": LEAVES | MIDDLE,
+    # pure arithmetic on a configuration and a model's config.json
+    "planning": {"config", "checkpoint", "weight_sync"},
     "controller": LEAVES | MIDDLE,
-    "cli": LEAVES | MIDDLE | STAGES | {"controller", "evaluation"},
+    "cli": LEAVES | MIDDLE | STAGES | {"controller", "evaluation", "planning"},
     "__main__": {"cli"},
     "__init__": set(),
 }
 TORCH_FREE = {"types", "config", "buffer", "controller", "rollout", "teacher", "metrics"}
+TORCH_FREE |= {"planning"}
 HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
 
 

@@ -1,0 +1,188 @@
+"""The tables of `opd check`: parameters, learner memory by stage, groups, servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from megatron_opd.cli.preflight import ModelFacts, longest_sample
+from megatron_opd.cli.roles import STUDENT, Role, section_of
+from megatron_opd.config.schema import Config
+from megatron_opd.planning.activations import BYTES, Kernels
+from megatron_opd.planning.layout import Groups, rank_groups
+from megatron_opd.planning.learner import (
+    GIB,
+    USABLE_SHARE,
+    StageMemory,
+    learner_memory,
+    microbatch_tokens,
+    usable_bytes,
+    worst_stage,
+)
+from megatron_opd.planning.parameters import active_parameters, model_parameters
+from megatron_opd.planning.servers import server_memory
+from megatron_opd.planning.settings import unread
+
+MIB, KIB = 2**20, 2**10
+MOST_STAGES = 8
+HEADS = {"gradients": "grads", "activations": "activ."}
+GPU_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def memory_tables(config: Config, models: Mapping[Role, ModelFacts]) -> Iterator[Table]:
+    """In the order they are printed."""
+    student = models[STUDENT]
+    yield _models(models)
+    yield _learner(config, student)
+    groups = rank_groups(config.learner.parallel, student.spec.is_moe)
+    if groups:
+        yield _groups(groups)
+    yield _step(config, models)
+    yield _servers(config, models)
+
+
+def kernels_here(config: Config) -> Kernels:
+    """Whose activations to count: a stated GPU size means GPUs with TransformerEngine."""
+    if config.learner.gpu_memory_gib is not None:
+        return "transformer_engine"
+    engine = GPU_DRIVER.exists() and find_spec("transformer_engine") is not None
+    return "transformer_engine" if engine else "local"
+
+
+def _table(title: str, columns: Sequence[str], text_columns: int = 1) -> Table:
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place < text_columns else "right")
+    return table
+
+
+def _models(models: Mapping[Role, ModelFacts]) -> Table:
+    table = _table("parameters", ("model", "total", "a token uses", "experts", "in bfloat16"))
+    for role, facts in models.items():
+        total = model_parameters(facts.spec)
+        table.add_row(
+            role,
+            _count(total.total),
+            _count(active_parameters(facts.spec)),
+            f"{total.expert / total.total:.1%}",
+            _bytes(total.total * 2),
+        )
+    return table
+
+
+def _learner(config: Config, student: ModelFacts) -> Table:
+    learner = config.learner
+    longest, kernels = longest_sample(config, student), kernels_here(config)
+    stages = learner_memory(student.spec, learner, longest, kernels)
+    worst = worst_stage(stages)
+    unit, name = (GIB, "GiB") if worst.total >= GIB else (MIB, "MiB")
+    layers = "TransformerEngine" if kernels == "transformer_engine" else "Megatron's local"
+    tokens = microbatch_tokens(learner, longest)
+    table = _table(
+        f"learner memory, {name} a rank",
+        ("stage", "layers", "parameters", *(HEADS.get(t, t) for t in worst.terms), "total"),
+    )
+    for stage in _shown(stages, worst):
+        sizes = [f"{size / unit:.1f}" for size in (*stage.terms.values(), stage.total)]
+        mark = "*" if stage is worst and len(stages) > 1 else ""
+        row = (f"{stage.stage}{mark}", str(stage.num_layers), _count(stage.parameters.total))
+        table.add_row(*row, *sizes)
+    notes = [
+        f"{layers} layers, micro-batches of {tokens:,} tokens" + "; *: worst" * (len(stages) > 1)
+    ]
+    notes += [f"not counted: {key}, which may change memory" for key in unread(learner)]
+    if learner.gpu_memory_gib is not None:
+        limit = usable_bytes(learner.gpu_memory_gib) / GIB
+        notes.append(
+            f"fits {USABLE_SHARE:.0%} of a GPU of {learner.gpu_memory_gib:g} GiB, which is "
+            f"{limit:.1f} GiB"
+        )
+    table.caption = "\n".join(notes)
+    return table
+
+
+def _shown(stages: Sequence[StageMemory], worst: StageMemory) -> list[StageMemory]:
+    """All stages, or the first, the worst and the last of many."""
+    if len(stages) <= MOST_STAGES:
+        return list(stages)
+    return [stage for stage in stages if stage in (stages[0], worst, stages[-1])]
+
+
+def _groups(groups: Sequence[Groups]) -> Table:
+    table = _table("learner groups", ("group", "first one's ranks", "what travels", "ranks", "of"))
+    for column in table.columns[1:3]:
+        column.justify = "left"
+    for group in groups:
+        row = (group.name, _ranks(group.members[0]), group.use)
+        table.add_row(*row, str(group.size), str(len(group.members)))
+    return table
+
+
+def _ranks(members: Sequence[int]) -> str:
+    """`0 2 4 6`, or `0 2 .. 62` of many."""
+    if len(members) <= 4:
+        return " ".join(map(str, members))
+    return f"{members[0]} {members[1]} .. {members[-1]}"
+
+
+def _step(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
+    """What one optimizer step reads and one version publishes."""
+    student, learner = models[STUDENT], config.learner
+    longest = longest_sample(config, student)
+    samples = config.buffer.batch_size // learner.mini_batches
+    published = model_parameters(student.spec).total * BYTES[learner.dtype]
+    section = config.student
+    ranks = (len(section.urls) or section.servers) * section.tp
+    table = _table("a step and a version", ("what", "most"))
+    table.add_row("samples of an optimizer step", f"{samples:,}")
+    table.add_row("tokens of an optimizer step", f"{samples * longest:,}")
+    table.add_row(
+        "of them on one data-parallel rank", f"{samples * longest // learner.parallel.dp:,}"
+    )
+    table.add_row("optimizer steps a version", str(learner.mini_batches))
+    table.add_row(f"bytes published to each of {ranks} server ranks", _bytes(published))
+    return table
+
+
+def _servers(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
+    columns = ("servers", "GPUs", "weights", "KV a token", "KV tokens", "KV pool", "limit")
+    table = _table("server memory a GPU", columns)
+    for role, facts in models.items():
+        section = section_of(config, role)
+        memory = server_memory(facts.spec, section)
+        count = len(section.urls) or section.servers
+        stated = section.gpu_memory_gib
+        tokens = memory.kv_tokens
+        table.add_row(
+            role,
+            f"{count} x {section.tp}",
+            _bytes(memory.weights),
+            f"{memory.kv_token_bytes / KIB:.1f} KiB",
+            "the engine's" if tokens is None else f"{tokens:,}",
+            "" if tokens is None else _bytes(tokens * memory.kv_token_bytes),
+            "" if stated is None else f"{stated * section.mem_fraction_static:.1f} GiB",
+        )
+    return table
+
+
+def _count(elements: int) -> str:
+    if elements >= 1e9:
+        return f"{elements / 1e9:.2f} B"
+    return f"{elements / 1e6:.2f} M"
+
+
+def _bytes(size: int) -> str:
+    unit, name = (GIB, "GiB") if size >= GIB else (MIB, "MiB")
+    return f"{size / unit:.1f} {name}"

@@ -1,0 +1,138 @@
+"""Bytes that a micro-batch's forward pass keeps for its backward pass.
+
+The method is that of "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti
+et al. 2022, sec. 4): add up what each operation saves. Its formula, s b h (34 + 5 a s / h) / t for
+LayerNorm, GELU and unfused attention with 16-bit activations, becomes for the layers built here, S
+tokens, t tensor-parallel ranks with sequence parallelism, activations of b bytes:
+
+    norms           2 S h (b + b) / t                                  input and output of each
+    attention       S d b ((H + 2 K) + (2 H + K) + H) / t              fused q k v; the normalised
+                                                                       queries' input, rotated q and
+                                                                       k; the output, which no
+                                                                       softmax goes with (flash)
+    dense SwiGLU    S b (2 f + f) / t                                  both halves; their product
+    experts         S k b (h + 2 f_e + f_e) / t                        the permuted token, and the
+                                                                       same of its expert
+    router          S (5 E + 20 k) / t                                 float32 scores, mask, indices
+
+h hidden, d head, H heads, K key-value heads, f and f_e feed-forward features, E experts, k of them
+a token. Without TransformerEngine norms save a float32 copy, SwiGLU the activated half and a copy
+of the other, experts their output before the router's weight, attention padded copies of q and k.
+Experts are taken to be evenly loaded. Measured against saved tensors in
+tests/dist/test_planning.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_opd.checkpoint.model_spec import ModelSpec
+from megatron_opd.config.learner import ParallelConfig
+
+Kernels = Literal["transformer_engine", "local"]
+BYTES = {"float32": 4, "bfloat16": 2}
+
+# The lean LM head's two float32 block buffers (losses/blocks.py): of 2**25 logits on a GPU, of
+# 2**21 on a CPU, which is where Megatron's local layers are used.
+LEAN_BLOCK_BYTES: dict[Kernels, int] = {
+    "transformer_engine": 2 * 4 * 2**25,
+    "local": 2 * 4 * 2**21,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What an activation's size depends on. tokens: of a micro-batch on one context-parallel rank.
+
+    element_bytes: of an activation.
+    """
+
+    spec: ModelSpec
+    parallel: ParallelConfig
+    tokens: int
+    element_bytes: int
+    kernels: Kernels
+
+    @property
+    def local(self) -> bool:
+        """Megatron's local layers instead of TransformerEngine's."""
+        return self.kernels == "local"
+
+
+def layer_bytes(shapes: Shapes, layer: int) -> float:
+    """Kept by one layer of a micro-batch, on one rank, without recomputation."""
+    spec = shapes.spec
+    moe = bool(spec.moe_layers) and spec.moe_layers[layer]
+    per_token = 2 * _norm(shapes, spec.hidden_size) + _attention(shapes)
+    per_token += _experts(shapes) if moe else _dense(shapes)
+    return per_token * shapes.tokens / shapes.parallel.tp
+
+
+def boundary_bytes(shapes: Shapes) -> float:
+    """Of [S, h] between layers: all that full recomputation keeps of a layer."""
+    return shapes.spec.hidden_size * shapes.element_bytes * shapes.tokens / shapes.parallel.tp
+
+
+def head_bytes(shapes: Shapes, logp: Literal["lean", "dense"]) -> float:
+    """Of the last stage's end: final norm, gathered head input, log-probs of one micro-batch.
+
+    lean: the gradient of the input in float32 and two blocks of logits. dense: the logits, those of
+    the response (here: of every token) and their float32 softmax, twice while it is made.
+    """
+    spec, tokens, size = shapes.spec, shapes.tokens, shapes.element_bytes
+    kept = _norm(shapes, spec.hidden_size) * tokens / shapes.parallel.tp
+    kept += tokens * spec.hidden_size * size
+    if logp == "lean":
+        rows = tokens * spec.hidden_size * (size + 4)
+        return kept + rows + LEAN_BLOCK_BYTES[shapes.kernels]
+    return kept + tokens * spec.vocab_size / shapes.parallel.tp * (2 * size + 8)
+
+
+def _norm(shapes: Shapes, features: int) -> float:
+    """Input and output of a norm over `features`, with its reciprocal root mean square."""
+    size = shapes.element_bytes
+    if shapes.local:
+        return features * (4 + 2 * size) + 4
+    return 2 * features * size + 4
+
+
+def _attention(shapes: Shapes) -> float:
+    """Of a token, before the division by t."""
+    spec, size = shapes.spec, shapes.element_bytes
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    normalised = any("q_norm" in name for row in spec.family.layer for name in row.hf)
+    fused = (queries + 2 * keys) * size
+    rotated = (queries + keys) * size
+    out = queries * size + 4 * spec.num_heads
+    kept = fused + rotated + out
+    if normalised:
+        roots = 4 * (spec.num_heads + spec.num_kv_heads)
+        kept += queries * size + roots  # queries are made contiguous before their norm
+        if shapes.local:
+            # float32 copies of 16-bit inputs, and the normalised heads before their weight
+            copies = (queries + keys) * 4 if size < 4 else queries * size
+            kept += copies - queries * size + (queries + keys) * size
+    if shapes.local:
+        # padded to [segments, longest] for one call: q, k and v once more; the output is gathered
+        kept += (queries + 2 * keys) * size + queries * size
+        # cosine and sine of the rotary angles, made by each layer for q and for k, on every rank
+        kept += 4 * spec.head_dim * size * shapes.parallel.tp
+    return kept
+
+
+def _dense(shapes: Shapes) -> float:
+    """Of a token, before the division by t."""
+    features = 5 if shapes.local else 3
+    return features * shapes.spec.ffn_size * shapes.element_bytes
+
+
+def _experts(shapes: Shapes) -> float:
+    """Of a token, before the division by t; the experts' tensor parallelism gathers its tokens."""
+    spec, size = shapes.spec, shapes.element_bytes
+    chosen, width = spec.experts_per_token, shapes.parallel.expert_tp
+    features = 6 if shapes.local else 3
+    expert = features * spec.expert_ffn_size * size
+    router = 5 * spec.num_experts + 20 * chosen
+    permuted = (spec.hidden_size * size + 8) * width
+    return router + chosen * (permuted + expert)

@@ -1,0 +1,102 @@
+"""Memory of one GPU of an SGLang server: its share of the weights, and the KV cache.
+
+SGLang's own rule is kept: weights and KV cache together take mem_fraction_static of the GPU, the
+rest is for activations and CUDA graphs. Queries, feed-forward features, vocabulary and experts are
+split over tp (experts by ep * (tp / ep)), key-value heads too until each rank has one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_opd.checkpoint.model_spec import ModelSpec
+from megatron_opd.config.schema import ServerConfig
+from megatron_opd.planning.activations import BYTES
+from megatron_opd.planning.learner import GIB
+from megatron_opd.planning.parameters import layer_rows, tensor_size
+
+REPLICATED_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMemory:
+    """Of one GPU. kv_tokens: tokens that its pool holds; None: no GPU size is stated."""
+
+    weights: int
+    kv_token_bytes: int
+    kv_tokens: int | None
+
+    @property
+    def total(self) -> int:
+        """Weights and the whole pool."""
+        return self.weights + self.kv_token_bytes * (self.kv_tokens or 0)
+
+
+def server_memory(spec: ModelSpec, section: ServerConfig) -> ServerMemory:
+    """The pool is max_total_tokens, else what mem_fraction_static leaves of a stated GPU."""
+    size = BYTES[section.dtype]
+    weights = size * server_parameters(spec, section.tp)
+    heads = max(1, spec.num_kv_heads // section.tp)
+    kv = 2 * spec.num_layers * heads * spec.head_dim * size
+    tokens = section.max_total_tokens
+    if tokens is None and section.gpu_memory_gib is not None:
+        tokens = max(0, _limit(section, section.gpu_memory_gib) - weights) // kv
+    return ServerMemory(weights, kv, tokens)
+
+
+def server_parameters(spec: ModelSpec, tp: int) -> int:
+    """Elements on one of `tp` ranks."""
+    total = 0
+    for layer in range(spec.num_layers):
+        for row in layer_rows(spec, layer):
+            for name in row.hf:
+                copies = spec.num_experts if row.expert else 1
+                cut = 1 if row.dim is None else tp
+                if name.endswith(REPLICATED_HEADS):
+                    cut = min(tp, spec.num_kv_heads)
+                total += tensor_size(name, spec) * copies // cut
+    for row in spec.family.top:
+        if spec.tied and row.hf == ("lm_head.weight",):
+            continue
+        total += tensor_size(row.hf[0], spec) // (1 if row.dim is None else tp)
+    return total
+
+
+def refusal(key: str, spec: ModelSpec, section: ServerConfig, context: int) -> str | None:
+    """One line when a GPU of `key`.gpu_memory_gib cannot hold the weights and the pool; else None.
+
+    context: tokens that one request may take, which the pool must hold at least.
+    """
+    if section.gpu_memory_gib is None:
+        return None
+    memory, limit = server_memory(spec, section), _limit(section, section.gpu_memory_gib)
+    needed = memory.weights + memory.kv_token_bytes * max(context, section.max_total_tokens or 0)
+    if needed <= limit:
+        return None
+    return (
+        f"{key}.gpu_memory_gib * mem_fraction_static must hold weights and KV cache, got "
+        f"{section.gpu_memory_gib:g} * {section.mem_fraction_static:g} = {limit / GIB:.1f} GiB and "
+        f"weights {memory.weights / GIB:.1f} + KV {(needed - memory.weights) / GIB:.1f} GiB a GPU; "
+        f"{_remedy(key, spec, section, context, limit)}"
+    )
+
+
+def _limit(section: ServerConfig, gpu_memory_gib: float) -> int:
+    return int(gpu_memory_gib * GIB * section.mem_fraction_static)
+
+
+def _remedy(key: str, spec: ModelSpec, section: ServerConfig, context: int, limit: int) -> str:
+    memory = server_memory(spec, section)
+    room = (limit - memory.weights) // memory.kv_token_bytes
+    if section.max_total_tokens is not None and room >= context:
+        return f"{key}.max_total_tokens={room} would fit"
+    for tp in (section.tp * factor for factor in (2, 4, 8, 16)):
+        if spec.num_heads % tp or max(tp, spec.num_kv_heads) % min(tp, spec.num_kv_heads):
+            continue
+        wider = server_memory(spec, section.model_copy(update={"tp": tp}))
+        pool = max(context, section.max_total_tokens or 0)
+        if wider.weights + wider.kv_token_bytes * pool <= limit:
+            return f"{key}.tp={tp} would fit"
+    if room >= 1:
+        return f"{key}.context_length={room} would fit"
+    return f"no {key}.tp of this model fits"

@@ -1,0 +1,157 @@
+"""A plan against what built learners hold: parameters, buffers, optimizer, groups, activations."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_opd.checkpoint.model_spec import read_model_spec
+from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.planning.activations import BYTES, Shapes, boundary_bytes, layer_bytes
+from megatron_opd.planning.layout import in_flight_chunks, rank_groups, stage_layers
+from megatron_opd.planning.learner import learner_memory
+from megatron_opd.types import Batch, Draws, Prompt, Rollout, Sample, VersionSpan
+from tests.dist import planning_jobs
+from tests.dist.worlds import run_world
+from tests.figures import bounded, relative
+from tests.models import tiny_qwen3, tiny_qwen3_moe
+
+pytestmark = pytest.mark.dist
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one": ("mixed", {"dtype": "float32"}),
+    "bf16": ("mixed", {"dtype": "bfloat16"}),
+    "recompute": ("mixed", {"dtype": "bfloat16", "recompute": True}),
+    "tied pp2": ("tied", {"dtype": "bfloat16", "parallel": {"pp": 2}}),
+    "tp2 ep2": ("mixed", {"dtype": "bfloat16", "parallel": {"tp": 2, "dp": 2, "ep": 2}}),
+    "tp2 etp2": ("mixed", {"dtype": "float32", "parallel": {"tp": 2}}),
+    "pp2 ep2": ("mixed", {"dtype": "bfloat16", "parallel": {"pp": 2, "dp": 2, "ep": 2}}),
+    "pp2 vpp2": ("mixed", {"dtype": "bfloat16", "parallel": {"pp": 2, "vpp": 2}}),
+}
+
+
+def plain_sample(uid: int) -> Sample:
+    """A prompt of 57 tokens and a response of 200, one cached action a token."""
+    count = 200
+    ids_N = np.arange(count, dtype=np.int32) + 2
+    draws = Draws(
+        np.arange(count + 1, dtype=np.int64),
+        ids_N,
+        np.ones(count, np.float32),
+        np.full(count, -3, np.float32),
+        np.arange(count),
+    )
+    prompt = Prompt(uid, "", np.arange(57, dtype=np.int32) + 2)
+    rollout = Rollout(prompt, ids_N, draws, (VersionSpan(0, 0, count),), "stop", 0.0, 1.0)
+    return Sample(rollout, np.full(count, -2, np.float32))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("models")
+    return {
+        "tied": tiny_qwen3(base / "tied", tie_word_embeddings=True),
+        "mixed": tiny_qwen3_moe(base / "mixed", num_hidden_layers=4, mlp_only_layers=[1]),
+    }
+
+
+@pytest.fixture(scope="module", params=sorted(CASES))
+def case(
+    request: pytest.FixtureRequest,
+    models: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[str, Path, LearnerConfig, list[dict[str, Any]]]:
+    """(name, model, configuration, figures by rank)."""
+    kind, tree = CASES[request.param]
+    config = LearnerConfig.model_validate(tree | {"tokens_per_microbatch": 1})
+    batch = Batch(0, 0, tuple(plain_sample(uid) for uid in range(4 * config.parallel.dp)))
+    out = tmp_path_factory.mktemp("world")
+    size = config.parallel.world_size
+    run_world(
+        planning_jobs.measure,
+        size,
+        out,
+        model=models[kind],
+        config=tree | {"tokens_per_microbatch": 1},
+        batch=batch,
+    )
+    ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(size)]
+    return request.param, models[kind], config, ranks
+
+
+def test_parameters_are_those_of_the_built_model(case):
+    name, model, config, ranks = case
+    stages = learner_memory(read_model_spec(model), config, 1)
+    for rank in ranks:
+        planned = stages[rank["stage"]].parameters
+        assert planned.total == rank["dense"] + rank["expert"], name
+        if config.parallel.ep > 1:  # else Megatron has one buffer for both
+            assert planned.expert == rank["expert"], name
+
+
+def test_buffers_and_optimizer_state_are_as_large_as_planned(case):
+    name, model, config, ranks = case
+    stages = learner_memory(read_model_spec(model), config, 1)
+    for rank in ranks:
+        planned = stages[rank["stage"]]
+        # Megatron pads a buffer to a multiple of lcm(ranks, 128) and a parameter's start to 64
+        for kind in ("weights", "gradients"):
+            real, padding = rank[kind], rank[kind] - getattr(planned, kind)
+            assert padding >= 0, (name, kind)
+            bounded(f"plan: {kind} bytes against Megatron's buffers", padding / real, 0.02, name)
+    # a rank's share of the optimizer ends where the padded buffer is cut: compare the whole
+    real = sum(rank["optimizer"] for rank in ranks)
+    planned = sum(stages[rank["stage"]].optimizer for rank in ranks)
+    gap = relative(planned, real)
+    bounded("plan: optimizer bytes against its tensors", gap, 1e-4, name)
+
+
+def test_groups_are_the_ranks_that_megatron_joins(case):
+    name, _, config, ranks = case
+    planned = {g.name: g.members for g in rank_groups(config.parallel, moe=True)}
+    for number, rank in enumerate(ranks):
+        for kind, members in rank["groups"].items():
+            if len(members) == 1:
+                assert kind not in planned, (name, kind)
+            else:
+                mine = [group for group in planned[kind] if number in group]
+                assert mine == [tuple(members)], (name, kind)
+
+
+def test_saved_tensors_are_those_of_the_formula(case):
+    """Of Megatron's local layers. Experts are loaded unevenly: the ranks' mean is compared."""
+    name, model, config, ranks = case
+    spec = read_model_spec(model)
+    parallel = config.parallel
+    stages = stage_layers(spec, parallel)
+    for stage, chunks in enumerate(stages):
+        mine = [rank for rank in ranks if rank["stage"] == stage]
+        for place, layer in enumerate(layer for chunk in chunks for layer in chunk):
+            planned = 0.0
+            for rank in mine:
+                tokens = rank["tokens"] * parallel.tp
+                shapes = Shapes(spec, parallel, tokens, BYTES[config.dtype], "local")
+                planned += (
+                    boundary_bytes(shapes) if config.recompute else layer_bytes(shapes, layer)
+                )
+            real = sum(r["saved_by_layer"][place] / r["passes"][place] for r in mine)
+            bounded(
+                "plan: saved activations of a layer",
+                relative(planned, real),
+                0.05,
+                (name, planned, real),
+            )
+
+
+def test_as_many_micro_batches_are_in_flight_as_planned(case):
+    """Chunks that a stage ran before its first backward pass, of four micro-batches."""
+    name, model, config, ranks = case
+    stages = stage_layers(read_model_spec(model), config.parallel)
+    for rank in ranks:
+        first, begun = 0, 0
+        for chunk in stages[rank["stage"]]:
+            begun += rank["passes"][first]
+            first += len(chunk)
+        assert begun == in_flight_chunks(config.parallel, rank["stage"]), name
