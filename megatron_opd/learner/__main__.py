@@ -15,15 +15,20 @@ from megatron_opd.learner.lifetime import die_with_parent
 EXIT_BAD_INPUT = 2
 
 
-def main() -> int:
-    """Exit code: 0 done, 2 bad input (one line on stderr)."""
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of every rank."""
     parser = argparse.ArgumentParser(prog="python -m megatron_opd.learner")
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
     role = parser.add_mutually_exclusive_group(required=True)
     role.add_argument("--sft", action="store_true", help="supervised fine-tuning (an SftConfig)")
     role.add_argument("--controller", metavar="tcp://HOST:PORT", help="serve this controller")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    """Exit code: 0 done, 2 bad input (one line on stderr)."""
+    arguments = build_parser().parse_args()
     die_with_parent()
     try:
         if not arguments.sft:
