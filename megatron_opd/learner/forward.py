@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_opd.config.estimator import Estimator
+from megatron_opd.learner.layout import Rows
 from megatron_opd.learner.micro_batch import DistilMicro, SftMicro
 from megatron_opd.learner.setup import World
 from megatron_opd.learner.student_logp import StudentLogp
@@ -125,6 +127,7 @@ def run_mini_batch(
     ranks. Returns the global totals, the same on every rank.
     """
     settings: Any = model[0].config
+    balanced = settings.num_moe_experts is not None and settings.moe_aux_loss_coeff
 
     def forward_step(micros_left: Any, module: Any) -> tuple[torch.Tensor, Any]:
         micro = next(micros_left)
@@ -133,6 +136,7 @@ def run_mini_batch(
             None,  # positions: rotary angles come from the packing
             None,
             packed_seq_params=micro.rows.packing,
+            padding_mask=_unrouted(micro.rows, module, world) if balanced else None,
         )
 
         def loss(out_1s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Totals]:
@@ -162,6 +166,17 @@ def run_mini_batch(
             forward_only=forward_only,
         )
     return _reduce(outputs, world)
+
+
+def _unrouted(rows: Rows, module: Any, world: World) -> torch.Tensor:
+    """Filler, which balancing losses leave out.
+
+    With sequence parallelism Megatron cuts the mask on the first stage only.
+    """
+    chunk = get_attr_wrapped_model(module, "pre_process", return_model_obj=True)
+    if chunk.pre_process or world.parallel.tp == 1:
+        return rows.filler_1s
+    return rows.filler_1s.chunk(world.parallel.tp, dim=1)[world.tp_rank]
 
 
 def pipeline_group(num_micros: int, stages: int) -> int:

@@ -27,6 +27,7 @@ class Rows:
     ids_1s: int64 [1, s]. packing: what the layers need to know of the segments. logit_row_t:
     position, among s, of row P - 1 + t of its sample, which predicts response token t. token_t:
     that token's index in T. num_tokens: T. total_tokens: S.
+    filler_1s: bool, positions that hold no token of a sample.
     """
 
     ids_1s: torch.Tensor
@@ -35,6 +36,7 @@ class Rows:
     token_t: torch.Tensor
     num_tokens: int
     total_tokens: int
+    filler_1s: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,10 @@ class PackLayout:
         )
         filler = self._filler(lengths)
         ids_S = np.zeros(int(starts[-1]) + sum(filler), dtype=np.int64)
+        filler_S = np.ones(len(ids_S), dtype=bool)
         for start, length, (p, r) in zip(starts, real, pairs, strict=False):
             ids_S[start : start + length] = np.concatenate([p, r[:-1]])
+            filler_S[start : start + length] = False
         lengths, real = lengths + filler, real + filler
         share_s = share_of(lengths, self.cp, self.cp_rank)
         local_S = np.full(len(ids_S), -1)
@@ -85,6 +89,7 @@ class PackLayout:
             self._tensor(token_t),
             len(row_T),
             len(ids_S),
+            torch.as_tensor(filler_S[share_s], device=self.device)[None],
         )
 
     def packing(self, lengths: tuple[int, ...], real: tuple[int, ...]) -> PackedSeqParams:

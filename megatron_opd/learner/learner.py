@@ -25,6 +25,7 @@ from megatron_opd.checkpoint.gather import FullTensors
 from megatron_opd.checkpoint.model_spec import read_model_spec
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.learner.balancing import Balancing
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.forward import distil_loss, run_mini_batch, sft_loss, wants_prox
 from megatron_opd.learner.micro_batch import SftMicro, distil_micros
@@ -39,6 +40,7 @@ from megatron_opd.learner.passes import Passes
 from megatron_opd.learner.setup import World, init_world
 from megatron_opd.learner.student_logp import make_student_logp
 from megatron_opd.learner.totals import Totals
+from megatron_opd.losses.reduction import count_of
 from megatron_opd.transport.messages import LearnerInfo, UpdateMetrics
 from megatron_opd.transport.rank_batch import RankBatch
 
@@ -49,10 +51,14 @@ class NotFinite(RuntimeError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step. totals: global. grad_norm: before clipping."""
+    """One optimizer step.
+
+    totals: global. grad_norm: before clipping. balancing_loss: see Balancing.mean_loss.
+    """
 
     totals: Totals
     grad_norm: float
+    balancing_loss: float | None
     forward_backward_s: float
     optimizer_s: float
 
@@ -85,6 +91,7 @@ class MegatronLearner:
             self.head = make_student_logp(self.model[-1].module, config.logp)
             self.optimizer = build_optimizer(config.optimizer, self.model, DTYPES[config.dtype])
         connect_schedule(self.model, self.optimizer)
+        self.balancing = Balancing.of(self.model, sum(self.spec.moe_layers))
         fixed = not self.model[0].config.variable_seq_lengths
         self.layout = self.world.pack_layout(config.tokens_per_microbatch if fixed else None)
         self.full = FullTensors(self.model, self.spec, self.world)
@@ -124,6 +131,8 @@ class MegatronLearner:
         for index, mini in enumerate(minis):
             with self._device_mode:
                 micros = passes.with_m2_limits(mini)
+            reduction = estimator.reduction
+            count = sum(count_of(reduction, len(m.path_T), len(m.advantage_B)) for m in micros)
             loss = partial(
                 distil_loss,
                 head=self.head,
@@ -131,7 +140,8 @@ class MegatronLearner:
                 temperature=temperature,
                 measure_mismatch=index == 0 and not truncated_sampler,
             )
-            steps.append(self._step(partial(run_mini_batch, self.model, micros, loss), lr))
+            run = partial(run_mini_batch, self.model, micros, loss)
+            steps.append(self._step(run, lr, count, len(micros)))
         samples = self._sum_over_data(len(batch.prompt_B))
         return self._metrics(batch.update, lr, steps, samples, wants_prox(estimator))
 
@@ -139,7 +149,9 @@ class MegatronLearner:
         """One supervised optimizer step."""
         lr = learning_rate(self.config.optimizer, update, self.updates)
         loss = partial(sft_loss, head=self.head)
-        return self._step(partial(run_mini_batch, self.model, micros, loss), lr)
+        count = sum(len(micro.response_T) for micro in micros)
+        run = partial(run_mini_batch, self.model, micros, loss)
+        return self._step(run, lr, count, len(micros))
 
     def settle_weights(self) -> None:
         """Make every parameter current on every rank; call before weights are read. Collective.
@@ -162,10 +174,16 @@ class MegatronLearner:
                 pass
         dist.barrier()
 
-    def _step(self, forward_backward: Callable[[World], Totals], lr: float) -> StepResult:
+    def _step(
+        self, forward_backward: Callable[[World], Totals], lr: float, count: int, micros: int
+    ) -> StepResult:
+        """count: what this rank's part of the loss counts. micros: its micro-batches."""
         started = time.perf_counter()
         with self._device_mode:
+            if self.balancing is not None:
+                self.balancing.weigh(count, micros)
             totals = forward_backward(self.world)
+            balancing = None if self.balancing is None else self.balancing.mean_loss(micros)
             if not math.isfinite(totals.sum("loss")):
                 raise NotFinite(f"the loss is {totals.sum('loss')}")
             middle = time.perf_counter()
@@ -174,7 +192,8 @@ class MegatronLearner:
             norm: float | None = result[1]
         if norm is None or not math.isfinite(norm):
             raise NotFinite(f"the gradient norm is {norm}")
-        return StepResult(totals, float(norm), middle - started, time.perf_counter() - middle)
+        ended = time.perf_counter()
+        return StepResult(totals, float(norm), balancing, middle - started, ended - middle)
 
     def _sum_over_data(self, value: int) -> int:
         """Sum over data-parallel ranks; ranks that share samples count once."""
@@ -209,6 +228,7 @@ class MegatronLearner:
             forward_kl_nats=totals.mean("forward_kl", "forward_kl_tokens"),
             entropy_nats=totals.mean("entropy", "entropy_tokens"),
             grad_norm=steps[-1].grad_norm,
+            balancing_loss=steps[-1].balancing_loss,
             lr=lr,
             num_response_tokens=int(totals.sum("tokens")),
             num_ids=int(totals.sum("ids")),

@@ -71,6 +71,10 @@ def connect_schedule(
     settings: Any = chunks[0].config
     settings.finalize_model_grads_func = finalize_model_grads
     settings.grad_scale_func = optimizer.scale_loss
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_grad_reduce:
+            for parameter in chunk.parameters():
+                parameter.signals_main_grad = True  # type: ignore[attr-defined]  # losses/lean.py
     # Without it overlap_grad_reduce would send after every micro-batch.
     waits = [chunk.no_sync for chunk in chunks]
     settings.no_sync_func = waits if len(waits) > 1 else waits[0]

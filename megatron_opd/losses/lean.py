@@ -118,6 +118,7 @@ class _LeanLogp(torch.autograd.Function):
         ctx.save_for_backward(hidden_TH, weight_vH, row_N, normaliser_T, entropy_T)
         ctx.plan, ctx.temperature = plan, temperature
         ctx.main_grad = getattr(weight_vH, "main_grad", None)
+        ctx.signal = getattr(weight_vH, "signals_main_grad", False)
         ctx.set_materialize_grads(False)
         return logp_N, normaliser_T, entropy_T
 
@@ -147,7 +148,11 @@ class _LeanLogp(torch.autograd.Function):
             target_vH = torch.zeros_like(weight_vH) if ctx.main_grad is None else ctx.main_grad
         _accumulate(hidden_TH, weight_vH, ctx.plan, ctx.temperature, rows, grad_TH, target_vH)
         grad_hidden = None if grad_TH is None else grad_TH.to(hidden_TH.dtype)
-        grad_weight = None if ctx.main_grad is not None else target_vH
+        grad_weight = target_vH
+        if ctx.main_grad is not None:
+            # No memory of its own: one zero, seen v * H times.
+            zeros = weight_vH.new_zeros(()).expand(weight_vH.shape) if ctx.signal else None
+            grad_weight = zeros
         return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
@@ -241,8 +246,8 @@ def lean_logp(
     (Megatron's DistributedDataParallel), and autograd sees none for the weight; otherwise it is
     returned. `grad_added_to_main_grad` stays unset, so that DDP's hook still adds what autograd
     brings for this weight from elsewhere: the gradient of the lookup in an embedding tied to it.
-    With overlap_grad_reduce that hook asserts that autograd brings a gradient for every parameter:
-    there a [v, H] of zeros would have to be returned for the weight; unsupported here.
+    With overlap_grad_reduce that hook also tells when a gradient is complete, and must be called
+    for every parameter: where `weight_vH.signals_main_grad` is true, autograd brings it a zero.
     """
     if group is not None and group.size() == 1:
         group = None

@@ -20,28 +20,22 @@ from megatron_opd.config.corrections import (
 from megatron_opd.losses.cache import Cache
 
 
-def by_token(
-    config: TokenReduction, loss_T: torch.Tensor, cache: Cache
-) -> tuple[torch.Tensor, int]:
-    """Sum over tokens; counts tokens."""
-    return loss_T.sum(), cache.num_tokens
+def by_token(config: TokenReduction, loss_T: torch.Tensor, cache: Cache) -> torch.Tensor:
+    """Sum over tokens."""
+    return loss_T.sum()
 
 
-def by_sequence(
-    config: SequenceReduction, loss_T: torch.Tensor, cache: Cache
-) -> tuple[torch.Tensor, int]:
-    """Sum over responses of their mean; counts responses."""
-    return cache.over_responses(loss_T, mean=True).sum(), cache.num_samples
+def by_sequence(config: SequenceReduction, loss_T: torch.Tensor, cache: Cache) -> torch.Tensor:
+    """Sum over responses of their mean."""
+    return cache.over_responses(loss_T, mean=True).sum()
 
 
-def by_constant(
-    config: FixedReduction, loss_T: torch.Tensor, cache: Cache
-) -> tuple[torch.Tensor, int]:
-    """Sum over tokens, over the constant length; counts responses."""
-    return loss_T.sum() / config.length, cache.num_samples
+def by_constant(config: FixedReduction, loss_T: torch.Tensor, cache: Cache) -> torch.Tensor:
+    """Sum over tokens, over the constant length."""
+    return loss_T.sum() / config.length
 
 
-REDUCTIONS: dict[type[Any], Callable[[Any, torch.Tensor, Cache], tuple[torch.Tensor, int]]] = {
+REDUCTIONS: dict[type[Any], Callable[[Any, torch.Tensor, Cache], torch.Tensor]] = {
     TokenReduction: by_token,
     SequenceReduction: by_sequence,
     FixedReduction: by_constant,
@@ -52,4 +46,10 @@ def reduced(
     config: ReductionConfig, loss_T: torch.Tensor, cache: Cache
 ) -> tuple[torch.Tensor, int]:
     """(loss sum, what the global sum is divided by)."""
-    return REDUCTIONS[type(config)](config, loss_T, cache)
+    loss_sum = REDUCTIONS[type(config)](config, loss_T, cache)
+    return loss_sum, count_of(config, cache.num_tokens, cache.num_samples)
+
+
+def count_of(config: ReductionConfig, num_tokens: int, num_samples: int) -> int:
+    """What a reduction counts: response tokens, or responses."""
+    return num_tokens if isinstance(config, TokenReduction) else num_samples

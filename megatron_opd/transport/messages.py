@@ -29,17 +29,18 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     None: the estimator has no such figure. loss: as reduced; the *_nats: means per response token.
     reverse_kl_nats, forward_kl_nats: estimates of KL(student || teacher) and KL(teacher || student)
     from the cache, whatever the objective (on top-k supports of the part inside). entropy_nats: of
-    the student. grad_norm: before clipping, of the last mini-batch. mismatch_max_abs_dp,
-    mismatch_mean_abs_dp: |p_learner - p_sampler| (TIS) over the mismatch_tokens path tokens that
-    the batch's own version sampled, in the first mini-batch (later ones train on changed weights);
-    None when there were none. ratio_*: student over sampler, over cached ids as the cache weighs
-    them (path tokens where the teacher chose the ids). sampler_k*_nats, prox_k1*_nats: estimates of
-    KL(sampler || student) and KL(batch's start || student), see losses/diagnostics.py.
-    importance_*: the applied importance weights (correction times trust ratio; of responses for
-    gspo and gepo); effective_sample_fraction: (sum w)^2 / (n sum w^2). truncated_fraction,
-    stopped_fraction: weight share whose ratio the correction changed, whose gradient the trust
-    region stopped. excluded_ids: of teacher log-prob -inf. peak_rss_bytes: summed over the
-    learner's ranks.
+    the student. balancing_loss: of the MoE routers, unweighed, mean over layers and micro-batches;
+    1 when every expert gets the same share. grad_norm: before clipping, of the last mini-batch.
+    mismatch_max_abs_dp, mismatch_mean_abs_dp: |p_learner - p_sampler| (TIS) over the
+    mismatch_tokens path tokens that the batch's own version sampled, in the first mini-batch (later
+    ones train on changed weights); None when there were none. ratio_*: student over sampler, over
+    cached ids as the cache weighs them (path tokens where the teacher chose the ids).
+    sampler_k*_nats, prox_k1*_nats: estimates of KL(sampler || student) and KL(batch's start ||
+    student), see losses/diagnostics.py. importance_*: the applied importance weights (correction
+    times trust ratio; of responses for gspo and gepo); effective_sample_fraction: (sum w)^2 / (n
+    sum w^2). truncated_fraction, stopped_fraction: weight share whose ratio the correction changed,
+    whose gradient the trust region stopped. excluded_ids: of teacher log-prob -inf. peak_rss_bytes:
+    summed over the learner's ranks.
     """
 
     update: int
@@ -61,6 +62,7 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     reverse_kl_nats: float | None = None
     forward_kl_nats: float | None = None
     entropy_nats: float | None = None
+    balancing_loss: float | None = None
     sampler_k1_nats: float | None = None
     sampler_k2_nats: float | None = None
     sampler_k3_nats: float | None = None

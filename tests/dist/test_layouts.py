@@ -54,7 +54,27 @@ LAYOUTS |= {
         },
     ),
 }
-DENSE = ("one", "alone", "tp2", "pp2", "dp2", "cp2", "vpp2", "cp2dp2", "tp2pp2", "tp2cp2")
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 5000}
+LAYOUTS |= {
+    "dp2 overlapped": (2, {"parallel": {"dp": 2}, "tokens_per_microbatch": 64, "ddp": OVERLAP}),
+    "vpp2dp2 overlapped": (
+        4,
+        {"parallel": VPP | {"dp": 2}, "tokens_per_microbatch": 64, "ddp": OVERLAP},
+    ),
+}
+DENSE = (
+    "one",
+    "alone",
+    "tp2",
+    "pp2",
+    "dp2",
+    "cp2",
+    "vpp2",
+    "cp2dp2",
+    "tp2pp2",
+    "tp2cp2",
+    "dp2 overlapped",
+)
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +125,48 @@ def runs(
             )
             found[kind, name] = (result, out)
     return found
+
+
+# global_aux_loss depends on the order of micro-batches by its definition (a running mean).
+BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "ep2", "cp2", "vpp2", "tp2 recompute"])
+def test_balancing_losses_weigh_the_same_everywhere(
+    layout, balanced_one, models, batches, tmp_path
+):
+    """One sample a micro-batch, so that every layout sees the same micro-batches."""
+    size, config = LAYOUTS[layout.split()[0]]
+    config = config | {"tokens_per_microbatch": 1, "recompute": "recompute" in layout}
+    ours, out = balanced_update(models, batches, tmp_path, size, config)
+    expected, reference = balanced_one
+    for key in ("loss", "grad_norm", "balancing_loss"):
+        gap = relative(ours[key], expected[key])
+        bounded(f"balancing losses against one rank: {key} (relative)", gap, 1e-5, layout)
+    gap = relative_gap(weights(reference, 0), weights(out, 0))
+    bounded("balancing losses against one rank: updated weights (relative)", gap, 1e-5, layout)
+
+
+def balanced_update(models, batches, out, size, config):
+    result = run_world(
+        jobs.update,
+        size,
+        out,
+        model=models["moe"],
+        config=config | {"optimizer": ADAM, "megatron": BALANCED},
+        batches=batches["moe"][:1],
+    )
+    return result["metrics"][0], out
+
+
+@pytest.fixture(scope="module")
+def balanced_one(models, batches, runs, tmp_path_factory):
+    out = tmp_path_factory.mktemp("balanced")
+    figures, _ = balanced_update(models, batches, out, 1, {"tokens_per_microbatch": 1})
+    assert figures["balancing_loss"] > 1
+    plain = runs["moe", "alone"][0]["metrics"][0]
+    assert relative(figures["grad_norm"], plain["grad_norm"]) > 1e-3, "it must matter"
+    return figures, out
 
 
 def weights(out: Path, update: int) -> dict[str, torch.Tensor]:

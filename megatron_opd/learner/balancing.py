@@ -1,0 +1,84 @@
+"""Load-balancing losses of MoE routers, with the same weight at every layout.
+
+The objective is policy loss / count + sum over kinds of coefficient * mean over micro-batches of
+the kind's loss (Switch Transformer's over a micro-batch, a sequence, or, `global_aux_loss`, all
+data-parallel ranks). Megatron-Core 0.16.1 weighs each micro-batch by the tokens that this rank
+holds and then divides by the policy loss's count: prompts would raise the weight, and tensor or
+context parallelism lower it. Here routers add their losses unweighed, and the coefficients carry
+count / micro-batches instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.transformer.moe.moe_utils import (
+    clear_aux_losses_tracker,
+    get_moe_layer_wise_logging_tracker,
+)
+from megatron.core.transformer.moe.router import Router
+
+GLOBAL = "global_aux_loss"  # one loss of all data-parallel ranks together
+
+
+@dataclass(frozen=True)
+class Balancing:
+    """settings: Megatron's, shared by all chunks. kinds, coefficients: as configured."""
+
+    settings: Any
+    kinds: tuple[str, ...]
+    coefficients: tuple[float, ...]
+    z_coefficient: float | None
+    moe_layers: int
+
+    @classmethod
+    def of(cls, chunks: Sequence[torch.nn.Module], moe_layers: int) -> Balancing | None:
+        """Take over the routers' weights; None when no balancing loss is configured."""
+        settings: Any = chunks[0].config
+        kinds, values = settings.moe_router_load_balancing_type, settings.moe_aux_loss_coeff
+        kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+        values = (values,) * len(kinds) if isinstance(values, float | int) else tuple(values)
+        z = settings.moe_z_loss_coeff
+        if settings.num_moe_experts is None or not (any(values) or z):
+            return None
+        for chunk in chunks:
+            for module in chunk.modules():
+                if isinstance(module, Router):
+                    module.calculate_per_token_loss = False
+        return cls(settings, kinds, tuple(map(float, values)), z, moe_layers)
+
+    def weigh(self, count: int, micros: int) -> None:
+        """Set the weights of a mini-batch. Collective over data-parallel ranks.
+
+        count: this rank's part of what the policy loss is divided by. micros: its micro-batches.
+        """
+        group: Any = ps.get_data_parallel_group()
+        total = torch.tensor(float(count), device=torch.cuda.current_device())
+        dist.all_reduce(total, group=group)
+        own, shared = float(total) / (micros * dist.get_world_size(group)), float(total) / micros
+        scaled = [
+            value * (shared if kind == GLOBAL else own)
+            for kind, value in zip(self.kinds, self.coefficients, strict=True)
+        ]
+        self.settings.moe_aux_loss_coeff = scaled if len(scaled) > 1 else scaled[0]
+        if self.z_coefficient is not None:
+            self.settings.moe_z_loss_coeff = self.z_coefficient * own
+
+    def mean_loss(self, micros: int) -> float:
+        """After a mini-batch: mean over layers and micro-batches of the first kind's loss.
+
+        Unweighed: 1 when every expert gets the same share. Collective over the world.
+        """
+        values = [kind["values"].sum() for kind in get_moe_layer_wise_logging_tracker().values()]
+        total = torch.zeros((), device=torch.cuda.current_device())
+        if values:  # a pipeline stage of dense layers has none
+            total += values[0]
+        dist.all_reduce(total)
+        clear_aux_losses_tracker()
+        ranks = 1 if self.kinds[0] == GLOBAL else ps.get_data_parallel_world_size()
+        return float(total) / (self.moe_layers * micros * ranks)
