@@ -1,4 +1,4 @@
-"""Fill a model's shards from a Hugging Face checkpoint, or from a fresh initialisation.
+"""Fill a model's shards from a checkpoint, or from a fresh initialisation.
 
 A rank reads only the slices it owns and casts them on the way in; no rank ever holds the whole
 checkpoint. A fresh initialisation depends on tensor name and seed alone: the same weights at every
@@ -8,59 +8,18 @@ parallel layout.
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
 
+from megatron_opd.checkpoint.hf_reader import SafetensorsSource
+from megatron_opd.checkpoint.megatron_reader import MegatronSource
 from megatron_opd.checkpoint.model_spec import ModelSpec
 from megatron_opd.checkpoint.shards import Chunks, TensorSource, cut, local_shards
 
 if TYPE_CHECKING:
     from megatron_opd.learner.setup import World
-
-
-class SafetensorsSource:
-    """Tensors of a Hugging Face checkpoint: one model.safetensors, or several with an index."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._files: dict[str, Any] = {}
-        self._file_of: dict[str, str] = {}
-        index = path / "model.safetensors.index.json"
-        if index.exists():
-            self._file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        else:
-            with safe_open(path / "model.safetensors", framework="pt") as file:
-                self._file_of = dict.fromkeys(file.keys(), "model.safetensors")
-
-    @staticmethod
-    def exists(path: Path) -> bool:
-        """Whether `path` holds weights."""
-        return any(
-            (path / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")
-        )
-
-    def read(
-        self, name: str, shape: tuple[int, ...], dim: int, start: int, length: int
-    ) -> torch.Tensor:
-        """One slice. ValueError: the tensor is missing or has another shape."""
-        if name not in self._file_of:
-            raise ValueError(f"checkpoint {self.path} lacks the tensor {name}")
-        file = self._file_of[name]
-        if file not in self._files:
-            # Kept open: a memory map, not a read.
-            self._files[file] = safe_open(self.path / file, framework="pt").__enter__()
-        view = self._files[file].get_slice(name)
-        if tuple(view.get_shape()) != shape:
-            raise ValueError(
-                f"{self.path}: tensor {name} must have shape {list(shape)} by config.json, "
-                f"got {view.get_shape()}"
-            )
-        where = (*(slice(None) for _ in range(dim)), slice(start, start + length))
-        return view[where]
 
 
 class FreshSource:
@@ -88,6 +47,8 @@ def source_of(path: Path, spec: ModelSpec, seed: int | None) -> TensorSource:
     """
     if SafetensorsSource.exists(path):
         return SafetensorsSource(path)
+    if MegatronSource.exists(path):
+        return MegatronSource(path, spec)
     if seed is None:
         raise ValueError(f"checkpoint {path} holds no model.safetensors")
     return FreshSource(spec, seed)

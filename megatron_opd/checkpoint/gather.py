@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -103,7 +103,26 @@ class FullTensors:
             yield from zip(hf_names(self.spec.family, entry.key), full, strict=True)
 
 
-def all_gather_json(value: Any, world: World) -> list[Any]:
+class Ranks(Protocol):
+    """A world as far as its messages are concerned."""
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """All of them."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where its collectives want tensors."""
+        ...
+
+
+def all_gather_json(value: Any, world: Ranks) -> list[Any]:
     """Every rank's value, in rank order; JSON rather than pickle travels."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = torch.zeros(world.size, dtype=torch.int64, device=world.device)

@@ -127,9 +127,23 @@ def _cut_qkv(
     for name, heads in zip(shard.names, (ratio, 1, 1), strict=True):
         rows = groups * heads * spec.head_dim
         full = (rows * shard.count, *shape[1:])
-        part = source.read(name, full, 0, shard.index * rows, rows)
-        parts.append(part.reshape(groups, heads * spec.head_dim, *shape[1:]))
-    return torch.cat(parts, dim=1).reshape(shape)
+        parts.append(source.read(name, full, 0, shard.index * rows, rows))
+    return _interleaved(spec, parts)
+
+
+def fuse(row: Row, spec: ModelSpec, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The whole Megatron parameter of the Hugging Face tensors, in the order of `row.hf`."""
+    if row.fusion == "qkv":
+        return _interleaved(spec, tensors)
+    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+
+
+def _interleaved(spec: ModelSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows of q, k and v (of any number of KV groups) as [q.., k, v] per group."""
+    groups = len(parts[1]) // spec.head_dim
+    tail = parts[0].shape[1:]
+    by_group = [part.reshape(groups, -1, *tail) for part in parts]
+    return torch.cat(by_group, dim=1).reshape(-1, *tail)
 
 
 def join(row: Row, spec: ModelSpec, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:

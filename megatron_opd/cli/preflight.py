@@ -20,6 +20,7 @@ from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config, ServerConfig
 from megatron_opd.planning import learner as planning_learner
 from megatron_opd.planning import servers as planning_servers
+from megatron_opd.weight_sync.names import FAMILIES
 from sglang_bridge.errors import PortInUse
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import MAX_ATOMS, ServerInfo
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 # SGLang takes inputs of fewer than context - 6 tokens (Scheduler: max_req_input_len), and the
 # teacher is sent prompt and response as one input.
 RESERVED_TOKENS = 7
-SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+SUPPORTED_ARCHITECTURES = tuple(family.architecture for family in FAMILIES.values())
 
 
 @dataclass(frozen=True, slots=True)

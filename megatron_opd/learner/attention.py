@@ -259,6 +259,10 @@ def local_layer(num_experts: int | None, qk_norm: bool) -> ModuleSpec:
     )
     parts: Any = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if num_experts:
+        # No linear layer follows this norm: TransformerEngine's layers keep its name in a
+        # checkpoint, and one written here must load there.
+        parts.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if qk_norm:

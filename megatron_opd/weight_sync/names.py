@@ -13,6 +13,7 @@ from functools import cache
 from typing import Literal
 
 Fusion = Literal["none", "qkv", "gate_up"]
+Layers = Literal["all", "dense", "moe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class Row:
     it holds, relative to the layer, in fusion order. `{e}` stands for the expert: local in `mcore`,
     global in `hf`. dim: the dimension (of the Hugging Face tensors) that tensor parallelism splits;
     None: replicated. fusion: `qkv` interleaves [q.. q k v] per KV group, `gate_up` stacks both.
-    vocab: dimension 0 is the vocabulary, which Megatron pads with rows of zeros.
+    vocab: dimension 0 is the vocabulary, which Megatron pads with rows of zeros. layers: which have
+    the parameter.
     """
 
     mcore: tuple[str, ...]
@@ -32,6 +34,7 @@ class Row:
     fusion: Fusion = "none"
     expert: bool = False
     vocab: bool = False
+    layers: Layers = "all"
 
 
 _EMBEDDING = Row(
@@ -99,8 +102,14 @@ _POST_NORM = Row(
     ("post_attention_layernorm.weight",),
 )
 _DENSE_MLP = (
-    Row(("mlp.linear_fc1.weight",), ("mlp.gate_proj.weight", "mlp.up_proj.weight"), 0, "gate_up"),
-    Row(("mlp.linear_fc2.weight",), ("mlp.down_proj.weight",), 1),
+    Row(
+        ("mlp.linear_fc1.weight",),
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        0,
+        "gate_up",
+        layers="dense",
+    ),
+    Row(("mlp.linear_fc2.weight",), ("mlp.down_proj.weight",), 1, layers="dense"),
 )
 
 
@@ -110,9 +119,9 @@ def _experts(router: str, expert: str, gate: str, up: str, down: str) -> tuple[R
     fc2 = ("mlp.experts.local_experts.{e}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{e}")
     names = tuple(f"{expert}.{part}.weight" for part in (gate, up))
     return (
-        Row(("mlp.router.weight",), (f"{router}.weight",)),
-        Row(fc1, names, 0, "gate_up", expert=True),
-        Row(fc2, (f"{expert}.{down}.weight",), 1, expert=True),
+        Row(("mlp.router.weight",), (f"{router}.weight",), layers="moe"),
+        Row(fc1, names, 0, "gate_up", expert=True, layers="moe"),
+        Row(fc2, (f"{expert}.{down}.weight",), 1, expert=True, layers="moe"),
     )
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from safetensors.torch import load_file, save_file
 
 from megatron_opd.checkpoint.convert import load_weights, source_of
 from megatron_opd.checkpoint.gather import FullTensors
+from megatron_opd.checkpoint.megatron_names import CONTENT
+from megatron_opd.checkpoint.megatron_reader import MegatronSource
 from megatron_opd.checkpoint.model_spec import ModelSpec, read_model_spec
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.attention import Packing
@@ -31,9 +36,11 @@ def tokens(vocab_size: int) -> torch.Tensor:
     return ids
 
 
-def full_logits(model: Any, spec: ModelSpec, world: World) -> torch.Tensor | None:
+def full_logits(chunks: list[Any], spec: ModelSpec, world: World) -> torch.Tensor | None:
     """[S, padded V] on the ranks of the last stage."""
     found: list[torch.Tensor] = []
+    interleaved = len(chunks) > 1
+    count = world.parallel.pp if interleaved else 1  # an interleaved schedule wants that many
 
     def forward_step(_: Any, module: Any) -> tuple[torch.Tensor, Any]:
         packing = Packing.of(LENGTHS, world.device)
@@ -48,9 +55,9 @@ def full_logits(model: Any, spec: ModelSpec, world: World) -> torch.Tensor | Non
     with torch.no_grad():
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[None],
-            model=[model],
-            num_microbatches=1,
+            data_iterator=[iter([None] * count) for _ in chunks],
+            model=chunks,
+            num_microbatches=count,
             seq_length=1,
             micro_batch_size=1,
             forward_only=True,
@@ -72,9 +79,9 @@ def check_families(out: Path, *, models: dict[str, Path], parallel: dict[str, in
         for name, path in models.items():
             spec = read_model_spec(path)
             spec.check_parallel(layout)
-            (model,) = build_model(spec, world, config)
-            load_weights(model, spec, world, source_of(path, spec, None))
-            logits = full_logits(model, spec, world)
+            chunks = [wrapped.module for wrapped in build_model(spec, world, config)]
+            load_weights(chunks, spec, world, source_of(path, spec, None))
+            logits = full_logits(chunks, spec, world)
             if logits is not None:
                 expected = load_file(path / "logits.safetensors")["logits"]
                 real = logits[:, : spec.vocab_size]
@@ -83,7 +90,8 @@ def check_families(out: Path, *, models: dict[str, Path], parallel: dict[str, in
                 padding = logits[:, spec.vocab_size :]
                 assert padding.shape[1] == spec.padded_vocab(layout.tp) - spec.vocab_size
                 assert bool((padding == -torch.inf).all()), name
-            _equal_to_source(FullTensors(model, spec, world), path)
+            _equal_to_source(FullTensors(chunks, spec, world), path)
+            _loads_converted(chunks, spec, world, path)
     if world.last_stage and world.tp_rank == 0 and world.data_rank == 0:
         (out / "result.json").write_text(json.dumps(gaps))
     dist.destroy_process_group()
@@ -101,6 +109,57 @@ def _equal_to_source(full: FullTensors, path: Path) -> None:
     assert dict(full.manifest()) == {name: tuple(t.shape) for name, t in expected.items()}
     for name, tensor in expected.items():
         assert torch.equal(exported[name], tensor), name
+
+
+def _loads_converted(chunks: list[Any], spec: ModelSpec, world: World, path: Path) -> None:
+    """The checkpoint directories made of the same model, through Megatron and our own reader."""
+    parameters = [(f"{i}.{n}", p) for i, c in enumerate(chunks) for n, p in c.named_parameters()]
+    expected = {name: parameter.detach().clone() for name, parameter in parameters}
+
+    def forget() -> None:
+        with torch.no_grad():
+            for _, parameter in parameters:
+                parameter.fill_(7.0)
+
+    def require_loaded(how: str) -> None:
+        for name, parameter in parameters:
+            assert torch.equal(parameter, expected[name]), (how, path.name, name)
+
+    for directory in sorted(path.glob("megatron*")):
+        forget()
+        metadata = ensure_metadata_has_dp_cp_group(dict(CONTENT))
+        wanted = {str(i): c.sharded_state_dict(metadata=metadata) for i, c in enumerate(chunks)}
+        state = dist_checkpointing.load(wanted, str(directory))
+        for index, chunk in enumerate(chunks):
+            chunk.load_state_dict(state[str(index)])
+        require_loaded("dist_checkpointing")
+        assert state["content_metadata"] == CONTENT
+        forget()
+        load_weights(chunks, spec, world, MegatronSource(directory, spec))
+        require_loaded("MegatronSource")
+
+
+def saved_by_megatron(out: Path, *, models: dict[str, Path], metadata: dict[str, Any]) -> None:
+    """Checkpoints that Megatron itself writes, in either of its forms, to `out`/name."""
+    # Megatron's writer starts processes of its own, which a daemon may not.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    config = LearnerConfig.model_validate({"dtype": "float32", "parallel": {"tp": 2}})
+    with cpu.install():
+        world = init_world(config.parallel, 1, 1, 60.0)
+        for name, model in models.items():
+            spec = read_model_spec(model)
+            (built,) = build_model(spec, world, config)
+            load_weights(built, spec, world, source_of(model, spec, None))
+            described = ensure_metadata_has_dp_cp_group(dict(metadata))
+            if world.rank == 0:
+                (out / name).mkdir()
+            dist.barrier()
+            dist_checkpointing.save(
+                built.module.sharded_state_dict(metadata=described),
+                str(out / name),
+                content_metadata=metadata,
+            )
+    dist.destroy_process_group()
 
 
 def write_expected(path: Path, logits_SV: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
 """Every model family at every layout: transformers' logits, and its tensors back bit for bit."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatron_opd.checkpoint.crew import Crew
+from megatron_opd.checkpoint.to_hf import megatron_to_hf
+from megatron_opd.checkpoint.to_megatron import hf_to_megatron
+from megatron_opd.config.learner import ParallelConfig
 from tests.dist import family_jobs, jobs
 from tests.dist.caches import make_batch
 from tests.dist.worlds import run_world
@@ -34,10 +39,13 @@ MAKERS: dict[str, Any] = {
     "llama, linear": (tiny_llama, LINEAR),
     "mixtral": (tiny_mixtral, ODD),
     "qwen3 moe": (tiny_qwen3_moe, ODD | {"mlp_only_layers": [0]}),
+    "four layers": (tiny_qwen3_moe, TIED | {"mlp_only_layers": [1], "num_hidden_layers": 4}),
 }
 SPARSE = ("mixtral", "qwen3 moe")
+CONVERTED = (ParallelConfig(), ParallelConfig(tp=2, pp=2))  # cut for one layout, loaded at all
 LAYOUTS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {
     "tp1": (1, {}, tuple(MAKERS)),
+    "pp2vpp2": (2, {"pp": 2, "vpp": 2}, ("four layers",)),
     "tp2": (2, {"tp": 2}, tuple(MAKERS)),
     "pp2": (2, {"pp": 2}, tuple(MAKERS)),
     "ep2": (2, {"dp": 2, "ep": 2}, SPARSE),
@@ -58,8 +66,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("families")
     found = {}
     for seed, (name, (maker, overrides)) in enumerate(MAKERS.items()):
-        found[name] = maker(base / str(seed), seed=seed, **overrides)
+        # Logits of standard deviation 1: the bound is absolute.
+        found[name] = maker(base / str(seed), seed=seed, head_std=1.0, **overrides)
         family_jobs.write_expected(found[name], reference_logits(found[name]))
+        for index, parallel in enumerate(CONVERTED):
+            hf_to_megatron(
+                found[name],
+                found[name] / f"megatron{index}",
+                parallel=parallel,
+                dtype=None,
+                crew=Crew(),
+                unit_bytes=100_000,
+            )
     return found
 
 
@@ -102,3 +120,19 @@ def test_a_padded_vocabulary_trains_as_one_without(
     for name, tensor in weights.items():
         assert split[name].shape == tensor.shape
         torch.testing.assert_close(split[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("singleton", [True, False])
+def test_what_megatron_saves_becomes_the_same_tensors(
+    singleton: bool, models: dict[str, Path], tmp_path: Path
+):
+    chosen = {str(i): models[name] for i, name in enumerate(("qwen2 tied, padded", "qwen3 moe"))}
+    metadata = {"singleton_local_shards": singleton}
+    run_world(family_jobs.saved_by_megatron, 2, tmp_path, models=chosen, metadata=metadata)
+    for name, model in chosen.items():
+        shutil.copy(model / "config.json", tmp_path / name)
+        megatron_to_hf(tmp_path / name, tmp_path / f"hf{name}", dtype=None, crew=Crew())
+        source = load_file(model / "model.safetensors")
+        back = load_file(tmp_path / f"hf{name}" / "model.safetensors")
+        assert back.keys() == source.keys()
+        assert all(torch.equal(back[key], source[key]) for key in source)

@@ -1,0 +1,56 @@
+"""Ranks that share a job without a model: who does what, and one rank's failure told to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_opd.checkpoint.gather import all_gather_json
+
+
+@dataclass(frozen=True)
+class Crew:
+    """One of `size` ranks. Every rank takes the same steps in the same order."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @classmethod
+    def join(cls, environment: Mapping[str, str]) -> Crew:
+        """The world that torchrun describes; a world of one without it."""
+        size = int(environment.get("WORLD_SIZE", "1"))
+        if size == 1:
+            return cls()
+        # A rank may read and write for hours before it meets the others.
+        dist.init_process_group("gloo", timeout=timedelta(days=7))
+        return cls(dist.get_rank(), size)
+
+    def leave(self) -> None:
+        """The end of the world that `join` made."""
+        if self.size > 1:
+            dist.destroy_process_group()
+
+    def step(self, work: Callable[[], None], *, root_only: bool = False) -> None:
+        """Do `work` on every rank (or on rank 0) and wait for the others.
+
+        ValueError: the first rank's that failed, on every rank; an OSError becomes one. Anything
+        else is a defect and propagates.
+        """
+        failure = ""
+        if not root_only or self.rank == 0:
+            try:
+                work()
+            except ValueError as error:
+                failure = str(error)
+            except OSError as error:
+                failure = f"cannot write {error.filename}: " * bool(error.filename)
+                failure += (error.strerror or str(error)).lower()
+        failures = [failure] if self.size == 1 else all_gather_json(failure, self)
+        for told in failures:
+            if told:
+                raise ValueError(told)

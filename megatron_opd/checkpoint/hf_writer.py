@@ -1,0 +1,51 @@
+"""Safetensors files written one tensor after another: the header needs shapes and dtypes alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_opd.checkpoint.hf_reader import NAMES
+
+# The format wants the data to begin at a multiple of this.
+ALIGNMENT = 8
+
+
+def write_safetensors(
+    file: Path,
+    layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> None:
+    """Write `tensors`, which come in the order of `layout`; on return the file is on the disk.
+
+    The file has its name only once it is whole. OSError: the disk is full, for one.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in layout.items():
+        size = torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {
+            "dtype": NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [end, end + size],
+        }
+        end += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    part = file.with_name(f".{file.name}.part")
+    wanted = iter(layout.items())
+    with part.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors:
+            expected, (dtype, shape) = next(wanted)
+            if (name, tensor.dtype, tuple(tensor.shape)) != (expected, dtype, shape):
+                raise RuntimeError(f"{file}: {expected} was announced, {name} came")
+            stream.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    part.rename(file)

@@ -1,0 +1,96 @@
+"""Where a parameter lies in a Megatron distributed checkpoint. Torch-free.
+
+Keys are those of `sharded_state_dict` with TransformerEngine's layers, which Megatron-Core keeps
+for its other layers too: a norm belongs to the linear layer after it, and an expert's index is
+global. Two forms exist: a key for every layer and expert, with the gate and the up projection apart
+(`singleton_local_shards`), and tensors stacked over layers and experts. Both are read, the first is
+written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_opd.checkpoint.model_spec import ModelSpec
+from megatron_opd.weight_sync.names import Key, row_of
+
+# What the loader must ask Megatron for: `sharded_state_dict(metadata=CONTENT)`. Megatron's own
+# programs find it in the checkpoint.
+CONTENT = {"singleton_local_shards": True}
+
+_QKV_NORM = "self_attention.linear_qkv.layer_norm_weight"
+_FC1_NORM = "mlp.linear_fc1.layer_norm_weight"
+_MLP_NORM = "pre_mlp_layernorm.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor of a checkpoint, or a part of one.
+
+    index: along the leading dimensions (layers, experts) of a stacked one. half: of dimension 0
+    after them, 0 or 1; None for all of it.
+    """
+
+    key: str
+    index: tuple[int, ...] = ()
+    half: int | None = None
+
+
+def written_keys(spec: ModelSpec, key: Key) -> tuple[str, ...]:
+    """The checkpoint keys of a parameter: gate and up projection have one each."""
+    halves = ("_w", "_v") if row_of(spec.family, key).fusion == "gate_up" else ("",)
+    return tuple(_paths(spec, key)[0] + half for half in halves)
+
+
+def state_keys(spec: ModelSpec, key: Key) -> tuple[str, ...]:
+    """Keys of the module states that Megatron asks for beside a parameter.
+
+    TransformerEngine keeps the scales of fp8 in them, other layers nothing; a checkpoint without
+    them does not load.
+    """
+    path, _, kind = _paths(spec, key)[0].rpartition(".")
+    modules = [path] if kind == "weight" else []
+    if path.endswith(".linear_proj"):
+        modules.append(path.replace(".linear_proj", ".core_attention"))
+    return tuple(f"{module}._extra_state/shard_0_1" for module in modules)
+
+
+def places(spec: ModelSpec, key: Key, part: int) -> Iterator[Place]:
+    """Where part `part` of `written_keys` may lie, by preference."""
+    fused = row_of(spec.family, key).fusion == "gate_up"
+    suffix = ("_w", "_v")[part] if fused else ""
+    for path in _paths(spec, key):
+        yield Place(path + suffix)
+        for stacked, index in _stacked(path, key):
+            yield Place(stacked, index, part if fused else None)
+        if fused:
+            yield Place(path, (), part)
+
+
+def _paths(spec: ModelSpec, key: Key) -> tuple[str, ...]:
+    """Spellings of the parameter, every layer and expert apart; the first is written."""
+    row = row_of(spec.family, key)
+    if key.layer < 0:
+        return (row.mcore[0],)
+    inner: tuple[str, ...] = (row.mcore[0],)
+    if _QKV_NORM in row.mcore:
+        inner = (_QKV_NORM,)
+    elif _FC1_NORM in row.mcore:
+        # With experts no linear layer follows the norm; Megatron's local layers still say so.
+        inner = (_MLP_NORM, _FC1_NORM) if spec.moe_layers[key.layer] else (_FC1_NORM,)
+    elif row.expert:
+        inner = (row.mcore[0].replace("local_experts.{e}", f"experts.{key.expert}"),)
+    return tuple(f"decoder.layers.{key.layer}.{name}" for name in inner)
+
+
+def _stacked(path: str, key: Key) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Spellings without the expert's index, without the layer's, without both."""
+    layer, expert = f".layers.{key.layer}.", f".experts.{key.expert}."
+    if key.expert >= 0:
+        yield path.replace(expert, ".experts."), (key.expert,)
+    if key.layer >= 0:
+        yield path.replace(layer, ".layers."), (key.layer,)
+    if key.expert >= 0 and key.layer >= 0:
+        both = path.replace(layer, ".layers.").replace(expert, ".experts.")
+        yield both, (key.layer, key.expert)

@@ -1,0 +1,182 @@
+"""Hugging Face tensors out of a Megatron distributed checkpoint, one at a time, in one process.
+
+Only the pieces that a tensor needs are read, so memory is bounded by the largest tensor.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megatron_opd.checkpoint.megatron_names import Place, places, written_keys
+from megatron_opd.checkpoint.model_spec import ModelSpec
+from megatron_opd.checkpoint.shards import join
+from megatron_opd.checkpoint.tensors import hf_shapes, model_keys
+from megatron_opd.weight_sync.names import Key, row_of
+
+DESCRIPTION = "metadata.json"
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+class MegatronSource:
+    """Tensors of a Megatron distributed checkpoint directory of the model `spec`.
+
+    Keys may carry a common prefix, as in a checkpoint that holds an optimizer beside the model.
+    The directory's `.metadata` is a pickle, as torch writes it: read only what you trust.
+    ValueError: not such a directory, cut short, or of another model.
+    """
+
+    def __init__(self, path: Path, spec: ModelSpec) -> None:
+        self.path, self.spec = path, spec
+        metadata = _read_metadata(path)
+        self._tensors = {
+            key: stored
+            for key, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
+        self._infos: dict[str, list[tuple[torch.Size, Any]]] = defaultdict(list)
+        for index, info in (metadata.storage_data or {}).items():
+            if index.offset is not None:
+                self._infos[index.fqn].append((index.offset, info))
+        found = [k for k in self._tensors if k.endswith(_EMBEDDING) and "optimizer" not in k]
+        if not found:
+            raise ValueError(f"{path} lacks the tensor {_EMBEDDING}")
+        self._prefix = min(found, key=len).removesuffix(_EMBEDDING)
+        self._owner = {n: key for key in model_keys(spec) for n in hf_shapes(spec, key)}
+        self._last: tuple[Key, dict[str, torch.Tensor]] | None = None
+
+    @staticmethod
+    def exists(path: Path) -> bool:
+        """Whether `path` is a Megatron distributed checkpoint."""
+        return (path / DESCRIPTION).is_file() and (path / ".metadata").is_file()
+
+    def checked_keys(self) -> list[Key]:
+        """Every parameter of the model. ValueError names one that is missing or misshapen."""
+        keys = list(model_keys(self.spec))
+        for key in keys:
+            for part, name in enumerate(written_keys(self.spec, key)):
+                self._place(key, part, name)
+        return keys
+
+    def dtype_of(self, key: Key) -> torch.dtype:
+        """Of a parameter."""
+        place, _ = self._place(key, 0, written_keys(self.spec, key)[0])
+        return self._tensors[place].properties.dtype
+
+    def hf_tensors(self, key: Key) -> dict[str, torch.Tensor]:
+        """The Hugging Face tensors that a parameter holds, in memory of their own."""
+        row, shapes = row_of(self.spec.family, key), hf_shapes(self.spec, key)
+        parts = [
+            self._region(*self._place(key, part, name))
+            for part, name in enumerate(written_keys(self.spec, key))
+        ]
+        full = parts if row.fusion == "gate_up" else join(row, self.spec, parts)
+        return dict(zip(shapes, full, strict=True))
+
+    def read(
+        self, name: str, shape: tuple[int, ...], dim: int, start: int, length: int
+    ) -> torch.Tensor:
+        """See shards.TensorSource."""
+        key = self._owner.get(name)
+        if key is None:
+            raise ValueError(f"checkpoint {self.path} lacks the tensor {name}")
+        # Queries, keys and values are asked for in turn and lie in one tensor.
+        if self._last is None or self._last[0] != key:
+            self._last = key, self.hf_tensors(key)
+        tensor = self._last[1][name]
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{self.path}: tensor {name} must have shape {list(shape)}, "
+                f"got {list(tensor.shape)}"
+            )
+        return tensor.narrow(dim, start, length)
+
+    def _place(self, key: Key, part: int, name: str) -> tuple[str, _Box]:
+        """The stored tensor and the box of it that holds part `part` of a parameter."""
+        row, spec = row_of(self.spec.family, key), self.spec
+        shapes = list(hf_shapes(spec, key).values())
+        first = sum(s[0] for s in shapes) if row.fusion == "qkv" else shapes[part][0]
+        wanted = (first, *shapes[part][1:])
+        for place in places(spec, key, part):
+            stored = self._tensors.get(self._prefix + place.key)
+            if stored is not None:
+                got = tuple(stored.size)
+                box = _box_of(place, wanted, got, padded=row.vocab)
+                if box is None:
+                    raise ValueError(
+                        f"{self.path}: tensor {place.key} must have shape {list(wanted)} by "
+                        f"config.json, got {list(got)}"
+                    )
+                return self._prefix + place.key, box
+        raise ValueError(f"{self.path} lacks the tensor {name}")
+
+    def _region(self, key: str, box: _Box) -> torch.Tensor:
+        """A box of a stored tensor, without its leading dimensions of size 1."""
+        start, size, kept = box
+        out = torch.empty(size, dtype=self._tensors[key].properties.dtype)
+        filled = 0
+        sizes = {chunk.offsets: chunk.sizes for chunk in self._tensors[key].chunks}
+        for offset, info in self._infos[key]:
+            low = [max(a, b) for a, b in zip(start, offset, strict=True)]
+            ends = zip(start, size, offset, sizes[offset], strict=True)
+            high = [min(a + n, b + m) for a, n, b, m in ends]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            chunk = self._chunk(key, info)
+            if tuple(chunk.shape) == size:  # the usual case: no second copy of a large tensor
+                return chunk.view(size[len(size) - kept :])
+            target, source = out, chunk
+            for dim, (a, b) in enumerate(zip(low, high, strict=True)):
+                target = target.narrow(dim, a - start[dim], b - a)
+                source = source.narrow(dim, a - offset[dim], b - a)
+            target.copy_(source)
+            filled += target.numel()
+        if filled != out.numel():
+            raise ValueError(f"{self.path} lacks pieces of the tensor {key}")
+        return out.view(out.shape[len(out.shape) - kept :])
+
+    def _chunk(self, key: str, info: Any) -> torch.Tensor:
+        file = self.path / info.relative_path
+        try:
+            with file.open("rb") as stream:
+                stream.seek(info.offset)
+                data = stream.read(info.length)
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"{file}: cannot read a piece of {key}: {reason}") from None
+
+
+# Offsets, sizes, and how many trailing dimensions are the parameter's own.
+_Box = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def _box_of(
+    place: Place, wanted: tuple[int, ...], stored: tuple[int, ...], *, padded: bool
+) -> _Box | None:
+    """The box of a stored tensor that `place` names; None: it has another shape."""
+    lead, own = stored[: len(place.index)], stored[len(place.index) :]
+    scale = 1 if place.half is None else 2
+    rows_fit = bool(own) and (own[0] == wanted[0] * scale or (padded and own[0] > wanted[0]))
+    inside = all(i < n for i, n in zip(place.index, lead, strict=False))
+    if len(own) != len(wanted) or own[1:] != wanted[1:] or not rows_fit or not inside:
+        return None
+    start = (*place.index, (place.half or 0) * wanted[0], *(0 for _ in wanted[1:]))
+    return start, (*(1 for _ in place.index), *wanted), len(wanted)
+
+
+def _read_metadata(path: Path) -> Metadata:
+    if not MegatronSource.exists(path):
+        raise ValueError(
+            f"{path} is no Megatron distributed checkpoint: it lacks {DESCRIPTION} or .metadata"
+        )
+    try:
+        return FileSystemReader(path).read_metadata()
+    except Exception as error:  # noqa: BLE001  a damaged pickle raises anything
+        raise ValueError(f"cannot read {path / '.metadata'}: {error!r}") from None

@@ -1,0 +1,64 @@
+"""Every tensor that a model has, by its config.json alone: keys, Hugging Face names and shapes.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_opd.checkpoint.model_spec import ModelSpec
+from megatron_opd.weight_sync.names import Key, Row, hf_names, row_of
+
+Shape = tuple[int, ...]
+
+
+def model_keys(spec: ModelSpec) -> Iterator[Key]:
+    """Every parameter once: the embedding, the layers in order, what follows them.
+
+    A tied LM head is the embedding, and no key of its own.
+    """
+    top = {row.mcore[0]: Key(-1, index) for index, row in enumerate(spec.family.top)}
+    yield top.pop("embedding.word_embeddings.weight")
+    for layer, holds_experts in enumerate(spec.moe_layers):
+        kind = "moe" if holds_experts else "dense"
+        for index, row in enumerate(spec.family.layer):
+            if row.layers not in ("all", kind):
+                continue
+            for expert in range(spec.num_experts) if row.expert else (-1,):
+                yield Key(layer, index, expert)
+    if spec.tied:
+        del top["output_layer.weight"]
+    yield from top.values()
+
+
+def hf_shapes(spec: ModelSpec, key: Key) -> dict[str, Shape]:
+    """The Hugging Face tensors of a key, in fusion order, with their shapes."""
+    row = row_of(spec.family, key)
+    return dict(zip(hf_names(spec.family, key), _shapes(spec, row), strict=True))
+
+
+def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
+    """Every tensor that a Hugging Face checkpoint of the model holds."""
+    return {n: shape for key in model_keys(spec) for n, shape in hf_shapes(spec, key).items()}
+
+
+def _shapes(spec: ModelSpec, row: Row) -> tuple[Shape, ...]:
+    hidden, heads = spec.hidden_size, (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    if row.fusion == "qkv":
+        tail = () if row.mcore[0].endswith(".bias") else (hidden,)
+        return tuple((count * spec.head_dim, *tail) for count in heads)
+    features = spec.expert_ffn_size if row.expert else spec.ffn_size
+    if row.fusion == "gate_up":
+        return ((features, hidden),) * 2
+    if row.vocab:
+        return ((spec.vocab_size, hidden),)
+    others: dict[str, Shape] = {
+        "self_attention.linear_proj.weight": (hidden, spec.num_heads * spec.head_dim),
+        "self_attention.q_layernorm.weight": (spec.head_dim,),
+        "self_attention.k_layernorm.weight": (spec.head_dim,),
+        "mlp.router.weight": (spec.num_experts, hidden),
+    }
+    if row.mcore[0] in others:
+        return (others[row.mcore[0]],)
+    return ((hidden, features) if row.dim == 1 else (hidden,),)

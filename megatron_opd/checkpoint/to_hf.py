@@ -1,0 +1,106 @@
+"""Megatron distributed checkpoints to Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_opd.checkpoint.conversion import (
+    CHECKSUMS,
+    Job,
+    Record,
+    Report,
+    bytes_of,
+    copy_description,
+    entry_of,
+    grouped,
+    plan_of,
+    require_same,
+    run,
+)
+from megatron_opd.checkpoint.crew import Crew
+from megatron_opd.checkpoint.hf_files import INDEX, SINGLE, file_tensors
+from megatron_opd.checkpoint.hf_reader import read_rows
+from megatron_opd.checkpoint.hf_writer import write_safetensors
+from megatron_opd.checkpoint.megatron_reader import MegatronSource
+from megatron_opd.checkpoint.model_spec import read_model_spec
+from megatron_opd.checkpoint.part_dir import PartDir
+from megatron_opd.checkpoint.tensors import hf_shapes
+
+MAX_FILE_BYTES = 4 * 2**30
+
+
+def megatron_to_hf(
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype | None,
+    crew: Crew,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Report:
+    """Write a Megatron distributed checkpoint as a Hugging Face checkpoint, in published names.
+
+    The source holds config.json and the tokenizer beside it; where it holds checksums of the
+    tensors that it was made of, they are compared. dtype: None keeps each tensor's. ValueError, one
+    line: the source is damaged or of another model, the target exists, the disk is full.
+    """
+    spec = read_model_spec(source)
+    stored = MegatronSource(source, spec)
+    keys = stored.checked_keys()
+    kind_of = {key: dtype or stored.dtype_of(key) for key in keys}
+    sizes = {key: bytes_of(spec, key, kind) for key, kind in kind_of.items()}
+    units = list(grouped(keys, sizes.values(), [0] * len(keys), max_file_bytes))
+    part = PartDir(target, plan_of(source, dtype, max_file_bytes=max_file_bytes))
+    checksums = _read_checksums(source)
+
+    def write(unit: int) -> Record:
+        entries: dict[str, dict[str, str]] = {}
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for key in units[unit]:
+                for name, tensor in stored.hf_tensors(key).items():
+                    if name in checksums:
+                        require_same(name, tensor, checksums[name], source)
+                    cast = tensor.to(kind_of[key])
+                    entries[name] = entry_of(cast)
+                    yield name, cast
+
+        layout = {
+            name: (kind_of[key], shape)
+            for key in units[unit]
+            for name, shape in hf_shapes(spec, key).items()
+        }
+        file = SINGLE
+        if len(units) > 1:
+            file = f"model-{unit + 1:05d}-of-{len(units):05d}.safetensors"
+        write_safetensors(part.path / file, layout, tensors())
+        return {"file": file, "tensors": entries}
+
+    def complete(records: list[Record]) -> None:
+        if len(records) > 1:
+            weight_map = {name: r["file"] for r in records for name in r["tensors"]}
+            listing = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+            text = json.dumps(listing, indent=2) + "\n"
+            (part.path / INDEX).write_text(text, encoding="utf-8")
+        copy_description(source, part.path, dtype)
+
+    def read_back(_: int, record: Record) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in file_tensors(part.path / record["file"]).items():
+            yield name, read_rows(tensor, 0, tensor.shape[0])
+
+    unit_sizes = tuple(sum(sizes[key] for key in unit) for unit in units)
+    return run(Job(part, unit_sizes, write, complete, read_back), crew)
+
+
+def _read_checksums(source: Path) -> dict[str, Any]:
+    file = source / CHECKSUMS
+    if not file.is_file():
+        return {}
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"cannot read {file}: {error!r}") from None

@@ -1,0 +1,114 @@
+"""Hugging Face checkpoints to Megatron distributed checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from megatron_opd.checkpoint.conversion import (
+    CHECKSUMS,
+    Job,
+    Record,
+    Report,
+    bytes_of,
+    copy_description,
+    grouped,
+    plan_of,
+    run,
+)
+from megatron_opd.checkpoint.crew import Crew
+from megatron_opd.checkpoint.hf_files import check_tensors
+from megatron_opd.checkpoint.hf_reader import SafetensorsSource, read_rows
+from megatron_opd.checkpoint.megatron_reader import MegatronSource
+from megatron_opd.checkpoint.megatron_writer import Target, finish, write_unit
+from megatron_opd.checkpoint.model_spec import ModelSpec, read_model_spec
+from megatron_opd.checkpoint.part_dir import PartDir
+from megatron_opd.checkpoint.tensors import hf_shapes, model_keys
+from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.weight_sync.names import Key
+
+# Of a Megatron file; torch's writer holds the tensors of the file that it writes.
+UNIT_BYTES = 256 * 2**20
+
+
+def hf_to_megatron(
+    source: Path,
+    target: Path,
+    *,
+    parallel: ParallelConfig,
+    dtype: torch.dtype | None,
+    crew: Crew,
+    unit_bytes: int = UNIT_BYTES,
+) -> Report:
+    """Write the Hugging Face checkpoint `source` as a Megatron distributed checkpoint.
+
+    It loads at any layout; a rank of the layout `parallel` finds its pieces cut and in files of
+    their own. dtype: None keeps each tensor's. ValueError, one line: the source is not whole or not
+    of a known architecture, the target exists, the disk is full.
+    """
+    spec = read_model_spec(source)
+    spec.check_parallel(parallel)
+    tensors = SafetensorsSource(source)
+    check_tensors(tensors.tensors, spec, source)
+    _check_tied(tensors, spec)
+    keys = list(model_keys(spec))
+    sizes = {
+        key: bytes_of(spec, key, dtype or tensors.dtype_of(next(iter(hf_shapes(spec, key)))))
+        for key in keys
+    }
+    homes = [_home(spec, parallel, key) for key in keys]
+    units = list(grouped(keys, sizes.values(), homes, unit_bytes))
+    layout = {"parallel": parallel.model_dump(), "unit_bytes": unit_bytes}
+    part = PartDir(target, plan_of(source, dtype, **layout))
+    described = Target(spec, parallel, dtype)
+    written: list[MegatronSource] = []  # opened once, when the units are complete
+
+    def complete(records: list[Record]) -> None:
+        finish(part.path, records)
+        listed = {name: entry for record in records for name, entry in record["tensors"].items()}
+        (part.path / CHECKSUMS).write_text(json.dumps(listed, indent=0) + "\n", encoding="utf-8")
+        copy_description(source, part.path, dtype)
+
+    def read_back(unit: int, _: Record) -> Iterator[tuple[str, torch.Tensor]]:
+        if not written:
+            written.append(MegatronSource(part.path, spec))
+        for key in units[unit]:
+            yield from written[0].hf_tensors(key).items()
+
+    job = Job(
+        part,
+        tuple(sum(sizes[key] for key in unit) for unit in units),
+        lambda unit: write_unit(part.path, unit, units[unit], tensors, described),
+        complete,
+        read_back,
+    )
+    return run(job, crew)
+
+
+def _home(spec: ModelSpec, parallel: ParallelConfig, key: Key) -> int:
+    """Which pipeline stage and expert-parallel rank need the parameter: its file is theirs."""
+    layers, experts = spec.num_layers // parallel.pp, max(1, spec.num_experts // parallel.ep)
+    stage = 0 if key.layer < 0 else key.layer // layers
+    return stage * parallel.ep + max(0, key.expert) // experts
+
+
+def _check_tied(tensors: SafetensorsSource, spec: ModelSpec) -> None:
+    """A tied model's own lm_head.weight, which some checkpoints carry, is the embedding.
+
+    ValueError: config.json says tied, the tensors say not; nothing could hold both.
+    """
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    if not spec.tied or names[1] not in tensors.tensors:
+        return
+    rows = 4096
+    for start in range(0, spec.vocab_size, rows):
+        count = min(rows, spec.vocab_size - start)
+        one, other = (read_rows(tensors.tensors[name], start, count) for name in names)
+        if one.dtype != other.dtype or not torch.equal(one, other):
+            raise ValueError(
+                f"{tensors.path}: lm_head.weight must equal model.embed_tokens.weight when "
+                f"tie_word_embeddings is true, rows {start} to {start + count - 1} differ"
+            )
