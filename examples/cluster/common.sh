@@ -199,12 +199,14 @@ all() {
   servers student 0 &
   servers teacher 0 &
   learner 0 &
+  local last=$!
   control
+  wait "$last" # the controller has told it to stop
 }
 
 # Everything from a batch job: a step for each part, on its node.
 slurm() {
-  local names name address node
+  local names name address node learners=()
   mapfile -t names < <(scontrol show hostnames "${SLURM_JOB_NODELIST:?}")
   HOSTS=
   for name in "${names[@]}"; do
@@ -225,8 +227,10 @@ slurm() {
   done
   for ((node = 0; node < LEARNER_NODES; node++)); do
     step "${names[node]}" learner "$node" &
+    learners+=($!)
   done
   step "${names[0]}" control
+  wait "${learners[@]}" # the controller has told them to stop
 }
 
 # Part $2.. of the run on the node named $1. --overlap: the controller shares the learner's node.

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from torch.distributed.run import get_args_parser
 
@@ -172,6 +173,37 @@ def test_every_command_is_one_that_the_programs_take(example: str, tmp_path: Pat
     for role, section in (("student", config.student), ("teacher", config.teacher)):
         assert section is not None
         assert sorted(servers[role]) == [(i, section.tp) for i in range(section.servers)]
+
+
+PROGRAM = """#!/usr/bin/env bash
+echo $$ >>"$PIDS"
+[[ $1 != control ]] || exit "$CODE"
+[[ $1 != --nnodes=* || $CODE != 0 ]] || exit 0  # a learner that was told to stop
+exec sleep 600
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_nothing_outlives_the_controller(tmp_path: Path, code: int):
+    """Servers and learner that would run for ever, a controller that ends."""
+    for name, text in (("opd", PROGRAM), ("torchrun", PROGRAM), ("curl", "#!/bin/sh\nexit 0\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    pids = tmp_path / "pids"
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PIDS": str(pids),
+        "CODE": str(code),
+    }
+    script = ["bash", CLUSTER / "one_node" / "launch.sh", "all"]
+    done = subprocess.run(script, env=environment, timeout=60)
+    assert done.returncode == code
+    started = [int(line) for line in pids.read_text().split()]
+    assert started
+    alive = [pid for pid in started if psutil.pid_exists(pid)]
+    for pid in alive:
+        psutil.Process(pid).kill()
+    assert not alive
 
 
 @pytest.mark.parametrize(
