@@ -8,6 +8,7 @@ CORE = [
     "matplotlib==3.11.2",
     "msgspec==0.22.0",
     "numpy==2.4.6",
+    "nvidia-ml-py==13.615.71",
     "psutil==7.2.2",
     "pyarrow==26.0.1",
     "pydantic==2.14.3",

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from megatron_opd.cli.gpu import has_gpu
 from megatron_opd.cli.memory_tables import memory_tables
 from megatron_opd.cli.preflight import ModelFacts, check_plan, prompt_limit
 from megatron_opd.cli.roles import STUDENT, Role, section_of
 from megatron_opd.config.estimator import trust_of
+from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.schema import Config
 from megatron_opd.losses.formulas import formula
 
@@ -43,6 +45,7 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
             f"{parallel.world_size} ranks, experts ep {parallel.ep} x etp {parallel.expert_tp}, "
             f"{config.learner.dtype}",
         ),
+        *choose_kernels(has_gpu()).reasons,
         (
             "updates",
             f"{config.run.updates} of {buffer.batch_size} samples in "

@@ -28,7 +28,7 @@ from megatron_opd.learner.attention import (
     local_layer,
     rotary_frequencies,
 )
-from megatron_opd.learner.kernels import Kernels
+from megatron_opd.config.kernels import Kernels
 from megatron_opd.learner.lm_head import hide_padded_ids
 from megatron_opd.learner.overrides import build, check_overrides
 from megatron_opd.learner.setup import World

@@ -1,4 +1,4 @@
-"""Which kernels this machine gets. The one place that decides, and says why."""
+"""Which kernels this machine gets. The one place that decides, and says why. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def choose_kernels(cuda: bool) -> Kernels:
     """cuda: whether the learner runs on GPUs. Looks at what is installed; imports none of it."""
     if not cuda:
         why = "no GPU: Megatron's local layers, torch attention over packed segments, gloo"
-        return Kernels(False, False, (("layers", why), ("optimizer", "torch AdamW")))
+        return Kernels(False, False, (("layers here", why), ("optimizer here", "torch AdamW")))
     engine = find_spec("transformer_engine") is not None
     # Built by NVIDIA apex from its source; PyPI's `apex` is another project and lacks it.
     fused = find_spec("fused_weight_gradient_mlp_cuda") is not None
@@ -43,5 +43,9 @@ def choose_kernels(cuda: bool) -> Kernels:
     return Kernels(
         engine,
         fused,
-        (("layers", layers), ("weight gradients", gradients), ("optimizer", optimizer)),
+        (
+            ("layers here", layers),
+            ("weight gradients here", gradients),
+            ("optimizer here", optimizer),
+        ),
     )
