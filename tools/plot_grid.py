@@ -3,12 +3,14 @@
     python tools/plot_grid.py benchmarks/results/mismatch.json docs/mismatch.png
     python tools/plot_grid.py benchmarks/results/staleness.json docs/staleness.png
 
-Lines are means over seeds, smoothed over a few updates; bands are the range of their 95% intervals.
+Lines are means over seeds, each smoothed over a few updates; bands their 95% intervals, cut at the
+frame, which holds the lines.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,25 +36,26 @@ COLUMNS = {  # by benchmark: curve -> (title, logarithmic)
     },
 }
 COLORS = ("#1d4ed8", "#d97706", "#b91c1c", "#059669", "#7c3aed")
-WINDOW = 5  # updates a point is averaged over
+FLOOR = 1e-300  # a band that reaches 0 goes on to the bottom of a logarithmic axis
 
 
-def smoothed(values: Sequence[float | None]) -> list[float]:
-    """Running mean over the last WINDOW values that exist; nan where there is none."""
-    means = []
-    for stop in range(1, len(values) + 1):
-        known = [value for value in values[max(0, stop - WINDOW) : stop] if value is not None]
-        means.append(sum(known) / len(known) if known else float("nan"))
-    return means
+def drawable(values: Sequence[float | None]) -> list[float]:
+    """Missing values as nan."""
+    return [math.nan if value is None else value for value in values]
 
 
 def draw(axes: Any, entry: dict[str, Any], curve: str, color: str) -> None:
-    """One method's line and band."""
-    data = entry["curves"][curve]
-    mean, half = smoothed(data["mean"]), smoothed(data["half_width_95"])
+    """One method's line."""
+    mean = drawable(entry["curves"][curve]["mean"])
+    axes.plot(range(1, len(mean) + 1), mean, color=color, label=entry["method"], linewidth=1.2)
+
+
+def shade(axes: Any, entry: dict[str, Any], curve: str, color: str, floor: float) -> None:
+    """Its band."""
+    mean, half = (drawable(entry["curves"][curve][part]) for part in ("mean", "half_width_95"))
+    low = [max(m - h, floor) for m, h in zip(mean, half, strict=True)]
+    high = [m + h for m, h in zip(mean, half, strict=True)]
     updates = range(1, len(mean) + 1)
-    axes.plot(updates, mean, color=color, label=entry["method"], linewidth=1.2)
-    low, high = ([m + sign * h for m, h in zip(mean, half, strict=True)] for sign in (-1, 1))
     axes.fill_between(updates, low, high, color=color, alpha=0.12, linewidth=0)
 
 
@@ -72,11 +75,16 @@ def main() -> int:
     )
     for row, setting in zip(grid, settings, strict=True):
         for axes, (curve, (title, logarithmic)) in zip(row, columns.items(), strict=True):
-            for entry in study["entries"]:
-                if entry["setting"] == setting:
-                    draw(axes, entry, curve, COLORS[methods.index(entry["method"])])
+            shown = [entry for entry in study["entries"] if entry["setting"] == setting]
+            colors = [COLORS[methods.index(entry["method"])] for entry in shown]
+            for entry, color in zip(shown, colors, strict=True):
+                draw(axes, entry, curve, color)
             if logarithmic:
                 axes.set_yscale("log", nonpositive="mask")
+            limits = axes.get_ylim()
+            for entry, color in zip(shown, colors, strict=True):
+                shade(axes, entry, curve, color, FLOOR if logarithmic else -math.inf)
+            axes.set_ylim(limits)
             axes.set_title(f"{setting}: {title}", fontsize="small")
             axes.spines[["top", "right"]].set_visible(False)
         row[0].legend(frameon=False, fontsize="x-small")

@@ -12,7 +12,7 @@ from benchmarks.grid.trials import CURVES
 # 0.975 quantiles of Student's t by degrees of freedom; 1.96 beyond
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 T_MANY = 1.96
-WINDOW = 5  # updates that a "last" or "best" reward is averaged over
+WINDOW = 5  # updates that a reward or a point of a curve is averaged over
 
 
 def interval(values: Sequence[float | None]) -> dict[str, float | int | None]:
@@ -78,10 +78,20 @@ def aggregated(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return entries
 
 
+def smoothed(values: Sequence[float | None]) -> list[float | None]:
+    """Running mean over the last WINDOW values that exist; None where there is none."""
+    means: list[float | None] = []
+    for stop in range(1, len(values) + 1):
+        known = [value for value in values[max(0, stop - WINDOW) : stop] if value is not None]
+        means.append(statistics.fmean(known) if known else None)
+    return means
+
+
 def _curve(rows: Sequence[dict[str, Any]], key: str, updates: int) -> dict[str, list[Any]]:
-    """Mean and half width by update, over the runs that got that far."""
-    points = [
-        interval([row["curves"][key][u] for row in rows if u < len(row["curves"][key])])
-        for u in range(updates)
-    ]
-    return {part: [point[part] for point in points] for part in ("mean", "half_width_95")}
+    """Mean and half width by update, over the runs that got that far, each smoothed by itself."""
+    curves = [smoothed(row["curves"][key]) for row in rows]
+    points = [interval([curve[u] for curve in curves if u < len(curve)]) for u in range(updates)]
+    return {
+        part: [None if point[part] is None else float(f"{point[part]:.4g}") for point in points]
+        for part in ("mean", "half_width_95")
+    }
