@@ -27,7 +27,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied pp2": ("tied", {"dtype": "bfloat16", "parallel": {"pp": 2}}),
     "tp2 ep2": ("mixed", {"dtype": "bfloat16", "parallel": {"tp": 2, "dp": 2, "ep": 2}}),
     "tp2 etp2": ("mixed", {"dtype": "float32", "parallel": {"tp": 2}}),
-    "pp2 ep2": ("mixed", {"dtype": "bfloat16", "parallel": {"pp": 2, "dp": 2, "ep": 2}}),
+    "uneven pp2": (
+        "mixed",
+        {
+            "dtype": "float32",
+            "parallel": {"pp": 2},
+            "megatron": {"num_layers_in_first_pipeline_stage": 1},
+        },
+    ),
+    "cp2": ("mixed", {"dtype": "bfloat16", "parallel": {"cp": 2}}),
     "pp2 vpp2": ("mixed", {"dtype": "bfloat16", "parallel": {"pp": 2, "vpp": 2}}),
 }
 
@@ -125,7 +133,7 @@ def test_saved_tensors_are_those_of_the_formula(case):
     name, model, config, ranks = case
     spec = read_model_spec(model)
     parallel = config.parallel
-    stages = stage_layers(spec, parallel)
+    stages = stage_layers(spec, parallel, config.megatron)
     for stage, chunks in enumerate(stages):
         mine = [rank for rank in ranks if rank["stage"] == stage]
         for place, layer in enumerate(layer for chunk in chunks for layer in chunk):
@@ -137,6 +145,11 @@ def test_saved_tensors_are_those_of_the_formula(case):
                     boundary_bytes(shapes) if config.recompute else layer_bytes(shapes, layer)
                 )
             real = sum(r["saved_by_layer"][place] / r["passes"][place] for r in mine)
+            if parallel.cp > 1:
+                # the local attention gathers keys and values of the whole sequence, with a mask;
+                # TransformerEngine's passes them around
+                assert 0.85 * real < planned < real, name
+                continue
             bounded(
                 "plan: saved activations of a layer",
                 relative(planned, real),
@@ -148,7 +161,7 @@ def test_saved_tensors_are_those_of_the_formula(case):
 def test_as_many_micro_batches_are_in_flight_as_planned(case):
     """Chunks that a stage ran before its first backward pass, of four micro-batches."""
     name, model, config, ranks = case
-    stages = stage_layers(read_model_spec(model), config.parallel)
+    stages = stage_layers(read_model_spec(model), config.parallel, config.megatron)
     for rank in ranks:
         first, begun = 0, 0
         for chunk in stages[rank["stage"]]:
