@@ -18,6 +18,7 @@ from tests.dist.caches import (
     oracle_update,
     response_logp,
 )
+from tests.dist.layouts import ADAM, LAYOUTS, gaps, relative_gap, run, weights
 from tests.dist.worlds import run_world
 from tests.figures import bounded, relative
 from tests.models import tiny_qwen3, tiny_qwen3_moe
@@ -25,56 +26,18 @@ from tests.models import tiny_qwen3, tiny_qwen3_moe
 pytestmark = pytest.mark.dist
 
 VOCAB = 512
-ADAM = {"lr": 1e-3, "eps": 1e-3, "clip_grad": 0.5}
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {"tokens_per_microbatch": 10_000}),
-    "alone": (1, {"tokens_per_microbatch": 1, "recompute": True}),
-    "tp2": (2, {"parallel": {"tp": 2}, "tokens_per_microbatch": 64}),
-    "pp2": (2, {"parallel": {"pp": 2}, "tokens_per_microbatch": 64}),
-    "dp2": (2, {"parallel": {"dp": 2}, "tokens_per_microbatch": 64}),
-    "ep2": (2, {"parallel": {"dp": 2, "ep": 2}, "tokens_per_microbatch": 64}),
-    "tp2ep2": (4, {"parallel": {"tp": 2, "dp": 2, "ep": 2}, "tokens_per_microbatch": 64}),
-}
-VPP = {"pp": 2, "vpp": 2}
-LAYOUTS |= {
-    "cp2": (2, {"parallel": {"cp": 2}, "tokens_per_microbatch": 32}),
-    "vpp2": (2, {"parallel": VPP, "tokens_per_microbatch": 64}),
-    "cp2dp2": (4, {"parallel": {"cp": 2, "dp": 2}, "tokens_per_microbatch": 32}),
-    "tp2pp2": (4, {"parallel": {"tp": 2, "pp": 2}, "tokens_per_microbatch": 64}),
-    "tp2cp2": (4, {"parallel": {"tp": 2, "cp": 2}, "tokens_per_microbatch": 32, "recompute": True}),
-    "pp2ep2": (4, {"parallel": {"pp": 2, "dp": 2, "ep": 2}, "tokens_per_microbatch": 64}),
-    "tp2ep2 on two ranks": (2, {"parallel": {"tp": 2, "ep": 2}, "tokens_per_microbatch": 64}),
-    "cp2ep2 on two ranks": (2, {"parallel": {"cp": 2, "ep": 2}, "tokens_per_microbatch": 32}),
-    "ep2 allgather": (
-        2,
-        {
-            "parallel": {"dp": 2, "ep": 2},
-            "tokens_per_microbatch": 64,
-            "megatron": {"moe_token_dispatcher_type": "allgather"},
-        },
-    ),
-}
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 5000}
-LAYOUTS |= {
-    "dp2 overlapped": (2, {"parallel": {"dp": 2}, "tokens_per_microbatch": 64, "ddp": OVERLAP}),
-    "vpp2dp2 overlapped": (
-        4,
-        {"parallel": VPP | {"dp": 2}, "tokens_per_microbatch": 64, "ddp": OVERLAP},
-    ),
-}
-DENSE = (
-    "one",
-    "alone",
-    "tp2",
-    "pp2",
-    "dp2",
-    "cp2",
-    "vpp2",
-    "cp2dp2",
-    "tp2pp2",
-    "tp2cp2",
-    "dp2 overlapped",
-)
+UPDATES = 3
+# A dense model in every layout is tools/layout_table.py's; here each axis once.
+CASES = [
+    *(("dense", name, "packed") for name in ("one rank", "tp2", "cp2", "pp2 vpp2", "tp2 pp2")),
+    ("dense", "dp2 overlapped", "packed"),
+    *(("moe", name, "packed") for name in LAYOUTS),
+    ("moe", "one rank", "alone"),
+    ("moe", "one rank", "recompute"),
+    ("moe", "tp2 cp2", "recompute"),
+    ("moe", "one rank", "balanced"),
+    *(("moe", name, "balanced") for name in ("tp2", "cp2", "pp2 vpp2", "dp2 ep2")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +58,7 @@ def batches(models: dict[str, Path]) -> dict[str, list[Batch]]:
     return {
         kind: [
             make_batch(models[kind], samples=8, seed=seed, vocab=VOCAB, update=update)
-            for update, seed in enumerate((7, 8))
+            for update, seed in enumerate(range(7, 7 + UPDATES))
         ]
         for kind in ("dense", "moe")
     }
@@ -106,103 +69,48 @@ def runs(
     models: dict[str, Path],
     batches: dict[str, list[Batch]],
     tmp_path_factory: pytest.TempPathFactory,
-) -> dict[tuple[str, str], tuple[dict[str, Any], Path]]:
-    """Metrics and directory of two updates by (model, layout)."""
+) -> dict[tuple[str, str, str], tuple[list[dict[str, Any]], Path]]:
+    """Metrics and directory of the updates by case."""
     base = tmp_path_factory.mktemp("runs")
     found = {}
-    for kind in ("dense", "moe"):
-        for name, (size, config) in LAYOUTS.items():
-            if kind == "dense" and name not in DENSE:
-                continue
-            out = base / f"{kind}-{name}"
-            result = run_world(
-                jobs.update,
-                size,
-                out,
-                model=models[kind],
-                config=config | {"optimizer": ADAM},
-                batches=batches[kind],
-            )
-            found[kind, name] = (result, out)
+    for kind, name, variant in CASES:
+        out = base / f"{kind}-{name}-{variant}"
+        metrics = run(LAYOUTS[name], variant, models[kind], batches[kind], out)
+        found[kind, name, variant] = (metrics, out)
     return found
-
-
-# global_aux_loss depends on the order of micro-batches by its definition (a running mean).
-BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
-
-
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "ep2", "cp2", "vpp2", "tp2 recompute"])
-def test_balancing_losses_weigh_the_same_everywhere(
-    layout, balanced_one, models, batches, tmp_path
-):
-    """One sample a micro-batch, so that every layout sees the same micro-batches."""
-    size, config = LAYOUTS[layout.split()[0]]
-    config = config | {"tokens_per_microbatch": 1, "recompute": "recompute" in layout}
-    ours, out = balanced_update(models, batches, tmp_path, size, config)
-    expected, reference = balanced_one
-    for key in ("loss", "grad_norm", "balancing_loss"):
-        gap = relative(ours[key], expected[key])
-        bounded(f"balancing losses against one rank: {key} (relative)", gap, 1e-5, layout)
-    gap = relative_gap(weights(reference, 0), weights(out, 0))
-    bounded("balancing losses against one rank: updated weights (relative)", gap, 1e-5, layout)
-
-
-def balanced_update(models, batches, out, size, config):
-    result = run_world(
-        jobs.update,
-        size,
-        out,
-        model=models["moe"],
-        config=config | {"optimizer": ADAM, "megatron": BALANCED},
-        batches=batches["moe"][:1],
-    )
-    return result["metrics"][0], out
-
-
-@pytest.fixture(scope="module")
-def balanced_one(models, batches, runs, tmp_path_factory):
-    out = tmp_path_factory.mktemp("balanced")
-    figures, _ = balanced_update(models, batches, out, 1, {"tokens_per_microbatch": 1})
-    assert figures["balancing_loss"] > 1
-    plain = runs["moe", "alone"][0]["metrics"][0]
-    assert relative(figures["grad_norm"], plain["grad_norm"]) > 1e-3, "it must matter"
-    return figures, out
-
-
-def weights(out: Path, update: int) -> dict[str, torch.Tensor]:
-    return load_file(out / f"after{update}" / "model.safetensors")
-
-
-def relative_gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """||a - b|| / ||a|| over all tensors."""
-    assert a.keys() == b.keys()
-    difference = sum(float((a[name].double() - b[name].double()).square().sum()) for name in a)
-    return (difference / sum(float(t.double().square().sum()) for t in a.values())) ** 0.5
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_every_layout_makes_the_same_updates(kind, runs):
-    reference, reference_out = runs[kind, "one"]
-    for (model, name), (result, out) in runs.items():
-        if model != kind:
+    for (model, name, variant), (ours, out) in runs.items():
+        balanced = "balanced" if variant == "balanced" else "packed"
+        exact, reference = runs[model, "one rank", balanced]
+        if model != kind or out == reference:
             continue
-        for update in range(2):
-            ours, expected = result["metrics"][update], reference["metrics"][update]
-            for key in ("loss", "grad_norm", "reverse_kl_nats"):
-                gap = relative(ours[key], expected[key])
-                bounded(f"layouts against one rank: {key} (relative)", gap, 1e-5, (name, update))
+        for key, gap in gaps(ours, out, exact, reference).items():
+            bounded(f"layouts against one rank: {key} (relative)", gap, 1e-5, (name, variant))
+        for mine, theirs in zip(ours, exact, strict=True):
             for key in ("num_response_tokens", "num_ids", "num_samples", "mismatch_tokens"):
-                assert ours[key] == expected[key], (name, key)
-            assert ours["ratio_p99"] == pytest.approx(expected["ratio_p99"], rel=0.05)
-            assert ours["ratio_max"] == pytest.approx(expected["ratio_max"], rel=1e-4)
-            gap = relative_gap(weights(reference_out, update), weights(out, update))
-            bounded("layouts against one rank: updated weights (relative)", gap, 1e-5, name)
+                assert mine[key] == theirs[key], (name, key)
+            assert mine["ratio_p99"] == pytest.approx(theirs["ratio_p99"], rel=0.05)
+            assert mine["ratio_max"] == pytest.approx(theirs["ratio_max"], rel=1e-4)
+            if balanced == "balanced":
+                gap = relative(mine["balancing_loss"], theirs["balancing_loss"])
+                bounded("layouts against one rank: balancing loss (relative)", gap, 1e-5, name)
+
+
+def test_balancing_losses_matter(runs):
+    balanced, _ = runs["moe", "one rank", "balanced"]
+    plain, _ = runs["moe", "one rank", "alone"]
+    assert balanced[0]["balancing_loss"] > 1
+    assert plain[0]["balancing_loss"] is None
+    assert relative(balanced[0]["grad_norm"], plain[0]["grad_norm"]) > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_the_export_after_a_step_is_not_stale(kind, runs, models):
     before = load_file(models[kind] / "model.safetensors")
-    for (model, name), (_, out) in runs.items():
+    for (model, name, _), (_, out) in runs.items():
         if model == kind:
             assert relative_gap(before, weights(out, 0)) > 3e-4, name
             assert relative_gap(weights(out, 0), weights(out, 1)) > 3e-4, name
@@ -210,18 +118,17 @@ def test_the_export_after_a_step_is_not_stale(kind, runs, models):
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_the_first_update_equals_float64_autograd(kind, runs, models, batches):
-    result, out = runs[kind, "one"]
+    metrics, out = runs[kind, "one rank", "packed"]
     exact = oracle_update(
         models[kind], batches[kind][0], lr=ADAM["lr"], eps=ADAM["eps"], clip=ADAM["clip_grad"]
     )
-    ours = result["metrics"][0]
     expected = {
         "loss": exact.loss,
         "reverse_kl_nats": exact.reverse_kl,
         "grad_norm": exact.grad_norm,
     }
     for key, value in expected.items():
-        gap = relative(ours[key], value)
+        gap = relative(metrics[0][key], value)
         bounded(f"one rank against float64 autograd: {key} (relative)", gap, 1e-5, kind)
     gap = relative_gap(exact.weights, weights(out, 0))
     bounded("one rank against float64 autograd: updated weights (relative)", gap, 1e-6, kind)
@@ -308,9 +215,11 @@ def test_bfloat16_keeps_float32_main_weights(models, batches, runs, tmp_path):
         batches=batches["moe"][:1],
     )
     assert result["main_dtypes"] == ["torch.float32"]
-    exact = runs["moe", "one"][0]["metrics"][0]
+    exact = runs["moe", "one rank", "packed"][0][0]
     assert result["metrics"][0]["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.1)
-    assert relative_gap(weights(runs["moe", "one"][1], 0), weights(tmp_path, 0)) < 5e-3
+    assert (
+        relative_gap(weights(runs["moe", "one rank", "packed"][1], 0), weights(tmp_path, 0)) < 5e-3
+    )
 
 
 @pytest.mark.parametrize(
