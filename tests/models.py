@@ -14,6 +14,7 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -61,7 +62,7 @@ def _shared_config(**overrides: object) -> dict[str, object]:
     return config | overrides
 
 
-def _randomise(model: torch.nn.Module, seed: int, head_std: float) -> None:
+def _randomise(model: PreTrainedModel, seed: int, head_std: float) -> None:
     """Matrices ~ N(0, 1/fan_in), norms ~ 1 + N(0, 0.01), biases ~ N(0, 1); own generator."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -71,9 +72,9 @@ def _randomise(model: torch.nn.Module, seed: int, head_std: float) -> None:
                 parameter.copy_(noise)
             elif parameter.ndim == 1:
                 parameter.copy_(1 + 0.1 * noise)
-            elif "embed" in name:
+            elif "embed" in name and not model.config.tie_word_embeddings:
                 parameter.copy_(noise)
-            elif "lm_head" in name:
+            elif "lm_head" in name or "embed" in name:
                 parameter.copy_(noise * head_std / parameter.shape[-1] ** 0.5)
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -48,9 +49,15 @@ class Crew:
             except ValueError as error:
                 failure = str(error)
             except OSError as error:
-                failure = f"cannot write {error.filename}: " * bool(error.filename)
-                failure += (error.strerror or str(error)).lower()
+                failure = _told(error)
         failures = [failure] if self.size == 1 else all_gather_json(failure, self)
         for told in failures:
             if told:
                 raise ValueError(told)
+
+
+def _told(error: OSError) -> str:
+    where = f" writing {error.filename}" if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"disk full{where}; free some space and start again: what is done is kept"
+    return f"{(error.strerror or str(error)).lower()}{where}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections import defaultdict
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -148,8 +149,8 @@ class MegatronSource:
                 stream.seek(info.offset)
                 data = stream.read(info.length)
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError) as error:
-            reason = str(error).splitlines()[0]
+        except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError) as error:
+            reason = (str(error).splitlines() or ["it ends too early"])[0]
             raise ValueError(f"{file}: cannot read a piece of {key}: {reason}") from None
 
 

@@ -1,0 +1,159 @@
+"""`opd convert`: Hugging Face checkpoints to Megatron distributed checkpoints, and back."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_opd.cli.errors import RunFailed, UserError
+
+if TYPE_CHECKING:
+    from megatron_opd.checkpoint.conversion import Report
+    from megatron_opd.checkpoint.crew import Crew
+
+DTYPES = ("float32", "bfloat16", "float16")
+# Of the largest logit: float32 sums in another order, layer after layer.
+LOGIT_TOLERANCE = 1e-4
+GIB = 2**30
+
+
+def add_parser(verbs: Any) -> None:
+    """Register `opd convert hf-to-megatron` and `opd convert megatron-to-hf`."""
+    convert = verbs.add_parser(
+        "convert",
+        help="Hugging Face checkpoints to Megatron's distributed format, and back",
+        description="Convert checkpoints tensor by tensor; see docs/convert.md.",
+    )
+    ways = convert.add_subparsers(dest="way", required=True, metavar="WAY")
+
+    def way(name: str, summary: str, handler: Callable[..., int]) -> argparse.ArgumentParser:
+        parser = ways.add_parser(name, help=summary, description=summary)
+        parser.add_argument("source", type=Path, metavar="SRC")
+        parser.add_argument("target", type=Path, metavar="DST")
+        parser.add_argument("--dtype", choices=DTYPES, help="cast every tensor; default: keep")
+        parser.add_argument(
+            "--verify",
+            action="store_true",
+            help="also compare logits with transformers' (both models whole in memory)",
+        )
+        parser.set_defaults(handler=handler)
+        return parser
+
+    to_megatron = way(
+        "hf-to-megatron",
+        "write a Megatron distributed checkpoint that loads at any layout",
+        hf_to_megatron,
+    )
+    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
+        summary = f"cut and group the files for this {what}-parallel degree"
+        to_megatron.add_argument(f"--{name}", type=_positive, default=1, metavar="N", help=summary)
+    to_hf = way("megatron-to-hf", "write a Hugging Face checkpoint", megatron_to_hf)
+    to_hf.add_argument(
+        "--max-shard-gib",
+        type=float,
+        default=4.0,
+        metavar="SIZE",
+        help="begin another safetensors file at this size (4)",
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
+    return value
+
+
+def hf_to_megatron(arguments: argparse.Namespace) -> int:
+    """`opd convert hf-to-megatron SRC DST`."""
+    from megatron_opd.checkpoint import to_megatron
+    from megatron_opd.config.learner import ParallelConfig
+
+    tp, pp, ep = arguments.tp, arguments.pp, arguments.ep
+    parallel = ParallelConfig(tp=tp, pp=pp, ep=ep, dp=ep)
+    source, target = arguments.source, arguments.target
+
+    def work(crew: Crew) -> Report:
+        dtype = _dtype(arguments)
+        return to_megatron.hf_to_megatron(source, target, parallel=parallel, dtype=dtype, crew=crew)
+
+    return _convert(arguments, work, megatron=target, hf=source)
+
+
+def megatron_to_hf(arguments: argparse.Namespace) -> int:
+    """`opd convert megatron-to-hf SRC DST`."""
+    from megatron_opd.checkpoint import to_hf
+
+    if arguments.max_shard_gib <= 0:
+        raise UserError(f"--max-shard-gib must be > 0, got {arguments.max_shard_gib}")
+    source, target = arguments.source, arguments.target
+    limit = int(arguments.max_shard_gib * GIB)
+
+    def work(crew: Crew) -> Report:
+        dtype = _dtype(arguments)
+        return to_hf.megatron_to_hf(source, target, dtype=dtype, crew=crew, max_file_bytes=limit)
+
+    return _convert(arguments, work, megatron=source, hf=target)
+
+
+def _dtype(arguments: argparse.Namespace) -> Any:
+    import torch
+
+    return None if arguments.dtype is None else getattr(torch, arguments.dtype)
+
+
+def _convert(
+    arguments: argparse.Namespace, work: Callable[[Crew], Report], *, megatron: Path, hf: Path
+) -> int:
+    """Run `work` on this rank; rank 0 prints the report and any error. Raises UserError."""
+    from megatron_opd.checkpoint.crew import Crew
+
+    if not arguments.source.is_dir():
+        raise UserError(f"SRC must be a checkpoint directory, not found: {arguments.source}")
+    crew = Crew.join(os.environ)
+    try:
+        report = work(crew)
+    except ValueError as error:
+        if crew.rank:
+            return 2  # rank 0 says it
+        raise UserError(str(error).replace("learner.parallel.", "--")) from None
+    finally:
+        crew.leave()
+    if crew.rank:
+        return 0
+    shown = asdict(report)
+    shown["verified"] = ["checksums"]
+    if arguments.verify:
+        shown |= _compare_logits(megatron, hf)
+        shown["verified"].append("logits")
+    sys.stdout.write(json.dumps(shown) + "\n")
+    return 0
+
+
+def _compare_logits(megatron: Path, hf: Path) -> dict[str, float]:
+    """In a process of its own, so that the models' memory is not the converter's. RunFailed."""
+    ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_opd.learner.verify", str(megatron), str(hf)],
+        env={key: value for key, value in os.environ.items() if key not in ours},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RunFailed(f"--verify: cannot compare logits of {megatron} and {hf}: {reason}")
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    if not found["max_abs_logit_diff"] <= LOGIT_TOLERANCE * found["max_abs_logit"]:
+        raise RunFailed(
+            f"--verify: logits of {megatron} and {hf} differ by {found['max_abs_logit_diff']:.2e}, "
+            f"largest logit {found['max_abs_logit']:.2e}"
+        )
+    return found

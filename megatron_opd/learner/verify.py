@@ -1,0 +1,71 @@
+"""`python -m megatron_opd.learner.verify MEGATRON HF`: both checkpoints give the same logits.
+
+The learner's model in float32, with the Megatron checkpoint's weights, against transformers' with
+the other's. Both are whole in memory, on this one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from megatron_opd.checkpoint.convert import load_weights
+from megatron_opd.checkpoint.megatron_reader import MegatronSource
+from megatron_opd.checkpoint.model_spec import ModelSpec, read_model_spec
+from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.learner.attention import Packing
+from megatron_opd.learner.devices import cpu
+from megatron_opd.learner.model import build_model
+from megatron_opd.learner.setup import init_world
+
+NUM_TOKENS = 64
+
+
+def megatron_logits(path: Path, spec: ModelSpec, ids_1S: torch.Tensor) -> torch.Tensor:
+    """float32 [S, V] of one sequence, without the ids that pad the vocabulary."""
+    config = LearnerConfig.model_validate({"dtype": "float32"})
+    with cpu.install():
+        world = init_world(config.parallel, seed=0, threads=None, timeout_s=600.0)
+        (model,) = build_model(spec, world, config)
+        load_weights(model, spec, world, MegatronSource(path, spec))
+        packing = Packing.of((ids_1S.shape[1],), world.device)
+        with torch.no_grad():
+            logits_1SV = model(ids_1S.to(world.device), None, None, packed_seq_params=packing)
+        return logits_1SV[0, :, : spec.vocab_size].cpu()
+
+
+def transformers_logits(path: Path, ids_1S: torch.Tensor) -> torch.Tensor:
+    """float32 [S, V]."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    with torch.no_grad():
+        return model(ids_1S).logits[0]
+
+
+def main() -> int:
+    """Print {max_abs_logit_diff, max_abs_logit, tokens}."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_opd.learner.verify")
+    parser.add_argument("megatron", type=Path)
+    parser.add_argument("hf", type=Path)
+    arguments = parser.parse_args()
+    spec = read_model_spec(arguments.megatron)
+    generator = torch.Generator().manual_seed(0)
+    ids_1S = torch.randint(spec.vocab_size, (1, NUM_TOKENS), generator=generator)
+    ours = megatron_logits(arguments.megatron, spec, ids_1S)
+    theirs = transformers_logits(arguments.hf, ids_1S)
+    result = {
+        "max_abs_logit_diff": float((ours - theirs).abs().max()),
+        "max_abs_logit": float(theirs.abs().max()),
+        "tokens": NUM_TOKENS,
+    }
+    sys.stdout.write(json.dumps(result) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
