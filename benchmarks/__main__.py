@@ -12,7 +12,8 @@ from typing import Any
 from megatron_opd.metrics.summary import commit, versions
 
 BENCHMARKS = ("draws", "learner", "lean_logp")
-STUDIES = ("variance", "objectives", "mismatch", "staleness")  # minutes to hours: run when named
+# Minutes to hours: run when named.
+STUDIES = ("variance", "layouts", "objectives", "mismatch", "staleness")
 NAMES = (*BENCHMARKS, *STUDIES)
 
 
