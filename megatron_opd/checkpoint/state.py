@@ -1,0 +1,230 @@
+"""The whole state of a learner as a Megatron distributed checkpoint, and back at any layout.
+
+    .metadata  __RANK_N.distcp  common.pt  metadata.json     torch_dist: weights and optimizer
+    state.json  rng-RANK.safetensors  sums-RANK.json         ours
+
+Invariant: at the layout that saved it, the next updates of a learner that loaded a checkpoint are
+bitwise those of the one that went on; at another layout they differ by rounding only.
+
+The learning rate is a function of the update's index, so the schedule has no state but that.
+`.metadata` and `common.pt` are torch's and Megatron's formats; `.metadata` is a pickle that torch
+reads without restriction: load only checkpoints that you trust. Files of ours hold none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_opd.checkpoint import state_files
+from megatron_opd.checkpoint.part_dir import write_synced
+from megatron_opd.checkpoint.state_optimizer import (
+    METADATA,
+    load_optimizer,
+    sharded_optimizer,
+    step_count,
+)
+from megatron_opd.checkpoint.state_write import ShardWriter
+from megatron_opd.learner.devices import cpu
+from megatron_opd.learner.setup import World
+
+FORMAT = 1
+STATE = "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerFacts:
+    """What state.json says. updates: learner updates made. step: optimizer steps taken."""
+
+    format: int
+    updates: int
+    step: int
+    world_size: int
+    parallel: dict[str, Any]
+    dtype: str
+
+
+class LearnerState:
+    """Saves and loads one learner. Methods are collective; `settle_weights` comes before `save`.
+
+    timeout_s: longest that ranks wait for each other while shards are written.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        optimizer: MegatronOptimizer,
+        world: World,
+        dtype: str,
+        timeout_s: float,
+    ) -> None:
+        self._chunks, self._optimizer, self._world, self._dtype = chunks, optimizer, world, dtype
+        self._timeout_s = timeout_s
+        self._device_mode = cpu.install()
+        self._writer: ShardWriter | None = None
+
+    def save(self, path: Path, updates: int, *, in_background: bool) -> None:
+        """Write the state after `updates` updates to the new directory `path`.
+
+        in_background: return once the state is copied to host memory; `wait`, or every rank's
+        sums file, tells when it is written. An earlier save that failed is raised here.
+        """
+        self.wait()
+        if self._writer is None:
+            self._writer = ShardWriter(self._timeout_s)
+        rank = self._world.rank
+        if rank == 0:
+            path.mkdir(parents=True)
+        dist.barrier()
+        self._save_rng(path)
+        if rank == 0:
+            facts = self._facts(updates)
+            write_synced(path / STATE, json.dumps(asdict(facts), indent=1))
+        self._writer.prepare(lambda: self._finish(path), in_background=in_background)
+        with self._device_mode:
+            dist_checkpointing.save(
+                self._sharded(loading=False),
+                str(path),
+                sharded_strategy=self._writer,
+                content_metadata=dict(METADATA),
+            )
+
+    def wait(self) -> None:
+        """Until what was saved in the background is on disk; raises what it failed with."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def load(self, path: Path) -> LearnerFacts:
+        """Take over the state in `path`.
+
+        ValueError, on every rank and naming the file or the reason: it is damaged, of another
+        format or of another model.
+        """
+        facts = read_facts(path)
+        if facts.dtype != self._dtype:
+            raise ValueError(
+                f"learner.dtype must be that of checkpoint {path}, {facts.dtype}, got {self._dtype}"
+            )
+        self._verify(path, facts)
+        with self._device_mode:
+            loaded = self._read(path)
+            for index, chunk in enumerate(self._chunks):
+                _module(chunk).load_state_dict(loaded["model"][str(index)])
+            load_optimizer(self._optimizer, loaded["optimizer"], facts.step)
+        if facts.parallel == self._parallel():
+            self._load_rng(path)
+        dist.barrier()
+        return facts
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        try:
+            loaded: Any = dist_checkpointing.load(
+                self._sharded(loading=True), str(path), strict=StrictHandling.RAISE_ALL
+            )
+        except (CheckpointingException, CheckpointException, KeyError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(f"checkpoint {path} is not of this model: {reason}") from error
+        return loaded
+
+    def _sharded(self, *, loading: bool) -> dict[str, Any]:
+        model = {
+            str(index): _module(chunk).sharded_state_dict(metadata=METADATA)
+            for index, chunk in enumerate(self._chunks)
+        }
+        optimizer = sharded_optimizer(self._optimizer, model, loading=loading)
+        return {"model": model, "optimizer": optimizer}
+
+    def _facts(self, updates: int) -> LearnerFacts:
+        step = step_count(self._optimizer)
+        return LearnerFacts(FORMAT, updates, step, self._world.size, self._parallel(), self._dtype)
+
+    def _parallel(self) -> dict[str, Any]:
+        return self._world.parallel.model_dump(mode="json")
+
+    def _finish(self, path: Path) -> None:
+        """Every rank's shards are on disk: sign for this rank's."""
+        rank = self._world.rank
+        mine = [file.name for file in path.glob(f"__{rank}_*")] + [_rng_name(rank)]
+        if rank == 0:
+            mine += [STATE, ".metadata", "common.pt"]
+        state_files.write_sums(path, rank, mine)
+
+    def _verify(self, path: Path, facts: LearnerFacts) -> None:
+        """Check every file's size and, shared out over the ranks, its checksum."""
+        entries = state_files.read_sums(path, facts.world_size)
+        for entry in entries:
+            state_files.check_size(path, entry)
+        world = self._world
+        bad = [
+            index
+            for index in range(world.rank, len(entries), world.size)
+            if state_files.sum_file(path, entries[index].name) != entries[index]
+        ]
+        # All ranks name the same file, and none goes on to wait for one that stopped.
+        first = torch.tensor(bad[0] if bad else len(entries), device=world.device)
+        dist.all_reduce(first, dist.ReduceOp.MIN)
+        if int(first) < len(entries):
+            name = entries[int(first)].name
+            raise ValueError(
+                f"checkpoint {path} is damaged: {name} does not have the checksum it was "
+                "written with"
+            )
+
+    def _save_rng(self, path: Path) -> None:
+        states = {"torch": torch.get_rng_state()}
+        if self._world.device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state()
+        tracked: dict[str, torch.Tensor] = _tracker().get_states()
+        states |= {f"megatron.{name}": state for name, state in tracked.items()}
+        save_file(
+            {name: state.cpu().clone() for name, state in states.items()},
+            path / _rng_name(self._world.rank),
+        )
+
+    def _load_rng(self, path: Path) -> None:
+        states = load_file(path / _rng_name(self._world.rank))
+        torch.set_rng_state(states.pop("torch"))
+        if self._world.device.type == "cuda":
+            torch.cuda.set_rng_state(states.pop("cuda"))
+        tracked = {name.removeprefix("megatron."): state for name, state in states.items()}
+        _tracker().set_states(tracked)
+
+
+def read_facts(path: Path) -> LearnerFacts:
+    """What a learner's checkpoint says of itself. ValueError: it is none that we can read."""
+    raw = state_files.read_json(path / STATE)
+    if raw.get("format") != FORMAT:
+        raise ValueError(
+            f"checkpoint {path}: its format must be {FORMAT}, got {raw.get('format')!r}"
+        )
+    try:
+        return LearnerFacts(**raw)
+    except TypeError as error:
+        raise ValueError(f"checkpoint {path}: {STATE} is not whole: {error}") from None
+
+
+def _rng_name(rank: int) -> str:
+    return f"rng-{rank:05d}.safetensors"
+
+
+def _tracker() -> Any:
+    """Megatron's random states of tensor-parallel regions."""
+    return get_cuda_rng_tracker()
+
+
+def _module(chunk: DistributedDataParallel) -> Any:
+    return cast(Any, chunk.module)

@@ -1,0 +1,96 @@
+"""Checksums of the files that one learner rank wrote, and their verification. Torch-free.
+
+Invariant: `sums-RANK.json` exists only when every file it names is whole on disk, so that a
+checkpoint is complete once each rank's is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_opd.checkpoint.part_dir import write_synced
+
+CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class FileSum:
+    """What a whole file looks like. name: relative to the directory of the sums."""
+
+    name: str
+    size: int
+    crc32: int
+
+
+def sum_file(directory: Path, name: str) -> FileSum:
+    """Size and checksum of a file."""
+    size = crc = 0
+    with (directory / name).open("rb") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            size += len(chunk)
+            crc = zlib.crc32(chunk, crc)
+    return FileSum(name, size, crc)
+
+
+def write_sums(directory: Path, rank: int, names: Iterable[str]) -> None:
+    """Write sums-RANK.json in one step."""
+    sums = [sum_file(directory, name) for name in sorted(names)]
+    rows = [[entry.name, entry.size, entry.crc32] for entry in sums]
+    write_synced(directory / sums_name(rank), json.dumps(rows))
+
+
+def sums_name(rank: int) -> str:
+    """Name of a rank's checksums."""
+    return f"sums-{rank:05d}.json"
+
+
+def read_sums(directory: Path, ranks: int) -> list[FileSum]:
+    """What all ranks wrote, in an order that every reader agrees on.
+
+    ValueError: a rank's checksums are missing or unreadable.
+    """
+    found: list[FileSum] = []
+    for rank in range(ranks):
+        path = directory / sums_name(rank)
+        try:
+            found += [FileSum(*row) for row in json.loads(path.read_bytes())]
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f"checkpoint {directory}: cannot read {path.name}: {error}") from None
+    return sorted(found, key=lambda entry: entry.name)
+
+
+def check_size(directory: Path, entry: FileSum) -> None:
+    """ValueError: the file is missing or was cut short."""
+    path = directory / entry.name
+    size = path.stat().st_size if path.is_file() else None
+    if size != entry.size:
+        got = "it is missing" if size is None else f"got {size}"
+        raise ValueError(
+            f"checkpoint {directory} is damaged: {entry.name} must have {entry.size} bytes, {got}"
+        )
+
+
+def sync_directory(path: Path) -> None:
+    """Put the names in a directory on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a checkpoint. ValueError: it is missing or unreadable."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"checkpoint {path.parent}: cannot read {path.name}: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"checkpoint {path.parent}: {path.name} must hold an object")
+    return value  # pyright: ignore[reportUnknownVariableType]

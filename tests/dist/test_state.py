@@ -1,0 +1,183 @@
+"""A learner that loads a checkpoint goes on as the one that was never stopped, at every layout."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_opd.checkpoint.state_files import sums_name
+from megatron_opd.types import Batch
+from tests.dist import state_jobs
+from tests.dist.caches import make_batch
+from tests.dist.worlds import run_world
+from tests.figures import bounded, relative
+from tests.models import tiny_qwen3, tiny_qwen3_moe
+
+pytestmark = pytest.mark.dist
+
+# Two optimizer steps an update; clipping and weight decay are on, so that every part of the state
+# (step count, moments, main parameters) shows in the next update.
+STEP = {
+    "optimizer": {"lr": 1e-3, "eps": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1},
+    "tokens_per_microbatch": 64,
+    "mini_batches": 2,
+}
+LAYOUTS: dict[str, dict[str, dict[str, int]]] = {
+    "tied": {"one": {}, "pp2": {"pp": 2}},
+    "dense": {"one": {}, "tp2": {"tp": 2}, "vpp2": {"pp": 2, "vpp": 2}, "dp2": {"dp": 2}},
+    "moe": {
+        "one": {},
+        "pp2": {"pp": 2},
+        "ep2": {"dp": 2, "ep": 2},
+        "tp2ep2": {"tp": 2, "dp": 2, "ep": 2},
+    },
+}
+SAVED_AFTER = 2
+KINDS = list(LAYOUTS)
+# The tied model's logits are so large that its loss differs by 3e-5 between layouts without a step.
+MATRIX = ("dense", "moe")
+
+
+def size(parallel: dict[str, int]) -> int:
+    return parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("dp", 1)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("models")
+    return {
+        "dense": tiny_qwen3(base / "dense", seed=3, num_hidden_layers=4),
+        "tied": tiny_qwen3(base / "tied", seed=5, tie_word_embeddings=True),
+        "moe": tiny_qwen3_moe(
+            base / "moe", seed=4, num_hidden_layers=2, mlp_only_layers=[1], num_key_value_heads=4
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def batches(models: dict[str, Path]) -> dict[str, list[Batch]]:
+    return {
+        kind: [make_batch(model, samples=4, seed=u, vocab=512, update=u) for u in range(4)]
+        for kind, model in models.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(models, batches, tmp_path_factory) -> dict[str, Any]:
+    """By kind and layout: the unbroken run, and the runs from every layout's checkpoint."""
+    base = tmp_path_factory.mktemp("state")
+    found: dict[str, Any] = {}
+    for kind, layouts in LAYOUTS.items():
+        saved = {name: base / f"{kind}-{name}-checkpoint" for name in layouts}
+        common = {"model": models[kind], "batches": batches[kind]}
+        for name, parallel in layouts.items():
+            out = base / f"{kind}-{name}"
+            result = run_world(
+                state_jobs.unbroken,
+                size(parallel),
+                out,
+                config=STEP | {"parallel": parallel},
+                save_after=SAVED_AFTER,
+                target=saved[name],
+                in_background=name != "one",
+                **common,
+            )
+            found[kind, name] = {**result, "weights": torch.load(out / "weights.pt")}
+        for name, parallel in layouts.items():
+            out = base / f"{kind}-{name}-resumed"
+            config = STEP | {"parallel": parallel}
+            results = run_world(
+                state_jobs.resumed, size(parallel), out, config=config, sources=saved, **common
+            )
+            for source, result in results.items():
+                found[kind, source, name] = {**result, "weights": torch.load(out / f"{source}.pt")}
+        found[kind] = saved
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_layout_goes_on_bitwise(kind, runs):
+    for name in LAYOUTS[kind]:
+        unbroken, resumed = runs[kind, name], runs[kind, name, name]
+        assert resumed["rows"] == unbroken["rows"][SAVED_AFTER:], name
+        assert resumed["digest"] == unbroken["digest"], name
+        assert resumed["step"] == 2 * SAVED_AFTER
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_reach_every_layout_bitwise(kind, runs):
+    for source in LAYOUTS[kind]:
+        for name in LAYOUTS[kind]:
+            assert runs[kind, source, name]["loaded"] == runs[kind, source]["saved"], (source, name)
+
+
+@pytest.mark.parametrize("kind", MATRIX)
+def test_every_layout_goes_on_from_every_other(kind, runs):
+    for source in LAYOUTS[kind]:
+        for name in LAYOUTS[kind]:
+            unbroken, resumed = runs[kind, name], runs[kind, source, name]
+            where = f"{kind}: {source} -> {name}"
+            for ours, expected in zip(resumed["rows"], unbroken["rows"][SAVED_AFTER:], strict=True):
+                for key in ("loss", "grad_norm", "reverse_kl_nats"):
+                    gap = relative(ours[key], expected[key])
+                    bounded(f"resumed at another layout: {key} (relative)", gap, 1e-5, where)
+            for key, tensor in unbroken["weights"].items():
+                gap = float((resumed["weights"][key] - tensor).norm() / tensor.norm())
+                bounded("resumed at another layout: a tensor (relative)", gap, 1e-5, where)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_that_is_lost_would_show(kind, runs):
+    """Updates after the checkpoint move the weights far more than the bounds above."""
+    for name in LAYOUTS[kind]:
+        rows = runs[kind, name]["rows"]
+        assert len({row["loss"] for row in rows}) == len(rows)
+        first, last = rows[SAVED_AFTER - 1], rows[-1]
+        assert relative(first["grad_norm"], last["grad_norm"]) > 1e-3
+
+
+def test_damage_is_refused_with_the_file_s_name(runs, models, batches, tmp_path):
+    whole = runs["dense"]["tp2"]
+    sources = {}
+
+    def damaged(name: str, *parts: str) -> Path:
+        copy = sources[name] = tmp_path / name
+        shutil.copytree(whole, copy)
+        return copy.joinpath(*parts)
+
+    shard = next(whole.glob("__1_*.distcp")).name
+    path = damaged("cut", shard)
+    path.write_bytes(path.read_bytes()[:-1])
+    path = damaged("flipped", shard)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    damaged("gone", shard).unlink()
+    damaged("unsigned", sums_name(1)).unlink()
+    damaged("no-facts", "state.json").write_text("{")
+    sources["other-model"] = runs["moe"]["one"]
+    config = STEP | {"parallel": {"tp": 2}}
+    run_world(
+        state_jobs.refused,
+        2,
+        tmp_path / "out",
+        model=models["dense"],
+        config=config,
+        sources=sources,
+    )
+    said = [json.loads((tmp_path / "out" / f"said{rank}.json").read_text()) for rank in range(2)]
+    assert said[0] == said[1], "every rank says the same"
+    for name, line in said[0].items():
+        assert str(sources[name]) in line, (name, line)
+        assert "\n" not in line
+    said = said[0]
+    assert f"is damaged: {shard} must have" in said["cut"]
+    assert f"is damaged: {shard} does not have the checksum" in said["flipped"]
+    assert f"{shard} must have" in said["gone"]
+    assert "it is missing" in said["gone"]
+    assert sums_name(1) in said["unsigned"]
+    assert "state.json" in said["no-facts"]
+    assert "is not of this model" in said["other-model"]
