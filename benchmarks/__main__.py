@@ -13,7 +13,7 @@ from megatron_opd.metrics.summary import commit, versions
 
 BENCHMARKS = ("draws", "learner", "lean_logp")
 # Minutes to hours: run when named.
-STUDIES = ("variance", "layouts", "objectives", "mismatch", "staleness")
+STUDIES = ("variance", "convert", "layouts", "objectives", "mismatch", "staleness")
 NAMES = (*BENCHMARKS, *STUDIES)
 
 
