@@ -5,8 +5,10 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from megatron_opd.checkpoint.model_spec import read_model_spec
 from megatron_opd.cli.errors import RunFailed, UserError
 from megatron_opd.cli.learner_process import LearnerProcess, learner_command
+from megatron_opd.cli.megatron_settings import check_megatron
 from megatron_opd.cli.prepare import checked
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import SftConfig
@@ -17,11 +19,17 @@ GRACE_S = 5.0
 
 def run_sft(config: SftConfig) -> int:
     """Check the input, train in a child world whose output is ours, write the checkpoint."""
+    parallel = config.learner.parallel
     if not (config.init / "config.json").is_file():
         raise UserError(f"init must be a directory with a config.json, got {config.init}")
     if config.output.exists() and any(config.output.iterdir()):
         raise UserError(f"output must be a new or empty directory, got {config.output}")
-    checked(lambda: read_records(config.train, (config.prompt_key, config.response_key)))
+    spec = checked(lambda: read_model_spec(config.init))
+    checked(lambda: spec.check_parallel(parallel, uneven=config.learner.uneven_stages))
+    check_megatron(spec, config.learner)
+    for path in (config.train, config.validation):
+        if path is not None:
+            checked(lambda path=path: read_records(path, (config.prompt_key, config.response_key)))
     with tempfile.TemporaryDirectory(prefix="opd-sft-") as scratch:
         resolved = Path(scratch) / "sft.yaml"
         resolved.write_text(dump_config(config), encoding="utf-8")

@@ -226,8 +226,16 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is kept of the student."""
+    """What is kept of the student, and of the whole run."""
 
+    every: NonNegativeInt = 0
+    """Updates between checkpoints that `--resume` goes on from; 0: none are written."""
+    keep_last: PositiveInt = 2
+    """Newest of them to keep."""
+    keep_every: NonNegativeInt = 0
+    """Besides, keep those after a multiple of so many updates; 0: none."""
+    async_save: bool = True
+    """Training waits only while the state is copied to host memory, not while it is written."""
     export_hf: bool = True
     """Write the final student as a Hugging Face checkpoint into the run directory."""
 
@@ -338,6 +346,25 @@ class SftConfig(Section):
     """Column of the response."""
     batch_size: PositiveInt = 64
     """Pairs per update."""
+    validation: Path | None = None
+    """Pairs, in the form of `train`, whose loss is measured and which nothing learns from."""
+    validate_every: PositiveInt = 100
+    """Updates between two validations; one comes before the first update and one after the last."""
+    metrics: Path | None = None
+    """JSONL file of a row per update: loss, gradient norm, learning rate, validation loss; null:
+    progress lines only."""
     learner: LearnerConfig = LearnerConfig()
     save_dtype: Dtype = "bfloat16"
     """Of the written weights."""
+
+    @model_validator(mode="after")
+    def _shares(self) -> SftConfig:
+        minis, parallel = self.learner.mini_batches, self.learner.parallel
+        least = parallel.pp if parallel.vpp > 1 else 1
+        if self.batch_size % (minis * parallel.dp) or self.batch_size < minis * parallel.dp * least:
+            raise ValueError(
+                "batch_size must be a multiple of learner.mini_batches * learner.parallel.dp and "
+                "hold learner.parallel.pp pairs for each of them with vpp above 1, got "
+                f"{self.batch_size}, {minis} * {parallel.dp}, pp={parallel.pp}, vpp={parallel.vpp}"
+            )
+        return self

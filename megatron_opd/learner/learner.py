@@ -153,6 +153,17 @@ class MegatronLearner:
         run = partial(run_mini_batch, self.model, micros, loss)
         return self._step(run, lr, count, len(micros))
 
+    def sft_loss(self, micros: Sequence[SftMicro]) -> Totals:
+        """The loss of supervised micro-batches, without learning from them. Collective."""
+        loss = partial(sft_loss, head=self.head)
+        with self._device_mode:
+            for chunk in self.model:
+                chunk.eval()
+            totals = run_mini_batch(self.model, micros, loss, self.world, forward_only=True)
+            for chunk in self.model:
+                chunk.train()
+        return totals
+
     def settle_weights(self) -> None:
         """Make every parameter current on every rank; call before weights are read. Collective.
 

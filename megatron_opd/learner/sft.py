@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,9 @@ from megatron_opd.data.records import read_records
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.micro_batch import SftMicro, sft_micro
 from megatron_opd.learner.model import DTYPES
+from megatron_opd.learner.optimizer import learning_rate
+from megatron_opd.learner.sft_report import Report, Row
 from megatron_opd.types import IntArray
-
-PROGRESS_LINES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ class Pair:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-def read_pairs(config: SftConfig, max_tokens: int) -> list[Pair]:
+def read_pairs(config: SftConfig, path: Path, max_tokens: int) -> list[Pair]:
     """Tokenise the training file with the tokenizer of `config.init`.
 
     max_tokens: the model's context. ValueError: bad file, no end-of-sequence token, or a pair that
@@ -43,7 +41,7 @@ def read_pairs(config: SftConfig, max_tokens: int) -> list[Pair]:
     """
     from transformers import AutoTokenizer
 
-    rows = read_records(config.train, [config.prompt_key, config.response_key])
+    rows = read_records(path, [config.prompt_key, config.response_key])
     tokenizer: Any = AutoTokenizer.from_pretrained(str(config.init), local_files_only=True)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"init: the tokenizer of {config.init} has no end-of-sequence token")
@@ -59,7 +57,7 @@ def read_pairs(config: SftConfig, max_tokens: int) -> list[Pair]:
         )
         if pair.num_tokens > max_tokens:
             raise ValueError(
-                f"{config.train} row {number}: prompt and response must fit the model's context of "
+                f"{path} row {number}: prompt and response must fit the model's context of "
                 f"{max_tokens} tokens, got {pair.num_tokens}"
             )
         pairs.append(pair)
@@ -79,8 +77,7 @@ def batches(pairs: list[Pair], batch_size: int, seed: int) -> Iterator[list[Pair
 
 def rank_micros(batch: list[Pair], learner: MegatronLearner) -> Iterator[list[SftMicro]]:
     """This rank's micro-batches, a list for every mini-batch."""
-    config, world = learner.config, learner.world
-    plan = learner_plan([pair.num_tokens for pair in batch], config)
+    plan = learner_plan([pair.num_tokens for pair in batch], learner.config)
     for ranks in plan:
         yield [
             sft_micro(
@@ -88,8 +85,32 @@ def rank_micros(batch: list[Pair], learner: MegatronLearner) -> Iterator[list[Sf
                 [batch[index].response_ids for index in micro],
                 learner.layout,
             )
-            for micro in ranks[world.data_rank]
+            for micro in ranks[learner.world.data_rank]
         ]
+
+
+class Validation:
+    """Mean negative log-likelihood of the response tokens of held-out pairs, in nats.
+
+    Data-parallel ranks take equal shares: pairs beyond the last multiple are left out.
+    """
+
+    def __init__(self, pairs: list[Pair], learner: MegatronLearner) -> None:
+        parallel = learner.config.parallel
+        share = learner.config.mini_batches * parallel.dp
+        least = share * (parallel.pp if parallel.vpp > 1 else 1)
+        self._learner, self._pairs = learner, pairs[: len(pairs) // share * share]
+        if len(self._pairs) < least:
+            raise ValueError(
+                "validation must hold at least learner.mini_batches * learner.parallel.dp pairs "
+                f"(times pp with vpp above 1), got {len(pairs)} and {least}"
+            )
+
+    def loss(self) -> float:
+        """Collective."""
+        totals = [self._learner.sft_loss(m) for m in rank_micros(self._pairs, self._learner)]
+        tokens = sum(each.sum("tokens") for each in totals)
+        return sum(each.sum("loss") for each in totals) / tokens
 
 
 def run_sft(config: SftConfig) -> None:
@@ -105,10 +126,15 @@ def run_sft(config: SftConfig) -> None:
         seed=config.run.seed,
         fresh_seed=config.run.seed,
     )
-    pairs = read_pairs(config, learner.spec.max_position)
+    limit = learner.spec.max_position
+    pairs = read_pairs(config, config.train, limit)
+    validation = None
+    if config.validation is not None:
+        validation = Validation(read_pairs(config, config.validation, limit), learner)
     source = batches(pairs, config.batch_size, config.run.seed)
-    every = max(1, updates // PROGRESS_LINES)
-    started, tokens_seen = time.perf_counter(), 0
+    report = Report(config, shown=learner.world.rank == 0)
+    if validation is not None:
+        report(Row(0, validation_loss=validation.loss()))
     for update in range(updates):
         loss_sum, tokens, norm = 0.0, 0, 0.0
         for micros in rank_micros(next(source), learner):
@@ -116,15 +142,16 @@ def run_sft(config: SftConfig) -> None:
             loss_sum += step.totals.sum("loss")
             tokens += int(step.totals.sum("tokens"))
             norm = step.grad_norm
-        tokens_seen += tokens
-        if learner.world.rank == 0 and ((update + 1) % every == 0 or update == 0):
-            rate = tokens_seen / (time.perf_counter() - started)
-            sys.stdout.write(
-                f"sft update {update + 1}/{updates}  loss {loss_sum / tokens:.4f}  "
-                f"grad_norm {norm:.3f}  response_tokens_per_s {rate:.0f}\n"
-            )
-            sys.stdout.flush()
+        row = Row(
+            update + 1,
+            loss=loss_sum / tokens,
+            grad_norm=norm,
+            lr=learning_rate(config.learner.optimizer, update, updates),
+            response_tokens=tokens,
+        )
+        last = update + 1 == updates
+        if validation is not None and (last or (update + 1) % config.validate_every == 0):
+            row = replace(row, validation_loss=validation.loss())
+        report(row)
     learner.export_hf(Path(config.output), DTYPES[config.save_dtype])
-    if learner.world.rank == 0:
-        sys.stdout.write(f"wrote {config.output}\n")
-        sys.stdout.flush()
+    report.say(f"wrote {config.output}")

@@ -14,6 +14,7 @@ from megatron_opd.config.schema import SftConfig
 from megatron_opd.learner.sft import batches, read_pairs
 from tests.dist import jobs
 from tests.dist.worlds import run_world
+from tests.figures import bounded
 from tests.models import tiny_qwen3_moe
 
 pytestmark = pytest.mark.dist
@@ -91,19 +92,46 @@ def test_it_learns_alike_in_every_layout(weightless, data, tmp_path):
     assert mean_loss(again) < mean_loss(outputs["one"])
 
 
+@pytest.mark.parametrize(
+    ("size", "parallel"),
+    [(1, {}), (2, {"tp": 2}), (2, {"cp": 2}), (2, {"dp": 2, "ep": 2}), (4, {"pp": 2, "dp": 2})],
+)
+def test_validation_loss_is_transformers_in_every_layout(size, parallel, started, data, tmp_path):
+    """Before the first update and after the last; nothing is learnt from it."""
+    metrics = tmp_path / "sft" / "metrics.jsonl"
+    config = make_config(started, data, tmp_path / "model", 2, parallel=parallel)
+    config |= {"validation": str(data), "metrics": str(metrics), "validate_every": 1}
+    run_world(jobs.sft, size, tmp_path / "world", config=config)
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["update"] for row in rows] == [0, 1, 2]
+    assert rows[0]["loss"] is None
+    for row, model in ((rows[0], started), (rows[2], tmp_path / "model")):
+        gap = abs(row["validation_loss"] / mean_loss(model) - 1)
+        bounded("sft: validation loss against transformers (relative)", gap, 1e-5, parallel)
+    assert rows[2]["validation_loss"] < rows[0]["validation_loss"]
+
+
+@pytest.fixture(scope="module")
+def started(weightless, data, tmp_path_factory):
+    """A student after a few updates."""
+    base = tmp_path_factory.mktemp("started")
+    run_world(jobs.sft, 1, base, config=make_config(weightless, data, base / "model", 4))
+    return base / "model"
+
+
 def test_pairs_and_their_mistakes(weightless, data, tmp_path):
     config = SftConfig.model_validate(make_config(weightless, data, tmp_path, 1))
-    pairs = read_pairs(config, 2048)
+    pairs = read_pairs(config, config.train, 2048)
     assert len(pairs) == len(PAIRS)
     assert pairs[0].response_ids[-1] == 1
     assert len(pairs[0].prompt_ids) == len("0+0=")
     with pytest.raises(ValueError, match=r"row 1: prompt and response must fit .* 5 tokens, got 8"):
-        read_pairs(config, 5)
+        read_pairs(config, config.train, 5)
 
 
 def test_batches_cover_every_epoch(weightless, data, tmp_path):
     config = SftConfig.model_validate(make_config(weightless, data, tmp_path, 1))
-    pairs = read_pairs(config, 2048)
+    pairs = read_pairs(config, config.train, 2048)
     source = batches(pairs, 24, seed=1)
     epochs = [pair for _ in range(8) for pair in next(source)]
     for start in range(0, len(epochs), len(pairs)):
