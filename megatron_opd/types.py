@@ -17,6 +17,7 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int32]
 OffsetArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
+ExpertArray = npt.NDArray[np.unsignedinteger[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,9 @@ class Rollout:
 
     response_ids_T: int32 [T], the end-of-sequence token included when it was sampled. spans: cover
     [0, T), versions rise. started_s, finished_s: monotonic clock. finish_reason: "stop" or
-    "length". restarts: earlier tries whose connection was lost.
+    "length". restarts: earlier tries whose connection was lost. experts_XLk: uint8 or uint16
+    [P + T - 1, layers with experts, experts a token], the experts that each input of the model
+    visited when its prediction was sampled; None where nobody asked.
     """
 
     prompt: Prompt
@@ -97,6 +100,7 @@ class Rollout:
     finished_s: float
     engine: str = ""
     restarts: int = 0
+    experts_XLk: ExpertArray | None = None
 
     @property
     def num_response_tokens(self) -> int:

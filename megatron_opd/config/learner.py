@@ -15,6 +15,7 @@ from megatron_opd.config.section import (
 )
 
 Dtype = Literal["float32", "bfloat16"]
+RoutingReplay = Literal["off", "rollout", "current"]
 
 
 class ParallelConfig(Section):
@@ -139,6 +140,10 @@ class LearnerConfig(Section):
     logp: Literal["lean", "dense"] = "lean"
     """How log-probs come from the LM head: lean never holds [tokens, vocabulary]; dense does, and
     is what lean is checked against."""
+    routing_replay: RoutingReplay = "off"
+    """Which experts tokens of an MoE student visit. off: the learner's routers choose; rollout: as
+    they did in the fleet when the token was sampled (R3); current: as they do at the batch's start,
+    in all its mini-batches and recomputations."""
     optimizer: OptimizerConfig = OptimizerConfig()
     megatron: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Fields of Megatron-Core's TransformerConfig, such as moe_token_dispatcher_type,

@@ -57,6 +57,17 @@ class Segments:
 
 
 @dataclass
+class EnginePacking(PackedSeqParams):
+    """Megatron's own description of the segments, for TransformerEngine's modules.
+
+    routing: the learner.routing.MicroRouting of the micro-batch, if its routing is replayed; what a
+    layer is given here it is given again when it is recomputed.
+    """
+
+    routing: Any = None
+
+
+@dataclass
 class Packing(PackedSeqParams):
     """The segments of a micro-batch, for the modules of this file.
 
@@ -65,13 +76,14 @@ class Packing(PackedSeqParams):
 
     positions_s: int64, position inside the segment of each token of this rank. keys: the whole
     segments; queries: this rank's part of each. order_S: see context_parallel.packed_order; None
-    without context parallelism.
+    without context parallelism. routing: see EnginePacking.
     """
 
     positions_s: torch.Tensor | None = None
     keys: Segments | None = None
     queries: Segments | None = None
     order_S: torch.Tensor | None = None
+    routing: Any = None
 
     @classmethod
     def of(

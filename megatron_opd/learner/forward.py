@@ -165,7 +165,7 @@ def run_mini_batch(
             micro_batch_size=1,
             forward_only=forward_only,
         )
-    return _reduce(outputs, world)
+    return _reduce(outputs, micros, world)
 
 
 def _unrouted(rows: Rows, module: Any, world: World) -> torch.Tensor:
@@ -193,9 +193,12 @@ def pipeline_group(num_micros: int, stages: int) -> int:
     )
 
 
-def _reduce(outputs: Sequence[Totals], world: World) -> Totals:
-    """Global totals, on every rank; each sample counts once, however many ranks share it."""
-    mine = Totals.zero(world.device)
+def _reduce(outputs: Sequence[Totals], micros: Sequence[MicroT], world: World) -> Totals:
+    """Global totals, on every rank; each sample counts once, however many ranks share it.
+
+    Each rank has routers of its own.
+    """
+    mine = _routing_counts(micros, world.device)
     if world.counts:
         for totals in outputs:
             mine = mine.plus(totals)
@@ -203,3 +206,14 @@ def _reduce(outputs: Sequence[Totals], world: World) -> Totals:
         dist.all_reduce(mine.sums)
         dist.all_reduce(mine.maxima, dist.ReduceOp.MAX)
     return mine
+
+
+def _routing_counts(micros: Sequence[MicroT], device: torch.device) -> Totals:
+    """What routing replay changed on this rank."""
+    moved = pairs = 0.0
+    for micro in micros:
+        routing = micro.rows.packing.routing
+        if routing is not None:
+            counts = routing.counts()
+            moved, pairs = moved + counts[0], pairs + counts[1]
+    return Totals.of(device, sums={"routing_moved": moved, "routing_pairs": pairs})

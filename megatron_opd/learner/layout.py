@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_opd.learner.attention import Packing
+from megatron_opd.learner.attention import EnginePacking, Packing
 from megatron_opd.learner.context_parallel import share_of
 
 
@@ -26,8 +26,9 @@ class Rows:
 
     ids_1s: int64 [1, s]. packing: what the layers need to know of the segments. logit_row_t:
     position, among s, of row P - 1 + t of its sample, which predicts response token t. token_t:
-    that token's index in T. num_tokens: T. total_tokens: S.
-    filler_1s: bool, positions that hold no token of a sample.
+    that token's index in T. num_tokens: T. total_tokens: S. source_s: int64, which of the samples'
+    inputs (P + T - 1 each, one sample after another) each position holds; -1: filler. filler_1s:
+    bool, positions that hold no token of a sample.
     """
 
     ids_1s: torch.Tensor
@@ -37,6 +38,7 @@ class Rows:
     num_tokens: int
     total_tokens: int
     filler_1s: torch.Tensor
+    source_s: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,11 @@ class PackLayout:
         )
         filler = self._filler(lengths)
         ids_S = np.zeros(int(starts[-1]) + sum(filler), dtype=np.int64)
-        filler_S = np.ones(len(ids_S), dtype=bool)
-        for start, length, (p, r) in zip(starts, real, pairs, strict=False):
+        source_S = np.full(len(ids_S), -1)
+        before = np.cumsum([0, *real])
+        for start, length, first, (p, r) in zip(starts, real, before, pairs, strict=False):
             ids_S[start : start + length] = np.concatenate([p, r[:-1]])
-            filler_S[start : start + length] = False
+            source_S[start : start + length] = np.arange(first, first + length)
         lengths, real = lengths + filler, real + filler
         share_s = share_of(lengths, self.cp, self.cp_rank)
         local_S = np.full(len(ids_S), -1)
@@ -89,7 +92,8 @@ class PackLayout:
             self._tensor(token_t),
             len(row_T),
             len(ids_S),
-            torch.as_tensor(filler_S[share_s], device=self.device)[None],
+            torch.as_tensor(source_S[share_s] < 0, device=self.device)[None],
+            source_S[share_s],
         )
 
     def packing(self, lengths: tuple[int, ...], real: tuple[int, ...]) -> PackedSeqParams:
@@ -97,7 +101,7 @@ class PackLayout:
         if not self.engine:
             return Packing.of(lengths, self.device, self.cp, self.cp_rank)
         used = self._bounds(real)
-        packing = PackedSeqParams(
+        packing = EnginePacking(
             qkv_format="thd",
             cu_seqlens_q=used,
             cu_seqlens_kv=used,

@@ -37,6 +37,7 @@ from megatron_opd.learner.optimizer import (
     set_learning_rate,
 )
 from megatron_opd.learner.passes import Passes
+from megatron_opd.learner.routing import Routing
 from megatron_opd.learner.setup import World, init_world
 from megatron_opd.learner.student_logp import make_student_logp
 from megatron_opd.learner.totals import Totals
@@ -92,6 +93,7 @@ class MegatronLearner:
             self.optimizer = build_optimizer(config.optimizer, self.model, DTYPES[config.dtype])
         connect_schedule(self.model, self.optimizer)
         self.balancing = Balancing.of(self.model, sum(self.spec.moe_layers))
+        self.routing = Routing.of(config.routing_replay, self.model, self.spec, self.world)
         fixed = not self.model[0].config.variable_seq_lengths
         self.layout = self.world.pack_layout(config.tokens_per_microbatch if fixed else None)
         self.full = FullTensors(self.model, self.spec, self.world)
@@ -123,8 +125,11 @@ class MegatronLearner:
         measured then. NotFinite: see there.
         """
         lr = learning_rate(self.config.optimizer, batch.update, self.updates)
-        minis = [distil_micros(batch, mini, self.layout) for mini in range(len(batch.plan))]
-        passes = Passes(self.model, self.world, self.head, estimator, temperature)
+        minis = [
+            distil_micros(batch, mini, self.layout, self.routing) for mini in range(len(batch.plan))
+        ]
+        recorded = self.config.routing_replay == "current"
+        passes = Passes(self.model, self.world, self.head, estimator, temperature, recorded)
         with self._device_mode:
             minis = passes.with_prox(minis)
         steps: list[StepResult] = []
@@ -247,6 +252,7 @@ class MegatronLearner:
             mismatch_max_abs_dp=totals.max("mismatch") if measured else None,
             mismatch_mean_abs_dp=totals.mean("mismatch", "mismatch_tokens"),
             mismatch_tokens=int(measured),
+            routing_moved_fraction=totals.mean("routing_moved", "routing_pairs"),
             ratio_p50=totals.ratio_quantile(0.5),
             ratio_p99=totals.ratio_quantile(0.99),
             ratio_max=math.exp(totals.max("log_ratio")),

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megatron_opd.learner.layout import PackLayout, Rows
+from megatron_opd.learner.routing import Routing
 from megatron_opd.losses.cache import Cache
 from megatron_opd.transport.rank_batch import RankBatch
 
@@ -82,8 +83,13 @@ def sft_micro(
     return SftMicro(rows, _tensor(np.concatenate(list(responses)), torch.int64, layout.device))
 
 
-def distil_micros(batch: RankBatch, mini: int, layout: PackLayout) -> list[DistilMicro]:
-    """The micro-batches of one mini-batch of this rank, in plan order."""
+def distil_micros(
+    batch: RankBatch, mini: int, layout: PackLayout, routing: Routing | None = None
+) -> list[DistilMicro]:
+    """The micro-batches of one mini-batch of this rank, in plan order.
+
+    ValueError: see Routing.micro.
+    """
     device = layout.device
     token_end = np.cumsum(batch.prompt_B + batch.response_B)
     t_end = np.cumsum(batch.response_B)
@@ -106,9 +112,12 @@ def distil_micros(batch: RankBatch, mini: int, layout: PackLayout) -> list[Disti
         t_index, n_index = np.concatenate(t_parts), np.concatenate(n_parts)
         row_N = np.repeat(np.arange(len(t_index)), batch.count_T[t_index])
         lengths = [len(response) for response in responses]
+        rows = layout.pack(prompts, responses)
+        if routing is not None:
+            rows.packing.routing = routing.micro(batch.experts_of(samples), rows.source_s)
         micros.append(
             DistilMicro(
-                rows=layout.pack(prompts, responses),
+                rows=rows,
                 row_N=_tensor(row_N, torch.int64, device),
                 id_N=_tensor(batch.ids_N[n_index], torch.int64, device),
                 weight_N=_tensor(batch.weight_N[n_index], torch.float32, device),

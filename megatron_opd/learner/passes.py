@@ -22,20 +22,29 @@ from megatron_opd.losses.objective import View, m2_limit_of, m2_view
 
 @dataclass(frozen=True)
 class Passes:
-    """Every rank of the world calls the same methods: they hold collectives."""
+    """Every rank of the world calls the same methods: they hold collectives.
+
+    record_routing: later mini-batches are to use the routing of the batch's start.
+    """
 
     model: Sequence[DistributedDataParallel]
     world: World
     head: StudentLogp
     estimator: Estimator
     temperature: float
+    record_routing: bool = False
 
     def with_prox(self, minis: Sequence[Sequence[DistilMicro]]) -> list[list[DistilMicro]]:
         """The mini-batches with the learner's log-probs of the batch's start, where they are read.
 
-        With one mini-batch they are the loss's own log-probs, and no pass is made.
+        With one mini-batch they are the loss's own log-probs, and no pass is made. The pass also
+        records the routing.
         """
-        if not wants_prox(self.estimator) or len(minis) == 1:
+        prox = wants_prox(self.estimator)
+        if len(minis) > 1 and self.record_routing and not prox:
+            for mini in minis:
+                self._caches(mini)
+        if not prox or len(minis) == 1:
             return [list(mini) for mini in minis]
         return [self._with_own(mini) for mini in minis]
 

@@ -9,11 +9,13 @@ from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.learner.model import DTYPES, ddp_config, transformer_config
 from megatron_opd.learner.optimizer import optimizer_config
+from megatron_opd.learner.routing import check_replay
 
 
 def check_overrides_of(spec: ModelSpec, config: LearnerConfig) -> None:
     """Build every Megatron configuration once. ValueError: one line naming key, rule and value."""
     cuda = torch.cuda.is_available()
-    transformer_config(spec, config, choose_kernels(cuda), cuda=cuda)
+    settings = transformer_config(spec, config, choose_kernels(cuda), cuda=cuda)
+    check_replay(config.routing_replay, spec, settings)
     overlap = ddp_config(config).overlap_param_gather
     optimizer_config(config.optimizer, DTYPES[config.dtype], overlap)

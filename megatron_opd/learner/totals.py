@@ -22,6 +22,8 @@ SUMS = (
     "entropy_tokens",
     "mismatch",
     "mismatch_tokens",
+    "routing_moved",
+    "routing_pairs",
     *NAMES,
 )
 MAXIMA = ("mismatch", "log_ratio")

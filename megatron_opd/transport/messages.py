@@ -33,14 +33,15 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     1 when every expert gets the same share. grad_norm: before clipping, of the last mini-batch.
     mismatch_max_abs_dp, mismatch_mean_abs_dp: |p_learner - p_sampler| (TIS) over the
     mismatch_tokens path tokens that the batch's own version sampled, in the first mini-batch (later
-    ones train on changed weights); None when there were none. ratio_*: student over sampler, over
-    cached ids as the cache weighs them (path tokens where the teacher chose the ids).
-    sampler_k*_nats, prox_k1*_nats: estimates of KL(sampler || student) and KL(batch's start ||
-    student), see losses/diagnostics.py. importance_*: the applied importance weights (correction
-    times trust ratio; of responses for gspo and gepo); effective_sample_fraction: (sum w)^2 / (n
-    sum w^2). truncated_fraction, stopped_fraction: weight share whose ratio the correction changed,
-    whose gradient the trust region stopped. excluded_ids: of teacher log-prob -inf. peak_rss_bytes:
-    summed over the learner's ranks.
+    ones train on changed weights); None when there were none. routing_moved_fraction: of (position,
+    layer) pairs with replayed routing, those whose router would have chosen other experts. ratio_*:
+    student over sampler, over cached ids as the cache weighs them (path tokens where the teacher
+    chose the ids). sampler_k*_nats, prox_k1*_nats: estimates of KL(sampler || student) and
+    KL(batch's start || student), see losses/diagnostics.py. importance_*: the applied importance
+    weights (correction times trust ratio; of responses for gspo and gepo);
+    effective_sample_fraction: (sum w)^2 / (n sum w^2). truncated_fraction, stopped_fraction: weight
+    share whose ratio the correction changed, whose gradient the trust region stopped. excluded_ids:
+    of teacher log-prob -inf. peak_rss_bytes: summed over the learner's ranks.
     """
 
     update: int
@@ -71,6 +72,7 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     importance_mean: float | None = None
     importance_variance: float | None = None
     effective_sample_fraction: float | None = None
+    routing_moved_fraction: float | None = None
     truncated_fraction: float | None = None
     stopped_fraction: float | None = None
     excluded_ids: int = 0

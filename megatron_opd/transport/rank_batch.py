@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_opd.losses.groups import Float64, GroupColumns, no_groups
-from megatron_opd.types import FloatArray, IntArray, OffsetArray, Sample
+from megatron_opd.types import ExpertArray, FloatArray, IntArray, OffsetArray, Sample
 
 Plan = list[list[list[int]]]
 
@@ -27,6 +27,7 @@ class RankBatch:
     after another; prompt_B, response_B: their lengths. count_T: cached ids per response token.
     path_T: index into N of the token that continued the path. version_T: weights that sampled it.
     advantage_B, group_log_q_B, defensive_B, reward_B: see losses.groups.GroupColumns.
+    experts_XLk: types.Rollout.experts_XLk of all samples; None where they have none.
     """
 
     update: int
@@ -46,6 +47,15 @@ class RankBatch:
     group_log_q_B: Float64
     defensive_B: Float64
     reward_B: FloatArray
+    experts_XLk: ExpertArray | None = None
+
+    def experts_of(self, samples: Sequence[int]) -> ExpertArray | None:
+        """The routed experts of these samples, end to end."""
+        if self.experts_XLk is None:
+            return None
+        end_B = np.cumsum(self.prompt_B + self.response_B - 1)
+        start_B = np.concatenate([[0], end_B[:-1]])
+        return np.concatenate([self.experts_XLk[start_B[b] : end_B[b]] for b in samples])
 
 
 def rank_batch(
@@ -83,7 +93,23 @@ def rank_batch(
         group_log_q_B=groups.group_log_q_B,
         defensive_B=groups.defensive_B,
         reward_B=groups.reward_B,
+        experts_XLk=_experts(samples),
     )
+
+
+def _experts(samples: Sequence[Sample]) -> ExpertArray | None:
+    """ValueError: some samples have routed experts and some have none, or of another kind."""
+    found = [sample.rollout.experts_XLk for sample in samples]
+    arrays = [array for array in found if array is not None]
+    if not arrays:
+        return None
+    kinds = {(array.dtype, array.shape[1:]) for array in arrays}
+    if len(arrays) < len(samples) or len(kinds) > 1:
+        raise ValueError(
+            "the samples of a batch must all carry routed experts of one model, or none of them: "
+            f"got {len(arrays)} of {len(samples)}, {len(kinds)} kinds"
+        )
+    return np.ascontiguousarray(np.concatenate(arrays))
 
 
 def check_sample(sample: Sample) -> None:
@@ -103,6 +129,11 @@ def check_sample(sample: Sample) -> None:
     for name, (found, needed) in lengths.items():
         if found != needed:
             raise ValueError(f"sample {uid}: {name} must have length {needed}, got {found}")
+    experts_XLk, inputs = rollout.experts_XLk, rollout.num_tokens - 1
+    if experts_XLk is not None and len(experts_XLk) != inputs:
+        raise ValueError(
+            f"sample {uid}: experts_XLk must have length {inputs}, got {len(experts_XLk)}"
+        )
 
 
 # Column -> dtype on the wire: the order of the raw frames.
@@ -126,19 +157,31 @@ PER_SAMPLE = ("response_B", "advantage_B", "group_log_q_B", "defensive_B", "rewa
 
 
 def to_frames(batch: RankBatch) -> list[memoryview]:
-    """The columns' raw bytes, not copied."""
-    return [memoryview(getattr(batch, name)).cast("B") for name in COLUMNS]
+    """The columns' raw bytes, not copied; last the routed experts, and what they are."""
+    frames = [memoryview(getattr(batch, name)).cast("B") for name in COLUMNS]
+    experts = batch.experts_XLk
+    if experts is None:
+        return [*frames, memoryview(b""), memoryview(b"")]
+    kind = np.array([*experts.shape[1:], experts.itemsize], dtype=np.int64)
+    return [*frames, kind.data.cast("B"), experts.data.cast("B")]
 
 
 def from_frames(update: int, version: int, plan: Plan, frames: Sequence[memoryview]) -> RankBatch:
     """The columns as views of the frames. ValueError: their number or lengths do not fit."""
-    if len(frames) != len(COLUMNS):
-        raise ValueError(f"a batch has {len(COLUMNS)} columns, got {len(frames)} frames")
+    if len(frames) != len(COLUMNS) + 2:
+        raise ValueError(f"a batch has {len(COLUMNS) + 2} columns, got {len(frames)} frames")
     columns = {
         name: np.frombuffer(frame, dtype=dtype)
-        for (name, dtype), frame in zip(COLUMNS.items(), frames, strict=True)
+        for (name, dtype), frame in zip(COLUMNS.items(), frames[:-2], strict=True)
     }
-    batch = RankBatch(update=update, version=version, plan=plan, **columns)  # type: ignore[arg-type]
+    experts = _read_experts(*frames[-2:])
+    batch = RankBatch(
+        update=update,
+        version=version,
+        plan=plan,
+        experts_XLk=experts,
+        **columns,  # type: ignore[arg-type]
+    )
     tokens, ids = int(batch.response_B.sum()), int(batch.count_T.sum())
     lengths = {
         "ids": int(batch.prompt_B.sum()) + tokens,
@@ -149,7 +192,20 @@ def from_frames(update: int, version: int, plan: Plan, frames: Sequence[memoryvi
     for name, needed in lengths.items():
         if len(columns[name]) != needed:
             raise ValueError(f"column {name} must have length {needed}, got {len(columns[name])}")
+    inputs = len(batch.ids) - len(batch.prompt_B)
+    if experts is not None and len(experts) != inputs:
+        raise ValueError(f"column experts_XLk must have length {inputs}, got {len(experts)}")
     return batch
+
+
+def _read_experts(kind: memoryview, raw: memoryview) -> ExpertArray | None:
+    """See to_frames. ValueError: no whole rows."""
+    if not len(kind):
+        return None
+    layers, topk, itemsize = np.frombuffer(kind, dtype=np.int64).tolist()
+    dtype: Any = {1: np.uint8, 2: np.uint16}[itemsize]
+    experts: ExpertArray = np.frombuffer(raw, dtype=dtype)
+    return experts.reshape(-1, layers, topk)
 
 
 def _cat(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

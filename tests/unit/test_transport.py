@@ -329,12 +329,40 @@ def test_columns_travel_unchanged():
 
 @pytest.mark.parametrize("name", [name for name in COLUMNS if name not in ("prompt_B",)])
 def test_a_truncated_column_is_refused(name: str):
-    frames = dict(zip(COLUMNS, to_frames(columns_of(3)), strict=True))
+    frames = dict(zip([*COLUMNS, "kind", "experts"], to_frames(columns_of(3)), strict=True))
     frames[name] = frames[name][: -COLUMNS[name].itemsize]
     with pytest.raises(ValueError, match="must have length"):
         from_frames(0, 0, [[[0]]], list(frames.values()))
-    with pytest.raises(ValueError, match="14 columns, got 13 frames"):
+    with pytest.raises(ValueError, match="16 columns, got 15 frames"):
         from_frames(0, 0, [[[0]]], list(frames.values())[1:])
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_routed_experts_travel_with_their_samples(dtype: type):
+    batch = make_batch(3)
+    rng = np.random.default_rng(5)
+    parts = [
+        rng.integers(0, 200, (sample.rollout.num_tokens - 1, 3, 2)).astype(dtype)
+        for sample in batch.samples
+    ]
+    samples = [
+        replace(sample, rollout=replace(sample.rollout, experts_XLk=part))
+        for sample, part in zip(batch.samples, parts, strict=True)
+    ]
+    frames = to_frames(rank_batch(0, 0, samples, [[[0, 1, 2]]]))
+    back = from_frames(0, 0, [[[0, 1, 2]]], frames)
+    found = back.experts_of([2, 0])
+    assert found is not None
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, np.concatenate([parts[2], parts[0]]))
+    assert columns_of(3).experts_of([1]) is None
+    with pytest.raises(ValueError, match="column experts_XLk must have length"):
+        from_frames(0, 0, [[[0, 1, 2]]], [*frames[:-1], frames[-1][: -6 * parts[0].itemsize]])
+    with pytest.raises(ValueError, match="got 2 of 3, 1 kinds"):
+        rank_batch(0, 0, [*samples[:2], batch.samples[2]], [[[0, 1, 2]]])
+    short = replace(samples[0], rollout=replace(samples[0].rollout, experts_XLk=parts[0][:-1]))
+    with pytest.raises(ValueError, match="experts_XLk must have length"):
+        rank_batch(0, 0, [short, *samples[1:]], [[[0, 1, 2]]])
 
 
 @pytest.mark.parametrize("name", ["weight_N", "sampler_logp_N", "path_T"])

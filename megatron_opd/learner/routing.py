@@ -1,0 +1,217 @@
+"""Routing replay (R3): which experts a token visits is given, not chosen; what they weigh is not.
+
+A gate stays the learner's own: the probabilities of the given experts come from its router's logits
+now, normalised as the model does it, so that gradients reach the router.
+
+Invariant: the experts of a micro-batch travel on its packing, which Megatron hands to every layer
+in the forward pass and again when the layer is recomputed. No order of micro-batches, stages or
+chunks can mix them up. Expert layers that are recomputed alone (`recompute_modules: [moe]`) get no
+packing: there each layer's backward passes come in the order of its forward passes.
+
+Axes: X inputs of samples (P + T - 1 each), L layers with experts, s positions of this
+context-parallel rank, m positions of this rank's routers (s / tp, sequence parallelism), k experts
+of a token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_opd.checkpoint.model_spec import ModelSpec
+from megatron_opd.config.learner import RoutingReplay
+from megatron_opd.learner.setup import World
+from megatron_opd.types import ExpertArray
+
+TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class MicroRouting:
+    """The experts of one micro-batch on this rank.
+
+    given: by layer (index into L) int16 [m, k], -1 in rows that route freely; a layer that is not
+    there yet is recorded when it is first computed. real_m: bool, no filler. moved: by layer, how
+    many real positions the router would have sent elsewhere; None until it is replayed.
+    """
+
+    given: dict[int, torch.Tensor]
+    real_m: torch.Tensor
+    moved: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+
+    def experts(self, layer: int, own_mk: torch.Tensor) -> torch.Tensor:
+        """int64 [m, k]: what `layer` uses; own_mk: what its router would choose.
+
+        The same however often it is asked, and a recomputed layer counts once.
+        """
+        if layer not in self.given:
+            self.given[layer] = own_mk.to(torch.int16)
+            return own_mk
+        given_mk = self.given[layer].long()
+        assert given_mk.shape == own_mk.shape, f"{given_mk.shape} given, {own_mk.shape} routed"
+        used_mk = torch.where(given_mk[:, :1] < 0, own_mk, given_mk)
+        moved_m = (used_mk.sort(1).values != own_mk.sort(1).values).any(1)
+        self.moved[layer] = (moved_m & self.real_m).sum()
+        return used_mk
+
+    def counts(self) -> tuple[float, float]:
+        """(position, layer) pairs of this rank that moved, and that were replayed."""
+        moved = sum(float(count) for count in self.moved.values())
+        return moved, float(self.real_m.sum()) * len(self.moved)
+
+
+class LayerReplay(RouterReplay):
+    """What one router asks instead of taking its top k.
+
+    alone: the expert layer is recomputed without the rest of its transformer layer.
+    """
+
+    def __init__(self, layer: int, alone: bool) -> None:
+        # Not the parent's: it keeps every instance in a global list, for Megatron's own switches.
+        self._layer, self._alone = layer, alone
+        self._micro: MicroRouting | None = None
+        self._recomputed_next: deque[MicroRouting | None] = deque()
+
+    def enter(self, micro: MicroRouting | None) -> None:
+        """The transformer layer begins to compute this micro-batch."""
+        self._micro = micro
+        if self._alone and torch.is_grad_enabled():
+            self._recomputed_next.append(micro)
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[m, k] scores of the experts to use, and the experts; scores: [m, experts]."""
+        assert default_compute_topk is not None
+        values_mk, own_mk = default_compute_topk(
+            scores, topk, num_groups=num_groups, group_topk=group_topk
+        )
+        micro = self._micro
+        if self._alone and torch.is_grad_enabled():  # its forward pass ran without gradients
+            micro = self._recomputed_next.popleft()
+        if micro is None:
+            return values_mk, own_mk
+        used_mk = micro.experts(self._layer, own_mk)
+        return scores.gather(1, used_mk), used_mk
+
+
+def _enter(replay: LayerReplay, layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    replay.enter(getattr(kwargs.get("packed_seq_params"), "routing", None))
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Replay over a model's chunks. layers: indices into L of this rank's."""
+
+    mode: RoutingReplay
+    spec: ModelSpec
+    layers: tuple[int, ...]
+    device: torch.device
+    tp: int
+    tp_rank: int
+
+    @classmethod
+    def of(
+        cls,
+        mode: RoutingReplay,
+        chunks: Sequence[torch.nn.Module],
+        spec: ModelSpec,
+        world: World,
+    ) -> Routing | None:
+        """Take over the routers' choice; None when `mode` is off.
+
+        ValueError: see check_replay.
+        """
+        if mode == "off":
+            return None
+        check_replay(mode, spec, chunks[0].config)
+        layers: list[int] = []
+        for module in (m for chunk in chunks for m in chunk.modules()):
+            if isinstance(module, TransformerLayer) and isinstance(module.mlp, MoELayer):
+                layer = sum(spec.moe_layers[: module.layer_number - 1])
+                replay = LayerReplay(layer, module.mlp.moe_layer_recompute)
+                router: Any = module.mlp.router
+                router.router_replay = replay
+                module.register_forward_pre_hook(partial(_enter, replay), with_kwargs=True)
+                layers.append(layer)
+        tp = world.parallel.tp
+        return cls(mode, spec, tuple(layers), world.device, tp, world.tp_rank)
+
+    def micro(self, experts_XLk: ExpertArray | None, source_s: np.ndarray) -> MicroRouting:
+        """The routing of a micro-batch, whose positions hold inputs source_s (layout.Rows).
+
+        experts_XLk: of its samples; read in the mode `rollout` alone. ValueError: missing, of
+        another shape, or no k distinct experts of the model.
+        """
+        per_rank = len(source_s) // self.tp
+        source_m = source_s[self.tp_rank * per_rank : (self.tp_rank + 1) * per_rank]
+        real_m = torch.as_tensor(source_m >= 0).to(self.device)
+        if self.mode == "current":
+            return MicroRouting({}, real_m)
+        if experts_XLk is None:
+            raise ValueError(
+                "learner.routing_replay is rollout, but the samples carry no routed experts"
+            )
+        self._check_experts(experts_XLk)
+        given_mLk = experts_XLk[source_m][:, list(self.layers)].astype(np.int16)
+        given_mLk[source_m < 0] = -1
+        given = torch.as_tensor(given_mLk).to(self.device)
+        return MicroRouting({layer: given[:, i] for i, layer in enumerate(self.layers)}, real_m)
+
+    def _check_experts(self, experts_XLk: ExpertArray) -> None:
+        spec = self.spec
+        shape = (sum(spec.moe_layers), spec.experts_per_token)
+        if experts_XLk.shape[1:] != shape:
+            raise ValueError(
+                f"routed experts must be {shape[0]} layers of {shape[1]} experts a token, "
+                f"got {experts_XLk.shape[1:]}"
+            )
+        if int(experts_XLk.max()) >= spec.num_experts:
+            raise ValueError(
+                f"routed experts must be below {spec.num_experts}, got {int(experts_XLk.max())}"
+            )
+        for a, b in combinations(range(shape[1]), 2):
+            if (experts_XLk[..., a] == experts_XLk[..., b]).any():
+                raise ValueError("routed experts of a token must differ, got one twice")
+
+
+def check_replay(mode: RoutingReplay, spec: ModelSpec, settings: Any) -> None:
+    """Raise ValueError for what replay cannot do.
+
+    That is a model without experts, and settings (a TransformerConfig) under which
+    Megatron-Core 0.16.1 asks no replay, or not layer by layer.
+    """
+    if mode == "off":
+        return
+    if not spec.is_moe:
+        raise ValueError(
+            f"learner.routing_replay must be off for a student without experts, got {mode}"
+        )
+    refused = {
+        "moe_router_fusion": settings.moe_router_fusion,
+        "moe_router_load_balancing_type": settings.moe_router_load_balancing_type == "sinkhorn",
+        "moe_router_force_load_balancing": settings.moe_router_force_load_balancing,
+        "overlap_moe_expert_parallel_comm": settings.overlap_moe_expert_parallel_comm,
+        "cuda_graph_impl": settings.cuda_graph_impl != "none",
+    }
+    for name, bypasses in refused.items():
+        if bypasses:
+            raise ValueError(
+                f"learner.megatron.{name} must not be {getattr(settings, name)!r} with "
+                f"learner.routing_replay={mode}: routers would not ask which experts to use"
+            )

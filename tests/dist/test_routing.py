@@ -1,0 +1,268 @@
+"""Routing replay: forced experts in every layout, against float64 and against a recording."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from megatron_opd.types import Batch
+from tests.dist import caches, jobs, routing_jobs
+from tests.dist.caches import make_batch, oracle_update
+from tests.dist.test_layouts import relative_gap, weights
+from tests.dist.worlds import run_world
+from tests.figures import bounded, relative
+from tests.models import tiny_qwen3, tiny_qwen3_moe
+
+pytestmark = pytest.mark.dist
+
+VOCAB, EXPERTS, TOPK, MOE_LAYERS = 512, 8, 3, 3
+ADAM = {"lr": 1e-3, "eps": 1e-3, "clip_grad": 0.5}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {"tokens_per_microbatch": 10_000}),
+    "recompute": (1, {"tokens_per_microbatch": 32, "recompute": True}),
+    "recomputed experts": (
+        1,
+        {
+            "tokens_per_microbatch": 32,
+            "megatron": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        },
+    ),
+    "tp2": (2, {"parallel": {"tp": 2}, "tokens_per_microbatch": 64, "recompute": True}),
+    "pp2": (2, {"parallel": {"pp": 2}, "tokens_per_microbatch": 32}),
+    "pp2 recompute": (
+        2,
+        {"parallel": {"pp": 2}, "tokens_per_microbatch": 32, "recompute": True},
+    ),
+    "vpp2": (
+        2,
+        {"parallel": {"pp": 2, "vpp": 2}, "tokens_per_microbatch": 32, "recompute": True},
+    ),
+    "vpp2 recomputed experts": (
+        2,
+        {
+            "parallel": {"pp": 2, "vpp": 2},
+            "tokens_per_microbatch": 32,
+            "megatron": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        },
+    ),
+    "cp2": (2, {"parallel": {"cp": 2}, "tokens_per_microbatch": 32, "recompute": True}),
+    "ep2": (2, {"parallel": {"dp": 2, "ep": 2}, "tokens_per_microbatch": 64}),
+    "tp2ep2": (2, {"parallel": {"tp": 2, "ep": 2}, "tokens_per_microbatch": 64}),
+    "tp2cp2": (4, {"parallel": {"tp": 2, "cp": 2}, "tokens_per_microbatch": 32}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Both ways of normalising; a layer without experts between those that have them."""
+    base = tmp_path_factory.mktemp("models")
+    shape = {
+        "num_hidden_layers": 4,
+        "mlp_only_layers": [1],
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOPK,
+    }
+    return {
+        "post": tiny_qwen3_moe(base / "post", seed=4, norm_topk_prob=True, **shape),
+        "pre": tiny_qwen3_moe(base / "pre", seed=5, norm_topk_prob=False, **shape),
+    }
+
+
+def inputs(batch: Batch) -> list[int]:
+    return [sample.rollout.num_tokens - 1 for sample in batch.samples]
+
+
+def with_experts(batch: Batch, experts_XLk: np.ndarray) -> Batch:
+    parts = np.split(experts_XLk, np.cumsum(inputs(batch))[:-1])
+    samples = tuple(
+        replace(sample, rollout=replace(sample.rollout, experts_XLk=part))
+        for sample, part in zip(batch.samples, parts, strict=True)
+    )
+    return replace(batch, samples=samples)
+
+
+def random_experts(batch: Batch, seed: int) -> np.ndarray:
+    order = np.random.default_rng(seed).random((sum(inputs(batch)), MOE_LAYERS, EXPERTS))
+    return order.argsort(-1)[..., :TOPK].astype(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def batches(models: dict[str, Path]) -> dict[str, Batch]:
+    made = {}
+    for kind, model in models.items():
+        batch = make_batch(model, samples=8, seed=7, vocab=VOCAB)
+        made[kind] = with_experts(batch, random_experts(batch, 11))
+    return made
+
+
+@pytest.fixture(scope="module")
+def runs(models, batches, tmp_path_factory) -> dict[str, tuple[dict[str, Any], Path]]:
+    """The first update with random experts, by layout."""
+    base, found = tmp_path_factory.mktemp("runs"), {}
+    for name, (size, config) in LAYOUTS.items():
+        out = base / name.replace(" ", "-")
+        found[name] = (update(models["post"], batches["post"], out, size, config), out)
+    return found
+
+
+def update(
+    model: Path, batch: Batch, out: Path, size: int = 1, config: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    settings = {"optimizer": ADAM, "routing_replay": "rollout"} | (config or {})
+    result = run_world(jobs.update, size, out, model=model, config=settings, batches=[batch])
+    return result["metrics"][0]
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one"])
+def test_forced_experts_are_the_same_in_every_layout(name, runs):
+    (expected, reference), (ours, out) = runs["one"], runs[name]
+    for key in ("loss", "grad_norm", "reverse_kl_nats"):
+        gap = relative(ours[key], expected[key])
+        bounded(f"forced experts against one rank: {key} (relative)", gap, 1e-5, name)
+    gap = relative_gap(weights(reference, 0), weights(out, 0))
+    bounded("forced experts against one rank: updated weights (relative)", gap, 1e-5, name)
+    assert ours["routing_moved_fraction"] == pytest.approx(
+        expected["routing_moved_fraction"], abs=1e-12
+    )
+    # One of 56 triples is what the router would have chosen.
+    assert 0.9 < ours["routing_moved_fraction"] < 1
+
+
+class ForcedGates:
+    """transformers' routers with given experts: the last token of a sample has none, and no say."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.experts_XLk = np.empty(0)
+        response_logp = caches.response_logp
+        gates: dict[int, int] = {}
+
+        def forward(gate: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            logits = F.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
+            probs = torch.softmax(logits, -1)
+            used = probs.topk(gate.top_k).indices
+            layer = gates.setdefault(id(gate), len(gates))
+            given = torch.as_tensor(self.experts_XLk[:, layer].astype(np.int64))
+            used = torch.cat([given, used[len(given) :]])
+            chosen = probs.gather(1, used)
+            if gate.norm_topk_prob:
+                chosen = chosen / chosen.sum(-1, keepdim=True)
+            return logits, chosen, used
+
+        def of_sample(model: Any, sample: Any, temperature: float = 1.0) -> torch.Tensor:
+            self.experts_XLk = sample.rollout.experts_XLk
+            return response_logp(model, sample, temperature)
+
+        patch.setattr(Qwen3MoeTopKRouter, "forward", forward)
+        patch.setattr(caches, "response_logp", of_sample)
+
+
+@pytest.mark.parametrize("kind", ["post", "pre"])
+def test_forced_experts_equal_float64_autograd(kind, models, batches, tmp_path, monkeypatch):
+    """Gates are the router's own probabilities of the given experts, gradients included."""
+    ours = update(models[kind], batches[kind], tmp_path)
+    ForcedGates(monkeypatch)
+    exact = oracle_update(
+        models[kind], batches[kind], lr=ADAM["lr"], eps=ADAM["eps"], clip=ADAM["clip_grad"]
+    )
+    for key, value in {"loss": exact.loss, "grad_norm": exact.grad_norm}.items():
+        gap = relative(ours[key], value)
+        bounded(f"forced experts against float64 autograd: {key} (relative)", gap, 1e-5, kind)
+    gap = relative_gap(exact.weights, weights(tmp_path, 0))
+    bounded("forced experts against float64 autograd: weights (relative)", gap, 1e-6, kind)
+    before = load_file(models[kind] / "model.safetensors")
+    for name, after in weights(tmp_path, 0).items():
+        if name.endswith("mlp.gate.weight"):
+            assert float((after - before[name]).abs().max()) > 1e-5, f"{name} learns nothing"
+
+
+def look(
+    model: Path, batch: Batch, out: Path, **config: Any
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    settings = {"optimizer": ADAM, "tokens_per_microbatch": 64} | config
+    result = run_world(
+        routing_jobs.look_and_train, 1, out, model=model, config=settings, batch=batch, estimator={}
+    )
+    return result["metrics"][0], torch.load(out / "logits.pt")
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_replayed_recording_is_bitwise_the_same(recompute, models, batches, tmp_path):
+    model, batch = models["post"], batches["post"]
+    runs = {"off": look(model, batch, tmp_path / "off", recompute=recompute)}
+    current = {"recompute": recompute, "routing_replay": "current"}
+    runs["current"] = look(model, batch, tmp_path / "current", **current)
+    own = with_experts(batch, np.load(tmp_path / "current" / "experts.npy"))
+    rollout = {"recompute": recompute, "routing_replay": "rollout"}
+    runs["rollout"] = look(model, own, tmp_path / "rollout", **rollout)
+    expected, logits = runs["off"]
+    count = len(logits)
+    assert count > 1
+    assert len(runs["current"][1]) == 2 * count  # recorded, then replayed
+    for name in ("current", "rollout"):
+        figures, found = runs[name]
+        assert all(torch.equal(a, b) for a, b in zip(logits, found[:count], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(logits, found[-count:], strict=True))
+        assert (figures["loss"], figures["grad_norm"]) == (expected["loss"], expected["grad_norm"])
+        after, exact = weights(tmp_path / name, 0), weights(tmp_path / "off", 0)
+        assert all(torch.equal(after[key], exact[key]) for key in exact)
+    assert expected["routing_moved_fraction"] is None
+    assert runs["rollout"][0]["routing_moved_fraction"] == 0
+    # Control: other experts are other logits.
+    _, others = look(model, batch, tmp_path / "others", **rollout)
+    gap = max(float((a - b).abs().max()) for a, b in zip(logits, others, strict=True))
+    assert gap > 0.1
+
+
+def test_current_keeps_the_routing_of_the_batchs_start(models, batches, tmp_path):
+    """Bitwise what its own recording replayed does in both mini-batches; off goes other ways."""
+    model, batch = models["post"], batches["post"]
+    fast = {"optimizer": ADAM | {"lr": 3e-2}, "mini_batches": 2}
+    current, _ = look(model, batch, tmp_path / "current", routing_replay="current", **fast)
+    own = with_experts(batch, np.load(tmp_path / "current" / "experts.npy"))
+    rollout, _ = look(model, own, tmp_path / "rollout", routing_replay="rollout", **fast)
+    off, _ = look(model, batch, tmp_path / "off", **fast)
+    for key in ("loss", "grad_norm", "routing_moved_fraction"):
+        assert current[key] == rollout[key], key
+    assert 0.01 < current["routing_moved_fraction"] < 0.5
+    after, exact = (weights(tmp_path / name, 0) for name in ("current", "rollout"))
+    assert all(torch.equal(after[key], exact[key]) for key in exact)
+    assert relative_gap(exact, weights(tmp_path / "off", 0)) > 1e-3
+    assert off["loss"] != current["loss"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda e: None, "carry no routed experts"),
+        (lambda e: e[:, :2], "must be 3 layers of 3 experts a token, got \\(2, 3\\)"),
+        (lambda e: e + 1, "must be below 8, got 8"),
+        (lambda e: e * 0, "must differ, got one twice"),
+    ],
+)
+def test_bad_experts_are_refused(broken, message, models, batches, tmp_path):
+    batch = batches["post"]
+    samples = tuple(
+        replace(s, rollout=replace(s.rollout, experts_XLk=broken(s.rollout.experts_XLk)))
+        for s in batch.samples
+    )
+    with pytest.raises(AssertionError, match=message):
+        update(models["post"], replace(batch, samples=samples), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "must be off for a student without experts, got rollout"),
+        ({"megatron": {"moe_router_load_balancing_type": "sinkhorn"}}, "must not be 'sinkhorn'"),
+    ],
+)
+def test_what_cannot_replay_is_refused(config, message, models, batches, tmp_path):
+    model = models["post"] if config else tiny_qwen3(tmp_path / "dense", seed=1)
+    with pytest.raises(AssertionError, match=message):
+        update(model, batches["post"], tmp_path / "out", config=config)
