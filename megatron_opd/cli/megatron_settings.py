@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from megatron_opd.checkpoint.model_spec import ModelSpec
 from megatron_opd.cli.errors import UserError
 from megatron_opd.config.learner import LearnerConfig
@@ -14,9 +16,11 @@ def check_megatron(spec: ModelSpec, config: LearnerConfig) -> None:
     """
     if not (config.megatron or config.ddp or config.optimizer.megatron):
         return
-    from megatron_opd.learner.refusals import check_overrides_of
-
     try:
-        check_overrides_of(spec, config)
+        with warnings.catch_warnings():  # of what else could be installed, at Megatron's import
+            warnings.simplefilter("ignore")
+            from megatron_opd.learner.refusals import check_overrides_of
+
+            check_overrides_of(spec, config)
     except ValueError as error:
         raise UserError(str(error)) from None

@@ -46,7 +46,8 @@ def optimizer_config(
     ValueError: the section has a key that is neither ours nor Megatron's, or Megatron refuses it.
     """
     section = "learner.optimizer"
-    values = check_overrides(section, MegatronOptimizerConfig, config.megatron) | {
+    ours = OptimizerConfig.model_fields
+    values = check_overrides(section, MegatronOptimizerConfig, config.megatron, ours) | {
         "optimizer": "adam",
         "lr": config.lr,
         "min_lr": config.min_lr,

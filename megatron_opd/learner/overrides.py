@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -83,35 +83,35 @@ def _owner(target: type, name: str) -> str | None:
     return next((owner for owner, names in owners if name in names), None)
 
 
-def check_overrides(section: str, target: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def check_overrides(
+    section: str, target: type, values: Mapping[str, Any], beside: Iterable[str] = ()
+) -> dict[str, Any]:
     """`values` converted to the types of the fields of `target`.
 
-    section: the key they stand under. ValueError, one line: no such field (with the nearest one),
+    section: the key they stand under. beside: keys of ours there, for the hint. ValueError, one line: no such field (with the nearest one),
     one that something else sets, or a value of another type.
     """
     hints = typing.get_type_hints(target)
     fields = {field.name for field in dataclasses.fields(target) if field.init}
-    fields = {name for name in fields if not _takes_code(hints[name])}
+    settable = {name for name in fields if not _takes_code(hints[name])}
+    for name in values:
+        owner = _owner(target, name)
+        if owner is not None:
+            raise ValueError(f"{section}.{name} is set by {owner}; leave it out")
+        if name not in settable:
+            known = sorted({n for n in settable if _owner(target, n) is None} | set(beside))
+            near = difflib.get_close_matches(name, known, n=1)
+            hinted = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(
+                f"{section}.{name} is no field of Megatron's {target.__name__} that YAML can set"
+                f"{hinted}"
+            )
     return {
-        name: _checked(f"{section}.{name}", target, name, value, fields=fields, hints=hints)
-        for name, value in values.items()
+        name: _converted(f"{section}.{name}", hints[name], value) for name, value in values.items()
     }
 
 
-def _checked(
-    key: str, target: type, name: str, value: Any, *, fields: set[str], hints: dict[str, Any]
-) -> Any:
-    owner = _owner(target, name)
-    if owner is not None:
-        raise ValueError(f"{key} is set by {owner}; leave it out")
-    hint: Any = hints.get(name)
-    if name not in fields:
-        settable = sorted(field for field in fields if _owner(target, field) is None)
-        near = difflib.get_close_matches(name, settable, n=1)
-        hinted = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(
-            f"{key} is no field of Megatron's {target.__name__} that YAML can set{hinted}"
-        )
+def _converted(key: str, hint: Any, value: Any) -> Any:
     if isinstance(hint, type) and issubclass(hint, Enum) and isinstance(value, str):
         names = [member.name for member in hint]
         if value not in names:

@@ -85,6 +85,7 @@ def test_a_user_s_value_wins_over_a_default_and_nothing_else(tmp_path):
             "learner.megatron: Megatron refuses",
         ),
         ({"ddp": {"overlap_grad_reduc": True}}, "learner.ddp.overlap_grad_reduc .*overlap_grad"),
+        ({"optimizer": {"beta3": 0.9}}, "learner.optimizer.beta3 .* did you mean beta"),
         ({"optimizer": {"main_grad_dtype": "float32"}}, "learner.optimizer.main_grad_dtype"),
         (
             {"parallel": {"pp": 2, "vpp": 2}, "megatron": {"overlap_p2p_comm": False}},
