@@ -154,7 +154,7 @@ def plan_of(source: Path, dtype: torch.dtype | None, **options: Any) -> dict[str
 
 
 def copy_description(source: Path, target: Path, dtype: torch.dtype | None) -> None:
-    """The configuration, with the dtype of the weights where it changed, and the tokenizer."""
+    """The tokenizer, and the configuration with `dtype` as the weights'; None leaves it alone."""
     for name in ("config.json", *COPIED):
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
@@ -162,5 +162,8 @@ def copy_description(source: Path, target: Path, dtype: torch.dtype | None) -> N
         return
     file = target / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype)[len("torch.") :]
+    key, name = "torch_dtype" if "torch_dtype" in config else "dtype", str(dtype)[len("torch.") :]
+    if config.get(key) == name:
+        return  # byte for byte what it was
+    config[key] = name
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -40,21 +40,25 @@ def megatron_to_hf(
     *,
     dtype: torch.dtype | None,
     crew: Crew,
+    model: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Report:
     """Write a Megatron distributed checkpoint as a Hugging Face checkpoint, in published names.
 
-    The source holds config.json and the tokenizer beside it; where it holds checksums of the
-    tensors that it was made of, they are compared. dtype: None keeps each tensor's. ValueError, one
-    line: the source is damaged or of another model, the target exists, the disk is full.
+    model: where config.json and the tokenizer are; None: in the source itself. Where the source
+    holds checksums of the tensors that it was made of, they are compared. dtype: None keeps each
+    tensor's. ValueError, one line: the source is damaged or of another model, the target exists,
+    the disk is full.
     """
-    spec = read_model_spec(source)
+    model = source if model is None else model
+    spec = read_model_spec(model)
     stored = MegatronSource(source, spec)
     keys = stored.checked_keys()
     kind_of = {key: dtype or stored.dtype_of(key) for key in keys}
     sizes = {key: bytes_of(spec, key, kind) for key, kind in kind_of.items()}
     units = list(grouped(keys, sizes.values(), [0] * len(keys), max_file_bytes))
-    part = PartDir(target, plan_of(source, dtype, max_file_bytes=max_file_bytes))
+    options = {"model": str(model.resolve()), "max_file_bytes": max_file_bytes}
+    part = PartDir(target, plan_of(source, dtype, **options))
     checksums = _read_checksums(source)
 
     def write(unit: int) -> Record:
@@ -86,7 +90,8 @@ def megatron_to_hf(
             listing = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
             text = json.dumps(listing, indent=2) + "\n"
             (part.path / INDEX).write_text(text, encoding="utf-8")
-        copy_description(source, part.path, dtype)
+        kinds = set(kind_of.values())
+        copy_description(model, part.path, kinds.pop() if len(kinds) == 1 else dtype)
 
     def read_back(_: int, record: Record) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in file_tensors(part.path / record["file"]).items():

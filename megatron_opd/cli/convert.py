@@ -56,6 +56,12 @@ def add_parser(verbs: Any) -> None:
         to_megatron.add_argument(f"--{name}", type=_positive, default=1, metavar="N", help=summary)
     to_hf = way("megatron-to-hf", "write a Hugging Face checkpoint", megatron_to_hf)
     to_hf.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="where config.json and the tokenizer are (default: SRC)",
+    )
+    to_hf.add_argument(
         "--max-shard-gib",
         type=float,
         default=4.0,
@@ -97,8 +103,14 @@ def megatron_to_hf(arguments: argparse.Namespace) -> int:
     limit = int(arguments.max_shard_gib * GIB)
 
     def work(crew: Crew) -> Report:
-        dtype = _dtype(arguments)
-        return to_hf.megatron_to_hf(source, target, dtype=dtype, crew=crew, max_file_bytes=limit)
+        return to_hf.megatron_to_hf(
+            source,
+            target,
+            dtype=_dtype(arguments),
+            crew=crew,
+            model=arguments.model,
+            max_file_bytes=limit,
+        )
 
     return _convert(arguments, work, megatron=source, hf=target)
 

@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("megatron", type=Path)
     parser.add_argument("hf", type=Path)
     arguments = parser.parse_args()
-    spec = read_model_spec(arguments.megatron)
+    spec = read_model_spec(arguments.hf)
     generator = torch.Generator().manual_seed(0)
     ids_1S = torch.randint(spec.vocab_size, (1, NUM_TOKENS), generator=generator)
     ours = megatron_logits(arguments.megatron, spec, ids_1S)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,12 +17,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from safetensors.torch import load_file, save_file
 
+from megatron_opd.checkpoint import to_megatron
 from megatron_opd.checkpoint.convert import load_weights, source_of
-from megatron_opd.checkpoint.gather import FullTensors
+from megatron_opd.checkpoint.crew import Crew
+from megatron_opd.checkpoint.gather import FullTensors, all_gather_json
 from megatron_opd.checkpoint.megatron_names import CONTENT
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
 from megatron_opd.checkpoint.model_spec import ModelSpec, read_model_spec
-from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.config.learner import LearnerConfig, ParallelConfig
 from megatron_opd.learner.attention import Packing
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.model import build_model
@@ -160,6 +164,39 @@ def saved_by_megatron(out: Path, *, models: dict[str, Path], metadata: dict[str,
                 content_metadata=metadata,
             )
     dist.destroy_process_group()
+
+
+def convert(out: Path, *, source: Path, unit_bytes: int, damaged: bool) -> None:
+    """`opd convert hf-to-megatron` on every rank; `damaged`: the last one writes a unit wrong."""
+    crew = Crew.join(os.environ)
+    mine: list[int] = []
+    real = to_megatron.write_unit
+
+    def watched(path: Path, unit: int, *rest: Any) -> dict[str, Any]:
+        mine.append(unit)
+        record = real(path, unit, *rest)
+        if damaged and crew.rank == crew.size - 1:
+            next(iter(record["tensors"].values()))["digest"] = "0" * 16
+        return record
+
+    error = ""
+    with mock.patch.object(to_megatron, "write_unit", watched):
+        try:
+            to_megatron.hf_to_megatron(
+                source,
+                out / "megatron",
+                parallel=ParallelConfig(),
+                dtype=None,
+                crew=crew,
+                unit_bytes=unit_bytes,
+            )
+        except ValueError as raised:
+            error = str(raised)
+    told = all_gather_json({"error": error, "units": len(mine)}, crew)
+    if crew.rank == 0:
+        errors, units = ([one[key] for one in told] for key in ("error", "units"))
+        (out / "result.json").write_text(json.dumps({"errors": errors, "units": units}))
+    crew.leave()
 
 
 def write_expected(path: Path, logits_SV: torch.Tensor) -> None:

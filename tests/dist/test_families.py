@@ -1,6 +1,5 @@
 """Every model family at every layout: transformers' logits, and its tensors back bit for bit."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from megatron_opd.checkpoint.crew import Crew
 from megatron_opd.checkpoint.to_hf import megatron_to_hf
 from megatron_opd.checkpoint.to_megatron import hf_to_megatron
 from megatron_opd.config.learner import ParallelConfig
-from tests.dist import family_jobs, jobs
+from tests.dist import family_jobs, jobs, state_jobs
 from tests.dist.caches import make_batch
 from tests.dist.worlds import run_world
 from tests.figures import bounded, relative
@@ -122,17 +121,53 @@ def test_a_padded_vocabulary_trains_as_one_without(
         torch.testing.assert_close(split[name], tensor, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("singleton", [True, False])
-def test_what_megatron_saves_becomes_the_same_tensors(
-    singleton: bool, models: dict[str, Path], tmp_path: Path
+def test_what_megatron_saves_stacked_becomes_the_same_tensors(
+    models: dict[str, Path], tmp_path: Path
 ):
     chosen = {str(i): models[name] for i, name in enumerate(("qwen2 tied, padded", "qwen3 moe"))}
-    metadata = {"singleton_local_shards": singleton}
+    metadata = {"singleton_local_shards": False}
     run_world(family_jobs.saved_by_megatron, 2, tmp_path, models=chosen, metadata=metadata)
     for name, model in chosen.items():
-        shutil.copy(model / "config.json", tmp_path / name)
-        megatron_to_hf(tmp_path / name, tmp_path / f"hf{name}", dtype=None, crew=Crew())
-        source = load_file(model / "model.safetensors")
-        back = load_file(tmp_path / f"hf{name}" / "model.safetensors")
+        target = tmp_path / f"hf{name}"
+        megatron_to_hf(tmp_path / name, target, dtype=None, crew=Crew(), model=model)
+        source, back = (load_file(path / "model.safetensors") for path in (model, target))
         assert back.keys() == source.keys()
         assert all(torch.equal(back[key], source[key]) for key in source)
+
+
+def test_a_learners_checkpoint_becomes_its_weights(models: dict[str, Path], tmp_path: Path):
+    model, saved = models["qwen2 tied, padded"], tmp_path / "saved"
+    result = run_world(
+        state_jobs.unbroken,
+        2,
+        tmp_path,
+        model=model,
+        config={"parallel": {"tp": 2}, "optimizer": {"lr": 1e-3}},
+        batches=[make_batch(model, samples=4, seed=5, vocab=301)],
+        save_after=1,
+        target=saved,
+        in_background=False,
+    )
+    megatron_to_hf(saved, tmp_path / "hf", dtype=None, crew=Crew(), model=model)
+    back = load_file(tmp_path / "hf" / "model.safetensors")
+    assert state_jobs.digest(back) == result["saved"]
+    assert state_jobs.digest(back) != state_jobs.digest(load_file(model / "model.safetensors"))
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_ranks_share_a_conversion_and_a_failure(
+    damaged: bool, models: dict[str, Path], tmp_path: Path
+):
+    model = models["mixtral"]
+    result = run_world(
+        family_jobs.convert, 2, tmp_path, source=model, unit_bytes=100_000, damaged=damaged
+    )
+    assert result["units"] == [result["units"][0]] * 2
+    if damaged:
+        assert all("is damaged: its checksum must be" in error for error in result["errors"])
+        assert not (tmp_path / "megatron").exists()
+        return
+    assert result["errors"] == ["", ""]
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", dtype=None, crew=Crew())
+    source, back = (load_file(p / "model.safetensors") for p in (model, tmp_path / "hf"))
+    assert state_jobs.digest(back) == state_jobs.digest(source)
