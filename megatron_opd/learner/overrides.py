@@ -88,8 +88,9 @@ def check_overrides(
 ) -> dict[str, Any]:
     """`values` converted to the types of the fields of `target`.
 
-    section: the key they stand under. beside: keys of ours there, for the hint. ValueError, one line: no such field (with the nearest one),
-    one that something else sets, or a value of another type.
+    section: the key they stand under. beside: keys of ours there, for the hint. ValueError, one
+    line: no such field (with the nearest one), one that something else sets, or a value of another
+    type.
     """
     hints = typing.get_type_hints(target)
     fields = {field.name for field in dataclasses.fields(target) if field.init}
