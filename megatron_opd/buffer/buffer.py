@@ -89,6 +89,11 @@ class SampleBuffer:
             raise ValueError(f"{count} samples were asked for, {len(self._ready)} are ready")
         return tuple(self._ready.popleft() for _ in range(count))
 
+    def in_line(self) -> list[tuple[int, Sample | None]]:
+        """Everything held, in admission order; None for what is not scored yet."""
+        ready = [(sample.rollout.prompt.uid, sample) for sample in self._ready]
+        return [*ready, *self._line.items()]
+
     async def changed(self) -> None:
         """Wait for the next put, drop, withdrawal or close."""
         await self._event.wait()

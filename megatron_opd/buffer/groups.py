@@ -7,6 +7,7 @@ which no two samples depend on each other.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from megatron_opd.buffer.rejection import SampleRejected
 
@@ -25,12 +26,20 @@ class Groups:
 
     Args:
         size: G, samples of a group.
+        broken, scored: groups broken before, and members scored of those that wait for more.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(
+        self, size: int, broken: Iterable[int] = (), scored: Mapping[int, int] | None = None
+    ) -> None:
         self._size = size
-        self._broken: set[int] = set()
-        self._scored: Counter[int] = Counter()
+        self._broken: set[int] = set(broken)
+        self._scored: Counter[int] = Counter(scored or {})
+
+    @property
+    def state(self) -> tuple[list[int], dict[int, int]]:
+        """`broken` and `scored` of a Groups that goes on from here."""
+        return sorted(self._broken), dict(self._scored)
 
     def broken(self, uid: int) -> bool:
         """Whether the sample can only be dropped."""

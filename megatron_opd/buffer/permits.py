@@ -57,7 +57,7 @@ are ours.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from megatron_opd.types import Batch, Sample
 
@@ -76,12 +76,15 @@ class Permits:
     Args:
         batch_size: B, samples per update.
         max_staleness: tau, in versions; 0 makes the run strictly synchronous.
+        holders: prompts that hold one from the start.
     """
 
-    def __init__(self, batch_size: int, max_staleness: int) -> None:
+    def __init__(self, batch_size: int, max_staleness: int, holders: Collection[int] = ()) -> None:
         self.total = (max_staleness + 1) * batch_size
-        self._free = asyncio.Semaphore(self.total)
-        self._holders: set[int] = set()
+        if len(holders) > self.total:
+            raise PermitError(f"{len(holders)} prompts hold permits, there are {self.total}")
+        self._free = asyncio.Semaphore(self.total - len(holders))
+        self._holders: set[int] = set(holders)
 
     @property
     def in_use(self) -> int:

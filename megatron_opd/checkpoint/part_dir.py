@@ -64,11 +64,11 @@ class PartDir:
         _sync_dir(self.target.parent)
 
 
-def write_synced(file: Path, text: str) -> None:
+def write_synced(file: Path, content: str | bytes) -> None:
     """Write a file that exists whole or not at all, also after a power cut."""
     part = file.with_name(f".{file.name}.part")
-    with part.open("w", encoding="utf-8") as stream:
-        stream.write(text)
+    with part.open("wb") as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
         stream.flush()
         os.fsync(stream.fileno())
     part.rename(file)

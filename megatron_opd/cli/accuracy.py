@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_opd.cli.prepare import Prepared
+from megatron_opd.cli.roles import teacher_roles
 from megatron_opd.config.schema import DEFAULT_TEACHER, Config
 from megatron_opd.evaluation import EvaluationPlan, EvaluationReport, FleetPort, evaluate
 from sglang_bridge.fleet import Fleet
@@ -43,6 +45,13 @@ class Accuracies:
         for name, fleet in teachers.items():
             lines += await self._evaluate(report_name(name), fleet)
         return lines
+
+    def restore(self, summary: Mapping[str, Any]) -> None:
+        """Take over what an earlier attempt of this run found before training."""
+        for name, fields in summary["evaluations"].items():
+            undefined = math.nan if fields["stderr_pct"] is None else fields["stderr_pct"]
+            self._reports[name] = EvaluationReport(**{**fields, "stderr_pct": undefined})
+        self._teachers = tuple(teacher_roles(self._config))
 
     async def after(self, student: Fleet) -> list[str]:
         """The student on the last published weights."""

@@ -37,7 +37,9 @@ def _pipeline(arguments: argparse.Namespace, *, launch: bool) -> int:
                 raise UserError(f"opd control: {role}.urls must list the servers started elsewhere")
         if config.learner.listen_port == 0:
             raise UserError("opd control: learner.listen_port must be a fixed port, got 0")
-    return run_pipeline(config, overwrite=arguments.overwrite, launch=launch)
+    return run_pipeline(
+        config, overwrite=arguments.overwrite, launch=launch, resume=arguments.resume
+    )
 
 
 def serve(arguments: argparse.Namespace) -> int:

@@ -38,14 +38,21 @@ def build_parser() -> argparse.ArgumentParser:
         )
         return verb
 
+    def again(verb: argparse.ArgumentParser) -> None:
+        choice = verb.add_mutually_exclusive_group()
+        choice.add_argument(
+            "--overwrite", action="store_true", help="replace an earlier run in the same run.dir"
+        )
+        choice.add_argument(
+            "--resume", action="store_true", help="go on from the newest checkpoint in run.dir"
+        )
+
     run = with_config("run", "run everything on this machine: servers, learner, controller")
-    run.add_argument(
-        "--overwrite", action="store_true", help="replace an earlier run in the same run.dir"
-    )
+    again(run)
     run.set_defaults(handler=commands.run)
 
     control = with_config("control", "the controller alone; servers and learner started elsewhere")
-    control.add_argument("--overwrite", action="store_true", help="replace an earlier run")
+    again(control)
     control.set_defaults(handler=commands.control)
 
     serve = verbs.add_parser("serve", help="one SGLang server of a role")

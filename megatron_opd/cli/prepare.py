@@ -52,8 +52,8 @@ def end_tokens(student: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> froze
     return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)
 
 
-def prepare(config: Config) -> Prepared:
-    """Check models and load data. Raises UserError."""
+def prepare(config: Config, cursor: int = 0) -> Prepared:
+    """Check models and load data; prompts start at `cursor`. Raises UserError."""
     student, tokenizer = check_models(config)
     limit = prompt_limit(config, student)
     data = config.data
@@ -98,6 +98,7 @@ def prepare(config: Config) -> Prepared:
             seed=config.run.seed,
             shuffle=data.shuffle,
             group_size=config.rollout.group_size,
+            cursor=cursor,
         ),
         prompts_too_long=train.too_long,
         heldout=heldout,

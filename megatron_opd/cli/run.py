@@ -15,12 +15,15 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_opd.checkpoint.state_dirs import StepDirs
 from megatron_opd.cli.accuracy import Accuracies
+from megatron_opd.cli.checkpoints import CheckpointFailed, Checkpoints
 from megatron_opd.cli.errors import RunFailed, UserError
 from megatron_opd.cli.learner_process import LearnerProcess, learner_command
 from megatron_opd.cli.preflight import check_addresses, check_inputs_are_kept, check_served
 from megatron_opd.cli.prepare import Prepared, prepare
 from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.resume import Resumption, file_crc32, find_resumption, reopen_run_dir
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of, teacher_roles
 from megatron_opd.cli.run_dir import RunDir, prepare_run_dir
 from megatron_opd.cli.servers import server_processes
@@ -28,6 +31,9 @@ from megatron_opd.cli.wiring import make_controller, make_fleet, make_guard, mak
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
+from megatron_opd.controller.snapshot import NOTHING_YET
+from megatron_opd.metrics.persist import dump_totals
+from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import write_json
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
@@ -38,26 +44,32 @@ from sglang_bridge.errors import BridgeError, one_line
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.server.launch import ServerProcess
 
-NOTHING_YET = Accounting(
+NOT_STARTED = Accounting(
     updates=0, version=0, admitted=0, consumed=0, dropped={}, in_flight=0, interrupted=False
 )
 
 
-def run_pipeline(config: Config, *, overwrite: bool, launch: bool) -> int:
+def run_pipeline(config: Config, *, overwrite: bool, launch: bool, resume: bool = False) -> int:
     """Run once. launch: start servers and learner here; else they were started elsewhere.
+
+    resume: go on from the newest checkpoint in run.dir.
 
     Raises UserError for bad input, RunFailed when a started run cannot go on, KeyboardInterrupt
     after a clean stop by a signal.
     """
     check_inputs_are_kept(config)
-    prepared = prepare(config)
+    resumed = find_resumption(config) if resume else None
+    prepared = prepare(config, 0 if resumed is None else resumed.state.next_uid)
     check_addresses(config)
     logs = RunDir(config.run.dir).logs
     servers: dict[Role, list[ServerProcess]] = {
         role: server_processes(config, role, logs) if launch else [] for role in all_roles(config)
     }
-    run_dir = prepare_run_dir(config.run.dir, config, overwrite=overwrite)
-    run = PipelineRun(config, prepared, run_dir, servers, launch=launch)
+    if resumed is None:
+        run_dir = prepare_run_dir(config.run.dir, config, overwrite=overwrite)
+    else:
+        run_dir = reopen_run_dir(config, resumed.state.updates)
+    run = PipelineRun(config, prepared, run_dir, servers, launch=launch, resumed=resumed)
     asyncio.run(run.main())
     return 0
 
@@ -73,7 +85,9 @@ class PipelineRun:
         servers: Mapping[Role, Sequence[ServerProcess]],
         *,
         launch: bool,
+        resumed: Resumption | None = None,
     ) -> None:
+        self.resumed = resumed
         self.config, self.prepared, self.run_dir = config, prepared, run_dir
         self.servers, self.launch = servers, launch
         self.roles = tuple(servers)
@@ -84,6 +98,9 @@ class PipelineRun:
         }
         self.totals = RunTotals(self.urls[STUDENT], config.rollout.group_size)
         self.accuracies = Accuracies(config, prepared)
+        self.train_crc32 = file_crc32(config.data.train)
+        self.recorder: RunRecorder | None = None
+        self.checkpoints: Checkpoints | None = None
         self.controller: Controller | None = None
         self.processes = LocalProcesses([], None)
         self.started_s = time.monotonic()
@@ -104,7 +121,7 @@ class PipelineRun:
         except UserError as error:
             cause = str(error)
             raise
-        except (LoopFailed, BridgeError, LearnerError) as error:
+        except (LoopFailed, BridgeError, LearnerError, CheckpointFailed) as error:
             cause = one_line(str(error))
             raise RunFailed(f"{cause}; logs are in {self.run_dir.logs}") from error
         except Exception as error:
@@ -133,10 +150,15 @@ class PipelineRun:
             for role in self.roles:
                 if section_of(config, role).urls:  # before anything is started in vain
                     await self._join(role, fleets[role])
+            if self.resumed is not None:
+                self._say(*self.resumed.notes)
             self._start(remote.address)
             await self._connect(remote, fleets)
             teachers = {name: fleets[role] for name, role in teacher_roles(config).items()}
-            self._say(*await self.accuracies.before(fleets[STUDENT], teachers))
+            if self.resumed is None:
+                self._say(*await self.accuracies.before(fleets[STUDENT], teachers))
+            else:
+                self.accuracies.restore(self.resumed.extras["accuracies"])
             await self._train(remote, fleets)
             self._say(*await self.accuracies.after(fleets[STUDENT]))
             if config.checkpoint.export_hf:
@@ -149,20 +171,50 @@ class PipelineRun:
 
     async def _train(self, remote: RemoteLearner, fleets: Mapping[Role, Fleet]) -> None:
         config = self.config
+        resumed = self.resumed
+        state = NOTHING_YET if resumed is None else resumed.state
+        if resumed is not None:
+            await remote.load_state(resumed.learner)
         publisher = PublicationSession(fleets[STUDENT], remote, config.weight_sync)
         await publisher.open()
-        if config.weight_sync.round_to is not None:
-            await publisher.publish(0)  # the servers loaded the exact checkpoint
+        if resumed is not None or config.weight_sync.round_to is not None:
+            # the servers loaded the exact checkpoint that the run began with
+            await publisher.publish(state.version)
         recorder = make_recorder(
-            config, self.run_dir, self.totals, self.urls[STUDENT], self.console
+            config, self.run_dir, self.totals, self.urls[STUDENT], self.console, resumed
         )
         guard = make_guard(self.processes, fleets, self.totals)
+        dirs = StepDirs(self.run_dir.checkpoints)
+        kept = self.checkpoints = Checkpoints(dirs, config, remote, self._extras, self._say)
         self.controller = make_controller(
-            config, self.prepared, fleets, remote, publisher, recorder, guard
+            config, self.prepared, fleets, remote, publisher, recorder, guard, kept, state
         )
+        self.recorder = recorder
         await self.controller.run()
+        await kept.finish()
         if config.student.urls:
             await publisher.close()  # servers that outlive this run leave its group
+
+    def _extras(self) -> dict[str, Any]:
+        """What a resumed run needs besides learner and controller."""
+        assert self.recorder is not None
+        now_s = time.monotonic()
+        return {
+            "elapsed_s": now_s - self.recorder.started_s,
+            "wall_s": now_s - self.started_s + self._earlier("wall_s", 0.0),
+            "resumed_at_updates": self._resumed_at(),
+            "accuracies": self.accuracies.summary(),
+            "totals": dump_totals(self.totals, now_s),
+            "train_crc32": self.train_crc32,
+        }
+
+    def _earlier(self, key: str, default: Any) -> Any:
+        return default if self.resumed is None else self.resumed.extras[key]
+
+    def _resumed_at(self) -> list[int]:
+        if self.resumed is None:
+            return []
+        return [*self.resumed.extras["resumed_at_updates"], self.resumed.state.updates]
 
     def _start(self, controller_address: str) -> None:
         if not self.launch:
@@ -225,11 +277,15 @@ class PipelineRun:
 
     def _write_summary(self, status: str, cause: str | None) -> str | None:
         """None, or why it could not be written."""
-        accounting = NOTHING_YET if self.controller is None else self.controller.accounting
-        wall_s = time.monotonic() - self.started_s
+        accounting = NOT_STARTED if self.controller is None else self.controller.accounting
+        wall_s = time.monotonic() - self.started_s + self._earlier("wall_s", 0.0)
         summary: dict[str, Any] = {"status": status, "cause": cause}
         summary |= summarise(self.totals, accounting, wall_s, self.config.buffer.max_staleness)
         summary |= self.accuracies.summary()
+        summary["resumed_at_updates"] = self._resumed_at()
+        if self.checkpoints is not None:
+            summary["checkpoint_wait_s_mean"] = self.checkpoints.waited_s.value
+            summary["checkpoint_s_mean"] = self.checkpoints.written_s.value
         summary["prompts_too_long"] = self.prepared.prompts_too_long
         try:
             write_json(self.run_dir.summary, summary)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_opd.checkpoint.part_dir import write_synced
 from megatron_opd.cli.errors import UserError
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Section
@@ -19,6 +21,7 @@ OURS = (
     "checkpoints",
     "logs",
     "tensorboard",
+    "earlier",
 )
 
 
@@ -59,9 +62,38 @@ class RunDir:
         return self.path / "tensorboard"
 
     @property
+    def checkpoints(self) -> Path:
+        """Checkpoints of the run, and the final student."""
+        return self.path / "checkpoints"
+
+    @property
     def final_checkpoint(self) -> Path:
         """The trained student in Hugging Face format."""
-        return self.path / "checkpoints" / "final"
+        return self.checkpoints / "final"
+
+    def continue_from(self, config: Section, updates: int) -> None:
+        """Become what it was after `updates` updates; see cli/resume.py. May raise OSError."""
+        earlier = self.path / "earlier"
+        earlier.mkdir(exist_ok=True)
+        aside = earlier / f"{len(list(earlier.iterdir())) + 1}"
+        aside.mkdir()
+        for product in (self.logs, self.trace, self.summary):
+            if product.exists():
+                product.rename(aside / product.name)
+        self.logs.mkdir()
+        if self.final_checkpoint.exists():
+            shutil.rmtree(self.final_checkpoint)  # of the shorter run
+        if self.metrics.exists():
+            rows = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [row for row in rows if _is_row_before(row, updates)]
+            write_synced(self.metrics, "".join(kept))
+        write_synced(self.resolved_config, dump_config(config))
+
+
+def _is_row_before(row: str, updates: int) -> bool:
+    if not row.endswith("\n"):  # cut short when the run was killed
+        return False
+    return json.loads(row)["update"] < updates
 
 
 def prepare_run_dir(path: Path, config: Section, *, overwrite: bool) -> RunDir:

@@ -10,14 +10,17 @@ from rich.console import Console
 
 from megatron_opd.cli.prepare import Prepared
 from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.resume import Resumption
 from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
 from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.config.schema import Config, ServerConfig
 from megatron_opd.controller.controller import Controller, Ports, Schedule
 from megatron_opd.controller.health import HealthGuard, WatchedEngine, WatchedProcess
-from megatron_opd.controller.ports import Publisher
+from megatron_opd.controller.ports import Keeper, Publisher
 from megatron_opd.controller.progress import make_display
+from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.evaluation import Judge
+from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import JsonlSink, Sink, TensorBoardSink
 from megatron_opd.metrics.timeline import Timeline
@@ -37,7 +40,12 @@ def make_fleet(section: ServerConfig, urls: Sequence[str]) -> Fleet:
 
 
 def make_recorder(
-    config: Config, run_dir: RunDir, totals: RunTotals, engines: Sequence[str], console: Console
+    config: Config,
+    run_dir: RunDir,
+    totals: RunTotals,
+    engines: Sequence[str],
+    console: Console,
+    resumed: Resumption | None,
 ) -> RunRecorder:
     """The observer: files as configured, and a display."""
     metrics = config.metrics
@@ -48,7 +56,19 @@ def make_recorder(
     if metrics.trace:
         timeline = Timeline(TraceWriter(run_dir.trace, time.monotonic()), engines)
     display = make_display(console) if metrics.progress else None
-    return RunRecorder(config.run.updates, totals, sinks, timeline, display)
+    elapsed_s, updates = 0.0, 0
+    if resumed is not None:
+        elapsed_s, updates = resumed.extras["elapsed_s"], resumed.state.updates
+        restore_totals(totals, resumed.extras["totals"], time.monotonic())
+    return RunRecorder(
+        config.run.updates,
+        totals,
+        sinks,
+        timeline,
+        display,
+        elapsed_s=elapsed_s,
+        updates=updates,
+    )
 
 
 def make_guard(
@@ -96,8 +116,10 @@ def make_controller(
     publisher: Publisher,
     recorder: RunRecorder,
     guard: HealthGuard,
+    keeper: Keeper,
+    state: ControllerState,
 ) -> Controller:
-    """The controller of one run."""
+    """The controller of one run, going on from `state`."""
     run_id = uuid.uuid4().hex[:8]
     schedule = Schedule(
         updates=config.run.updates,
@@ -126,5 +148,6 @@ def make_controller(
         publisher=publisher,
         observer=recorder,
         guard=guard,
+        keeper=keeper,
     )
-    return Controller(schedule, ports)
+    return Controller(schedule, ports, state)

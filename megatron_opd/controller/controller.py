@@ -26,8 +26,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable
-from dataclasses import dataclass
+from functools import partial
 
 from megatron_opd.buffer.batcher import Batcher
 from megatron_opd.buffer.buffer import SampleBuffer
@@ -35,7 +34,10 @@ from megatron_opd.buffer.groups import GroupIncomplete, Groups
 from megatron_opd.buffer.permits import Permits, check_staleness
 from megatron_opd.buffer.rejection import SampleRejected
 from megatron_opd.controller.errors import EverythingDropped, LearnerDiverged, LoopFailed
+from megatron_opd.controller.loops import Starter, being_cancelled, start
 from megatron_opd.controller.ports import Ports
+from megatron_opd.controller.schedule import Schedule
+from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member, place
 from megatron_opd.metrics.types import Accounting, Depths
 from megatron_opd.types import Batch, Prompt, Rollout
 
@@ -43,47 +45,37 @@ from megatron_opd.types import Batch, Prompt, Rollout
 MIN_DROPS_IN_A_ROW = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """How the loops run.
+class Controller:
+    """Runs one schedule once, or goes on from `state`. Use from one event loop.
 
-    updates: learner updates to make. batch_size: B. max_staleness: tau in versions. rollout_slots,
-    score_slots: requests in flight at once. group_size: G, samples that are trained on together or
-    not at all. hold_batches: h, batches that lie scored behind the one trained on.
+    With a state its version must be live on every engine, and the prompts must start at next_uid.
     """
 
-    updates: int
-    batch_size: int
-    max_staleness: int
-    rollout_slots: int
-    score_slots: int
-    group_size: int = 1
-    hold_batches: int = 0
-
-
-class Controller:
-    """Runs one schedule once. Use from one event loop."""
-
-    def __init__(self, schedule: Schedule, ports: Ports) -> None:
-        self._schedule = schedule
-        self._ports = ports
-        self._permits = Permits(schedule.batch_size, schedule.max_staleness)
+    def __init__(
+        self, schedule: Schedule, ports: Ports, state: ControllerState = NOTHING_YET
+    ) -> None:
+        self._schedule, self._ports = schedule, ports
+        holders = [member.uid for member in state.line]
+        self._permits = Permits(schedule.batch_size, schedule.max_staleness, holders)
         self._buffer = SampleBuffer()
         self._batcher = Batcher(self._buffer, schedule.batch_size, schedule.hold_batches)
-        self._groups = Groups(schedule.group_size)
+        self._groups = Groups(schedule.group_size, state.broken_groups, state.scored_in_groups)
         self._admitted: asyncio.Queue[Prompt] = asyncio.Queue()
         # oldest first: the front of the line is what the next batch waits for
         self._finished: asyncio.PriorityQueue[tuple[int, Rollout]] = asyncio.PriorityQueue()
         self._trained: asyncio.Queue[Batch] = asyncio.Queue()
         self._serving: list[asyncio.Task[None]] = []
-        self._dropped: Counter[str] = Counter()
-        self._dropped_in_a_row = 0
-        self._num_admitted = 0
+        # admitted and not scored: the prompt, or the rollout that waits for its score
+        self._unscored: dict[int, Prompt | Rollout] = {}
         self._num_scoring = 0
-        self._num_consumed = 0
-        self._num_updates = 0
-        self._version = 0
+        self._dropped = Counter(state.dropped)
+        self._dropped_in_a_row = state.dropped_in_a_row
+        self._num_admitted, self._num_consumed = state.admitted, state.consumed
+        self._num_updates, self._version = state.updates, state.version
+        self._next_uid = state.next_uid
         self._interrupted = False
+        for member in state.line:
+            self._rejoin(member)
 
     async def run(self) -> Accounting:
         """Make the updates, drain, and account for every prompt.
@@ -101,7 +93,7 @@ class Controller:
             self._interrupted = True
             raise
         except BaseExceptionGroup as failures:
-            if _being_cancelled():
+            if being_cancelled():
                 # what loops say while Ctrl-C tears their connections down is no failure of the run
                 self._interrupted = True
                 raise asyncio.CancelledError from failures
@@ -124,16 +116,38 @@ class Controller:
             interrupted=self._interrupted,
         )
 
+    def snapshot(self) -> ControllerState:
+        """What a later controller goes on from; only between an update and the next."""
+        broken, scored = self._groups.state
+        return ControllerState(
+            updates=self._num_updates,
+            version=self._version,
+            admitted=self._num_admitted,
+            consumed=self._num_consumed,
+            dropped=dict(self._dropped),
+            dropped_in_a_row=self._dropped_in_a_row,
+            next_uid=self._next_uid,
+            line=[place(s or self._unscored[uid]) for uid, s in self._buffer.in_line()],
+            broken_groups=broken,
+            scored_in_groups=scored,
+        )
+
+    def _rejoin(self, member: Member) -> None:
+        self._buffer.admit(member.uid)
+        if member.sample is not None:
+            self._buffer.put(member.sample)
+        elif member.rollout is not None:
+            self._rolled_out(member.rollout)
+        elif member.prompt is not None:
+            self._unscored[member.uid] = member.prompt
+            self._admitted.put_nowait(member.prompt)
+
     async def _run_loops(self) -> None:
         async with asyncio.TaskGroup() as group:
-            self._start_loops(group)
+            self._start_loops(partial(start, group))
 
-    def _start_loops(self, group: asyncio.TaskGroup) -> None:
+    def _start_loops(self, start: Starter) -> None:
         schedule = self._schedule
-
-        def start(name: str, loop: Awaitable[None]) -> asyncio.Task[None]:
-            return group.create_task(_named(name, loop), name=name)
-
         start("learn", self._learn())
         self._serving = [start("admit", self._admit()), start("sync", self._sync())]
         rollout_slots = min(schedule.rollout_slots, self._permits.total)
@@ -148,10 +162,12 @@ class Controller:
             if not await self._room_for_one_more():
                 break
             await self._permits.acquire(prompt.uid)
+            self._next_uid = prompt.uid + 1
             if self._groups.broken(prompt.uid):
                 self._permits.release([prompt.uid])
                 continue
             self._buffer.admit(prompt.uid)
+            self._unscored[prompt.uid] = prompt
             self._num_admitted += 1
             self._ports.observer.admitted(prompt)
             self._admitted.put_nowait(prompt)
@@ -177,9 +193,14 @@ class Controller:
                 self._drop(prompt.uid, rejection)
                 continue
             self._ports.observer.rolled_out(rollout)
-            self._num_scoring += 1
-            self._finished.put_nowait((prompt.uid, rollout))
+            self._rolled_out(rollout)
             self._moved()
+
+    def _rolled_out(self, rollout: Rollout) -> None:
+        uid = rollout.prompt.uid
+        self._unscored[uid] = rollout
+        self._num_scoring += 1
+        self._finished.put_nowait((uid, rollout))
 
     async def _score(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -199,10 +220,12 @@ class Controller:
             if self._groups.complete(uid):
                 self._dropped_in_a_row = 0
             self._buffer.put(sample)
+            del self._unscored[uid]
             self._moved()
 
     def _drop(self, uid: int, rejection: SampleRejected) -> None:
         self._buffer.drop(uid)
+        del self._unscored[uid]
         self._forget(uid, rejection)
         for other in self._buffer.withdraw(self._groups.break_up(uid)):
             self._forget(other, GroupIncomplete(other))
@@ -221,7 +244,7 @@ class Controller:
 
     async def _learn(self) -> None:
         clock = asyncio.get_running_loop().time
-        for update in range(self._schedule.updates):
+        for update in range(self._num_updates, self._schedule.updates):
             samples = await self._batcher.next_batch()
             if not samples:
                 break
@@ -249,6 +272,8 @@ class Controller:
             self._version += 1
             self._permits.release(sample.rollout.prompt.uid for sample in batch.samples)
             self._ports.observer.published(batch, report, self._depths())
+            if self._ports.keeper is not None:
+                await self._ports.keeper.after_update(self._num_updates, self.snapshot)
             self._trained.task_done()
 
     def _depths(self) -> Depths:
@@ -272,16 +297,3 @@ class Controller:
             if cause is not None:
                 return LoopFailed("health", cause)
         return first
-
-
-async def _named(name: str, loop: Awaitable[None]) -> None:
-    """Await `loop`; an exception is raised on under the loop's name."""
-    try:
-        await loop
-    except Exception as error:
-        raise LoopFailed(name, error) from error
-
-
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -5,10 +5,11 @@ Every method may raise; an exception other than SampleRejected stops the run wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.metrics.types import Accounting, Depths, PublicationReport, UpdateFigures
 from megatron_opd.types import Batch, Prompt, Rollout, Sample
 
@@ -105,6 +106,17 @@ class Observer(Protocol):
         ...
 
 
+class Keeper(Protocol):
+    """Keeps the state of a run, so that it can go on after a crash."""
+
+    async def after_update(self, updates: int, state: Callable[[], ControllerState]) -> None:
+        """`updates` updates are made and the last one is live. No update is made until it returns.
+
+        state: what to keep now; it must be called before anything is awaited.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Ports:
     """The controller's neighbours."""
@@ -116,3 +128,4 @@ class Ports:
     publisher: Publisher
     observer: Observer
     guard: Guard | None = None
+    keeper: Keeper | None = None

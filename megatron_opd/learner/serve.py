@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_opd.checkpoint.state import LearnerState
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import Channel
 from megatron_opd.learner.learner import MegatronLearner
@@ -20,10 +21,12 @@ from megatron_opd.transport.messages import (
     ExportHf,
     GetManifest,
     Hello,
+    LoadState,
     Manifest,
     Nothing,
     Request,
     Result,
+    SaveState,
     SendWeights,
     Stop,
     Train,
@@ -62,6 +65,13 @@ class RankServer:
             config.learner,
             updates=config.run.updates,
             seed=config.run.seed,
+        )
+        self.state = LearnerState(
+            self.learner.model,
+            self.learner.optimizer,
+            self.learner.world,
+            config.learner.dtype,
+            config.learner.timeout_s,
         )
         sync = config.weight_sync
         self.sender = WeightSender(self.learner.full, sync.bucket_bytes, sync.round_to)
@@ -110,6 +120,13 @@ class RankServer:
             case ExportHf():
                 dtype = DTYPES[request.dtype or self.config.learner.dtype]
                 self.learner.export_hf(Path(request.path), dtype)
+            case SaveState():
+                self.learner.settle_weights()
+                background = request.in_background
+                self.state.save(Path(request.path), request.updates, in_background=background)
+            case LoadState():
+                self.state.load(Path(request.path))
             case Stop():
+                self.state.wait()
                 self.sender.close()
         return Nothing()

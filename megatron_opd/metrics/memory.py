@@ -29,6 +29,10 @@ class PeakMemory:
         self._peak.add(total)
         return total
 
+    def add(self, num_bytes: int) -> None:
+        """Count a sample taken elsewhere."""
+        self._peak.add(num_bytes)
+
     @property
     def peak_bytes(self) -> int:
         """The largest sample so far; measures once when there is none."""

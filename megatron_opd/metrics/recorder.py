@@ -73,6 +73,8 @@ class RunRecorder:
         timeline: drawn on and closed, if given.
         display: started and stopped, if given.
         clock: the event loop's clock (seconds).
+        elapsed_s: what earlier attempts of a resumed run took, up to where it goes on.
+        updates: updates that they made.
     """
 
     def __init__(
@@ -83,22 +85,25 @@ class RunRecorder:
         timeline: Timeline | None = None,
         display: Display | None = None,
         clock: Callable[[], float] = time.monotonic,
+        elapsed_s: float = 0.0,
+        updates: int = 0,
     ) -> None:
         self.totals = totals
         self.accounting: Accounting | None = None
-        self.started_s = clock()
+        self._elapsed_s = elapsed_s
+        self.started_s = clock() - elapsed_s
         self._updates_total = updates_total
         self._sinks, self._timeline, self._display = tuple(sinks), timeline, display
         self._clock = clock
         self._depths = Depths(0, 0, 0, 0, 0)
-        self._updates = self._version = 0
-        self._done_s = self.started_s
+        self._updates = self._version = updates
+        self._done_s = clock()
         self._row: dict[str, Any] = {}
         self._shown: dict[str, Any] = {}
 
     def started(self, now_s: float, depths: Depths) -> None:
         """The run's clock starts."""
-        self.started_s = self._done_s = now_s
+        self.started_s, self._done_s = now_s - self._elapsed_s, now_s
         self._depths = depths
         if self._display is not None:
             self._display.start(self.snapshot)

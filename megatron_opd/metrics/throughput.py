@@ -31,6 +31,11 @@ class Throughput:
         self._tokens.append(response_tokens)
         self._done_s.append(done_s)
 
+    @property
+    def updates(self) -> list[tuple[int, float]]:
+        """(n_j, t_j) of every update."""
+        return list(zip(self._tokens, self._done_s, strict=True))
+
     def tokens_per_s(self, warmup_updates: int = WARMUP_UPDATES) -> float | None:
         """Response tokens trained on per second after the warm-up; None without a later update.
 

@@ -128,13 +128,42 @@ class ExportHf(msgspec.Struct, frozen=True, tag=True):
     dtype: str | None
 
 
+class SaveState(msgspec.Struct, frozen=True, tag=True):
+    """Write the whole state after `updates` updates to the new directory `path`.
+
+    in_background: answer once it is copied; each rank's sums file tells when it is written.
+    """
+
+    call: int
+    path: str
+    updates: int
+    in_background: bool
+
+
+class LoadState(msgspec.Struct, frozen=True, tag=True):
+    """Take over the state that SaveState wrote."""
+
+    call: int
+    path: str
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave the world and exit 0."""
 
     call: int
 
 
-Request = Train | GetManifest | ConnectWeights | SendWeights | DigestPieces | ExportHf | Stop
+Request = (
+    Train
+    | GetManifest
+    | ConnectWeights
+    | SendWeights
+    | DigestPieces
+    | ExportHf
+    | SaveState
+    | LoadState
+    | Stop
+)
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

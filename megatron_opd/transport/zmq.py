@@ -31,10 +31,12 @@ from megatron_opd.transport.messages import (
     GetManifest,
     Hello,
     LearnerInfo,
+    LoadState,
     Manifest,
     Nothing,
     Request,
     Result,
+    SaveState,
     SendWeights,
     Stop,
     Train,
@@ -146,6 +148,15 @@ class RemoteLearner:
     async def export_hf(self, path: Path, dtype: str | None = None) -> None:
         """Write the current weights as a Hugging Face checkpoint (a path on rank 0's machine)."""
         await self._ask(ExportHf(self._next_call(), str(path), dtype), Nothing)
+
+    async def save_state(self, path: Path, updates: int, *, in_background: bool) -> None:
+        """Write the learner's state, or copy it to be written (see messages.SaveState)."""
+        request = SaveState(self._next_call(), str(path), updates, in_background)
+        await self._ask(request, Nothing)
+
+    async def load_state(self, path: Path) -> None:
+        """Take over a saved state. LearnerError: it is damaged or of another model."""
+        await self._ask(LoadState(self._next_call(), str(path)), Nothing)
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """Ask the learner to exit, if it is there to hear it, and close the socket."""

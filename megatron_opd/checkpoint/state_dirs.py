@@ -1,0 +1,131 @@
+"""Checkpoints of a run: directories `step-UPDATES`, complete or not there at all. Torch-free.
+
+    step-000120/  manifest.json  controller.msgpack  run.json  learner/...
+    step-000160.part/            being written, or left by a run that was killed while writing
+
+Invariant: a directory gets its final name in one step, after every file in it and its manifest are
+on disk; it loses that name before any of its files is removed. So whoever finds the name finds all
+of it, at any moment and after any crash.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_opd.checkpoint.part_dir import write_synced
+from megatron_opd.checkpoint.state_files import (
+    FileSum,
+    check_size,
+    read_json,
+    sum_file,
+    sync_directory,
+)
+
+FORMAT = 1
+MANIFEST, LEARNER = "manifest.json", "learner"
+_COMPLETE = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class StepDirs:
+    """The checkpoints in `root`, a directory that may hold other things too."""
+
+    root: Path
+
+    def path(self, updates: int) -> Path:
+        """Where the checkpoint after `updates` updates is once it is complete."""
+        return self.root / f"step-{updates:06d}"
+
+    def part(self, updates: int) -> Path:
+        """Where it is while it is written."""
+        return self.root / f"step-{updates:06d}.part"
+
+    def complete(self) -> list[int]:
+        """Updates of the complete checkpoints, rising."""
+        names = [entry.name for entry in self.root.glob("step-*")]
+        return sorted(int(m.group(1)) for name in names if (m := _COMPLETE.fullmatch(name)))
+
+    def torn(self) -> list[Path]:
+        """What was being written, or removed, when a run ended."""
+        return sorted(self.root.glob("step-*.part"))
+
+    def discard(self, torn: Path) -> None:
+        """Remove what was not written, or not removed, to its end."""
+        assert torn in self.torn(), torn
+        shutil.rmtree(torn)
+
+    def start(self, updates: int) -> Path:
+        """An empty directory to write to."""
+        part = self.part(updates)
+        if part.exists():
+            shutil.rmtree(part)
+        part.mkdir(parents=True)
+        return part
+
+    def publish(self, updates: int, summed: list[str]) -> Path:
+        """Write the manifest and give the directory its name.
+
+        summed: files that get a checksum here; the learner's have theirs already. A checkpoint of
+        this name (from before an earlier resumption) is replaced.
+        """
+        part, final = self.part(updates), self.path(updates)
+        names = [p.relative_to(part).as_posix() for p in sorted(part.rglob("*")) if p.is_file()]
+        sums = [sum_file(part, name) for name in summed]
+        manifest: dict[str, Any] = {
+            "format": FORMAT,
+            "updates": updates,
+            "sizes": {name: (part / name).stat().st_size for name in names},
+            "crc32": {entry.name: entry.crc32 for entry in sums},
+        }
+        write_synced(part / MANIFEST, json.dumps(manifest, indent=1))
+        if final.exists():
+            self.remove(updates)
+        part.rename(final)
+        sync_directory(self.root)
+        return final
+
+    def remove(self, updates: int) -> None:
+        """Remove a complete checkpoint."""
+        doomed = self.root / f"step-{updates:06d}.old.part"
+        if doomed.exists():
+            shutil.rmtree(doomed)
+        self.path(updates).rename(doomed)
+        sync_directory(self.root)
+        shutil.rmtree(doomed)
+
+    def rotate(self, keep_last: int, keep_every: int) -> list[int]:
+        """Remove all but the newest `keep_last` and the multiples of `keep_every` (0: of none)."""
+        doomed = [
+            updates
+            for updates in self.complete()[:-keep_last]
+            if not (keep_every and updates % keep_every == 0)
+        ]
+        for updates in doomed:
+            self.remove(updates)
+        return doomed
+
+
+def verify(path: Path) -> None:
+    """Check the manifest of a complete checkpoint against its files.
+
+    Every size, and the checksum of every file but the learner's shards, which the learner checks
+    when it loads them. ValueError: something is missing or differs; the line names it.
+    """
+    manifest = read_json(path / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise ValueError(
+            f"checkpoint {path}: its format must be {FORMAT}, got {manifest.get('format')!r}"
+        )
+    for name, size in manifest["sizes"].items():
+        check_size(path, FileSum(name, size, 0))
+    for name, crc32 in manifest["crc32"].items():
+        if sum_file(path, name).crc32 != crc32:
+            raise ValueError(
+                f"checkpoint {path} is damaged: {name} does not have the checksum it was "
+                "written with"
+            )

@@ -1,0 +1,131 @@
+"""Writes a run's checkpoints while it goes on: the learner's part, the controller's, then the name.
+
+    snapshot (at once) -> learner copies its state -> training goes on
+                                                   -> every rank's shards written -> manifest, name
+
+Implements controller.ports.Keeper. At most one checkpoint is being written; the next one waits for
+it. A failure to write stops the run, at the next checkpoint or at the end: a run that silently goes
+on without checkpoints would lose everything later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_opd.checkpoint.part_dir import write_synced
+from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs
+from megatron_opd.checkpoint.state_files import sums_name
+from megatron_opd.config.schema import Config
+from megatron_opd.controller.snapshot import ControllerState, encode_state
+from megatron_opd.metrics.types import Mean
+
+CONTROLLER, RUN = "controller.msgpack", "run.json"
+POLL_S = 0.1
+
+
+class CheckpointFailed(RuntimeError):
+    """A checkpoint could not be written. One line."""
+
+
+class SavingLearner(Protocol):
+    """The part of transport.zmq.RemoteLearner that checkpoints need."""
+
+    async def save_state(self, path: Path, updates: int, *, in_background: bool) -> None:
+        """Write the learner's state, or copy it to be written."""
+        ...
+
+
+class Checkpoints:
+    """See the module.
+
+    Args:
+        dirs: where they go.
+        config: how often, how many, how large the learner's world is.
+        learner: what is saved.
+        extras: what else must be kept of the run (JSON), taken together with the controller's
+            state.
+        say: tells the user.
+    """
+
+    def __init__(
+        self,
+        dirs: StepDirs,
+        config: Config,
+        learner: SavingLearner,
+        extras: Callable[[], dict[str, Any]],
+        say: Callable[[str], None],
+    ) -> None:
+        self._dirs, self._config, self._learner = dirs, config.checkpoint, learner
+        self._ranks = config.learner.parallel.world_size
+        self._timeout_s = config.learner.timeout_s
+        self._extras, self._say = extras, say
+        self._writing: asyncio.Task[None] | None = None
+        self.waited_s = Mean()
+        """Seconds that training waited for a checkpoint."""
+        self.written_s = Mean()
+        """Seconds from the snapshot to the checkpoint's name."""
+
+    async def after_update(self, updates: int, state: Callable[[], ControllerState]) -> None:
+        """Save when it is time to. Raises CheckpointFailed, also for the checkpoint before."""
+        every = self._config.every
+        if not every or updates % every:
+            return
+        started_s = time.monotonic()
+        controller, run = encode_state(state()), json.dumps(self._extras())
+        await self.finish()
+        part = self._dirs.start(updates)
+        in_background = self._config.async_save
+        await self._learner.save_state(part / LEARNER, updates, in_background=in_background)
+        self._writing = asyncio.create_task(
+            self._complete(part, updates, controller, run, started_s), name=f"checkpoint {updates}"
+        )
+        if not in_background:
+            await self.finish()
+        self.waited_s.add(time.monotonic() - started_s)
+
+    async def finish(self) -> None:
+        """Until the checkpoint being written is complete."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await writing
+
+    async def _complete(
+        self, part: Path, updates: int, controller: bytes, run: str, started_s: float
+    ) -> None:
+        await asyncio.to_thread(_write_own, part, controller, run)
+        await self._learner_written(part / LEARNER)
+        await asyncio.to_thread(self._dirs.publish, updates, [CONTROLLER, RUN])
+        keep_last, keep_every = self._config.keep_last, self._config.keep_every
+        await asyncio.to_thread(self._dirs.rotate, keep_last, keep_every)
+        self.written_s.add(time.monotonic() - started_s)
+        self._say(f"checkpoint: {self._dirs.path(updates)}")
+
+    async def _learner_written(self, path: Path) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        # on a file system that all machines share there is nothing to be told by
+        missing = [path / sums_name(rank) for rank in range(self._ranks)]
+        while missing:
+            failures = await asyncio.to_thread(_failures, path)
+            if failures:
+                raise CheckpointFailed(f"checkpoint {path.parent}: {failures[0]}")
+            if time.monotonic() > deadline:
+                raise CheckpointFailed(
+                    f"checkpoint {path.parent}: {missing[0].name} is not there after "
+                    f"learner.timeout_s = {self._timeout_s:g}"
+                )
+            await asyncio.sleep(POLL_S)
+            missing = [file for file in missing if not file.exists()]
+
+
+def _failures(path: Path) -> list[str]:
+    return [file.read_text(encoding="utf-8") for file in sorted(path.glob("failed-*"))]
+
+
+def _write_own(part: Path, controller: bytes, run: str) -> None:
+    write_synced(part / CONTROLLER, controller)
+    write_synced(part / RUN, run)

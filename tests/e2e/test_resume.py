@@ -1,0 +1,137 @@
+"""A run that is killed goes on from its checkpoint: the same samples, the same figures."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tests.models import tiny_qwen3, tiny_qwen3_moe
+
+pytestmark = pytest.mark.e2e
+
+UPDATES, BATCH, EVERY, HELD = 9, 4, 3, 2
+LIMIT_S = 300
+
+
+def write_config(root: Path) -> Path:
+    """Batches are held back, so that a checkpoint holds the samples of the next HELD updates."""
+    tiny_qwen3(root / "teacher", seed=1)
+    tiny_qwen3_moe(root / "student", seed=2)
+    lines = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) for i in range(16)]
+    (root / "train.jsonl").write_text("\n".join(lines) + "\n")
+    server = {"dtype": "float32", "max_total_tokens": 8192, "context_length": 256}
+    tree: dict[str, Any] = {
+        "run": {"dir": str(root / "run"), "updates": UPDATES, "seed": 3},
+        "data": {"train": str(root / "train.jsonl"), "task": "exact"},
+        "student": {**server, "model": str(root / "student")},
+        "teacher": {**server, "model": str(root / "teacher")},
+        "rollout": {"max_new_tokens": 24, "concurrency": 12},
+        "support": {"m": 8},
+        "buffer": {"batch_size": BATCH, "max_staleness": HELD, "hold_batches": HELD},
+        "learner": {
+            "dtype": "float32",
+            "tokens_per_microbatch": 256,
+            "threads": 1,
+            "optimizer": {"lr": 0.001},
+        },
+        "checkpoint": {"every": EVERY, "export_hf": False},
+        "evaluation": {"problems": 0},
+        "metrics": {"progress": False, "tensorboard": False},
+        "weight_sync": {"bucket_bytes": 200_000},
+    }
+    path = root / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:  # after a failed test
+        if process.poll() is None:
+            tree = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            for child in tree:
+                if child.is_running():
+                    child.kill()
+
+
+def start(config: Path, *options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "megatron_opd", "run", str(config), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def test_a_killed_run_goes_on(tmp_path: Path, processes: list[subprocess.Popen[str]]) -> None:
+    config, run_dir = write_config(tmp_path), tmp_path / "run"
+    first = start(config)
+    processes.append(first)
+    deadline = time.monotonic() + LIMIT_S
+    checkpoint = run_dir / "checkpoints" / f"step-{EVERY:06d}"
+    while not (checkpoint.exists() and len(rows(run_dir)) >= EVERY + HELD):
+        assert first.poll() is None, first.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    children = psutil.Process(first.pid).children(recursive=True)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    left = psutil.wait_procs(children, timeout=20)[1]
+    assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE], "children outlive the run"
+    before = rows(run_dir)
+    newest = max(int(path.name[5:]) for path in run_dir.glob("checkpoints/step-??????"))
+    torn = run_dir / "checkpoints" / "step-000099.part"
+    (torn / "learner").mkdir(parents=True)
+
+    second = start(config, "--resume")
+    processes.append(second)
+    output = second.communicate(timeout=LIMIT_S)[0]
+    assert second.returncode == 0, output
+    assert f"{torn.name} was not written to its end and is left aside" in output
+    assert f"going on from {run_dir / 'checkpoints'}/step-{newest:06d} ({newest} updates)" in output
+    assert not torn.exists()
+
+    after = rows(run_dir)
+    assert [row["update"] for row in after] == list(range(UPDATES))
+    assert [row["version"] for row in after] == list(range(UPDATES))
+    assert after[:newest] == before[:newest], "what was made before the checkpoint stands"
+    # the samples of these were scored before the checkpoint: the killed run's figures, bit for bit
+    compared = before[newest : newest + HELD]
+    assert compared or newest == len(before)
+    for old, new in zip(compared, after[newest:], strict=False):
+        for key in ("loss", "grad_norm", "reverse_kl_nats", "num_ids", "ratio_max", "lr"):
+            assert new[key] == old[key], (key, new["update"])
+    assert after[-1]["time_s"] > before[newest - 1]["time_s"]
+
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["resumed_at_updates"] == [newest]
+    assert summary["updates"] == summary["version"] == UPDATES
+    assert summary["samples_admitted"] == summary["samples_consumed"] == UPDATES * BATCH
+    assert summary["samples_in_flight"] == 0
+    tokens = sum(row["num_response_tokens"] for row in after)
+    assert sum(summary["staleness_tokens_by_version"].values()) == tokens, "totals go on"
+    assert summary["staleness_max_versions"] <= HELD
+    kept = sorted(path.name for path in run_dir.glob("checkpoints/step-*"))
+    assert kept == [f"step-{UPDATES - EVERY:06d}", f"step-{UPDATES:06d}"], "the last two"
+    assert (run_dir / "earlier" / "1" / "logs" / "learner.log").exists()

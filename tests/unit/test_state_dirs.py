@@ -1,0 +1,258 @@
+"""Checkpoint directories: complete or not there, rotated, verified; and what writes them."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs, verify
+from megatron_opd.checkpoint.state_files import (
+    check_size,
+    read_sums,
+    sum_file,
+    sums_name,
+    write_sums,
+)
+from megatron_opd.cli.checkpoints import CONTROLLER, RUN, CheckpointFailed, Checkpoints
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.resume import find_resumption, reopen_run_dir
+from megatron_opd.config.load import dump_config
+from megatron_opd.config.schema import Config
+from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
+
+
+class FakeLearner:
+    """Writes one file per rank, later than it answers if told to."""
+
+    def __init__(self, ranks: int = 1, fail: str | None = None, delay_s: float = 0.0) -> None:
+        self.ranks, self.fail, self.delay_s = ranks, fail, delay_s
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def save_state(self, path: Path, updates: int, *, in_background: bool) -> None:
+        await asyncio.to_thread(path.mkdir)
+        writing = asyncio.create_task(self._write(path, updates))
+        self.tasks.append(writing)
+        if not in_background:
+            await writing
+
+    async def _write(self, path: Path, updates: int) -> None:
+        await asyncio.sleep(self.delay_s)
+        for rank in range(self.ranks):
+            if self.fail and rank == self.ranks - 1:
+                (path / f"failed-{rank:05d}").write_text(self.fail)
+                return
+            (path / f"__{rank}_0.distcp").write_bytes(b"w" * (100 + updates))
+            write_sums(path, rank, [f"__{rank}_0.distcp"])
+
+
+def make_config(tmp_path: Path, **sections: Any) -> Config:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n')
+    server = {"model": "unused", "dtype": "float32"}
+    tree: dict[str, Any] = {
+        "run": {"dir": str(tmp_path / "run"), "updates": 20},
+        "data": {"train": str(tmp_path / "train.jsonl")},
+        "student": server,
+        "teacher": server,
+        "checkpoint": {"every": 2},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return Config.model_validate(tree)
+
+
+def at(updates: int) -> ControllerState:
+    return ControllerState(updates, updates, updates, updates, {}, 0, updates, [])
+
+
+def save_some(config: Config, learner: FakeLearner, updates: list[int]) -> Checkpoints:
+    """Checkpoints after each of `updates`, as a run would make them."""
+    dirs = StepDirs(config.run.dir / "checkpoints")
+    config.run.dir.mkdir(exist_ok=True)
+    (config.run.dir / "config.resolved.yaml").write_text(dump_config(config))
+    extras = {"train_crc32": 1}
+    kept = Checkpoints(dirs, config, learner, lambda: extras, lambda line: None)
+
+    async def main() -> None:
+        from megatron_opd.cli.resume import file_crc32
+
+        extras["train_crc32"] = file_crc32(config.data.train)
+        for done in updates:
+            await kept.after_update(done, lambda done=done: at(done))
+        await kept.finish()
+
+    asyncio.run(main())
+    return kept
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_only_the_last_and_the_multiples_are_kept(tmp_path: Path, asynchronous: bool) -> None:
+    keep = {"every": 2, "keep_last": 2, "keep_every": 6, "async_save": asynchronous}
+    config = make_config(tmp_path, checkpoint=keep)
+    kept = save_some(config, FakeLearner(), list(range(1, 12)))
+    dirs = StepDirs(config.run.dir / "checkpoints")
+    assert dirs.complete() == [6, 8, 10]
+    assert dirs.torn() == []
+    assert kept.written_s.weight == kept.waited_s.weight == 5
+    for updates in dirs.complete():
+        verify(dirs.path(updates))
+
+
+def test_training_does_not_wait_for_the_disk(tmp_path: Path) -> None:
+    waits = {}
+    for asynchronous in (True, False):
+        where = tmp_path / str(asynchronous)
+        where.mkdir()
+        config = make_config(where, checkpoint={"every": 2, "async_save": asynchronous})
+        kept = save_some(config, FakeLearner(delay_s=0.5), [2])
+        waits[asynchronous] = kept.waited_s.value
+    assert waits[True] < 0.4 < 0.5 <= waits[False]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_failure_to_write_is_raised_and_leaves_the_last_one(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    parallel = {"parallel": {"dp": 2}}
+    options = {"every": 2, "async_save": asynchronous}
+    config = make_config(tmp_path, learner=parallel, checkpoint=options)
+    save_some(config, FakeLearner(ranks=2), [2])
+    learner = FakeLearner(ranks=2, fail="OSError: No space left on device")
+    with pytest.raises(CheckpointFailed, match=r"step-000004.part: OSError: No space left"):
+        save_some(config, learner, [4, 6])
+    dirs = StepDirs(config.run.dir / "checkpoints")
+    assert dirs.complete() == [2]
+    found = find_resumption(config)
+    assert found.state.updates == 2
+    assert found.notes[0] == "step-000004.part was not written to its end and is left aside"
+    assert "step-000002 (2 updates)" in found.notes[1]
+
+
+def test_what_is_being_removed_is_never_picked_up(tmp_path: Path, monkeypatch) -> None:
+    config = make_config(tmp_path)
+    save_some(config, FakeLearner(), [2, 4])
+    dirs = StepDirs(config.run.dir / "checkpoints")
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            dirs.remove(2)
+    assert dirs.complete() == [4]
+    assert [path.name for path in dirs.torn()] == ["step-000002.old.part"]
+    reopen_run_dir(config, 4)
+    assert dirs.torn() == []
+    assert dirs.complete() == [4]
+
+
+def test_a_checkpoint_of_the_same_name_is_replaced(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    save_some(config, FakeLearner(), [2])
+    dirs = StepDirs(config.run.dir / "checkpoints")
+    (dirs.path(2) / "mark").touch()
+    save_some(config, FakeLearner(), [2])
+    assert dirs.complete() == [2]
+    assert not (dirs.path(2) / "mark").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        (CONTROLLER, lambda b: b[:-1], r"damaged: controller.msgpack must have \d+ bytes, got"),
+        (CONTROLLER, lambda b: b[:-1] + b"\xff", "damaged: controller.msgpack does not have the"),
+        (RUN, lambda b: b"[]" + b[2:], "damaged: run.json does not have the checksum"),
+        (f"{LEARNER}/__0_0.distcp", lambda b: b[:9], "__0_0.distcp must have 102 bytes, got 9"),
+        ("manifest.json", lambda b: b[:20], "cannot read manifest.json"),
+        ("manifest.json", lambda b: b.replace(b": 1,", b": 7,", 1), "format must be 1, got 7"),
+    ],
+)
+def test_damage_is_named_before_anything_starts(tmp_path: Path, name, damage, said) -> None:
+    config = make_config(tmp_path)
+    save_some(config, FakeLearner(), [2])
+    file = config.run.dir / "checkpoints" / "step-000002" / name
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(UserError, match=said) as caught:
+        find_resumption(config)
+    assert "\n" not in str(caught.value)
+    assert "remove it to go on from an older one" in str(caught.value)
+
+
+def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    save_some(config, FakeLearner(), [2])
+    harmless = make_config(
+        tmp_path,
+        run={"updates": 40},
+        checkpoint={"every": 5, "keep_last": 9},
+        student={"servers": 2, "base_port": 30000},
+        learner={"parallel": {"tp": 2}, "threads": 3},
+        evaluation={"problems": 1},
+        rollout={"concurrency": 3},
+    )
+    assert find_resumption(harmless).state == at(2)
+    for section, key, value in (
+        ("run", "seed", 7),
+        ("buffer", "batch_size", 8),
+        ("rollout", "temperature", 0.5),
+        ("student", "model", "other"),
+        ("learner", "mini_batches", 2),
+    ):
+        changed = make_config(tmp_path, **{section: {key: value}})
+        with pytest.raises(UserError, match=rf"--resume: {section}\.{key} must be what it was"):
+            find_resumption(changed)
+    with pytest.raises(UserError, match=r"run\.updates must be above the 2 updates"):
+        find_resumption(make_config(tmp_path, run={"updates": 2}))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+2="}\n')
+    with pytest.raises(UserError, match="is not the file it was"):
+        find_resumption(config)
+
+
+def test_nothing_to_go_on_from(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    with pytest.raises(UserError, match="holds no run"):
+        find_resumption(config)
+    save_some(config, FakeLearner(), [])
+    with pytest.raises(UserError, match="holds no complete checkpoint"):
+        find_resumption(config)
+    StepDirs(config.run.dir / "checkpoints").start(4)
+    with pytest.raises(UserError, match=r"only step-000004\.part, which was not written"):
+        find_resumption(config)
+
+
+def test_the_run_directory_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    save_some(config, FakeLearner(), [2])
+    run_dir = config.run.dir
+    lines = [json.dumps({"update": update}) + "\n" for update in range(4)]
+    (run_dir / "metrics.jsonl").write_text("".join(lines) + '{"update": 4, "lo')
+    (run_dir / "logs").mkdir()
+    (run_dir / "logs" / "learner.log").write_text("first")
+    (run_dir / "summary.json").write_text("{}")
+    (run_dir / "notes.txt").write_text("the user's")
+    reopen_run_dir(config, 2)
+    assert (run_dir / "metrics.jsonl").read_text() == "".join(lines[:2])
+    assert (run_dir / "earlier" / "1" / "logs" / "learner.log").read_text() == "first"
+    assert not (run_dir / "summary.json").exists()
+    assert list((run_dir / "logs").iterdir()) == []
+    assert (run_dir / "notes.txt").exists()
+    reopen_run_dir(config, 2)
+    assert (run_dir / "earlier" / "2" / "logs").is_dir()
+    assert NOTHING_YET.line == []
+
+
+def test_sums_are_read_back(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 10)
+    (tmp_path / "b").write_bytes(b"")
+    write_sums(tmp_path, 0, ["a"])
+    write_sums(tmp_path, 1, ["b"])
+    entries = read_sums(tmp_path, 2)
+    assert entries == [sum_file(tmp_path, "a"), sum_file(tmp_path, "b")]
+    assert [entry.size for entry in entries] == [10, 0]
+    with pytest.raises(ValueError, match=sums_name(2)):
+        read_sums(tmp_path, 3)
+    (tmp_path / "a").unlink()
+    with pytest.raises(ValueError, match="a must have 10 bytes, it is missing"):
+        check_size(tmp_path, entries[0])
