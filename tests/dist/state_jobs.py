@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_opd.checkpoint.state import LearnerState
+from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.types import Batch
@@ -118,11 +119,29 @@ def refused(out: Path, *, model: Path, config: dict[str, Any], sources: dict[str
 
 
 def killed_while_saving(
-    out: Path, *, model: Path, config: dict[str, Any], batches: list[Batch], target: Path
+    out: Path,
+    *,
+    model: Path,
+    config: dict[str, Any],
+    batches: list[Batch],
+    root: Path,
+    moment: str,
+    in_background: bool,
 ) -> None:
-    """SIGKILL as soon as a shard is there and before its checksums are."""
+    """A complete checkpoint after one update; SIGKILL while that after two is written.
+
+    moment: shards (they are there, signed by no rank) or name (all is there but the name).
+    """
     learner = make_learner(model, config)
-    state = keeper(learner)
-    train(learner, batches)
-    state._finish = lambda path: os.kill(os.getpid(), signal.SIGKILL)
-    state.save(target, len(batches), in_background=False)
+    state, dirs = keeper(learner), StepDirs(root)
+    for updates, batch in enumerate(batches[:2], 1):
+        rows = train(learner, [batch])
+        part = dirs.start(updates)
+        if updates == 2 and moment == "shards":
+            state._finish = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+        state.save(part / LEARNER, updates, in_background=in_background)
+        state.wait()
+        if updates == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dirs.publish(updates, [])
+        (out / "rows.json").write_text(json.dumps(rows))

@@ -2,17 +2,19 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs, verify
 from megatron_opd.checkpoint.state_files import sums_name
 from megatron_opd.types import Batch
 from tests.dist import state_jobs
 from tests.dist.caches import make_batch
-from tests.dist.worlds import run_world
+from tests.dist.worlds import World, run_world
 from tests.figures import bounded, relative
 from tests.models import tiny_qwen3, tiny_qwen3_moe
 
@@ -181,3 +183,24 @@ def test_damage_is_refused_with_the_file_s_name(runs, models, batches, tmp_path)
     assert sums_name(1) in said["unsigned"]
     assert "state.json" in said["no-facts"]
     assert "is not of this model" in said["other-model"]
+
+
+@pytest.mark.parametrize(("moment", "in_background"), [("shards", True), ("name", False)])
+def test_killed_while_saving_leaves_the_one_before(
+    moment, in_background, models, batches, tmp_path
+):
+    dirs = StepDirs(tmp_path / "checkpoints")
+    common = {"model": models["tied"], "config": STEP, "batches": batches["tied"]}
+    options = {"root": dirs.root, "moment": moment, "in_background": in_background}
+    with World(
+        state_jobs.killed_while_saving, 1, tmp_path / "killed", **common, **options
+    ) as world:
+        assert world.join() == [-signal.SIGKILL], world.errors()
+    assert dirs.complete() == [1]
+    assert [path.name for path in dirs.torn()] == ["step-000002.part"]
+    assert list((dirs.part(2) / LEARNER).glob("*.distcp")), "it was killed while writing"
+    verify(dirs.path(1))
+    sources = {"before": dirs.path(1) / LEARNER}
+    found = run_world(state_jobs.resumed, 1, tmp_path / "on", **common, sources=sources)
+    assert len(found["before"]["rows"]) == 3
+    assert found["before"]["step"] == 2
