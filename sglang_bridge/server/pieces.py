@@ -128,18 +128,21 @@ def _experts(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator
     if module.num_fused_shared_experts:
         raise TypeError(f"{owner}: fused shared experts are not supported")
     first = module.moe_ep_rank * data.shape[0]
+    # Mixtral's checkpoints have names of their own for the three matrices of an expert.
+    mixtral = ".block_sparse_moe." in f".{owner}."
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for local in range(data.shape[0]):
         base = f"{owner}.{first + local}"
         if leaf == "w13_weight":
             length = data.shape[1] // 2
             start = module.moe_tp_rank * length
-            for half, part in enumerate(("gate_proj", "up_proj")):
+            for half, part in enumerate((gate, up)):
                 view = data[local].narrow(0, half * length, length)
                 yield Piece(f"{base}.{part}.weight", 0, start, length, view)
         elif leaf == "w2_weight":
             length = data.shape[2]
             start = module.moe_tp_rank * length
-            yield Piece(f"{base}.down_proj.weight", 1, start, length, data[local])
+            yield Piece(f"{base}.{down}.weight", 1, start, length, data[local])
         else:
             raise TypeError(f"{owner}.{leaf}: unknown expert parameter")
 

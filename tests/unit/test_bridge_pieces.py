@@ -1,0 +1,40 @@
+"""A server's stacked experts under the names that checkpoints have, so that digests compare."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_opd.weight_sync.names import FAMILIES, Family, Key, hf_names
+from sglang_bridge.server import pieces
+
+OWNER = {
+    "qwen3_moe": "model.layers.3.mlp.experts",
+    "mixtral": "model.layers.3.block_sparse_moe.experts",
+}
+
+
+def expert_names(family: Family, expert: int) -> list[str]:
+    """Gate, up and down of an expert of layer 3, by the learner's table."""
+    rows = [i for i, row in enumerate(family.layer) if row.expert]
+    return [name for row in rows for name in hf_names(family, Key(3, row, expert))]
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES.values() if f.moe], ids=lambda f: f.name)
+def test_pieces_of_experts_have_published_names(family: Family):
+    owner = OWNER[family.name]
+    module = SimpleNamespace(num_fused_shared_experts=0, moe_ep_rank=1, moe_tp_rank=1)
+    w13, w2 = torch.arange(64.0).view(2, 8, 4), torch.arange(32.0).view(2, 4, 4)
+    found = [
+        *pieces._experts(module, owner, "w13_weight", w13),
+        *pieces._experts(module, owner, "w2_weight", w2),
+    ]
+    expected = {name for expert in (2, 3) for name in expert_names(family, expert)}
+    assert {piece.hf_name for piece in found} == expected
+    gate, up, down = expert_names(family, 3)
+    by_name = {piece.hf_name: piece for piece in found}
+    assert torch.equal(by_name[gate].view, w13[1, :4])
+    assert torch.equal(by_name[up].view, w13[1, 4:])
+    assert torch.equal(by_name[down].view, w2[1])
+    places = {n: (by_name[n].dim, by_name[n].start, by_name[n].length) for n in (gate, up, down)}
+    assert places == {gate: (0, 4, 4), up: (0, 4, 4), down: (1, 4, 4)}
