@@ -81,6 +81,8 @@ class ServerClient:
             }
             if request.thin:
                 params["custom_params"][wire.THIN] = True
+            if request.experts:
+                params["custom_params"][wire.WANTS_EXPERTS] = True
         body = {"rid": request.rid, "input_ids": _ids(request.input_ids), "sampling_params": params}
         reply = await self._http.request("POST", "/generate", body, repeatable=False)
         return parse_rollout(self.url, reply, request)

@@ -16,6 +16,7 @@ from sglang_bridge import wire
 from sglang_bridge.errors import BadReply, RequestAborted
 from sglang_bridge.protocol import (
     DrawCache,
+    ExpertArray,
     RolloutReply,
     RolloutRequest,
     ScoreReply,
@@ -56,7 +57,11 @@ def parse_rollout(url: str, reply: Any, request: RolloutRequest) -> RolloutReply
     payload = _payload(url, meta, wire.DRAWS)
     draws = _draw_cache(url, payload, ids_T, request)
     spans = _run_lengths(url, payload.get("versions"), len(ids_T))
-    return RolloutReply(ids_T, kind, draws, spans, url)
+    experts = None
+    if request.experts:
+        inputs = len(request.input_ids) + len(ids_T) - 1
+        experts = _experts(url, _payload(url, meta, wire.EXPERTS), inputs)
+    return RolloutReply(ids_T, kind, draws, spans, url, experts)
 
 
 def parse_scores(url: str, reply: Any, request: ScoreRequest) -> ScoreReply:
@@ -148,6 +153,21 @@ def _draw_cache(
     return DrawCache(
         table.offsets_T1, table.ids_N, table.weight_N, table.logp_N, path_T, num_atoms, num_draws
     )
+
+
+def _experts(url: str, payload: dict[str, Any], inputs: int) -> ExpertArray:
+    layers, topk, count = (
+        _field(url, payload, name, int) for name in ("layers", "topk", "num_experts")
+    )
+    flat = read_array(url, payload, "experts", "<u1" if count <= 256 else "<u2")
+    expected = inputs * layers * topk
+    require(
+        url,
+        0 < expected == len(flat),
+        f"{len(flat)} routed experts for {inputs} inputs, {layers} layers, {topk} a token",
+    )
+    require(url, int(flat.max()) < count, f"expert {int(flat.max())} of {count}")
+    return flat.reshape(inputs, layers, topk)
 
 
 def _run_lengths(url: str, runs: Any, tokens: int) -> tuple[tuple[int, int, int], ...]:

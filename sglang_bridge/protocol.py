@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ MAX_ATOMS = 8192  # whole distributions are for small vocabularies: 12 bytes an 
 IntArray = npt.NDArray[np.int32]
 OffsetArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
+ExpertArray = npt.NDArray[np.unsignedinteger[Any]]
 
 FinishReason = Literal["stop", "length"]
 
@@ -60,8 +61,9 @@ class RolloutRequest:
     rid: unique. num_atoms (0..MAX_ATOMS), num_draws (0..MAX_DRAWS): what to cache at each position,
     see DrawCache; thin: at most that many, fewer where p is peaked (both must be asked for).
     record: keep a cache, implied by either; alone it holds the path token only. Without a cache:
-    plain generation (evaluation). temperature: 0 = greedy. stop_token_ids: end the response besides
-    the model's own end-of-sequence ids.
+    plain generation (evaluation). experts: also tell which experts each input visited; needs a
+    cache and a server that keeps them (ServerSpec.routed_experts). temperature: 0 = greedy.
+    stop_token_ids: end the response besides the model's own end-of-sequence ids.
     """
 
     rid: str
@@ -73,6 +75,7 @@ class RolloutRequest:
     num_draws: int = 0
     thin: bool = False
     record: bool = False
+    experts: bool = False
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -81,6 +84,8 @@ class RolloutRequest:
             raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
         if len(self.input_ids) == 0:
             raise ValueError("input_ids must hold at least one token")
+        if self.experts and not self.keeps_cache:
+            raise ValueError("experts needs record, atoms or draws, got none of them")
 
     @property
     def keeps_cache(self) -> bool:
@@ -93,7 +98,8 @@ class RolloutReply:
     """output_ids_T: int32 [T], a sampled end-of-sequence token included.
 
     spans: (version, start, stop), covering [0, T). draws: None when the request asked for none.
-    url: the server that sampled it.
+    url: the server that sampled it. experts_XLk: uint8 or uint16 [P + T - 1, layers with experts,
+    experts a token], where each input went when its prediction was sampled; None unless asked for.
     """
 
     output_ids_T: IntArray
@@ -101,6 +107,7 @@ class RolloutReply:
     draws: DrawCache | None
     spans: tuple[tuple[int, int, int], ...]
     url: str = ""
+    experts_XLk: ExpertArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

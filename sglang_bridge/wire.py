@@ -15,6 +15,7 @@ import numpy as np
 NUM_DRAWS = "bridge_num_draws"  # with NUM_ATOMS, both may be 0: keep a draw cache
 NUM_ATOMS = "bridge_num_atoms"
 THIN = "bridge_thin"
+WANTS_EXPERTS = "bridge_wants_experts"
 SCORE_START = "bridge_score_start"
 SCORE_OFFSETS = "bridge_score_offsets"  # int32 [T + 1]
 SCORE_IDS = "bridge_score_ids"  # int32 [N]
@@ -26,6 +27,7 @@ SCORE_ATOMS = "bridge_score_atoms"
 PAYLOAD = "bridge"
 DRAWS = "draws"
 SCORES = "scores"
+EXPERTS = "experts"
 
 # The arrays of a row table and their types. A row has at most MAX_ATOMS + MAX_DRAWS + 1 ids: its
 # length, and the path's place in it, fit 16 bits.

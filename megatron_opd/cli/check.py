@@ -45,6 +45,7 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
             f"{parallel.world_size} ranks, experts ep {parallel.ep} x etp {parallel.expert_tp}, "
             f"{config.learner.dtype}",
         ),
+        *routing_row(config),
         *choose_kernels(has_gpu()).reasons,
         (
             "updates",
@@ -70,6 +71,16 @@ def notes(config: Config) -> list[tuple[str, str]]:
             )
         ]
     return []
+
+
+def routing_row(config: Config) -> list[tuple[str, str]]:
+    """Whose experts the learner's tokens visit, where that is not its own choice."""
+    sources = {
+        "rollout": "the experts that the fleet's routers chose for every token (R3)",
+        "current": "the experts that the learner's routers choose at each batch's start",
+    }
+    mode = config.learner.routing_replay
+    return [("routing", f"{mode}: {sources[mode]}")] if mode in sources else []
 
 
 def server_row(config: Config, role: Role) -> str:

@@ -14,7 +14,8 @@ def check_megatron(spec: ModelSpec, config: LearnerConfig) -> None:
 
     Megatron takes seconds to import: a configuration without such fields does not wait for it.
     """
-    if not (config.megatron or config.ddp or config.optimizer.megatron):
+    own = config.megatron or config.ddp or config.optimizer.megatron
+    if not own and config.routing_replay == "off":
         return
     try:
         with warnings.catch_warnings():  # of what else could be installed, at Megatron's import

@@ -28,6 +28,7 @@ def make_spec(config: Config, role: Role, port: int, index: int, model: Path) ->
         mem_fraction_static=section.mem_fraction_static,
         seed=config.run.seed + index,
         group_timeout_s=config.weight_sync.timeout_s,
+        routed_experts=role == STUDENT and config.learner.routing_replay == "rollout",
         extra_args=section.extra_args,
     )
 

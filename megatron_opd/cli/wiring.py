@@ -134,7 +134,12 @@ def make_controller(
     ports = Ports(
         prompts=prepared.prompts,
         rollout=RolloutGenerator(
-            fleets[STUDENT], config.rollout, config.estimator.support, vocab_size, run_id
+            fleets[STUDENT],
+            config.rollout,
+            config.estimator.support,
+            vocab_size,
+            run_id,
+            routed_experts=config.learner.routing_replay == "rollout",
         ),
         teacher=FleetScorer(
             {name: fleets[role] for name, role in teacher_roles(config).items()},

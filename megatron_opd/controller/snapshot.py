@@ -11,7 +11,7 @@ was complete is kept, scored or not.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -76,7 +76,10 @@ def place(found: Prompt | Rollout | Sample) -> Member:
 
 def _to_wire(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return np.ascontiguousarray(value).tobytes()  # pyright: ignore[reportUnknownArgumentType]
+        array: Any = np.ascontiguousarray(value)  # pyright: ignore[reportUnknownArgumentType]
+        if array.ndim == 3:  # routed experts: their width and shape come first
+            return np.array([array.itemsize, *array.shape[1:]]).tobytes() + array.tobytes()
+        return array.tobytes()
     raise NotImplementedError(f"cannot write a {type(value).__name__}")
 
 
@@ -84,6 +87,10 @@ def _from_wire(kind: type[Any], value: Any) -> Any:
     # kind: numpy.ndarray[Any, numpy.dtype[numpy.int32]]; its values are flat, native bytes
     (_, dtype) = get_args(kind)
     (scalar,) = get_args(dtype)
+    if get_origin(scalar) is np.unsignedinteger:
+        itemsize, layers, topk = np.frombuffer(value, dtype=np.int64, count=3).tolist()
+        flat = np.frombuffer(value, dtype=f"u{itemsize}", offset=24).copy()
+        return flat.reshape(-1, layers, topk)
     return np.frombuffer(value, dtype=scalar).copy()
 
 

@@ -46,6 +46,7 @@ class RolloutGenerator:
         vocab_size: int,
         run_id: str,
         stop_token_ids: tuple[int, ...] = (),
+        routed_experts: bool = False,
     ) -> None:
         self._fleet, self._rollout = fleet, rollout
         ours = support.owner == "student"
@@ -54,6 +55,7 @@ class RolloutGenerator:
         self._thin = isinstance(support, AtomsTailSupport) and support.thin
         self._run_id = run_id
         self._stop_token_ids = stop_token_ids
+        self._routed_experts = routed_experts
 
     async def generate(self, prompt: Prompt) -> Rollout:
         """One completion of `prompt`.
@@ -90,6 +92,7 @@ class RolloutGenerator:
             num_draws=self._num_draws,
             thin=self._thin,
             record=True,
+            experts=self._routed_experts,
             stop_token_ids=self._stop_token_ids,
         )
         started_s = clock()
@@ -112,6 +115,7 @@ class RolloutGenerator:
             finished_s=finished_s,
             engine=reply.url,
             restarts=restarts,
+            experts_XLk=reply.experts_XLk,
         )
 
 

@@ -119,6 +119,41 @@ def find_record(req: Any, name: str) -> Any | None:
     return req.__dict__.get(name)
 
 
+def experts_of(model: torch.nn.Module, config: Any) -> tuple[tuple[int, ...], int]:
+    """(layers that hold experts, experts of each). config: the runner's ModelConfig."""
+    from sglang.srt.layers.moe.topk import TopK
+
+    layers = sorted({m.layer_id for m in model.modules() if isinstance(m, TopK)})
+    text = config.hf_text_config
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return tuple(layers), next(getattr(text, name) for name in names if hasattr(text, name))
+
+
+def keeps_experts(manager: Any) -> bool:
+    """Whether the server was started to keep routed experts."""
+    return bool(manager.server_args.enable_return_routed_experts)
+
+
+def input_slots(batch: Any, index: int, *, whole: bool) -> torch.Tensor:
+    """The KV slots of the inputs of request `index` of a batch about to be computed.
+
+    whole: of all of them so far; else of the last one. int64, on the device.
+    """
+    if batch.forward_mode.is_decode():
+        return batch.out_cache_loc[index : index + 1].to(torch.int64)
+    end = batch.prefix_lens[index] + batch.extend_lens[index]
+    row = batch.req_to_token_pool.req_to_token[batch.reqs[index].kv.req_pool_idx]
+    return row[0 if whole else end - 1 : end].to(torch.int64)
+
+
+def routed_experts(slots: torch.Tensor) -> Any:
+    """What SGLang stored for these KV slots (host): int32 array [slots, all layers, experts]."""
+    from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
+
+    capturer: Any = get_global_experts_capturer()
+    return capturer.host_cache.buffer[slots].numpy()
+
+
 def is_scoring_batch(batch: Any) -> bool:
     """Whether a forward pass computes logits of prompt positions."""
     return bool(batch.forward_mode.is_extend() and batch.return_logprob)

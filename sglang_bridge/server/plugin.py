@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
 from sglang_bridge import wire
-from sglang_bridge.server import compat, draws, pieces, score_plan, scoring, validate
+from sglang_bridge.server import compat, draws, pieces, routing, score_plan, scoring, validate
 from sglang_bridge.server.experts import local_experts_only
 from sglang_bridge.server.spec import GROUP_TIMEOUT_VARIABLE, SEED_VARIABLE
 
 _plan: score_plan.ScorePlan | None = None  # of the forward pass being launched
 _generator: torch.Generator | None = None  # of the teacher's draws
+_runner: Any = None  # SGLang's model runner, on the output rank
 
 
 def register() -> None:
@@ -35,17 +37,28 @@ def register() -> None:
 
 def install_observer(result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
     """Gives the output rank its draws: the model runner's observer, the scores' generator."""
-    global _generator
+    global _generator, _runner
     if not runner.is_draft_worker and compat.is_output_rank():
         seed = int(os.environ.get(SEED_VARIABLE, "0"))
         runner.sampling_observer = draws.DrawObserver(runner.device, seed)
         _generator = torch.Generator(device=runner.device)
         _generator.manual_seed(seed)
+        _runner = runner
+
+
+@cache
+def model_experts() -> routing.Experts:
+    """Of this server's model; not to be asked while the runner is still being built."""
+    return routing.Experts(*compat.experts_of(_runner.model, _runner.model_config))
 
 
 def payload_of(req: Any) -> dict[str, Any] | None:
     """What a finished request carries home, or None."""
-    records = {wire.DRAWS: draws.RECORD, wire.SCORES: scoring.RECORD}
+    records = {
+        wire.DRAWS: draws.RECORD,
+        wire.SCORES: scoring.RECORD,
+        wire.EXPERTS: routing.RECORD,
+    }
     found = {key: compat.find_record(req, name) for key, name in records.items()}
     return {key: record.payload() for key, record in found.items() if record is not None} or None
 
@@ -58,11 +71,12 @@ def streamer_class(scheduler: Any) -> type:
 def around_forward(
     original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Plans a forward pass's draws and scores before its launch, attaches its scores after."""
+    """Plans what a forward pass is to record before its launch, attaches what it left after."""
     global _plan
     if batch is None or not compat.is_output_rank():
         return original(worker, batch, *args, **kwargs)
     step = draws.step_of(batch)
+    slots = routing.slots_of(batch, model_experts)
     if compat.is_scoring_batch(batch) and any(map(scoring.wants_scores, batch.reqs)):
         assert _generator is not None
         _plan = score_plan.ScorePlan(batch, _generator)
@@ -76,6 +90,8 @@ def around_forward(
         compat.wrap_delayed_sampling(result, lambda: draws.sampling_step(step))
     if plan is not None and plan.parts:
         compat.attach_auxiliary(result, plan)
+    if slots is not None:
+        compat.attach_auxiliary(result, slots)
     return result
 
 
@@ -114,6 +130,11 @@ def around_validate(
     vocab_size = manager.model_config.vocab_size
     if wire.NUM_DRAWS in params:
         validate.check_draw_params(params, obj, vocab_size)
+    if params.get(wire.WANTS_EXPERTS) and not compat.keeps_experts(manager):
+        raise ValueError(
+            "routed experts need a server started with --enable-return-routed-experts, and a model "
+            "with experts"
+        )
     if wire.SCORE_IDS in params:
         validate.check_score_params(params, len(input_ids), vocab_size)
         start = params[wire.SCORE_START]

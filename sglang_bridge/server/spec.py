@@ -25,7 +25,9 @@ class ServerSpec:
     context_length: None takes the model's. max_total_tokens: KV pool in tokens; None lets a GPU use
     mem_fraction_static and a CPU take 65536. threads: OpenMP threads of each rank (CPU).
     seed: of SGLang's sampler and of the draws. group_timeout_s: how long a rank of the server waits
-    for a silent peer of a weight-update group. extra_args: appended to the command line.
+    for a silent peer of a weight-update group. routed_experts: keep which experts each token
+    visited, 4 bytes a token of the KV pool, layer and expert; MoE models only. extra_args: appended
+    to the command line.
     """
 
     model_path: str
@@ -42,6 +44,7 @@ class ServerSpec:
     seed: int = 1234
     threads: int = 1
     group_timeout_s: float = 300.0
+    routed_experts: bool = False
     extra_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -71,6 +74,8 @@ def server_command(spec: ServerSpec) -> list[str]:
         command += ["--context-length", str(spec.context_length)]
     if spec.max_total_tokens is not None:
         command += ["--max-total-tokens", str(spec.max_total_tokens)]
+    if spec.routed_experts:
+        command += ["--enable-return-routed-experts"]
     return [*command, *spec.extra_args]
 
 

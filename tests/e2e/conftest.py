@@ -46,7 +46,9 @@ def servers(
     """
     logs = tmp_path_factory.mktemp("logs")
     processes = {
-        "student": ServerProcess(tiny_spec(student_model, "student"), logs / "student.log"),
+        "student": ServerProcess(
+            tiny_spec(student_model, "student", routed_experts=True), logs / "student.log"
+        ),
         "teacher": ServerProcess(
             tiny_spec(teacher_model, "teacher", extra_args=("--chunked-prefill-size", "32")),
             logs / "teacher.log",

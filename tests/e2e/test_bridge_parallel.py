@@ -18,6 +18,7 @@ from sglang_bridge.server.launch import ServerProcess, running_states
 from tests.e2e.conftest import STARTUP_TIMEOUT_S, tiny_spec
 from tests.e2e.publication import join, load_tensors, perturbed_copy, publish
 from tests.e2e.test_bridge_publication import differing, requests_of, span_error
+from tests.e2e.test_bridge_routing import wrong_rows
 from tests.e2e.test_bridge_scores import check_selection, expected_scores, ragged_request
 from tests.figures import bounded
 from tests.oracles import load_reference
@@ -31,7 +32,8 @@ def parallel_server(
     student_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("logs") / "parallel.log"
-    process = ServerProcess(tiny_spec(student_model, "student", tp=2, ep=2, group_timeout_s=4), log)
+    options = {"tp": 2, "ep": 2, "group_timeout_s": 4, "routed_experts": True}
+    process = ServerProcess(tiny_spec(student_model, "student", **options), log)
     try:
         process.start()
         process.wait_ready(STARTUP_TIMEOUT_S)
@@ -45,7 +47,7 @@ def test_two_ranks_draw_score_and_receive(
 ):
     changed_model = perturbed_copy(student_model, tmp_path / "changed", scale=0.1, seed=5)
     changed = load_tensors(changed_model)
-    requests = requests_of(tokens=24, count=6)
+    requests = [replace(request, experts=True) for request in requests_of(tokens=24, count=6)]
     scored = [ragged_request(f"p{i}", 12, 30, seed=i) for i in range(4)]
     scored[0] = replace(scored[0], num_atoms=4, num_draws=8, temperature=0.7)
 
@@ -71,6 +73,7 @@ def test_two_ranks_draw_score_and_receive(
         for version, start, stop in reply.spans:
             error = span_error(models[version], request, reply, start, stop)
             bounded("TP2 x EP2 server: draws across a publication (nats)", error, TOLERANCE)
+        assert wrong_rows(request, reply, dict(enumerate(models))) == 0
     for request, reply in zip(scored, scores, strict=True):
         error = np.abs(reply.logp_N - expected_scores(models[1], request)).max()
         bounded("TP2 x EP2 server: scores (nats)", error, TOLERANCE)

@@ -146,6 +146,17 @@ def test_every_stage_survives_the_bytes():
         assert ours.dtype == theirs.dtype
     assert rolled.rollout.spans == sample.rollout.spans
     assert waiting.prompt.text == "p7"
+    assert rolled.rollout.experts_XLk is None
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_routed_experts_survive_the_bytes(dtype: type):
+    experts = np.arange(5 * 3 * 2, dtype=dtype).reshape(5, 3, 2)
+    rollout = replace(make_sample(5).rollout, experts_XLk=experts)
+    (member,) = decode_state(encode_state(replace_line([place(rollout)]))).line
+    back = member.rollout.experts_XLk
+    assert back.dtype == dtype
+    np.testing.assert_array_equal(back, experts)
 
 
 def test_what_is_no_state_is_refused():

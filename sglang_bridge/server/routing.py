@@ -1,0 +1,139 @@
+"""The experts that every input of a request visited, as they were when its prediction was sampled.
+
+SGLang stores the experts of each input with the input's KV slot, and overwrites them when a prefix
+is computed again. So a request's record takes the row of the input that predicted a token together
+with that token, and keeps it: a publication in between rebuilds the prefix under new weights, but
+each row stays the one whose log-probs the draws of that position carry. The prompt's rows are those
+of its first response token.
+
+Axes: X inputs of a request (prompt and response but the last token), L layers with experts, k
+experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_bridge import wire
+from sglang_bridge.server import compat
+
+RECORD = "_bridge_experts"
+
+
+def wants_experts(req: Any) -> bool:
+    """Whether a request asked for its routed experts."""
+    return bool(compat.custom_params(req).get(wire.WANTS_EXPERTS))
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A model's experts. layers: the global indices of those that hold experts."""
+
+    layers: tuple[int, ...]
+    count: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The narrowest that holds an expert's index."""
+        return np.dtype(np.uint8 if self.count <= 256 else np.uint16)
+
+
+@dataclass(slots=True)
+class ExpertRecord:
+    """The rows of one request so far. num_prompt: tokens of its prompt."""
+
+    experts: Experts
+    num_prompt: int
+    topk: int = 0
+    num_rows: int = 0
+    rows: bytearray = field(default_factory=bytearray)
+
+    def append(self, index: int, rows_XLk: np.ndarray) -> None:
+        """The inputs up to the one that predicted output token `index`; the last ones alone do.
+
+        An index already held restarts from there; a gap is an error.
+        """
+        end = self.num_prompt + index
+        first = end - len(rows_XLk)
+        if not 0 <= first <= self.num_rows:
+            raise RuntimeError(f"routed experts of input {self.num_rows} were lost (got {first})")
+        # Earlier rows are those of earlier draws, whatever the prefix was rebuilt with since.
+        kept = min(self.num_rows, end - 1)
+        new = np.ascontiguousarray(rows_XLk[kept - first :], dtype=self.experts.dtype)
+        self.topk = rows_XLk.shape[-1]
+        del self.rows[kept * self._row_bytes :]
+        self.rows += new.tobytes()
+        self.num_rows = end
+
+    @property
+    def _row_bytes(self) -> int:
+        return len(self.experts.layers) * self.topk * self.experts.dtype.itemsize
+
+    def payload(self) -> dict[str, Any]:
+        """What the client parses."""
+        return {
+            "experts": wire.pack(bytes(self.rows)),
+            "layers": len(self.experts.layers),
+            "topk": self.topk,
+            "num_experts": self.experts.count,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class HostSlots:
+    """The KV slots of a step's inputs on the host (SGLang's HostAuxiliaryOutput).
+
+    count_B: how many of each request, its last input last.
+    """
+
+    experts: Experts
+    slots: torch.Tensor
+    count_B: tuple[int, ...]
+
+    def consume(self, batch: Any, commits: list[Any]) -> None:
+        """Adds the rows of each newly visible token; called after SGLang stored this step's."""
+        first = 0
+        for req, commit, count in zip(batch.reqs, commits, self.count_B, strict=True):
+            slots = self.slots[first : first + count]
+            first += count
+            if commit is None or count == 0:
+                continue
+            prompt = len(req.origin_input_ids)
+            record = compat.record_of(
+                req, RECORD, lambda p=prompt: ExpertRecord(self.experts, num_prompt=p)
+            )
+            rows_XLk = compat.routed_experts(slots)[:, list(self.experts.layers)]
+            record.append(commit.output_index, rows_XLk)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSlots:
+    """The same on the device (SGLang's DeviceAuxiliaryOutput)."""
+
+    experts: Experts
+    slots: torch.Tensor
+    count_B: tuple[int, ...]
+
+    def copy_to_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> HostSlots:
+        """Starts the asynchronous copy; `copy` is SGLang's."""
+        return HostSlots(self.experts, copy(self.slots), self.count_B)
+
+
+def slots_of(batch: Any, experts: Callable[[], Experts]) -> DeviceSlots | None:
+    """Where SGLang keeps the experts of a batch about to be computed; None: nobody asked."""
+    wanted = [wants_experts(req) for req in batch.reqs]
+    if not any(wanted):
+        return None
+    parts: list[torch.Tensor] = []
+    for i, (req, wants) in enumerate(zip(batch.reqs, wanted, strict=True)):
+        if wants:
+            whole = compat.find_record(req, RECORD) is None
+            parts.append(compat.input_slots(batch, i, whole=whole))
+        else:
+            parts.append(torch.empty(0, dtype=torch.int64, device=batch.device))
+    return DeviceSlots(experts(), torch.cat(parts), tuple(len(part) for part in parts))
