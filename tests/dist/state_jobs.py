@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_opd.checkpoint.state import LearnerState
 from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs
+from megatron_opd.checkpoint.state_write import ShardWriter
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.types import Batch
@@ -59,9 +61,20 @@ def unbroken(
     save_after: int,
     target: Path,
     in_background: bool,
+    delay_s: float = 0.0,
 ) -> None:
-    """Train on every batch; save after the first `save_after`, and go on at once."""
+    """Train on every batch; save after the first `save_after`, and go on at once.
+
+    delay_s: what is written in the background is written so much later.
+    """
     learner = make_learner(model, config)
+    write = ShardWriter._write
+
+    def late(writer: ShardWriter, *arguments: Any) -> None:
+        time.sleep(delay_s)
+        write(writer, *arguments)
+
+    ShardWriter._write = late
     state = keeper(learner)
     rows = train(learner, batches[:save_after])
     saved = digest(weights(learner))

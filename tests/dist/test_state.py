@@ -141,6 +141,30 @@ def test_the_state_that_is_lost_would_show(kind, runs):
         assert relative(first["grad_norm"], last["grad_norm"]) > 1e-3
 
 
+def test_what_is_written_late_is_the_state_at_the_call(models, batches, tmp_path):
+    """In bfloat16, where weights are no copies of the main parameters."""
+    target = tmp_path / "checkpoint"
+    common = {"model": models["tied"], "batches": batches["tied"]}
+    config = STEP | {"dtype": "bfloat16"}
+    unbroken = run_world(
+        state_jobs.unbroken,
+        1,
+        tmp_path / "unbroken",
+        config=config,
+        save_after=SAVED_AFTER,
+        target=target,
+        in_background=True,
+        delay_s=3.0,
+        **common,
+    )
+    found = run_world(
+        state_jobs.resumed, 1, tmp_path / "on", config=config, sources={"late": target}, **common
+    )["late"]
+    assert found["loaded"] == unbroken["saved"]
+    assert found["rows"] == unbroken["rows"][SAVED_AFTER:]
+    assert found["digest"] == unbroken["digest"]
+
+
 def test_damage_is_refused_with_the_file_s_name(runs, models, batches, tmp_path):
     whole = runs["dense"]["tp2"]
     sources = {}
