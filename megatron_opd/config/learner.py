@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from megatron_opd.config.section import (
     NonNegativeFloat,
@@ -15,7 +15,11 @@ from megatron_opd.config.section import (
 )
 
 Dtype = Literal["float32", "bfloat16"]
-RoutingReplay = Literal["off", "rollout", "current"]
+# YAML reads a bare `off` as false.
+RoutingReplay = Annotated[
+    Literal["off", "rollout", "current"],
+    BeforeValidator(lambda value: "off" if value is False else value),
+]
 
 
 class ParallelConfig(Section):

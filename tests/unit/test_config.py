@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.load import ConfigError, dump_config, load_config
 from megatron_opd.config.objectives import ForwardKl, ReverseKl
 from megatron_opd.config.schema import Config, SftConfig
@@ -166,3 +167,11 @@ def test_sft_config_shares_the_learner_section(tmp_path: Path):
 def test_the_reference_page_is_current():
     done = subprocess.run([sys.executable, ROOT / "tools" / "config_reference.py", "--check"])
     assert done.returncode == 0, "run: python tools/config_reference.py"
+
+
+@pytest.mark.parametrize(("written", "mode"), [("off", "off"), ("'off'", "off"), ("current",) * 2])
+def test_routing_replay_can_be_switched_off_as_yaml_has_it(written: str, mode: str):
+    found = yaml.safe_load(f"routing_replay: {written}")
+    assert LearnerConfig.model_validate(found).routing_replay == mode
+    with pytest.raises(ValueError, match="routing_replay"):
+        LearnerConfig.model_validate({"routing_replay": True})
