@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_opd.checkpoint.model_spec import ModelSpec
+from megatron_opd.config.kernels import Kernels
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.attention import (
     PackedRotary,
@@ -28,7 +29,6 @@ from megatron_opd.learner.attention import (
     local_layer,
     rotary_frequencies,
 )
-from megatron_opd.config.kernels import Kernels
 from megatron_opd.learner.lm_head import hide_padded_ids
 from megatron_opd.learner.overrides import build, check_overrides
 from megatron_opd.learner.setup import World

@@ -16,8 +16,8 @@ from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import HashStore
 
-from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.config.kernels import Kernels, choose_kernels
+from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.learner.layout import PackLayout
 
 
