@@ -200,7 +200,7 @@ def test_a_rank_that_raises_ends_the_call_with_its_reason(damage, model, batch, 
 
 def test_a_world_of_the_wrong_size_names_the_keys(model, tmp_path):
     async def body(remote: RemoteLearner) -> None:
-        with pytest.raises(LearnerError, match=r"tp \* pp \* ep \* dp must equal .* 2 and 1$"):
+        with pytest.raises(LearnerError, match=r"tp \* cp \* pp \* dp must equal .* 2 and 1$"):
             await remote.wait_ready(START_S)
 
     assert with_learner(make_config(model, tp=2), tmp_path, body, 1) == [1]
