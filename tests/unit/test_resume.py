@@ -1,5 +1,6 @@
 """Snapshots of the real controller, and controllers that go on from them."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import count
 
@@ -72,7 +73,7 @@ def go(schedule, state=NOTHING_YET, *, seed=0, bad=()):
     return run_virtual(scenario()), learner, keeper
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_a_run_goes_on_from_any_update_and_loses_nothing(data):
     group = data.draw(st.sampled_from([1, 2]))
@@ -103,6 +104,8 @@ def test_a_run_goes_on_from_any_update_and_loses_nothing(data):
     uids = [sample.rollout.prompt.uid for batch in batches for sample in batch.samples]
     assert uids == sorted(set(uids)), "each sample once, in admission order"
     for batch in batches:
+        members = Counter(sample.rollout.prompt.uid // group for sample in batch.samples)
+        assert set(members.values()) == {group}, "only whole groups"
         assert all(staleness_versions(s, batch.version) <= tau for s in batch.samples)
 
 
