@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.dist.caches import make_batch
+from tests.dist.caches import make_batch, random_experts, with_experts
 from tests.dist.layouts import LAYOUTS, VARIANTS, gaps, run
 from tests.models import tiny_qwen3, tiny_qwen3_moe
 
 UPDATES = 3
+EXPERTS = (4, 4, 2)  # layers, experts and experts a token of the tiny Qwen3-MoE
 
 
 def cases() -> Iterator[tuple[str, str, str]]:
@@ -46,10 +47,14 @@ def measure() -> dict[str, Any]:
             ]
             for kind, path in models.items()
         }
+        routed = [
+            with_experts(batch, random_experts(batch, 11, EXPERTS)) for batch in batches["moe"]
+        ]
         reference: Any = None
         for model, name, variant in cases():
             out = base / f"{model}-{name}-{variant}"
-            figures = run(LAYOUTS[name], variant, models[model], batches[model], out)
+            chosen = routed if variant == "replayed" else batches[model]
+            figures = run(LAYOUTS[name], variant, models[model], chosen, out)
             if name == "one rank":
                 reference = (figures, out)
                 continue

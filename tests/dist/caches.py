@@ -150,3 +150,25 @@ def per_expert(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         else:
             found[name] = value
     return found
+
+
+def inputs(batch: Batch) -> list[int]:
+    """Tokens that each sample's model call reads."""
+    return [sample.rollout.num_tokens - 1 for sample in batch.samples]
+
+
+def with_experts(batch: Batch, experts_XLk: np.ndarray) -> Batch:
+    """The batch as if the fleet had routed it so."""
+    parts = np.split(experts_XLk, np.cumsum(inputs(batch))[:-1])
+    samples = tuple(
+        replace(sample, rollout=replace(sample.rollout, experts_XLk=part))
+        for sample, part in zip(batch.samples, parts, strict=True)
+    )
+    return replace(batch, samples=samples)
+
+
+def random_experts(batch: Batch, seed: int, shape: tuple[int, int, int]) -> np.ndarray:
+    """uint8 [X, L, k] of distinct experts. shape: (L, experts, k)."""
+    layers, experts, topk = shape
+    order = np.random.default_rng(seed).random((sum(inputs(batch)), layers, experts))
+    return order.argsort(-1)[..., :topk].astype(np.uint8)

@@ -69,6 +69,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recompute": {"tokens_per_microbatch": 64, "recompute": True},
     # One sample a micro-batch, so that every layout balances over the same tokens.
     "balanced": {"tokens_per_microbatch": 1, "megatron": BALANCED},
+    # For batches that carry routed experts (caches.with_experts).
+    "replayed": {"tokens_per_microbatch": 64, "recompute": True, "routing_replay": "rollout"},
 }
 
 

@@ -13,8 +13,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from megatron_opd.types import Batch
 from tests.dist import caches, jobs, routing_jobs
-from tests.dist.caches import make_batch, oracle_update
-from tests.dist.test_layouts import relative_gap, weights
+from tests.dist.caches import inputs, make_batch, oracle_update, with_experts
+from tests.dist.layouts import ADAM, relative_gap, weights
 from tests.dist.worlds import run_world
 from tests.figures import bounded, relative
 from tests.models import tiny_qwen3, tiny_qwen3_moe
@@ -22,7 +22,6 @@ from tests.models import tiny_qwen3, tiny_qwen3_moe
 pytestmark = pytest.mark.dist
 
 VOCAB, EXPERTS, TOPK, MOE_LAYERS = 512, 8, 3, 3
-ADAM = {"lr": 1e-3, "eps": 1e-3, "clip_grad": 0.5}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {"tokens_per_microbatch": 10_000}),
     "recompute": (1, {"tokens_per_microbatch": 32, "recompute": True}),
@@ -74,22 +73,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def inputs(batch: Batch) -> list[int]:
-    return [sample.rollout.num_tokens - 1 for sample in batch.samples]
-
-
-def with_experts(batch: Batch, experts_XLk: np.ndarray) -> Batch:
-    parts = np.split(experts_XLk, np.cumsum(inputs(batch))[:-1])
-    samples = tuple(
-        replace(sample, rollout=replace(sample.rollout, experts_XLk=part))
-        for sample, part in zip(batch.samples, parts, strict=True)
-    )
-    return replace(batch, samples=samples)
-
-
 def random_experts(batch: Batch, seed: int) -> np.ndarray:
-    order = np.random.default_rng(seed).random((sum(inputs(batch)), MOE_LAYERS, EXPERTS))
-    return order.argsort(-1)[..., :TOPK].astype(np.uint8)
+    return caches.random_experts(batch, seed, (MOE_LAYERS, EXPERTS, TOPK))
 
 
 @pytest.fixture(scope="module")
