@@ -78,9 +78,13 @@ def config_of(layout: Layout, variant: str) -> dict[str, Any]:
     """The learner's section."""
     config = {"parallel": layout.parallel, "optimizer": ADAM} | layout.more | VARIANTS[variant]
     both = layout.more.get("megatron", {}) | VARIANTS[variant].get("megatron", {})
-    if both.get("moe_token_dispatcher_type") == "allgather":  # holds every sample
-        config["tokens_per_microbatch"] = 64
     return config | {"megatron": both}
+
+
+def possible(layout: Layout, variant: str) -> bool:
+    """A dispatcher that needs equal lengths needs room for more than one sample."""
+    equal = layout.more.get("megatron", {}).get("moe_token_dispatcher_type") == "allgather"
+    return not (equal and VARIANTS[variant]["tokens_per_microbatch"] == 1)
 
 
 def run(
