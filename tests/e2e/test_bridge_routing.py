@@ -69,7 +69,7 @@ def test_experts_before_and_after_a_publication(
     changed_model = perturbed_copy(student_model, tmp_path / "changed", scale=0.1, seed=3)
     requests = [
         replace(request, rid=f"routed-{i}", experts=i != 1)
-        for i, request in enumerate(requests_of(tokens=120, count=8))
+        for i, request in enumerate(requests_of(tokens=480, count=8))
     ]
 
     async def run():
