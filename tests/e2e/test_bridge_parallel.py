@@ -47,7 +47,7 @@ def test_two_ranks_draw_score_and_receive(
 ):
     changed_model = perturbed_copy(student_model, tmp_path / "changed", scale=0.1, seed=5)
     changed = load_tensors(changed_model)
-    requests = [replace(request, experts=True) for request in requests_of(tokens=24, count=6)]
+    requests = [replace(request, experts=True) for request in requests_of(tokens=64, count=6)]
     scored = [ragged_request(f"p{i}", 12, 30, seed=i) for i in range(4)]
     scored[0] = replace(scored[0], num_atoms=4, num_draws=8, temperature=0.7)
 

@@ -59,7 +59,7 @@ def differing(pieces: list[WeightPiece], tensors: dict[str, torch.Tensor]) -> li
 def test_publication_in_flight(student_server: ServerProcess, student_model: Path, tmp_path: Path):
     changed_model = perturbed_copy(student_model, tmp_path / "changed", scale=0.1, seed=3)
     original, changed = load_tensors(student_model), load_tensors(changed_model)
-    requests = requests_of(tokens=160)
+    requests = requests_of(tokens=400)
 
     async def run():
         async with Fleet([ServerClient(student_server.spec.url, timeout_s=120)]) as fleet:
@@ -108,7 +108,7 @@ def test_publication_in_flight(student_server: ServerProcess, student_model: Pat
 def test_a_paused_server_is_alive_and_keeps_its_requests(student_server: ServerProcess):
     async def run():
         async with ServerClient(student_server.spec.url, timeout_s=60) as client:
-            request = requests_of(tokens=40, count=1)[0]
+            request = requests_of(tokens=400, count=1)[0]
             task = asyncio.create_task(client.generate(request))
             await asyncio.sleep(0.1)
             await client.pause("retract")
