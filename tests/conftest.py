@@ -1,8 +1,13 @@
-"""The table of measured errors after the tests' own report."""
+"""Settings of every test, and the table of measured errors after the tests' own report."""
 
 import pytest
+from hypothesis import settings
 
 from tests.figures import FIGURES
+
+# A busy machine is slow, not wrong.
+settings.register_profile("no-deadline", deadline=None)
+settings.load_profile("no-deadline")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
