@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_opd.data.packing import plan_batch
+from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.data.packing import learner_plan, plan_batch
 
 
 @st.composite
@@ -59,3 +60,32 @@ def test_a_rank_of_short_samples_splits_to_keep_step():
 def test_an_unequal_share_is_refused(count: int, minis: int, ranks: int):
     with pytest.raises(ValueError, match=rf"got {count} and {minis} \* {ranks}"):
         plan_batch([1] * count, minis, ranks, 10)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=8, max_size=24),
+    stages=st.integers(1, 4),
+    cp=st.integers(1, 3),
+    budget=st.integers(20, 120),
+)
+def test_the_learner_s_plan_fits_its_layout(lengths, stages, cp, budget):
+    """Interleaved stages get a micro-batch each; samples fill 2 * cp chunks of one budget."""
+    parallel = {"pp": stages, "vpp": 2, "cp": cp} if stages > 1 else {"cp": cp}
+    config = LearnerConfig.model_validate({"parallel": parallel, "tokens_per_microbatch": budget})
+    ((micros,),) = learner_plan(lengths, config)
+    assert sorted(i for micro in micros for i in micro) == list(range(len(lengths)))
+    assert len(micros) >= stages
+    unit = 2 * cp if cp > 1 else 1
+    for micro in micros:
+        assert len(micro) == 1 or sum(-(-lengths[i] // unit) * unit for i in micro) <= budget * cp
+
+
+def test_micro_batches_of_a_rank_are_nearly_equal():
+    ((micros,),) = plan_batch([50, 40, 30, 20, 10, 10], 1, 1, 80)
+    assert sorted(sum([50, 40, 30, 20, 10, 10][i] for i in micro) for micro in micros) == [80, 80]
+    assert plan_batch([50, 10, 10, 10], 1, 1, 50) == [[[[0], [1, 2, 3]]]]
+
+
+def test_too_few_samples_for_the_stages():
+    with pytest.raises(ValueError, match="must hold at least 4 samples, got 2"):
+        plan_batch([1, 1, 1, 1], 1, 2, 10, least_micros=4)
