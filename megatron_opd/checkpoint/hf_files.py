@@ -130,6 +130,23 @@ def find(tensors: Mapping[str, Stored], name: str) -> Stored | None:
     return replace(part, offset=offset)
 
 
+def check_shape(stored: Stored, shape: tuple[int, ...], path: Path, name: str) -> None:
+    """Raise ValueError for a tensor of the checkpoint `path` that config.json makes another."""
+    if stored.shape != shape:
+        raise ValueError(
+            f"{path}: tensor {name} must have shape {list(shape)} by config.json, "
+            f"got {list(stored.shape)}"
+        )
+
+
+def check_dtype(stored: Stored, path: Path, name: str) -> None:
+    """Raise ValueError for a type that no learner can take."""
+    if stored.dtype not in ITEM_BYTES:
+        raise ValueError(
+            f"{path}: tensor {name} must be of dtype {', '.join(ITEM_BYTES)}, got {stored.dtype}"
+        )
+
+
 def check_tensors(tensors: Mapping[str, Stored], spec: ModelSpec, path: Path) -> None:
     """The tensors are `spec`'s, no more and no less. ValueError names those that are not."""
     expected = expected_tensors(spec)
@@ -142,16 +159,8 @@ def check_tensors(tensors: Mapping[str, Stored], spec: ModelSpec, path: Path) ->
             continue
         other = in_memory(name)
         used.add(name if name in tensors or other is None else other.name)
-        if stored.shape != shape:
-            raise ValueError(
-                f"{path}: tensor {name} must have shape {list(shape)} by config.json, "
-                f"got {list(stored.shape)}"
-            )
-        if stored.dtype not in ITEM_BYTES:
-            raise ValueError(
-                f"{path}: tensor {name} must be of dtype {', '.join(ITEM_BYTES)}, "
-                f"got {stored.dtype}"
-            )
+        check_shape(stored, shape, path, name)
+        check_dtype(stored, path, name)
     if missing:
         raise ValueError(f"{path} lacks {_some(missing)}")
     tied = {"lm_head.weight"} if spec.tied else set[str]()

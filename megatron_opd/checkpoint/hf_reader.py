@@ -11,7 +11,16 @@ from pathlib import Path
 
 import torch
 
-from megatron_opd.checkpoint.hf_files import INDEX, ITEM_BYTES, SINGLE, Stored, find, stored_tensors
+from megatron_opd.checkpoint.hf_files import (
+    INDEX,
+    ITEM_BYTES,
+    SINGLE,
+    Stored,
+    check_dtype,
+    check_shape,
+    find,
+    stored_tensors,
+)
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -39,16 +48,8 @@ class SafetensorsSource:
         stored = find(self.tensors, name)
         if stored is None:
             raise ValueError(f"checkpoint {self.path} lacks the tensor {name}")
-        if stored.shape != shape:
-            raise ValueError(
-                f"{self.path}: tensor {name} must have shape {list(shape)} by config.json, "
-                f"got {list(stored.shape)}"
-            )
-        if stored.dtype not in DTYPES:
-            raise ValueError(
-                f"{self.path}: tensor {name} must be of dtype {', '.join(DTYPES)}, "
-                f"got {stored.dtype}"
-            )
+        check_shape(stored, shape, self.path, name)
+        check_dtype(stored, self.path, name)
         if dim > 0:
             # Strided in the file: the rows are read whole.
             return read_rows(stored, 0, shape[0]).narrow(dim, start, length)

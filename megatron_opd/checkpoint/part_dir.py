@@ -61,7 +61,7 @@ class PartDir:
         """Give the complete directory its name."""
         shutil.rmtree(self._state)
         self.path.rename(self.target)
-        _sync_dir(self.target.parent)
+        sync_directory(self.target.parent)
 
 
 def write_synced(file: Path, content: str | bytes) -> None:
@@ -72,10 +72,11 @@ def write_synced(file: Path, content: str | bytes) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     part.rename(file)
-    _sync_dir(file.parent)
+    sync_directory(file.parent)
 
 
-def _sync_dir(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Put the names in a directory on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

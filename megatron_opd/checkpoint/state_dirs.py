@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_opd.checkpoint.part_dir import write_synced
+from megatron_opd.checkpoint.part_dir import sync_directory, write_synced
 from megatron_opd.checkpoint.state_files import (
     FileSum,
     check_size,
     read_json,
     sum_file,
-    sync_directory,
 )
 
 FORMAT = 1

@@ -7,7 +7,6 @@ checkpoint is complete once each rank's is there.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -74,15 +73,6 @@ def check_size(directory: Path, entry: FileSum) -> None:
         raise ValueError(
             f"checkpoint {directory} is damaged: {entry.name} must have {entry.size} bytes, {got}"
         )
-
-
-def sync_directory(path: Path) -> None:
-    """Put the names in a directory on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_json(path: Path) -> dict[str, Any]:

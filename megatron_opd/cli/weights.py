@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_opd.checkpoint.hf_files import find, stored_tensors
+from megatron_opd.checkpoint.hf_files import check_shape, find, stored_tensors
 from megatron_opd.checkpoint.model_spec import ModelSpec
 from megatron_opd.checkpoint.tensors import expected_tensors
 from megatron_opd.cli.errors import UserError
@@ -27,8 +27,7 @@ def check_weights(path: Path, key: str, spec: ModelSpec) -> None:
         stored = find(tensors, name)
         if stored is None:
             raise UserError(f"{key}: {path} lacks the tensor {name}")
-        if stored.shape != shape:
-            raise UserError(
-                f"{key}: {path}: tensor {name} must have shape {list(shape)} by config.json, "
-                f"got {list(stored.shape)}"
-            )
+        try:
+            check_shape(stored, shape, path, name)
+        except ValueError as error:
+            raise UserError(f"{key}: {error}") from None
