@@ -1,6 +1,7 @@
 """Every tensor that a model has, by its config.json alone: keys, Hugging Face names and shapes.
 
-Torch-free.
+The one place that knows a shape: checks of checkpoints, conversions, plans of memory and counts of
+FLOPs all ask here. Torch-free.
 """
 
 from __future__ import annotations
@@ -20,11 +21,8 @@ def model_keys(spec: ModelSpec) -> Iterator[Key]:
     """
     top = {row.mcore[0]: Key(-1, index) for index, row in enumerate(spec.family.top)}
     yield top.pop("embedding.word_embeddings.weight")
-    for layer, holds_experts in enumerate(spec.moe_layers):
-        kind = "moe" if holds_experts else "dense"
-        for index, row in enumerate(spec.family.layer):
-            if row.layers not in ("all", kind):
-                continue
+    for layer in range(spec.num_layers):
+        for index, row in layer_rows(spec, layer):
             for expert in range(spec.num_experts) if row.expert else (-1,):
                 yield Key(layer, index, expert)
     if spec.tied:
@@ -32,10 +30,18 @@ def model_keys(spec: ModelSpec) -> Iterator[Key]:
     yield from top.values()
 
 
+def layer_rows(spec: ModelSpec, layer: int) -> Iterator[tuple[int, Row]]:
+    """The rows of the family's table that `layer` holds, with their places in it."""
+    kind = "moe" if spec.moe_layers[layer] else "dense"
+    for index, row in enumerate(spec.family.layer):
+        if row.layers in ("all", kind):
+            yield index, row
+
+
 def hf_shapes(spec: ModelSpec, key: Key) -> dict[str, Shape]:
     """The Hugging Face tensors of a key, in fusion order, with their shapes."""
     row = row_of(spec.family, key)
-    return dict(zip(hf_names(spec.family, key), _shapes(spec, row), strict=True))
+    return dict(zip(hf_names(spec.family, key), row_shapes(spec, row), strict=True))
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
@@ -43,7 +49,8 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
     return {n: shape for key in model_keys(spec) for n, shape in hf_shapes(spec, key).items()}
 
 
-def _shapes(spec: ModelSpec, row: Row) -> tuple[Shape, ...]:
+def row_shapes(spec: ModelSpec, row: Row) -> tuple[Shape, ...]:
+    """Of the row's Hugging Face tensors, in fusion order; of one expert where there are several."""
     hidden, heads = spec.hidden_size, (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     if row.fusion == "qkv":
         tail = () if row.mcore[0].endswith(".bias") else (hidden,)

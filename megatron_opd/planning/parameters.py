@@ -6,43 +6,14 @@ built models at several layouts), because the table that says how weights are cu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from megatron_opd.checkpoint.model_spec import ModelSpec
+from megatron_opd.checkpoint.tensors import layer_rows, row_shapes
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.weight_sync.names import Row
-
-# Elements of a Hugging Face tensor by the end of its name; of one expert where there are several.
-SIZES: dict[str, Callable[[ModelSpec], int]] = {
-    **dict.fromkeys(
-        ("embed_tokens.weight", "lm_head.weight"), lambda s: s.vocab_size * s.hidden_size
-    ),
-    "norm.weight": lambda s: s.hidden_size,
-    "layernorm.weight": lambda s: s.hidden_size,
-    "q_norm.weight": lambda s: s.head_dim,
-    "k_norm.weight": lambda s: s.head_dim,
-    "q_proj.weight": lambda s: s.num_heads * s.head_dim * s.hidden_size,
-    "k_proj.weight": lambda s: s.num_kv_heads * s.head_dim * s.hidden_size,
-    "v_proj.weight": lambda s: s.num_kv_heads * s.head_dim * s.hidden_size,
-    "o_proj.weight": lambda s: s.num_heads * s.head_dim * s.hidden_size,
-    "q_proj.bias": lambda s: s.num_heads * s.head_dim,
-    "k_proj.bias": lambda s: s.num_kv_heads * s.head_dim,
-    "v_proj.bias": lambda s: s.num_kv_heads * s.head_dim,
-    "mlp.gate_proj.weight": lambda s: s.ffn_size * s.hidden_size,
-    "mlp.up_proj.weight": lambda s: s.ffn_size * s.hidden_size,
-    "mlp.down_proj.weight": lambda s: s.ffn_size * s.hidden_size,
-    "mlp.gate.weight": lambda s: s.num_experts * s.hidden_size,
-    "block_sparse_moe.gate.weight": lambda s: s.num_experts * s.hidden_size,
-    **dict.fromkeys(
-        (
-            f"{{e}}.{name}.weight"
-            for name in ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-        ),
-        lambda s: s.expert_ffn_size * s.hidden_size,
-    ),
-}
-ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +33,6 @@ class Parameters:
 
     def __add__(self, other: Parameters) -> Parameters:
         return Parameters(self.dense + other.dense, self.expert + other.expert)
-
-
-def tensor_size(name: str, spec: ModelSpec) -> int:
-    """Elements of the Hugging Face tensor `name`. KeyError: a tensor no size is known of."""
-    for ending in sorted(SIZES, key=len, reverse=True):
-        if name.endswith(ending):
-            return SIZES[ending](spec)
-    raise KeyError(f"no size is known of the tensor {name}")
-
-
-def layer_rows(spec: ModelSpec, layer: int) -> Iterator[Row]:
-    """The rows of the family's table that layer `layer` holds."""
-    moe = bool(spec.moe_layers) and spec.moe_layers[layer]
-    for row in spec.family.layer:
-        sparse = row.expert or any(name.endswith(ROUTERS) for name in row.hf)
-        feed_forward = any("mlp." in name or "block_sparse_moe." in name for name in row.hf)
-        if not feed_forward or sparse == moe:
-            yield row
 
 
 def model_parameters(spec: ModelSpec) -> Parameters:
@@ -116,7 +69,7 @@ def _sum(
 ) -> Parameters:
     total = Parameters()
     for layer in layers:
-        for row in layer_rows(spec, layer):
+        for _, row in layer_rows(spec, layer):
             total += _row(spec, parallel, row)
     for row in spec.family.top:
         name = row.hf[0]
@@ -130,11 +83,11 @@ def _sum(
 
 
 def _row(spec: ModelSpec, parallel: ParallelConfig, row: Row) -> Parameters:
-    size = sum(tensor_size(name, spec) for name in row.hf)
+    size = sum(map(prod, row_shapes(spec, row)))
     if row.expert:
         cut = parallel.expert_tp if row.dim is not None else 1
         return Parameters(expert=size // cut * (spec.num_experts // parallel.ep))
-    if size == spec.vocab_size * spec.hidden_size and row in spec.family.top:
+    if row.vocab:
         # padded: every rank holds whole rows
         return Parameters(dense=-(-spec.vocab_size // parallel.tp) * spec.hidden_size)
     return Parameters(dense=size if row.dim is None else size // parallel.tp)

@@ -8,12 +8,13 @@ split over tp (experts by ep * (tp / ep)), key-value heads too until each rank h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from megatron_opd.checkpoint.model_spec import ModelSpec
+from megatron_opd.checkpoint.tensors import layer_rows, row_shapes
 from megatron_opd.config.schema import ServerConfig
 from megatron_opd.planning.activations import BYTES
 from megatron_opd.planning.learner import GIB
-from megatron_opd.planning.parameters import layer_rows, tensor_size
 
 REPLICATED_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
 
@@ -48,17 +49,17 @@ def server_parameters(spec: ModelSpec, tp: int) -> int:
     """Elements on one of `tp` ranks."""
     total = 0
     for layer in range(spec.num_layers):
-        for row in layer_rows(spec, layer):
-            for name in row.hf:
+        for _, row in layer_rows(spec, layer):
+            for name, shape in zip(row.hf, row_shapes(spec, row), strict=True):
                 copies = spec.num_experts if row.expert else 1
                 cut = 1 if row.dim is None else tp
                 if name.endswith(REPLICATED_HEADS):
                     cut = min(tp, spec.num_kv_heads)
-                total += tensor_size(name, spec) * copies // cut
+                total += prod(shape) * copies // cut
     for row in spec.family.top:
         if spec.tied and row.hf == ("lm_head.weight",):
             continue
-        total += tensor_size(row.hf[0], spec) // (1 if row.dim is None else tp)
+        total += prod(row_shapes(spec, row)[0]) // (1 if row.dim is None else tp)
     return total
 
 
