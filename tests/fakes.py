@@ -146,6 +146,9 @@ class Figures:
     mismatch_max_abs_dp: float | None = 1e-6
     mismatch_mean_abs_dp: float | None = 1e-7
     mismatch_tokens: int = 8
+    mismatch_free_max_abs_dp: float | None = None
+    mismatch_free_mean_abs_dp: float | None = None
+    routing_moved_fraction: float | None = None
     ratio_p50: float = 1.0
     ratio_p99: float = 1.1
     ratio_max: float = 1.2

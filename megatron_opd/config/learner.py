@@ -148,6 +148,10 @@ class LearnerConfig(Section):
     """Which experts tokens of an MoE student visit. off: the learner's routers choose; rollout: as
     they did in the fleet when the token was sampled (R3); current: as they do at the batch's start,
     in all its mini-batches and recomputations."""
+    routing_compare_every: NonNegativeInt = 0
+    """Updates between those that also measure, in a forward pass of its own, how far from the
+    sampler the learner would be without replay (mismatch_free_*); 0 = never. Nothing is measured
+    with rollout.top_p below 1."""
     optimizer: OptimizerConfig = OptimizerConfig()
     megatron: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Fields of Megatron-Core's TransformerConfig, such as moe_token_dispatcher_type,
@@ -166,6 +170,15 @@ class LearnerConfig(Section):
     gpu_memory_gib: PositiveFloat | None = None
     """Memory of one GPU in GiB (79 for an 80 GB H100, 139 for an H200): `opd check` refuses what
     cannot fit; null: it only says what is needed."""
+
+    @model_validator(mode="after")
+    def _compares_a_replay(self) -> LearnerConfig:
+        if self.routing_compare_every and self.routing_replay != "rollout":
+            raise ValueError(
+                "routing_compare_every must be 0 unless routing_replay is rollout, "
+                f"got {self.routing_compare_every} and {self.routing_replay}"
+            )
+        return self
 
     @property
     def uneven_stages(self) -> bool:

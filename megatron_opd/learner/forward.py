@@ -62,9 +62,8 @@ def distil_loss(
             weight_N[micro.path_T] = 1.0
         used_N = weight_N > 0
         log_ratio_N = (student_N - micro.sampler_logp_N)[used_N]
-        path_p_T = student_N[micro.path_T].exp(), micro.sampler_logp_N[micro.path_T].exp()
-        fresh_T = micro.fresh_T & measure_mismatch
-        gap_T = (path_p_T[0] - path_p_T[1]).abs().masked_fill(~fresh_T, 0)
+        compared_T = micro.fresh_T & measure_mismatch
+        gap_T = _path_gap(student_N[micro.path_T], micro, compared_T)
         entropy = {}
         if scored.entropy_T is not None:
             entropy = {"entropy": scored.entropy_T.sum(), "entropy_tokens": len(scored.entropy_T)}
@@ -76,7 +75,7 @@ def distil_loss(
                 "tokens": len(gap_T),
                 "ids": len(student_N),
                 "mismatch": gap_T.sum(),
-                "mismatch_tokens": fresh_T.sum(),
+                "mismatch_tokens": compared_T.sum(),
                 **entropy,
                 **result.sums,
             },
@@ -84,6 +83,37 @@ def distil_loss(
             ratios=ratio_histogram(log_ratio_N, weight_N[used_N]),
         )
     return result.loss_sum, totals
+
+
+def _path_gap(
+    path_logp_T: torch.Tensor, micro: DistilMicro, compared_T: torch.Tensor
+) -> torch.Tensor:
+    """[T] |p_learner - p_sampler| of the path tokens; 0 where they are not to be compared."""
+    sampler_T = micro.sampler_logp_N[micro.path_T]
+    return (path_logp_T.exp() - sampler_T.exp()).abs().masked_fill(~compared_T, 0)
+
+
+def mismatch_totals(
+    model: Sequence[DistributedDataParallel],
+    micros: Sequence[DistilMicro],
+    world: World,
+    head: StudentLogp,
+    temperature: float,
+) -> Totals:
+    """A forward pass without gradient: the mismatch alone, as distil_loss measures it."""
+
+    def measure(out_1s: torch.Tensor, micro: DistilMicro) -> tuple[torch.Tensor, Totals]:
+        row_T = torch.arange(len(micro.path_T), device=out_1s.device)
+        logp_T = head(out_1s, micro.rows, row_T, micro.id_N[micro.path_T], temperature).logp_N
+        gap_T = _path_gap(logp_T.detach(), micro, micro.fresh_T)
+        totals = Totals.of(
+            out_1s.device,
+            sums={"count": 1, "mismatch": gap_T.sum(), "mismatch_tokens": micro.fresh_T.sum()},
+            maxima={"mismatch": gap_T.max()},
+        )
+        return logp_T.sum(dtype=torch.float64), totals
+
+    return run_mini_batch(model, micros, measure, world, forward_only=True)
 
 
 def wants_prox(estimator: Estimator) -> bool:

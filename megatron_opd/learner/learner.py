@@ -40,7 +40,7 @@ from megatron_opd.learner.passes import Passes
 from megatron_opd.learner.routing import Routing
 from megatron_opd.learner.setup import World, init_world
 from megatron_opd.learner.student_logp import make_student_logp
-from megatron_opd.learner.totals import Totals
+from megatron_opd.learner.totals import Mismatch, Totals
 from megatron_opd.losses.reduction import count_of
 from megatron_opd.transport.messages import LearnerInfo, UpdateMetrics
 from megatron_opd.transport.rank_batch import RankBatch
@@ -132,6 +132,8 @@ class MegatronLearner:
         passes = Passes(self.model, self.world, self.head, estimator, temperature, recorded)
         with self._device_mode:
             minis = passes.with_prox(minis)
+            compares = not truncated_sampler and self._compares_routing(batch.update)
+            free = passes.mismatch_without_replay(minis[0]) if compares else None
         steps: list[StepResult] = []
         for index, mini in enumerate(minis):
             with self._device_mode:
@@ -148,7 +150,12 @@ class MegatronLearner:
             run = partial(run_mini_batch, self.model, micros, loss)
             steps.append(self._step(run, lr, count, len(micros)))
         samples = self._sum_over_data(len(batch.prompt_B))
-        return self._metrics(batch.update, lr, steps, samples, wants_prox(estimator))
+        return self._metrics(batch.update, lr, steps, samples, wants_prox(estimator), free)
+
+    def _compares_routing(self, update: int) -> bool:
+        """Whether the update also measures the mismatch that it would have without replay."""
+        every = self.config.routing_compare_every
+        return every > 0 and update % every == 0
 
     def sft_step(self, micros: Sequence[SftMicro], update: int) -> StepResult:
         """One supervised optimizer step."""
@@ -228,12 +235,18 @@ class MegatronLearner:
         return int(peak)
 
     def _metrics(
-        self, update: int, lr: float, steps: Sequence[StepResult], samples: int, prox: bool
+        self,
+        update: int,
+        lr: float,
+        steps: Sequence[StepResult],
+        samples: int,
+        prox: bool,
+        free: Mismatch | None,
     ) -> UpdateMetrics:
         totals = steps[0].totals
         for step in steps[1:]:
             totals = totals.plus(step.totals)
-        measured = totals.sum("mismatch_tokens")
+        mismatch = totals.mismatch()
         importance = totals.mean("importance", "importance_weight")
         squared = totals.mean("importance_squared", "importance_weight")
         spread = None if importance is None or squared is None else squared - importance**2
@@ -249,9 +262,11 @@ class MegatronLearner:
             num_response_tokens=int(totals.sum("tokens")),
             num_ids=int(totals.sum("ids")),
             num_samples=samples,
-            mismatch_max_abs_dp=totals.max("mismatch") if measured else None,
-            mismatch_mean_abs_dp=totals.mean("mismatch", "mismatch_tokens"),
-            mismatch_tokens=int(measured),
+            mismatch_max_abs_dp=mismatch.max_abs_dp,
+            mismatch_mean_abs_dp=mismatch.mean_abs_dp,
+            mismatch_tokens=mismatch.tokens,
+            mismatch_free_max_abs_dp=free.max_abs_dp if free else None,
+            mismatch_free_mean_abs_dp=free.mean_abs_dp if free else None,
             routing_moved_fraction=totals.mean("routing_moved", "routing_pairs"),
             ratio_p50=totals.ratio_quantile(0.5),
             ratio_p99=totals.ratio_quantile(0.99),

@@ -1,8 +1,12 @@
-"""Forward passes that a loss needs before its own: the batch's start, and M2PO's statistics."""
+"""Forward passes before the loss's own: what it needs to know, and what replay is compared with.
+
+That is the batch's start, M2PO's statistics, and the mismatch with the learner's own routing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,12 +14,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel.random import (
+    _fork_rng,  # pyright: ignore[reportPrivateUsage]
+)
 
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.learner.forward import collect_caches, wants_prox
+from megatron_opd.learner.forward import collect_caches, mismatch_totals, wants_prox
 from megatron_opd.learner.micro_batch import DistilMicro
 from megatron_opd.learner.setup import World
 from megatron_opd.learner.student_logp import StudentLogp
+from megatron_opd.learner.totals import Mismatch
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import View, m2_limit_of, m2_view
 
@@ -79,8 +87,26 @@ class Passes:
         limits = tuple(m2_limit_of(self.estimator, caches[0], together))
         return [replace(micro, m2_limits=limits) for micro in mini]
 
+    def mismatch_without_replay(self, mini: Sequence[DistilMicro]) -> Mismatch:
+        """What the mismatch would be if every router chose for itself.
+
+        The loss's own pass makes the same random choices (dropout, jitter) as if this one had not
+        been.
+        """
+        free = [_routed_freely(micro) for micro in mini]
+        with _fork_rng():
+            totals = mismatch_totals(self.model, free, self.world, self.head, self.temperature)
+        return totals.mismatch()
+
     def _caches(self, mini: Sequence[DistilMicro]) -> list[Cache]:
         return collect_caches(self.model, mini, self.world, self.head, self.temperature)
+
+
+def _routed_freely(micro: DistilMicro) -> DistilMicro:
+    """Nothing given, nothing recorded."""
+    packing = copy(micro.rows.packing)
+    packing.routing = None
+    return replace(micro, rows=replace(micro.rows, packing=packing))
 
 
 def _gathered(value_n: torch.Tensor) -> torch.Tensor:

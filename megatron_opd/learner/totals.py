@@ -30,6 +30,15 @@ MAXIMA = ("mismatch", "log_ratio")
 
 
 @dataclass(frozen=True)
+class Mismatch:
+    """|p_learner - p_sampler| (TIS) over `tokens` path tokens; None: there were none."""
+
+    max_abs_dp: float | None
+    mean_abs_dp: float | None
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Totals:
     """Float64 vectors; sums: [len(SUMS) + NUM_BINS], the importance-ratio histogram last.
 
@@ -90,6 +99,12 @@ class Totals:
     def max(self, name: str) -> float:
         """One maximum; -inf when nothing was measured."""
         return float(self.maxima[MAXIMA.index(name)])
+
+    def mismatch(self) -> Mismatch:
+        """How far learner and sampler are apart."""
+        tokens = int(self.sum("mismatch_tokens"))
+        largest = self.max("mismatch") if tokens else None
+        return Mismatch(largest, self.mean("mismatch", "mismatch_tokens"), tokens)
 
     def ratio_quantile(self, quantile: float) -> float:
         """Quantile of the importance ratio, weighted as in the draw cache."""

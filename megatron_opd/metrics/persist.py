@@ -13,12 +13,13 @@ from megatron_opd.metrics.cache_size import CacheSize
 from megatron_opd.metrics.intervals import BusyTime
 from megatron_opd.metrics.memory import PeakMemory
 from megatron_opd.metrics.rewards import RewardStats
+from megatron_opd.metrics.routing import RoutingTotals
 from megatron_opd.metrics.staleness import StalenessCounts
 from megatron_opd.metrics.throughput import StageTimes, Throughput
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Histogram, Max, Mean, Sum
 
-_CONTAINERS = (RunTotals, StageTimes, StalenessCounts, CacheSize, RewardStats)
+_CONTAINERS = (RunTotals, StageTimes, StalenessCounts, CacheSize, RewardStats, RoutingTotals)
 # of this process, or of the configuration
 _SKIPPED = ("group_size", "_group_size")
 

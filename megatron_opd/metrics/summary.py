@@ -23,9 +23,11 @@ def summarise(
     wall_s: seconds that the reader waited. max_staleness: tau, the bound in versions. A figure that
     was never measured is null. mismatch_max_abs_dp, ratio_p99 and ratio_max are the largest over
     the updates; mismatch_mean_abs_dp is the mean over the tokens measured; reward_* are over all
-    samples trained on (metrics/rewards.py).
+    samples trained on (metrics/rewards.py). mismatch_replayed_* and mismatch_free_*: with routing
+    replay and without, over the same mismatch_compared_tokens (metrics/routing.py).
     """
     times, staleness, cache = totals.times, totals.staleness, totals.cache
+    routing = totals.routing
     return {
         "student_accuracy_before_pct": None,
         "student_accuracy_after_pct": None,
@@ -53,6 +55,13 @@ def summarise(
         "mismatch_max_abs_dp": totals.mismatch_max.value,
         "mismatch_mean_abs_dp": totals.mismatch_mean.value,
         "mismatch_tokens": int(totals.mismatch_mean.weight),
+        "routing_moved_fraction": routing.moved.value,
+        "routing_compared_updates": routing.compared_updates,
+        "mismatch_compared_tokens": int(routing.free_mean.weight),
+        "mismatch_replayed_max_abs_dp": routing.replayed_max.value,
+        "mismatch_replayed_mean_abs_dp": routing.replayed_mean.value,
+        "mismatch_free_max_abs_dp": routing.free_max.value,
+        "mismatch_free_mean_abs_dp": routing.free_mean.value,
         "ratio_p99": totals.ratio_p99.value,
         "ratio_max": totals.ratio_max.value,
         "reward_mean": totals.rewards.mean,

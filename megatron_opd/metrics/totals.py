@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from megatron_opd.metrics.cache_size import CacheSize
 from megatron_opd.metrics.memory import PeakMemory
 from megatron_opd.metrics.rewards import RewardStats
+from megatron_opd.metrics.routing import RoutingTotals
 from megatron_opd.metrics.staleness import StalenessCounts
 from megatron_opd.metrics.throughput import StageTimes, Throughput
 from megatron_opd.metrics.types import Max, Mean, PublicationReport, UpdateFigures
@@ -34,6 +35,7 @@ class RunTotals:
         self.train_s, self.rollout_s, self.score_s = Mean(), Mean(), Mean()
         self.response_tokens = Mean()
         self.mismatch_max, self.mismatch_mean = Max(), Mean()
+        self.routing = RoutingTotals()
         self.ratio_p99, self.ratio_max = Max(), Max()
         self.drops: Counter[str] = Counter()
         self.length_stops = 0
@@ -72,6 +74,7 @@ class RunTotals:
             self.mismatch_max.add(figures.mismatch_max_abs_dp)
         if figures.mismatch_mean_abs_dp is not None:
             self.mismatch_mean.add(figures.mismatch_mean_abs_dp, figures.mismatch_tokens)
+        self.routing.add(batch, figures)
         self.ratio_p99.add(figures.ratio_p99)
         self.ratio_max.add(figures.ratio_max)
         self.memory.sample()

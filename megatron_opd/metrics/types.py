@@ -143,9 +143,10 @@ class UpdateFigures(Protocol):
     """What the learner reports of one update; every field also becomes a column of metrics.jsonl.
 
     A field that is None has no meaning for the estimator and becomes no column, but for
-    mismatch_*_abs_dp: null in an update that had nothing to measure. Units as in the names;
-    reverse_kl_nats is per response token; mismatch_*_abs_dp is |p_learner - p_sampler| on path
-    tokens that the current version sampled (TIS), over mismatch_tokens tokens; ratio_* are
+    mismatch_max_abs_dp and mismatch_mean_abs_dp: null in an update that had nothing to measure.
+    Units as in the names; reverse_kl_nats is per response token; mismatch_*_abs_dp is
+    |p_learner - p_sampler| on path tokens that the current version sampled (TIS), over
+    mismatch_tokens tokens, and mismatch_free_* the same without routing replay; ratio_* are
     quantiles of the importance ratio.
     """
 
@@ -187,6 +188,21 @@ class UpdateFigures(Protocol):
     @property
     def mismatch_tokens(self) -> int:
         """How many tokens were measured."""
+        ...
+
+    @property
+    def mismatch_free_max_abs_dp(self) -> float | None:
+        """mismatch_max_abs_dp with the learner's own routing; None where it was not compared."""
+        ...
+
+    @property
+    def mismatch_free_mean_abs_dp(self) -> float | None:
+        """mismatch_mean_abs_dp with the learner's own routing, over the same tokens."""
+        ...
+
+    @property
+    def routing_moved_fraction(self) -> float | None:
+        """Of replayed (position, layer) pairs, those routed elsewhere; None without replay."""
         ...
 
     @property

@@ -33,8 +33,10 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     1 when every expert gets the same share. grad_norm: before clipping, of the last mini-batch.
     mismatch_max_abs_dp, mismatch_mean_abs_dp: |p_learner - p_sampler| (TIS) over the
     mismatch_tokens path tokens that the batch's own version sampled, in the first mini-batch (later
-    ones train on changed weights); None when there were none. routing_moved_fraction: of (position,
-    layer) pairs with replayed routing, those whose router would have chosen other experts. ratio_*:
+    ones train on changed weights); None when there were none. mismatch_free_*: over the same tokens
+    with the learner's own routing in place of the replayed one; None where it was not measured.
+    routing_moved_fraction: of (position, layer) pairs with replayed routing, those whose router
+    would have chosen other experts. ratio_*:
     student over sampler, over cached ids as the cache weighs them (path tokens where the teacher
     chose the ids). sampler_k*_nats, prox_k1*_nats: estimates of KL(sampler || student) and
     KL(batch's start || student), see losses/diagnostics.py. importance_*: the applied importance
@@ -73,6 +75,8 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     importance_variance: float | None = None
     effective_sample_fraction: float | None = None
     routing_moved_fraction: float | None = None
+    mismatch_free_max_abs_dp: float | None = None
+    mismatch_free_mean_abs_dp: float | None = None
     truncated_fraction: float | None = None
     stopped_fraction: float | None = None
     excluded_ids: int = 0

@@ -1,0 +1,40 @@
+"""What routing replay changed over a run, and what it was worth."""
+
+from __future__ import annotations
+
+from megatron_opd.metrics.types import Max, Mean, UpdateFigures
+from megatron_opd.types import Batch
+
+
+class RoutingTotals:
+    """Counts of the updates that replayed routing.
+
+    replayed_*, free_*: the mismatch with replay and with the learner's own routing, each over the
+    same tokens: those of the updates that measured both.
+    """
+
+    def __init__(self) -> None:
+        self.moved = Mean()
+        self.compared_updates = 0
+        self.replayed_max, self.replayed_mean = Max(), Mean()
+        self.free_max, self.free_mean = Max(), Mean()
+
+    def add(self, batch: Batch, figures: UpdateFigures) -> None:
+        """The learner trained on `batch`."""
+        if figures.routing_moved_fraction is not None:
+            # Every layer routes every token that is an input, and the last one of a sample is none.
+            inputs = sum(sample.rollout.num_tokens - 1 for sample in batch.samples)
+            self.moved.add(figures.routing_moved_fraction, inputs)
+        largest, mean = figures.mismatch_max_abs_dp, figures.mismatch_mean_abs_dp
+        free_largest, free_mean = (
+            figures.mismatch_free_max_abs_dp,
+            figures.mismatch_free_mean_abs_dp,
+        )
+        if largest is None or mean is None or free_largest is None or free_mean is None:
+            return
+        tokens = figures.mismatch_tokens
+        self.compared_updates += 1
+        self.replayed_max.add(largest)
+        self.replayed_mean.add(mean, tokens)
+        self.free_max.add(free_largest)
+        self.free_mean.add(free_mean, tokens)
