@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.synthetic import Shape, sample, share
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
-from megatron_opd.data.packing import plan_batch
-from megatron_opd.types import Draws, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.ports import free_port
 
 MODEL = Path("examples/arithmetic/student")
@@ -34,48 +33,22 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "ep2": {"ep": 2, "dp": 2},
     "dp2": {"dp": 2},
 }
-SAMPLES, PROMPT, RESPONSE, IDS, STEPS = 32, 8, 40, 4, 6
-
-
-def sample(uid: int, vocab: int) -> Sample:
-    """A sample with uniform random tokens and plausible log-probs."""
-    random = np.random.default_rng(uid)
-    ids_TK = np.stack([random.permutation(vocab)[:IDS] for _ in range(RESPONSE)])
-    ids_TK = np.sort(ids_TK, axis=1).astype(np.int32)
-    logp_N = random.uniform(-4, -1, RESPONSE * IDS).astype(np.float32)
-    starts_T = np.arange(RESPONSE, dtype=np.int64) * IDS
-    draws = Draws(
-        offsets_T1=np.append(starts_T, RESPONSE * IDS),
-        ids_N=ids_TK.ravel(),
-        weight_N=np.full(RESPONSE * IDS, 1 / IDS, dtype=np.float32),
-        sampler_logp_N=logp_N,
-        path_T=starts_T,
-    )
-    prompt = Prompt(uid, "", random.integers(0, vocab, PROMPT).astype(np.int32))
-    spans = (VersionSpan(0, 0, RESPONSE),)
-    rollout = Rollout(prompt, ids_TK[:, 0].copy(), draws, spans, "length", 0.0, 0.0)
-    return Sample(rollout, logp_N + 0.1)
+SHAPE = Shape(samples=32, prompt=8, response=40, least_ids=4, most_ids=4)
+STEPS = 6
 
 
 def rank_main() -> None:
     """One rank: train and, on rank 0, print the median step in seconds."""
     from megatron_opd.learner.learner import MegatronLearner
-    from megatron_opd.transport.rank_batch import rank_batch
 
     config = LearnerConfig.model_validate(
         {"parallel": LAYOUTS[sys.argv[1]], "dtype": "float32", "threads": 1}
     )
     learner = MegatronLearner(MODEL, config, updates=STEPS, seed=0)
-    ranks = config.parallel.dp
-    samples = [sample(uid, learner.spec.vocab_size) for uid in range(SAMPLES)]
-    lengths = [each.rollout.num_tokens for each in samples]
-    plan = plan_batch(lengths, 1, ranks, config.tokens_per_microbatch)
-    mine = [micro[learner.world.data_rank] for micro in plan]
-    held = sorted(i for mini in mine for micro in mini for i in micro)
-    local = [[[held.index(i) for i in micro] for micro in mini] for mini in mine]
+    samples = [sample(uid, SHAPE, learner.spec.vocab_size) for uid in range(SHAPE.samples)]
     seconds = []
     for step in range(STEPS):
-        batch = rank_batch(step, 0, [samples[i] for i in held], local)
+        batch = share(samples, config, learner.world.data_rank, step)
         started = time.perf_counter()
         learner.train(batch, Estimator(), 1.0)
         seconds.append(time.perf_counter() - started)
@@ -102,9 +75,9 @@ def measure() -> dict[str, Any]:
                 errors.seek(0)
                 raise RuntimeError(f"{name}: {errors.read()[-2000:]}")
         step_s[name] = json.loads(done.stdout.strip().splitlines()[-1])
-    tokens = SAMPLES * RESPONSE
+    tokens = SHAPE.samples * SHAPE.response
     return {
-        "samples": SAMPLES,
+        "samples": SHAPE.samples,
         "response_tokens": tokens,
         "update_s": step_s,
         "response_tokens_per_s": {name: tokens / s for name, s in step_s.items()},

@@ -1,0 +1,63 @@
+"""Samples with random caches, and a data-parallel rank's share of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.data.packing import learner_plan
+from megatron_opd.transport.rank_batch import RankBatch, rank_batch
+from megatron_opd.types import Draws, Prompt, Rollout, Sample, VersionSpan
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a batch: samples, each of `prompt` and `response` tokens.
+
+    A response token has least_ids to most_ids cached ids.
+    """
+
+    samples: int
+    prompt: int
+    response: int
+    least_ids: int
+    most_ids: int
+
+
+def sample(uid: int, shape: Shape, vocab: int, version: int = 0) -> Sample:
+    """Uniform random tokens, with the log-probs of a model that knows nothing, more or less."""
+    random = np.random.default_rng(uid)
+    count_T = random.integers(shape.least_ids, shape.most_ids + 1, shape.response)
+    # Distinct without drawing a permutation of the vocabulary for every token.
+    apart_K = np.arange(shape.most_ids) * (vocab // shape.most_ids)
+    ids_TK = (random.integers(0, vocab, (shape.response, 1)) + apart_K) % vocab
+    ids_N = ids_TK[np.arange(shape.most_ids) < count_T[:, None]].astype(np.int32)
+    offsets_T1 = np.concatenate([[0], np.cumsum(count_T)]).astype(np.int64)
+    noise: Any = random.normal(0, 0.1, (2, len(ids_N)))
+    logp_2N = (noise - np.log(vocab)).astype(np.float32)
+    draws = Draws(
+        offsets_T1=offsets_T1,
+        ids_N=ids_N,
+        weight_N=np.repeat(1 / count_T, count_T).astype(np.float32),
+        sampler_logp_N=logp_2N[0],
+        path_T=offsets_T1[:-1],
+    )
+    prompt = Prompt(uid, "", random.integers(0, vocab, shape.prompt).astype(np.int32))
+    spans = (VersionSpan(version, 0, shape.response),)
+    path_ids_T = ids_N[offsets_T1[:-1]]
+    return Sample(Rollout(prompt, path_ids_T, draws, spans, "length", 0.0, 0.0), logp_2N[1])
+
+
+def share(
+    samples: Sequence[Sample], config: LearnerConfig, data_rank: int, update: int
+) -> RankBatch:
+    """What one data-parallel rank gets of an update's batch, planned as the controller plans."""
+    plan = learner_plan([each.rollout.num_tokens for each in samples], config)
+    mine = [mini[data_rank] for mini in plan]
+    held = sorted(index for mini in mine for micro in mini for index in micro)
+    local = [[[held.index(index) for index in micro] for micro in mini] for mini in mine]
+    return rank_batch(update, update, [samples[index] for index in held], local)
