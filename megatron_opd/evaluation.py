@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megatron_opd.data.seeds import EVALUATION, derived_seed
 from megatron_opd.data.tasks import Verifier
 from megatron_opd.types import Prompt
 from sglang_bridge.fleet import Fleet
@@ -51,9 +52,12 @@ class CompletionPort(Protocol):
     """Something that samples from the model under evaluation."""
 
     async def complete(
-        self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float, seed: int
     ) -> Sequence[int]:
-        """The sampled token ids, the end token included when it was sampled."""
+        """The sampled token ids, the end token included when it was sampled.
+
+        seed: the same one gives the same completion where completions are reproducible.
+        """
         ...
 
 
@@ -64,7 +68,7 @@ class FleetPort:
         self._fleet = fleet
 
     async def complete(
-        self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float, seed: int
     ) -> Sequence[int]:
         """See CompletionPort; raises what Fleet.generate raises."""
         request = RolloutRequest(
@@ -72,6 +76,7 @@ class FleetPort:
             input_ids=list(prompt_ids),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
+            seed=seed,
         )
         return (await self._fleet.generate(request)).output_ids_T.tolist()
 
@@ -81,12 +86,14 @@ class EvaluationPlan:
     """How to sample.
 
     samples: k, completions a problem. temperature: 0 = greedy. concurrency: completions in flight.
+    seed: of all completions.
     """
 
     samples: int
     temperature: float
     max_new_tokens: int
     concurrency: int
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for key in ("samples", "max_new_tokens", "concurrency"):
@@ -152,8 +159,9 @@ async def evaluate(
     outcomes: list[_Outcome] = []
 
     async def worker(work: Iterator[tuple[int, int]]) -> None:
-        for problem, _ in work:
-            outcomes.append(await _complete(port, problem, prompts[problem], judge, plan))
+        for problem, draw in work:
+            seed = derived_seed(plan.seed, EVALUATION, problem, draw)
+            outcomes.append(await _complete(port, problem, prompts[problem], judge, plan, seed))
 
     workers = min(plan.concurrency, len(prompts) * plan.samples)
     try:
@@ -166,12 +174,18 @@ async def evaluate(
 
 
 async def _complete(
-    port: CompletionPort, problem: int, prompt: Prompt, judge: Judge, plan: EvaluationPlan
+    port: CompletionPort,
+    problem: int,
+    prompt: Prompt,
+    judge: Judge,
+    plan: EvaluationPlan,
+    seed: int,
 ) -> _Outcome:
     ids = await port.complete(
         prompt.token_ids_P.tolist(),
         max_new_tokens=plan.max_new_tokens,
         temperature=plan.temperature,
+        seed=seed,
     )
     stop = judge.end(ids)
     return _Outcome(

@@ -72,6 +72,8 @@ class ServerClient:
             "max_new_tokens": request.max_new_tokens,
             "skip_special_tokens": False,
         }
+        if request.seed is not None:
+            params["sampling_seed"] = request.seed
         if request.stop_token_ids:
             params["stop_token_ids"] = list(request.stop_token_ids)
         if request.keeps_cache:
@@ -90,7 +92,7 @@ class ServerClient:
     async def score(self, request: ScoreRequest) -> ScoreReply:
         """Scores every id of `request` with log q; repeated after transport errors.
 
-        A repeat selects anew. An empty response asks nobody.
+        A repeat selects anew (a deterministic server: the same). An empty response asks nobody.
         """
         if request.num_tokens == 0:
             return empty_scores(request)
@@ -103,12 +105,19 @@ class ServerClient:
             wire.SCORE_ATOMS: request.num_atoms,
             wire.SCORE_DRAWS: request.num_draws,
         }
+        sampling: dict[str, Any] = {
+            "max_new_tokens": 0,
+            "temperature": 1.0,
+            "custom_params": params,
+        }
+        if request.seed is not None:
+            sampling["sampling_seed"] = request.seed
         body = {
             # No rid: a repeat would meet its own name while the first try is still being served.
             "input_ids": _ids(request.input_ids),
             "return_logprob": True,
             "logprob_start_len": start,
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0, "custom_params": params},
+            "sampling_params": sampling,
         }
         reply = await self._http.request("POST", "/generate", body, repeatable=True)
         return parse_scores(self.url, reply, request)

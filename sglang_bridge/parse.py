@@ -127,6 +127,7 @@ def parse_info(url: str, server: Any, model: Any, models: Any, plugin: Any) -> S
         version=_version(url, model.get("weight_version")),
         dtype=described["dtype"],
         max_total_tokens=_field(url, server, "max_total_num_tokens", int),
+        deterministic=_field(url, server, "enable_deterministic_inference", bool),
     )
 
 

@@ -63,7 +63,8 @@ class RolloutRequest:
     record: keep a cache, implied by either; alone it holds the path token only. Without a cache:
     plain generation (evaluation). experts: also tell which experts each input visited; needs a
     cache and a server that keeps them (ServerSpec.routed_experts). temperature: 0 = greedy.
-    stop_token_ids: end the response besides the model's own end-of-sequence ids.
+    stop_token_ids: end the response besides the model's own end-of-sequence ids. seed: of all that
+    is random, read by deterministic servers alone; None takes SGLang's own, the same for all.
     """
 
     rid: str
@@ -77,6 +78,7 @@ class RolloutRequest:
     record: bool = False
     experts: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         check_support(self.num_atoms, self.num_draws, self.thin)
@@ -116,7 +118,8 @@ class ScoreRequest:
 
     Row t (offsets_T1[t]:offsets_T1[t + 1] of ids_N) is scored under q_t = softmax(logits /
     temperature) at absolute position P - 1 + t, which predicts response token t. num_atoms,
-    num_draws: ids to select from q_t besides, in every row, by DrawCache's rule.
+    num_draws: ids to select from q_t besides, in every row, by DrawCache's rule. seed: of those
+    draws, as RolloutRequest's.
     """
 
     rid: str
@@ -127,6 +130,7 @@ class ScoreRequest:
     temperature: float = 1.0
     num_atoms: int = 0
     num_draws: int = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         tokens = len(self.offsets_T1) - 1
@@ -184,7 +188,10 @@ class ScoreReply:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server says of itself. version: of its weights; context_length: in tokens."""
+    """What a server says of itself.
+
+    version: of its weights. context_length: in tokens. deterministic: see ServerSpec.
+    """
 
     url: str
     model_path: str
@@ -195,6 +202,7 @@ class ServerInfo:
     version: int
     dtype: str
     max_total_tokens: int
+    deterministic: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ def evaluation_plan(config: Config) -> EvaluationPlan:
         temperature=config.evaluation.temperature,
         max_new_tokens=config.evaluation.max_new_tokens or config.rollout.max_new_tokens,
         concurrency=config.rollout.concurrency,
+        seed=config.run.seed,
     )
 
 

@@ -286,8 +286,13 @@ def prompt_limit(config: Config, student: ModelFacts) -> int:
     return min(config.data.max_prompt_tokens, room)
 
 
-def check_served(key: str, info: ServerInfo, section: ServerConfig, vocab_size: int) -> None:
-    """A server started elsewhere serves the model that the config names. Raises UserError."""
+def check_served(
+    key: str, info: ServerInfo, section: ServerConfig, vocab_size: int, *, deterministic: bool
+) -> None:
+    """A server started elsewhere serves the model that the config names. Raises UserError.
+
+    deterministic: it must have been started so.
+    """
     if info.vocab_size != vocab_size:
         raise UserError(
             f"{key}: {info.url} must serve a vocabulary of {vocab_size} ids, got {info.vocab_size}"
@@ -297,6 +302,11 @@ def check_served(key: str, info: ServerInfo, section: ServerConfig, vocab_size: 
     if info.version != 0:
         raise UserError(
             f"{key}: {info.url} already holds version {info.version} of another run: restart it"
+        )
+    if deterministic and not info.deterministic:
+        raise UserError(
+            f"{key}: {info.url} must be started with --enable-deterministic-inference, as "
+            "run.deterministic is true"
         )
     served = Path(info.model_path)
     # a path of another machine cannot be compared

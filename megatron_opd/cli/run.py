@@ -265,7 +265,13 @@ class PipelineRun:
                 raise
             raise UserError(f"{role}.urls: {one_line(str(error))}") from None
         for info in infos:
-            check_served(f"{role}.urls", info, section, self.prepared.student.vocab_size)
+            check_served(
+                f"{role}.urls",
+                info,
+                section,
+                self.prepared.student.vocab_size,
+                deterministic=self.config.run.deterministic,
+            )
 
     def _keep_traceback(self) -> str:
         log = self.run_dir.logs / "controller.log"

@@ -29,6 +29,7 @@ def make_spec(config: Config, role: Role, port: int, index: int, model: Path) ->
         seed=config.run.seed + index,
         group_timeout_s=config.weight_sync.timeout_s,
         routed_experts=role == STUDENT and config.learner.routing_replay == "rollout",
+        deterministic=config.run.deterministic,
         extra_args=section.extra_args,
     )
 

@@ -140,6 +140,7 @@ def make_controller(
             vocab_size,
             run_id,
             routed_experts=config.learner.routing_replay == "rollout",
+            seed=config.run.seed,
         ),
         teacher=FleetScorer(
             {name: fleets[role] for name, role in teacher_roles(config).items()},
@@ -148,6 +149,7 @@ def make_controller(
             config.scoring,
             run_id,
             reward=make_reward(prepared.judge),
+            seed=config.run.seed,
         ),
         learner=learner,
         publisher=publisher,

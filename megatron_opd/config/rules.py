@@ -150,6 +150,17 @@ def _held(config: Config) -> str | None:
     return None
 
 
+def _deterministic(config: Config) -> str | None:
+    hold, tau = config.buffer.hold_batches, config.buffer.max_staleness
+    if config.run.deterministic and hold != tau:
+        return (
+            "buffer.hold_batches must equal buffer.max_staleness with run.deterministic, else time "
+            f"decides which weights sample a token, got buffer.hold_batches={hold}, "
+            f"buffer.max_staleness={tau}"
+        )
+    return None
+
+
 RULES: tuple[Callable[[Config], str | None], ...] = (
     _estimator,
     _shares,
@@ -160,4 +171,5 @@ RULES: tuple[Callable[[Config], str | None], ...] = (
     _rewards,
     _top_p,
     _held,
+    _deterministic,
 )

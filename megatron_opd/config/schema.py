@@ -41,6 +41,10 @@ class RunConfig(Section):
     """Learner updates to make; each is published."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
     """Seeds every generator; server i of a role draws from seed + i."""
+    deterministic: bool = False
+    """The same run twice, or interrupted and resumed, makes bitwise the same updates: what is
+    sampled depends on seed, prompt and weights alone. Needs buffer.hold_batches equal to
+    buffer.max_staleness, else time decides which weights sample what."""
 
 
 class DataConfig(Section):

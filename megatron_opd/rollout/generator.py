@@ -10,6 +10,7 @@ import numpy as np
 from megatron_opd.buffer.rejection import RolloutRejected
 from megatron_opd.config.schema import RolloutConfig
 from megatron_opd.config.supports import AtomsTailSupport, Support
+from megatron_opd.data.seeds import ROLLOUT, derived_seed
 from megatron_opd.types import Draws, Prompt, Rollout, VersionSpan
 from sglang_bridge.errors import BadReply, RequestAborted, ServerUnreachable
 from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest
@@ -36,6 +37,8 @@ class RolloutGenerator:
         vocab_size: ids the student can sample.
         run_id: makes request names unique on servers that outlive a run.
         stop_token_ids: end a response besides the model's own end-of-sequence ids.
+        routed_experts: whether rollouts bring theirs.
+        seed: the run's; deterministic servers sample prompt i by it and i alone.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class RolloutGenerator:
         run_id: str,
         stop_token_ids: tuple[int, ...] = (),
         routed_experts: bool = False,
+        seed: int = 0,
     ) -> None:
         self._fleet, self._rollout = fleet, rollout
         ours = support.owner == "student"
@@ -56,14 +60,16 @@ class RolloutGenerator:
         self._run_id = run_id
         self._stop_token_ids = stop_token_ids
         self._routed_experts = routed_experts
+        self._seed = seed
 
     async def generate(self, prompt: Prompt) -> Rollout:
         """One completion of `prompt`.
 
         A connection that breaks while its request is being served costs the tokens sampled so far:
         the rollout is sampled anew, by another server if there is one. What takes longer is lost
-        more often, so that this favours short responses; Rollout.restarts counts it, and where it
-        is rare beside the rollouts so is the bias. A request that ran out of time is not repeated:
+        more often, so that this favours short responses (but from deterministic servers, which
+        sample the same again); Rollout.restarts counts it, and where it is rare beside the rollouts
+        so is the bias. A request that ran out of time is not repeated:
         that would choose by length alone.
 
         Raises RolloutRejected for a request that the server aborted or an empty response. Every
@@ -94,6 +100,7 @@ class RolloutGenerator:
             record=True,
             experts=self._routed_experts,
             stop_token_ids=self._stop_token_ids,
+            seed=derived_seed(self._seed, ROLLOUT, prompt.uid),
         )
         started_s = clock()
         try:

@@ -15,6 +15,7 @@ import numpy as np
 from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.schema import ScoringConfig
+from megatron_opd.data.seeds import SCORE, derived_seed
 from megatron_opd.teacher.retry import Backoff, is_transient, retried
 from megatron_opd.types import Draws, FloatArray, Rollout, Sample
 from sglang_bridge.errors import BadReply, BridgeError, RequestAborted
@@ -48,6 +49,7 @@ class FleetScorer:
         run_id: makes request names unique.
         reward: the verifier, called once for every rollout.
         backoff: overrides the waits between tries.
+        seed: the run's; of what the teacher draws for a prompt, see ScoreRequest.
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class FleetScorer:
         run_id: str,
         reward: Reward | None = None,
         backoff: Backoff | None = None,
+        seed: int = 0,
     ) -> None:
-        self._fleets = fleets
+        self._fleets, self._seed = fleets, seed
         self._reads_teacher = estimator.reads_teacher
         self._reads_reward = estimator.reads_reward
         theirs = estimator.support.owner == "teacher"
@@ -106,6 +109,7 @@ class FleetScorer:
             temperature=self._temperature,
             num_atoms=self._num_atoms,
             num_draws=self._num_draws,
+            seed=derived_seed(self._seed, SCORE, prompt.uid),
         )
 
 

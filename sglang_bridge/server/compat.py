@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 SUPPORTED = "0.5.23"
+DEFAULT_SEED = 42  # SamplingBatchInfo.from_schedule_batch: of a request that names none
 
 AFTER_RUNNER_INIT = "sglang.srt.model_executor.model_runner.ModelRunner.__init__"
 STREAMER_CLASS = "sglang.srt.managers.scheduler.Scheduler.get_output_streamer_class"
@@ -23,6 +24,8 @@ INPUT_LOGPROBS = "sglang.srt.layers.logprob_processor.InputLogprobProcessor.forw
 CHECK_WEIGHTS = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
 NATIVE_EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+BATCH_INVARIANT = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
+SEEDED_CHOICE = "sglang.srt.layers.sampler.multinomial_with_seed"
 INIT_GROUP = (
     "sglang.srt.model_executor.model_runner_components.weight_updater."
     "WeightUpdater.init_weights_update_group"
@@ -36,6 +39,8 @@ TARGETS = (
     CHECK_WEIGHTS,
     VALIDATE,
     NATIVE_EXPERTS,
+    BATCH_INVARIANT,
+    SEEDED_CHOICE,
     INIT_GROUP,
 )
 
@@ -86,6 +91,24 @@ def weight_version() -> str:
     return get_serving().weight_version
 
 
+def is_deterministic() -> bool:
+    """Whether this server was started with --enable-deterministic-inference."""
+    from sglang.srt.runtime_context import get_exec
+
+    return bool(get_exec().deterministic.enable_deterministic_inference)
+
+
+def allow_deterministic_attention(backend: str) -> None:
+    """Lets servers with this attention backend be deterministic, without a prefix cache.
+
+    What a cache holds may have been computed by a decode step, which rounds otherwise than the
+    prefill it stands for.
+    """
+    from sglang.srt.arg_groups.choices import add_deterministic_attention_backend_choices
+
+    add_deterministic_attention_backend_choices([backend])
+
+
 def tp_rank() -> int:
     """This process's tensor-parallel rank in its server."""
     from sglang.srt.runtime_context import get_parallel
@@ -100,6 +123,17 @@ def custom_params(req: Any) -> dict[str, Any]:
     """The request's custom_params; empty when it has none."""
     params = req.sampling_params.custom_params
     return params if isinstance(params, dict) else {}
+
+
+def seed_of(req: Any) -> int:
+    """The seed of a request's random numbers, where the server is deterministic."""
+    seed = req.sampling_params.sampling_seed
+    return DEFAULT_SEED if seed is None else seed
+
+
+def next_positions(batch: Any) -> list[int]:
+    """Of each request of a batch about to be computed: the position of the token it predicts."""
+    return batch.seq_lens_cpu.tolist()
 
 
 def record_of(req: Any, name: str, make: Callable[[], Any]) -> Any:

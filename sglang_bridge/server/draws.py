@@ -2,8 +2,8 @@
 
 A record hangs on SGLang's request object, so that it survives retraction: the sampled prefix stays,
 its KV is rebuilt, and later tokens are appended under the new version. Only the rank that streams
-outputs draws, with a generator of its own, so that SGLang's sampler (and its other ranks) see the
-same random numbers with and without us.
+outputs draws, with a generator of its own (a deterministic server: with the request's numbers), so
+that SGLang's sampler (and its other ranks) see the same random numbers with and without us.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from sglang_bridge import wire
-from sglang_bridge.server import compat
+from sglang_bridge.server import compat, seeded
 from sglang_bridge.server.rows import build_rows
 from sglang_bridge.server.sampling import Behaviour, behaviour
 from sglang_bridge.server.selection import Selected, Wanted, select
+from sglang_bridge.server.transfer import to_device
 
 RECORD = "_bridge_draws"
 
@@ -129,11 +130,22 @@ class DeviceRows:
         return HostRows({name: copy(t) for name, t in self.tensors.items()}, self.version)
 
 
-_step: Wanted | None = None  # of the forward pass being launched; the scheduler runs one at a time
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the requests of a forward pass want at the tokens it predicts.
+
+    uniform_BM: float64, the numbers that choose the draws; None: the server's generator gives them.
+    """
+
+    wanted: Wanted
+    uniform_BM: np.ndarray | None = None
+
+
+_step: Step | None = None  # of the forward pass being launched; the scheduler runs one at a time
 
 
 @contextmanager
-def sampling_step(step: Wanted | None) -> Iterator[None]:
+def sampling_step(step: Step | None) -> Iterator[None]:
     """Makes `step` what the observer sees."""
     global _step
     previous, _step = _step, step
@@ -143,14 +155,19 @@ def sampling_step(step: Wanted | None) -> Iterator[None]:
         _step = previous
 
 
-def step_of(batch: Any) -> Wanted | None:
+def step_of(batch: Any) -> Step | None:
     """What a batch asks for at its next token, or None when nothing is to be recorded."""
     supports = [support_of(req) for req in batch.reqs]
     if not any(support is not None for support in supports):
         return None
     atoms_B, draws_B = np.array([s or (0, 0) for s in supports], dtype=np.int64).T
     thin_B = np.array([bool(compat.custom_params(req).get(wire.THIN)) for req in batch.reqs])
-    return Wanted(atoms_B, draws_B, thin_B)
+    wanted = Wanted(atoms_B, draws_B, thin_B)
+    if not compat.is_deterministic():
+        return Step(wanted)
+    seed_B = [compat.seed_of(req) for req in batch.reqs]
+    position_B = compat.next_positions(batch)
+    return Step(wanted, seeded.step_uniforms(seed_B, seeded.DRAWS, position_B, draws_B.tolist()))
 
 
 class DrawObserver:
@@ -169,11 +186,14 @@ class DrawObserver:
         """The behaviour distribution and a selection (the sampler overwrites the logits)."""
         assert _step is not None
         policy = behaviour(logits_BV, info.temperatures, **compat.sampling_filters(info))
-        shape = (logits_BV.shape[0], _step.max_draws)
-        uniform_BM = torch.rand(
-            shape, dtype=torch.float64, device=logits_BV.device, generator=self._generator
-        )
-        return policy, select(policy, _step, uniform_BM)
+        if _step.uniform_BM is None:
+            shape = (logits_BV.shape[0], _step.wanted.max_draws)
+            uniform_BM = torch.rand(
+                shape, dtype=torch.float64, device=logits_BV.device, generator=self._generator
+            )
+        else:
+            uniform_BM = to_device(_step.uniform_BM, logits_BV.device)
+        return policy, select(policy, _step.wanted, uniform_BM)
 
     def after_sample(
         self, state: tuple[Behaviour, Selected], token_ids: torch.Tensor

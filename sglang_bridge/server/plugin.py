@@ -10,7 +10,17 @@ from typing import Any
 import torch
 
 from sglang_bridge import wire
-from sglang_bridge.server import compat, draws, pieces, routing, score_plan, scoring, validate
+from sglang_bridge.server import (
+    compat,
+    draws,
+    invariance,
+    pieces,
+    routing,
+    score_plan,
+    scoring,
+    seeded,
+    validate,
+)
 from sglang_bridge.server.experts import local_experts_only
 from sglang_bridge.server.spec import GROUP_TIMEOUT_VARIABLE, SEED_VARIABLE
 
@@ -33,11 +43,17 @@ def register() -> None:
     compat.hook(compat.VALIDATE, around_validate, "around")
     compat.hook(compat.NATIVE_EXPERTS, local_experts_only, "around")
     compat.hook(compat.INIT_GROUP, around_init_group, "around")
+    compat.hook(compat.BATCH_INVARIANT, around_batch_invariant, "around")
+    compat.hook(compat.SEEDED_CHOICE, around_seeded_choice, "around")
+    if not torch.cuda.is_available():
+        compat.allow_deterministic_attention("torch_native")
 
 
 def install_observer(result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
     """Gives the output rank its draws: the model runner's observer, the scores' generator."""
     global _generator, _runner
+    if compat.is_deterministic() and not torch.cuda.is_available():
+        invariance.check(runner.model.parameters())
     if not runner.is_draft_worker and compat.is_output_rank():
         seed = int(os.environ.get(SEED_VARIABLE, "0"))
         runner.sampling_observer = draws.DrawObserver(runner.device, seed)
@@ -140,6 +156,22 @@ def around_validate(
         start = params[wire.SCORE_START]
         if not obj.return_logprob or obj.logprob_start_len != start:
             raise ValueError(f"scoring needs return_logprob and logprob_start_len={start}")
+
+
+def around_batch_invariant(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Products whose rows do not depend on the batch, on a CPU too."""
+    if torch.cuda.is_available():
+        original(*args, **kwargs)
+    else:
+        invariance.enable()
+
+
+def around_seeded_choice(
+    original: Callable[..., torch.Tensor], logprobs: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """SGLang's seeded sampling, on a CPU too."""
+    choose = original if logprobs.device.type == "cuda" else seeded.choose
+    return choose(logprobs, *args, **kwargs)
 
 
 def around_init_group(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:

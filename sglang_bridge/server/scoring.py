@@ -21,10 +21,12 @@ _LENGTH_BYTES = np.dtype(wire.ROW_FIELDS["length_T"]).itemsize
 class ScoreRecord:
     """A request's ids and the scores so far.
 
-    start: absolute position of row 0; unscored entries are NaN.
+    start: absolute position of row 0; unscored entries are NaN. seed: of what is drawn, None: the
+    server's generator draws.
     """
 
-    def __init__(self, params: Mapping[str, Any]) -> None:
+    def __init__(self, params: Mapping[str, Any], seed: int | None = None) -> None:
+        self.seed = seed
         self.start = int(params[wire.SCORE_START])
         self.offsets_T1 = wire.unpack(params[wire.SCORE_OFFSETS], "<i4").astype(np.int64)
         self.ids_N = wire.unpack(params[wire.SCORE_IDS], "<i4")
@@ -77,6 +79,12 @@ def wants_scores(req: Any) -> bool:
     return wire.SCORE_IDS in compat.custom_params(req)
 
 
+def new_record(req: Any) -> ScoreRecord:
+    """The record of a request that wants scores."""
+    seed = compat.seed_of(req) if compat.is_deterministic() else None
+    return ScoreRecord(compat.custom_params(req), seed)
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A request's share of a forward pass: its response rows [first, first + count).
@@ -104,8 +112,7 @@ def parts_of(batch: Any) -> tuple[tuple[Part, ...], int]:
         first_row, num_rows = num_rows, num_rows + count
         if not wants_scores(req):
             continue
-        params = compat.custom_params(req)
-        record = compat.record_of(req, RECORD, lambda p=params: ScoreRecord(p))
+        record = compat.record_of(req, RECORD, lambda req=req: new_record(req))
         low, high = max(position, record.start), min(position + count, record.stop)
         if low < high:
             row = low - position + first_row

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sglang_bridge.server import seeded
 from sglang_bridge.server.rows import build_rows
 from sglang_bridge.server.sampling import behaviour
 from sglang_bridge.server.scoring import Part
@@ -57,6 +58,7 @@ class SelectionPlan:
         rows = [np.arange(part.row, part.row + part.count) for part in self._parts]
         self._rows_R = np.concatenate([np.empty(0, np.int64), *rows])
         self._wanted = Wanted(atoms.repeat(counts), draws.repeat(counts))
+        self._seeded_RM = _seeded(self._parts, int(draws.max(initial=0)))
 
     def begin(self, device: torch.device) -> None:
         """Moves the plan to the device and allocates its results."""
@@ -70,6 +72,13 @@ class SelectionPlan:
             "length": torch.zeros(rows, dtype=torch.int32, device=device),
         }
 
+    def _uniforms(self, start: int, stop: int, columns: int, device: torch.device) -> torch.Tensor:
+        """float64 [stop - start, columns], for rows of this plan."""
+        if self._seeded_RM is not None:
+            return to_device(self._seeded_RM[start:stop, :columns].copy(), device)
+        shape = (stop - start, columns)
+        return torch.rand(shape, dtype=torch.float64, device=device, generator=self._generator)
+
     def take(self, logits_LV: torch.Tensor, first: int) -> None:
         """Selects from the next chunk: logits, tempered, of logit rows first, first + 1, ..."""
         low, high = np.searchsorted(self._rows_R, [first, first + logits_LV.shape[0]])
@@ -82,12 +91,7 @@ class SelectionPlan:
     def _select(self, logits_RV: torch.Tensor, start: int, stop: int) -> None:
         wanted = self._wanted.rows(start, stop)
         policy = behaviour(logits_RV, torch.ones((1, 1), device=logits_RV.device))
-        uniform_RM = torch.rand(
-            (stop - start, wanted.max_draws),
-            dtype=torch.float64,
-            device=logits_RV.device,
-            generator=self._generator,
-        )
+        uniform_RM = self._uniforms(start, stop, wanted.max_draws, logits_RV.device)
         rows = build_rows(select(policy, wanted, uniform_RM))
         columns = rows.ids_BR.shape[1]
         self._tensors["ids"][start:stop, :columns] = rows.ids_BR.to(torch.int32)
@@ -98,3 +102,19 @@ class SelectionPlan:
     def copy_to_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> HostSelections:
         """Starts the asynchronous copies; `copy` is SGLang's."""
         return HostSelections(self._parts, {n: copy(t) for n, t in self._tensors.items()})
+
+
+def _seeded(parts: Sequence[Part], columns: int) -> np.ndarray | None:
+    """float64 [R, columns]: the numbers of every row's draws; None without seeds."""
+    if any(part.record.seed is None for part in parts):
+        return None
+    uniform_RM = np.zeros((sum(part.count for part in parts), columns))
+    start = 0
+    for part in parts:
+        record, stop = part.record, start + part.count
+        assert record.seed is not None
+        uniform_RM[start:stop, : record.num_draws] = seeded.row_uniforms(
+            record.seed, seeded.SCORES, part.first, part.count, record.num_draws
+        )
+        start = stop
+    return uniform_RM

@@ -26,8 +26,9 @@ class ServerSpec:
     mem_fraction_static and a CPU take 65536. threads: OpenMP threads of each rank (CPU).
     seed: of SGLang's sampler and of the draws. group_timeout_s: how long a rank of the server waits
     for a silent peer of a weight-update group. routed_experts: keep which experts each token
-    visited, 4 bytes a token of the KV pool, layer and expert; MoE models only. extra_args: appended
-    to the command line.
+    visited, 4 bytes a token of the KV pool, layer and expert; MoE models only. deterministic: what
+    a request gets depends on its seed and the weights alone, not on what is batched beside it.
+    extra_args: appended to the command line.
     """
 
     model_path: str
@@ -45,6 +46,7 @@ class ServerSpec:
     threads: int = 1
     group_timeout_s: float = 300.0
     routed_experts: bool = False
+    deterministic: bool = False
     extra_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -76,6 +78,8 @@ def server_command(spec: ServerSpec) -> list[str]:
         command += ["--max-total-tokens", str(spec.max_total_tokens)]
     if spec.routed_experts:
         command += ["--enable-return-routed-experts"]
+    if spec.deterministic:
+        command += ["--enable-deterministic-inference"]
     return [*command, *spec.extra_args]
 
 

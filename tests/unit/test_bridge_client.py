@@ -240,8 +240,10 @@ def test_the_fleet_names_the_server_that_failed():
 def test_a_fleet_of_different_models_does_not_start():
     def routes(vocab_size: str) -> dict:
         rank = {"checksums": {"vocab_size": vocab_size, "dtype": "float32"}}
+        server = {"tp_size": 1, "ep_size": 1, "max_total_num_tokens": 9}
+        server["enable_deterministic_inference"] = False
         return {
-            "/server_info": answering({"tp_size": 1, "ep_size": 1, "max_total_num_tokens": 9}),
+            "/server_info": answering(server),
             "/model_info": answering({"model_path": "m", "weight_version": "0"}),
             "/v1/models": answering({"data": [{"max_model_len": 64}]}),
             "/weights_checker": answering({"ranks": [rank]}),

@@ -248,6 +248,7 @@ def test_pieces_and_info():
         parse_pieces(URL, {"success": True})
     described = {"ranks": [{"checksums": {"vocab_size": "512", "dtype": "bfloat16"}}]}
     server = {"tp_size": 2, "ep_size": 2, "max_total_num_tokens": 99}
+    server["enable_deterministic_inference"] = True
     model = {"model_path": "m", "weight_version": "3"}
     info = parse_info(URL, server, model, {"data": [{"max_model_len": 64}]}, described)
     assert (info.vocab_size, info.context_length, info.tp_size, info.version) == (512, 64, 2, 3)

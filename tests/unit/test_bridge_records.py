@@ -1,5 +1,6 @@
 """What a server keeps per request: draw records and score plans, fed the way SGLang feeds them."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -133,6 +134,17 @@ def _plain_normaliser(monkeypatch: pytest.MonkeyPatch):
         return top, (logits - top[:, None]).logsumexp(-1)
 
     monkeypatch.setattr(compat, "row_log_normaliser", normaliser)
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Tells whether the server is; it is not unless a test says so."""
+
+    def tell(is_so: bool) -> None:
+        monkeypatch.setattr(compat, "is_deterministic", lambda: is_so)
+
+    tell(False)
+    return tell
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])

@@ -220,6 +220,7 @@ def served(**fields: object) -> ServerInfo:
         "version": 0,
         "dtype": "bfloat16",
         "max_total_tokens": 1,
+        "deterministic": True,
     }
     return ServerInfo(**{**facts, **fields})
 
@@ -231,14 +232,16 @@ def served(**fields: object) -> ServerInfo:
         ({"dtype": "float32"}, "bfloat16, got float32"),
         ({"model_path": "/etc"}, "got /etc"),
         ({"version": 3}, "version 3 of another run: restart it"),
+        ({"deterministic": False}, "started with --enable-deterministic-inference, as run.determ"),
     ],
 )
 def test_servers_elsewhere_must_serve_the_model(models: Path, fields: dict, words: str):
     section = ServerConfig(model=models / "student", urls=("http://127.0.0.1:1/",))
     assert section.urls == ("http://127.0.0.1:1",)
-    check_served("student.urls", served(), section, 512)
+    check_served("student.urls", served(), section, 512, deterministic=True)
+    check_served("student.urls", served(deterministic=False), section, 512, deterministic=False)
     with pytest.raises(UserError, match=words):
-        check_served("student.urls", served(**fields), section, 512)
+        check_served("student.urls", served(**fields), section, 512, deterministic=True)
 
 
 def test_control_needs_addresses(tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str]):

@@ -333,6 +333,11 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["buffer.hold_batches=3", "buffer.max_staleness=1"],
         ["buffer.max_staleness=3"],
     ),
+    (
+        ["run.deterministic=true"],
+        ["buffer.hold_batches=0", "buffer.max_staleness=1", "run.deterministic"],
+        ["buffer.hold_batches=1"],
+    ),
 ]
 
 

@@ -44,11 +44,13 @@ class ScriptedPort:
     def __init__(self, texts, delay_s=0.0):
         self.left = {i + 1: list(given_texts) for i, given_texts in enumerate(texts)}
         self.delay_s, self.running, self.peak, self.asked = delay_s, 0, 0, []
+        self.seeds: list[int] = []
 
-    async def complete(self, prompt_ids, *, max_new_tokens, temperature):
+    async def complete(self, prompt_ids, *, max_new_tokens, temperature, seed):
         self.running += 1
         self.peak = max(self.peak, self.running)
         self.asked.append((tuple(prompt_ids), max_new_tokens, temperature))
+        self.seeds.append(seed)
         await asyncio.sleep(self.delay_s)
         self.running -= 1
         return TOKENIZER.encode(self.left[prompt_ids[0]].pop(0))
@@ -96,13 +98,25 @@ def test_concurrency_is_bounded_and_used():
     assert port.peak == 3
 
 
+def test_every_completion_has_its_own_seed_in_every_evaluation():
+    texts = [["#1<eos>"] * 4] * 5
+    seeds = []
+    for concurrency, seed in ((3, 1), (1, 1), (3, 2)):
+        port = ScriptedPort(texts)
+        run(port, ["1"] * 5, samples=4, concurrency=concurrency, seed=seed)
+        seeds.append(set(port.seeds))
+    assert len(seeds[0]) == 20, "k completions of a problem are k samples"
+    assert seeds[0] == seeds[1], "whatever runs beside it"
+    assert not seeds[0] & seeds[2], "the run's seed is in all of them"
+
+
 def test_a_failing_port_stops_the_evaluation_with_its_own_error():
     class FailingPort(ScriptedPort):
-        async def complete(self, prompt_ids, *, max_new_tokens, temperature):
+        async def complete(self, prompt_ids, *, max_new_tokens, temperature, seed):
             if prompt_ids[0] == 2:
                 raise ConnectionError("server gone")
             return await super().complete(
-                prompt_ids, max_new_tokens=max_new_tokens, temperature=temperature
+                prompt_ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
             )
 
     with pytest.raises(ConnectionError, match="server gone"):
@@ -143,14 +157,15 @@ def test_the_fleet_port_asks_for_plain_generation():
 
     async def twice():
         port = FleetPort(FakeFleet())
-        return [await port.complete([5, 6], max_new_tokens=9, temperature=0.0) for _ in range(2)]
+        options = {"max_new_tokens": 9, "temperature": 0.0, "seed": 17}
+        return [await port.complete([5, 6], **options) for _ in range(2)]
 
     assert asyncio.run(twice()) == [[20, 1]] * 2
     assert asked[0].rid != asked[1].rid
     for request in asked:
         assert list(request.input_ids) == [5, 6]
         assert (request.max_new_tokens, request.temperature) == (9, 0.0)
-        assert (request.top_p, request.num_draws) == (1.0, 0)
+        assert (request.top_p, request.num_draws, request.seed) == (1.0, 0, 17)
 
 
 def test_the_judge_cuts_at_the_first_end_token_whatever_its_text():

@@ -1,0 +1,17 @@
+"""One seed for each random thing of a run, from the run's seed and what the thing is called."""
+
+from __future__ import annotations
+
+import hashlib
+
+ROLLOUT, SCORE, EVALUATION = "rollout", "score", "evaluation"
+
+
+def derived_seed(run_seed: int, kind: str, *index: int) -> int:
+    """A seed in [0, 2^63), the same in every process and version of Python.
+
+    Two things of a run have the same one with probability 2^-63.
+    """
+    name = ":".join(map(str, (run_seed, kind, *index)))
+    digest = hashlib.blake2b(name.encode("ascii"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,94 @@
+"""Matrix products on a CPU whose rows do not depend on how many rows there are.
+
+A server batches what happens to arrive, so a request's log-probs are reproducible only if each row
+of a product is the same bits whatever stands beside it. MKL's float32 products are, from a few rows
+on; with fewer it takes kernels that add in another order. Products of few rows are therefore
+computed with rows of zeros below them. What the rest of a forward pass does on a CPU (norms,
+softmax, attention, one request at a time) works row by row.
+
+SGLang's own batch-invariant operations (`enable_batch_invariant_mode`) are Triton kernels, and do
+the same on a GPU.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+MIN_ROWS = 16
+# From the least to more than a decode step or a chunk of a prefill has, multiples of no kernel's
+# tile among them.
+CHECKED_ROWS = (MIN_ROWS, MIN_ROWS + 1, 33, 64, 100, 256)
+
+_library: torch.library.Library | None = None  # registrations end with it
+
+
+class NotInvariant(RuntimeError):
+    """This machine's products depend on the number of rows."""
+
+
+def enable() -> None:
+    """From now on in this process: every product of CPU matrices. Safe to repeat."""
+    global _library
+    if _library is None:
+        _library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a kernel is being replaced
+            _library.impl("mm", _mm, "CPU")
+            _library.impl("addmm", _addmm, "CPU")
+
+
+def check(weights: Iterable[torch.Tensor]) -> None:
+    """Multiply random inputs with a matrix of every shape and dtype among `weights`.
+
+    weights: any number of dimensions; those with two are used as [outputs, inputs], those with
+    three as one such matrix each. Raises NotInvariant naming the first shape that fails.
+    """
+    tried: set[tuple[Any, ...]] = set()
+    for weight in weights:
+        matrix = weight[0] if weight.dim() == 3 else weight
+        key = (*matrix.shape, matrix.dtype)
+        if matrix.dim() != 2 or not matrix.is_floating_point() or key in tried:
+            continue
+        tried.add(key)
+        _check_one(matrix)
+
+
+def _check_one(weight: torch.Tensor) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(max(CHECKED_ROWS), weight.shape[1], generator=generator).to(weight.dtype)
+    all_rows = torch.nn.functional.linear(rows, weight)
+    for count in (1, *CHECKED_ROWS):
+        first = len(rows) - count
+        some = torch.nn.functional.linear(rows[first:], weight)
+        if not torch.equal(some, all_rows[first:]):
+            raise NotInvariant(
+                "--enable-deterministic-inference: on this machine the product of a matrix of "
+                f"{weight.dtype} {list(weight.shape)} depends on the number of rows ({count} and "
+                f"{len(rows)} differ); float32 does not where torch multiplies with MKL"
+            )
+
+
+# The overload that writes into a given tensor is not replaced: it is what is called here.
+
+
+def _mm(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
+    rows = a_MK.shape[0]
+    if rows < MIN_ROWS:
+        a_MK = torch.cat([a_MK, a_MK.new_zeros(MIN_ROWS - rows, a_MK.shape[1])])
+    out = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])
+    return torch.mm(a_MK, b_KN, out=out)[:rows]
+
+
+def _addmm(
+    bias: torch.Tensor,
+    a_MK: torch.Tensor,
+    b_KN: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> torch.Tensor:
+    return _mm(a_MK, b_KN) * alpha + bias * beta
