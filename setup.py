@@ -40,7 +40,8 @@ setup(
         "cpu": ENGINES,
         # Without NVIDIA apex on purpose: it is optional, built from its source, and the `apex`
         # on PyPI is another project.
-        "gpu": [*ENGINES, "sglang==0.5.23", "transformer-engine[pytorch]"],
+        # TransformerEngine: the versions that megatron-core 0.16.1's own metadata names.
+        "gpu": [*ENGINES, "sglang==0.5.23", "transformer-engine[pytorch]>=2.9.0,<2.12.0"],
         "ray": ["ray>=2.40"],
         "test": [
             "hypothesis==6.170.15",

@@ -52,6 +52,8 @@ def transformer_config(
         "moe_token_dispatcher_type": "alltoall",
         "bias_activation_fusion": cuda,
         "gradient_accumulation_fusion": kernels.fused_gradients,
+        # Otherwise every layer asks the GPU for every segment's length, twice.
+        "apply_rope_fusion": kernels.engine,
     }
     if config.recompute:
         defaults |= {
