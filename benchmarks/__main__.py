@@ -13,8 +13,7 @@ from megatron_opd.metrics.summary import commit, versions
 
 BENCHMARKS = ("draws", "learner", "lean_logp")
 # Minutes to hours: run when named.
-STUDIES = ("variance", "convert", "layouts", "objectives", "mismatch", "staleness", "step")
-WITH_OPTIONS = ("step",)
+STUDIES = ("variance", "convert", "layouts", "objectives", "mismatch", "staleness", "routing")
 NAMES = (*BENCHMARKS, *STUDIES)
 
 
@@ -33,19 +32,15 @@ def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
-    parsed, options = parser.parse_known_args()
-    names = parsed.names or BENCHMARKS
+    names = parser.parse_args().names or BENCHMARKS
     for name in names:
         if name not in NAMES:
             parser.error(f"unknown benchmark {name!r}; choices: {', '.join(NAMES)}")
-    if options and not (len(names) == 1 and names[0] in WITH_OPTIONS):
-        parser.error(f"unknown options {options}: only {', '.join(WITH_OPTIONS)} alone takes any")
     for name in names:
-        measure = importlib.import_module(f"benchmarks.{name}").measure
-        figures = measure(options) if options else measure()
+        figures = importlib.import_module(f"benchmarks.{name}").measure()
         header = {
             "benchmark": name,
-            "command": " ".join(["python -m benchmarks", name, *options]),
+            "command": f"python -m benchmarks {name}",
             "commit": commit(),
             "machine": machine(),
             "versions": versions(),

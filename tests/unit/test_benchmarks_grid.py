@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import mismatch, staleness
+from benchmarks import mismatch, routing, staleness
 from benchmarks.grid.statistics import aggregated, interval
 from benchmarks.grid.trials import CURVES, SUMMARY, Launch, Trial, run_trials
 from megatron_opd.config.load import load_config
@@ -43,7 +43,7 @@ def trial(seed: int, method: str = "m") -> Trial:
     return Trial("s", method, seed, Path("x.yaml"), {"a.b": "1"})
 
 
-@pytest.mark.parametrize("study", [mismatch, staleness])
+@pytest.mark.parametrize("study", [mismatch, staleness, routing])
 def test_every_trial_of_a_study_is_a_valid_run(study, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     trials = study.trials()
