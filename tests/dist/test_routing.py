@@ -11,10 +11,17 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from megatron_opd.types import Batch
+from megatron_opd.types import Batch, VersionSpan
 from tests.dist import caches, jobs, routing_jobs
-from tests.dist.caches import inputs, make_batch, oracle_update, with_experts
-from tests.dist.layouts import ADAM, relative_gap, weights
+from tests.dist.caches import (
+    chosen,
+    load_float64,
+    make_batch,
+    oracle_update,
+    response_logp,
+    with_experts,
+)
+from tests.dist.layouts import ADAM, BALANCED, OVERLAP, relative_gap, weights
 from tests.dist.worlds import run_world
 from tests.figures import bounded, relative
 from tests.models import tiny_qwen3, tiny_qwen3_moe
@@ -22,6 +29,8 @@ from tests.models import tiny_qwen3, tiny_qwen3_moe
 pytestmark = pytest.mark.dist
 
 VOCAB, EXPERTS, TOPK, MOE_LAYERS = 512, 8, 3, 3
+FREE = ("mismatch_free_max_abs_dp", "mismatch_free_mean_abs_dp")
+NOISE = {"hidden_dropout": 0.1, "moe_input_jitter_eps": 0.01}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {"tokens_per_microbatch": 10_000}),
     "recompute": (1, {"tokens_per_microbatch": 32, "recompute": True}),
@@ -88,11 +97,12 @@ def batches(models: dict[str, Path]) -> dict[str, Batch]:
 
 @pytest.fixture(scope="module")
 def runs(models, batches, tmp_path_factory) -> dict[str, tuple[dict[str, Any], Path]]:
-    """The first update with random experts, by layout."""
+    """The first update with random experts, by layout, and what it would be without them."""
     base, found = tmp_path_factory.mktemp("runs"), {}
     for name, (size, config) in LAYOUTS.items():
         out = base / name.replace(" ", "-")
-        found[name] = (update(models["post"], batches["post"], out, size, config), out)
+        compared = config | {"routing_compare_every": 1}
+        found[name] = (update(models["post"], batches["post"], out, size, compared), out)
     return found
 
 
@@ -117,6 +127,16 @@ def test_forced_experts_are_the_same_in_every_layout(name, runs):
     )
     # One of 56 triples is what the router would have chosen.
     assert 0.9 < ours["routing_moved_fraction"] < 1
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one"])
+def test_the_mismatch_without_replay_is_the_same_in_every_layout(name, runs):
+    ours, expected = runs[name][0], runs["one"][0]
+    assert ours["mismatch_tokens"] == expected["mismatch_tokens"] > 0
+    for key in FREE:
+        gap = relative(ours[key], expected[key])
+        bounded(f"{key} against one rank (relative)", gap, 1e-5, name)
+        assert relative(ours[key], ours[key.replace("free_", "")]) > 1e-3, "replay must matter"
 
 
 class ForcedGates:
@@ -183,7 +203,7 @@ def test_a_replayed_recording_is_bitwise_the_same(recompute, models, batches, tm
     current = {"recompute": recompute, "routing_replay": "current"}
     runs["current"] = look(model, batch, tmp_path / "current", **current)
     own = with_experts(batch, np.load(tmp_path / "current" / "experts.npy"))
-    rollout = {"recompute": recompute, "routing_replay": "rollout"}
+    rollout = {"recompute": recompute, "routing_replay": "rollout", "routing_compare_every": 1}
     runs["rollout"] = look(model, own, tmp_path / "rollout", **rollout)
     expected, logits = runs["off"]
     count = len(logits)
@@ -198,10 +218,86 @@ def test_a_replayed_recording_is_bitwise_the_same(recompute, models, batches, tm
         assert all(torch.equal(after[key], exact[key]) for key in exact)
     assert expected["routing_moved_fraction"] is None
     assert runs["rollout"][0]["routing_moved_fraction"] == 0
+    for key in FREE:
+        assert expected[key] is runs["current"][0][key] is None
+        assert runs["rollout"][0][key] == expected[key.replace("free_", "")]
     # Control: other experts are other logits.
     _, others = look(model, batch, tmp_path / "others", **rollout)
     gap = max(float((a - b).abs().max()) for a, b in zip(logits, others, strict=True))
     assert gap > 0.1
+
+
+def sampled_by_itself(model: Path, batch: Batch) -> Batch:
+    """Of version 1, the first half of the samples of version 0: the sampler rounds as float64."""
+    exact, samples = load_float64(model), []
+    for index, sample in enumerate(batch.samples):
+        rollout = sample.rollout
+        with torch.no_grad():
+            own = chosen(response_logp(exact, sample), rollout.draws).numpy().astype(np.float32)
+        draws = replace(rollout.draws, sampler_logp_N=own)
+        span = VersionSpan(int(index >= len(batch.samples) // 2), 0, draws.num_tokens)
+        samples.append(replace(sample, rollout=replace(rollout, draws=draws, spans=(span,))))
+    return replace(batch, version=1, samples=tuple(samples))
+
+
+def test_the_mismatch_with_replay_and_without(models, batches, tmp_path):
+    """Other experts than the sampler's are far off, the learner's own are not; same tokens."""
+    model, compare = models["post"], {"routing_compare_every": 1}
+    batch = sampled_by_itself(model, batches["post"])
+    others = update(model, batch, tmp_path / "others", config=compare)
+    fresh = sum(len(sample.rollout.response_ids_T) for sample in batch.samples[4:])
+    assert others["mismatch_tokens"] == fresh < batch.num_response_tokens
+    bounded("max |dp| to float64, routing free", others["mismatch_free_max_abs_dp"], 1e-6)
+    assert others["mismatch_max_abs_dp"] > 1e3 * others["mismatch_free_max_abs_dp"]
+    assert others["mismatch_mean_abs_dp"] > 1e3 * others["mismatch_free_mean_abs_dp"]
+    look(model, batch, tmp_path / "current", routing_replay="current")
+    own = with_experts(batch, np.load(tmp_path / "current" / "experts.npy"))
+    recorded = update(model, own, tmp_path / "own", config=compare)
+    for key in FREE:
+        assert recorded[key] == recorded[key.replace("free_", "")], key
+        bounded(
+            f"{key}: one rounding or another (relative)", relative(recorded[key], others[key]), 1e-3
+        )
+    nothing = update(model, replace(batch, version=2), tmp_path / "stale", config=compare)
+    assert nothing["mismatch_tokens"] == 0
+    assert all(nothing[key] is nothing[key.replace("free_", "")] is None for key in FREE)
+
+
+@pytest.mark.parametrize(
+    ("size", "config"),
+    [
+        (1, {"recompute": True, "mini_batches": 2, "megatron": NOISE}),
+        (2, {"parallel": {"tp": 2}, "megatron": NOISE}),
+        (2, {"parallel": {"dp": 2, "ep": 2}, "ddp": OVERLAP}),
+        (1, {"megatron": BALANCED}),
+    ],
+)
+def test_training_does_not_notice_the_comparison(size, config, models, batches, tmp_path):
+    """Bitwise, dropout and jitter included: every second of three updates is compared."""
+    three = [replace(batches["post"], update=number) for number in range(3)]
+    settings = {
+        "optimizer": ADAM,
+        "routing_replay": "rollout",
+        "tokens_per_microbatch": 64,
+    } | config
+    rows = {}
+    for every in (0, 2):
+        rows[every] = run_world(
+            jobs.update,
+            size,
+            tmp_path / str(every),
+            model=models["post"],
+            config=settings | {"routing_compare_every": every},
+            batches=three,
+        )["metrics"]
+    assert [[row[key] is None for row in rows[2]] for key in FREE] == [[False, True, False]] * 2
+    noticed = ("_s", "_bytes", *FREE)
+    for plain, compared in zip(rows[0], rows[2], strict=True):
+        for key in plain:
+            assert key.endswith(noticed) or plain[key] == compared[key], key
+    for number in range(3):
+        after, exact = (weights(tmp_path / name, number) for name in ("2", "0"))
+        assert all(torch.equal(after[key], exact[key]) for key in exact)
 
 
 def test_current_keeps_the_routing_of_the_batchs_start(models, batches, tmp_path):
