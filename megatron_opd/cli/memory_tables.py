@@ -9,10 +9,11 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megatron_opd.cli.preflight import ModelFacts, longest_sample
+from megatron_opd.cli.preflight import ModelFacts, longest_sample, prompt_limit
 from megatron_opd.cli.roles import STUDENT, Role, section_of
 from megatron_opd.config.schema import Config
 from megatron_opd.planning.activations import BYTES, Kernels
+from megatron_opd.planning.flops import Work, train_flops
 from megatron_opd.planning.layout import Groups, rank_groups
 from megatron_opd.planning.learner import (
     GIB,
@@ -145,12 +146,16 @@ def _step(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
     published = model_parameters(student.spec).total * BYTES[learner.dtype]
     section = config.student
     ranks = (len(section.urls) or section.servers) * section.tp
+    work = Work.of([(prompt_limit(config, student), config.rollout.max_new_tokens)])
+    flops = train_flops(student.spec, work)
     table = _table("a step and a version", ("what", "most"))
     table.add_row("samples of an optimizer step", f"{samples:,}")
     table.add_row("tokens of an optimizer step", f"{samples * longest:,}")
     table.add_row(
         "of them on one data-parallel rank", f"{samples * longest // learner.parallel.dp:,}"
     )
+    table.add_row("model FLOPs a token, both passes", f"{flops / work.positions / 1e9:.3g} G")
+    table.add_row("model FLOPs of an optimizer step", f"{flops * samples / 1e15:.3g} P")
     table.add_row("optimizer steps a version", str(learner.mini_batches))
     table.add_row(f"bytes published to each of {ranks} server ranks", _bytes(published))
     return table
