@@ -165,6 +165,7 @@ class Learner:
     loss: Callable[[int], float] = lambda update: 0.5
     reverse_kl_nats: float | None = 0.25
     measures_mismatch: Callable[[int], bool] = lambda update: True
+    routing: Callable[[int], dict[str, float]] = lambda update: {}
     batches: list[Batch] = field(default_factory=list)
     busy: bool = False
 
@@ -177,7 +178,12 @@ class Learner:
         self.busy = False
         self.batches.append(batch)
         loss = self.loss(batch.update)
-        figures = Figures(update=batch.update, loss=loss, reverse_kl_nats=self.reverse_kl_nats)
+        figures = Figures(
+            update=batch.update,
+            loss=loss,
+            reverse_kl_nats=self.reverse_kl_nats,
+            **self.routing(batch.update),
+        )
         if self.measures_mismatch(batch.update):
             return figures
         nothing = {"mismatch_max_abs_dp": None, "mismatch_mean_abs_dp": None}

@@ -67,6 +67,15 @@ def test_defaults_fill_in_and_the_dump_loads_to_an_equal_config(tmp_path: Path):
         ("reduction.type=sum", ["reduction.type", "token, sequence, fixed", "'sum'"]),
         ("buffer.max_staleness=-1", ["buffer.max_staleness", "-1"]),
         ("learner.dtype=fp8", ["learner.dtype", "fp8"]),
+        (
+            "learner.routing_compare_every=2",
+            ["learner: routing_compare_every must be 0 unless", "rollout, got 2 and off"],
+        ),
+        (
+            "learner={routing_replay: current, routing_compare_every: 1}",
+            ["routing_compare_every", "unless routing_replay is rollout, got 1 and current"],
+        ),
+        ("learner.routing_compare_every=-1", ["learner.routing_compare_every", "got -1"]),
         ("learner.parallel.tp=0", ["learner.parallel.tp", "got 0"]),
         ("student.base_port=70000", ["student.base_port", "70000"]),
         ("learner.optimizer.min_lr=1", ["min_lr", "lr", "1.0"]),

@@ -25,6 +25,7 @@ from megatron_opd.controller.progress import (
 )
 from megatron_opd.metrics.cache_size import CacheSize, cache_bytes
 from megatron_opd.metrics.intervals import BusyTime
+from megatron_opd.metrics.persist import dump_totals, restore_totals
 from megatron_opd.metrics.recorder import RunRecorder, batch_columns
 from megatron_opd.metrics.rewards import RewardStats
 from megatron_opd.metrics.sinks import JsonlSink, json_ready, write_json
@@ -203,6 +204,57 @@ def test_a_run_that_never_measured_a_mismatch_has_none(tmp_path):
     summary = summarise(recorder.totals, recorder.accounting, 1.0, 2)
     assert summary["mismatch_max_abs_dp"] is None
     assert summary["mismatch_mean_abs_dp"] is None
+
+
+def routed(update):
+    """Replayed in every update, compared in every second one."""
+    free = {"mismatch_free_max_abs_dp": 2e-6 * (1 + update), "mismatch_free_mean_abs_dp": 3e-7}
+    return {"routing_moved_fraction": 0.1 * update} | (free if update % 2 == 0 else {})
+
+
+def test_replay_is_compared_over_the_same_updates(tmp_path):
+    learner = Learner(measures_mismatch=lambda update: update != 4, routing=routed)
+    recorder, learner = record(tmp_path, learner=learner)
+    rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["update"] for row in rows if "mismatch_free_max_abs_dp" in row] == [0, 2, 4, 6]
+    summary = summarise(recorder.totals, recorder.accounting, 1.0, 2)
+    # update 4 had no token to measure
+    assert summary["routing_compared_updates"] == 3
+    assert summary["mismatch_compared_tokens"] == 3 * Figures().mismatch_tokens
+    assert summary["mismatch_tokens"] == 6 * Figures().mismatch_tokens
+    assert summary["mismatch_replayed_max_abs_dp"] == Figures().mismatch_max_abs_dp
+    assert summary["mismatch_replayed_mean_abs_dp"] == pytest.approx(1e-7)
+    assert summary["mismatch_free_max_abs_dp"] == pytest.approx(14e-6)
+    assert summary["mismatch_free_mean_abs_dp"] == pytest.approx(3e-7)
+    inputs = [sum(s.rollout.num_tokens - 1 for s in batch.samples) for batch in learner.batches]
+    moved = sum(0.1 * update * count for update, count in enumerate(inputs)) / sum(inputs)
+    assert summary["routing_moved_fraction"] == pytest.approx(moved)
+    back = RunTotals(["student-0"])
+    restore_totals(back, json.loads(json.dumps(dump_totals(recorder.totals, 0.0))), 0.0)
+    resumed = summarise(back, recorder.accounting, 1.0, 2)
+    assert all(resumed[key] == value for key, value in summary.items() if "mismatch" in key)
+    assert resumed["routing_compared_updates"] == 3
+
+
+def test_the_fraction_of_routing_that_moved_weighs_what_was_routed():
+    totals = RunTotals()
+    for count, moved in ((2, 0.5), (10, 0.1)):
+        batch = Batch(0, 0, (make_sample(0, num_tokens=count),))
+        totals.add_update(batch, Figures(routing_moved_fraction=moved), 0.0, 1.0)
+    # prompts of 3, and the last token is never an input: 4 and 12
+    assert totals.routing.moved.value == pytest.approx((4 * 0.5 + 12 * 0.1) / 16)
+
+
+def test_a_run_without_replay_compares_nothing(tmp_path):
+    recorder, _ = record(tmp_path)
+    summary = summarise(recorder.totals, recorder.accounting, 1.0, 2)
+    assert summary["routing_compared_updates"] == summary["mismatch_compared_tokens"] == 0
+    for key in (
+        "routing_moved_fraction",
+        "mismatch_free_max_abs_dp",
+        "mismatch_replayed_max_abs_dp",
+    ):
+        assert summary[key] is None
 
 
 def test_a_run_writes_a_row_per_update(tmp_path):
