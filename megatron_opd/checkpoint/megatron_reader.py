@@ -12,11 +12,11 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_opd.checkpoint.megatron_names import Place, places, written_keys
 from megatron_opd.checkpoint.model_spec import ModelSpec
+from megatron_opd.checkpoint.restricted_metadata import METADATA, read_metadata
 from megatron_opd.checkpoint.shards import join
 from megatron_opd.checkpoint.tensors import hf_shapes, model_keys
 from megatron_opd.weight_sync.names import Key, row_of
@@ -29,13 +29,13 @@ class MegatronSource:
     """Tensors of a Megatron distributed checkpoint directory of the model `spec`.
 
     Keys may carry a common prefix, as in a checkpoint that holds an optimizer beside the model.
-    The directory's `.metadata` is a pickle, as torch writes it: read only what you trust.
-    ValueError: not such a directory, cut short, or of another model.
+    ValueError: not such a directory, cut short, of another model, or with a `.metadata` that names
+    what no checkpoint needs (restricted_metadata.py).
     """
 
     def __init__(self, path: Path, spec: ModelSpec) -> None:
         self.path, self.spec = path, spec
-        metadata = _read_metadata(path)
+        metadata = _metadata_of(path)
         self._tensors = {
             key: stored
             for key, stored in metadata.state_dict_metadata.items()
@@ -55,7 +55,7 @@ class MegatronSource:
     @staticmethod
     def exists(path: Path) -> bool:
         """Whether `path` is a Megatron distributed checkpoint."""
-        return (path / DESCRIPTION).is_file() and (path / ".metadata").is_file()
+        return (path / DESCRIPTION).is_file() and (path / METADATA).is_file()
 
     def checked_keys(self) -> list[Key]:
         """Every parameter of the model. ValueError names one that is missing or misshapen."""
@@ -172,12 +172,9 @@ def _box_of(
     return start, (*(1 for _ in place.index), *wanted), len(wanted)
 
 
-def _read_metadata(path: Path) -> Metadata:
+def _metadata_of(path: Path) -> Metadata:
     if not MegatronSource.exists(path):
         raise ValueError(
-            f"{path} is no Megatron distributed checkpoint: it lacks {DESCRIPTION} or .metadata"
+            f"{path} is no Megatron distributed checkpoint: it lacks {DESCRIPTION} or {METADATA}"
         )
-    try:
-        return FileSystemReader(path).read_metadata()
-    except Exception as error:  # noqa: BLE001  a damaged pickle raises anything
-        raise ValueError(f"cannot read {path / '.metadata'}: {error!r}") from None
+    return read_metadata(path)

@@ -7,8 +7,7 @@ Invariant: at the layout that saved it, the next updates of a learner that loade
 bitwise those of the one that went on; at another layout they differ by rounding only.
 
 The learning rate is a function of the update's index, so the schedule has no state but that.
-`.metadata` and `common.pt` are torch's and Megatron's formats; `.metadata` is a pickle that torch
-reads without restriction: load only checkpoints that you trust. Files of ours hold none.
+Files of ours hold no pickle; those of torch and Megatron are read as state_read.py says.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -32,17 +30,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_opd.checkpoint import state_files
 from megatron_opd.checkpoint.part_dir import write_synced
+from megatron_opd.checkpoint.state_model import CONTENT, module_of, sharded_model, without_pickles
 from megatron_opd.checkpoint.state_optimizer import (
-    METADATA,
-    load_optimizer,
-    sharded_optimizer,
+    Share,
+    sharded,
+    shares_of,
     step_count,
+    take_over,
 )
+from megatron_opd.checkpoint.state_read import read_shards
 from megatron_opd.checkpoint.state_write import ShardWriter
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.setup import World
 
-FORMAT = 1
+FORMAT = 2
 STATE = "state.json"
 
 
@@ -96,11 +97,13 @@ class LearnerState:
             write_synced(path / STATE, json.dumps(asdict(facts), indent=1))
         self._writer.prepare(lambda: self._finish(path), in_background=in_background)
         with self._device_mode:
+            model = sharded_model(self._chunks)
+            shares = shares_of(self._optimizer, loading=False)
             dist_checkpointing.save(
-                self._sharded(loading=False),
+                {"model": model, "optimizer": sharded(shares, model)},
                 str(path),
                 sharded_strategy=self._writer,
-                content_metadata=dict(METADATA),
+                content_metadata=dict(CONTENT),
             )
 
     def wait(self) -> None:
@@ -121,32 +124,27 @@ class LearnerState:
             )
         self._verify(path, facts)
         with self._device_mode:
-            loaded = self._read(path)
-            for index, chunk in enumerate(self._chunks):
-                _module(chunk).load_state_dict(loaded["model"][str(index)])
-            load_optimizer(self._optimizer, loaded["optimizer"], facts.step)
+            shares = shares_of(self._optimizer, loading=True)
+            self._load_tensors(path, shares)
+            take_over(shares, facts.step)
         if facts.parallel == self._parallel():
             self._load_rng(path)
         dist.barrier()
         return facts
 
-    def _read(self, path: Path) -> dict[str, Any]:
+    def _load_tensors(self, path: Path, shares: Sequence[Share]) -> None:
+        """Weights and the optimizer's values. ValueError: `path` is of another model."""
+        model, pickled = without_pickles(sharded_model(self._chunks))
+        wanted = {"model": model, "optimizer": sharded(shares, model)}
         try:
-            loaded: Any = dist_checkpointing.load(
-                self._sharded(loading=True), str(path), strict=StrictHandling.RAISE_ALL
-            )
+            loaded = read_shards(path, wanted)
         except (CheckpointingException, CheckpointException, KeyError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:300]
             raise ValueError(f"checkpoint {path} is not of this model: {reason}") from error
-        return loaded
-
-    def _sharded(self, *, loading: bool) -> dict[str, Any]:
-        model = {
-            str(index): _module(chunk).sharded_state_dict(metadata=METADATA)
-            for index, chunk in enumerate(self._chunks)
-        }
-        optimizer = sharded_optimizer(self._optimizer, model, loading=loading)
-        return {"model": model, "optimizer": optimizer}
+        for index, chunk in enumerate(self._chunks):
+            # Of what modules keep as pickles, each gets what it has.
+            state = loaded["model"][str(index)] | pickled[str(index)]
+            module_of(chunk).load_state_dict(state)
 
     def _facts(self, updates: int) -> LearnerFacts:
         step = step_count(self._optimizer)
@@ -209,7 +207,8 @@ def read_facts(path: Path) -> LearnerFacts:
     raw = state_files.read_json(path / STATE)
     if raw.get("format") != FORMAT:
         raise ValueError(
-            f"checkpoint {path}: its format must be {FORMAT}, got {raw.get('format')!r}"
+            f"checkpoint {path} is another version's: its format must be {FORMAT}, got "
+            f"{raw.get('format')!r}"
         )
     try:
         return LearnerFacts(**raw)
@@ -224,7 +223,3 @@ def _rng_name(rank: int) -> str:
 def _tracker() -> Any:
     """Megatron's random states of tensor-parallel regions."""
     return get_cuda_rng_tracker()
-
-
-def _module(chunk: DistributedDataParallel) -> Any:
-    return cast(Any, chunk.module)

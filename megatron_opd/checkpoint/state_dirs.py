@@ -25,7 +25,7 @@ from megatron_opd.checkpoint.state_files import (
     sum_file,
 )
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, LEARNER = "manifest.json", "learner"
 _COMPLETE = re.compile(r"step-(\d{6,})")
 
@@ -118,7 +118,8 @@ def verify(path: Path) -> None:
     manifest = read_json(path / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise ValueError(
-            f"checkpoint {path}: its format must be {FORMAT}, got {manifest.get('format')!r}"
+            f"checkpoint {path} is another version's: its format must be {FORMAT}, got "
+            f"{manifest.get('format')!r}"
         )
     for name, size in manifest["sizes"].items():
         check_size(path, FileSum(name, size, 0))

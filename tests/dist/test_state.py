@@ -1,6 +1,8 @@
 """A learner that loads a checkpoint goes on as the one that was never stopped, at every layout."""
 
 import json
+import os
+import pickle
 import shutil
 import signal
 from pathlib import Path
@@ -8,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_opd.checkpoint.restricted_metadata import read_metadata
 from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs, verify
-from megatron_opd.checkpoint.state_files import sums_name
+from megatron_opd.checkpoint.state_files import read_sums, sums_name, write_sums
 from megatron_opd.types import Batch
 from tests.dist import state_jobs
 from tests.dist.caches import make_batch
@@ -165,6 +169,28 @@ def test_what_is_written_late_is_the_state_at_the_call(models, batches, tmp_path
     assert found["digest"] == unbroken["digest"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "shares"),
+    [
+        ("dense", "dp2", [0.5, 0.5]),
+        ("moe", "ep2", [0.5, 0.5]),
+        ("moe", "tp2ep2", [0.25, 0.25, 0.25, 0.25]),
+    ],
+)
+def test_every_rank_writes_its_own_share(kind, name, shares, runs):
+    """Nothing is gathered: data parallelism spreads the optimizer, and the weights' copies."""
+    metadata = read_metadata(runs[kind][name])
+    written = {"optimizer": [0] * len(shares), "weights": [0] * len(shares)}
+    for index, place in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
+            rank = int(place.relative_path.removeprefix("__").partition("_")[0])
+            what = "optimizer" if index.fqn.startswith("optimizer.") else "weights"
+            written[what][rank] += place.length
+    for what, counts in written.items():
+        got = [count / sum(counts) for count in counts]
+        assert got == pytest.approx(shares, abs=0.08), what
+
+
 def test_damage_is_refused_with_the_file_s_name(runs, models, batches, tmp_path):
     whole = runs["dense"]["tp2"]
     sources = {}
@@ -184,6 +210,8 @@ def test_damage_is_refused_with_the_file_s_name(runs, models, batches, tmp_path)
     damaged("gone", shard).unlink()
     damaged("unsigned", sums_name(1)).unlink()
     damaged("no-facts", "state.json").write_text("{")
+    path = damaged("old", "state.json")
+    path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
     sources["other-model"] = runs["moe"]["one"]
     config = STEP | {"parallel": {"tp": 2}}
     run_world(
@@ -206,7 +234,44 @@ def test_damage_is_refused_with_the_file_s_name(runs, models, batches, tmp_path)
     assert "it is missing" in said["gone"]
     assert sums_name(1) in said["unsigned"]
     assert "state.json" in said["no-facts"]
+    assert "is another version's: its format must be 2, got 1" in said["old"]
     assert "is not of this model" in said["other-model"]
+
+
+class Payload:
+    """A pickle of it makes the file `marker` when it is read."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_no_payload_in_a_checkpoint_runs(runs, models, batches, tmp_path):
+    """Checksums do not help: whoever writes the payload writes them too."""
+    whole, marker = runs["tied"]["one"], tmp_path / "ran"
+    sources = {name: tmp_path / name for name in ("metadata", "common", "whole")}
+    for name, file in (("metadata", ".metadata"), ("common", "common.pt"), ("whole", "")):
+        copy = sources[name]
+        shutil.copytree(whole, copy)
+        if file:
+            (copy / file).write_bytes(pickle.dumps(Payload(marker)))
+        write_sums(copy, 0, [entry.name for entry in read_sums(copy, 1)])
+    common = {"model": models["tied"], "config": STEP}
+    out = tmp_path / "refused"
+    run_world(state_jobs.refused, 1, out, sources={"x": sources["metadata"]}, **common)
+    said = json.loads((out / "said0.json").read_text())["x"]
+    assert f"{sources['metadata']}/.metadata is refused: it names posix.mkdir" in said
+    assert "\n" not in said
+    del sources["metadata"]
+    found = run_world(
+        state_jobs.resumed, 1, tmp_path / "on", batches=batches["tied"], sources=sources, **common
+    )
+    assert found["common"] == found["whole"], "common.pt is not needed"
+    assert not marker.exists()
+    pickle.loads(pickle.dumps(Payload(marker)))
+    assert marker.exists(), "the control: read without restriction, it runs"
 
 
 @pytest.mark.parametrize(("moment", "in_background"), [("shards", True), ("name", False)])

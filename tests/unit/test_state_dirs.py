@@ -166,7 +166,7 @@ def test_a_checkpoint_of_the_same_name_is_replaced(tmp_path: Path) -> None:
         (RUN, lambda b: b"[]" + b[2:], "damaged: run.json does not have the checksum"),
         (f"{LEARNER}/__0_0.distcp", lambda b: b[:9], "__0_0.distcp must have 102 bytes, got 9"),
         ("manifest.json", lambda b: b[:20], "cannot read manifest.json"),
-        ("manifest.json", lambda b: b.replace(b": 1,", b": 7,", 1), "format must be 1, got 7"),
+        ("manifest.json", lambda b: b.replace(b": 2,", b": 1,", 1), "format must be 2, got 1"),
     ],
 )
 def test_damage_is_named_before_anything_starts(tmp_path: Path, name, damage, said) -> None:

@@ -1,0 +1,128 @@
+"""A distributed checkpoint's `.metadata`, read without running anything that it names.
+
+Torch writes it as a pickle and reads it with `pickle.load`, which calls whatever the file says.
+Here a name outside a short list ends the reading before anything is called. What is on the list
+builds records and nothing else.
+
+Invariant: what is returned describes tensors that are covered by pieces in files beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+
+METADATA = ".metadata"
+_TORCH = "torch.distributed.checkpoint"
+ALLOWED: Mapping[str, frozenset[str]] = {
+    f"{_TORCH}.metadata": frozenset(
+        {
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        }
+    ),
+    f"{_TORCH}.filesystem": frozenset({"_StorageInfo"}),
+    "torch": frozenset({"Size"}),
+    "torch.serialization": frozenset({"_get_layout"}),  # looks a name up in a table
+    "pathlib": frozenset({"PosixPath", "PurePosixPath"}),
+    "pathlib._local": frozenset({"PosixPath", "PurePosixPath"}),  # as Python 3.13 writes them
+}
+"""Module -> names that may be called, besides torch's dtypes."""
+
+
+class Refused(pickle.UnpicklingError):
+    """The pickle names something that no checkpoint needs."""
+
+
+class _Records(pickle.Unpickler):
+    def find_class(self, module: str, name: str, /) -> Any:
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        if name not in ALLOWED.get(module, frozenset()):
+            raise Refused(f"it names {module}.{name}, which no checkpoint needs; nothing was run")
+        return super().find_class(module, name)
+
+
+def unpickle(stream: BinaryIO) -> Any:
+    """What a pickle of allowed records holds. Refused: it names anything else.
+
+    A damaged pickle raises anything.
+    """
+    return _Records(stream).load()
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """What `directory`/.metadata says.
+
+    ValueError, in one line that names the file: it cannot be read, names what is not allowed (the
+    line says what), or is not what the module's invariant says.
+    """
+    path = directory / METADATA
+    try:
+        with path.open("rb") as stream:
+            found = unpickle(stream)
+    except Refused as error:
+        raise ValueError(f"{path} is refused: {error}") from None
+    except Exception as error:  # noqa: BLE001  a damaged pickle raises anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(f"cannot read {path}: {reason}") from None
+    try:
+        fault = _fault(found)
+    except Exception as error:  # noqa: BLE001  records may hold anything where numbers belong
+        fault = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    if fault is not None:
+        raise ValueError(f"{path} does not describe a checkpoint: {fault}")
+    return found
+
+
+def tensors_only(metadata: Metadata) -> Metadata:
+    """The same without pickled objects, which torch reads without restriction."""
+    kept: dict[str, Any] = {
+        key: stored
+        for key, stored in metadata.state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
+    }
+    places = {index: place for index, place in metadata.storage_data.items() if index.fqn in kept}
+    return Metadata(kept, storage_data=places, storage_meta=metadata.storage_meta)
+
+
+def _fault(found: Any) -> str | None:
+    """What is wrong with it, or None."""
+    if not isinstance(found, Metadata):
+        return f"it holds a {type(found).__name__}"
+    for key, stored in found.state_dict_metadata.items():
+        if not isinstance(key, str):
+            return f"the name {key!r} is a {type(key).__name__}"
+        if isinstance(stored, BytesStorageMetadata):
+            continue
+        if not isinstance(stored, TensorStorageMetadata):
+            return f"{key!r} is a {type(stored).__name__}"
+        held = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
+        if held != math.prod(stored.size):
+            return f"pieces of {key} hold {held} of {math.prod(stored.size)} elements"
+        for chunk in stored.chunks:
+            ends = zip(chunk.offsets, chunk.sizes, stored.size, strict=True)
+            if any(at < 0 or n < 0 or at + n > size for at, n, size in ends):
+                return f"a piece of {key} lies outside of it"
+    for index, place in found.storage_data.items():
+        file = place.relative_path
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
+            return f"{index.fqn} lies in {file!r}, not in a file of its directory"
+    return None
