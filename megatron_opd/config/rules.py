@@ -161,6 +161,16 @@ def _deterministic(config: Config) -> str | None:
     return None
 
 
+def _offloaded(config: Config) -> str | None:
+    every = config.checkpoint.every
+    if every and config.learner.optimizer.megatron.get("optimizer_cpu_offload"):
+        return (
+            "checkpoint.every must be 0 with learner.optimizer.optimizer_cpu_offload, whose state "
+            f"cannot be saved, got {every}"
+        )
+    return None
+
+
 RULES: tuple[Callable[[Config], str | None], ...] = (
     _estimator,
     _shares,
@@ -172,4 +182,5 @@ RULES: tuple[Callable[[Config], str | None], ...] = (
     _top_p,
     _held,
     _deterministic,
+    _offloaded,
 )

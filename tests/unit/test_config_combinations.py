@@ -338,6 +338,11 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["buffer.hold_batches=0", "buffer.max_staleness=1", "run.deterministic"],
         ["buffer.hold_batches=1"],
     ),
+    (
+        ["checkpoint.every=5", "learner.optimizer.optimizer_cpu_offload=true"],
+        ["checkpoint.every must be 0", "learner.optimizer.optimizer_cpu_offload", "got 5"],
+        ["learner.optimizer.optimizer_cpu_offload=false"],
+    ),
 ]
 
 
