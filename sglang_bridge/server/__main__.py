@@ -84,6 +84,8 @@ def main() -> None:
 
     load_plugins()
     compat.require_hooks_in_place()
+    if not cuda:
+        compat.fork_workers()
     try:
         run_server(prepare_server_args(arguments_for_device(sys.argv[1:], cuda=cuda)))
     finally:

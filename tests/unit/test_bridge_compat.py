@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import inspect
+import multiprocessing
 import pkgutil
 from types import SimpleNamespace
 
@@ -76,6 +77,28 @@ def test_hook_kinds_exist(monkeypatch: pytest.MonkeyPatch):
     for kind in ("before", "after", "around", "replace"):
         compat.hook("a.b", print, kind)
     assert [kind.value for _, _, kind in registered] == ["before", "after", "around", "replace"]
+
+
+def test_workers_are_forked_whatever_sglang_set(monkeypatch: pytest.MonkeyPatch):
+    from sglang.srt.entrypoints import engine
+
+    launch = inspect.getsource(engine.Engine._launch_subprocesses)
+    order = ["_set_envs_and_config(", "_launch_scheduler_processes(", "_launch_detokenizer_"]
+    assert sorted(order, key=launch.index) == order
+    before, seen = multiprocessing.get_start_method(), []
+
+    def spawning(*args: object) -> None:
+        seen.append(args)
+        multiprocessing.set_start_method("spawn", force=True)
+
+    monkeypatch.setattr(engine, "_set_envs_and_config", spawning)
+    try:
+        compat.fork_workers()
+        engine._set_envs_and_config("arguments")
+        assert seen == [("arguments",)]
+        assert multiprocessing.get_start_method() == "fork"
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 def test_process_wide_state():

@@ -136,6 +136,34 @@ def test_stop_leaves_no_process_of_the_group(monkeypatch, tmp_path: Path):
     process.stop()  # again is harmless
 
 
+SLOW_WORKER = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+worker = '''
+import signal, sys, time
+def tidy(*_):
+    time.sleep(0.7)
+    print("tidy", flush=True)
+    sys.exit()
+signal.signal(signal.SIGTERM, tidy)
+print("up", flush=True)
+time.sleep(60)
+'''
+subprocess.Popen([sys.executable, "-c", worker])
+time.sleep(60)
+"""
+
+
+def test_stop_waits_for_the_workers_alone(monkeypatch, tmp_path: Path):
+    process = start_script(monkeypatch, tmp_path / "log", SLOW_WORKER)
+    wait_for(tmp_path / "log", "up")
+    started_s = time.monotonic()
+    process.stop(grace_s=40)
+    assert time.monotonic() - started_s < 20, "the leader is not waited for"
+    assert "tidy" in (tmp_path / "log").read_text()
+    assert running_states(process.pid) == []
+
+
 OWNER = """
 import sys, time
 from pathlib import Path
