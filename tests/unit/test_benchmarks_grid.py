@@ -89,3 +89,22 @@ def test_means_over_seeds_and_their_intervals(tmp_path: Path):
     assert measured == [nothing, 3, 3, 4, 4, 5]
     assert interval([None, 4.0]) == {"mean": 4.0, "half_width_95": None, "n": 1}
     assert interval([None])["mean"] is None
+
+
+def test_the_study_of_replay_says_how_much_closer_the_learner_is(tmp_path: Path):
+    calls: list[str] = []
+    figures = routing.measure(tmp_path, fake(calls))
+    assert len(figures["entries"]) == len(calls) == len(routing.SAMPLERS) * 2
+    first = figures["entries"][0]
+    assert (first["sampler"], first["staleness"]) == ("float32", "staleness_0")
+    assert first["free_over_replayed_mean"] == 1
+    summary = dict.fromkeys(SUMMARY) | {
+        "mismatch_replayed_mean_abs_dp": 0.5,
+        "mismatch_free_mean_abs_dp": 2.0,
+        "mismatch_replayed_max_abs_dp": 0.0,
+        "mismatch_free_max_abs_dp": 1.0,
+    }
+    row = {"setting": "s", "method": "m", "command": "c", "status": "finished", "summary": summary}
+    told = routing.entry(row)
+    assert told["free_over_replayed_mean"] == 4
+    assert told["free_over_replayed_max"] is None
