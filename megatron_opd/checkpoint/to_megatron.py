@@ -28,7 +28,7 @@ from megatron_opd.checkpoint.model_spec import ModelSpec, read_model_spec
 from megatron_opd.checkpoint.part_dir import PartDir
 from megatron_opd.checkpoint.tensors import hf_shapes, model_keys
 from megatron_opd.config.learner import ParallelConfig
-from megatron_opd.weight_sync.names import Key
+from megatron_opd.weight_sync.names import Key, row_of
 
 # Of a Megatron file; torch's writer holds the tensors of the file that it writes.
 UNIT_BYTES = 256 * 2**20
@@ -89,9 +89,17 @@ def hf_to_megatron(
 
 
 def _home(spec: ModelSpec, parallel: ParallelConfig, key: Key) -> int:
-    """Which pipeline stage and expert-parallel rank need the parameter: its file is theirs."""
-    layers, experts = spec.num_layers // parallel.pp, max(1, spec.num_experts // parallel.ep)
-    stage = 0 if key.layer < 0 else key.layer // layers
+    """Which pipeline stage and expert-parallel rank need the parameter: its file is theirs.
+
+    Interleaved stages take turns: chunk c of pp * vpp is on stage c % pp.
+    """
+    layers = spec.num_layers // (parallel.pp * parallel.vpp)
+    experts = max(1, spec.num_experts // parallel.ep)
+    if key.layer >= 0:
+        stage = key.layer // layers % parallel.pp
+    else:
+        first = row_of(spec.family, key).mcore[0].startswith("embedding.")
+        stage = 0 if first else parallel.pp - 1
     return stage * parallel.ep + max(0, key.expert) // experts
 
 

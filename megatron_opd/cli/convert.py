@@ -51,8 +51,14 @@ def add_parser(verbs: Any) -> None:
         "write a Megatron distributed checkpoint that loads at any layout",
         hf_to_megatron,
     )
-    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
-        summary = f"cut and group the files for this {what}-parallel degree"
+    degrees = {
+        "tp": "tensor-parallel ranks",
+        "pp": "pipeline stages",
+        "vpp": "interleaved chunks a stage",
+        "ep": "expert-parallel ranks",
+    }
+    for name, what in degrees.items():
+        summary = f"cut and group the files for so many {what}"
         to_megatron.add_argument(f"--{name}", type=_positive, default=1, metavar="N", help=summary)
     to_hf = way("megatron-to-hf", "write a Hugging Face checkpoint", megatron_to_hf)
     to_hf.add_argument(
@@ -82,8 +88,10 @@ def hf_to_megatron(arguments: argparse.Namespace) -> int:
     from megatron_opd.checkpoint import to_megatron
     from megatron_opd.config.learner import ParallelConfig
 
-    tp, pp, ep = arguments.tp, arguments.pp, arguments.ep
-    parallel = ParallelConfig(tp=tp, pp=pp, ep=ep, dp=ep)
+    tp, pp, vpp, ep = arguments.tp, arguments.pp, arguments.vpp, arguments.ep
+    if vpp > 1 and pp == 1:
+        raise UserError(f"--vpp above 1 needs --pp above 1, got --vpp {vpp} --pp 1")
+    parallel = ParallelConfig(tp=tp, pp=pp, vpp=vpp, ep=ep, dp=ep)
     source, target = arguments.source, arguments.target
 
     def work(crew: Crew) -> Report:

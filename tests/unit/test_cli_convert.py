@@ -80,6 +80,8 @@ def test_logits_that_differ_fail(
         (("--tp", 8), "--tp must divide the model's attention heads, got tp=8 and 4"),
         (("--pp", 3), "--pp must divide the model's layers, got pp=3 and 2 layers"),
         (("--ep", 2), "--ep must divide the model's experts, got ep=2 and 0 experts"),
+        (("--vpp", 2), "--vpp above 1 needs --pp above 1, got --vpp 2 --pp 1"),
+        (("--pp", 2, "--vpp", 2), "--pp * vpp must divide the model's layers, got pp=2 * vpp=2"),
     ],
 )
 def test_degrees_that_do_not_fit(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 
 from megatron_opd.checkpoint import part_dir, to_hf, to_megatron
 from megatron_opd.checkpoint.conversion import Report
@@ -22,6 +22,7 @@ from megatron_opd.checkpoint.model_spec import read_model_spec
 from megatron_opd.checkpoint.to_hf import megatron_to_hf
 from megatron_opd.checkpoint.to_megatron import hf_to_megatron
 from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.planning.layout import stage_layers
 from tests.models import tiny_llama, tiny_mixtral, tiny_qwen2
 
 UNIT_BYTES = 60_000
@@ -74,6 +75,26 @@ def test_there_and_back_is_bitwise(mixtral: Path, converted: Path, tmp_path: Pat
     assert again.tensor_bytes == report.tensor_bytes
     back(tmp_path / "again", tmp_path / "one")
     require_equal(load_file(tmp_path / "one" / SINGLE), weights(mixtral))
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_a_stage_has_files_of_its_own(vpp: int, tmp_path: Path):
+    model = tiny_llama(tmp_path / "model", num_hidden_layers=4)
+    parallel, target = ParallelConfig(pp=2, vpp=vpp), tmp_path / "megatron"
+    hf_to_megatron(model, target, parallel=parallel, dtype=None, crew=Crew(), unit_bytes=50_000)
+    stages = stage_layers(read_model_spec(model), parallel)
+    layers = [{layer for chunk in chunks for layer in chunk} for chunks in stages]
+    held: dict[str, set[str]] = {}
+    for index, place in FileSystemReader(target).read_metadata().storage_data.items():
+        held.setdefault(place.relative_path, set()).add(index.fqn)
+    homes = {"embedding.word_embeddings.weight": 0}
+    homes |= {"output_layer.weight": 1, "decoder.final_layernorm.weight": 1}
+    for keys in held.values():
+        parts = (key.split(".") for key in keys if key.startswith("decoder.layers."))
+        found = {stage for part in parts for stage in (0, 1) if int(part[2]) in layers[stage]}
+        found |= {homes[key] for key in keys & homes.keys()}
+        assert len(found) == 1, keys
+    assert len(held) > 4
 
 
 def test_a_cast_is_said_in_the_configuration(mixtral: Path, tmp_path: Path):
