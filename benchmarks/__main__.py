@@ -13,7 +13,7 @@ from megatron_opd.metrics.summary import commit, versions
 
 BENCHMARKS = ("draws", "learner", "lean_logp")
 # Minutes to hours: run when named.
-STUDIES = ("variance", "convert", "layouts", "objectives", "mismatch", "staleness", "routing")
+STUDIES = ("variance", "convert", "layouts", "objectives", "mismatch", "staleness", "routing", "resume")
 NAMES = (*BENCHMARKS, *STUDIES)
 
 

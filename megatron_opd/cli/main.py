@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_opd import __version__
-from megatron_opd.cli import commands, convert
+from megatron_opd.cli import commands, compare, convert
 from megatron_opd.cli.errors import RunFailed, UserError
 from megatron_opd.config.load import ConfigError
 
@@ -86,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     sft.set_defaults(handler=commands.sft)
 
     convert.add_parser(verbs)
+    compare.add_parser(verbs)
 
     data = verbs.add_parser("make-data", help="write a built-in task's train and held-out files")
     data.add_argument("task")

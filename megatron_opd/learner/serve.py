@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_opd.checkpoint.state import LearnerState
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import Channel
+from megatron_opd.learner.determinism import deterministic
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.model import DTYPES
 from megatron_opd.transport.messages import (
@@ -60,9 +61,10 @@ class RankServer:
     def __init__(self, config: Config, channel: Channel) -> None:
         self.config, self.channel = config, channel
         self.estimator = config.estimator
+        settings = deterministic(config.learner) if config.run.deterministic else config.learner
         self.learner = MegatronLearner(
             config.student.model,
-            config.learner,
+            settings,
             updates=config.run.updates,
             seed=config.run.seed,
         )

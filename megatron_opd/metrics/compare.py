@@ -1,0 +1,81 @@
+"""Whether two runs made the same updates: their rows of metrics.jsonl, column by column.
+
+What a row says of time, memory and queues is left out: no two runs agree in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = Mapping[str, Any]
+
+_OF_THE_MACHINE = {
+    "peak_rss_bytes",
+    "rolling_samples",
+    "scoring_samples",
+    "buffered_samples",
+    "permits_in_use",
+}
+
+
+def is_of_time(column: str) -> bool:
+    """Whether a column tells how fast a run was rather than what it learnt."""
+    return column.endswith("_s") or column in _OF_THE_MACHINE
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One column that is not the same.
+
+    first_update: where it is not for the first time. updates: in how many rows. relative: the
+    largest abs(a - b) / max(abs(a), abs(b)); infinite where one of the two is no number.
+    """
+
+    column: str
+    first_update: int
+    updates: int
+    relative: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """updates: rows that both runs have. columns: those compared; differences: by first update."""
+
+    updates: int
+    columns: tuple[str, ...]
+    left_out: tuple[str, ...]
+    differences: tuple[Difference, ...]
+
+    def beyond(self, tolerance: float) -> tuple[Difference, ...]:
+        """The differences above a relative tolerance; 0 asks for bitwise equality."""
+        return tuple(each for each in self.differences if each.relative > tolerance)
+
+
+def compare_rows(a: Sequence[Row], b: Sequence[Row]) -> Comparison:
+    """Row i of one run with row i of the other, as far as both go."""
+    pairs = list(zip(a, b, strict=False))
+    names = sorted({column for pair in pairs for row in pair for column in row})
+    left_out = tuple(filter(is_of_time, names))
+    columns = tuple(name for name in names if not is_of_time(name))
+    found = [_difference(column, pairs) for column in columns]
+    differences = sorted(filter(None, found), key=lambda each: (each.first_update, each.column))
+    return Comparison(len(pairs), columns, left_out, tuple(differences))
+
+
+def _difference(column: str, pairs: Sequence[tuple[Row, Row]]) -> Difference | None:
+    relative = [_relative(one.get(column), other.get(column)) for one, other in pairs]
+    rows = [index for index, value in enumerate(relative) if value > 0]
+    if not rows:
+        return None
+    return Difference(column, rows[0], len(rows), max(relative))
+
+
+def _relative(a: Any, b: Any) -> float:
+    if a == b:
+        return 0.0
+    if not (isinstance(a, int | float) and isinstance(b, int | float)):
+        return math.inf
+    return abs(a - b) / max(abs(a), abs(b))
