@@ -13,7 +13,18 @@ from megatron_opd.metrics.summary import commit, versions
 
 BENCHMARKS = ("draws", "learner", "lean_logp")
 # Minutes to hours: run when named.
-STUDIES = ("variance", "convert", "layouts", "objectives", "mismatch", "staleness", "routing", "resume")
+STUDIES = (
+    "variance",
+    "convert",
+    "layouts",
+    "objectives",
+    "mismatch",
+    "staleness",
+    "routing",
+    "resume",
+    "step",
+)
+WITH_OPTIONS = ("step",)
 NAMES = (*BENCHMARKS, *STUDIES)
 
 
@@ -32,15 +43,19 @@ def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
-    names = parser.parse_args().names or BENCHMARKS
+    parsed, options = parser.parse_known_args()
+    names = parsed.names or BENCHMARKS
     for name in names:
         if name not in NAMES:
             parser.error(f"unknown benchmark {name!r}; choices: {', '.join(NAMES)}")
+    if options and not (len(names) == 1 and names[0] in WITH_OPTIONS):
+        parser.error(f"unknown options {options}: only {', '.join(WITH_OPTIONS)} alone takes any")
     for name in names:
-        figures = importlib.import_module(f"benchmarks.{name}").measure()
+        measure = importlib.import_module(f"benchmarks.{name}").measure
+        figures = measure(options) if options else measure()
         header = {
             "benchmark": name,
-            "command": f"python -m benchmarks {name}",
+            "command": " ".join(["python -m benchmarks", name, *options]),
             "commit": commit(),
             "machine": machine(),
             "versions": versions(),

@@ -2,12 +2,12 @@
 
     python -m benchmarks step [--size tiny] [--layout dp=2] [--peak-tflops X] [--budget-s 480]
 
-The project's own learner trains on synthetic caches of 4 to 8 ids a token, on the kernels that
-config/kernels.py chooses here; nothing but config.json is needed. Every case (recomputation,
-log-prob path) runs in processes of its own; seconds are the median of the updates after warm-up,
-with the device synchronised. Utilisation is planning/flops.py's model FLOPs, for which
-recomputation does not count, against the GPU's dense bfloat16 peak; null where that is not known.
-A case that fails, or for which no time is left, says so in place of its figures.
+The project's own learner trains on synthetic caches of 4 to 8 ids a token, from random weights, on
+the kernels that config/kernels.py chooses here. Every case (recomputation, log-prob path) runs in
+processes of its own; seconds are the median of the updates after warm-up, with the device
+synchronised. Utilisation is planning/flops.py's model FLOPs, for which recomputation does not
+count, against the GPU's dense bfloat16 peak; null where that is not known. A case that fails, or
+for which no time is left, says so in place of its figures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.synthetic import Shape
+from benchmarks.synthetic import Shape, write_model
 from megatron_opd.checkpoint.model_spec import read_model_spec
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.planning.flops import PEAK_BF16_TFLOPS, active_layer_elements, mfu
@@ -119,7 +119,10 @@ def measure(options: Sequence[str] = ()) -> Tree:
     layout = ParallelConfig.model_validate(arguments.layout)
     cases: list[Tree] = []
     with tempfile.TemporaryDirectory() as scratch:
-        models = {name: _write(Path(scratch) / name, tree) for name, tree in size.models.items()}
+        models = {
+            name: write_model(Path(scratch) / name, tree) for name, tree in size.models.items()
+        }
+        _say(f"models written after {time.perf_counter() - started:.0f} s")
         chosen = VARIANTS if arguments.variants is None else VARIANTS[: arguments.variants]
         for variant in chosen:
             for name, model in models.items():
@@ -129,7 +132,7 @@ def measure(options: Sequence[str] = ()) -> Tree:
                 figures = _case(Path(scratch), model, learner, size, left_s)
                 figures = _with_utilisation(figures, arguments.peak_tflops)
                 cases.append({"model": name, **variant, **figures})
-                print(f"{cases[-1]}", file=sys.stderr, flush=True)
+                _say(f"{time.perf_counter() - started:.0f} s: {json.dumps(cases[-1])}")
         parameters = {name: _parameters(model) for name, model in models.items()}
     return {
         "size": arguments.size,
@@ -160,10 +163,8 @@ def _layout(text: str) -> dict[str, int]:
     return {key: int(value) for key, value in (part.split("=") for part in text.split(","))}
 
 
-def _write(model: Path, tree: Tree) -> Path:
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(tree), encoding="utf-8")
-    return model
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _parameters(model: Path) -> Tree:

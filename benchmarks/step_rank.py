@@ -33,7 +33,7 @@ def run_case(file: Path) -> None:
     updates = case["warm_up"] + case["steps"]
     started = time.perf_counter()
     model = Path(case["model"])
-    learner = MegatronLearner(model, config, updates=updates, seed=0, fresh_seed=0)
+    learner = MegatronLearner(model, config, updates=updates, seed=0)
     built_s = time.perf_counter() - started
     seconds: list[float] = []
     metrics: list[UpdateMetrics] = []

@@ -1,17 +1,46 @@
-"""Samples with random caches, and a data-parallel rank's share of them."""
+"""Random models, samples with random caches, and a data-parallel rank's share of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from megatron_opd.checkpoint.convert import FreshSource
+from megatron_opd.checkpoint.hf_files import SINGLE
+from megatron_opd.checkpoint.hf_writer import write_safetensors
+from megatron_opd.checkpoint.model_spec import read_model_spec
+from megatron_opd.checkpoint.tensors import expected_tensors
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.data.packing import learner_plan
 from megatron_opd.transport.rank_batch import RankBatch, rank_batch
 from megatron_opd.types import Draws, Prompt, Rollout, Sample, VersionSpan
+
+
+def write_model(path: Path, config: Mapping[str, Any]) -> Path:
+    """A checkpoint of the architecture in `config`, untrained, in bfloat16; returns `path`.
+
+    Drawing a billion numbers takes longer than reading them, so that several cases share a model.
+    """
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    spec = read_model_spec(path)
+    shapes, source = expected_tensors(spec), FreshSource(spec, seed=0)
+
+    def drawn(name: str) -> tuple[str, torch.Tensor]:
+        shape = shapes[name]
+        return name, source.read(name, shape, 0, 0, shape[0]).to(torch.bfloat16)
+
+    layout = {name: (torch.bfloat16, shape) for name, shape in shapes.items()}
+    with ThreadPoolExecutor() as pool:
+        write_safetensors(path / SINGLE, layout, pool.map(drawn, shapes))
+    return path
 
 
 @dataclass(frozen=True)
