@@ -200,9 +200,14 @@ class RemoteLearner:
                 raise self._failure
             if not self.ready:
                 raise LearnerError(f"{what}: the learner is not ready")
-            for rank, frames in messages.items():
-                # Arrays travel without a copy; libzmq keeps them alive until they are sent.
-                await self._socket.send_multipart([self._heads[rank], *frames], copy=False)
+            try:
+                for rank, frames in messages.items():
+                    # Arrays travel without a copy; libzmq keeps them alive until they are sent.
+                    await self._socket.send_multipart([self._heads[rank], *frames], copy=False)
+            except zmq.ZMQError as error:
+                # its process ended between two calls; the others may have this request by now
+                self._failure = LearnerError(f"{what}: the learner cannot be reached: {error}")
+                raise self._failure from None
             limit_s = self._config.timeout_s if timeout_s is None else timeout_s
             await self._wait(lambda: call in self._results, limit_s, what)
             result = self._results.pop(call)

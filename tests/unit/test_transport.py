@@ -220,6 +220,30 @@ def test_silence_is_an_error_after_the_timeout():
     drive(body, [silent])
 
 
+def test_a_rank_that_ended_between_two_calls_is_an_error_of_the_learner():
+    async def main() -> None:
+        remote = RemoteLearner(config())
+        rank = Rank(remote.address, 0, 1, done)
+        task = asyncio.create_task(rank.run())
+        try:
+            await remote.wait_ready(5)
+            await remote.train(make_batch())
+            task.cancel()
+            rank.context.destroy(linger=0)
+            said = "no answer"
+            while "no answer" in said:  # the end of a connection takes a moment to be seen
+                with pytest.raises(LearnerError) as caught:
+                    await remote.train(make_batch(), timeout_s=0.2)
+                said = str(caught.value)
+            assert said == "train: the learner cannot be reached: Host unreachable"
+            with pytest.raises(LearnerError, match="cannot be reached"):
+                await remote.manifest()
+        finally:
+            remote.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
 def test_a_late_answer_is_not_taken_for_the_next_one():
     late: list[m.Request] = []
 
