@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import signal
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -61,25 +61,27 @@ def unbroken(
     save_after: int,
     target: Path,
     in_background: bool,
-    delay_s: float = 0.0,
+    late: bool = False,
 ) -> None:
     """Train on every batch; save after the first `save_after`, and go on at once.
 
-    delay_s: what is written in the background is written so much later.
+    late: nothing is written (in the background) before the last update has been made.
     """
     learner = make_learner(model, config)
-    write = ShardWriter._write
+    write, trained = ShardWriter._write, threading.Event()
 
-    def late(writer: ShardWriter, *arguments: Any) -> None:
-        time.sleep(delay_s)
+    def write_late(writer: ShardWriter, *arguments: Any) -> None:
+        assert trained.wait(60), "training waits for the writer"
         write(writer, *arguments)
 
-    ShardWriter._write = late
+    if late:
+        ShardWriter._write = write_late
     state = keeper(learner)
     rows = train(learner, batches[:save_after])
     saved = digest(weights(learner))
     state.save(target, save_after, in_background=in_background)
     rows += train(learner, batches[save_after:])
+    trained.set()
     state.wait()
     last = weights(learner)
     if learner.world.rank == 0:

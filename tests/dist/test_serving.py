@@ -67,21 +67,24 @@ def make_config(model: Path, **parallel: int) -> Config:
 def with_learner(
     config: Config, out: Path, body: Callable[[RemoteLearner], Awaitable[None]], ranks: int
 ) -> list[int | None]:
+    """`served` in an event loop of its own."""
+    return asyncio.run(served(config, out, body, ranks))
+
+
+async def served(
+    config: Config, out: Path, body: Callable[[RemoteLearner], Awaitable[None]], ranks: int
+) -> list[int | None]:
     """Run `body` against a served world of `ranks`; exit codes of the ranks."""
-
-    async def main() -> list[int | None]:
-        remote = RemoteLearner(config)
-        try:
-            with World(
-                jobs.serve_controller, ranks, out, config=config, address=remote.address
-            ) as world:
-                await body(remote)
-                await remote.stop()
-                return await asyncio.to_thread(world.join, 20)
-        finally:
-            remote.close()
-
-    return asyncio.run(main())
+    remote = RemoteLearner(config)
+    try:
+        with World(
+            jobs.serve_controller, ranks, out, config=config, address=remote.address
+        ) as world:
+            await body(remote)
+            await remote.stop()
+            return await asyncio.to_thread(world.join, 20)
+    finally:
+        remote.close()
 
 
 def receivers(
@@ -161,8 +164,13 @@ def test_an_engine_that_never_joins_or_never_takes_its_bucket_is_an_error(model,
                 await remote.send_weights()
             assert time.monotonic() - started < 12
 
-    assert with_learner(make_config(model), tmp_path / "absent", absent, 1) == [1]
-    assert with_learner(make_config(model), tmp_path / "silent", silent, 1) == [1]
+    async def main() -> None:  # side by side: most of it is waiting
+        config = make_config(model)
+        bodies = {"absent": absent, "silent": silent}
+        work = [served(config, tmp_path / name, body, 1) for name, body in bodies.items()]
+        assert await asyncio.gather(*work) == [[1], [1]]
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("damage", ["token id", "teacher score"])

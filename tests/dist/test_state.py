@@ -158,7 +158,7 @@ def test_what_is_written_late_is_the_state_at_the_call(models, batches, tmp_path
         save_after=SAVED_AFTER,
         target=target,
         in_background=True,
-        delay_s=3.0,
+        late=True,
         **common,
     )
     found = run_world(

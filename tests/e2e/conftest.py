@@ -1,7 +1,9 @@
 """Two real servers for the whole session: a student (MoE) and a teacher (dense)."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +11,11 @@ import torch
 from sglang_bridge.ports import free_port
 from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.server.spec import ServerSpec
+from tests.e2e.publication import rewind
 from tests.models import tiny_qwen3, tiny_qwen3_moe
 
 STARTUP_TIMEOUT_S = 420
+Sections = dict[str, dict[str, Any]]
 torch.set_num_threads(1)  # the servers need the other core
 
 
@@ -76,3 +80,11 @@ def student_server(servers: dict[str, ServerProcess]) -> ServerProcess:
 @pytest.fixture(scope="session")
 def teacher_server(servers: dict[str, ServerProcess]) -> ServerProcess:
     return servers["teacher"]
+
+
+@pytest.fixture
+def shared(servers: dict[str, ServerProcess], student_model: Path) -> Iterator[Sections]:
+    """Sections of a configuration whose run uses the session's servers; others find them as new."""
+    asyncio.run(rewind(servers["student"].spec.url, student_model))
+    yield {role: {"urls": [process.spec.url]} for role, process in servers.items()}
+    asyncio.run(rewind(servers["student"].spec.url, student_model))

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import distributed
 
+from sglang_bridge.client import ServerClient
+from sglang_bridge.digest import digest
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.ports import free_port
-from sglang_bridge.protocol import BucketSpec
+from sglang_bridge.protocol import BucketSpec, WeightPiece
 
 _names = (f"test-{i}" for i in itertools.count())
 
@@ -83,3 +85,26 @@ async def publish(
     await fleet.flush_cache()
     await fleet.end_weight_update(version)
     await fleet.resume()
+
+
+def differing(pieces: Sequence[WeightPiece], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of the pieces whose digest is not that of the same slice of `tensors`."""
+
+    def digest_of(piece: WeightPiece) -> str:
+        part = tensors[piece.hf_name].narrow(piece.dim, piece.start, piece.length)
+        return digest(part.contiguous().view(torch.uint8).numpy())
+
+    return [piece.hf_name for piece in pieces if digest_of(piece) != piece.digest]
+
+
+async def rewind(url: str, model: Path) -> None:
+    """Makes a used server what it was when it started: the checkpoint's weights, version 0."""
+    async with Fleet([ServerClient(url, timeout_s=60)]) as fleet:
+        if fleet.infos[0].version == 0:
+            return
+        tensors = load_tensors(model)
+        group, name = await join(fleet)
+        await publish(fleet, group, name, tensors, 0)
+        assert differing((await fleet.weight_digests())[url], tensors) == []
+        await fleet.destroy_weights_group(name)
+        distributed.destroy_process_group(group)

@@ -16,8 +16,8 @@ from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec
 from sglang_bridge.server.launch import ServerProcess, running_states
 from tests.e2e.conftest import STARTUP_TIMEOUT_S, tiny_spec
-from tests.e2e.publication import join, load_tensors, perturbed_copy, publish
-from tests.e2e.test_bridge_publication import differing, requests_of, span_error
+from tests.e2e.publication import differing, join, load_tensors, perturbed_copy, publish
+from tests.e2e.test_bridge_publication import requests_of, span_error
 from tests.e2e.test_bridge_routing import wrong_rows
 from tests.e2e.test_bridge_scores import check_selection, expected_scores, ragged_request
 from tests.figures import bounded

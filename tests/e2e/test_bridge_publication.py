@@ -9,11 +9,10 @@ import torch
 from torch import distributed
 
 from sglang_bridge.client import ServerClient
-from sglang_bridge.digest import digest
 from sglang_bridge.fleet import Fleet
-from sglang_bridge.protocol import RolloutReply, RolloutRequest, WeightPiece
+from sglang_bridge.protocol import RolloutReply, RolloutRequest
 from sglang_bridge.server.launch import ServerProcess
-from tests.e2e.publication import join, load_tensors, perturbed_copy, publish
+from tests.e2e.publication import differing, join, load_tensors, perturbed_copy, publish
 from tests.figures import bounded
 from tests.oracles import load_reference, log_softmax, reference_logits
 
@@ -44,16 +43,6 @@ def span_error(
     row = slice(draws.offsets_T1[start], draws.offsets_T1[stop])
     row_N = np.repeat(np.arange(stop - start), np.diff(draws.offsets_T1[start : stop + 1]))
     return float(np.abs(logp[row_N, draws.ids_N[row]] - draws.logp_N[row]).max())
-
-
-def differing(pieces: list[WeightPiece], tensors: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the pieces whose digest is not that of the same slice of `tensors`."""
-
-    def digest_of(piece: WeightPiece) -> str:
-        part = tensors[piece.hf_name].narrow(piece.dim, piece.start, piece.length)
-        return digest(part.contiguous().view(torch.uint8).numpy())
-
-    return [piece.hf_name for piece in pieces if digest_of(piece) != piece.digest]
 
 
 def test_publication_in_flight(student_server: ServerProcess, student_model: Path, tmp_path: Path):

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.models import tiny_qwen3, tiny_qwen3_moe
+from sglang_bridge.server.launch import ServerProcess
 
 pytestmark = pytest.mark.e2e
 
@@ -22,18 +22,16 @@ UPDATES, BATCH, EVERY, HELD = 9, 4, 3, 2
 LIMIT_S = 300
 
 
-def write_config(root: Path) -> Path:
+def write_config(root: Path, student: Path, teacher: ServerProcess) -> Path:
     """Batches are held back, so that a checkpoint holds the samples of the next HELD updates."""
-    tiny_qwen3(root / "teacher", seed=1)
-    tiny_qwen3_moe(root / "student", seed=2)
     lines = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) for i in range(16)]
     (root / "train.jsonl").write_text("\n".join(lines) + "\n")
     server = {"dtype": "float32", "max_total_tokens": 8192, "context_length": 256}
     tree: dict[str, Any] = {
         "run": {"dir": str(root / "run"), "updates": UPDATES, "seed": 3},
         "data": {"train": str(root / "train.jsonl"), "task": "exact"},
-        "student": {**server, "model": str(root / "student")},
-        "teacher": {**server, "model": str(root / "teacher")},
+        "student": {**server, "model": str(student)},
+        "teacher": {**server, "model": teacher.spec.model_path, "urls": [teacher.spec.url]},
         "rollout": {"max_new_tokens": 24, "concurrency": 12},
         "support": {"m": 8},
         "buffer": {"batch_size": BATCH, "max_staleness": HELD, "hold_batches": HELD},
@@ -89,8 +87,14 @@ def newest_in(run_dir: Path) -> int:
     return max((int(path.name.removeprefix("step-")) for path in found), default=0)
 
 
-def test_a_killed_run_goes_on(tmp_path: Path, processes: list[subprocess.Popen[str]]) -> None:
-    config, run_dir = write_config(tmp_path), tmp_path / "run"
+def test_a_killed_run_goes_on(
+    tmp_path: Path,
+    student_model: Path,
+    teacher_server: ServerProcess,
+    processes: list[subprocess.Popen[str]],
+) -> None:
+    """Student server and learner are the run's own; the teacher serves both attempts."""
+    config, run_dir = write_config(tmp_path, student_model, teacher_server), tmp_path / "run"
     first = start(config)
     processes.append(first)
     deadline = time.monotonic() + LIMIT_S

@@ -1,5 +1,6 @@
 """`opd run` as a user runs it: a process of its own, real engines, the files it leaves behind."""
 
+import asyncio
 import json
 import os
 import signal
@@ -17,8 +18,11 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from sglang_bridge.client import ServerClient
+from sglang_bridge.protocol import WeightPiece
+from tests.e2e.conftest import Sections
+from tests.e2e.publication import differing
 from tests.figures import bounded
-from tests.models import tiny_qwen3, tiny_qwen3_moe
 
 pytestmark = pytest.mark.e2e
 
@@ -47,10 +51,12 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(
+    student_model: Path, teacher_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     root = tmp_path_factory.mktemp("run-inputs")
-    tiny_qwen3(root / "teacher", seed=1)
-    tiny_qwen3_moe(root / "student", seed=2)
+    (root / "student").symlink_to(student_model)
+    (root / "teacher").symlink_to(teacher_model)
     lines = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) for i in range(16)]
     (root / "train.jsonl").write_text("\n".join(lines) + "\n")
     return root
@@ -231,8 +237,13 @@ def test_rewards_alone_need_no_teacher(inputs: Path, tmp_path: Path, start: Call
     bounded(MISMATCH, summary["mismatch_max_abs_dp"], 1e-4, "grpo")
 
 
-def test_two_teachers_choose_the_ids(inputs: Path, tmp_path: Path, start: Callable[..., Running]):
-    """Every prompt is scored by the teacher that its row names, on ids that this one selects."""
+def test_two_teachers_choose_the_ids(
+    inputs: Path, tmp_path: Path, shared: Sections, start: Callable[..., Running]
+):
+    """Every prompt is scored by the teacher that its row names, on ids that this one selects.
+
+    The run starts the second teacher only; the other servers were there.
+    """
     rows = [{"prompt": f"{i}+{i}=", "by": ("teacher", "twin")[i % 2]} for i in range(16)]
     data = tmp_path / "named.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -245,6 +256,7 @@ def test_two_teachers_choose_the_ids(inputs: Path, tmp_path: Path, start: Callab
         teachers={"twin": {**twin, "context_length": 256}},
         support={"type": "teacher_topk", "k": 8},
         objective={"type": "forward_kl"},
+        **shared,
     )
     running = start(config)
     running.wait_until(running.has_updated)
@@ -252,16 +264,24 @@ def test_two_teachers_choose_the_ids(inputs: Path, tmp_path: Path, start: Callab
     assert done.code == 0, done.output
     summary = done.summary
     assert set(summary["teacher_accuracy_pct_by_name"]) == {"teacher", "twin"}
-    assert (done.run_dir / "logs" / "teacher-twin-0.log").exists()
+    logs = {path.name for path in (done.run_dir / "logs").iterdir()}
+    assert logs == {"learner.log", "teacher-twin-0.log"}
     assert summary["samples_dropped"] == {}
     assert summary["distinct_ids_per_token"] == 8
     assert 8 <= summary["cached_ids_per_token"] <= 9
     assert all(row["loss"] > 0 for row in done.rows)
 
 
+async def held_by(url: str) -> tuple[int, list[WeightPiece]]:
+    """Version and weights of a server."""
+    async with ServerClient(url, timeout_s=60) as client:
+        return await client.version(), await client.weight_digests()
+
+
 def test_batches_held_back_have_an_exact_staleness(
-    inputs: Path, tmp_path: Path, start: Callable[..., Running]
+    inputs: Path, tmp_path: Path, shared: Sections, start: Callable[..., Running]
 ):
+    """On servers that outlive the run: they keep what it made."""
     config = write_config(
         inputs,
         tmp_path,
@@ -269,6 +289,7 @@ def test_batches_held_back_have_an_exact_staleness(
         support={"type": "atoms_tail", "k": 4, "m": 4},
         buffer={"max_staleness": 2, "hold_batches": 2},
         evaluation={"problems": 0},
+        **shared,
     )
     running = start(config)
     running.wait_until(running.has_updated)
@@ -278,6 +299,12 @@ def test_batches_held_back_have_an_exact_staleness(
     assert [row["staleness_mean_versions"] for row in done.rows] == [0, 1, 2, 2, 2]
     assert done.summary["partial_rollouts"] == 0
     assert 4 < done.summary["distinct_ids_per_token"] <= 8
+    version, pieces = asyncio.run(held_by(shared["student"]["urls"][0]))
+    assert version == 5
+    final = load_file(done.run_dir / "checkpoints" / "final" / "model.safetensors")
+    assert {piece.hf_name for piece in pieces} == set(final)
+    assert differing(pieces, final) == []
+    assert differing(pieces, load_file(inputs / "student" / "model.safetensors")) != []
 
 
 def test_interrupt_stops_everything_and_keeps_the_summary(
@@ -301,9 +328,11 @@ def test_interrupt_stops_everything_and_keeps_the_summary(
 
 
 def test_a_learner_that_is_killed_ends_the_run_with_its_name(
-    inputs: Path, tmp_path: Path, start: Callable[..., Running]
+    inputs: Path, tmp_path: Path, shared: Sections, start: Callable[..., Running]
 ):
-    running = start(write_config(inputs, tmp_path, run={"updates": 5000}))
+    """The student server is the run's own, the teacher is not."""
+    teacher = shared["teacher"]
+    running = start(write_config(inputs, tmp_path, run={"updates": 5000}, teacher=teacher))
     running.wait_until(running.has_updated)
     running.look()
     with_us = [process for process in running.seen if process.is_running()]  # helpers come and go
@@ -335,7 +364,11 @@ def test_a_server_that_dies_while_starting_shows_its_log(
     "parallel", [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}, {"dp": 2}], ids=["tp", "pp", "ep", "dp"]
 )
 def test_two_learner_ranks(
-    parallel: dict[str, int], inputs: Path, tmp_path: Path, start: Callable[..., Running]
+    parallel: dict[str, int],
+    inputs: Path,
+    tmp_path: Path,
+    shared: Sections,
+    start: Callable[..., Running],
 ):
     """Every axis of the learner runs, publishes (digests compared) and matches the sampler."""
     config = write_config(
@@ -344,6 +377,7 @@ def test_two_learner_ranks(
         run={"updates": 2},
         learner={"parallel": parallel},
         evaluation={"problems": 0},
+        **shared,
     )
     running = start(config)
     running.wait_until(running.has_updated)
