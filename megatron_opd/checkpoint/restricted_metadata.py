@@ -107,6 +107,7 @@ def _fault(found: Any) -> str | None:
     """What is wrong with it, or None."""
     if not isinstance(found, Metadata):
         return f"it holds a {type(found).__name__}"
+    pieces: set[tuple[str, torch.Size]] = set()
     for key, stored in found.state_dict_metadata.items():
         if not isinstance(key, str):
             return f"the name {key!r} is a {type(key).__name__}"
@@ -114,15 +115,32 @@ def _fault(found: Any) -> str | None:
             continue
         if not isinstance(stored, TensorStorageMetadata):
             return f"{key!r} is a {type(stored).__name__}"
-        held = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
-        if held != math.prod(stored.size):
-            return f"pieces of {key} hold {held} of {math.prod(stored.size)} elements"
-        for chunk in stored.chunks:
-            ends = zip(chunk.offsets, chunk.sizes, stored.size, strict=True)
-            if any(at < 0 or n < 0 or at + n > size for at, n, size in ends):
-                return f"a piece of {key} lies outside of it"
+        fault = _fault_in_pieces(key, stored)
+        if fault is not None:
+            return fault
+        pieces |= {(key, chunk.offsets) for chunk in stored.chunks}
+    placed: set[tuple[str, torch.Size]] = set()
     for index, place in found.storage_data.items():
-        file = place.relative_path
+        file, span = place.relative_path, (place.offset, place.length)
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
             return f"{index.fqn} lies in {file!r}, not in a file of its directory"
+        if not all(isinstance(number, int) and number >= 0 for number in span):
+            return f"{index.fqn} lies at {span} in its file"
+        if index.offset is not None:
+            placed.add((index.fqn, index.offset))
+    if pieces != placed:
+        return f"a piece of {min(pieces ^ placed)[0]} is described, or placed in a file, alone"
+    return None
+
+
+def _fault_in_pieces(key: str, stored: TensorStorageMetadata) -> str | None:
+    if not isinstance(stored.properties.dtype, torch.dtype):
+        return f"{key} has no dtype"
+    held = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
+    if held != math.prod(stored.size):
+        return f"pieces of {key} hold {held} of {math.prod(stored.size)} elements"
+    for chunk in stored.chunks:
+        ends = zip(chunk.offsets, chunk.sizes, stored.size, strict=True)
+        if any(at < 0 or n < 0 or at + n > size for at, n, size in ends):
+            return f"a piece of {key} lies outside of it"
     return None

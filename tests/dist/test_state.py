@@ -1,6 +1,7 @@
 """A learner that loads a checkpoint goes on as the one that was never stopped, at every layout."""
 
 import json
+import math
 import os
 import pickle
 import shutil
@@ -33,7 +34,13 @@ STEP = {
 }
 LAYOUTS: dict[str, dict[str, dict[str, int]]] = {
     "tied": {"one": {}, "pp2": {"pp": 2}},
-    "dense": {"one": {}, "tp2": {"tp": 2}, "vpp2": {"pp": 2, "vpp": 2}, "dp2": {"dp": 2}},
+    "dense": {
+        "one": {},
+        "tp2": {"tp": 2},
+        "vpp2": {"pp": 2, "vpp": 2},
+        "dp2": {"dp": 2},
+        "cp2": {"cp": 2},
+    },
     "moe": {
         "one": {},
         "pp2": {"pp": 2},
@@ -48,7 +55,7 @@ MATRIX = ("dense", "moe")
 
 
 def size(parallel: dict[str, int]) -> int:
-    return parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("dp", 1)
+    return math.prod(parallel.get(kind, 1) for kind in ("tp", "cp", "pp", "dp"))
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +180,7 @@ def test_what_is_written_late_is_the_state_at_the_call(models, batches, tmp_path
     ("kind", "name", "shares"),
     [
         ("dense", "dp2", [0.5, 0.5]),
+        ("dense", "cp2", [0.5, 0.5]),
         ("moe", "ep2", [0.5, 0.5]),
         ("moe", "tp2ep2", [0.25, 0.25, 0.25, 0.25]),
     ],

@@ -159,6 +159,15 @@ BROKEN: Any = TensorStorageMetadata(TensorProperties(), torch.Size([2]), None)  
         (metadata(tensors=tensor([4], ([-1], [4]))), "a piece of weight lies outside of it"),
         (metadata(tensors={"weight": BROKEN}), "TypeError"),
         (metadata(places=None), "AttributeError"),
+        (metadata(places={}), "a piece of weight is described, or placed in a file, alone"),
+        (
+            metadata(tensors={}),
+            "a piece of weight is described, or placed in a file, alone",
+        ),
+        (
+            metadata(places={MetadataIndex("weight", [0, 0]): _StorageInfo("__0_0.distcp", -1, 1)}),
+            "weight lies at (-1, 1) in its file",
+        ),
         *(
             (
                 metadata(places={MetadataIndex("weight"): _StorageInfo(name, 0, 1)}),
