@@ -27,6 +27,7 @@ CPU_ARGUMENTS = {
 # An idle scheduler spins on its sockets otherwise: a whole core for each server, taken from others.
 CPU_FLAGS = ("--sleep-on-idle",)
 GPU_FLAGS = ("--enable-fp32-lm-head",)
+DETERMINISTIC_FLAG, CHUNK_OPTION = "--enable-deterministic-inference", "--chunked-prefill-size"
 
 
 def end_with_parent(parent: int, poll_s: float = 0.5) -> None:
@@ -56,10 +57,21 @@ def offer_standins() -> None:
 
 
 def arguments_for_device(arguments: list[str], *, cuda: bool) -> list[str]:
-    """`arguments` with what the device demands; whatever the user gave stays."""
+    """`arguments` with what the device demands; whatever the user gave stays.
+
+    Raises ValueError for what cannot be deterministic.
+    """
     given = {argument.partition("=")[0] for argument in arguments}
     flags = [flag for flag in (GPU_FLAGS if cuda else CPU_FLAGS) if flag not in given]
-    values = {} if cuda else CPU_ARGUMENTS
+    values = {} if cuda else dict(CPU_ARGUMENTS)
+    if DETERMINISTIC_FLAG in given and not cuda:
+        if CHUNK_OPTION in given:
+            raise ValueError(
+                f"{CHUNK_OPTION} must be left out with {DETERMINISTIC_FLAG} on a CPU: where a "
+                "prompt is cut would depend on what arrives beside it, and torch's attention "
+                "rounds by where it is cut"
+            )
+        values[CHUNK_OPTION] = "-1"  # prompts are computed whole
     missing = ((name, value) for name, value in values.items() if name not in given)
     return [*arguments, *flags, *(word for pair in missing for word in pair)]
 

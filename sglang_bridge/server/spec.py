@@ -27,7 +27,8 @@ class ServerSpec:
     seed: of SGLang's sampler and of the draws. group_timeout_s: how long a rank of the server waits
     for a silent peer of a weight-update group. routed_experts: keep which experts each token
     visited, 4 bytes a token of the KV pool, layer and expert; MoE models only. deterministic: what
-    a request gets depends on its seed and the weights alone, not on what is batched beside it.
+    a request gets depends on its seed and the weights alone, not on what is batched beside it (but
+    truncated requests, top_p < 1, are for times of their own).
     extra_args: appended to the command line.
     """
 

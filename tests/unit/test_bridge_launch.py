@@ -72,6 +72,15 @@ def test_the_device_decides_what_is_added():
     given = arguments_for_device(["--max-total-tokens", "512"], cuda=False)
     assert given.count("--max-total-tokens") == 1
     assert arguments_for_device(["--x", "1"], cuda=True) == ["--x", "1", "--enable-fp32-lm-head"]
+    assert "--chunked-prefill-size" not in cpu
+    flag = "--enable-deterministic-inference"
+    whole = arguments_for_device([flag], cuda=False)
+    assert whole[whole.index("--chunked-prefill-size") + 1] == "-1"
+    assert "--chunked-prefill-size" not in arguments_for_device([flag], cuda=True)
+    cut = [flag, "--chunked-prefill-size=512"]
+    assert arguments_for_device(cut, cuda=True)[:2] == cut
+    with pytest.raises(ValueError, match="--chunked-prefill-size must be left out"):
+        arguments_for_device(cut, cuda=False)
 
 
 def test_a_busy_port_is_named(tmp_path: Path):

@@ -1,0 +1,137 @@
+"""A deterministic server gives a request the same bits, whatever is served beside it.
+
+Two ranks that split heads, vocabulary and experts: what could add in another order does.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_bridge.client import ServerClient
+from sglang_bridge.protocol import RolloutRequest, ScoreRequest
+from sglang_bridge.server.launch import ServerProcess
+from tests.e2e.conftest import STARTUP_TIMEOUT_S, tiny_spec
+
+pytestmark = pytest.mark.e2e
+
+VOCAB, TOKENS = 90, 16
+RANDOM = np.random.default_rng(0)
+PROMPTS = [RANDOM.integers(2, VOCAB, size=size).tolist() for size in (1, 2, 5, 9, 20, 31, 33, 50)]
+# three responses of the same prompt, as evaluation and groups ask for them
+PROMPTS += [PROMPTS[4]] * 2
+ALL = range(len(PROMPTS))
+
+
+@pytest.fixture(scope="module")
+def server(
+    student_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    spec = tiny_spec(student_model, "student", tp=2, ep=2, deterministic=True)
+    process = ServerProcess(spec, tmp_path_factory.mktemp("deterministic") / "log")
+    try:
+        process.start()
+        process.wait_ready(STARTUP_TIMEOUT_S)
+        yield process
+    finally:
+        process.stop(grace_s=1)
+
+
+async def sampled(client: ServerClient, index: int, top_p: float = 1.0, seed: int = 0) -> bytes:
+    """Everything that a rollout returned."""
+    request = RolloutRequest(
+        rid=f"{index}-{np.random.default_rng().integers(2**62)}",
+        input_ids=PROMPTS[index],
+        max_new_tokens=TOKENS,
+        temperature=0.9,
+        top_p=top_p,
+        num_atoms=index % 3,
+        num_draws=8,
+        seed=seed + index,
+    )
+    reply = await client.generate(request)
+    draws = reply.draws
+    assert draws is not None
+    arrays = (reply.output_ids_T, draws.offsets_T1, draws.ids_N, draws.weight_N, draws.logp_N)
+    return b"|".join(array.tobytes() for array in arrays)
+
+
+async def scored(client: ServerClient, index: int, seed: int = 0) -> bytes:
+    """Everything that a score returned, the server's own ids among it."""
+    ids = PROMPTS[index] + list(range(2, 22))
+    request = ScoreRequest(
+        rid="",
+        input_ids=ids,
+        num_prompt_tokens=len(PROMPTS[index]),
+        offsets_T1=np.arange(21) * 2,
+        ids_N=np.tile(np.array([3, 60], np.int32), 20),
+        num_draws=4,
+        seed=seed + index,
+    )
+    reply = await client.score(request)
+    chosen = reply.selection
+    assert chosen is not None
+    arrays = (reply.logp_N, chosen.offsets_T1, chosen.ids_N, chosen.weight_N, chosen.logp_N)
+    return b"|".join(array.tobytes() for array in arrays)
+
+
+async def every_way(url: str) -> list[list[bytes]]:
+    """The same requests one by one, all at once, and a few at a time in another order."""
+    client = ServerClient(url, timeout_s=300)
+
+    async def one(index: int) -> bytes:
+        return await sampled(client, index) + await scored(client, index)
+
+    async def at_most(limit: int, order: Sequence[int]) -> list[bytes]:
+        slots = asyncio.Semaphore(limit)
+
+        async def when_free(index: int) -> bytes:
+            async with slots:
+                return await one(index)
+
+        found = await asyncio.gather(*map(when_free, order))
+        return [found[list(order).index(index)] for index in ALL]
+
+    try:
+        info = await client.info()
+        assert info.deterministic
+        return [
+            await at_most(1, ALL),
+            await at_most(len(ALL), ALL),
+            await at_most(3, RANDOM.permutation(len(ALL)).tolist()),
+        ]
+    finally:
+        await client.close()
+
+
+def test_the_same_bits_whatever_is_beside_it(server: ServerProcess):
+    alone, together, mixed = asyncio.run(every_way(server.spec.url))
+    assert len(set(alone)) == len(PROMPTS), "each seed samples on its own"
+    assert together == alone
+    assert mixed == alone
+
+
+def test_another_seed_samples_anew_and_truncation_is_seeded_too(server: ServerProcess):
+    """Not in one batch: SGLang sorts a batch's rows as soon as one of them is to be truncated."""
+
+    async def ask() -> list[bytes]:
+        client = ServerClient(server.spec.url, timeout_s=300)
+        try:
+            plain = [sampled(client, 6), sampled(client, 6), sampled(client, 6, seed=100)]
+            cut = [sampled(client, 6, top_p=0.7) for _ in range(2)]
+            scores = [scored(client, 6), scored(client, 6, seed=100)]
+            return [
+                *await asyncio.gather(*plain),
+                *await asyncio.gather(*cut),
+                *await asyncio.gather(*scores),
+            ]
+        finally:
+            await client.close()
+
+    plain, again, other, cut, cut_again, score, other_score = asyncio.run(ask())
+    assert plain == again
+    assert cut == cut_again
+    assert len({plain, cut, other}) == 3
+    assert score != other_score
