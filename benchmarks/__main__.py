@@ -22,6 +22,7 @@ STUDIES = (
     "staleness",
     "routing",
     "resume",
+    "checkpoint",
     "step",
 )
 WITH_OPTIONS = ("step",)
