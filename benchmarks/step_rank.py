@@ -94,6 +94,15 @@ def _figures(
         "step_s_of_each": seconds,
         "forward_backward_s": statistics.median(m.forward_backward_s for m in metrics),
         "optimizer_s": statistics.median(m.optimizer_s for m in metrics),
+        # what a run's metrics.jsonl says of the same updates
+        "metrics": [
+            {
+                "train_s": m.forward_backward_s + m.optimizer_s,
+                "tflops_per_rank": m.tflops_per_rank,
+                "mfu": m.mfu,
+            }
+            for m in metrics
+        ],
         "tokens_per_s": work.positions / step_s,
         "response_tokens_per_s": work.scored / step_s,
         "model_flops_per_update": flops,

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -42,6 +43,7 @@ from megatron_opd.learner.setup import World, init_world
 from megatron_opd.learner.student_logp import make_student_logp
 from megatron_opd.learner.totals import Mismatch, Totals
 from megatron_opd.losses.reduction import count_of
+from megatron_opd.planning.flops import PEAK_BF16_TFLOPS, Work, mfu, train_flops
 from megatron_opd.transport.messages import LearnerInfo, UpdateMetrics
 from megatron_opd.transport.rank_batch import RankBatch
 
@@ -150,7 +152,8 @@ class MegatronLearner:
             run = partial(run_mini_batch, self.model, micros, loss)
             steps.append(self._step(run, lr, count, len(micros)))
         samples = self._sum_over_data(len(batch.prompt_B))
-        return self._metrics(batch.update, lr, steps, samples, wants_prox(estimator), free)
+        metrics = self._metrics(batch.update, lr, steps, samples, wants_prox(estimator), free)
+        return self._with_speed(metrics, batch)
 
     def _compares_routing(self, update: int) -> bool:
         """Whether the update also measures the mismatch that it would have without replay."""
@@ -225,6 +228,23 @@ class MegatronLearner:
         count = torch.tensor(value * self.world.is_head, device=self.world.device)
         dist.all_reduce(count)
         return int(count)
+
+    def _with_speed(self, metrics: UpdateMetrics, batch: RankBatch) -> UpdateMetrics:
+        """Model FLOPs of the update (planning/flops.py) over the time of its optimizer steps.
+
+        Other forward passes (learner/passes.py) count neither as FLOPs nor as time.
+        """
+        lengths = zip(batch.prompt_B.tolist(), batch.response_B.tolist(), strict=True)
+        # In millions: those of a big batch are no int64.
+        mflops = self._sum_over_data(train_flops(self.spec, Work.of(lengths)) // 10**6)
+        seconds = metrics.forward_backward_s + metrics.optimizer_s
+        cuda = self.world.device.type == "cuda" and self.config.dtype == "bfloat16"
+        peak = PEAK_BF16_TFLOPS.get(torch.cuda.get_device_name()) if cuda else None
+        return msgspec.structs.replace(
+            metrics,
+            tflops_per_rank=mflops / 1e6 / seconds / self.world.size,
+            mfu=mfu(1e6 * mflops, seconds, self.world.size, peak),
+        )
 
     def _peak_rss_bytes(self) -> int:
         peak = torch.tensor(

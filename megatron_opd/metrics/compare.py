@@ -14,6 +14,8 @@ Row = Mapping[str, Any]
 
 _OF_THE_MACHINE = {
     "peak_rss_bytes",
+    "tflops_per_rank",
+    "mfu",
     "rolling_samples",
     "scoring_samples",
     "buffered_samples",

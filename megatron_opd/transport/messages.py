@@ -43,7 +43,9 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     weights (correction times trust ratio; of responses for gspo and gepo);
     effective_sample_fraction: (sum w)^2 / (n sum w^2). truncated_fraction, stopped_fraction: weight
     share whose ratio the correction changed, whose gradient the trust region stopped. excluded_ids:
-    of teacher log-prob -inf. peak_rss_bytes: summed over the learner's ranks.
+    of teacher log-prob -inf. peak_rss_bytes: summed over the learner's ranks. tflops_per_rank:
+    model TFLOP/s (planning/flops.py) of one GPU; mfu: that over its bfloat16 peak, of 1; None where
+    the peak is not known.
     """
 
     update: int
@@ -80,6 +82,8 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     truncated_fraction: float | None = None
     stopped_fraction: float | None = None
     excluded_ids: int = 0
+    tflops_per_rank: float | None = None
+    mfu: float | None = None
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):

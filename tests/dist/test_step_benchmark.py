@@ -61,6 +61,11 @@ def test_two_ranks_compute_what_one_does(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert two["losses"] == pytest.approx(one["losses"], rel=0.05)
     assert two["model_flops_per_update"] == one["model_flops_per_update"]
     assert two["mfu"] is None
+    for case in (one, two):
+        for row in case["metrics"]:
+            counted = row["tflops_per_rank"] * 1e12 * row["train_s"] * case["ranks"]
+            assert counted == pytest.approx(case["model_flops_per_update"], rel=0.02)  # whole MFLOP
+            assert row["mfu"] is None
 
 
 def test_a_case_that_fails_says_why(tmp_path: Path):

@@ -18,6 +18,8 @@ ALLOWED = {
     **dict.fromkeys(MIDDLE, LEAVES | MIDDLE),
     **dict.fromkeys(STAGES, LEAVES | MIDDLE | STAGES),
     "evaluation": LEAVES | MIDDLE,
+    # what an update costs
+    "learner": LEAVES | MIDDLE | STAGES | {"planning"},
     # pure arithmetic on a configuration and a model's config.json
     "planning": {"config", "checkpoint", "weight_sync"},
     "controller": LEAVES | MIDDLE,
