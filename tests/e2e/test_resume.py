@@ -1,4 +1,4 @@
-"""A run that is killed goes on from its checkpoint: the same samples, the same figures."""
+"""A run that is killed goes on from its checkpoint: bitwise the updates it would have made."""
 
 import json
 import os
@@ -14,24 +14,25 @@ import psutil
 import pytest
 import yaml
 
-from sglang_bridge.server.launch import ServerProcess
+from megatron_opd.metrics.compare import compare_rows
 
 pytestmark = pytest.mark.e2e
 
-UPDATES, BATCH, EVERY, HELD = 9, 4, 3, 2
+UPDATES, BATCH, EVERY, HELD = 11, 4, 5, 1
+COMPARED = 4  # updates after the checkpoint; HELD of them on samples that it holds
 LIMIT_S = 300
 
 
-def write_config(root: Path, student: Path, teacher: ServerProcess) -> Path:
-    """Batches are held back, so that a checkpoint holds the samples of the next HELD updates."""
+def write_config(root: Path, student: Path, teacher: Path) -> Path:
+    """A run that can be repeated."""
     lines = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) for i in range(16)]
     (root / "train.jsonl").write_text("\n".join(lines) + "\n")
     server = {"dtype": "float32", "max_total_tokens": 8192, "context_length": 256}
     tree: dict[str, Any] = {
-        "run": {"dir": str(root / "run"), "updates": UPDATES, "seed": 3},
+        "run": {"dir": str(root / "run"), "updates": UPDATES, "seed": 3, "deterministic": True},
         "data": {"train": str(root / "train.jsonl"), "task": "exact"},
         "student": {**server, "model": str(student)},
-        "teacher": {**server, "model": teacher.spec.model_path, "urls": [teacher.spec.url]},
+        "teacher": {**server, "model": str(teacher)},
         "rollout": {"max_new_tokens": 24, "concurrency": 12},
         "support": {"m": 8},
         "buffer": {"batch_size": BATCH, "max_staleness": HELD, "hold_batches": HELD},
@@ -90,15 +91,14 @@ def newest_in(run_dir: Path) -> int:
 def test_a_killed_run_goes_on(
     tmp_path: Path,
     student_model: Path,
-    teacher_server: ServerProcess,
+    teacher_model: Path,
     processes: list[subprocess.Popen[str]],
 ) -> None:
-    """Student server and learner are the run's own; the teacher serves both attempts."""
-    config, run_dir = write_config(tmp_path, student_model, teacher_server), tmp_path / "run"
+    config, run_dir = write_config(tmp_path, student_model, teacher_model), tmp_path / "run"
     first = start(config)
     processes.append(first)
     deadline = time.monotonic() + LIMIT_S
-    while not 0 < newest_in(run_dir) <= len(rows(run_dir)) - HELD:
+    while not 0 < newest_in(run_dir) <= len(rows(run_dir)) - COMPARED:
         assert first.poll() is None, first.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -112,7 +112,7 @@ def test_a_killed_run_goes_on(
     torn = run_dir / "checkpoints" / "step-000099.part"
     (torn / "learner").mkdir(parents=True)
 
-    second = start(config, "--resume")
+    second = start(config, "--resume", "--set", "rollout.concurrency=3")
     processes.append(second)
     output = second.communicate(timeout=LIMIT_S)[0]
     assert second.returncode == 0, output
@@ -124,12 +124,11 @@ def test_a_killed_run_goes_on(
     assert [row["update"] for row in after] == list(range(UPDATES))
     assert [row["version"] for row in after] == list(range(UPDATES))
     assert after[:newest] == before[:newest], "what was made before the checkpoint stands"
-    # the samples of these were scored before the checkpoint: the killed run's figures, bit for bit
-    compared = before[newest : newest + HELD]
-    assert len(compared) == HELD
-    for old, new in zip(compared, after[newest:], strict=False):
-        for key in ("loss", "grad_norm", "reverse_kl_nats", "num_ids", "ratio_max", "lr"):
-            assert new[key] == old[key], (key, new["update"])
+    # with other requests in flight than the first time
+    found = compare_rows(before, after)
+    assert found.updates >= newest + COMPARED
+    assert {"loss", "grad_norm", "num_ids", "ratio_max", "lr"} <= set(found.columns)
+    assert found.differences == ()
     assert after[-1]["time_s"] > before[newest - 1]["time_s"]
 
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -142,5 +141,5 @@ def test_a_killed_run_goes_on(
     assert sum(summary["staleness_tokens_by_version"].values()) == tokens, "totals go on"
     assert summary["staleness_max_versions"] <= HELD
     kept = sorted(path.name for path in run_dir.glob("checkpoints/step-*"))
-    assert kept == [f"step-{UPDATES - EVERY:06d}", f"step-{UPDATES:06d}"], "the last two"
+    assert kept == [f"step-{updates:06d}" for updates in (EVERY, 2 * EVERY)]
     assert (run_dir / "earlier" / "1" / "logs" / "learner.log").exists()
