@@ -36,16 +36,15 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     ones train on changed weights); None when there were none. mismatch_free_*: over the same tokens
     with the learner's own routing in place of the replayed one; None where it was not measured.
     routing_moved_fraction: of (position, layer) pairs with replayed routing, those whose router
-    would have chosen other experts. ratio_*:
-    student over sampler, over cached ids as the cache weighs them (path tokens where the teacher
-    chose the ids). sampler_k*_nats, prox_k1*_nats: estimates of KL(sampler || student) and
-    KL(batch's start || student), see losses/diagnostics.py. importance_*: the applied importance
-    weights (correction times trust ratio; of responses for gspo and gepo);
-    effective_sample_fraction: (sum w)^2 / (n sum w^2). truncated_fraction, stopped_fraction: weight
-    share whose ratio the correction changed, whose gradient the trust region stopped. excluded_ids:
-    of teacher log-prob -inf. peak_rss_bytes: summed over the learner's ranks. tflops_per_rank:
-    model TFLOP/s (planning/flops.py) of one GPU; mfu: that over its bfloat16 peak, of 1; None where
-    the peak is not known.
+    would have chosen other experts. ratio_*: student over sampler, over cached ids as the cache
+    weighs them (path tokens where the teacher chose the ids). sampler_k*_nats, prox_k1*_nats:
+    estimates of KL(sampler || student) and KL(batch's start || student), see losses/diagnostics.py.
+    importance_*: the applied importance weights (correction times trust ratio; of responses for
+    gspo and gepo); effective_sample_fraction: (sum w)^2 / (n sum w^2). truncated_fraction,
+    stopped_fraction: weight share whose ratio the correction changed, whose gradient the trust
+    region stopped. excluded_ids: of teacher log-prob -inf. peak_rss_bytes: summed over the
+    learner's ranks. tflops_per_rank: model TFLOP/s (planning/flops.py) of one GPU; mfu: that over
+    its bfloat16 peak, of 1; None where the peak is not known.
     """
 
     update: int

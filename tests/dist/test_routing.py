@@ -291,7 +291,7 @@ def test_training_does_not_notice_the_comparison(size, config, models, batches, 
             batches=three,
         )["metrics"]
     assert [[row[key] is None for row in rows[2]] for key in FREE] == [[False, True, False]] * 2
-    noticed = ("_s", "_bytes", *FREE)
+    noticed = ("_s", "_bytes", "tflops_per_rank", "mfu", *FREE)
     for plain, compared in zip(rows[0], rows[2], strict=True):
         for key in plain:
             assert key.endswith(noticed) or plain[key] == compared[key], key
