@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan
 
 METADATA = ".metadata"
 _TORCH = "torch.distributed.checkpoint"
@@ -37,13 +38,22 @@ ALLOWED: Mapping[str, frozenset[str]] = {
             "_MEM_FORMAT_ENCODING",
         }
     ),
-    f"{_TORCH}.filesystem": frozenset({"_StorageInfo"}),
+    f"{_TORCH}.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
+    # Megatron's own writer stores its plan too.
+    f"{_TORCH}.planner": frozenset(
+        {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"}
+    ),
     "torch": frozenset({"Size"}),
     "torch.serialization": frozenset({"_get_layout"}),  # looks a name up in a table
     "pathlib": frozenset({"PosixPath", "PurePosixPath"}),
     "pathlib._local": frozenset({"PosixPath", "PurePosixPath"}),  # as Python 3.13 writes them
 }
 """Module -> names that may be called, besides torch's dtypes."""
+OLD_NAMES: Mapping[tuple[str, str], type] = {
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): SavePlan,
+}
+"""Names in checkpoints from before Megatron-Core 0.16, read as torch's records."""
 
 
 class Refused(pickle.UnpicklingError):
@@ -55,6 +65,8 @@ class _Records(pickle.Unpickler):
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
+        if (module, name) in OLD_NAMES:
+            return OLD_NAMES[module, name]
         if name not in ALLOWED.get(module, frozenset()):
             raise Refused(f"it names {module}.{name}, which no checkpoint needs; nothing was run")
         return super().find_class(module, name)

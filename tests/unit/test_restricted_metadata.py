@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -18,6 +18,13 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
 )
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -82,6 +89,31 @@ def test_what_torch_writes_is_read(tmp_path: Path) -> None:
     state = {f"{dtype}": torch.ones(3, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
     save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     assert read_metadata(tmp_path) == read_by_pickle(tmp_path)
+
+
+def test_a_writer_s_plans_are_records_too(tmp_path: Path) -> None:
+    index, half = MetadataIndex("weight", [0, 0]), torch.Size([2, 2])
+    chunk = ChunkStorageMetadata(torch.Size([0, 0]), half)
+    data = TensorWriteData(chunk, TensorProperties(torch.bfloat16), torch.Size([4, 2]))
+    items = [
+        WriteItem(index, WriteItemType.SHARD, tensor_data=data),
+        WriteItem(index, WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(9)),
+    ]
+    with_plans: Any = metadata()
+    with_plans.all_local_plans = [SavePlan(items, storage_data=_StoragePrefix("__0_"))]
+    found: Any = read_metadata(written(tmp_path, with_plans))
+    assert found == with_plans
+    assert found.all_local_plans == with_plans.all_local_plans
+
+
+def test_what_older_megatron_names_is_read_as_torch_s(tmp_path: Path) -> None:
+    """Megatron-Core 0.16 keeps empty classes of these names, to the same end."""
+    data = pickle.dumps(metadata(), protocol=2)  # names in plain text, ended by newlines
+    ours = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    theirs = b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n"
+    assert data.count(ours) == 1
+    (tmp_path / METADATA).write_bytes(data.replace(ours, theirs))
+    assert read_metadata(tmp_path) == metadata()
 
 
 def run_by(value: Any, marker: Path) -> bool:
