@@ -17,17 +17,18 @@ from pathlib import Path
 from sglang_bridge.server.spec import PARENT_VARIABLE
 
 STANDINS = Path(__file__).parent / "standins"
+DETERMINISTIC_FLAG, CHUNK_OPTION = "--enable-deterministic-inference", "--chunked-prefill-size"
+POOL_OPTION = "--max-total-tokens"
 CPU_ARGUMENTS = {
     "--device": "cpu",
     "--attention-backend": "torch_native",
     "--sampling-backend": "pytorch",
     # SGLang sizes the pool from all free memory, which on a shared machine is everybody's.
-    "--max-total-tokens": "65536",
+    POOL_OPTION: "65536",
 }
 # An idle scheduler spins on its sockets otherwise: a whole core for each server, taken from others.
 CPU_FLAGS = ("--sleep-on-idle",)
 GPU_FLAGS = ("--enable-fp32-lm-head",)
-DETERMINISTIC_FLAG, CHUNK_OPTION = "--enable-deterministic-inference", "--chunked-prefill-size"
 
 
 def end_with_parent(parent: int, poll_s: float = 0.5) -> None:
@@ -56,6 +57,16 @@ def offer_standins() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [inherited, str(STANDINS)]))
 
 
+def value_of(option: str, arguments: list[str]) -> str | None:
+    """The last value given for an option, as `--option value` or `--option=value`."""
+    found = None
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, joined, value = argument.partition("=")
+        if name == option:
+            found = value if joined else following
+    return found
+
+
 def arguments_for_device(arguments: list[str], *, cuda: bool) -> list[str]:
     """`arguments` with what the device demands; whatever the user gave stays.
 
@@ -71,7 +82,9 @@ def arguments_for_device(arguments: list[str], *, cuda: bool) -> list[str]:
                 "prompt is cut would depend on what arrives beside it, and torch's attention "
                 "rounds by where it is cut"
             )
-        values[CHUNK_OPTION] = "-1"  # prompts are computed whole
+        # Prompts are computed whole: a batch of them is never larger than the KV pool. (Chunking
+        # turned off would leave SGLang's buffer of routed experts too small.)
+        values[CHUNK_OPTION] = value_of(POOL_OPTION, arguments) or values[POOL_OPTION]
     missing = ((name, value) for name, value in values.items() if name not in given)
     return [*arguments, *flags, *(word for pair in missing for word in pair)]
 

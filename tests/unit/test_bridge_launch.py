@@ -74,8 +74,11 @@ def test_the_device_decides_what_is_added():
     assert arguments_for_device(["--x", "1"], cuda=True) == ["--x", "1", "--enable-fp32-lm-head"]
     assert "--chunked-prefill-size" not in cpu
     flag = "--enable-deterministic-inference"
-    whole = arguments_for_device([flag], cuda=False)
-    assert whole[whole.index("--chunked-prefill-size") + 1] == "-1"
+    for pool, given in (("65536", []), ("512", ["--max-total-tokens", "512"])):
+        whole = arguments_for_device([flag, *given], cuda=False)
+        assert whole[whole.index("--chunked-prefill-size") + 1] == pool
+    joined = arguments_for_device([flag, "--max-total-tokens=99"], cuda=False)
+    assert joined[joined.index("--chunked-prefill-size") + 1] == "99"
     assert "--chunked-prefill-size" not in arguments_for_device([flag], cuda=True)
     cut = [flag, "--chunked-prefill-size=512"]
     assert arguments_for_device(cut, cuda=True)[:2] == cut
