@@ -88,7 +88,7 @@ class Rollout:
     [0, T), versions rise. started_s, finished_s: monotonic clock. finish_reason: "stop" or
     "length". restarts: earlier tries whose connection was lost. experts_XLk: uint8 or uint16
     [P + T - 1, layers with experts, experts a token], the experts that each input of the model
-    visited when its prediction was sampled; None where nobody asked.
+    visited when it was last computed in the fleet; None where nobody asked.
     """
 
     prompt: Prompt

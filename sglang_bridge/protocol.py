@@ -101,7 +101,7 @@ class RolloutReply:
 
     spans: (version, start, stop), covering [0, T). draws: None when the request asked for none.
     url: the server that sampled it. experts_XLk: uint8 or uint16 [P + T - 1, layers with experts,
-    experts a token], where each input went when its prediction was sampled; None unless asked for.
+    experts a token], where each input went when it was last computed; None unless asked for.
     """
 
     output_ids_T: IntArray

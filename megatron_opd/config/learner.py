@@ -146,7 +146,7 @@ class LearnerConfig(Section):
     is what lean is checked against."""
     routing_replay: RoutingReplay = "off"
     """Which experts tokens of an MoE student visit. off: the learner's routers choose; rollout: as
-    they did in the fleet when the token was sampled (R3); current: as they do at the batch's start,
+    they did when the fleet last computed the token (R3); current: as they do at the batch's start,
     in all its mini-batches and recomputations."""
     routing_compare_every: NonNegativeInt = 0
     """Updates between those that also measure, in a forward pass of its own, how far from the

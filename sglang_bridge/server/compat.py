@@ -188,16 +188,17 @@ def keeps_experts(manager: Any) -> bool:
     return bool(manager.server_args.enable_return_routed_experts)
 
 
-def input_slots(batch: Any, index: int, *, whole: bool) -> torch.Tensor:
+def input_slots(batch: Any, index: int) -> torch.Tensor:
     """The KV slots of the inputs of request `index` of a batch about to be computed.
 
-    whole: of all of them so far; else of the last one. int64, on the device.
+    Of a prefill: of all up to its last one, a cached prefix included; of a decode step: of its one
+    input. int64, on the device.
     """
     if batch.forward_mode.is_decode():
         return batch.out_cache_loc[index : index + 1].to(torch.int64)
     end = batch.prefix_lens[index] + batch.extend_lens[index]
     row = batch.req_to_token_pool.req_to_token[batch.reqs[index].kv.req_pool_idx]
-    return row[0 if whole else end - 1 : end].to(torch.int64)
+    return row[:end].to(torch.int64)
 
 
 def routed_experts(slots: torch.Tensor) -> Any:

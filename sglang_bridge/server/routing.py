@@ -1,10 +1,11 @@
-"""The experts that every input of a request visited, as they were when its prediction was sampled.
+"""The experts that every input of a request visited, as they were when it was last computed.
 
 SGLang stores the experts of each input with the input's KV slot, and overwrites them when a prefix
-is computed again. So a request's record takes the row of the input that predicted a token together
-with that token, and keeps it: a publication in between rebuilds the prefix under new weights, but
-each row stays the one whose log-probs the draws of that position carry. The prompt's rows are those
-of its first response token.
+is computed again. A request's record follows: a decode step adds the row of the input that
+predicted its token, a prefill gives the rows of everything up to there, from the cached prefix too.
+So after a publication has rebuilt a prefix, its rows are those of the KV that later tokens attended
+to: replayed, they make those tokens' log-probs again. The rows that the rebuilt tokens were sampled
+with are gone, as is their KV.
 
 Axes: X inputs of a request (prompt and response but the last token), L layers with experts, k
 experts of a token.
@@ -56,18 +57,15 @@ class ExpertRecord:
     def append(self, index: int, rows_XLk: np.ndarray) -> None:
         """The inputs up to the one that predicted output token `index`; the last ones alone do.
 
-        An index already held restarts from there; a gap is an error.
+        Rows already held are replaced; a gap is an error.
         """
         end = self.num_prompt + index
         first = end - len(rows_XLk)
         if not 0 <= first <= self.num_rows:
             raise RuntimeError(f"routed experts of input {self.num_rows} were lost (got {first})")
-        # Earlier rows are those of earlier draws, whatever the prefix was rebuilt with since.
-        kept = min(self.num_rows, end - 1)
-        new = np.ascontiguousarray(rows_XLk[kept - first :], dtype=self.experts.dtype)
         self.topk = rows_XLk.shape[-1]
-        del self.rows[kept * self._row_bytes :]
-        self.rows += new.tobytes()
+        del self.rows[first * self._row_bytes :]
+        self.rows += np.ascontiguousarray(rows_XLk, dtype=self.experts.dtype).tobytes()
         self.num_rows = end
 
     @property
@@ -130,10 +128,9 @@ def slots_of(batch: Any, experts: Callable[[], Experts]) -> DeviceSlots | None:
     if not any(wanted):
         return None
     parts: list[torch.Tensor] = []
-    for i, (req, wants) in enumerate(zip(batch.reqs, wanted, strict=True)):
+    for i, wants in enumerate(wanted):
         if wants:
-            whole = compat.find_record(req, RECORD) is None
-            parts.append(compat.input_slots(batch, i, whole=whole))
+            parts.append(compat.input_slots(batch, i))
         else:
             parts.append(torch.empty(0, dtype=torch.int64, device=batch.device))
     return DeviceSlots(experts(), torch.cat(parts), tuple(len(part) for part in parts))

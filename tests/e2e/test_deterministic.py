@@ -29,7 +29,8 @@ ALL = range(len(PROMPTS))
 def server(
     student_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
-    spec = tiny_spec(student_model, "student", tp=2, ep=2, deterministic=True)
+    flags = {"tp": 2, "ep": 2, "deterministic": True, "routed_experts": True}
+    spec = tiny_spec(student_model, "student", **flags)
     process = ServerProcess(spec, tmp_path_factory.mktemp("deterministic") / "log")
     try:
         process.start()
@@ -49,13 +50,16 @@ async def sampled(client: ServerClient, index: int, top_p: float = 1.0, seed: in
         top_p=top_p,
         num_atoms=index % 3,
         num_draws=8,
+        experts=True,
         seed=seed + index,
     )
     reply = await client.generate(request)
     draws = reply.draws
     assert draws is not None
-    arrays = (reply.output_ids_T, draws.offsets_T1, draws.ids_N, draws.weight_N, draws.logp_N)
-    return b"|".join(array.tobytes() for array in arrays)
+    assert reply.experts_XLk is not None
+    arrays = (draws.offsets_T1, draws.ids_N, draws.weight_N, draws.logp_N)
+    everything = (reply.output_ids_T, reply.experts_XLk, *arrays)
+    return b"|".join(array.tobytes() for array in everything)
 
 
 async def scored(client: ServerClient, index: int, seed: int = 0) -> bytes:

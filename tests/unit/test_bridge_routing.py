@@ -33,15 +33,16 @@ def kept(record: ExpertRecord) -> list[int]:
     return found[:, 0, 0].tolist()
 
 
-def test_a_row_stays_what_it_was_when_its_token_was_sampled():
+def test_rows_are_those_of_the_last_computation():
     record = ExpertRecord(MODEL, num_prompt=3)
     record.append(0, rows(1, 2, 3))
     record.append(1, rows(4))
     record.append(2, rows(5))
-    record.append(3, rows(91, 92, 93, 94, 95, 6))  # the prefix was computed again
-    assert kept(record) == [1, 2, 3, 4, 5, 6]
+    record.append(3, rows(91, 92, 93, 94, 95, 96))  # the prefix was computed again
+    record.append(4, rows(6))
+    assert kept(record) == [91, 92, 93, 94, 95, 96, 6]
     record.append(2, rows(7))  # tokens were taken back
-    assert kept(record) == [1, 2, 3, 4, 7]
+    assert kept(record) == [91, 92, 93, 94, 7]
     with pytest.raises(RuntimeError, match="experts of input 5 were lost"):
         record.append(4, rows(8))
 
