@@ -57,8 +57,8 @@ def report(found: Comparison, tolerance: float) -> list[str]:
         return [f"{what}: {equal} ({aside})"]
     lines = [f"{what}: {len(beyond)} columns differ ({aside})"]
     lines += [
-        f"  {each.column}: from update {each.first_update} on, in {each.updates} rows, "
-        f"relative difference up to {each.relative:.1e}"
+        f"  {ascii(each.column)[1:-1]}: from update {each.first_update} on, "
+        f"in {each.updates} rows, relative difference up to {each.relative:.1e}"
         for each in beyond[:SHOWN]
     ]
     if len(beyond) > SHOWN:
@@ -70,16 +70,16 @@ def read_rows(run_dir: Path) -> list[dict[str, Any]]:
     """The whole lines of a run's metrics.jsonl. Raises UserError."""
     path = RunDir(run_dir).metrics
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
-        if not line.endswith("\n"):
+        if not line.endswith(b"\n"):
             break  # a run that goes on is writing it
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # no JSON, no text, or nested without end
             row = None
         if not isinstance(row, dict):
             raise UserError(f"{path}:{number}: no JSON object")

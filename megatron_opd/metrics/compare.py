@@ -33,7 +33,7 @@ class Difference:
     """One column that is not the same.
 
     first_update: where it is not for the first time. updates: in how many rows. relative: the
-    largest abs(a - b) / max(abs(a), abs(b)); infinite where one of the two is no number.
+    largest abs(a - b) / max(abs(a), abs(b)); infinite where one of the two is no finite number.
     """
 
     column: str
@@ -76,8 +76,17 @@ def _difference(column: str, pairs: Sequence[tuple[Row, Row]]) -> Difference | N
 
 
 def _relative(a: Any, b: Any) -> float:
-    if a == b:
+    if a == b or (_is_nan(a) and _is_nan(b)):
         return 0.0
     if not (isinstance(a, int | float) and isinstance(b, int | float)):
         return math.inf
-    return abs(a - b) / max(abs(a), abs(b))
+    try:
+        ratio = abs(a - b) / max(abs(a), abs(b))
+    except OverflowError:  # an integer beyond float64 beside a float
+        return math.inf
+    # nan where one of the two is infinite or nan, and would compare as no difference
+    return math.inf if math.isnan(ratio) else ratio
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)

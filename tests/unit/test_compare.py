@@ -51,6 +51,20 @@ def test_a_column_that_one_run_lacks_is_a_difference():
     assert [each.column for each in found.differences] == ["new"]
 
 
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 10**400, "0.5", [0.5], None])
+def test_what_is_no_finite_number_differs_from_one(odd: Any):
+    [found] = compare_rows([row(loss=odd)], [row()]).differences
+    assert found.column == "loss"
+    assert math.isinf(found.relative)
+    assert compare_rows([row(loss=odd)], [row(loss=odd)]).differences == ()
+    assert compare_rows([row(loss=odd)], [row(loss="other")]).differences != ()
+
+
+def test_integers_beyond_float64_are_compared_whole():
+    [found] = compare_rows([row(loss=2**60)], [row(loss=2**60 + 1)]).differences
+    assert found.relative == 2**-60
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     rows = [row(update=i, loss=1 / (i + 1)) for i in range(5)]
     a = write(tmp_path / "a", rows, end='{"update": 5, "lo')
@@ -69,6 +83,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "equal to 1.0e-07" in capsys.readouterr().out
 
 
+def test_names_of_columns_do_not_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    a = write(tmp_path / "a", [row(**{"\x1b[31m\ud800": 1})])
+    assert main(["compare", a, write(tmp_path / "b", [row()])]) == 1
+    assert "  \\x1b[31m\\ud800: from update 0" in capsys.readouterr().out
+
+
 def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     good = write(tmp_path / "good", [row()])
     refused(capsys, main(["compare", good, str(tmp_path / "none")]), "cannot read", "metrics.jsonl")
@@ -76,5 +98,9 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     refused(capsys, main(["compare", good, empty]), "no update yet", "empty")
     broken = write(tmp_path / "broken", [row()], end="[1]\n")
     refused(capsys, main(["compare", broken, good]), "metrics.jsonl:2", "no JSON object")
+    for name, content in (("binary", b"\xff\x00\n"), ("deep", b"[" * 100_000 + b"\n")):
+        odd = write(tmp_path / name, [])
+        (tmp_path / name / "metrics.jsonl").write_bytes(content)
+        refused(capsys, main(["compare", good, odd]), "metrics.jsonl:1", "no JSON object")
     code = main(["compare", good, good, "--tolerance", "-1"])
     refused(capsys, code, "--tolerance", ">= 0", "-1")
