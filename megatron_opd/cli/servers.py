@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.gpu import has_gpu
 from megatron_opd.cli.preflight import require_free, server_ports
 from megatron_opd.cli.roles import STUDENT, Role, section_of
 from megatron_opd.config.schema import Config
+from sglang_bridge.server.__main__ import arguments_for_device
 from sglang_bridge.server.launch import ServerProcess
-from sglang_bridge.server.spec import ServerSpec
+from sglang_bridge.server.spec import ServerSpec, server_command
 
 
 def make_spec(config: Config, role: Role, port: int, index: int, model: Path) -> ServerSpec:
-    """What server `index` of a role is started with; each server draws from a seed of its own."""
+    """What server `index` of a role is started with; each server draws from a seed of its own.
+
+    Raises UserError when extra_args contradict the configuration.
+    """
     section = section_of(config, role)
-    return ServerSpec(
+    spec = ServerSpec(
         model_path=str(model),
         role="student" if role == STUDENT else "teacher",
         port=port,
@@ -32,6 +39,25 @@ def make_spec(config: Config, role: Role, port: int, index: int, model: Path) ->
         deterministic=config.run.deterministic,
         extra_args=section.extra_args,
     )
+    _check_extra_args(spec, role)
+    return spec
+
+
+def _check_extra_args(spec: ServerSpec, role: Role) -> None:
+    """Raise UserError for what would overrule keys of the configuration behind its back."""
+    given = {argument.partition("=")[0] for argument in spec.extra_args}
+    own = server_command(replace(spec, extra_args=()))
+    twice = [word for word in own if word.startswith("--") and word in given]
+    if twice:
+        raise UserError(
+            f"{role}.extra_args must not hold {twice[0]}, which follows from other keys, "
+            f"got {list(spec.extra_args)}"
+        )
+    try:
+        arguments_for_device(server_command(spec), cuda=has_gpu())
+    except ValueError as error:
+        asked = " (run.deterministic is true)" if spec.deterministic else ""
+        raise UserError(f"{role}.extra_args: {error}{asked}") from None
 
 
 def server_spec(config: Config, role: Role, index: int) -> ServerSpec:

@@ -19,6 +19,13 @@ from sglang_bridge.server.spec import PARENT_VARIABLE
 STANDINS = Path(__file__).parent / "standins"
 DETERMINISTIC_FLAG, CHUNK_OPTION = "--enable-deterministic-inference", "--chunked-prefill-size"
 POOL_OPTION = "--max-total-tokens"
+# What makes a token's arithmetic depend on what arrives beside its request, where attention is
+# torch's: it rounds by where a prompt is cut, and a prefill otherwise than a decode step.
+CPU_UNDOES_DETERMINISM = {
+    CHUNK_OPTION: "where a prompt is cut would depend on what arrives beside it",
+    "--enable-mixed-chunk": "what a decode step computes would depend on what arrives beside it",
+    "--speculative-algorithm": "what is drafted depends on what is computed beside it",
+}
 CPU_ARGUMENTS = {
     "--device": "cpu",
     "--attention-backend": "torch_native",
@@ -76,12 +83,11 @@ def arguments_for_device(arguments: list[str], *, cuda: bool) -> list[str]:
     flags = [flag for flag in (GPU_FLAGS if cuda else CPU_FLAGS) if flag not in given]
     values = {} if cuda else dict(CPU_ARGUMENTS)
     if DETERMINISTIC_FLAG in given and not cuda:
-        if CHUNK_OPTION in given:
-            raise ValueError(
-                f"{CHUNK_OPTION} must be left out with {DETERMINISTIC_FLAG} on a CPU: where a "
-                "prompt is cut would depend on what arrives beside it, and torch's attention "
-                "rounds by where it is cut"
-            )
+        for option, reason in CPU_UNDOES_DETERMINISM.items():
+            if option in given:
+                raise ValueError(
+                    f"{option} must be left out with {DETERMINISTIC_FLAG} on a CPU: {reason}"
+                )
         # Prompts are computed whole: a batch of them is never larger than the KV pool. (Chunking
         # turned off would leave SGLang's buffer of routed experts too small.)
         values[CHUNK_OPTION] = value_of(POOL_OPTION, arguments) or values[POOL_OPTION]

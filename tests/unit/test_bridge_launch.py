@@ -82,8 +82,10 @@ def test_the_device_decides_what_is_added():
     assert "--chunked-prefill-size" not in arguments_for_device([flag], cuda=True)
     cut = [flag, "--chunked-prefill-size=512"]
     assert arguments_for_device(cut, cuda=True)[:2] == cut
-    with pytest.raises(ValueError, match="--chunked-prefill-size must be left out"):
-        arguments_for_device(cut, cuda=False)
+    for option in ("--chunked-prefill-size=512", "--enable-mixed-chunk", "--speculative-algorithm"):
+        with pytest.raises(ValueError, match=f"{option.partition('=')[0]} must be left out"):
+            arguments_for_device([flag, option], cuda=False)
+        assert option in arguments_for_device([option], cuda=False)
 
 
 def test_a_busy_port_is_named(tmp_path: Path):
