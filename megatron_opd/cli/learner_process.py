@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.transport.lifetime import PARENT_VARIABLE
 from sglang_bridge.ports import free_port
 
 
@@ -41,7 +42,12 @@ class LearnerProcess:
     def __init__(self, command: Sequence[str], log: Path | None, threads: int | None) -> None:
         self.command = list(command)
         self.log = log
-        self.environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        self.environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",
+            PARENT_VARIABLE: str(os.getpid()),
+        }
         if threads is not None:
             self.environment["OMP_NUM_THREADS"] = str(threads)
         self._process: subprocess.Popen[bytes] | None = None

@@ -1,6 +1,7 @@
 """Bad input: one line on stderr, exit code 2, no traceback, nothing started."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.main import main
 from megatron_opd.cli.preflight import check_served
 from megatron_opd.config.schema import ServerConfig
+from megatron_opd.transport.lifetime import PARENT_VARIABLE
 from sglang_bridge.protocol import ServerInfo
 from tests.cli_cases import call, refused, small_config, tiny_models
 from tests.models import write_tokenizer
@@ -277,3 +279,14 @@ def test_no_learner_outlives_a_killed_run(tmp_path: Path):
     for process in alive:
         process.kill()
     assert not alive
+
+
+@pytest.mark.parametrize("module", ["megatron_opd.learner.world", "megatron_opd.learner"])
+def test_a_learner_whose_run_ended_before_it_could_ask_does_not_start(module: str):
+    environment = os.environ | {PARENT_VARIABLE: str(os.getppid())}  # not who starts it here
+    command = [sys.executable, "-m", module]
+    if module == "megatron_opd.learner":
+        command += ["none.yaml", "--controller", "tcp://127.0.0.1:1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.strip() == f"process {os.getppid()}, which started this one, has ended"
