@@ -38,7 +38,7 @@ class StepDirs:
 
     def path(self, updates: int) -> Path:
         """Where the checkpoint after `updates` updates is once it is complete."""
-        return self.root / f"step-{updates:06d}"
+        return self.root / step_name(updates)
 
     def part(self, updates: int) -> Path:
         """Where it is while it is written."""
@@ -121,11 +121,27 @@ def verify(path: Path) -> None:
             f"checkpoint {path} is another version's: its format must be {FORMAT}, got "
             f"{manifest.get('format')!r}"
         )
-    for name, size in manifest["sizes"].items():
+    if path.name != step_name(manifest.get("updates")):
+        raise ValueError(
+            f"checkpoint {path} was renamed: it is that of {manifest.get('updates')} updates"
+        )
+    for name, size in _table(path, manifest, "sizes").items():
         check_size(path, FileSum(name, size, 0))
-    for name, crc32 in manifest["crc32"].items():
+    for name, crc32 in _table(path, manifest, "crc32").items():
         if sum_file(path, name).crc32 != crc32:
             raise ValueError(
                 f"checkpoint {path} is damaged: {name} does not have the checksum it was "
                 "written with"
             )
+
+
+def step_name(updates: Any) -> str:
+    """Name of the complete checkpoint after `updates` updates."""
+    return f"step-{updates:06d}" if isinstance(updates, int) else ""
+
+
+def _table(path: Path, manifest: dict[str, Any], key: str) -> dict[str, Any]:
+    found = manifest.get(key)
+    if not isinstance(found, dict):
+        raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} has no table {key!r}")
+    return found  # pyright: ignore[reportUnknownVariableType]

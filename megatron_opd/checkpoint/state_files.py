@@ -79,7 +79,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of a checkpoint. ValueError: it is missing or unreadable."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"checkpoint {path.parent}: cannot read {path.name}: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"checkpoint {path.parent}: {path.name} must hold an object")

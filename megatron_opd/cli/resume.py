@@ -52,6 +52,15 @@ MAY_CHANGE = (
     "weight_sync.verify_first",
 )
 """Keys that change neither what is sampled nor what is learnt from it, but for rounding."""
+EXTRAS: Mapping[str, type | tuple[type, ...]] = {
+    "elapsed_s": (int, float),
+    "wall_s": (int, float),
+    "resumed_at_updates": list,
+    "accuracies": dict,
+    "totals": dict,
+    "train_crc32": int,
+}
+"""What run.json holds: see PipelineRun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +94,9 @@ def find_resumption(config: Config) -> Resumption:
     try:
         verify(path)
         state = decode_state((path / CONTROLLER).read_bytes())
-        extras = read_json(path / RUN)
+        extras = _read_extras(path)
+        if state.updates != updates:
+            raise ValueError(f"checkpoint {path}: {CONTROLLER} is of {state.updates} updates")
     except (ValueError, OSError) as error:
         raise UserError(f"--resume: {error}; remove it to go on from an older one") from None
     if updates >= config.run.updates:
@@ -115,6 +126,15 @@ def reopen_run_dir(config: Config, updates: int) -> RunDir:
     except OSError as error:
         raise UserError(f"run.dir {run_dir.path} cannot be written: {error.strerror}") from None
     return run_dir
+
+
+def _read_extras(path: Path) -> dict[str, Any]:
+    """What PipelineRun keeps besides learner and controller. ValueError: not all of it is there."""
+    extras = read_json(path / RUN)
+    for key, kind in EXTRAS.items():
+        if not isinstance(extras.get(key), kind):
+            raise ValueError(f"checkpoint {path}: {RUN} has no {key}")
+    return extras
 
 
 def file_crc32(path: Path) -> int:

@@ -72,10 +72,15 @@ class RunDir:
         return self.checkpoints / "final"
 
     def continue_from(self, config: Section, updates: int) -> None:
-        """Become what it was after `updates` updates; see cli/resume.py. May raise OSError."""
+        """Become what it was after `updates` updates; see cli/resume.py.
+
+        May raise OSError; UserError, before anything is changed, for a damaged metrics.jsonl.
+        """
+        kept = self._rows_before(updates)
         earlier = self.path / "earlier"
         earlier.mkdir(exist_ok=True)
-        aside = earlier / f"{len(list(earlier.iterdir())) + 1}"
+        taken = [int(entry.name) for entry in earlier.iterdir() if entry.name.isdecimal()]
+        aside = earlier / f"{max(taken, default=0) + 1}"
         aside.mkdir()
         for product in (self.logs, self.trace, self.summary):
             if product.exists():
@@ -84,16 +89,21 @@ class RunDir:
         if self.final_checkpoint.exists():
             shutil.rmtree(self.final_checkpoint)  # of the shorter run
         if self.metrics.exists():
-            rows = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [row for row in rows if _is_row_before(row, updates)]
-            write_synced(self.metrics, "".join(kept))
+            write_synced(self.metrics, kept)
         write_synced(self.resolved_config, dump_config(config))
 
-
-def _is_row_before(row: str, updates: int) -> bool:
-    if not row.endswith("\n"):  # cut short when the run was killed
-        return False
-    return json.loads(row)["update"] < updates
+    def _rows_before(self, updates: int) -> str:
+        """The whole rows of metrics.jsonl of the first `updates` updates."""
+        rows = self.metrics.read_bytes().splitlines(keepends=True) if self.metrics.exists() else []
+        kept = ""
+        for number, row in enumerate(rows, 1):
+            if not row.endswith(b"\n"):  # cut short when the run was killed
+                break
+            try:
+                kept += row.decode() if json.loads(row)["update"] < updates else ""
+            except (ValueError, TypeError, KeyError, RecursionError):
+                raise UserError(f"{self.metrics}:{number} is damaged: no row of figures") from None
+        return kept
 
 
 def prepare_run_dir(path: Path, config: Section, *, overwrite: bool) -> RunDir:

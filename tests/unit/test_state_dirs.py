@@ -71,7 +71,8 @@ def save_some(config: Config, learner: FakeLearner, updates: list[int]) -> Check
     dirs = StepDirs(config.run.dir / "checkpoints")
     config.run.dir.mkdir(exist_ok=True)
     (config.run.dir / "config.resolved.yaml").write_text(dump_config(config))
-    extras = {"train_crc32": 1}
+    extras: dict[str, Any] = {"elapsed_s": 1.0, "wall_s": 1.0, "resumed_at_updates": []}
+    extras |= {"accuracies": {}, "totals": {}}
     kept = Checkpoints(dirs, config, learner, lambda: extras, lambda line: None)
 
     async def main() -> None:
@@ -167,6 +168,9 @@ def test_a_checkpoint_of_the_same_name_is_replaced(tmp_path: Path) -> None:
         (f"{LEARNER}/__0_0.distcp", lambda b: b[:9], "__0_0.distcp must have 102 bytes, got 9"),
         ("manifest.json", lambda b: b[:20], "cannot read manifest.json"),
         ("manifest.json", lambda b: b.replace(b": 2,", b": 1,", 1), "format must be 2, got 1"),
+        ("manifest.json", lambda b: b.replace(b'"sizes"', b'"s"'), "json has no table 'sizes'"),
+        ("manifest.json", lambda b: b.replace(b'"crc32"', b'"c"'), "json has no table 'crc32'"),
+        ("manifest.json", lambda b: b"[" * 100_000, "cannot read manifest.json"),
     ],
 )
 def test_damage_is_named_before_anything_starts(tmp_path: Path, name, damage, said) -> None:
@@ -178,6 +182,30 @@ def test_damage_is_named_before_anything_starts(tmp_path: Path, name, damage, sa
         find_resumption(config)
     assert "\n" not in str(caught.value)
     assert "remove it to go on from an older one" in str(caught.value)
+
+
+def test_a_renamed_checkpoint_is_not_that_of_its_new_name(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    save_some(config, FakeLearner(), [2, 4])
+    dirs = StepDirs(config.run.dir / "checkpoints")
+    dirs.path(2).rename(dirs.path(6))
+    with pytest.raises(UserError, match="step-000006 was renamed: it is that of 2 updates"):
+        find_resumption(config)
+
+
+def test_what_a_run_kept_must_be_whole(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    for key in ("train_crc32", "totals", "elapsed_s"):
+        save_some(config, FakeLearner(), [2])
+        step = config.run.dir / "checkpoints" / "step-000002"
+        extras = json.loads((step / RUN).read_text())
+        (step / RUN).write_text(json.dumps(extras | {key: None}))
+        manifest = json.loads((step / "manifest.json").read_text())
+        found = sum_file(step, RUN)
+        manifest["sizes"][RUN], manifest["crc32"][RUN] = found.size, found.crc32
+        (step / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(UserError, match=f"run.json has no {key}; remove it"):
+            find_resumption(config)
 
 
 def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
@@ -241,6 +269,30 @@ def test_the_run_directory_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
     reopen_run_dir(config, 2)
     assert (run_dir / "earlier" / "2" / "logs").is_dir()
     assert NOTHING_YET.line == []
+
+
+@pytest.mark.parametrize(
+    "row", [b"{\n", b"[1]\n", b"\xff\n", b'{"loss": 1}\n', b'{"update": null}\n']
+)
+def test_a_damaged_row_is_named_and_nothing_is_moved(tmp_path: Path, row: bytes) -> None:
+    config = make_config(tmp_path)
+    save_some(config, FakeLearner(), [2])
+    content = b'{"update": 0}\n' + row
+    (config.run.dir / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2 is damaged"):
+        reopen_run_dir(config, 2)
+    assert (config.run.dir / "metrics.jsonl").read_bytes() == content
+    assert not (config.run.dir / "earlier").exists()
+
+
+def test_earlier_attempts_may_be_removed(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    save_some(config, FakeLearner(), [2])
+    reopen_run_dir(config, 2)
+    reopen_run_dir(config, 2)
+    (config.run.dir / "earlier" / "1").rmdir()
+    reopen_run_dir(config, 2)
+    assert (config.run.dir / "earlier" / "3").is_dir()
 
 
 def test_sums_are_read_back(tmp_path: Path) -> None:
