@@ -129,7 +129,7 @@ class MegatronSource:
             high = [min(a + n, b + m) for a, n, b, m in ends]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            chunk = self._chunk(key, info)
+            chunk = self._chunk(key, info, tuple(sizes[offset]))
             if tuple(chunk.shape) == size:  # the usual case: no second copy of a large tensor
                 return chunk.view(size[len(size) - kept :])
             target, source = out, chunk
@@ -142,16 +142,21 @@ class MegatronSource:
             raise ValueError(f"{self.path} lacks pieces of the tensor {key}")
         return out.view(out.shape[len(out.shape) - kept :])
 
-    def _chunk(self, key: str, info: Any) -> torch.Tensor:
+    def _chunk(self, key: str, info: Any, size: tuple[int, ...]) -> torch.Tensor:
         file = self.path / info.relative_path
         try:
+            length = min(info.length, file.stat().st_size)  # one beyond the file would be allocated
             with file.open("rb") as stream:
                 stream.seek(info.offset)
-                data = stream.read(info.length)
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+                data = stream.read(length)
+            chunk = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError) as error:
             reason = (str(error).splitlines() or ["it ends too early"])[0]
             raise ValueError(f"{file}: cannot read a piece of {key}: {reason}") from None
+        if not isinstance(chunk, torch.Tensor) or tuple(chunk.shape) != size:
+            got = list(chunk.shape) if isinstance(chunk, torch.Tensor) else type(chunk).__name__
+            raise ValueError(f"{file}: a piece of {key} must have shape {list(size)}, got {got}")
+        return chunk
 
 
 # Offsets, sizes, and how many trailing dimensions are the parameter's own.

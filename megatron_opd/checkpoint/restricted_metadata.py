@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 import pickle
+import sys
 from collections.abc import Mapping
+from enum import EnumType
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -61,7 +63,40 @@ class Refused(pickle.UnpicklingError):
 
 
 class _Records(pickle.Unpickler):
+    """A pickle can set attributes of whatever it names, classes of the library among it.
+
+    unchanged: None, or what it changed; as it was then. Call it after `load`, however that ended.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        super().__init__(stream)
+        self._named: dict[int, tuple[Any, dict[str, Any]]] = {}
+
+    def unchanged(self) -> str | None:
+        changed = None
+        for thing, before in self._named.values():
+            now = dict(vars(thing))
+            for name in now.keys() | before.keys():
+                if name in before and now.get(name) is before[name]:
+                    continue
+                changed = f"{name} of {getattr(thing, '__qualname__', thing)}"
+                if not isinstance(thing, type):  # a member of an enumeration, or a function
+                    vars(thing).clear()
+                    vars(thing).update(before)
+                elif name in before:
+                    setattr(thing, name, before[name])
+                else:
+                    delattr(thing, name)
+        return changed
+
     def find_class(self, module: str, name: str, /) -> Any:
+        found = self._allowed(module, name)
+        for thing in (found, *(found if isinstance(found, EnumType) else ())):
+            if hasattr(thing, "__dict__"):
+                self._named.setdefault(id(thing), (thing, dict(vars(thing))))
+        return found
+
+    def _allowed(self, module: str, name: str) -> Any:
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
@@ -73,11 +108,18 @@ class _Records(pickle.Unpickler):
 
 
 def unpickle(stream: BinaryIO) -> Any:
-    """What a pickle of allowed records holds. Refused: it names anything else.
+    """What a pickle of allowed records holds. Refused: it names anything else, or changes a class.
 
     A damaged pickle raises anything.
     """
-    return _Records(stream).load()
+    records = _Records(stream)
+    try:
+        found = records.load()
+    finally:
+        changed = records.unchanged()
+        if changed is not None:
+            raise Refused(f"it sets {changed}, which no checkpoint does; it was set back")
+    return found
 
 
 def read_metadata(directory: Path) -> Metadata:
@@ -136,7 +178,7 @@ def _fault(found: Any) -> str | None:
         file, span = place.relative_path, (place.offset, place.length)
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
             return f"{index.fqn} lies in {file!r}, not in a file of its directory"
-        if not all(isinstance(number, int) and number >= 0 for number in span):
+        if not all(isinstance(number, int) and 0 <= number <= sys.maxsize for number in span):
             return f"{index.fqn} lies at {span} in its file"
         if index.offset is not None:
             placed.add((index.fqn, index.offset))

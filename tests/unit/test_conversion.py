@@ -1,7 +1,10 @@
 """Conversions both ways: bitwise, resumable, and every damage told in one line."""
 
+import dataclasses
 import errno
+import io
 import json
+import pickle
 import random
 import shutil
 from collections.abc import Callable
@@ -363,6 +366,26 @@ def _flip(path: Path) -> None:
     file.write_bytes(bytes(data))
 
 
+def _exchange(path: Path) -> None:
+    """Another tensor in the place of a piece, and as many bytes of it as one could ask for."""
+    described = pickle.loads((path / ".metadata").read_bytes())
+    (index,) = [
+        index for index in described.storage_data if index.fqn.endswith("final_layernorm.weight")
+    ]
+    (path / "__9_9.distcp").write_bytes(_saved(torch.zeros(3)))
+    place = dataclasses.replace(
+        described.storage_data[index], relative_path="__9_9.distcp", offset=0, length=2**62
+    )
+    described.storage_data[index] = place
+    (path / ".metadata").write_bytes(pickle.dumps(described))
+
+
+def _saved(tensor: torch.Tensor) -> bytes:
+    stream = io.BytesIO()
+    torch.save(tensor, stream)
+    return stream.getvalue()
+
+
 def _forget(path: Path) -> None:
     checksums = json.loads((path / "tensors.json").read_text())
     checksums[NORM]["digest"] = "0" * 16
@@ -373,6 +396,10 @@ MEGATRON_DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "bit": (_flip, r"cannot read a piece of|is damaged: its checksum must be"),
     "checksum": (_forget, r"tensor model\.norm\.weight is damaged: its checksum must be 0000"),
     "checksums no JSON": (lambda p: (p / "tensors.json").write_text("["), r"cannot read .*tensors"),
+    "another tensor": (
+        _exchange,
+        r"a piece of .* must have shape \[64\], got \[3\]",
+    ),
     "cut": (lambda p: _cut(max(p.glob("*.distcp")), 2000), r"cannot read a piece of"),
     "file gone": (lambda p: (p / "__0_0.distcp").unlink(), r"__0_0\.distcp: cannot read a piece"),
     "metadata cut": (lambda p: _cut(p / ".metadata", 2000), r"cannot read .*\.metadata"),

@@ -3,14 +3,16 @@
 import io
 import os
 import pickle
+import struct
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -164,6 +166,40 @@ def test_names_near_the_allowed_ones_are_not_allowed(names: bytes) -> None:
         unpickle(io.BytesIO(names))
 
 
+RECORDS = b"ctorch.distributed.checkpoint.metadata\n"
+PATHS = b"cpathlib\n"
+
+
+def sets(named: bytes, attribute: str, value: bytes) -> bytes:
+    """A pickle that names something and sets an attribute of it."""
+    name = attribute.encode()
+    return b"\x80\x04" + named + b"N}X" + struct.pack("<I", len(name)) + name + value + b"s\x86b."
+
+
+@pytest.mark.parametrize(
+    ("pickled", "thing", "said"),
+    [
+        (sets(RECORDS + b"MetadataIndex\n", "__hash__", b"N"), MetadataIndex, "__hash__ of Meta"),
+        (sets(RECORDS + b"Metadata\n", "__setstate__", b"K\x01"), Metadata, "__setstate__ of M"),
+        (sets(PATHS + b"PosixPath\n", "parent", b"K\x01"), PosixPath, "parent of PosixPath"),
+        (
+            sets(RECORDS + b"_MEM_FORMAT_ENCODING\nK\x00\x85R", "_value_", b"K\x09"),
+            _MEM_FORMAT_ENCODING(0),
+            "_value_ of",
+        ),
+    ],
+)
+def test_a_pickle_that_changes_a_class_leaves_it_as_it_was(
+    tmp_path: Path, pickled: bytes, thing: Any, said: str
+) -> None:
+    before = dict(vars(thing))
+    (tmp_path / METADATA).write_bytes(pickled)
+    with pytest.raises(ValueError, match=rf"refused: it sets {said}.*it was set back"):
+        read_metadata(tmp_path)
+    assert dict(vars(thing)) == before
+    assert read_metadata(written(tmp_path, metadata())) == metadata()
+
+
 def test_dtypes_are_the_only_names_of_torch_besides_its_size() -> None:
     assert unpickle(io.BytesIO(b"ctorch\nfloat8_e4m3fn\n.")) is torch.float8_e4m3fn
     assert unpickle(io.BytesIO(b"ctorch\nSize\n.")) is torch.Size
@@ -199,6 +235,10 @@ BROKEN: Any = TensorStorageMetadata(TensorProperties(), torch.Size([2]), None)  
         (
             metadata(places={MetadataIndex("weight", [0, 0]): _StorageInfo("__0_0.distcp", -1, 1)}),
             "weight lies at (-1, 1) in its file",
+        ),
+        (
+            metadata(places={MetadataIndex("weight"): _StorageInfo("__0_0.distcp", 2**63, 1)}),
+            f"weight lies at ({2**63}, 1) in its file",
         ),
         *(
             (
