@@ -39,7 +39,7 @@ from megatron_opd.checkpoint.state_optimizer import (
     take_over,
 )
 from megatron_opd.checkpoint.state_read import read_shards
-from megatron_opd.checkpoint.state_write import ShardWriter
+from megatron_opd.checkpoint.state_write import SaveFailed, ShardWriter, explained
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.setup import World
 
@@ -99,12 +99,17 @@ class LearnerState:
         with self._device_mode:
             model = sharded_model(self._chunks)
             shares = shares_of(self._optimizer, loading=False)
-            dist_checkpointing.save(
-                {"model": model, "optimizer": sharded(shares, model)},
-                str(path),
-                sharded_strategy=self._writer,
-                content_metadata=dict(CONTENT),
-            )
+            try:
+                dist_checkpointing.save(
+                    {"model": model, "optimizer": sharded(shares, model)},
+                    str(path),
+                    sharded_strategy=self._writer,
+                    content_metadata=dict(CONTENT),
+                )
+            except SaveFailed:
+                raise
+            except (RuntimeError, OSError) as error:  # of Megatron's common.pt
+                raise SaveFailed(explained(error, path)) from error
 
     def wait(self) -> None:
         """Until what was saved in the background is on disk; raises what it failed with."""

@@ -11,6 +11,7 @@ a thread, over a process group of its own, so that its collectives never meet th
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,10 +26,15 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,  # pyright: ignore[reportPrivateUsage]
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 BACKEND, VERSION = "torch_dist", 1
+
+
+class SaveFailed(RuntimeError):
+    """A checkpoint could not be written. One line."""
 
 
 class ShardWriter(TorchDistSaveShardedStrategy):
@@ -77,18 +83,30 @@ class ShardWriter(TorchDistSaveShardedStrategy):
             self._write(state, path)
         except BaseException as error:  # noqa: BLE001  raised by the next `wait`
             self._failure = error
-            (path / f"failed-{dist.get_rank():05d}").write_text(
-                " ".join(f"{type(error).__name__}: {error}".split())[:2000], encoding="utf-8"
-            )
+            reason = str(error) if isinstance(error, SaveFailed) else explained(error, path)
+            # on a full disk the name is all that can be written
+            (path / f"failed-{dist.get_rank():05d}").write_text(reason, encoding="utf-8")
 
     def _write(self, state: dict[str, Any], path: Path) -> None:
-        save_shards(
-            state,
-            storage_writer=FileSystemWriter(path, single_file_per_rank=True, sync_files=True),
-            planner=MCoreSavePlanner(flatten_state_dict=False),
-            process_group=self._group,
-        )
+        try:
+            save_shards(
+                state,
+                storage_writer=FileSystemWriter(path, single_file_per_rank=True, sync_files=True),
+                planner=MCoreSavePlanner(flatten_state_dict=False),
+                process_group=self._group,
+            )
+        except CheckpointException as failed:  # a BaseException: `except Exception` misses it
+            raise SaveFailed(explained(failed, path)) from failed
         self._done()
+
+
+def explained(error: BaseException, path: Path) -> str:
+    """In one line, with the space that is left: torch calls a full disk `unexpected pos`."""
+    if isinstance(error, CheckpointException):
+        error = min(error.failures.items(), key=lambda failure: failure[0])[1][0]
+    free_mb = shutil.disk_usage(path).free / 1e6
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+    return f"{text} ({free_mb:.1f} MB are free there)"
 
 
 def _detach_from_training(shards_by_key: dict[str, list[Any]]) -> None:

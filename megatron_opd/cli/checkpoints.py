@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -123,7 +124,10 @@ class Checkpoints:
 
 
 def _failures(path: Path) -> list[str]:
-    return [file.read_text(encoding="utf-8") for file in sorted(path.glob("failed-*"))]
+    files = sorted(path.glob("failed-*"))
+    free_mb = shutil.disk_usage(path).free / 1e6
+    unsaid = f"the reason could not be written ({free_mb:.1f} MB are free there)"
+    return [file.read_text(encoding="utf-8") or unsaid for file in files]
 
 
 def _write_own(part: Path, controller: bytes, run: str) -> None:

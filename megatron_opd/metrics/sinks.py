@@ -96,5 +96,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Replace `path` in one step: a reader sees the old file or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     text = json.dumps(json_ready(value), indent=2, allow_nan=False) + "\n"
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # nobody would: its name is this process's
+        raise

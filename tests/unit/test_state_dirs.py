@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs, verify
 from megatron_opd.checkpoint.state_files import (
@@ -15,6 +17,7 @@ from megatron_opd.checkpoint.state_files import (
     sums_name,
     write_sums,
 )
+from megatron_opd.checkpoint.state_write import explained
 from megatron_opd.cli.checkpoints import CONTROLLER, RUN, CheckpointFailed, Checkpoints
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.resume import find_resumption, reopen_run_dir
@@ -40,7 +43,7 @@ class FakeLearner:
     async def _write(self, path: Path, updates: int) -> None:
         await asyncio.sleep(self.delay_s)
         for rank in range(self.ranks):
-            if self.fail and rank == self.ranks - 1:
+            if self.fail is not None and rank == self.ranks - 1:
                 (path / f"failed-{rank:05d}").write_text(self.fail)
                 return
             (path / f"__{rank}_0.distcp").write_bytes(b"w" * (100 + updates))
@@ -128,6 +131,22 @@ def test_a_failure_to_write_is_raised_and_leaves_the_last_one(
     assert found.state.updates == 2
     assert found.notes[0] == "step-000004.part was not written to its end and is left aside"
     assert "step-000002 (2 updates)" in found.notes[1]
+
+
+def test_a_failure_that_could_not_even_be_written_is_told(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    with pytest.raises(CheckpointFailed, match=r"could not be written \(\d+\.\d MB are free there"):
+        save_some(config, FakeLearner(fail=""), [2])
+
+
+def test_torch_s_reason_is_told_with_the_space_that_is_left(tmp_path: Path) -> None:
+    cause = RuntimeError("unexpected pos 704\nvs 598")
+    failed = CheckpointException("write", {3: (cause, None), 1: (OSError("first"), None)})
+    assert not isinstance(failed, Exception), "what catches Exception would miss it"
+    assert re.fullmatch(
+        r"OSError: first \(\d+\.\d MB are free there\)", explained(failed, tmp_path)
+    )
+    assert explained(cause, tmp_path).startswith("RuntimeError: unexpected pos 704 vs 598 (")
 
 
 def test_what_is_being_removed_is_never_picked_up(tmp_path: Path, monkeypatch) -> None:
