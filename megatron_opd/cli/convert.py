@@ -22,6 +22,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 # Of the largest logit: float32 sums in another order, layer after layer.
 LOGIT_TOLERANCE = 1e-4
 GIB = 2**30
+MAX_SHARD_GIB = 1_000_000
 
 
 def add_parser(verbs: Any) -> None:
@@ -105,8 +106,10 @@ def megatron_to_hf(arguments: argparse.Namespace) -> int:
     """`opd convert megatron-to-hf SRC DST`."""
     from megatron_opd.checkpoint import to_hf
 
-    if arguments.max_shard_gib <= 0:
-        raise UserError(f"--max-shard-gib must be > 0, got {arguments.max_shard_gib}")
+    if not 0 < arguments.max_shard_gib <= MAX_SHARD_GIB:  # nan is neither
+        raise UserError(
+            f"--max-shard-gib must be > 0 and <= {MAX_SHARD_GIB}, got {arguments.max_shard_gib}"
+        )
     source, target = arguments.source, arguments.target
     limit = int(arguments.max_shard_gib * GIB)
 

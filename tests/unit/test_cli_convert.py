@@ -114,6 +114,16 @@ def test_refusals_are_one_line(llama: Path, tmp_path: Path, capsys: pytest.Captu
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
+@pytest.mark.parametrize("size", ["nan", "inf", "1e300", "0", "-1"])
+def test_sizes_of_files_are_positive_numbers(
+    size: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    option = f"--max-shard-gib={size}"
+    code, out, err = called(capsys, "megatron-to-hf", llama, tmp_path / "hf", option)
+    assert (code, out) == (2, "")
+    assert f"--max-shard-gib must be > 0 and <= 1000000, got {float(size)}" in err
+
+
 @pytest.mark.parametrize("option", [("--tp", "0"), ("--dtype", "int8"), ("--tp", "x")])
 def test_options_out_of_range(
     option: tuple[str, str], llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
