@@ -216,9 +216,14 @@ def read_facts(path: Path) -> LearnerFacts:
             f"{raw.get('format')!r}"
         )
     try:
-        return LearnerFacts(**raw)
+        facts = LearnerFacts(**raw)
     except TypeError as error:
         raise ValueError(f"checkpoint {path}: {STATE} is not whole: {error}") from None
+    for name in ("updates", "step", "world_size"):
+        value = getattr(facts, name)
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"checkpoint {path}: {name} of {STATE} must be >= 0, got {value!r}")
+    return facts
 
 
 def _rng_name(rank: int) -> str:

@@ -58,10 +58,17 @@ def read_sums(directory: Path, ranks: int) -> list[FileSum]:
     for rank in range(ranks):
         path = directory / sums_name(rank)
         try:
-            found += [FileSum(*row) for row in json.loads(path.read_bytes())]
-        except (OSError, ValueError, TypeError) as error:
+            found += [_sum_of(row) for row in json.loads(path.read_bytes())]
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"checkpoint {directory}: cannot read {path.name}: {error}") from None
     return sorted(found, key=lambda entry: entry.name)
+
+
+def _sum_of(row: Any) -> FileSum:
+    name, size, crc32 = row
+    if not (isinstance(name, str) and isinstance(size, int) and isinstance(crc32, int)):
+        raise ValueError(f"{row!r} is no name, size and checksum")
+    return FileSum(name, size, crc32)
 
 
 def check_size(directory: Path, entry: FileSum) -> None:

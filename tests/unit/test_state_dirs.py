@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_opd.checkpoint.state import read_facts
 from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs, verify
 from megatron_opd.checkpoint.state_files import (
     check_size,
@@ -324,6 +325,21 @@ def test_sums_are_read_back(tmp_path: Path) -> None:
     assert [entry.size for entry in entries] == [10, 0]
     with pytest.raises(ValueError, match=sums_name(2)):
         read_sums(tmp_path, 3)
+    for rows in ("5", "[5]", '[["a", 1]]', "[[1, 2, 3]]", "[" * 100_000):
+        (tmp_path / sums_name(2)).write_text(rows)
+        with pytest.raises(ValueError, match=f"cannot read {sums_name(2)}"):
+            read_sums(tmp_path, 3)
     (tmp_path / "a").unlink()
     with pytest.raises(ValueError, match="a must have 10 bytes, it is missing"):
         check_size(tmp_path, entries[0])
+
+
+@pytest.mark.parametrize("key", ["updates", "step", "world_size"])
+@pytest.mark.parametrize("value", ["2", None, -1, 2.0])
+def test_what_a_learner_says_of_itself_are_counts(tmp_path: Path, key: str, value: Any) -> None:
+    facts = {"format": 2, "updates": 2, "step": 2, "world_size": 1, "parallel": {}, "dtype": "x"}
+    (tmp_path / "state.json").write_text(json.dumps(facts))
+    assert read_facts(tmp_path).updates == 2
+    (tmp_path / "state.json").write_text(json.dumps(facts | {key: value}))
+    with pytest.raises(ValueError, match=f"{key} of state.json must be >= 0, got "):
+        read_facts(tmp_path)
