@@ -39,7 +39,7 @@ from megatron_opd.checkpoint.state_optimizer import (
     take_over,
 )
 from megatron_opd.checkpoint.state_read import read_shards
-from megatron_opd.checkpoint.state_write import SaveFailed, ShardWriter, explained
+from megatron_opd.checkpoint.state_write import SaveFailed, ShardWriter, explained, one_line
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.setup import World
 
@@ -144,8 +144,10 @@ class LearnerState:
         try:
             loaded = read_shards(path, wanted)
         except (CheckpointingException, CheckpointException, KeyError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise ValueError(f"checkpoint {path} is not of this model: {reason}") from error
+            reason = one_line(error)[:300]
+            raise ValueError(
+                f"checkpoint {path} is not of this model, or damaged: {reason}"
+            ) from error
         for index, chunk in enumerate(self._chunks):
             # Of what modules keep as pickles, each gets what it has.
             state = loaded["model"][str(index)] | pickled[str(index)]

@@ -102,11 +102,15 @@ class ShardWriter(TorchDistSaveShardedStrategy):
 
 def explained(error: BaseException, path: Path) -> str:
     """In one line, with the space that is left: torch calls a full disk `unexpected pos`."""
+    free_mb = shutil.disk_usage(path).free / 1e6
+    return f"{one_line(error)} ({free_mb:.1f} MB are free there)"
+
+
+def one_line(error: BaseException) -> str:
+    """What happened; of what torch collects from all ranks the lowest rank's, not its traceback."""
     if isinstance(error, CheckpointException):
         error = min(error.failures.items(), key=lambda failure: failure[0])[1][0]
-    free_mb = shutil.disk_usage(path).free / 1e6
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
-    return f"{text} ({free_mb:.1f} MB are free there)"
+    return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
 
 
 def _detach_from_training(shards_by_key: dict[str, list[Any]]) -> None:

@@ -235,6 +235,7 @@ def test_damage_is_refused_with_the_file_s_name(runs, models, batches, tmp_path)
     for name, line in said[0].items():
         assert str(sources[name]) in line, (name, line)
         assert "\n" not in line
+        assert "Traceback" not in line
     said = said[0]
     assert f"is damaged: {shard} must have" in said["cut"]
     assert f"is damaged: {shard} does not have the checksum" in said["flipped"]

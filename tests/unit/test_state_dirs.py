@@ -18,7 +18,7 @@ from megatron_opd.checkpoint.state_files import (
     sums_name,
     write_sums,
 )
-from megatron_opd.checkpoint.state_write import explained
+from megatron_opd.checkpoint.state_write import explained, one_line
 from megatron_opd.cli.checkpoints import CONTROLLER, RUN, CheckpointFailed, Checkpoints
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.resume import find_resumption, reopen_run_dir
@@ -148,6 +148,7 @@ def test_torch_s_reason_is_told_with_the_space_that_is_left(tmp_path: Path) -> N
         r"OSError: first \(\d+\.\d MB are free there\)", explained(failed, tmp_path)
     )
     assert explained(cause, tmp_path).startswith("RuntimeError: unexpected pos 704 vs 598 (")
+    assert one_line(failed) == "OSError: first"
 
 
 def test_what_is_being_removed_is_never_picked_up(tmp_path: Path, monkeypatch) -> None:
