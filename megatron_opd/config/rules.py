@@ -158,6 +158,11 @@ def _deterministic(config: Config) -> str | None:
             f"decides which weights sample a token, got buffer.hold_batches={hold}, "
             f"buffer.max_staleness={tau}"
         )
+    if config.run.deterministic and config.learner.megatron.get("deterministic_mode") is False:
+        return (
+            "learner.megatron.deterministic_mode must not be false with run.deterministic, which "
+            "turns it on where there is a GPU"
+        )
     return None
 
 

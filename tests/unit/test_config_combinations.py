@@ -339,6 +339,15 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["buffer.hold_batches=1"],
     ),
     (
+        [
+            "run.deterministic=true",
+            "buffer.hold_batches=1",
+            "learner.megatron.deterministic_mode=false",
+        ],
+        ["learner.megatron.deterministic_mode", "must not be false", "run.deterministic"],
+        ["learner.megatron.deterministic_mode=true"],
+    ),
+    (
         ["checkpoint.every=5", "learner.optimizer.optimizer_cpu_offload=true"],
         ["checkpoint.every must be 0", "learner.optimizer.optimizer_cpu_offload", "got 5"],
         ["learner.optimizer.optimizer_cpu_offload=false"],
