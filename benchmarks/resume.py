@@ -13,6 +13,7 @@ and not made again.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -69,7 +70,12 @@ def figures(a: Path, b: Path) -> dict[str, Any]:
         "columns_left_out": list(found.left_out),
         "columns_that_differ": len(found.differences),
         "first_update_that_differs": first_of(found),
-        "differences": [asdict(each) for each in found.differences if each.column in SHOWN],
+        "differences": [
+            # JSON has no infinity: a number in one run alone
+            asdict(each) | ({"relative": None} if math.isinf(each.relative) else {})
+            for each in found.differences
+            if each.column in SHOWN
+        ],
         "final_weights_equal": weights[0] == weights[1],
     }
 

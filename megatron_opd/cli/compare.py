@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.run_dir import RunDir
-from megatron_opd.metrics.compare import Comparison, compare_rows
+from megatron_opd.metrics.compare import Comparison, Difference, compare_rows
 
 EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
 SHOWN = 12  # differing columns
@@ -58,12 +59,18 @@ def report(found: Comparison, tolerance: float) -> list[str]:
     lines = [f"{what}: {len(beyond)} columns differ ({aside})"]
     lines += [
         f"  {ascii(each.column)[1:-1]}: from update {each.first_update} on, "
-        f"in {each.updates} rows, relative difference up to {each.relative:.1e}"
+        f"in {each.updates} rows, {_how_far(each)}"
         for each in beyond[:SHOWN]
     ]
     if len(beyond) > SHOWN:
         lines.append(f"  and {len(beyond) - SHOWN} more")
     return lines
+
+
+def _how_far(found: Difference) -> str:
+    if math.isinf(found.relative):
+        return "in some of them a number in one run alone"
+    return f"relative difference up to {found.relative:.1e}"
 
 
 def read_rows(run_dir: Path) -> list[dict[str, Any]]:

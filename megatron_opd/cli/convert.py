@@ -111,6 +111,13 @@ def megatron_to_hf(arguments: argparse.Namespace) -> int:
             f"--max-shard-gib must be > 0 and <= {MAX_SHARD_GIB}, got {arguments.max_shard_gib}"
         )
     source, target = arguments.source, arguments.target
+    described = source if arguments.model is None else arguments.model
+    if source.is_dir() and not (described / "config.json").is_file():
+        option = f"--model {described}" if arguments.model else f"SRC {source} without --model"
+        raise UserError(
+            f"{option} must hold config.json; of a learner's checkpoint, --model is the Hugging "
+            "Face directory that it started from"
+        )
     limit = int(arguments.max_shard_gib * GIB)
 
     def work(crew: Crew) -> Report:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
@@ -22,8 +23,21 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
     role = parser.add_mutually_exclusive_group(required=True)
     role.add_argument("--sft", action="store_true", help="supervised fine-tuning (an SftConfig)")
-    role.add_argument("--controller", metavar="tcp://HOST:PORT", help="serve this controller")
+    role.add_argument(
+        "--controller", type=_address, metavar="tcp://HOST:PORT", help="serve this controller"
+    )
     return parser
+
+
+def _address(text: str) -> str:
+    parts = urlsplit(text)
+    try:
+        whole = parts.scheme == "tcp" and parts.hostname and parts.port
+    except ValueError:  # no port number
+        whole = False
+    if not whole or parts.path or parts.query or parts.fragment:
+        raise argparse.ArgumentTypeError(f"must be tcp://HOST:PORT, got {text!r}")
+    return text
 
 
 def main() -> int:

@@ -281,6 +281,20 @@ def test_no_learner_outlives_a_killed_run(tmp_path: Path):
     assert not alive
 
 
+@pytest.mark.parametrize(
+    "address", ["tcp://nohost", "host:29400", "http://h:1", "tcp://h:port", "tcp://h:1/x"]
+)
+def test_a_controllers_address_is_whole(address: str, capsys: pytest.CaptureFixture[str]):
+    from megatron_opd.learner.__main__ import build_parser
+
+    arguments = ["config.yaml", "--controller"]
+    assert build_parser().parse_args([*arguments, "tcp://[::1]:29400"]).controller
+    with pytest.raises(SystemExit) as ended:
+        build_parser().parse_args([*arguments, address])
+    assert ended.value.code == 2
+    assert f"must be tcp://HOST:PORT, got {address!r}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("module", ["megatron_opd.learner.world", "megatron_opd.learner"])
 def test_a_learner_whose_run_ended_before_it_could_ask_does_not_start(module: str):
     environment = os.environ | {PARENT_VARIABLE: str(os.getppid())}  # not who starts it here

@@ -91,6 +91,13 @@ def test_names_of_columns_do_not_steer_the_terminal(
     assert "  \\x1b[31m\\ud800: from update 0" in capsys.readouterr().out
 
 
+def test_a_number_in_one_run_alone_is_said_to_be_so(tmp_path: Path, capsys: Any):
+    a, b = write(tmp_path / "a", [row(reward_mean=0.5)]), write(tmp_path / "b", [row()])
+    assert main(["compare", a, b]) == 1
+    said = capsys.readouterr().out
+    assert "reward_mean: from update 0 on, in 1 rows, in some of them a number in one" in said
+
+
 def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     good = write(tmp_path / "good", [row()])
     refused(capsys, main(["compare", good, str(tmp_path / "none")]), "cannot read", "metrics.jsonl")
