@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.grid.statistics import aggregated
-from benchmarks.grid.trials import Launch, Trial, launch, run_trials
+from benchmarks.grid.trials import Launch, Trial, launch, run_commits, run_trials
 
 CONFIG = Path("examples/rewards/grpo.yaml")
 OUT = Path("runs/mismatch")
@@ -62,6 +62,6 @@ def measure(out: Path = OUT, launch: Launch = launch) -> dict[str, Any]:
     return {
         "config": str(CONFIG),
         "size": SIZE,
-        "run_commits": sorted({str(row["commit"]) for row in rows}),
+        "run_commits": run_commits(rows),
         "entries": aggregated(rows),
     }

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.grid.trials import Launch, Trial, launch, run_trials
+from benchmarks.grid.trials import Launch, Trial, launch, run_commits, run_trials
 
 DEMO, REWARDS = Path("examples/arithmetic/demo.yaml"), Path("examples/rewards")
 OUT = Path("runs/objectives")
@@ -75,7 +75,7 @@ def measure(out: Path = OUT, launch: Launch = launch) -> dict[str, Any]:
     rows = run_trials(trials(), out, launch)
     return {
         "size": SIZE,
-        "run_commits": sorted({str(row["commit"]) for row in rows}),
+        "run_commits": run_commits(rows),
         "entries": [
             {"name": row["method"], "command": row["command"], "status": row["status"]}
             | {key: row["summary"].get(key) for key in REPORTED}

@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.grid.trials import Launch, Trial, launch, run_trials
+from benchmarks.grid.trials import Launch, Trial, launch, run_commits, run_trials
 
 CONFIG = Path("examples/arithmetic/demo.yaml")
 OUT = Path("runs/routing")
@@ -90,6 +90,6 @@ def measure(out: Path = OUT, launch: Launch = launch) -> dict[str, Any]:
     return {
         "config": str(CONFIG),
         "size": SIZE,
-        "run_commits": sorted({str(row["commit"]) for row in rows}),
+        "run_commits": run_commits(rows),
         "entries": [entry(row) for row in rows],
     }

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.grid.statistics import aggregated
-from benchmarks.grid.trials import Launch, Trial, launch, run_trials
+from benchmarks.grid.trials import Launch, Trial, launch, run_commits, run_trials
 
 CONFIGS = {name: Path(f"examples/rewards/{name}.yaml") for name in ("grpo", "gspo", "gepo")}
 OUT = Path("runs/staleness")
@@ -61,6 +61,6 @@ def measure(out: Path = OUT, launch: Launch = launch) -> dict[str, Any]:
     return {
         "configs": {name: str(path) for name, path in CONFIGS.items()},
         "size": SIZE,
-        "run_commits": sorted({str(row["commit"]) for row in rows}),
+        "run_commits": run_commits(rows),
         "entries": aggregated(rows),
     }

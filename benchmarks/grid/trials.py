@@ -117,6 +117,11 @@ def run_trials(trials: Sequence[Trial], out: Path, launch: Launch = launch) -> l
     return [kept[trial.name] for trial in trials]
 
 
+def run_commits(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The commits that the rows were made at: a study that was stopped may have several."""
+    return sorted({str(row["commit"]) for row in rows})
+
+
 def kept_rows(out: Path) -> dict[str, dict[str, Any]]:
     """Rows of earlier calls by trial name."""
     path = out / "rows.jsonl"

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,18 @@ def tiny_spec(model: Path, role: str, **overrides: object) -> ServerSpec:
         "mem_fraction_static": 0.3,
     }
     return ServerSpec(model_path=str(model), role=role, port=free_port(), **(small | overrides))
+
+
+@contextmanager
+def running(spec: ServerSpec, log: Path) -> Iterator[ServerProcess]:
+    """A server that answers, ended at the end."""
+    process = ServerProcess(spec, log)
+    try:
+        process.start()
+        process.wait_ready(STARTUP_TIMEOUT_S)
+        yield process
+    finally:
+        process.stop(grace_s=1)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from sglang_bridge.fleet import Fleet
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec
 from sglang_bridge.server.launch import ServerProcess, running_states
-from tests.e2e.conftest import STARTUP_TIMEOUT_S, tiny_spec
+from tests.e2e.conftest import STARTUP_TIMEOUT_S, running, tiny_spec
 from tests.e2e.publication import differing, join, load_tensors, perturbed_copy, publish
 from tests.e2e.test_bridge_publication import requests_of, span_error
 from tests.e2e.test_bridge_routing import wrong_rows
@@ -33,13 +33,8 @@ def parallel_server(
 ) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("logs") / "parallel.log"
     options = {"tp": 2, "ep": 2, "group_timeout_s": 4, "routed_experts": True}
-    process = ServerProcess(tiny_spec(student_model, "student", **options), log)
-    try:
-        process.start()
-        process.wait_ready(STARTUP_TIMEOUT_S)
+    with running(tiny_spec(student_model, "student", **options), log) as process:
         yield process
-    finally:
-        process.stop(grace_s=1)
 
 
 def test_two_ranks_draw_score_and_receive(

@@ -13,7 +13,7 @@ import pytest
 from sglang_bridge.client import ServerClient
 from sglang_bridge.protocol import RolloutRequest, ScoreRequest
 from sglang_bridge.server.launch import ServerProcess
-from tests.e2e.conftest import STARTUP_TIMEOUT_S, tiny_spec
+from tests.e2e.conftest import running, tiny_spec
 
 pytestmark = pytest.mark.e2e
 
@@ -31,13 +31,8 @@ def server(
 ) -> Iterator[ServerProcess]:
     flags = {"tp": 2, "ep": 2, "deterministic": True, "routed_experts": True}
     spec = tiny_spec(student_model, "student", **flags)
-    process = ServerProcess(spec, tmp_path_factory.mktemp("deterministic") / "log")
-    try:
-        process.start()
-        process.wait_ready(STARTUP_TIMEOUT_S)
+    with running(spec, tmp_path_factory.mktemp("deterministic") / "log") as process:
         yield process
-    finally:
-        process.stop(grace_s=1)
 
 
 async def sampled(client: ServerClient, index: int, top_p: float = 1.0, seed: int = 0) -> bytes:
