@@ -21,6 +21,7 @@ from megatron_opd.data.tasks import Verifier
 from megatron_opd.types import Prompt
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import RolloutRequest
+from sglang_bridge.retry import Backoff, is_lost_connection, retried
 
 Decoder = Callable[[Sequence[int]], str]
 """Token ids -> text."""
@@ -62,23 +63,30 @@ class CompletionPort(Protocol):
 
 
 class FleetPort:
-    """Completions by SGLang servers. Requests have ids of their own and no draws."""
+    """Completions by SGLang servers. Requests have ids of their own and no draws.
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    attempts: tries of a completion while connections to servers break.
+    """
+
+    def __init__(self, fleet: Fleet, attempts: int) -> None:
+        self._fleet, self._backoff = fleet, Backoff(attempts)
 
     async def complete(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float, seed: int
     ) -> Sequence[int]:
         """See CompletionPort; raises what Fleet.generate raises."""
-        request = RolloutRequest(
-            rid=f"eval-{uuid.uuid4().hex}",
-            input_ids=list(prompt_ids),
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-        )
-        return (await self._fleet.generate(request)).output_ids_T.tolist()
+
+        async def once(_: int) -> list[int]:
+            request = RolloutRequest(
+                rid=f"eval-{uuid.uuid4().hex}",
+                input_ids=list(prompt_ids),
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                seed=seed,
+            )
+            return (await self._fleet.generate(request)).output_ids_T.tolist()
+
+        return await retried(once, self._backoff, is_lost_connection)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,16 @@ under the new weights after `resume`.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import numpy as np
 
-from sglang_bridge import wire
+from sglang_bridge import sizes, wire
 from sglang_bridge.errors import BridgeError
-from sglang_bridge.http import HttpConnection, RetryPolicy
+from sglang_bridge.http import REPLY_BYTES, HttpConnection
 from sglang_bridge.parse import (
+    Known,
     empty_scores,
     parse_info,
     parse_pieces,
@@ -33,20 +35,36 @@ from sglang_bridge.protocol import (
     ServerInfo,
     WeightPiece,
 )
+from sglang_bridge.retry import Backoff, is_lost_connection, is_unsent, retried
 
 ALIVE_TIMEOUT_S = 5.0
+# Of what changes or tells a server's state: a run ends when one of these fails for good.
+CONTROL_BACKOFF = Backoff(attempts=4, first_wait_s=0.25)
 PauseMode = Literal["retract", "in_place", "abort"]
 
 
 class ServerClient:
     """Talks to the server at `url`. timeout_s: the longest wait for any one reply.
 
+    api_key: the server's, if it has one. Work (generate, score) is tried once, for who sends it
+    counts its tries; what concerns the server's state is repeated where that does no harm. Once
+    `info` has told what the server is, replies are checked against it too.
+
     Use inside one event loop; `close` (or `async with`) when done. Every method raises
     BridgeError's subclasses.
     """
 
-    def __init__(self, url: str, *, timeout_s: float, retry: RetryPolicy | None = None) -> None:
-        self._http = HttpConnection(url, timeout_s=timeout_s, retry=retry)
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float,
+        api_key: str | None = None,
+        backoff: Backoff = CONTROL_BACKOFF,
+    ) -> None:
+        self._http = HttpConnection(url, timeout_s=timeout_s, api_key=api_key)
+        self._backoff = backoff
+        self._known = Known()
         self.url = self._http.url
 
     async def __aenter__(self) -> Self:
@@ -62,10 +80,7 @@ class ServerClient:
     # ------------------------------------------------------------ work
 
     async def generate(self, request: RolloutRequest) -> RolloutReply:
-        """Samples one completion.
-
-        Repeated only when no connection was made: a second try would be another sample.
-        """
+        """Samples one completion, in one try: a second one would be another sample."""
         params: dict[str, Any] = {
             "temperature": request.temperature,
             "top_p": request.top_p,
@@ -86,13 +101,14 @@ class ServerClient:
             if request.experts:
                 params["custom_params"][wire.WANTS_EXPERTS] = True
         body = {"rid": request.rid, "input_ids": _ids(request.input_ids), "sampling_params": params}
-        reply = await self._http.request("POST", "/generate", body, repeatable=False)
-        return parse_rollout(self.url, reply, request)
+        limit = sizes.rollout_bytes(request)
+        reply = await self._http.request("POST", "/generate", body, max_bytes=limit)
+        return parse_rollout(self.url, reply, request, self._known)
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
-        """Scores every id of `request` with log q; repeated after transport errors.
+        """Scores every id of `request` with log q, in one try. An empty response asks nobody.
 
-        A repeat selects anew (a deterministic server: the same). An empty response asks nobody.
+        A second try selects anew (a deterministic server: the same).
         """
         if request.num_tokens == 0:
             return empty_scores(request)
@@ -119,8 +135,9 @@ class ServerClient:
             "logprob_start_len": start,
             "sampling_params": sampling,
         }
-        reply = await self._http.request("POST", "/generate", body, repeatable=True)
-        return parse_scores(self.url, reply, request)
+        limit = sizes.score_bytes(request)
+        reply = await self._http.request("POST", "/generate", body, max_bytes=limit)
+        return parse_scores(self.url, reply, request, self._known)
 
     async def abort(self, rid: str) -> None:
         """Stops a request; its generate() then raises RequestAborted. Unknown rids are ignored."""
@@ -131,36 +148,37 @@ class ServerClient:
     async def info(self) -> ServerInfo:
         """What the server is; also proves that its plugin answers."""
         server, model, models, plugin = await asyncio.gather(
-            self._http.get("/server_info"),
-            self._http.get("/model_info"),
-            self._http.get("/v1/models"),
+            self._get("/server_info"),
+            self._get("/model_info"),
+            self._get("/v1/models"),
             self._post("/weights_checker", {"action": wire.MODEL_ACTION}, repeatable=True),
         )
-        return parse_info(self.url, server, model, models, plugin)
+        info = parse_info(self.url, server, model, models, plugin)
+        self._known = Known(info.vocab_size, info.context_length, info.version)
+        return info
 
     async def alive(self) -> bool:
-        """Whether the server answers, also while paused (/health generates, so it fails then)."""
+        """Whether the server answers, also while paused (/health generates, so it fails then).
+
+        Raises ServerUnreachable when it certainly does not: nobody listens.
+        """
         try:
-            await self._http.request(
-                "GET",
-                "/model_info",
-                None,
-                timeout_s=ALIVE_TIMEOUT_S,
-                repeatable=False,
-                retry_unsent=False,
-            )
-        except BridgeError:
+            await self._http.get("/model_info", timeout_s=ALIVE_TIMEOUT_S)
+        except BridgeError as error:
+            if is_unsent(error):
+                raise
             return False
         return True
 
     async def version(self) -> int:
         """Version of the weights it samples from; cheap, and answered also while paused."""
-        return parse_version(self.url, await self._http.get("/model_info"))
+        return parse_version(self.url, await self._get("/model_info"))
 
     async def weight_digests(self) -> list[WeightPiece]:
         """A digest of every slice of weights that every tensor-parallel rank holds now."""
         body = {"action": wire.PIECE_ACTION}
-        reply = await self._post("/weights_checker", body, repeatable=True)
+        path = "/weights_checker"
+        reply = await self._post(path, body, repeatable=True, max_bytes=sizes.DIGEST_BYTES)
         return parse_pieces(self.url, reply)
 
     # ------------------------------------------------------------ publication
@@ -183,6 +201,7 @@ class ServerClient:
 
     async def end_weight_update(self, version: int) -> None:
         """Closes the session; tokens sampled from now on carry `version`."""
+        self._known = replace(self._known, version=version)
         await self._post("/end_weight_update", {}, repeatable=False)
         # Its default aborts everything in flight.
         label = {"new_version": str(version), "abort_all_requests": False}
@@ -235,6 +254,9 @@ class ServerClient:
         path = "/update_weights_from_distributed"
         await self._post(path, body, timeout_s=timeout_s, repeatable=False)
 
+    async def _get(self, path: str) -> Any:
+        return await retried(lambda _: self._http.get(path), self._backoff, is_lost_connection)
+
     async def _post(
         self,
         path: str,
@@ -242,9 +264,15 @@ class ServerClient:
         *,
         repeatable: bool,
         timeout_s: float | None = None,
+        max_bytes: int = REPLY_BYTES,
     ) -> Any:
-        return await self._http.request(
-            "POST", path, body, timeout_s=timeout_s, repeatable=repeatable
+        """repeatable: the server may receive the request twice."""
+        return await retried(
+            lambda _: self._http.request(
+                "POST", path, body, timeout_s=timeout_s, max_bytes=max_bytes
+            ),
+            self._backoff,
+            is_lost_connection if repeatable else is_unsent,
         )
 
 

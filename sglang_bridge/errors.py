@@ -1,13 +1,21 @@
 """What can go wrong between the pipeline and SGLang.
 
-Every message is one line and names the server.
+Every message is one printable line and names the server.
 """
 
 from __future__ import annotations
 
+MESSAGE_LENGTH = 1000  # characters
+
 
 class BridgeError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose.
+
+    What peers wrote is part of many messages, so each is made one printable line.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message, MESSAGE_LENGTH))
 
 
 class ServerUnreachable(BridgeError):
@@ -17,8 +25,8 @@ class ServerUnreachable(BridgeError):
     """
 
     def __init__(self, url: str, path: str, cause: str, *, sent: bool) -> None:
-        self.url, self.path, self.cause, self.sent = url, path, cause, sent
-        super().__init__(f"{url}{path}: no answer ({cause})")
+        self.url, self.path, self.cause, self.sent = url, path, one_line(cause), sent
+        super().__init__(f"{url}{path}: no answer ({self.cause})")
 
     @property
     def timed_out(self) -> bool:
@@ -53,8 +61,11 @@ class PublicationFailed(BridgeError):
 class ServerDied(BridgeError):
     """A server process ended (or never became ready) during start-up.
 
-    The message ends with its log's last lines.
+    The message ends with its log's last lines, which are lines of their own.
     """
+
+    def __init__(self, message: str) -> None:
+        Exception.__init__(self, "\n".join(map(printable, message.splitlines())))
 
 
 class PortInUse(BridgeError):

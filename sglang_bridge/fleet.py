@@ -1,4 +1,8 @@
-"""Servers of one role: work goes to the least loaded, weights go to every one."""
+"""Servers of one role: work goes to the least loaded, weights go to every one.
+
+A request for work is tried once; who repeats it (sglang_bridge.retry) reaches another server, for
+the one that failed rests.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from sglang_bridge.client import PauseMode, ServerClient
-from sglang_bridge.errors import BadReply, BridgeError, PublicationFailed, ServerUnreachable
+from sglang_bridge.errors import BadReply, BridgeError, PublicationFailed
 from sglang_bridge.protocol import (
     BucketSpec,
     RolloutReply,
@@ -20,8 +24,10 @@ from sglang_bridge.protocol import (
     ServerInfo,
     WeightPiece,
 )
+from sglang_bridge.retry import is_transient
 
-REST_S = 5.0  # a server that could not be reached gets no work for this long
+# a server that failed gets no work for this long while another one can be asked
+REST_S = 5.0
 
 Reply = TypeVar("Reply")
 
@@ -106,37 +112,28 @@ class Fleet:
     # ------------------------------------------------------------ work
 
     async def generate(self, request: RolloutRequest) -> RolloutReply:
-        """One completion from the least-loaded server; another is tried if it was never reached."""
-        return await self._dispatch(
-            lambda client: client.generate(request), repeat=lambda error: not error.sent
-        )
+        """One completion from the least-loaded server, in one try."""
+        return await self._dispatch(lambda client: client.generate(request))
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
-        """Scores from the least-loaded server, or from another one when it does not answer."""
-        return await self._dispatch(lambda client: client.score(request), repeat=lambda _: True)
+        """Scores from the least-loaded server, in one try."""
+        return await self._dispatch(lambda client: client.score(request))
 
-    async def _dispatch(
-        self,
-        call: Callable[[ServerClient], Awaitable[Reply]],
-        repeat: Callable[[ServerUnreachable], bool],
-    ) -> Reply:
-        untried = list(self._servers)
-        while True:
-            server = self._least_loaded(untried)
-            untried.remove(server)
-            try:
-                with _counted(server):
-                    return await call(server.client)
-            except ServerUnreachable as error:
+    async def _dispatch(self, call: Callable[[ServerClient], Awaitable[Reply]]) -> Reply:
+        server = self._least_loaded(self._servers)
+        try:
+            with _counted(server):
+                return await call(server.client)
+        except BridgeError as error:
+            if is_transient(error):
                 server.rests_until_s = time.monotonic() + REST_S
-                if not untried or not repeat(error):
-                    raise
+            raise
 
     @staticmethod
     def _least_loaded(servers: list[_Server]) -> _Server:
-        """A resting server only when all rest."""
+        """A resting server only when all rest, and then the one that failed first."""
         now_s = time.monotonic()
-        return min(servers, key=lambda server: (server.rests_until_s > now_s, server.in_flight))
+        return min(servers, key=lambda server: (max(server.rests_until_s, now_s), server.in_flight))
 
     # ------------------------------------------------------------ publication
 

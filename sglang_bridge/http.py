@@ -1,9 +1,12 @@
-"""HTTP to one server: one pool, a limit on every wait, retries only where they do no harm."""
+"""HTTP to one server: one pool, one try a request, a limit on every wait and on every reply.
+
+What answers is not trusted: replies are read up to a limit, compressed ones and redirects are
+refused, and whatever cannot be decoded raises BadReply. Nothing is repeated here, see
+sglang_bridge.retry.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -15,31 +18,29 @@ from sglang_bridge.errors import BadReply, ServerRefused, ServerUnreachable
 # pooled connection is never one it is just closing.
 KEEPALIVE_S = 2.0
 CONNECT_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """attempts: tries in all. first_wait_s: pause before the second, doubled each time."""
-
-    attempts: int = 4
-    first_wait_s: float = 0.25
+CHUNK_BYTES = 1 << 16
+# of an answer whose size the request does not decide
+REPLY_BYTES = 16 << 20
+# of the explanation of a refusal
+EXPLANATION_BYTES = 1 << 16
+UNAUTHORIZED, FORBIDDEN = 401, 403
 
 
 class HttpConnection:
-    """Requests to `url`.
+    """Requests to `url`. timeout_s: the longest wait for a whole reply.
 
-    A retry may follow only a request that is safe to repeat, or that was never sent.
+    api_key: sent as a bearer token; it appears in no message of ours.
     """
 
-    def __init__(self, url: str, *, timeout_s: float, retry: RetryPolicy | None = None) -> None:
+    def __init__(self, url: str, *, timeout_s: float, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
-        self._retry = RetryPolicy() if retry is None else retry
+        self._api_key = api_key
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self, path: str, *, timeout_s: float | None = None) -> Any:
-        """GET: a read, repeated after transport errors."""
-        return await self.request("GET", path, None, timeout_s=timeout_s, repeatable=True)
+        """GET; see `request`."""
+        return await self.request("GET", path, None, timeout_s=timeout_s)
 
     async def request(
         self,
@@ -48,28 +49,34 @@ class HttpConnection:
         body: dict[str, Any] | None,
         *,
         timeout_s: float | None = None,
-        repeatable: bool,
-        retry_unsent: bool = True,
+        max_bytes: int = REPLY_BYTES,
     ) -> Any:
-        """The decoded JSON (None for an empty or non-JSON body).
+        """The decoded JSON (None for an empty or non-JSON body) of at most `max_bytes`.
 
-        repeatable: the request may reach the server twice, but not after `timeout_s` of silence.
-        retry_unsent: it may be tried again when
-        no connection was made. Raises ServerUnreachable, ServerRefused, BadReply.
+        Raises ServerUnreachable, ServerRefused, BadReply.
         """
-        wait_s = self._retry.first_wait_s
-        for attempt in range(1, self._retry.attempts + 1):
-            try:
-                return await self._once(method, path, body, timeout_s or self._timeout_s)
-            except ServerUnreachable as error:
-                again = repeatable or (retry_unsent and not error.sent)
-                # a silent server has used up its time; who wants to wait as long again says so
-                again = again and not (error.sent and error.timed_out)
-                if not again or attempt == self._retry.attempts:
-                    raise
-            await asyncio.sleep(wait_s)
-            wait_s *= 2
-        raise AssertionError("unreachable: the last attempt returns or raises")
+        data = None if body is None else msgspec.json.encode(body)
+        limits = aiohttp.ClientTimeout(
+            total=timeout_s or self._timeout_s, sock_connect=CONNECT_TIMEOUT_S
+        )
+        url = f"{self.url}{path}"
+        try:
+            async with self._open().request(
+                method, url, data=data, timeout=limits, allow_redirects=False
+            ) as reply:
+                if reply.status != 200:
+                    raise await self._refusal(path, reply)
+                raw = await _read(url, reply, max_bytes)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise ServerUnreachable(self.url, path, _cause(error), sent=False) from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ServerUnreachable(self.url, path, _cause(error), sent=True) from error
+        if not raw or reply.content_type != "application/json":
+            return None
+        try:
+            return msgspec.json.decode(raw)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise BadReply(f"{url}: the reply is no JSON ({error})") from error
 
     async def close(self) -> None:
         """Closes the pool. The connection can be used again after."""
@@ -77,37 +84,59 @@ class HttpConnection:
             await self._session.close()
             self._session = None
 
-    async def _once(
-        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
-    ) -> Any:
-        data = None if body is None else msgspec.json.encode(body)
-        limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
-        url = f"{self.url}{path}"
-        try:
-            session = self._open()
-            async with session.request(method, url, data=data, timeout=limits) as reply:
-                raw = await reply.read()
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise ServerUnreachable(self.url, path, _cause(error), sent=False) from error
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ServerUnreachable(self.url, path, _cause(error), sent=True) from error
-        if reply.status != 200:
-            raise ServerRefused(self.url, path, reply.status, _explanation(raw))
-        if not raw or reply.content_type != "application/json":
-            return None
-        try:
-            return msgspec.json.decode(raw)
-        except msgspec.DecodeError as error:
-            raise BadReply(f"{url}: the reply is no JSON ({error})") from error
+    async def _refusal(self, path: str, reply: aiohttp.ClientResponse) -> ServerRefused:
+        if 300 <= reply.status < 400:
+            where = reply.headers.get("Location", "nowhere")
+            text = f"a redirect to {where}; redirects are not followed"
+        elif reply.status in (UNAUTHORIZED, FORBIDDEN):
+            sent = (
+                "the API key sent is not the server's" if self._api_key else "no API key was sent"
+            )
+            text = f"{sent}; api_key_env names the environment variable that holds it"
+        else:
+            text = _explanation(await _read_some(reply))
+        return ServerRefused(self.url, path, reply.status, text)
 
     def _open(self) -> aiohttp.ClientSession:
         """The session, made inside the running loop on first use."""
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+            headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+            if self._api_key is not None:
+                headers["Authorization"] = f"Bearer {self._api_key}"
             self._session = aiohttp.ClientSession(
-                connector=connector, headers={"Content-Type": "application/json"}
+                # limit=0: as many connections as there are requests; the caller bounds those
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+                headers=headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
             )
         return self._session
+
+
+async def _read(url: str, reply: aiohttp.ClientResponse, max_bytes: int) -> bytearray:
+    """The body, read no further than `max_bytes`. Raises BadReply."""
+    encoding = reply.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise BadReply(f"{url}: the reply is encoded as {encoding}, which nobody asked for")
+    too_large = BadReply(f"{url}: the reply is larger than {max_bytes} bytes")
+    if (reply.content_length or 0) > max_bytes:
+        raise too_large
+    raw = bytearray()
+    async for chunk in reply.content.iter_chunked(CHUNK_BYTES):
+        raw += chunk
+        if len(raw) > max_bytes:
+            raise too_large
+    return raw
+
+
+async def _read_some(reply: aiohttp.ClientResponse) -> bytes:
+    """The first EXPLANATION_BYTES of the body, or all of it."""
+    raw = bytearray()
+    async for chunk in reply.content.iter_chunked(CHUNK_BYTES):
+        raw += chunk
+        if len(raw) >= EXPLANATION_BYTES:
+            break
+    return bytes(raw[:EXPLANATION_BYTES])
 
 
 def _cause(error: BaseException) -> str:
@@ -116,13 +145,14 @@ def _cause(error: BaseException) -> str:
 
 def _explanation(raw: bytes) -> str:
     """The message inside one of SGLang's error bodies, or the body itself."""
+    text = raw.decode("utf-8", errors="replace")
     try:
         body = msgspec.json.decode(raw)
-    except msgspec.DecodeError:
-        return raw.decode("utf-8", errors="replace")
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return text
     while isinstance(body, dict):
         inner = next((body[key] for key in ("error", "message") if body.get(key)), None)
         if inner is None:
             break
         body = inner
-    return body if isinstance(body, str) else raw.decode("utf-8", errors="replace")
+    return body if isinstance(body, str) else text

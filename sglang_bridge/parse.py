@@ -7,6 +7,9 @@ raises BadReply.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -28,35 +31,59 @@ from sglang_bridge.tables import (
     RowTable,
     check_logp,
     check_weights,
+    is_int,
     join,
     read_array,
     read_rows,
     require,
 )
 
+# SGLang ends a response this near to the context's end, with the reason "length".
+CONTEXT_SLACK = 8
+MAX_IDS = 2**31  # of a vocabulary whose size is not known: what int32 holds
+MAX_EXPERTS = 2**16
+MAX_DIGITS = 15
+DIGEST_DIGITS = 16
 
-def parse_rollout(url: str, reply: Any, request: RolloutRequest) -> RolloutReply:
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a server, against which its replies are checked; None: not yet.
+
+    version: the newest weights that were published to it.
+    """
+
+    vocab_size: int = MAX_IDS
+    context_length: int | None = None
+    version: int | None = None
+
+
+NOTHING_KNOWN = Known()
+
+
+def parse_rollout(
+    url: str, reply: Any, request: RolloutRequest, known: Known = NOTHING_KNOWN
+) -> RolloutReply:
     """The reply of /generate to `request`.
 
     Raises BadReply, or RequestAborted when the server gave up on it.
     """
     meta = _meta(url, reply)
     answered = meta.get("id")
-    require(url, answered == request.rid, f"asked for {request.rid}, got the reply of {answered}")
+    require(url, answered == request.rid, f"asked for {request.rid}, got the reply of {answered!r}")
     reason = _field(url, meta, "finish_reason", dict)
     kind = reason.get("type")
     if kind == "abort":
         raise RequestAborted(f"{url}: request {request.rid} was aborted: {reason.get('message')}")
     require(url, kind in ("stop", "length"), f"finish_reason is {kind!r}")
-    output_ids = _field(url, reply, "output_ids", list)
-    require(url, len(output_ids) > 0, "output_ids is empty")
-    ids_T = np.asarray(output_ids, dtype=np.int32)
+    ids_T = _output_ids(url, reply, known.vocab_size)
+    _check_length(url, len(ids_T), kind, request, known)
     if not request.keeps_cache:
-        spans = _native_spans(url, meta, len(ids_T))
+        spans = _native_spans(url, meta, len(ids_T), known)
         return RolloutReply(ids_T, kind, None, spans, url)
     payload = _payload(url, meta, wire.DRAWS)
-    draws = _draw_cache(url, payload, ids_T, request)
-    spans = _run_lengths(url, payload.get("versions"), len(ids_T))
+    draws = _draw_cache(url, payload, ids_T, request, known)
+    spans = _run_lengths(url, payload.get("versions"), len(ids_T), known)
     experts = None
     if request.experts:
         inputs = len(request.input_ids) + len(ids_T) - 1
@@ -64,7 +91,32 @@ def parse_rollout(url: str, reply: Any, request: RolloutRequest) -> RolloutReply
     return RolloutReply(ids_T, kind, draws, spans, url, experts)
 
 
-def parse_scores(url: str, reply: Any, request: ScoreRequest) -> ScoreReply:
+def _output_ids(url: str, reply: Any, vocab_size: int) -> np.ndarray:
+    ids = _field(url, reply, "output_ids", list)
+    require(url, len(ids) > 0, "output_ids is empty")
+    # first of all by type: bool, float, str, None and lists are no ids, whatever they compare to
+    odd = next((token for token in ids if not is_int(token)), None)
+    require(url, all(map(is_int, ids)), f"output_ids holds {odd!r}, which is no id")
+    low, high = min(ids), max(ids)
+    require(url, low >= 0, f"output_ids holds {low}, and an id is not negative")
+    require(url, high < vocab_size, f"output_ids holds {high}, the vocabulary has {vocab_size}")
+    return np.asarray(ids, dtype=np.int32)
+
+
+def _check_length(url: str, tokens: int, kind: str, request: RolloutRequest, known: Known) -> None:
+    """At most as many tokens as asked for; fewer only where the model ended, or the context."""
+    most = request.max_new_tokens
+    require(url, tokens <= most, f"asked for at most {most} tokens, got {tokens}")
+    if kind == "length" and tokens < most:
+        context = math.inf if known.context_length is None else known.context_length
+        near = len(request.input_ids) + tokens + CONTEXT_SLACK >= context
+        unknown = known.context_length is None
+        require(url, near or unknown, f"finish_reason is 'length' after {tokens} of {most} tokens")
+
+
+def parse_scores(
+    url: str, reply: Any, request: ScoreRequest, known: Known = NOTHING_KNOWN
+) -> ScoreReply:
     """The reply of /generate to a scoring request.
 
     Raises BadReply, also for a score that is not finite.
@@ -76,9 +128,8 @@ def parse_scores(url: str, reply: Any, request: ScoreRequest) -> ScoreReply:
     check_logp(url, logp_N)
     if not request.selects:
         return ScoreReply(logp_N)
-    selected = read_rows(
-        url, _field(url, payload, wire.SELECTION, dict), request.num_tokens, request
-    )
+    selection = _field(url, payload, wire.SELECTION, dict)
+    selected = read_rows(url, selection, request.num_tokens, request, known.vocab_size)
     nothing_forced_N = np.zeros(len(selected.ids_N), dtype=bool)
     check_weights(url, selected, request.num_atoms, request.num_draws, nothing_forced_N)
     return ScoreReply(logp_N, join(request, logp_N, selected))
@@ -99,15 +150,20 @@ def parse_pieces(url: str, reply: Any) -> list[WeightPiece]:
     for position, info in enumerate(_field(url, reply, "ranks", list)):
         checksums = _field(url, info, "checksums", dict)
         parallelism = _field(url, info, "parallelism_info", list)
-        rank = int(parallelism[0]["tp_rank"]) if parallelism else position
-        for key, digest in checksums.items():
-            fields = key.split(wire.PIECE_SEPARATOR)
-            require(url, len(fields) == 5, f"{key!r} does not describe a piece of weights")
-            name, dim, start, length, dtype = fields
-            piece = WeightPiece(rank, name, int(dim), int(start), int(length), dtype, digest)
-            pieces.append(piece)
+        rank = _count(url, parallelism[0], "tp_rank") if parallelism else position
+        pieces += [_piece(url, rank, key, digest) for key, digest in checksums.items()]
     require(url, len(pieces) > 0, "no weight digests: is the server's plugin active?")
     return pieces
+
+
+def _piece(url: str, rank: int, key: str, digest: Any) -> WeightPiece:
+    fields = key.split(wire.PIECE_SEPARATOR)
+    whole = len(fields) == 5 and key.isprintable() and all(map(_is_number, fields[1:4]))
+    require(url, whole, f"{key!r} does not describe a piece of weights")
+    sound = isinstance(digest, str) and 0 < len(digest) <= DIGEST_DIGITS and digest.isalnum()
+    require(url, sound, f"the digest of {key!r} is {digest!r}")
+    name, dim, start, length, dtype = fields
+    return WeightPiece(rank, name, int(dim), int(start), int(length), dtype, digest)
 
 
 def parse_info(url: str, server: Any, model: Any, models: Any, plugin: Any) -> ServerInfo:
@@ -117,30 +173,36 @@ def parse_info(url: str, server: Any, model: Any, models: Any, plugin: Any) -> S
     described = _field(url, ranks[0], "checksums", dict)
     entries = _field(url, models, "data", list)
     require(url, len(entries) > 0, "/v1/models names no model")
+    vocab_size = _number(url, "vocab_size", described.get("vocab_size"))
+    require(url, 0 < vocab_size <= MAX_IDS, f"vocab_size is {vocab_size}")
     return ServerInfo(
         url=url,
-        model_path=_field(url, model, "model_path", str),
-        vocab_size=int(described["vocab_size"]),
-        context_length=_field(url, entries[0], "max_model_len", int),
-        tp_size=_field(url, server, "tp_size", int),
-        ep_size=_field(url, server, "ep_size", int),
-        version=_version(url, model.get("weight_version")),
-        dtype=described["dtype"],
-        max_total_tokens=_field(url, server, "max_total_num_tokens", int),
+        model_path=_text(url, model, "model_path"),
+        vocab_size=vocab_size,
+        context_length=_count(url, entries[0], "max_model_len", least=1),
+        tp_size=_count(url, server, "tp_size", least=1),
+        ep_size=_count(url, server, "ep_size", least=1),
+        version=parse_version(url, model),
+        dtype=_text(url, described, "dtype"),
+        max_total_tokens=_count(url, server, "max_total_num_tokens", least=1),
         deterministic=_field(url, server, "enable_deterministic_inference", bool),
     )
 
 
 def parse_version(url: str, model: Any) -> int:
     """The weight version in a reply of /model_info."""
-    return _version(url, _field(url, model, "weight_version", str))
+    return _number(url, "weight version", _field(url, model, "weight_version", str))
 
 
 def _draw_cache(
-    url: str, payload: dict[str, Any], ids_T: np.ndarray, request: RolloutRequest
+    url: str,
+    payload: dict[str, Any],
+    ids_T: np.ndarray,
+    request: RolloutRequest,
+    known: Known,
 ) -> DrawCache:
     tokens = len(ids_T)
-    table = read_rows(url, payload, tokens, request)
+    table = read_rows(url, payload, tokens, request, known.vocab_size)
     column_T = read_array(url, payload, "path_T", wire.DRAW_FIELDS["path_T"]).astype(np.int64)
     require(url, len(column_T) == tokens, f"path of {len(column_T)} of {tokens} tokens")
     inside = bool((column_T < np.diff(table.offsets_T1)).all())
@@ -158,41 +220,73 @@ def _draw_cache(
 
 def _experts(url: str, payload: dict[str, Any], inputs: int) -> ExpertArray:
     layers, topk, count = (
-        _field(url, payload, name, int) for name in ("layers", "topk", "num_experts")
+        _count(url, payload, name, least=1) for name in ("layers", "topk", "num_experts")
     )
+    require(url, count <= MAX_EXPERTS, f"num_experts is {count}")
     flat = read_array(url, payload, "experts", "<u1" if count <= 256 else "<u2")
-    expected = inputs * layers * topk
     require(
         url,
-        0 < expected == len(flat),
+        inputs * layers * topk == len(flat),
         f"{len(flat)} routed experts for {inputs} inputs, {layers} layers, {topk} a token",
     )
     require(url, int(flat.max()) < count, f"expert {int(flat.max())} of {count}")
     return flat.reshape(inputs, layers, topk)
 
 
-def _run_lengths(url: str, runs: Any, tokens: int) -> tuple[tuple[int, int, int], ...]:
-    """[[version, first token], ...] to (version, start, stop)."""
+def _run_lengths(
+    url: str, runs: Any, tokens: int, known: Known
+) -> tuple[tuple[int, int, int], ...]:
+    """[[version, first token], ...] to (version, start, stop).
+
+    Weights only become newer while a response grows, and never newer than what was published.
+    """
     require(url, isinstance(runs, list) and len(runs) > 0, "no versions")
-    versions = [_version(url, version) for version, _ in runs]
+    pairs = all(isinstance(run, Sequence) and len(run) == 2 for run in runs)
+    require(url, pairs and all(is_int(run[1]) for run in runs), "versions are no pairs")
+    versions = [_number(url, "weight version", version) for version, _ in runs]
     edges = [start for _, start in runs] + [tokens]
     rising = edges[0] == 0 and all(a < b for a, b in pairwise(edges))
     require(url, rising, f"versions do not cover {tokens} tokens: {runs}")
+    require(url, versions == sorted(versions), f"versions fall: {versions}")
+    newest = versions[-1] if known.version is None else known.version
+    require(url, versions[-1] <= newest, f"version {versions[-1]} was not published, {newest} was")
     return tuple((v, a, b) for v, (a, b) in zip(versions, pairwise(edges), strict=True))
 
 
-def _native_spans(url: str, meta: dict[str, Any], tokens: int) -> tuple[tuple[int, int, int], ...]:
+def _native_spans(
+    url: str, meta: dict[str, Any], tokens: int, known: Known
+) -> tuple[tuple[int, int, int], ...]:
     """SGLang's own version spans; exact when weights change only under a retracting pause."""
     spans = _field(url, meta, "weight_versions", list)
-    runs = [[span["version"], span["start"]] for span in spans if span["start"] < tokens]
-    return _run_lengths(url, runs, tokens)
+    runs = [[_field(url, span, "version", str), _count(url, span, "start")] for span in spans]
+    return _run_lengths(url, [run for run in runs if run[1] < tokens], tokens, known)
 
 
-def _version(url: str, text: Any) -> int:
-    try:
-        return int(text)
-    except (TypeError, ValueError):
-        raise BadReply(f"{url}: weight version {text!r} is not a number") from None
+def _number(url: str, what: str, text: Any) -> int:
+    """A whole number >= 0, as labels hold it: decimal digits in a string, or a JSON number."""
+    if is_int(text) and 0 <= text < 10**MAX_DIGITS:
+        return text
+    require(url, isinstance(text, str) and _is_number(text), f"{what} {text!r} is not a number")
+    return int(text)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS
+
+
+def _count(url: str, reply: Any, name: str, least: int = 0) -> int:
+    """A JSON number that is whole and >= `least`."""
+    value = reply.get(name) if isinstance(reply, dict) else None
+    sound = is_int(value) and least <= value < 10**MAX_DIGITS
+    require(url, sound, f"{name} must be a whole number >= {least}, got {value!r}")
+    return value
+
+
+def _text(url: str, reply: Any, name: str) -> str:
+    """A string that can be printed."""
+    value = _field(url, reply, name, str)
+    require(url, value.isprintable(), f"{name} holds control characters: {value!r}")
+    return value
 
 
 def _meta(url: str, reply: Any) -> dict[str, Any]:

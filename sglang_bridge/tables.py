@@ -39,7 +39,11 @@ class RowTable:
 
 
 def read_rows(
-    url: str, payload: Mapping[str, Any], rows: int, request: RolloutRequest | ScoreRequest
+    url: str,
+    payload: Mapping[str, Any],
+    rows: int,
+    request: RolloutRequest | ScoreRequest,
+    vocab_size: int,
 ) -> RowTable:
     """The table of `payload`: `rows` rows of ids that rise, with finite weights and log-probs.
 
@@ -47,7 +51,7 @@ def read_rows(
     """
     for name, asked in (("num_atoms", request.num_atoms), ("num_draws", request.num_draws)):
         given = payload.get(name)
-        require(url, given == asked, f"asked for {name}={asked}, got {given}")
+        require(url, is_int(given) and given == asked, f"asked for {name}={asked}, got {given!r}")
     length_T, ids_N, weight_N, logp_N = (
         read_array(url, payload, name, dtype) for name, dtype in wire.ROW_FIELDS.items()
     )
@@ -58,6 +62,8 @@ def read_rows(
     sizes = {len(ids_N), len(weight_N), len(logp_N), int(offsets_T1[-1])}
     require(url, len(sizes) == 1, f"row arrays differ in length: {sorted(sizes)}")
     require(url, int(ids_N.min()) >= 0, "an id is negative")
+    most = int(ids_N.max())
+    require(url, most < vocab_size, f"id {most} is not of the vocabulary of {vocab_size}")
     rises = np.diff(ids_N) > 0
     rises[offsets_T1[1:-1] - 1] = True  # from one row to the next
     require(url, bool(rises.all()), "the ids of a row do not rise")
@@ -123,6 +129,11 @@ def read_array(url: str, payload: Mapping[str, Any], name: str, dtype: str) -> n
         return wire.unpack(payload.get(name), dtype)
     except ValueError as error:
         raise BadReply(f"{url}: {name}: {error}") from error
+
+
+def is_int(value: Any) -> bool:
+    """Whether a JSON value is a whole number; true and false are none."""
+    return type(value) is int
 
 
 def require(url: str, condition: bool, what: str) -> None:

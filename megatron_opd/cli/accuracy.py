@@ -78,6 +78,7 @@ class Accuracies:
         if not prepared.heldout or prepared.judge is None:
             return []
         plan = evaluation_plan(self._config)
-        report = await evaluate(FleetPort(fleet), prepared.heldout, prepared.judge, plan)
+        port = FleetPort(fleet, self._config.rollout.attempts)
+        report = await evaluate(port, prepared.heldout, prepared.judge, plan)
         self._reports[name] = report
         return [f"{name}: {report.line()}"]

@@ -51,6 +51,7 @@ async def _evaluate(
     fleet = make_fleet(config.student, [server.spec.url])
     try:
         await fleet.start()
-        return await evaluate(FleetPort(fleet), heldout, judge, evaluation_plan(config))
+        port = FleetPort(fleet, config.rollout.attempts)
+        return await evaluate(port, heldout, judge, evaluation_plan(config))
     finally:
         await fleet.close()

@@ -12,8 +12,9 @@ from megatron_opd.config.schema import RolloutConfig
 from megatron_opd.config.supports import AtomsTailSupport, Support
 from megatron_opd.data.seeds import ROLLOUT, derived_seed
 from megatron_opd.types import Draws, Prompt, Rollout, VersionSpan
-from sglang_bridge.errors import BadReply, RequestAborted, ServerUnreachable
+from sglang_bridge.errors import BadReply, RequestAborted
 from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest
+from sglang_bridge.retry import Backoff, is_lost_connection, retried
 
 ABORTED, EMPTY = "aborted", "empty_response"
 
@@ -61,9 +62,10 @@ class RolloutGenerator:
         self._stop_token_ids = stop_token_ids
         self._routed_experts = routed_experts
         self._seed = seed
+        self._backoff = Backoff(rollout.attempts)
 
     async def generate(self, prompt: Prompt) -> Rollout:
-        """One completion of `prompt`.
+        """One completion of `prompt`, in rollout.attempts tries over all servers.
 
         A connection that breaks while its request is being served costs the tokens sampled so far:
         the rollout is sampled anew, by another server if there is one. What takes longer is lost
@@ -76,13 +78,9 @@ class RolloutGenerator:
         other failure is raised on, as is the last try's: a fleet that answers wrongly or not at all
         must stop the run.
         """
-        for restarts in range(self._rollout.attempts - 1):
-            try:
-                return await self._once(prompt, restarts)
-            except ServerUnreachable as error:
-                if error.timed_out or not error.sent:  # unsent: the fleet has tried every server
-                    raise
-        return await self._once(prompt, self._rollout.attempts - 1)
+        return await retried(
+            lambda earlier: self._once(prompt, earlier), self._backoff, is_lost_connection
+        )
 
     async def _once(self, prompt: Prompt, restarts: int) -> Rollout:
         clock = asyncio.get_running_loop().time

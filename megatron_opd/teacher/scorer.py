@@ -1,7 +1,8 @@
 """Rollout to Sample: the teacher's log-prob of every cached id, or the sample is dropped.
 
 A score that is missing, misshapen, infinite or not a number drops its sample with a counted reason;
-it never reaches the learner, where one NaN would spoil all weights.
+it never reaches the learner, where one NaN would spoil all weights. scoring.attempts counts every
+try of a sample, over all servers: nothing below repeats one.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.schema import ScoringConfig
 from megatron_opd.data.seeds import SCORE, derived_seed
-from megatron_opd.teacher.retry import Backoff, is_transient, retried
 from megatron_opd.types import Draws, FloatArray, Rollout, Sample
-from sglang_bridge.errors import BadReply, BridgeError, RequestAborted
+from sglang_bridge.errors import BadReply, BridgeError
 from sglang_bridge.protocol import ScoreReply, ScoreRequest, Selection
+from sglang_bridge.retry import Backoff, is_transient, retried
 
 BAD_REPLY, UNREACHABLE, REFUSED = "teacher_bad_reply", "teacher_unreachable", "teacher_refused"
 MISSHAPEN, NAN, INFINITE = "teacher_misshapen", "teacher_nan", "teacher_infinite"
@@ -87,7 +88,7 @@ class FleetScorer:
             return Sample(rollout, unread_N, reward)
         fleet, request = self._fleets[rollout.prompt.teacher], self._request(rollout)
         try:
-            reply = await retried(lambda: fleet.score(request), self._backoff)
+            reply = await retried(lambda _: fleet.score(request), self._backoff)
         except BridgeError as error:
             raise ScoreRejected(_reason(error), str(error)) from error
         if not request.selects:
@@ -148,4 +149,4 @@ def checked(logp_N: FloatArray, num_ids: int) -> FloatArray:
 def _reason(error: BridgeError) -> str:
     if isinstance(error, BadReply):
         return BAD_REPLY
-    return UNREACHABLE if is_transient(error) or isinstance(error, RequestAborted) else REFUSED
+    return UNREACHABLE if is_transient(error) else REFUSED

@@ -131,7 +131,7 @@ def test_damaged_draws_are_refused(damage: str):
         (lambda r: r.pop("meta_info"), "meta_info is missing"),
         (lambda r: r.pop("output_ids"), "output_ids is missing"),
         (lambda r: r.update(output_ids=[]), "output_ids is empty"),
-        (lambda r: r["meta_info"].update(id="other"), "asked for r, got the reply of other"),
+        (lambda r: r["meta_info"].update(id="other"), "asked for r, got the reply of 'other'"),
         (lambda r: r["meta_info"].update(finish_reason={"type": "odd"}), "finish_reason is 'odd'"),
     ],
 )

@@ -156,7 +156,7 @@ def test_the_fleet_port_asks_for_plain_generation():
             return SimpleNamespace(output_ids_T=np.array([20, 1], np.int32))
 
     async def twice():
-        port = FleetPort(FakeFleet())
+        port = FleetPort(FakeFleet(), attempts=1)
         options = {"max_new_tokens": 9, "temperature": 0.0, "seed": 17}
         return [await port.complete([5, 6], **options) for _ in range(2)]
 

@@ -169,7 +169,7 @@ def unreachable(*, sent: bool, cause: Exception | None = None) -> ServerUnreacha
     [
         (BadReply("no payload"), 1),
         (ServerRefused("http://a:1", "/generate", 400, "no"), 1),
-        (unreachable(sent=False), 1),  # the client and the fleet have tried again already
+        (unreachable(sent=False), 3),
         (unreachable(sent=True, cause=TimeoutError()), 1),
         (unreachable(sent=True, cause=OSError("reset")), 3),
     ],

@@ -9,11 +9,11 @@ import pytest
 from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.schema import ScoringConfig
-from megatron_opd.teacher.retry import Backoff, retried
 from megatron_opd.teacher.scorer import FleetScorer
 from megatron_opd.types import Draws, VersionSpan
 from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
 from sglang_bridge.protocol import ScoreReply, Selection
+from sglang_bridge.retry import Backoff, retried
 from tests.fakes import make_prompt, make_rollout, run_virtual
 
 ROLLOUT = make_rollout(make_prompt(5), (VersionSpan(0, 0, 3),))
@@ -117,7 +117,7 @@ def test_a_defect_of_ours_is_not_swallowed():
 
 
 def test_no_attempts_are_refused():
-    async def call():
+    async def call(_):
         return 1
 
     with pytest.raises(ValueError, match="attempts must be >= 1, got 0"):

@@ -1,0 +1,69 @@
+"""The one place where a request is repeated, and the one number of how often.
+
+Neither HttpConnection nor Fleet repeats anything: whoever sends a request for work counts its tries
+here. A fleet lets a server that failed rest, so that a repeat goes to another one if there is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from sglang_bridge.errors import BridgeError, RequestAborted, ServerRefused, ServerUnreachable
+
+Result = TypeVar("Result")
+
+TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """attempts: tries in all. first_wait_s: before the second; doubled each time to max_wait_s."""
+
+    attempts: int
+    first_wait_s: float = 0.2
+    max_wait_s: float = 5.0
+
+
+def is_transient(error: BridgeError) -> bool:
+    """Whether the same request may succeed later: no answer, overload, a server's own fault."""
+    if isinstance(error, ServerRefused):
+        return error.status == TOO_MANY_REQUESTS or error.status >= SERVER_ERROR
+    return isinstance(error, ServerUnreachable | RequestAborted)
+
+
+def is_lost_connection(error: BridgeError) -> bool:
+    """Whether the connection failed or broke.
+
+    Not when the server was silent for the whole wait: to repeat what took too long would choose by
+    length alone.
+    """
+    return isinstance(error, ServerUnreachable) and not (error.sent and error.timed_out)
+
+
+def is_unsent(error: BridgeError) -> bool:
+    """Whether the request certainly did not reach the server."""
+    return isinstance(error, ServerUnreachable) and not error.sent
+
+
+async def retried(
+    call: Callable[[int], Awaitable[Result]],
+    backoff: Backoff,
+    repeat: Callable[[BridgeError], bool] = is_transient,
+) -> Result:
+    """The result of the first try that succeeds; `call` is given the number of tries before it.
+
+    Raises the last error when all tries failed, and any error that `repeat` does not allow at once.
+    """
+    wait_s = backoff.first_wait_s
+    for earlier in range(backoff.attempts):
+        try:
+            return await call(earlier)
+        except BridgeError as error:
+            if earlier + 1 == backoff.attempts or not repeat(error):
+                raise
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, backoff.max_wait_s)
+    raise ValueError(f"attempts must be >= 1, got {backoff.attempts}")
