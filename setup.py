@@ -32,7 +32,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_opd*", "sglang_bridge*"]),
-    package_data={"megatron_opd": ["py.typed"], "sglang_bridge": ["py.typed"]},
+    package_data={
+        "megatron_opd": ["py.typed"],
+        "sglang_bridge": ["py.typed", "server/options.txt"],
+    },
     install_requires=CORE,
     extras_require={
         # SGLang itself is installed from requirements/cpu.lock with --no-deps: its declared

@@ -7,14 +7,20 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from megatron_opd.cli.extra_args import check_extra_args
 from megatron_opd.cli.gpu import has_gpu
 from megatron_opd.cli.memory_tables import memory_tables
 from megatron_opd.cli.preflight import ModelFacts, check_plan, prompt_limit
-from megatron_opd.cli.roles import STUDENT, Role, section_of
+from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of
 from megatron_opd.config.estimator import trust_of
 from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.schema import Config
 from megatron_opd.losses.formulas import formula
+from sglang_bridge import open_files
+
+# Files that a controller has open before it has connected to anything: measured 60, rounded up.
+OWN_FILES = 128
+PER_SERVER_FILES, PER_RANK_FILES = 8, 4
 
 
 def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[str, str]]:
@@ -54,6 +60,7 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
             f"micro-batches of <= {config.learner.tokens_per_microbatch} tokens",
         ),
         *((f"{role} servers", server_row(config, role)) for role in models),
+        ("open files", open_files_row(config)),
         ("run directory", str(config.run.dir)),
     ]
 
@@ -83,6 +90,33 @@ def routing_row(config: Config) -> list[tuple[str, str]]:
     return [("routing", f"{mode}: {sources[mode]}")] if mode in sources else []
 
 
+def open_files_needed(config: Config) -> int:
+    """Files that the controller holds open at most, a little rounded up.
+
+    A connection for each request in flight, and those that hold its pool, logs and libraries.
+    """
+    rollouts = min(config.rollout.concurrency, config.buffer.permits)
+    evaluated = rollouts if not config.evaluation.runs else config.rollout.concurrency
+    scores = config.scoring.concurrency if len(all_roles(config)) > 1 else 0
+    servers = sum(
+        len(section_of(config, role).urls) or section_of(config, role).servers
+        for role in all_roles(config)
+    )
+    ranks = config.learner.parallel.world_size
+    control = PER_SERVER_FILES * servers + PER_RANK_FILES * ranks
+    return max(rollouts + scores, evaluated) + control + OWN_FILES
+
+
+def open_files_row(config: Config) -> str:
+    """What a run opens beside what this machine allows."""
+    soft, hard = open_files.limits()
+    needed = open_files_needed(config)
+    allowed = "no limit" if hard == open_files.UNLIMITED else f"{hard} allowed"
+    short = hard != open_files.UNLIMITED and needed > hard
+    remedy = "; TOO FEW: raise the hard limit (ulimit -Hn) or lower concurrency" if short else ""
+    return f"about {needed} needed, {allowed} (the limit of {soft} is raised at start){remedy}"
+
+
 def server_row(config: Config, role: Role) -> str:
     """Where a role's servers come from and how each is sharded."""
     section = section_of(config, role)
@@ -93,6 +127,8 @@ def server_row(config: Config, role: Role) -> str:
 def check(config: Config, console: Console) -> None:
     """Raise UserError for the first problem, else print the plan and its memory tables."""
     models, bare = check_plan(config)
+    for role in models:
+        check_extra_args(section_of(config, role), role)
     table = Table(show_header=False, box=None)
     for what, value in [*plan_rows(config, models), *bare_rows(bare)]:
         table.add_row(f"[bold]{what}[/bold]", value)

@@ -44,6 +44,7 @@ def _pipeline(arguments: argparse.Namespace, *, launch: bool) -> int:
 
 def serve(arguments: argparse.Namespace) -> int:
     """`opd serve`: replace this process by one SGLang server."""
+    from megatron_opd.cli.keys import named_key
     from megatron_opd.cli.servers import server_spec
     from sglang_bridge.server.spec import PARENT_VARIABLE, server_command, server_env
 
@@ -61,7 +62,8 @@ def serve(arguments: argparse.Namespace) -> int:
             f"opd serve: --index must be >= 0 and base_port + index <= 65535, got {arguments.index}"
         )
     spec = server_spec(config, role, arguments.index)
-    command, environment = server_command(spec), server_env(spec)
+    command = server_command(spec)
+    environment = server_env(spec, api_key=named_key(section, role))
     # this process becomes the server: there is no parent of ours to follow
     del environment[PARENT_VARIABLE]
     sys.stdout.flush()

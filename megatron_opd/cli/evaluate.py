@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_opd.cli.accuracy import evaluation_plan
 from megatron_opd.cli.errors import RunFailed, UserError
+from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.preflight import read_model
 from megatron_opd.cli.prepare import prepare
 from megatron_opd.cli.processes import LocalProcesses
@@ -18,6 +19,7 @@ from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.schema import Config
 from megatron_opd.evaluation import EvaluationReport, FleetPort, Judge, evaluate
 from megatron_opd.types import Prompt
+from sglang_bridge import open_files
 from sglang_bridge.errors import BridgeError
 from sglang_bridge.ports import free_port
 from sglang_bridge.server.launch import ServerProcess
@@ -25,6 +27,7 @@ from sglang_bridge.server.launch import ServerProcess
 
 def evaluate_checkpoint(config: Config, model: Path) -> EvaluationReport:
     """Serve `model` with the student's settings and evaluate it."""
+    open_files.raise_limit()
     check_weights(model, "--model", read_model(model, "--model").spec)
     prepared = prepare(config)
     if not prepared.heldout or prepared.judge is None:
@@ -33,9 +36,10 @@ def evaluate_checkpoint(config: Config, model: Path) -> EvaluationReport:
         )
     with tempfile.TemporaryDirectory(prefix="opd-eval-") as scratch:
         spec = make_spec(config, "student", free_port(config.student.host), 0, model)
-        server = ServerProcess(spec, Path(scratch) / "server.log")
+        key = role_key(config.student.model_copy(update={"urls": ()}), "student")
+        server = ServerProcess(spec, Path(scratch) / "server.log", key)
         try:
-            return asyncio.run(_evaluate(config, prepared.heldout, prepared.judge, server))
+            return asyncio.run(_evaluate(config, prepared.heldout, prepared.judge, server, key))
         except BridgeError as error:
             raise RunFailed(str(error)) from error
         finally:
@@ -43,12 +47,16 @@ def evaluate_checkpoint(config: Config, model: Path) -> EvaluationReport:
 
 
 async def _evaluate(
-    config: Config, heldout: Sequence[Prompt], judge: Judge, server: ServerProcess
+    config: Config,
+    heldout: Sequence[Prompt],
+    judge: Judge,
+    server: ServerProcess,
+    api_key: str | None,
 ) -> EvaluationReport:
     processes = LocalProcesses([server], None)
     processes.start()
     await processes.servers_ready(config.student.startup_timeout_s)
-    fleet = make_fleet(config.student, [server.spec.url])
+    fleet = make_fleet(config.student, [server.spec.url], api_key)
     try:
         await fleet.start()
         port = FleetPort(fleet, config.rollout.attempts)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.learner_process import LearnerProcess
-from sglang_bridge.errors import PortInUse, ServerDied
+from megatron_opd.controller.health import HealthGuard, WatchedProcess
+from sglang_bridge.errors import PortInUse, ServerDied, one_line
 from sglang_bridge.server.launch import ServerProcess, last_lines
 
 GRACE_S = 4.0
@@ -52,6 +53,25 @@ class LocalProcesses:
             f"the learner ended with exit code {self.learner.exit_code()} during start-up; "
             f"the end of {self.learner.log}:\n{last_lines(self.learner.log)}"
         )
+
+    def watched(self) -> list[WatchedProcess]:
+        """Every process, as the health guard polls it."""
+        watched = [
+            WatchedProcess(
+                f"{server.spec.role} server {server.spec.url}",
+                server.exit_code,
+                server.log_path,
+                server.cause,
+            )
+            for server in self.servers
+        ]
+        if self.learner is not None:
+            watched.append(WatchedProcess("the learner", self.learner.exit_code, self.learner.log))
+        return watched
+
+    async def explain(self, error: Exception) -> str:
+        """The process whose end explains a failure, in one line; else the failure itself."""
+        return one_line(str(await HealthGuard(self.watched()).diagnose() or error))
 
     async def stop(self) -> None:
         """End everything at once, each by its own process ids."""

@@ -19,6 +19,7 @@ from megatron_opd.checkpoint.state_dirs import StepDirs
 from megatron_opd.cli.accuracy import Accuracies
 from megatron_opd.cli.checkpoints import CheckpointFailed, Checkpoints
 from megatron_opd.cli.errors import RunFailed, UserError
+from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.learner_process import LearnerProcess, learner_command
 from megatron_opd.cli.preflight import check_addresses, check_inputs_are_kept, check_served
 from megatron_opd.cli.prepare import Prepared, prepare
@@ -40,6 +41,7 @@ from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting
 from megatron_opd.transport.zmq import LearnerError, RemoteLearner
 from megatron_opd.weight_sync.session import PublicationSession
+from sglang_bridge import open_files
 from sglang_bridge.errors import BridgeError, one_line
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.server.launch import ServerProcess
@@ -57,19 +59,21 @@ def run_pipeline(config: Config, *, overwrite: bool, launch: bool, resume: bool 
     Raises UserError for bad input, RunFailed when a started run cannot go on, KeyboardInterrupt
     after a clean stop by a signal.
     """
+    open_files.raise_limit()
     check_inputs_are_kept(config)
     resumed = find_resumption(config) if resume else None
     prepared = prepare(config, 0 if resumed is None else resumed.state.next_uid)
     check_addresses(config)
     logs = RunDir(config.run.dir).logs
+    keys = {role: role_key(section_of(config, role), role) for role in all_roles(config)}
     servers: dict[Role, list[ServerProcess]] = {
-        role: server_processes(config, role, logs) if launch else [] for role in all_roles(config)
+        role: server_processes(config, role, logs, keys[role]) if launch else [] for role in keys
     }
     if resumed is None:
         run_dir = prepare_run_dir(config.run.dir, config, overwrite=overwrite)
     else:
         run_dir = reopen_run_dir(config, resumed.state.updates)
-    run = PipelineRun(config, prepared, run_dir, servers, launch=launch, resumed=resumed)
+    run = PipelineRun(config, prepared, run_dir, servers, keys, launch=launch, resumed=resumed)
     asyncio.run(run.main())
     return 0
 
@@ -83,13 +87,14 @@ class PipelineRun:
         prepared: Prepared,
         run_dir: RunDir,
         servers: Mapping[Role, Sequence[ServerProcess]],
+        keys: Mapping[Role, str | None],
         *,
         launch: bool,
         resumed: Resumption | None = None,
     ) -> None:
         self.resumed = resumed
         self.config, self.prepared, self.run_dir = config, prepared, run_dir
-        self.servers, self.launch = servers, launch
+        self.servers, self.keys, self.launch = servers, keys, launch
         self.roles = tuple(servers)
         self.console = Console(highlight=False)
         self.urls: dict[Role, tuple[str, ...]] = {
@@ -121,7 +126,10 @@ class PipelineRun:
         except UserError as error:
             cause = str(error)
             raise
-        except (LoopFailed, BridgeError, LearnerError, CheckpointFailed) as error:
+        except (BridgeError, LearnerError) as error:
+            cause = await self.processes.explain(error)
+            raise RunFailed(f"{cause}; logs are in {self.run_dir.logs}") from error
+        except (LoopFailed, CheckpointFailed) as error:
             cause = one_line(str(error))
             raise RunFailed(f"{cause}; logs are in {self.run_dir.logs}") from error
         except Exception as error:
@@ -144,7 +152,8 @@ class PipelineRun:
         except ValueError as error:
             raise UserError(str(error)) from None
         fleets: dict[Role, Fleet] = {
-            role: make_fleet(section_of(config, role), self.urls[role]) for role in self.roles
+            role: make_fleet(section_of(config, role), self.urls[role], self.keys[role])
+            for role in self.roles
         }
         try:
             for role in self.roles:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.extra_args import check_extra_args
 from megatron_opd.cli.gpu import has_gpu
 from megatron_opd.cli.preflight import require_free, server_ports
 from megatron_opd.cli.roles import STUDENT, Role, section_of
@@ -39,20 +39,13 @@ def make_spec(config: Config, role: Role, port: int, index: int, model: Path) ->
         deterministic=config.run.deterministic,
         extra_args=section.extra_args,
     )
-    _check_extra_args(spec, role)
+    check_extra_args(section, role)
+    _check_for_device(spec, role)
     return spec
 
 
-def _check_extra_args(spec: ServerSpec, role: Role) -> None:
-    """Raise UserError for what would overrule keys of the configuration behind its back."""
-    given = {argument.partition("=")[0] for argument in spec.extra_args}
-    own = server_command(replace(spec, extra_args=()))
-    twice = [word for word in own if word.startswith("--") and word in given]
-    if twice:
-        raise UserError(
-            f"{role}.extra_args must not hold {twice[0]}, which follows from other keys, "
-            f"got {list(spec.extra_args)}"
-        )
+def _check_for_device(spec: ServerSpec, role: Role) -> None:
+    """Raise UserError for what cannot be on the device of this machine."""
     try:
         arguments_for_device(server_command(spec), cuda=has_gpu())
     except ValueError as error:
@@ -68,7 +61,9 @@ def server_spec(config: Config, role: Role, index: int) -> ServerSpec:
     return make_spec(config, role, port, index, section.model)
 
 
-def server_processes(config: Config, role: Role, logs: Path) -> list[ServerProcess]:
+def server_processes(
+    config: Config, role: Role, logs: Path, api_key: str | None
+) -> list[ServerProcess]:
     """The role's servers of this machine, not started; none when its urls name others."""
     section = section_of(config, role)
     if section.urls:
@@ -77,6 +72,7 @@ def server_processes(config: Config, role: Role, logs: Path) -> list[ServerProce
         ServerProcess(
             make_spec(config, role, port, index, section.model),
             logs / f"{log_name(role)}-{index}.log",
+            api_key,
         )
         for index, port in enumerate(server_ports(section, role))
     ]

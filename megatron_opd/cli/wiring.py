@@ -15,7 +15,7 @@ from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
 from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.config.schema import Config, ServerConfig
 from megatron_opd.controller.controller import Controller, Ports, Schedule
-from megatron_opd.controller.health import HealthGuard, WatchedEngine, WatchedProcess
+from megatron_opd.controller.health import HealthGuard, WatchedEngine
 from megatron_opd.controller.ports import Keeper, Publisher
 from megatron_opd.controller.progress import make_display
 from megatron_opd.controller.snapshot import ControllerState
@@ -34,9 +34,10 @@ from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 
 
-def make_fleet(section: ServerConfig, urls: Sequence[str]) -> Fleet:
+def make_fleet(section: ServerConfig, urls: Sequence[str], api_key: str | None = None) -> Fleet:
     """Clients of a role's servers."""
-    return Fleet([ServerClient(url, timeout_s=section.request_timeout_s) for url in urls])
+    timeout_s = section.request_timeout_s
+    return Fleet([ServerClient(url, timeout_s=timeout_s, api_key=api_key) for url in urls])
 
 
 def make_recorder(
@@ -75,23 +76,14 @@ def make_guard(
     processes: LocalProcesses, fleets: Mapping[Role, Fleet], totals: RunTotals
 ) -> HealthGuard:
     """Watch local processes by their ids, engines started elsewhere by asking them."""
-    watched = [
-        WatchedProcess(
-            f"{server.spec.role} server {server.spec.url}", server.exit_code, server.log_path
-        )
-        for server in processes.servers
+    ours = {server.spec.url for server in processes.servers}
+    engines = [
+        WatchedEngine(f"{role} server {client.url}", client.alive)
+        for role, fleet in fleets.items()
+        for client in fleet.clients
+        if client.url not in ours
     ]
-    engines: list[WatchedEngine] = []
-    if processes.learner is not None:
-        learner = processes.learner
-        watched.append(WatchedProcess("the learner", learner.exit_code, learner.log))
-    else:
-        engines = [
-            WatchedEngine(f"{role} server {client.url}", client.alive)
-            for role, fleet in fleets.items()
-            for client in fleet.clients
-        ]
-    return HealthGuard(watched, engines, on_tick=totals.memory.sample)
+    return HealthGuard(processes.watched(), engines, on_tick=totals.memory.sample)
 
 
 def make_reward(judge: Judge | None) -> Reward | None:

@@ -80,6 +80,10 @@ class ServerConfig(Section):
     """Servers to start."""
     urls: tuple[str, ...] = ()
     """Servers started elsewhere; then none are started here."""
+    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    """Name of the environment variable that holds the servers' API key, sent with every request and
+    given to servers started by `opd serve`; null: servers that `opd run` starts get a random key
+    for that run, others are asked without one."""
     host: str = "127.0.0.1"
     """Address to bind to."""
     base_port: Annotated[int, Field(ge=0, le=65535)] = 0

@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_bridge.errors import ServerUnreachable
+
 
 class ProcessDied(RuntimeError):
     """A watched process ended while it was needed. One line."""
@@ -25,17 +27,22 @@ class WatchedProcess:
     """A process of this machine.
 
     poll: returns None while it runs, else its exit code (as subprocess.Popen.poll does). log: shown
-    to the user.
+    to the user. cause: which of its own processes ended it, if one did.
     """
 
     name: str
     poll: Callable[[], int | None]
     log: Path | None = None
+    cause: Callable[[], str | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
 class WatchedEngine:
-    """An engine started elsewhere. alive: asks it; OSError and TimeoutError count as no."""
+    """An engine started elsewhere.
+
+    alive: asks it. False is no answer in time, which a busy engine gives too; OSError and
+    ServerUnreachable say that nobody is there.
+    """
 
     name: str
     alive: Callable[[], Awaitable[bool]]
@@ -49,7 +56,8 @@ class HealthGuard:
         engines: elsewhere.
         interval_s: seconds between two polls of the processes.
         engine_interval_s: seconds between two questions to an engine.
-        engine_misses: an engine is lost after this many unanswered questions in a row.
+        engine_misses: an engine is lost after this many unanswered questions in a row,
+        engine_refusals: or after so many connections in a row that nobody took.
         on_tick: called at every poll of the processes (memory sampling).
     """
 
@@ -59,13 +67,14 @@ class HealthGuard:
         engines: Sequence[WatchedEngine] = (),
         *,
         interval_s: float = 0.5,
-        engine_interval_s: float = 10.0,
-        engine_misses: int = 3,
+        engine_interval_s: float = 2.0,
+        engine_misses: int = 6,
+        engine_refusals: int = 2,
         on_tick: Callable[[], object] | None = None,
     ) -> None:
         self._processes, self._engines = tuple(processes), tuple(engines)
         self._interval_s, self._engine_interval_s = interval_s, engine_interval_s
-        self._engine_misses = engine_misses
+        self._engine_misses, self._engine_refusals = engine_misses, engine_refusals
         self._on_tick = on_tick
 
     async def watch(self) -> None:
@@ -99,23 +108,28 @@ class HealthGuard:
         return dead
 
     async def _watch_engine(self, engine: WatchedEngine) -> Exception:
-        misses = 0
-        while misses < self._engine_misses:
+        misses = refusals = 0
+        while misses < self._engine_misses and refusals < self._engine_refusals:
             await asyncio.sleep(self._engine_interval_s)
-            misses = 0 if await self._answers(engine) else misses + 1
+            try:
+                misses = 0 if await engine.alive() else misses + 1
+                refusals = 0
+            except TimeoutError:
+                misses += 1
+            except (OSError, ServerUnreachable):
+                refusals += 1
+        if refusals == self._engine_refusals:
+            return EngineLost(f"{engine.name} is gone: nobody listens there any more")
         return EngineLost(f"{engine.name} did not answer {misses} times in a row")
-
-    async def _answers(self, engine: WatchedEngine) -> bool:
-        try:
-            return await engine.alive()
-        except (OSError, TimeoutError):
-            return False
 
     def _first_dead(self) -> ProcessDied | None:
         for process in self._processes:
             code = process.poll()
             if code is not None:
                 log = f", see {process.log}" if process.log is not None else ""
+                cause = process.cause()
+                if cause is not None:
+                    return ProcessDied(f"{process.name} ended: its {cause}{log}")
                 return ProcessDied(f"{process.name} ended with {exit_text(code)}{log}")
         return None
 

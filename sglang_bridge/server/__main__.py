@@ -14,7 +14,9 @@ import threading
 import time
 from pathlib import Path
 
-from sglang_bridge.server.spec import PARENT_VARIABLE
+from sglang_bridge import open_files
+from sglang_bridge.server import files, workers
+from sglang_bridge.server.spec import API_KEY_VARIABLE, FILES_VARIABLE, PARENT_VARIABLE
 
 STANDINS = Path(__file__).parent / "standins"
 DETERMINISTIC_FLAG, CHUNK_OPTION = "--enable-deterministic-inference", "--chunked-prefill-size"
@@ -35,11 +37,12 @@ CPU_ARGUMENTS = {
 }
 # An idle scheduler spins on its sockets otherwise: a whole core for each server, taken from others.
 CPU_FLAGS = ("--sleep-on-idle",)
+EXIT_INTERRUPTED = 130
 GPU_FLAGS = ("--enable-fp32-lm-head",)
 
 
-def end_with_parent(parent: int, poll_s: float = 0.5) -> None:
-    """Kills this process group once `parent` is no longer our parent.
+def end_with_parent(parent: int, own_files: str | None = None, poll_s: float = 0.5) -> None:
+    """Kills this process group once `parent` is no longer our parent; removes `own_files` first.
 
     Polled rather than PR_SET_PDEATHSIG, which fires when the parent's *thread* ends, not its
     process.
@@ -48,6 +51,7 @@ def end_with_parent(parent: int, poll_s: float = 0.5) -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(poll_s)
+        files.remove(own_files, workers.process_group(os.getpgid(0)))
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
     if os.getpgid(0) != os.getpid():
@@ -98,8 +102,13 @@ def arguments_for_device(arguments: list[str], *, cuda: bool) -> list[str]:
 def main() -> None:
     """Runs the server until it is told to stop."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
+    api_key = os.environ.pop(API_KEY_VARIABLE, None)  # no child needs it
+    # a server started by hand removes its files itself
+    own_files = os.environ.pop(FILES_VARIABLE, None) or files.make()
     if parent is not None:
-        end_with_parent(int(parent))
+        end_with_parent(int(parent), own_files)
+    open_files.raise_limit()
+    workers.end_with_workers(own_files)
     import torch
 
     cuda = torch.cuda.is_available()
@@ -115,12 +124,22 @@ def main() -> None:
 
     load_plugins()
     compat.require_hooks_in_place()
+    compat.hide_keys()
+    compat.keep_files_in(own_files)
     if not cuda:
         compat.fork_workers()
+    server_args = prepare_server_args(arguments_for_device(sys.argv[1:], cuda=cuda))
+    if api_key is not None:
+        server_args.api_key = api_key
     try:
-        run_server(prepare_server_args(arguments_for_device(sys.argv[1:], cuda=cuda)))
+        run_server(server_args)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
     finally:
+        group = workers.descendants(os.getpid())
         kill_process_tree(os.getpid(), include_parent=False)
+        if parent is None:
+            files.remove(own_files, group)
 
 
 if __name__ == "__main__":

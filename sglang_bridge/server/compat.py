@@ -8,12 +8,16 @@ hooks do not fit refuses to start.
 from __future__ import annotations
 
 import multiprocessing
+import os
+import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.distributed
 
 SUPPORTED = "0.5.23"
 DEFAULT_SEED = 42  # SamplingBatchInfo.from_schedule_batch: of a request that names none
@@ -27,6 +31,8 @@ VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one
 NATIVE_EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 BATCH_INVARIANT = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
 SEEDED_CHOICE = "sglang.srt.layers.sampler.multinomial_with_seed"
+LISTEN_BACKLOG = 2048  # as torch's own store
+
 INIT_GROUP = (
     "sglang.srt.model_executor.model_runner_components.weight_updater."
     "WeightUpdater.init_weights_update_group"
@@ -92,6 +98,80 @@ def fork_workers() -> None:
         multiprocessing.set_start_method("fork", force=True)
 
     engine._set_envs_and_config = settle_and_fork
+
+
+def hide_keys() -> None:
+    """The API keys are in no log and no /server_info; call before SGLang's run_server().
+
+    SGLang writes its resolved arguments to the log when it starts, keys included.
+    """
+    from sglang.srt.server_args import ServerArgs
+
+    resolved = ServerArgs.resolved_dict
+
+    def without_keys(self: Any) -> dict[str, Any]:
+        shown = resolved(self)
+        hidden = {name: "hidden" for name in ("api_key", "admin_api_key") if shown.get(name)}
+        return shown | hidden
+
+    ServerArgs.resolved_dict = without_keys
+
+
+def keep_files_in(directory: str) -> None:
+    """Sockets of this server lie in `directory`; call before SGLang's run_server().
+
+    Its shared memory is named after the directory. SGLang removes neither when it is killed.
+    """
+    from sglang.srt.server_args import PortArgs
+
+    make = PortArgs.init_new
+
+    def make_inside(*args: Any, **kwargs: Any) -> Any:
+        usual, tempfile.tempdir = tempfile.tempdir, directory
+        try:
+            ports = make(*args, **kwargs)
+        finally:
+            tempfile.tempdir = usual
+        ports.instance_id = os.path.basename(directory)
+        return ports
+
+    PortArgs.init_new = staticmethod(make_inside)
+
+
+def bind_stores() -> None:
+    """Torch's stores listen on the host they are named by, and not on every interface.
+
+    Of rendezvous by tcp:// and env://, and wherever SGLang makes a store itself.
+    """
+    from torch import distributed
+    from torch.distributed import rendezvous
+
+    if not issubclass(rendezvous.TCPStore, BoundStore):
+        distributed.TCPStore = rendezvous.TCPStore = BoundStore
+
+
+class BoundStore(torch.distributed.TCPStore):
+    """A TCPStore whose server is bound to `host_name`; without one given, torch binds to all."""
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        **options: Any,
+    ) -> None:
+        if is_master and options.get("master_listen_fd") is None:
+            family, _, _, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[
+                0
+            ]
+            with socket.socket(family, socket.SOCK_STREAM) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+                listener.listen(LISTEN_BACKLOG)
+                port = listener.getsockname()[1]
+                options["master_listen_fd"] = listener.detach()  # the store closes it
+        super().__init__(host_name, port, world_size, is_master, **options)
 
 
 # ---------------------------------------------------------------- process-wide state

@@ -19,7 +19,9 @@ import urllib.request
 from pathlib import Path
 
 from sglang_bridge.errors import PortInUse, ServerDied
+from sglang_bridge.server import files
 from sglang_bridge.server.spec import ServerSpec, server_command, server_env
+from sglang_bridge.server.workers import group_states, process_group
 
 POLL_S = 0.2
 # Environment proxies are for the outside world, not for our own servers.
@@ -51,13 +53,18 @@ def last_lines(path: Path, count: int = 20) -> str:
 class ServerProcess:
     """One running SGLang server. Not thread-safe; every method may be called from any one thread.
 
-    log_path: receives the server's standard output and error.
+    log_path: receives the server's standard output and error. api_key: what every request to the
+    server must bring, except those that ask whether it is there.
     """
 
-    def __init__(self, spec: ServerSpec, log_path: Path) -> None:
+    def __init__(self, spec: ServerSpec, log_path: Path, api_key: str | None = None) -> None:
         self.spec = spec
         self.log_path = log_path
+        self._api_key = api_key
         self._process: subprocess.Popen[bytes] | None = None
+        self._files: str | None = None
+        self._cause: str | None = None
+        self._pids: set[int] = set()
 
     @property
     def pid(self) -> int | None:
@@ -70,10 +77,11 @@ class ServerProcess:
             raise RuntimeError(f"the server on port {self.spec.port} was already started")
         check_port(self.spec.host, self.spec.port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._files = files.make()
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 server_command(self.spec),
-                env=server_env(self.spec),
+                env=server_env(self.spec, api_key=self._api_key, files=self._files),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -83,6 +91,10 @@ class ServerProcess:
     def exit_code(self) -> int | None:
         """None while the process runs (and before start), else its exit code; negative = signal."""
         return None if self._process is None else self._process.poll()
+
+    def cause(self) -> str | None:
+        """Which of its workers ended the server; None where none did, or it runs."""
+        return self._cause or files.obituary(self._files)
 
     def is_running(self) -> bool:
         """Whether the process has been started and has not ended."""
@@ -102,6 +114,7 @@ class ServerProcess:
                 self.stop(grace_s=0)
                 raise ServerDied(self._obituary(f"ended with status {status} during start-up"))
             if self._is_ready():
+                self._pids.update(process_group(self._process.pid))
                 return
             time.sleep(POLL_S)
         self.stop(grace_s=1)
@@ -116,6 +129,7 @@ class ServerProcess:
         if self._process is None:
             return
         group = self._process.pid
+        self._pids.update(process_group(group))
         if grace_s > 0 and self._signal(group, signal.SIGTERM):
             deadline_s = time.monotonic() + grace_s
             while time.monotonic() < deadline_s:
@@ -127,6 +141,8 @@ class ServerProcess:
         self._process.wait()
         while self._group_lives(group):
             time.sleep(0.02)
+        self._cause = self.cause()
+        files.remove(self._files, self._pids)
 
     def _is_ready(self) -> bool:
         try:
@@ -155,19 +171,8 @@ class ServerProcess:
 
 
 def running_states(group: int) -> list[str]:
-    """Scheduler state letters of the running processes of a process group (Linux /proc).
+    """Scheduler state letters of the running processes of a process group.
 
     Zombies are left out: they only wait for whoever adopted them to collect them.
     """
-    states = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            # After the command, which may hold spaces: state, ppid, pgrp, ...
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we looked
-        if int(fields[2]) == group and fields[0] != "Z":
-            states.append(fields[0])
-    return states
+    return [state for _, state in group_states(group) if state != "Z"]

@@ -35,6 +35,7 @@ def register() -> None:
     Raises for another SGLang than the supported one (SGLang logs it and goes on).
     """
     compat.require_supported_version()
+    compat.bind_stores()
     compat.hook(compat.AFTER_RUNNER_INIT, install_observer, "after")
     compat.hook(compat.STREAMER_CLASS, streamer_class, "replace")
     compat.hook(compat.FORWARD, around_forward, "around")

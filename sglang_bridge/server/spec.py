@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import psutil
+
 SEED_VARIABLE = "SGLANG_BRIDGE_SEED"
 PARENT_VARIABLE = "SGLANG_BRIDGE_PARENT"
+# never on a command line: every user of a machine reads those
+API_KEY_VARIABLE = "SGLANG_BRIDGE_API_KEY"
+FILES_VARIABLE = "SGLANG_BRIDGE_FILES"
 GROUP_TIMEOUT_VARIABLE = "SGLANG_BRIDGE_GROUP_TIMEOUT_S"
 # An idle connection is the client's to close (http.KEEPALIVE_S): a server that closes one just as a
 # request enters it fails that request. Its own default of 5 s does so on a machine that stalls.
@@ -84,9 +90,27 @@ def server_command(spec: ServerSpec) -> list[str]:
     return [*command, *spec.extra_args]
 
 
-def server_env(spec: ServerSpec, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of the process: `base` (default: this one's) and what the server needs."""
+def server_env(
+    spec: ServerSpec,
+    base: Mapping[str, str] | None = None,
+    *,
+    api_key: str | None = None,
+    files: str | None = None,
+) -> dict[str, str]:
+    """The environment of the process: `base` (default: this one's) and what the server needs.
+
+    api_key: what every request must bring. files: a directory for the server's own files.
+    """
     env = dict(os.environ if base is None else base)
+    for name, value in ((API_KEY_VARIABLE, api_key), (FILES_VARIABLE, files)):
+        env.pop(name, None)
+        if value is not None:
+            env[name] = value
+    interface = interface_of(spec.host)
+    if interface is not None:
+        # Left to themselves gloo and NCCL listen on the address of the machine's name.
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)
+        env.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     env["OMP_NUM_THREADS"] = str(spec.threads)
     env["HF_HUB_OFFLINE"] = "1"
     env["TOKENIZERS_PARALLELISM"] = "false"
@@ -99,6 +123,18 @@ def server_env(spec: ServerSpec, base: Mapping[str, str] | None = None) -> dict[
     if spec.tp > 1:
         env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores_by_rank(spec.tp, spec.threads))
     return env
+
+
+def interface_of(host: str) -> str | None:
+    """The network interface that has this host's address; None where none or every one has."""
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.partition("%")[0] in found for address in addresses):
+            return name
+    return None
 
 
 def _cores_by_rank(tp: int, threads: int) -> str:

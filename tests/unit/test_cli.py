@@ -77,7 +77,7 @@ def test_check_prints_the_plan(tmp_path: Path, config: dict, capsys: pytest.Capt
         ("student.urls=['localhost:1']", ["student.urls", "http(s)://HOST:PORT", "localhost:1"]),
         ("student.urls=['http://a:x']", ["student.urls", "http://a:x"]),
         ("student.urls=['http://a:1','http://a:1/']", ["student.urls", "http://a:1", "twice"]),
-        ("student.extra_args=['--port=1']", ["student.extra_args", "--port", "other keys"]),
+        ("student.extra_args=['--port=1']", ["student.extra_args", "--port", "student.base_port"]),
         ("run.dir=/etc/passwd/x", ["run.dir", "/etc/passwd is a file"]),
         ("run.dir=/proc/x", ["run.dir", "/proc/x", "cannot be written"]),
         (f"run.dir=/{'x' * 300}", ["run.dir", "name too long"]),

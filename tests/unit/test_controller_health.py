@@ -14,6 +14,7 @@ from megatron_opd.controller.health import (
     WatchedEngine,
     WatchedProcess,
 )
+from sglang_bridge.errors import ServerUnreachable
 from tests.fakes import run_virtual
 
 
@@ -68,7 +69,7 @@ def test_an_engine_is_lost_only_after_several_misses_in_a_row():
     async def alive():
         answer = next(answers, None)
         if answer is None:
-            raise ConnectionError("refused")
+            raise TimeoutError
         return answer
 
     guard = HealthGuard(
@@ -81,6 +82,48 @@ def test_an_engine_is_lost_only_after_several_misses_in_a_row():
         return asyncio.get_running_loop().time()
 
     assert run_virtual(scenario()) == pytest.approx(25.0)
+
+
+def lost_after(alive, **options) -> tuple[str, float]:
+    """What the guard says of an engine, and after how many (virtual) seconds."""
+    guard = HealthGuard(engines=[WatchedEngine("teacher server http://far:1", alive)], **options)
+
+    async def scenario():
+        with pytest.raises(EngineLost) as caught:
+            await guard.watch()
+        return str(caught.value), asyncio.get_running_loop().time()
+
+    return run_virtual(scenario())
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionRefusedError(), ServerUnreachable("u", "/x", "refused", sent=False)]
+)
+def test_an_engine_where_nobody_listens_is_lost_at_once(error):
+    async def alive():
+        raise error
+
+    said, after_s = lost_after(alive)
+    assert said == "teacher server http://far:1 is gone: nobody listens there any more"
+    assert after_s <= 5
+
+
+def test_a_busy_engine_is_given_time():
+    async def alive():
+        await asyncio.sleep(5)
+        return False
+
+    said, after_s = lost_after(alive)
+    assert said == "teacher server http://far:1 did not answer 6 times in a row"
+    assert 30 <= after_s <= 60
+
+
+def test_the_worker_that_ended_a_server_is_named(tmp_path):
+    log, cause = tmp_path / "s.log", "detokenizer (pid 7) ended with signal 9"
+    server = WatchedProcess("student server http://a:1", lambda: 70, log, lambda: cause)
+    with pytest.raises(ProcessDied) as caught:
+        run_virtual(HealthGuard([server]).watch())
+    assert str(caught.value) == f"student server http://a:1 ended: its {cause}, see {log}"
 
 
 def test_a_cancelled_watch_leaves_no_task():

@@ -1,0 +1,45 @@
+"""`extra_args` of a role's servers: only whole options of SGLang that no key of ours decides."""
+
+from __future__ import annotations
+
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.roles import Role
+from megatron_opd.config.schema import ServerConfig
+from sglang_bridge.server import options
+
+# Setting of SGLang -> what to use instead; {role} is the section.
+DECIDED = {
+    "model_path": "{role}.model",
+    "tokenizer_path": "{role}.model, whose tokenizer is used",
+    "host": "{role}.host",
+    "port": "{role}.base_port",
+    "dtype": "{role}.dtype",
+    "tp_size": "{role}.tp",
+    "ep_size": "{role}.ep",
+    "context_length": "{role}.context_length",
+    "max_total_tokens": "{role}.max_total_tokens",
+    "max_running_requests": "{role}.max_running_requests",
+    "mem_fraction_static": "{role}.mem_fraction_static",
+    "random_seed": "run.seed",
+    "weight_version": "run.updates, which are counted as versions",
+    "enable_return_routed_experts": "learner.routing_replay: rollout",
+    "enable_deterministic_inference": "run.deterministic",
+    "api_key": "{role}.api_key_env: a key in a config would be in files and logs",
+    "admin_api_key": "{role}.api_key_env: a key in a config would be in files and logs",
+    "config": "{role}.extra_args itself, one item an argument",
+}
+
+
+def check_extra_args(section: ServerConfig, role: Role) -> None:
+    """Raise UserError for what is no option of SGLang's, or overrules other keys."""
+    key = f"{role}.extra_args"
+    try:
+        given = options.given(section.extra_args)
+    except ValueError as error:
+        raise UserError(
+            f"{key} must be whole options of SGLang, one item an argument: {error}"
+        ) from None
+    for option, setting in given.items():
+        if setting in DECIDED:
+            instead = DECIDED[setting].format(role=role)
+            raise UserError(f"{key} must not hold {option}: use {instead}")

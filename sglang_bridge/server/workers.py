@@ -1,0 +1,108 @@
+"""A server whose scheduler or detokenizer has died ends at once, and says which one it was.
+
+SGLang itself notices within a second, and then waits a minute for core dumps of a GPU that need not
+be there: until then the server accepts requests that nobody answers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from sglang_bridge.server import files
+
+POLL_S = 0.25
+TITLE = "sglang::"  # what SGLang's workers call themselves
+EXIT_WORKER_DIED = 70
+TOLD_TO_END = "ended with exit code 0"
+
+
+def end_with_workers(own_files: str, poll_s: float = POLL_S) -> None:
+    """Watches this process's workers from a thread; ends the process once one of them died."""
+
+    def watch() -> None:
+        names: dict[int, str] = {}
+        while True:
+            names |= titled_children()
+            for pid, name in list(names.items()):
+                cause = cause_of_death(pid)
+                if cause == TOLD_TO_END:
+                    del names[pid]  # SGLang waits for the others to free their devices
+                elif cause is not None:
+                    end(f"{name} (pid {pid}) {cause}", own_files)
+            time.sleep(poll_s)
+
+    threading.Thread(target=watch, name="end-with-workers", daemon=True).start()
+
+
+def titled_children() -> dict[int, str]:
+    """{pid: title} of this process's children that are SGLang's workers."""
+    found = {}
+    for child in psutil.Process().children():
+        try:
+            name = child.name()
+        except psutil.NoSuchProcess:
+            continue
+        if name.startswith(TITLE):
+            found[child.pid] = name.removeprefix(TITLE)
+    return found
+
+
+def cause_of_death(pid: int) -> str | None:
+    """How a child ended, in words; None while it runs. It stays for its parent to collect."""
+    try:
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return "is gone"  # SGLang has collected it
+    if status is None:
+        return None
+    how = "exit code" if status.si_code == os.CLD_EXITED else "signal"
+    return f"ended with {how} {status.si_status}"
+
+
+def end(cause: str, own_files: str) -> None:
+    """Ends this process and everything below it."""
+    files.write_obituary(own_files, cause)
+    sys.stderr.write(f"sglang_bridge: {cause}: this server ends\n")
+    sys.stderr.flush()
+    below = psutil.Process().children(recursive=True)
+    for process in below:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    os._exit(EXIT_WORKER_DIED)
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids below `pid`, itself included."""
+    try:
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except psutil.NoSuchProcess:
+        return [pid]
+
+
+def process_group(group: int) -> list[int]:
+    """Ids of the processes of a process group, zombies included (Linux /proc)."""
+    return [pid for pid, state in group_states(group)]
+
+
+def group_states(group: int) -> list[tuple[int, str]]:
+    """(process id, scheduler state letter) of every process of a process group."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # After the command, which may hold spaces: state, ppid, pgrp, ...
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we looked
+        if int(fields[2]) == group:
+            found.append((int(entry.name), fields[0]))
+    return found
