@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from sglang_bridge import wire
-from sglang_bridge.errors import BadReply, RequestAborted
+from sglang_bridge.errors import BadReply, RequestAborted, one_line
 from sglang_bridge.protocol import (
     DrawCache,
     ExpertArray,
@@ -266,7 +266,8 @@ def _number(url: str, what: str, text: Any) -> int:
     """A whole number >= 0, as labels hold it: decimal digits in a string, or a JSON number."""
     if is_int(text) and 0 <= text < 10**MAX_DIGITS:
         return text
-    require(url, isinstance(text, str) and _is_number(text), f"{what} {text!r} is not a number")
+    shown = one_line(repr(text), 60)
+    require(url, isinstance(text, str) and _is_number(text), f"{what} {shown} is not a number")
     return int(text)
 
 

@@ -7,6 +7,7 @@ hooks do not fit refuses to start.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import socket
@@ -143,11 +144,9 @@ def bind_stores() -> None:
 
     Of rendezvous by tcp:// and env://, and wherever SGLang makes a store itself.
     """
-    from torch import distributed
-    from torch.distributed import rendezvous
-
-    if not issubclass(rendezvous.TCPStore, BoundStore):
-        distributed.TCPStore = rendezvous.TCPStore = BoundStore
+    # by name: the package holds a function called as the module
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    torch.distributed.TCPStore = rendezvous.TCPStore = BoundStore
 
 
 class BoundStore(torch.distributed.TCPStore):

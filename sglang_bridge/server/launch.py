@@ -54,7 +54,8 @@ class ServerProcess:
     """One running SGLang server. Not thread-safe; every method may be called from any one thread.
 
     log_path: receives the server's standard output and error. api_key: what every request to the
-    server must bring, except those that ask whether it is there.
+    server must bring, except those that ask whether it is there. files: the directory of the
+    server's own files, which `stop` removes.
     """
 
     def __init__(self, spec: ServerSpec, log_path: Path, api_key: str | None = None) -> None:
@@ -62,7 +63,7 @@ class ServerProcess:
         self.log_path = log_path
         self._api_key = api_key
         self._process: subprocess.Popen[bytes] | None = None
-        self._files: str | None = None
+        self.files: str | None = None
         self._cause: str | None = None
         self._pids: set[int] = set()
 
@@ -77,11 +78,11 @@ class ServerProcess:
             raise RuntimeError(f"the server on port {self.spec.port} was already started")
         check_port(self.spec.host, self.spec.port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._files = files.make()
+        self.files = files.make()
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 server_command(self.spec),
-                env=server_env(self.spec, api_key=self._api_key, files=self._files),
+                env=server_env(self.spec, api_key=self._api_key, files=self.files),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -94,7 +95,7 @@ class ServerProcess:
 
     def cause(self) -> str | None:
         """Which of its workers ended the server; None where none did, or it runs."""
-        return self._cause or files.obituary(self._files)
+        return self._cause or files.obituary(self.files)
 
     def is_running(self) -> bool:
         """Whether the process has been started and has not ended."""
@@ -142,7 +143,7 @@ class ServerProcess:
         while self._group_lives(group):
             time.sleep(0.02)
         self._cause = self.cause()
-        files.remove(self._files, self._pids)
+        files.remove(self.files, self._pids)
 
     def _is_ready(self) -> bool:
         try:

@@ -28,7 +28,7 @@ def end_with_workers(own_files: str, poll_s: float = POLL_S) -> None:
     def watch() -> None:
         names: dict[int, str] = {}
         while True:
-            names |= titled_children()
+            names = titled_children() | names  # the title of a dead one is cut short
             for pid, name in list(names.items()):
                 cause = cause_of_death(pid)
                 if cause == TOLD_TO_END:

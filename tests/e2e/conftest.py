@@ -32,9 +32,9 @@ def tiny_spec(model: Path, role: str, **overrides: object) -> ServerSpec:
 
 
 @contextmanager
-def running(spec: ServerSpec, log: Path) -> Iterator[ServerProcess]:
+def running(spec: ServerSpec, log: Path, api_key: str | None = None) -> Iterator[ServerProcess]:
     """A server that answers, ended at the end."""
-    process = ServerProcess(spec, log)
+    process = ServerProcess(spec, log, api_key)
     try:
         process.start()
         process.wait_ready(STARTUP_TIMEOUT_S)

@@ -1,20 +1,27 @@
 """A server of two tensor-parallel ranks that split the experts: same draws, scores, weights."""
 
 import asyncio
+import os
+import secrets
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from torch import distributed
 
 from sglang_bridge.client import ServerClient
-from sglang_bridge.errors import BridgeError, PublicationFailed, ServerDied
+from sglang_bridge.errors import BridgeError, PublicationFailed, ServerDied, ServerRefused
 from sglang_bridge.fleet import Fleet
+from sglang_bridge.http import HttpConnection
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec
 from sglang_bridge.server.launch import ServerProcess, running_states
+from sglang_bridge.server.workers import EXIT_WORKER_DIED
 from tests.e2e.conftest import STARTUP_TIMEOUT_S, running, tiny_spec
 from tests.e2e.publication import differing, join, load_tensors, perturbed_copy, publish
 from tests.e2e.test_bridge_publication import requests_of, span_error
@@ -22,9 +29,11 @@ from tests.e2e.test_bridge_routing import wrong_rows
 from tests.e2e.test_bridge_scores import check_selection, expected_scores, ragged_request
 from tests.figures import bounded
 from tests.oracles import load_reference
+from tests.sockets import listening, open_to_others
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 TOLERANCE = 1e-5
+KEY = secrets.token_urlsafe(16)
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +42,71 @@ def parallel_server(
 ) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("logs") / "parallel.log"
     options = {"tp": 2, "ep": 2, "group_timeout_s": 4, "routed_experts": True}
-    with running(tiny_spec(student_model, "student", **options), log) as process:
+    with running(tiny_spec(student_model, "student", **options), log, KEY) as process:
         yield process
+
+
+def client_of(server: ServerProcess, timeout_s: float, key: str | None = KEY) -> ServerClient:
+    return ServerClient(server.spec.url, timeout_s=timeout_s, api_key=key)
+
+
+def test_every_socket_is_bound_to_the_configured_host(parallel_server: ServerProcess):
+    assert parallel_server.pid is not None
+    found = listening(parallel_server.pid)
+    names = {name for _, _, name in found}
+    assert {"sglang::scheduler_TP0", "sglang::scheduler_TP1"} <= names, "their stores and peers"
+    assert parallel_server.spec.port in {port for _, port, _ in found}
+    assert open_to_others(parallel_server.pid, parallel_server.spec.host) == []
+
+
+@pytest.mark.parametrize("key", [None, "another key"])
+def test_nothing_is_done_without_the_key(parallel_server: ServerProcess, key: str | None):
+    """What samples, what stops the server and what changes its weights."""
+    verbs = [
+        ServerClient.info,
+        ServerClient.version,
+        ServerClient.pause,
+        ServerClient.resume,
+        ServerClient.flush_cache,
+        ServerClient.begin_weight_update,
+        ServerClient.weight_digests,
+        lambda client: client.generate(requests_of(tokens=3, count=1)[0]),
+        lambda client: client.abort("kept"),
+        lambda client: client.end_weight_update(7),
+        lambda client: client.init_weights_group("127.0.0.1", free_port(), 1, 3, "x", "gloo"),
+        lambda client: client.update_bucket(BucketSpec(("w",), ("float32",), ((1,),)), "x"),
+    ]
+
+    async def run():
+        async with client_of(parallel_server, 60, key) as client:
+            for verb in verbs:
+                with pytest.raises(ServerRefused, match=r"HTTP 401: .*api_key_env") as caught:
+                    await verb(client)
+                assert caught.value.status == 401
+        async with client_of(parallel_server, 60) as client:
+            assert (await client.info()).version == 0
+            assert await client.alive()
+
+    asyncio.run(run())
+
+
+def test_the_key_is_in_no_log_and_no_description(parallel_server: ServerProcess):
+    async def description() -> object:
+        http = HttpConnection(parallel_server.spec.url, timeout_s=60, api_key=KEY)
+        try:
+            return await http.get("/server_info")
+        finally:
+            await http.close()
+
+    info = asyncio.run(description())
+    assert info["api_key"] == "hidden"
+    assert KEY not in str(info)
+    log = parallel_server.log_path.read_text()
+    assert "server_args=" in log, "SGLang writes its arguments"
+    assert KEY not in log
+    process = psutil.Process(parallel_server.pid)
+    for each in (process, *process.children(recursive=True)):
+        assert KEY not in " ".join(each.cmdline())
 
 
 def test_two_ranks_draw_score_and_receive(
@@ -47,7 +119,7 @@ def test_two_ranks_draw_score_and_receive(
     scored[0] = replace(scored[0], num_atoms=4, num_draws=8, temperature=0.7)
 
     async def run():
-        async with Fleet([ServerClient(parallel_server.spec.url, timeout_s=120)]) as fleet:
+        async with Fleet([client_of(parallel_server, 120)]) as fleet:
             assert (fleet.infos[0].tp_size, fleet.infos[0].ep_size) == (2, 2)
             assert fleet.world.size == 3
             group, name = await join(fleet)
@@ -89,7 +161,7 @@ def test_a_silent_sender_is_an_error_not_a_hang(parallel_server: ServerProcess):
     """Nobody at the address, then nobody in the broadcast; the server serves on."""
 
     async def run():
-        async with Fleet([ServerClient(parallel_server.spec.url, timeout_s=60)]) as fleet:
+        async with Fleet([client_of(parallel_server, 60)]) as fleet:
             with pytest.raises(PublicationFailed, match="Failed to initialize"):
                 await fleet.init_weights_group("127.0.0.1", free_port(), "nobody", "gloo", 30)
             group, name = await join(fleet)
@@ -110,7 +182,7 @@ def test_stop_ends_a_paused_server_with_work_queued(parallel_server: ServerProce
     """SIGTERM alone can leave such a server alive. Last of this module: it ends the server."""
 
     async def run():
-        async with ServerClient(parallel_server.spec.url, timeout_s=60) as client:
+        async with client_of(parallel_server, 60) as client:
             await client.pause("retract")
             task = asyncio.create_task(client.generate(requests_of(tokens=9, count=1)[0]))
             await asyncio.sleep(0.3)
@@ -122,8 +194,46 @@ def test_stop_ends_a_paused_server_with_work_queued(parallel_server: ServerProce
     group = parallel_server.pid
     assert group is not None
     assert len(running_states(group)) >= 3
+    files = left_behind(parallel_server)
+    assert any("sglang_loads_" in path for path in files)
+    assert any("sgl_shm_" in path for path in files)
     asyncio.run(run())
     assert running_states(group) == []
+    assert [path for path in files if os.path.exists(path)] == []
+
+
+def test_a_server_whose_worker_was_killed_ends_and_names_it(teacher_model: Path, tmp_path: Path):
+    victim = "detokenizer"
+    others = tempfile.mkdtemp(prefix="opd-server-")
+    with running(tiny_spec(teacher_model, "teacher"), tmp_path / "log") as server:
+        files = left_behind(server)
+        (worker,) = [
+            child for child in psutil.Process(server.pid).children() if victim in child.name()
+        ]
+        worker.kill()
+        deadline_s = time.monotonic() + 10
+        while server.is_running() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert server.exit_code() == EXIT_WORKER_DIED
+        assert server.cause() == f"{victim} (pid {worker.pid}) ended with signal 9"
+    assert server.cause() in server.log_path.read_text()
+    assert [path for path in files if os.path.exists(path)] == []
+    assert os.path.isdir(others), "another server's files stay"
+    os.rmdir(others)
+
+
+def left_behind(server: ServerProcess) -> list[str]:
+    """Files of a running server that SGLang leaves when it is killed."""
+    process = psutil.Process(server.pid)
+    mapped = {
+        mapping.path
+        for each in process.children(recursive=True)
+        for mapping in each.memory_maps()
+        if mapping.path.startswith("/dev/shm/sgl")
+    }
+    assert server.files is not None
+    assert os.path.isdir(server.files)
+    return [*mapped, server.files]
 
 
 def test_a_missing_model_is_told_from_the_log(tmp_path: Path):

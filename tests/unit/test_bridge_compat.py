@@ -1,16 +1,26 @@
 """Each touch of SGLang's internals still fits the installed SGLang."""
 
+import importlib
 import importlib.metadata
 import inspect
 import multiprocessing
+import os
 import pkgutil
+import socket
+import tempfile
+from fnmatch import fnmatch
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from sglang_bridge.ports import free_port
 from sglang_bridge.server import compat
 from sglang_bridge.server.__main__ import offer_standins
+from tests.sockets import listening, open_to_others
+
+ENGINE = "sglang.srt.entrypoints.engine"
 
 offer_standins()
 
@@ -99,6 +109,64 @@ def test_workers_are_forked_whatever_sglang_set(monkeypatch: pytest.MonkeyPatch)
         assert multiprocessing.get_start_method() == "fork"
     finally:
         multiprocessing.set_start_method(before, force=True)
+
+
+def test_a_store_is_bound_to_its_host(monkeypatch: pytest.MonkeyPatch):
+    """Through torch's own rendezvous, as SGLang's init_process_group makes it."""
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    monkeypatch.setattr(torch.distributed, "TCPStore", torch.distributed.TCPStore)
+    monkeypatch.setattr(rendezvous, "TCPStore", rendezvous.TCPStore)
+    before, port = open_to_others(os.getpid()), free_port()
+    url = f"tcp://127.0.0.1:{port}"
+    wide, _, _ = next(rendezvous.rendezvous(url, 0, 1))
+    assert port in {p for _, p, _ in open_to_others(os.getpid())}, "torch's own is on every one"
+    del wide
+    compat.bind_stores()
+    compat.bind_stores()  # in a fork of a process that has done so
+    store, _, _ = next(rendezvous.rendezvous(f"tcp://127.0.0.1:{free_port()}", 0, 1))
+    assert open_to_others(os.getpid()) == before
+    bound = {(ip, port) for ip, port, _ in listening(os.getpid())}
+    assert ("127.0.0.1", store.port) in bound
+    peer = torch.distributed.TCPStore("127.0.0.1", store.port, is_master=False)
+    peer.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_taken_port_is_an_error_of_the_store(monkeypatch: pytest.MonkeyPatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(OSError, match="in use"):
+            compat.BoundStore("127.0.0.1", taken.getsockname()[1], 1, True)
+
+
+def test_keys_are_not_shown(monkeypatch: pytest.MonkeyPatch):
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.server_args import ServerArgs
+
+    assert "resolved_dict()" in inspect.getsource(engine._server_args_for_logging)
+    keys = {"api_key": "hunter2", "admin_api_key": None, "host": "h"}
+    monkeypatch.setattr(ServerArgs, "resolved_dict", lambda self: dict(keys))
+    compat.hide_keys()
+    shown = ServerArgs.resolved_dict(SimpleNamespace())
+    assert shown == {"api_key": "hidden", "admin_api_key": None, "host": "h"}
+
+
+def test_a_servers_sockets_lie_in_its_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    from sglang.srt.managers.load_snapshot import shm_path_for
+    from sglang.srt.server_args import PortArgs
+
+    def make() -> SimpleNamespace:
+        with tempfile.NamedTemporaryFile(delete=False) as file:
+            return SimpleNamespace(name=file.name, instance_id="uuid")
+
+    monkeypatch.setattr(PortArgs, "init_new", staticmethod(make))
+    compat.keep_files_in(str(tmp_path))
+    ports = PortArgs.init_new()
+    assert Path(ports.name).parent == tmp_path
+    assert ports.instance_id == tmp_path.name
+    assert fnmatch(shm_path_for(tmp_path.name), f"/dev/shm/sglang_loads_{tmp_path.name}_*.shm")
+    assert "PortArgs.init_new(" in inspect.getsource(importlib.import_module(ENGINE))
 
 
 def test_process_wide_state():

@@ -3,20 +3,23 @@
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sglang_bridge.errors import PortInUse, ServerDied
 from sglang_bridge.http import KEEPALIVE_S
 from sglang_bridge.ports import free_port
-from sglang_bridge.server import launch
+from sglang_bridge.server import files, launch
 from sglang_bridge.server.__main__ import arguments_for_device
 from sglang_bridge.server.launch import ServerProcess, running_states
-from sglang_bridge.server.spec import ServerSpec, server_command, server_env
+from sglang_bridge.server.spec import ServerSpec, interface_of, server_command, server_env
+from sglang_bridge.server.workers import EXIT_WORKER_DIED
 
 
 def spec(**overrides: object) -> ServerSpec:
@@ -148,6 +151,84 @@ def test_stop_leaves_no_process_of_the_group(monkeypatch, tmp_path: Path):
     assert time.monotonic() - started_s < 5
     assert running_states(process.pid) == []
     process.stop()  # again is harmless
+
+
+WITH_WORKERS = """
+import os, signal, sys, time
+from multiprocessing import get_context
+import setproctitle
+from sglang_bridge.server import workers
+
+def work(title, code):
+    setproctitle.setproctitle(title)
+    print("up", flush=True)
+    time.sleep(0.3 if code == 0 else 60)
+    sys.exit(code)
+
+workers.end_with_workers(os.environ["SGLANG_BRIDGE_FILES"], poll_s=0.05)
+fork = get_context("fork")
+for title, code in (("sglang::scheduler_TP0", 1), ("sglang::detokenizer", 1), ("a helper", 3)):
+    fork.Process(target=work, args=(title, code)).start()
+time.sleep(0.5)
+print("all " + "up", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("victim", ["scheduler_TP0", "detokenizer"])
+def test_a_killed_worker_ends_its_server_and_is_named(monkeypatch, tmp_path: Path, victim: str):
+    process = start_script(monkeypatch, tmp_path / "log", WITH_WORKERS)
+    wait_for(tmp_path / "log", "all up")
+    children = psutil.Process(process.pid).children()
+    (worker,) = [child for child in children if victim in child.name()]
+    assert process.cause() is None
+    (helper,) = [child for child in children if child.name() == "a helper"]
+    helper.kill()
+    time.sleep(0.3)
+    assert process.is_running(), "what is no worker may end"
+    worker.kill()
+    deadline_s = time.monotonic() + 10
+    while process.is_running() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert process.exit_code() == EXIT_WORKER_DIED
+    cause = f"{victim} (pid {worker.pid}) ended with signal 9"
+    assert process.cause() == cause
+    process.stop()
+    assert process.cause() == cause, "also when its files are gone"
+    assert cause in (tmp_path / "log").read_text()
+    assert running_states(process.pid) == []
+
+
+def test_stop_removes_the_files_of_its_server_alone(monkeypatch, tmp_path: Path):
+    """Also those of a server that was killed; a stranger's, and a living process's, stay."""
+    process = start_script(monkeypatch, tmp_path / "log", "import time; time.sleep(60)")
+    assert process.files is not None
+    mode = os.stat(process.files).st_mode
+    assert stat.S_IMODE(mode) == 0o700, "nobody else may reach its sockets"
+    name = Path(process.files).name
+    ours = [f"sglang_loads_{name}_0abc.shm", f"sgl_shm_mq_{process.pid}_1234"]
+    others = ["sglang_loads_opd-server-stranger_0abc.shm", f"sgl_shm_mq_{os.getpid()}_1234"]
+    paths = [files.SHARED_MEMORY / file for file in (*ours, *others)]
+    try:
+        for path in paths:
+            path.touch()
+        process.stop()
+        assert [path.exists() for path in paths] == [False, False, True, True]
+        assert not os.path.exists(process.files)
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+def test_the_interface_of_the_host_is_where_peers_listen():
+    loopback = interface_of("127.0.0.1")
+    assert loopback is not None
+    env = server_env(spec(), {})
+    assert env["GLOO_SOCKET_IFNAME"] == loopback
+    assert env["NCCL_SOCKET_IFNAME"] == f"={loopback}"
+    assert server_env(spec(), {"GLOO_SOCKET_IFNAME": "mine"})["GLOO_SOCKET_IFNAME"] == "mine"
+    assert "GLOO_SOCKET_IFNAME" not in server_env(spec(host="0.0.0.0"), {})
+    assert interface_of("no.such.host.invalid") is None
 
 
 SLOW_WORKER = """
