@@ -23,9 +23,10 @@ STUDIES = (
     "routing",
     "resume",
     "checkpoint",
+    "noticing",
     "step",
 )
-WITH_OPTIONS = ("step",)
+WITH_OPTIONS = ("noticing", "step")
 NAMES = (*BENCHMARKS, *STUDIES)
 
 
