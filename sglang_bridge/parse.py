@@ -278,8 +278,8 @@ def _is_number(text: str) -> bool:
 def _count(url: str, reply: Any, name: str, least: int = 0) -> int:
     """A JSON number that is whole and >= `least`."""
     value = reply.get(name) if isinstance(reply, dict) else None
-    sound = is_int(value) and least <= value < 10**MAX_DIGITS
-    require(url, sound, f"{name} must be a whole number >= {least}, got {value!r}")
+    if not is_int(value) or not least <= value < 10**MAX_DIGITS:
+        raise BadReply(f"{url}: {name} must be a whole number >= {least}, got {value!r}")
     return value
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -131,7 +131,7 @@ def read_array(url: str, payload: Mapping[str, Any], name: str, dtype: str) -> n
         raise BadReply(f"{url}: {name}: {error}") from error
 
 
-def is_int(value: Any) -> bool:
+def is_int(value: Any) -> TypeGuard[int]:
     """Whether a JSON value is a whole number; true and false are none."""
     return type(value) is int
 

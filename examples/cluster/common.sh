@@ -162,7 +162,7 @@ control() {
   urls="$(urls_of student),$(urls_of teacher)"
   for url in $(tr -d '[]' <<<"$urls" | tr , ' '); do
     [[ -z ${DRY_RUN:-} ]] || break
-    until curl --silent --fail --max-time 10 --output /dev/null "$url/server_info"; do
+    until curl --silent --fail --max-time 10 --output /dev/null "$url/ready"; do
       ((SECONDS < deadline)) || fail "no server answers at $url after $STARTUP_S s"
       sleep 2
     done

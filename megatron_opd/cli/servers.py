@@ -62,7 +62,7 @@ def server_spec(config: Config, role: Role, index: int) -> ServerSpec:
 
 
 def server_processes(
-    config: Config, role: Role, logs: Path, api_key: str | None
+    config: Config, role: Role, logs: Path, api_key: str | None = None
 ) -> list[ServerProcess]:
     """The role's servers of this machine, not started; none when its urls name others."""
     section = section_of(config, role)

@@ -146,10 +146,11 @@ def bind_stores() -> None:
     """
     # by name: the package holds a function called as the module
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
-    torch.distributed.TCPStore = rendezvous.TCPStore = BoundStore
+    rendezvous.TCPStore = BoundStore
+    setattr(torch.distributed, "TCPStore", BoundStore)  # noqa: B010  (its stubs do not export it)
 
 
-class BoundStore(torch.distributed.TCPStore):
+class BoundStore(torch.distributed.TCPStore):  # pyright: ignore[reportPrivateImportUsage]
     """A TCPStore whose server is bound to `host_name`; without one given, torch binds to all."""
 
     def __init__(
