@@ -108,7 +108,7 @@ def main() -> None:
     if parent is not None:
         end_with_parent(int(parent), own_files)
     open_files.raise_limit()
-    workers.end_with_workers(own_files)
+    workers.end_with_workers(own_files, owned=parent is not None)
     import torch
 
     cuda = torch.cuda.is_available()

@@ -22,8 +22,11 @@ EXIT_WORKER_DIED = 70
 TOLD_TO_END = "ended with exit code 0"
 
 
-def end_with_workers(own_files: str, poll_s: float = POLL_S) -> None:
-    """Watches this process's workers from a thread; ends the process once one of them died."""
+def end_with_workers(own_files: str, *, owned: bool = True, poll_s: float = POLL_S) -> None:
+    """Watches this process's workers from a thread; ends the process once one of them died.
+
+    owned: whoever started this process reads the obituary in `own_files` and removes them.
+    """
 
     def watch() -> None:
         names: dict[int, str] = {}
@@ -34,7 +37,7 @@ def end_with_workers(own_files: str, poll_s: float = POLL_S) -> None:
                 if cause == TOLD_TO_END:
                     del names[pid]  # SGLang waits for the others to free their devices
                 elif cause is not None:
-                    end(f"{name} (pid {pid}) {cause}", own_files)
+                    end(f"{name} (pid {pid}) {cause}", own_files, owned)
             time.sleep(poll_s)
 
     threading.Thread(target=watch, name="end-with-workers", daemon=True).start()
@@ -65,7 +68,7 @@ def cause_of_death(pid: int) -> str | None:
     return f"ended with {how} {status.si_status}"
 
 
-def end(cause: str, own_files: str) -> None:
+def end(cause: str, own_files: str, owned: bool) -> None:
     """Ends this process and everything below it."""
     files.write_obituary(own_files, cause)
     sys.stderr.write(f"sglang_bridge: {cause}: this server ends\n")
@@ -76,6 +79,8 @@ def end(cause: str, own_files: str) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
+    if not owned:
+        files.remove(own_files, [process.pid for process in below])
     os._exit(EXIT_WORKER_DIED)
 
 

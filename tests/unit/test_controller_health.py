@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from megatron_opd.cli.processes import LocalProcesses
 from megatron_opd.controller.health import (
     EngineLost,
     HealthGuard,
@@ -15,6 +16,8 @@ from megatron_opd.controller.health import (
     WatchedProcess,
 )
 from sglang_bridge.errors import ServerUnreachable
+from sglang_bridge.server.launch import ServerProcess
+from sglang_bridge.server.spec import ServerSpec
 from tests.fakes import run_virtual
 
 
@@ -146,3 +149,25 @@ def test_a_cancelled_watch_leaves_no_task():
     ticks = []
     run_virtual(scenario())
     assert 40 <= len(ticks) <= 41
+
+
+class DeadServer(ServerProcess):
+    """A server whose detokenizer was killed."""
+
+    def exit_code(self):
+        return 70
+
+    def cause(self):
+        return "detokenizer (pid 7) ended with signal 9"
+
+
+def test_a_failure_outside_the_loops_names_the_process_too(tmp_path):
+    """Before and after the loops run (evaluation) a broken connection is all that is seen."""
+    spec = ServerSpec(model_path="m", role="student", port=1234)
+    error = ServerUnreachable(spec.url, "/generate", "reset", sent=True)
+    dead = LocalProcesses([DeadServer(spec, tmp_path / "s.log")], None)
+    assert run_virtual(dead.explain(error)) == (
+        "student server http://127.0.0.1:1234 ended: its detokenizer (pid 7) ended with signal 9, "
+        f"see {tmp_path / 's.log'}"
+    )
+    assert run_virtual(LocalProcesses([], None).explain(error)) == str(error)
