@@ -114,7 +114,8 @@ def open_files_row(config: Config) -> str:
     allowed = "no limit" if hard == open_files.UNLIMITED else f"{hard} allowed"
     short = hard != open_files.UNLIMITED and needed > hard
     remedy = "; TOO FEW: raise the hard limit (ulimit -Hn) or lower concurrency" if short else ""
-    return f"about {needed} needed, {allowed} (the limit of {soft} is raised at start){remedy}"
+    raised = f" (the limit of {soft} is raised at start)" if soft != hard else ""
+    return f"about {needed} needed, {allowed}{raised}{remedy}"
 
 
 def server_row(config: Config, role: Role) -> str:

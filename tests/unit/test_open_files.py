@@ -41,7 +41,10 @@ print(len(failed), failed[:1])
 SERVER = """
 import asyncio
 from aiohttp import web
+from sglang_bridge import open_files
 from tests.unit.bridge_replies import FakeServer, rollout_reply
+
+open_files.raise_limit()
 
 async def main():
     here, all_here = 0, asyncio.Event()
