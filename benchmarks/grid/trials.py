@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("megatron_opd", "sglang_bridge")  # what a run executes
-DIGITS = 6  # of a recorded curve
+DIGITS = 4  # of a recorded curve
 ATTEMPTS = 2  # a server can fail to start on a busy machine
 DIVERGED = ("the loss is", "the gradient norm is")  # learner.NotFinite
 CURVES = (

@@ -156,7 +156,8 @@ class KlPenalty(Section):
     """The reference: the teacher (any frozen model can serve as one), or the sampler's own
     log-probs (CPPO)."""
     direction: KlDirection | None = None
-    """reverse: KL(student || reference); forward: KL(sampler || student). Null: reverse to the
+    """reverse: KL of student and reference, an expectation over the student (mode-seeking);
+    forward: KL of sampler and student, an expectation over the sampler. Null: reverse to the
     teacher, forward to the sampler."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """How the divergence is estimated from one token. reverse: k1 is p/o times the log-ratio; k2
