@@ -39,23 +39,24 @@ class ClipTrust(Section):
 
 
 class M2Trust(Section):
-    """M2PO (arXiv 2510.01161): mask the actions that moved furthest the way A pushes them.
+    """M2PO (arXiv 2510.01161, Algorithm 1): mask the actions that moved furthest the way A pushes.
 
-    Candidates are the actions of the whole mini-batch with r > 1 and A > 0, or r < 1 and A < 0, as
-    in the authors' code (github.com/Infini-AI-Lab/M2PO, verl/trainer/ppo/core_algos.py,
-    `_get_trust_region_tokens_delta_sq`). Those of largest (log r)^2 are masked until the second
-    moment is within the threshold; `moment` says what that is the mean of.
+    Candidates are the actions of the whole mini-batch with r > 1 and A > 0, or r < 1 and A < 0: the
+    ones that PPO's minimum could clip, as in the authors' code (github.com/Infini-AI-Lab/M2PO,
+    verl/trainer/ppo/core_algos.py, `_get_trust_region_tokens_delta_sq`). Those of largest
+    (log r)^2 are masked until the second moment is within the threshold; `moment` says what that
+    is the mean of. The loss is still averaged over all actions, the masked ones too.
     """
 
     type: Literal["m2"] = "m2"
     threshold: PositiveFloat = 0.04
-    """Largest second moment, the mean of (log r)^2 over candidates (0.04 in the authors' scripts).
-    Higher masks fewer actions and lets the student move further on one batch."""
+    """Largest second moment, the mean of (log r)^2 over candidates (0.04 in the paper). Higher
+    masks fewer actions and lets the student move further on one batch."""
     moment: Literal["kept", "capped"] = "kept"
-    """kept: the mean over the candidates that are not masked (the masking rule as AReaL's
-    `get_m2po_loss_mask` has it; AReaL's candidates are all tokens). capped: the mean over all
-    candidates, one beyond the limit counted as the limit (the authors' `kpo_clip_harmful_tokens`
-    and `_solve_tau_from_sorted_delta2`); masks more."""
+    """kept: the mean over the candidates that are not masked (Algorithm 1; AReaL's
+    `get_m2po_loss_mask` too, whose candidates are all tokens). capped: the mean over all
+    candidates, one beyond the limit counted as the limit (the authors' code:
+    `kpo_clip_harmful_tokens`, `_solve_tau_from_sorted_delta2`); masks more."""
 
 
 TrustConfig = Annotated[

@@ -85,7 +85,7 @@ def moved_along(log_r_n: torch.Tensor, advantage_n: torch.Tensor) -> torch.Tenso
 def second_moment_limit(
     log_r_n: torch.Tensor, advantage_n: torch.Tensor, weight_n: torch.Tensor, config: M2Trust
 ) -> torch.Tensor:
-    """(log r)^2 from which candidates, the actions that moved along, are masked (M2PO).
+    """(log r)^2 from which candidates, the actions that moved along, are masked (M2PO Alg. 1).
 
     Scalar float64; inf when none is. weight_n: of each action in the mean. `kept`: the largest
     limit such that the candidates below it average <= threshold. `capped`: the largest (log r)^2 of
