@@ -145,9 +145,10 @@ class KlPenalty(Section):
     """Adds coefficient * a divergence of student and reference, estimated on the sampled tokens.
 
     The tokens come from the sampler o at the prefixes it visited, not from the student p. reverse:
-    KL(p || reference), each token weighed by p / o whatever `correction` is. forward, with
-    `to: sampler` alone: KL(o || p), which needs no weight. Value and gradient of every accepted
-    combination are unbiased (losses/penalty.py; docs/estimators.md shows it).
+    KL(p || reference), each token weighed by p / o whatever `correction` is: nothing bounds that
+    weight when rollouts are old. forward, with `to: sampler` alone: KL(o || p), which needs no
+    weight. Value and gradient of every accepted combination are unbiased (losses/penalty.py;
+    docs/estimators.md shows it).
     """
 
     coefficient: PositiveFloat
@@ -174,9 +175,9 @@ class KlPenalty(Section):
     def _is_sound(self) -> KlPenalty:
         if self.applied_direction == "forward" and self.to == "teacher":
             raise ValueError(
-                "direction forward needs to sampler, got to teacher: KL(teacher || student) weighs "
-                "a token by teacher / sampler, which nothing bounds; use objective.type forward_kl "
-                "on support.type teacher_topk, or direction reverse"
+                "direction forward needs to sampler, got to teacher: tokens come from the sampler, "
+                "and KL(teacher || student) would weigh them by teacher / sampler; use "
+                "objective.type forward_kl on support.type teacher_topk, or direction reverse"
             )
         if self.applied_direction == "forward" and self.estimator == "k2":
             raise ValueError(
