@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import mismatch, routing, staleness
+from benchmarks import mismatch, objectives, routing, staleness
 from benchmarks.grid import trials as trials_module
 from benchmarks.grid.statistics import aggregated, interval
 from benchmarks.grid.trials import CURVES, SUMMARY, Launch, Trial, run_trials
@@ -45,7 +45,7 @@ def trial(seed: int, method: str = "m") -> Trial:
     return Trial("s", method, seed, Path("x.yaml"), {"a.b": "1"})
 
 
-@pytest.mark.parametrize("study", [mismatch, staleness, routing])
+@pytest.mark.parametrize("study", [mismatch, objectives, staleness, routing])
 def test_every_trial_of_a_study_is_a_valid_run(study, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     trials = study.trials()
