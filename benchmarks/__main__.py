@@ -25,7 +25,7 @@ STUDIES = (
     "checkpoint",
     "step",
 )
-WITH_OPTIONS = ("step",)
+WITH_OPTIONS = ("step", "mismatch", "staleness")
 NAMES = (*BENCHMARKS, *STUDIES)
 
 

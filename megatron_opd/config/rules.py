@@ -125,11 +125,10 @@ def _top_p(config: Config) -> str | None:
             "whose ratio compares raw learner log-probs with a truncated sampler's, "
             f"got {top_p}; set rollout.top_p 1, or correction.type none"
         )
-    if estimator.penalises_sampler:
+    if estimator.penalises:
         return (
-            "rollout.top_p must be 1 with objective.kl.to sampler, which compares raw learner "
-            f"log-probs with a truncated sampler's, got {top_p}; set rollout.top_p 1, or "
-            "objective.kl.to teacher"
+            "rollout.top_p must be 1 with objective.kl, which compares raw learner log-probs with "
+            f"a truncated sampler's, got {top_p}; set rollout.top_p 1, or objective.kl null"
         )
     if estimator.support.owner == "student" and estimator.reads_teacher:
         return (

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from megatron_opd.config.corrections import CorrectionConfig, ReductionConfig, TokenReduction
-from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.estimator import Estimator, kinds_of, natural_reduction
 from megatron_opd.config.learner import Dtype, LearnerConfig
 from megatron_opd.config.objectives import ObjectiveConfig, ReverseKl
 from megatron_opd.config.rules import RULES
@@ -293,6 +293,8 @@ class Config(Section):
     correction: CorrectionConfig | None = None
     """Null: the importance ratio wherever the objective has one."""
     reduction: ReductionConfig = TokenReduction()
+    """Left out: sequence for gspo and gepo (as published) and mixtures of nothing else, token for
+    all others."""
     learner: LearnerConfig = LearnerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -311,6 +313,17 @@ class Config(Section):
         """Every teacher by name; the section `teacher` is named "teacher"."""
         default = {} if self.teacher is None else {DEFAULT_TEACHER: self.teacher}
         return default | self.teachers
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_a_reduction(cls, tree: Any) -> Any:
+        # here and not in the estimator alone, so that config.resolved.yaml names it
+        if not isinstance(tree, dict):
+            return tree
+        given = cast(dict[str, Any], tree)
+        if given.get("reduction") is not None:
+            return given
+        return given | {"reduction": natural_reduction(kinds_of(given.get("objective")))}
 
     @model_validator(mode="after")
     def _rules_across_sections(self) -> Config:
