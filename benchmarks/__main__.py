@@ -22,6 +22,7 @@ STUDIES = (
     "staleness",
     "routing",
     "resume",
+    "ratios",
     "checkpoint",
     "step",
 )
