@@ -23,6 +23,7 @@ STUDIES = (
     "routing",
     "resume",
     "ratios",
+    "guard",
     "checkpoint",
     "step",
 )

@@ -1,0 +1,141 @@
+"""Before the first update: does a teacher score what it samples as it samples it?
+
+Each server samples a few short responses with a draw cache, whose log-probs come from its decoding;
+the same ids are then scored by the route that the run uses, which reads the response as a prompt.
+Both are log-probs of one model after the same prefixes, so that they agree but for rounding.
+Scores that are shifted by a row, of other ids, of another prompt or filled in do not; a model that
+is itself uniform agrees and is told by its scores' shape (metrics/teacher_health.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from megatron_opd.metrics.teacher_health import ScoreShape
+from megatron_opd.types import FloatArray, Prompt
+from sglang_bridge.errors import BadReply
+from sglang_bridge.protocol import RolloutReply, RolloutRequest, ScoreReply, ScoreRequest
+
+PROMPTS = 8
+"""Prompts that a server answers."""
+TOKENS = 16
+"""Length of an answer, at most."""
+DRAWS = 8
+"""Ids drawn besides at every token: what the teacher finds unlikely is compared too."""
+QUANTILE = 0.9
+"""The difference compared with the bound: a few tokens whose experts flip between two kernels, by
+0.5 nats in bfloat16, do not count; nonsense is wrong at more than a tenth of the ids."""
+BOUNDS_NATS: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.3}
+"""By the server's dtype, far above rounding and far below nonsense: the demo's models differ by
+MEASURED."""
+
+
+class ProbedServer(Protocol):
+    """The part of sglang_bridge.client.ServerClient that the guard needs."""
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        ...
+
+    async def generate(self, request: RolloutRequest) -> RolloutReply:
+        """One completion."""
+        ...
+
+    async def score(self, request: ScoreRequest) -> ScoreReply:
+        """Log-probs of every id of the request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a server's own samples and their scores say.
+
+    gap_nats: QUANTILE of abs(sampled - scored) over the cached ids; worst_nats: the largest. shape:
+    of the sampled tokens' scores.
+    """
+
+    gap_nats: float
+    worst_nats: float
+    num_ids: int
+    shape: ScoreShape
+
+    def problem(self, dtype: str, vocab_size: int) -> str | None:
+        """What is wrong, in words, or None."""
+        bound = BOUNDS_NATS[dtype]
+        if not self.gap_nats <= bound:
+            return (
+                f"its scores differ from the log-probs it samples with by {self.gap_nats:.2g} nats "
+                f"({QUANTILE} quantile over {self.num_ids} ids; {dtype} allows {bound:g})"
+            )
+        return self.shape.problem(vocab_size)
+
+    def line(self) -> str:
+        """One line for the user."""
+        return (
+            f"scores agree with sampling to {self.worst_nats:.1e} nats over {self.num_ids} ids, "
+            f"mean {self.shape.mean:.2f}"
+        )
+
+
+async def probe(
+    server: ProbedServer,
+    prompts: Sequence[Prompt],
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    vocab_size: int,
+    name: str,
+) -> Probe:
+    """Let `server` answer `prompts` and score its answers. Raises BridgeError's subclasses.
+
+    temperature: of the scores, and so of the sampling. name: makes request names unique.
+    """
+    pairs = await asyncio.gather(
+        *(
+            _sampled_and_scored(server, prompt, temperature, max_new_tokens, f"{name}-{index}")
+            for index, prompt in enumerate(prompts)
+        )
+    )
+    gap_N = np.concatenate([np.abs(sampled - scored) for sampled, scored, _ in pairs])
+    path_T = np.concatenate([path_T for *_, path_T in pairs])
+    return Probe(
+        gap_nats=float(np.quantile(gap_N, QUANTILE)),
+        worst_nats=float(gap_N.max()),
+        num_ids=len(gap_N),
+        shape=ScoreShape.of(path_T, vocab_size),
+    )
+
+
+async def _sampled_and_scored(
+    server: ProbedServer, prompt: Prompt, temperature: float, max_new_tokens: int, rid: str
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Log-probs [N] as sampled and as scored, and the path's scores [T]."""
+    reply = await server.generate(
+        RolloutRequest(
+            rid=rid,
+            input_ids=prompt.token_ids_P,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            num_draws=DRAWS,
+        )
+    )
+    draws = reply.draws
+    if draws is None:
+        raise BadReply(f"{server.url}: request {rid} came back without draws")
+    scores = await server.score(
+        ScoreRequest(
+            rid=f"{rid}-score",
+            input_ids=np.concatenate([prompt.token_ids_P, reply.output_ids_T]),
+            num_prompt_tokens=len(prompt.token_ids_P),
+            offsets_T1=draws.offsets_T1,
+            ids_N=draws.ids_N,
+            temperature=temperature,
+        )
+    )
+    return draws.logp_N, scores.logp_N, scores.logp_N[draws.path_T]
