@@ -153,8 +153,8 @@ async def _probe(server: Any, prompts: tuple[Prompt, ...], vocab_size: int, name
 def _figures(found: Probe, dtype: str, vocab_size: int) -> dict[str, Any]:
     shape: ScoreShape = found.shape
     return {
-        "gap_nats": found.gap_nats,
-        "worst_nats": found.worst_nats,
+        "median_gap_nats": found.gap_nats,
+        "worst_gap_nats": found.worst_nats,
         "ids": found.num_ids,
         "score_mean_nats": shape.mean,
         "score_std_nats": shape.std,

@@ -4,8 +4,9 @@
 
 Runs the demo with a learner that also writes, of every micro-batch, each cached action's ratio and
 its pull |d loss / d log p| (benchmarks/ratios_rank.py). default: the demo as it is. tenth_lr: a
-tenth of its learning rate. cut_at_10: ratios above 10 are cut to 10, so that a difference in what
-is learnt would show what the larger ones do. Finished runs under runs/ratios are kept.
+tenth of its learning rate. replayed: every token visits the experts that the sampler used, so that
+no routing changes between sampler and learner. cut_at_10: ratios above 10 are cut to 10, so that a
+difference in what is learnt would show what the larger ones do. Finished runs are kept.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ratios_rank import EDGES, OUT_VARIABLE
-
 DEMO = Path("examples/arithmetic/demo.yaml")
 OUT = Path("runs/ratios")
 SETTINGS: dict[str, dict[str, str]] = {
     "default": {},
     "tenth_lr": {"learner.optimizer.lr": "5.0e-5"},
+    "replayed": {"learner.routing_replay": "rollout"},
     "cut_at_10": {"correction": "{type: truncated, max_ratio: 10.0}"},
 }
 SEEDS = (7, 8)
@@ -33,6 +33,9 @@ SIZE = {
     "checkpoint.export_hf": "false",
     "metrics": "{tensorboard: false, trace: false, progress: false}",
 }
+OUT_VARIABLE = "OPD_BENCHMARK_RATIOS"
+EDGES = (2.0, 10.0, 100.0)
+"""Ratios above which actions are counted."""
 SHOWN = 10
 LIMIT_S = 1800
 Row = dict[str, Any]

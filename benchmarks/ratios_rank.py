@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.ratios import EDGES, OUT_VARIABLE
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.learner import __main__ as program
 from megatron_opd.learner import forward, learner
@@ -21,10 +22,8 @@ from megatron_opd.learner.micro_batch import DistilMicro
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import Evaluation, evaluate
 
-OUT_VARIABLE = "OPD_BENCHMARK_RATIOS"
 TOP = 8
 """Actions of the largest ratios that are written of every micro-batch."""
-EDGES = (2.0, 10.0, 100.0)
 
 
 class Recorder:

@@ -51,6 +51,14 @@ def shifted(logp: Rows, request: ScoreRequest) -> Rows:
     return logp[np.repeat(inputs, np.diff(request.offsets_T1)), request.ids_N]
 
 
+def values_shifted(logp: Rows, request: ScoreRequest) -> Rows:
+    """Every row has the numbers of the next one."""
+    rows = np.split(honest(logp, request), request.offsets_T1[1:-1])
+    return np.concatenate(
+        [np.resize(rows[(t + 1) % len(rows)], len(r)) for t, r in enumerate(rows)]
+    )
+
+
 def permuted(logp: Rows, request: ScoreRequest) -> Rows:
     return honest(logp[:, np.random.default_rng(5).permutation(V)], request)
 
@@ -82,10 +90,10 @@ class Server:
     async def generate(self, request: RolloutRequest) -> RolloutReply:
         ids, rows, state = [], [], int(request.input_ids[-1])
         for _ in range(request.max_new_tokens):
-            drawn = self.rng.choice(V, request.num_draws + 1, p=self.probs(state))
-            rows.append(np.unique(drawn))
-            ids.append(drawn[0])
-            state = int(drawn[0])
+            token = int(self.rng.choice(V, p=self.probs(state)))
+            rows.append(np.union1d(np.argsort(self.logp[state])[-request.num_atoms :], [token]))
+            ids.append(token)
+            state = token
         before = [int(request.input_ids[-1]), *ids[:-1]]
         offsets_T1 = np.cumsum([0, *map(len, rows)])
         ids_N = np.concatenate(rows).astype(np.int32)
@@ -95,7 +103,7 @@ class Server:
             for row, i, o in zip(rows, ids, offsets_T1[:-1], strict=True)
         ]
         cache = DrawCache(
-            offsets_T1, ids_N, np.ones(len(ids_N), np.float32), logp_N, np.array(path), 0, 8
+            offsets_T1, ids_N, np.ones(len(ids_N), np.float32), logp_N, np.array(path), 8, 0
         )
         found = cache if self.draws else None
         return RolloutReply(np.array(ids, np.int32), "length", found, ((0, 0, len(ids)),), self.url)
@@ -130,10 +138,16 @@ def test_a_teacher_that_is_sure_of_every_token_passes():
     assert found.problem("float32", V) is None
 
 
-@pytest.mark.parametrize("spoil", [shifted, permuted, of_another_prompt, uniform, constant])
+NONSENSE = [shifted, values_shifted, permuted, of_another_prompt, uniform, constant]
+
+
+@pytest.mark.parametrize("spoil", NONSENSE)
+@pytest.mark.parametrize("std", [2.0, 20.0], ids=["ordinary", "sure"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_scores_that_are_not_those_of_its_samples(spoil: Callable[..., Rows], dtype: str):
-    problem = probed(Server(table(1, 2.0), spoil)).problem(dtype, V)
+def test_scores_that_are_not_those_of_its_samples(
+    spoil: Callable[..., Rows], std: float, dtype: str
+):
+    problem = probed(Server(table(1, std), spoil)).problem(dtype, V)
     assert problem is not None
     assert f"{dtype} allows {BOUNDS_NATS[dtype]:g}" in problem
 
