@@ -169,6 +169,16 @@ def test_rounding_and_a_few_flipped_experts_are_no_nonsense():
     assert found.problem("float32", V) is not None
 
 
+def test_a_small_temperature_allows_more_rounding():
+    def rounded(logp: Rows, request: ScoreRequest) -> Rows:
+        return honest(logp, request) + 2e-3
+
+    server = Server(table(1, 2.0), rounded)
+    assert probed(server).problem("float32", V) is not None
+    assert probed(server, temperature=4.0).problem("float32", V) is not None
+    assert probed(server, temperature=0.25).problem("float32", V) is None
+
+
 @pytest.mark.parametrize(
     ("std", "words"), [(0.0, "as of a uniform distribution"), (0.01, "-ln 64 = -4.159")]
 )
