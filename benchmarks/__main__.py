@@ -22,6 +22,8 @@ STUDIES = (
     "staleness",
     "routing",
     "resume",
+    "ratios",
+    "guard",
     "checkpoint",
     "step",
 )

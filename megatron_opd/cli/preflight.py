@@ -6,6 +6,7 @@ A run that passes them fails later only for causes outside its input.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,10 @@ from megatron_opd.checkpoint.model_spec import ModelSpec, read_model_spec
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.megatron_settings import check_megatron
 from megatron_opd.cli.roles import STUDENT, Role, section_of, teacher_roles
+from megatron_opd.cli.tokenizers import difference, tokenizer_parts
 from megatron_opd.cli.weights import check_weights
 from megatron_opd.config.rules import key_of_teacher
-from megatron_opd.config.schema import Config, ServerConfig
+from megatron_opd.config.schema import Config, Guard, ServerConfig
 from megatron_opd.planning import learner as planning_learner
 from megatron_opd.planning import servers as planning_servers
 from megatron_opd.weight_sync.names import FAMILIES
@@ -28,6 +30,8 @@ from sglang_bridge.server.launch import check_port
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 # SGLang takes inputs of fewer than context - 6 tokens (Scheduler: max_req_input_len), and the
 # teacher is sent prompt and response as one input.
@@ -94,7 +98,7 @@ def check_models(config: Config) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
     tokenizer = load_tokenizer(student.path, "student.model")
     for role, facts in models.items():
         if role != STUDENT:
-            check_vocabulary(f"{role}.model", facts, student, tokenizer)
+            check_vocabulary(f"{role}.model", facts, student, tokenizer, config.scoring.guard)
     check_support(config, student)
     for role, facts in models.items():
         check_weights(facts.path, f"{role}.model", facts.spec)
@@ -168,9 +172,16 @@ def check_vocabulary_size(key: str, teacher: ModelFacts, student: ModelFacts) ->
 
 
 def check_vocabulary(
-    key: str, teacher: ModelFacts, student: ModelFacts, tokenizer: PreTrainedTokenizerBase
+    key: str,
+    teacher: ModelFacts,
+    student: ModelFacts,
+    tokenizer: PreTrainedTokenizerBase,
+    guard: Guard,
 ) -> None:
-    """A teacher's ids are the student's. key: the config key that named it."""
+    """A teacher's ids are the student's. key: the config key that named it.
+
+    guard: what becomes of tokenizers that have the same ids and cut text differently.
+    """
     check_vocabulary_size(key, teacher, student)
     theirs = load_tokenizer(teacher.path, key)
     if tokenizer.get_vocab() != theirs.get_vocab():
@@ -185,6 +196,13 @@ def check_vocabulary(
             f"student.model and {key} must share the end-of-sequence token, got "
             f"{tokenizer.eos_token!r} and {theirs.eos_token!r}"
         )
+    other = difference(tokenizer_parts(tokenizer), tokenizer_parts(theirs))
+    if guard == "off" or other is None:
+        return
+    told = f"student.model and {key} must cut text into the same ids; {other}"
+    if guard == "refuse":
+        raise UserError(f"{told}; if that is meant, set scoring.guard to warn or off")
+    logger.warning("%s", told)
 
 
 def check_support(config: Config, student: ModelFacts) -> None:

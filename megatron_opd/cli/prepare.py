@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,6 +15,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.data.prompts import PromptSet, PromptSource, load_prompts
 from megatron_opd.data.tasks import get_task, get_verifier
 from megatron_opd.evaluation import Judge
+from megatron_opd.teacher.guard import PROMPTS
 from megatron_opd.types import Prompt
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ class Prepared:
     """Checked input of a run.
 
     heldout: evaluation problems, empty when there is no evaluation. judge: None when the task has
-    no verifier.
+    no verifier. probes: training prompts by teacher, to look at its scores before the run.
     """
 
     student: ModelFacts
@@ -35,6 +37,7 @@ class Prepared:
     prompts_too_long: int
     heldout: tuple[Prompt, ...]
     judge: Judge | None
+    probes: Mapping[str, tuple[Prompt, ...]]
 
 
 def checked(load: Callable[[], ResultT]) -> ResultT:
@@ -103,4 +106,12 @@ def prepare(config: Config, cursor: int = 0) -> Prepared:
         prompts_too_long=train.too_long,
         heldout=heldout,
         judge=judge,
+        probes={name: probes_of(train.prompts, name) for name in teachers},
     )
+
+
+def probes_of(prompts: Iterable[Prompt], teacher: str) -> tuple[Prompt, ...]:
+    """The first prompts that `teacher` is to score, again if they are few; any if it has none."""
+    every = tuple(prompts)
+    own = [prompt for prompt in every if prompt.teacher == teacher]
+    return tuple(islice(cycle(own or every), PROMPTS))

@@ -27,6 +27,7 @@ from megatron_opd.cli.resume import Resumption, file_crc32, find_resumption, reo
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of, teacher_roles
 from megatron_opd.cli.run_dir import RunDir, prepare_run_dir
 from megatron_opd.cli.servers import server_processes
+from megatron_opd.cli.teacher_guard import check_teachers
 from megatron_opd.cli.wiring import make_controller, make_fleet, make_guard, make_recorder
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.controller import Controller
@@ -155,6 +156,8 @@ class PipelineRun:
             self._start(remote.address)
             await self._connect(remote, fleets)
             teachers = {name: fleets[role] for name, role in teacher_roles(config).items()}
+            asked = {name: fleet.clients for name, fleet in teachers.items()}
+            self._say(*await check_teachers(config, self.prepared, asked))
             if self.resumed is None:
                 self._say(*await self.accuracies.before(fleets[STUDENT], teachers))
             else:
@@ -181,7 +184,13 @@ class PipelineRun:
             # the servers loaded the exact checkpoint that the run began with
             await publisher.publish(state.version)
         recorder = make_recorder(
-            config, self.run_dir, self.totals, self.urls[STUDENT], self.console, resumed
+            config,
+            self.run_dir,
+            self.totals,
+            self.urls[STUDENT],
+            self.console,
+            resumed,
+            self.prepared.student.vocab_size,
         )
         guard = make_guard(self.processes, fleets, self.totals)
         dirs = StepDirs(self.run_dir.checkpoints)

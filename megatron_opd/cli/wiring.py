@@ -13,6 +13,7 @@ from megatron_opd.cli.processes import LocalProcesses
 from megatron_opd.cli.resume import Resumption
 from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
 from megatron_opd.cli.run_dir import RunDir
+from megatron_opd.cli.teacher_guard import make_teacher_watch
 from megatron_opd.config.schema import Config, ServerConfig
 from megatron_opd.controller.controller import Controller, Ports, Schedule
 from megatron_opd.controller.health import HealthGuard, WatchedEngine, WatchedProcess
@@ -46,6 +47,7 @@ def make_recorder(
     engines: Sequence[str],
     console: Console,
     resumed: Resumption | None,
+    vocab_size: int,
 ) -> RunRecorder:
     """The observer: files as configured, and a display."""
     metrics = config.metrics
@@ -68,6 +70,7 @@ def make_recorder(
         display,
         elapsed_s=elapsed_s,
         updates=updates,
+        teacher_watch=make_teacher_watch(config, vocab_size),
     )
 
 

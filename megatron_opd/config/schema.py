@@ -30,6 +30,7 @@ from megatron_opd.config.section import (
 from megatron_opd.config.supports import SupportConfig
 
 DEFAULT_TEACHER = "teacher"
+Guard = Literal["refuse", "warn", "off"]
 
 
 class RunConfig(Section):
@@ -171,6 +172,15 @@ class ScoringConfig(Section):
     """Tries per sample before it is dropped."""
     temperature: PositiveFloat = 1.0
     """Of the teacher's log-probs: q is softmax(logits / temperature)."""
+    guard: Guard = "refuse"
+    """What happens to a teacher that answers nonsense: another tokenizer than the student's, scores
+    that differ from the log-probs it samples with, scores that are constant or those of a uniform
+    distribution. refuse: not started, and stopped by guard_stop_after; warn: told in one line; off:
+    not looked at. The look before the first update costs each server 8 short responses. A model
+    with random weights may be nearly uniform: `warn` or `off` let it teach."""
+    guard_stop_after: NonNegativeInt = 3
+    """Updates in a row with nonsense from a teacher after which the run stops, with guard refuse;
+    0: never, only the alarm is given."""
 
 
 class BufferConfig(Section):

@@ -17,6 +17,7 @@ from megatron_opd.metrics.cache_size import CacheSize
 from megatron_opd.metrics.rewards import RewardStats
 from megatron_opd.metrics.sinks import Sink
 from megatron_opd.metrics.staleness import StalenessCounts
+from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting, Depths, PublicationReport, UpdateFigures
@@ -75,6 +76,7 @@ class RunRecorder:
         clock: the event loop's clock (seconds).
         elapsed_s: what earlier attempts of a resumed run took, up to where it goes on.
         updates: updates that they made.
+        teacher_watch: looks at the scores of every batch; None where no teacher is read.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class RunRecorder:
         clock: Callable[[], float] = time.monotonic,
         elapsed_s: float = 0.0,
         updates: int = 0,
+        teacher_watch: TeacherWatch | None = None,
     ) -> None:
         self.totals = totals
         self.accounting: Accounting | None = None
@@ -95,6 +98,7 @@ class RunRecorder:
         self._updates_total = updates_total
         self._sinks, self._timeline, self._display = tuple(sinks), timeline, display
         self._clock = clock
+        self._teacher_watch = teacher_watch
         self._depths = Depths(0, 0, 0, 0, 0)
         self._updates = self._version = updates
         self._done_s = clock()
@@ -165,6 +169,9 @@ class RunRecorder:
             "tokens_per_s": batch.num_response_tokens / since_last_s if since_last_s > 0 else None,
             **batch_columns(batch, self.totals.group_size),
         }
+        if self._teacher_watch is not None:
+            self._row |= self._teacher_watch.columns(batch)
+            self._teacher_watch.look(batch)  # may stop the run; the row is written all the same
 
     def published(self, batch: Batch, report: PublicationReport, depths: Depths) -> None:
         """Count and draw a publication; write the update's row."""
