@@ -24,8 +24,9 @@ STUDIES = (
     "resume",
     "checkpoint",
     "step",
+    "fuzz",
 )
-WITH_OPTIONS = ("step",)
+WITH_OPTIONS = ("step", "fuzz")
 NAMES = (*BENCHMARKS, *STUDIES)
 
 

@@ -84,7 +84,8 @@ def check(arguments: argparse.Namespace) -> int:
 
     from megatron_opd.cli.check import check as check_config
 
-    check_config(load_config(Config, arguments.config, arguments.overrides), Console())
+    config = load_config(Config, arguments.config, arguments.overrides)
+    check_config(config, Console(), data=arguments.data)
     return 0
 
 
