@@ -19,17 +19,20 @@ Key = tuple[str, int, int]
 
 
 def run_campaign(
-    names: list[str], inputs: int, seed: int, progress: Path | None = None
+    names: list[str], inputs: int, seed: int, progress: Path | None = None, size: int = CHUNK
 ) -> dict[str, Any]:
-    """`inputs` times its share through each target. progress: finished chunks, kept and reused."""
+    """`inputs` times its share through each target.
+
+    progress: finished chunks, kept and reused; size: inputs of a chunk, the same in both runs.
+    """
     started_s = time.monotonic()
     done = read_progress(progress)
     rows: list[dict[str, Any]] = []
     for name in names:
-        chunks = max(1, round(inputs * load_target(name).share / CHUNK))
+        chunks = max(1, round(inputs * load_target(name).share / size))
         todo = [chunk for chunk in range(chunks) if (name, seed, chunk) not in done]
         while todo:
-            todo = _run(name, seed, todo, done, progress)
+            todo = _run(name, seed, todo, size, done, progress)
         tally = merged([done[name, seed, chunk] for chunk in range(chunks)])
         total = tally.refused + tally.accepted + tally.silent + tally.crashes
         rows.append({"target": name, "inputs": total} | asdict(tally))
@@ -45,10 +48,16 @@ def run_campaign(
 
 
 def _run(
-    name: str, seed: int, chunks: list[int], done: dict[Key, Tally], progress: Path | None
+    name: str,
+    seed: int,
+    chunks: list[int],
+    size: int,
+    done: dict[Key, Tally],
+    progress: Path | None,
 ) -> list[int]:
     """Run `chunks` in one process until it ends or dies; those that are left."""
-    command = [sys.executable, "-m", "benchmarks.fuzz.worker", name, str(seed), *map(str, chunks)]
+    numbers = map(str, (seed, size, *chunks))
+    command = [sys.executable, "-m", "benchmarks.fuzz.worker", name, *numbers]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -116,6 +116,8 @@ def check(config: Config, console: Console, *, data: bool = False) -> None:
             ("not checked", "further rows and the numbers in the weights: opd check --data")
         )
     table = Table(show_header=False, box=None)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # a long path whole, over several lines
     for what, value in rows:
         # a path or a value of the user's may hold brackets, which are no markup
         table.add_row(f"[bold]{what}[/bold]", escape(value))

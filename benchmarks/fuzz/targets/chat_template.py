@@ -42,7 +42,8 @@ def oracle(template: str, found: Any) -> str | None:
 
 TARGET = Target(
     "chat_template",
-    damaged_bytes(CORPUS).map(lambda data: data.decode("utf-8", "replace"))
+    st.sampled_from(CORPUS).map(bytes.decode)
+    | damaged_bytes(CORPUS, most=2).map(lambda data: data.decode("utf-8", "replace"))
     | st.lists(
         st.sampled_from(
             (
