@@ -26,8 +26,9 @@ STUDIES = (
     "guard",
     "checkpoint",
     "step",
+    "fuzz",
 )
-WITH_OPTIONS = ("step", "mismatch", "staleness")
+WITH_OPTIONS = ("step", "mismatch", "staleness", "fuzz")
 NAMES = (*BENCHMARKS, *STUDIES)
 
 

@@ -151,6 +151,7 @@ class PipelineRun:
             for role in self.roles:
                 if section_of(config, role).urls:  # before anything is started in vain
                     await self._join(role, fleets[role])
+            self._say(*(f"note: {line}" for line in self.prepared.notes))
             if self.resumed is not None:
                 self._say(*self.resumed.notes)
             self._start(remote.address)
@@ -301,7 +302,7 @@ class PipelineRun:
         if self.checkpoints is not None:
             summary["checkpoint_wait_s_mean"] = self.checkpoints.waited_s.value
             summary["checkpoint_s_mean"] = self.checkpoints.written_s.value
-        summary["prompts_too_long"] = self.prepared.prompts_too_long
+        summary["prompts_skipped"] = self.prepared.prompts_skipped
         try:
             write_json(self.run_dir.summary, summary)
         except OSError as error:

@@ -23,6 +23,7 @@ from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.evaluation import Judge
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.recorder import RunRecorder
+from megatron_opd.metrics.signal import SignalWatch
 from megatron_opd.metrics.sinks import JsonlSink, Sink, TensorBoardSink
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
@@ -71,6 +72,9 @@ def make_recorder(
         elapsed_s=elapsed_s,
         updates=updates,
         teacher_watch=make_teacher_watch(config, vocab_size),
+        signal=SignalWatch(
+            reads_groups=config.estimator.reads_groups, patience=metrics.signal_patience
+        ),
     )
 
 

@@ -165,6 +165,20 @@ def _deterministic(config: Config) -> str | None:
     return None
 
 
+def _warmup(config: Config) -> str | None:
+    return warmup_problem(config.learner.optimizer.warmup_updates, config.run.updates)
+
+
+def warmup_problem(warmup: int, updates: int) -> str | None:
+    """Why a run of `updates` updates cannot warm up for `warmup`, or None."""
+    if warmup <= updates:
+        return None
+    return (
+        "learner.optimizer.warmup_updates must be <= run.updates, else the learning rate never "
+        f"reaches learner.optimizer.lr, got {warmup} and run.updates={updates}"
+    )
+
+
 def _offloaded(config: Config) -> str | None:
     every = config.checkpoint.every
     if every and config.learner.optimizer.megatron.get("optimizer_cpu_offload"):
@@ -187,4 +201,5 @@ RULES: tuple[Callable[[Config], str | None], ...] = (
     _held,
     _deterministic,
     _offloaded,
+    _warmup,
 )

@@ -405,6 +405,11 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["learner.megatron.deterministic_mode=true"],
     ),
     (
+        ["learner.optimizer.warmup_updates=6", "run.updates=5"],
+        ["learner.optimizer.warmup_updates must be <= run.updates", "got 6 and run.updates=5"],
+        ["run.updates=6"],
+    ),
+    (
         ["checkpoint.every=5", "learner.optimizer.optimizer_cpu_offload=true"],
         ["checkpoint.every must be 0", "learner.optimizer.optimizer_cpu_offload", "got 5"],
         ["learner.optimizer.optimizer_cpu_offload=false"],
