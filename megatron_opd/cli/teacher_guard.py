@@ -30,26 +30,38 @@ async def check_teachers(
         max_new_tokens=min(TOKENS, config.rollout.max_new_tokens),
         vocab_size=prepared.student.vocab_size,
     )
-    asked = [
-        (role, server, run(server, prepared.probes[name], name=f"guard-{uuid.uuid4().hex[:8]}"))
-        for name, role in teacher_roles(config).items()
-        for server in servers[name]
-    ]
-    probes = await asyncio.gather(*(answer for *_, answer in asked))
-    return [
-        _verdict(config, role, server.url, found, prepared.student.vocab_size)
-        for (role, server, _), found in zip(asked, probes, strict=True)
-    ]
+    lines: list[str] = []
+    for name, role in teacher_roles(config).items():
+        asked = [
+            run(server, prepared.probes[name], name=f"guard-{uuid.uuid4().hex[:8]}")
+            for server in servers[name]
+        ]
+        urls = [server.url for server in servers[name]]
+        found = dict(zip(urls, await asyncio.gather(*asked), strict=True))
+        lines += _verdicts(config, role, found, prepared.student.vocab_size)
+    return lines
 
 
-def _verdict(config: Config, role: str, url: str, found: Probe, vocab_size: int) -> str:
-    problem = found.problem(section_of(config, role).dtype, vocab_size)
-    if problem is None:
-        return f"{role} at {url}: {found.line()}"
-    told = f"{role} at {url} answers nonsense: {problem}"
-    if config.scoring.guard == "warn":
-        return f"warning: {told}"
-    raise UserError(f"{told}; check {role}.model, or set scoring.guard to warn or off")
+def _verdicts(config: Config, role: str, found: Mapping[str, Probe], vocab_size: int) -> list[str]:
+    """A line for each bad server of a role, by url, and one for all the others."""
+    lines: list[str] = []
+    dtype = section_of(config, role).dtype
+    problems = {url: each.problem(dtype, vocab_size) for url, each in found.items()}
+    for url, problem in problems.items():
+        if problem is not None:
+            told = f"{role} at {url} answers nonsense: {problem}"
+            if config.scoring.guard == "refuse":
+                raise UserError(f"{told}; check {role}.model, or set scoring.guard to warn or off")
+            lines.append(f"warning: {told}")
+    sound = [found[url] for url, problem in problems.items() if problem is None]
+    if sound:
+        gap_nats = max(each.gap_nats for each in sound)
+        worst_nats = max(each.worst_nats for each in sound)
+        lines.append(
+            f"{role}: scores agree with sampling to {gap_nats:.1e} nats "
+            f"(median of {sound[0].num_ids} ids; at most {worst_nats:.1e})"
+        )
+    return lines
 
 
 def make_teacher_watch(config: Config, vocab_size: int) -> TeacherWatch | None:

@@ -79,13 +79,6 @@ class Probe:
             )
         return self.shape.problem(vocab_size)
 
-    def line(self) -> str:
-        """One line for the user."""
-        return (
-            f"scores agree with sampling to {self.gap_nats:.1e} nats (median of {self.num_ids} "
-            f"ids; at most {self.worst_nats:.1e})"
-        )
-
 
 async def probe(
     server: ProbedServer,

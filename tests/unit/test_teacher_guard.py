@@ -211,13 +211,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checked(
-    tmp_path: Path, models: Path, scoring: dict[str, Any], server: Server, **more: Any
+    tmp_path: Path, models: Path, scoring: dict[str, Any], *servers: Server, **more: Any
 ) -> list[str]:
     config = Config.model_validate(small_config(tmp_path, models) | {"scoring": scoring} | more)
     prepared: Any = SimpleNamespace(
         student=SimpleNamespace(vocab_size=V), probes={"teacher": PROMPTS}
     )
-    return asyncio.run(check_teachers(config, prepared, {"teacher": [server]}))
+    return asyncio.run(check_teachers(config, prepared, {"teacher": servers}))
 
 
 def test_refuse_warn_off(tmp_path: Path, models: Path):
@@ -231,7 +231,17 @@ def test_refuse_warn_off(tmp_path: Path, models: Path):
     assert line.startswith("warning: teacher at http://127.0.0.1:1 answers nonsense")
     assert checked(tmp_path, models, {"guard": "off"}, nonsense) == []
     (line,) = checked(tmp_path, models, {}, Server(table(1, 2.0)))
-    assert line.startswith("teacher at http://127.0.0.1:1: scores agree with sampling to 0.0e+00")
+    assert line.startswith("teacher: scores agree with sampling to 0.0e+00 nats (median of ")
+
+
+def test_one_bad_server_of_several_is_named(tmp_path: Path, models: Path):
+    good, bad = Server(table(1, 2.0)), Server(table(1, 2.0), shifted)
+    bad.url = "http://127.0.0.1:2"
+    lines = checked(tmp_path, models, {"guard": "warn"}, good, bad)
+    assert [line.split(":")[0] for line in lines] == ["warning", "teacher"]
+    assert "teacher at http://127.0.0.1:2 answers nonsense" in lines[0]
+    with pytest.raises(UserError, match=bad.url):
+        checked(tmp_path, models, {}, good, bad)
 
 
 def test_without_a_teacher_the_guard_rests(tmp_path: Path, models: Path):
