@@ -5,18 +5,17 @@ Invariant: every input is counted exactly once, as refused, accepted, silent or 
 
 from __future__ import annotations
 
-import hashlib
 import signal
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from random import Random
 from types import FrameType
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis.strategies import SearchStrategy
+from benchmarks.fuzz.mutations import Maker
 
 CHUNK = 200
 # Of processor time: a busy machine is no hang.
@@ -29,13 +28,13 @@ SHOWN = 240
 class Target:
     """One border.
 
-    inputs: what to try. call: takes one input, returns what the border made of it. declared: the
+    make: an input. call: takes one input, returns what the border made of it. declared: the
     exceptions that mean a refusal. oracle: (input, result) -> why it must have been refused, or
     None. share: inputs of a campaign, relative to the others: slow borders get fewer.
     """
 
     name: str
-    inputs: SearchStrategy[Any]
+    make: Maker
     call: Callable[[Any], Any]
     declared: tuple[type[BaseException], ...]
     oracle: Callable[[Any, Any], str | None] = lambda given, result: None
@@ -79,53 +78,40 @@ def limited() -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-def run_chunk(target: Target, seed_number: int, chunk: int, count: int = CHUNK) -> Tally:
-    """`count` inputs, fewer where the target has no more distinct ones."""
+def run_chunk(target: Target, seed: int, chunk: int, count: int = CHUNK) -> Tally:
+    """`count` inputs; the first of each chunk that a seed makes are the same for any count."""
     tally = Tally()
-    name = f"{target.name}:{seed_number}:{chunk}".encode()
-    number = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest())
-
-    @seed(number)
-    @settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(target.inputs)
-    def each(given_input: Any) -> None:
-        judge(target, given_input, tally)
-
-    each()
+    for number in range(count):
+        rng = Random(f"{target.name}:{seed}:{chunk}:{number}")
+        judge(target, target.make(rng), tally)
     return tally
 
 
-def judge(target: Target, given_input: Any, tally: Tally) -> None:
+def judge(target: Target, given: Any, tally: Tally) -> None:
     """Call the border once and count what it did."""
     try:
         with limited():
-            result = target.call(given_input)
+            result = target.call(given)
     except target.declared as error:
         problem = message_problem(str(error))
         if problem is None:
             tally.refused += 1
         else:
             tally.crashes += 1
-            tally.find("crash", f"{problem} ({place(error)})", given_input)
+            tally.find("crash", f"{problem} ({place(error)})", given)
         return
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         tally.crashes += 1
-        tally.find("crash", f"{type(error).__name__} ({place(error)})", given_input)
+        tally.find("crash", f"{type(error).__name__} ({place(error)})", given)
         return
-    why = target.oracle(given_input, result)
+    why = target.oracle(given, result)
     if why is None:
         tally.accepted += 1
     else:
         tally.silent += 1
-        tally.find("silent", why, given_input)
+        tally.find("silent", why, given)
 
 
 def message_problem(message: str) -> str | None:

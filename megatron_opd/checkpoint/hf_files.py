@@ -221,7 +221,9 @@ def check_tensors(tensors: Mapping[str, Stored], spec: ModelSpec, path: Path) ->
 
 def _is_name(value: object) -> bool:
     """Whether it names a file of the checkpoint itself, on one line."""
-    return isinstance(value, str) and value == Path(value).name and value.isprintable()
+    if not isinstance(value, str) or len(value.encode("utf-8", "replace")) > 255:
+        return False
+    return value != "" and value == Path(value).name and value.isprintable()
 
 
 def _some(names: Iterable[str]) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from random import Random
 from typing import Any
 
 import yaml
-from hypothesis import strategies as st
 
 from benchmarks.fuzz.engine import Target
-from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree
+from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree, one_of
 from benchmarks.fuzz.places import ROOT, scratch, written
 from megatron_opd.config.load import ConfigError, dump_config, load_config
 from megatron_opd.config.schema import Config
@@ -71,16 +71,17 @@ def _float(text: str) -> float | None:
         return None
 
 
-def _yaml(tree: Any) -> bytes:
-    return yaml.safe_dump(tree).encode("utf-8", "surrogatepass")
+TREES = damaged_tree([yaml.safe_load(data) for data in CORPUS])
+
+
+def as_yaml(rng: Random) -> bytes:
+    """A damaged tree as a file."""
+    return yaml.safe_dump(TREES(rng)).encode("utf-8", "surrogatepass")
 
 
 TARGET = Target(
     "config_yaml",
-    st.one_of(
-        damaged_tree([yaml.safe_load(data) for data in CORPUS]).map(_yaml),
-        damaged_bytes(CORPUS),
-    ),
+    one_of(as_yaml, as_yaml, damaged_bytes(CORPUS)),
     call,
     (ConfigError,),
     oracle,

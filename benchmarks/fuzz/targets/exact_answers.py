@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-
-from hypothesis import strategies as st
+from random import Random
 
 from benchmarks.fuzz.engine import Target
+from benchmarks.fuzz.mutations import joined, one_of
 from megatron_opd.data.tasks.exact import verify
 
 PARTS = (
@@ -42,17 +42,9 @@ PARTS = (
         "_",
     ),
 )
-numerals = st.builds(
-    lambda sign, whole, part: f"{sign}{whole}{part}",
-    st.sampled_from(("", "-", "+")),
-    st.integers(0, 10**7),
-    st.sampled_from(("", ".5", ".25", ".0")),
-)
-wrapped = st.sampled_from(
-    (
-        *("{}", "**{}**", "\\boxed{{{}}}", "The answer is {}.", "so\n${}$", "#### {}"),
-        *("Answer: **{}**.", "**The answer is {}.**", "\\(\\text{{{}}}\\)", "$\\boxed{{{}}}$."),
-    )
+FORMS = (
+    *("{}", "**{}**", "\\boxed{{{}}}", "The answer is {}.", "so\n${}$", "#### {}"),
+    *("Answer: **{}**.", "**The answer is {}.**", "\\(\\text{{{}}}\\)", "$\\boxed{{{}}}$."),
 )
 
 
@@ -94,21 +86,41 @@ def oracle(given: Numerals | tuple[str, str], right: bool) -> str | None:
     return "a right number is judged wrong" if given.one == given.other and not right else None
 
 
-hostile = st.lists(st.sampled_from(PARTS), max_size=30).map("".join)
-long = st.tuples(st.sampled_from(PARTS), st.integers(1000, 30_000)).map(lambda x: x[0] * x[1])
+HOSTILE = joined(PARTS, 30)
+
+
+def texts(rng: Random) -> tuple[str, str]:
+    """Two hostile texts."""
+    return HOSTILE(rng), HOSTILE(rng)
+
+
+def long(rng: Random) -> tuple[str, str]:
+    """A part many times over."""
+    return rng.choice(PARTS) * rng.randint(1000, 30_000), HOSTILE(rng)
+
+
+def numeral(rng: Random) -> str:
+    """A number in digits."""
+    whole = rng.randrange(10 ** rng.randint(1, 7))
+    return f"{rng.choice(('', '-', '+'))}{whole}{rng.choice(('', '', '.5', '.25', '.0'))}"
+
+
+def numerals(rng: Random) -> Numerals:
+    """A numeral against itself, or against another, often one with the same digits."""
+    one = numeral(rng)
+    others = (
+        one,
+        one,
+        numeral(rng),
+        one[1:] or "7",
+        one + "0",
+        one.replace(".", ""),
+        one.lstrip("-"),
+    )
+    other = rng.choice([text for text in others if text and text not in "+-."] or [one])
+    return Numerals(rng.choice(FORMS), one, other, rng.random() < 0.5)
+
 
 TARGET = Target(
-    "exact_answers",
-    st.one_of(
-        st.tuples(hostile, hostile),
-        st.tuples(st.text(), st.text()),
-        st.tuples(long, hostile),
-        st.builds(Numerals, wrapped, numerals, numerals, st.booleans()),
-        numerals.flatmap(
-            lambda n: st.builds(Numerals, wrapped, st.just(n), st.just(n), st.booleans())
-        ),
-    ),
-    call,
-    (),
-    oracle,
+    "exact_answers", one_of(texts, long, numerals, numerals, numerals), call, (), oracle
 )

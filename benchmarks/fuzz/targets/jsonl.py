@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 from functools import cache
+from random import Random
 from typing import Any
 
-from hypothesis import strategies as st
-
 from benchmarks.fuzz.engine import Target
-from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree
+from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree, one_of
 from benchmarks.fuzz.places import written
 from megatron_opd.data.prompts import TOO_LONG, PromptRules, PromptSet, load_prompts
 from megatron_opd.data.records import Columns
@@ -105,12 +104,19 @@ def _lines(trees: list[Any]) -> bytes:
     return b"".join(json.dumps(tree).encode() + b"\n" for tree in trees)
 
 
+TREES = damaged_tree(ROWS)
+
+
+def damaged_rows(rng: Random) -> bytes:
+    """Some rows, damaged and whole."""
+    makers = (TREES, TREES, lambda rng: rng.choice(ROWS))
+    return _lines([rng.choice(makers)(rng) for _ in range(rng.randint(1, 5))])
+
+
+FILES = [_lines(ROWS), _lines(ROWS[:1]), b"\xef\xbb\xbf" + _lines(ROWS[1:3])]
 TARGET = Target(
     "jsonl",
-    st.one_of(
-        st.lists(damaged_tree(ROWS), min_size=1, max_size=5).map(_lines),
-        damaged_bytes([_lines(ROWS), _lines(ROWS[:1]), b"\xef\xbb\xbf" + _lines(ROWS[1:3])]),
-    ),
+    one_of(damaged_rows, damaged_bytes(FILES)),
     call,
     (ValueError,),
     oracle,

@@ -22,8 +22,9 @@ def call(data: bytes) -> dict[str, Any]:
 
 
 def oracle(data: bytes, report: dict[str, Any]) -> str | None:
-    """A loss of finite numbers is no NaN."""
-    return "the loss is NaN" if math.isnan(report["loss"]) else None
+    """Every figure of the answer is finite, so that it is strict JSON."""
+    figures = [report["loss"], *report["grad_student_logp"], *report["metrics"].values()]
+    return None if all(map(math.isfinite, figures)) else "a figure is not finite"
 
 
 TARGET = Target("objective_case", damaged_json(CORPUS), call, (UserError, ConfigError), oracle)
