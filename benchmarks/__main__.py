@@ -22,11 +22,14 @@ STUDIES = (
     "staleness",
     "routing",
     "resume",
+    "ratios",
+    "guard",
     "checkpoint",
     "noticing",
     "step",
+    "fuzz",
 )
-WITH_OPTIONS = ("noticing", "step")
+WITH_OPTIONS = ("step", "mismatch", "staleness", "fuzz", "noticing")
 NAMES = (*BENCHMARKS, *STUDIES)
 
 

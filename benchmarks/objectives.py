@@ -2,8 +2,9 @@
 
     python -m benchmarks objectives
 
-Distillation objectives are the demo's file with one `--set`; the three from rewards are the files
-in examples/rewards. Rows are kept in runs/objectives/rows.jsonl: stopped, it goes on where it was.
+Distillation objectives are the demo's file with one or two `--set`; the three from rewards are the
+files in examples/rewards. Rows are kept in runs/objectives/rows.jsonl: stopped, it goes on where it
+was.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ TEACHER_OWNED = {
     "forward_kl_teacher_topk": "{type: teacher_topk, k: 16}",
     "forward_kl_teacher_mc": "{type: teacher_mc, m: 16}",
 }
+TOPK_RENORMALISED = {
+    "support": "{type: topk, k: 16}",
+    "objective": "{type: reverse_kl, outside: renormalise}",
+}
 FROM_REWARDS = ("grpo", "gspo", "gepo")
 SIZE = {
     "run.updates": "20",
@@ -64,10 +69,11 @@ def trials() -> list[Trial]:
         Trial("demo", name, SEED, DEMO, SIZE | {"objective": "{type: forward_kl}"} | {"support": s})
         for name, s in TEACHER_OWNED.items()
     ]
+    renormalised = Trial("demo", "topk_renormalised", SEED, DEMO, SIZE | TOPK_RENORMALISED)
     rewarded = [
         Trial("rewards", name, SEED, REWARDS / f"{name}.yaml", SIZE) for name in FROM_REWARDS
     ]
-    return [*single, *scored, *rewarded]
+    return [*single, renormalised, *scored, *rewarded]
 
 
 def measure(out: Path = OUT, launch: Launch = launch) -> dict[str, Any]:

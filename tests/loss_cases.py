@@ -143,6 +143,7 @@ TRUSTS: list[dict[str, Any]] = [
     {"type": "clip", "low": 0.1, "high": 0.2},
     {"type": "clip", "low": 0.1, "high": 0.2, "dual": 1.1},
     {"type": "m2", "threshold": 0.1},
+    {"type": "m2", "threshold": 0.1, "moment": "capped"},
 ]
 OUTSIDES: list[dict[str, Any]] = [
     {},
@@ -152,7 +153,10 @@ OUTSIDES: list[dict[str, Any]] = [
 ]
 PENALTIES: list[dict[str, Any]] = [
     {"trust": {"type": "none"}, "kl": {"coefficient": 0.3}},
-    {"kl": {"coefficient": 0.3, "to": "sampler", "estimator": "k2"}},
+    {"kl": {"coefficient": 0.3, "estimator": "k2"}, "advantage": "group_std_population"},
+    {"kl": {"coefficient": 0.3, "to": "sampler"}},
+    {"kl": {"coefficient": 0.3, "to": "sampler", "estimator": "k1"}},
+    {"kl": {"coefficient": 0.3, "to": "sampler", "direction": "reverse", "estimator": "k1"}},
 ]
 OBJECTIVES: list[dict[str, Any]] = [
     *(
@@ -160,6 +164,8 @@ OBJECTIVES: list[dict[str, Any]] = [
         for advantage in ("current", "rollout")
         for trust in TRUSTS
     ),
+    *({"type": "reverse_kl", "outside": "renormalise", "trust": trust} for trust in TRUSTS),
+    {"type": "reverse_kl", "outside": "drop"},
     *(
         {"type": kind} | extra | outside
         for kind, extra in {

@@ -12,7 +12,7 @@ import torch
 
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.losses.objective import Evaluation, evaluate
-from tests.loss_cases import Problem, Row, cache_of, student_logp
+from tests.loss_cases import Problem, Row, cache_of, estimator, problem, student_logp
 
 Outcomes = list[tuple[float, Row]]
 """(probability, cache) of every outcome of a token's draws."""
@@ -127,3 +127,40 @@ def policy_gradient(case: Problem, reward: Callable[[tuple[int, ...]], float]) -
         total = total - log_p[range(tokens), y].sum().exp() * reward(y)
     (gradient,) = torch.autograd.grad(total, leaf)
     return gradient
+
+
+# --- KL penalties: p, o and q all different, tokens of o -----------------------------------------
+
+PENALTY_COEFFICIENT = 0.7
+# every (reference, direction, estimator) that config accepts; null directions are the defaults
+PENALTIES: list[dict[str, Any]] = [
+    *(
+        {"to": to, "direction": "reverse", "estimator": kind}
+        for to in ("teacher", "sampler")
+        for kind in ("k1", "k2", "k3")
+    ),
+    *({"to": "sampler", "direction": "forward", "estimator": kind} for kind in ("k1", "k3")),
+]
+
+
+def penalised(kl: dict[str, Any], **changes: Any) -> Estimator:
+    objective = {"type": "reinforce", "kl": {"coefficient": PENALTY_COEFFICIENT} | kl}
+    return estimator(support={"type": "path"}, objective=objective, **changes)
+
+
+def unrewarded(seed: int) -> Problem:
+    """A token whose reward is 0, so that the penalty alone is left."""
+    return replace(problem(seed, lengths=(1,), vocab=4, spread=1.0), rewards=(0.0,))
+
+
+def exact_penalty(kl: dict[str, Any], case: Problem) -> tuple[float, torch.Tensor]:
+    """The penalty's divergence itself and its gradient, the vocabulary enumerated."""
+    leaf = case.student_TV.clone().requires_grad_()
+    log_p, log_o = torch.log_softmax(leaf[0], 0), case.sampler_TV[0]
+    log_f = case.teacher_TV[0] if kl["to"] == "teacher" else log_o
+    if kl["direction"] == "forward":
+        value = (log_o.exp() * (log_o - log_p)).sum()
+    else:
+        value = (log_p.exp() * (log_p - log_f)).sum()
+    (gradient,) = torch.autograd.grad(value, leaf)
+    return float(value.detach()), gradient

@@ -17,7 +17,17 @@ from megatron_opd.config.objectives import RewardObjective
 from megatron_opd.losses.objective import evaluate
 from megatron_opd.metrics.summary import commit, versions
 from tests.loss_cases import accepted, cache_of, draw_rows, estimator, problem, student_logp
-from tests.loss_expectations import expectation, expected_group, policy_gradient, worth
+from tests.loss_expectations import (
+    PENALTIES,
+    PENALTY_COEFFICIENT,
+    exact_penalty,
+    expectation,
+    expected_group,
+    penalised,
+    policy_gradient,
+    unrewarded,
+    worth,
+)
 from tests.loss_oracles import exact, oracle
 
 PATH = {"type": "path"}
@@ -38,6 +48,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"support": MC, "objective": {"advantage": "rollout"}},
     {"support": MC, "objective": {"trust": {"type": "clip"}}},
     {"support": MC, "objective": {"trust": {"type": "m2"}}},
+    {"support": MC, "objective": {"trust": {"type": "m2", "moment": "capped"}}},
     {"support": MC, "correction": {"type": "none"}},
     {"support": MC, "correction": {"type": "none", "prox": True}},
     {"support": MC, "correction": {"type": "importance", "prox": True}},
@@ -55,6 +66,10 @@ VARIANTS: tuple[dict[str, Any], ...] = (
         for outside in ("renormalise", "bucket", "drop")
     ),
     *(
+        {"support": {"type": "topk", "k": 2}, "objective": {"outside": outside}}
+        for outside in ("drop", "renormalise")
+    ),
+    *(
         {
             "support": PATH,
             "objective": {"type": "reinforce", "advantage": advantage},
@@ -66,6 +81,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
             ("reward", "geometric"),
             ("group_mean", "sequence"),
             ("group_std", "sequence"),
+            ("group_std_population", "sequence"),
             ("leave_one_out", "sequence"),
         )
     ),
@@ -99,6 +115,18 @@ def gradient_bias(est: Estimator) -> float:
         case = problem(2, lengths=(1,))
         got, truth = expectation(est, case)[1], exact(est.objective, case)[1]
     return float((got - truth).norm() / truth.norm())
+
+
+def penalty_bias(kl: dict[str, Any]) -> dict[str, float]:
+    """Largest |E[estimate] - divergence| over a few problems: of the value, of the gradient."""
+    value, gradient = 0.0, 0.0
+    for seed in range(5):
+        case = unrewarded(seed)
+        found_value, found = expectation(penalised(kl), case)
+        exact_value, slope = exact_penalty(kl, case)
+        value = max(value, abs(found_value / PENALTY_COEFFICIENT - exact_value))
+        gradient = max(gradient, float((found / PENALTY_COEFFICIENT - slope).abs().max()))
+    return {"value": value, "gradient": gradient}
 
 
 def oracle_errors() -> dict[str, dict[str, float]]:
@@ -139,4 +167,5 @@ def measure() -> dict[str, Any]:
         "errors": rows,
         "bias": {name: gradient_bias(est) for name, est in plains()},
         "variant_bias": [gradient_bias(estimator(**tree)) for tree in VARIANTS],
+        "penalty_bias": [penalty_bias(kl) for kl in PENALTIES],
     }

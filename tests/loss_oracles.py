@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -137,7 +139,7 @@ class Oracle:
         if trust.type == "none":
             return [r * A for r, A, _ in actions]
         if trust.type == "m2":
-            return self._m2(trust.threshold, actions)
+            return self._m2(trust, actions)
         out: list[torch.Tensor] = []
         for r, A, _ in actions:
             inside = torch.clamp(r, 1 - trust.low, 1 + trust.high)
@@ -148,24 +150,31 @@ class Oracle:
         return out
 
     def _m2(
-        self, threshold: float, actions: list[tuple[torch.Tensor, float, float]]
+        self, trust: Any, actions: list[tuple[torch.Tensor, float, float]]
     ) -> list[torch.Tensor]:
         """Mask one distance after another, the furthest first, until the mean is small enough."""
 
         def along(r: torch.Tensor, A: float) -> bool:
             return (float(r) > 1 and A > 0) or (float(r) < 1 and A < 0)
 
-        kept = {i for i, (r, A, _) in enumerate(actions) if along(r, A)}
-        moved = set(kept)
+        moved = {i for i, (r, A, _) in enumerate(actions) if along(r, A)}
+        kept = set(moved)
 
         def moment(i: int) -> float:
             return float(actions[i][0].detach().log()) ** 2
 
-        def mean() -> float:
-            weight = sum(actions[i][2] for i in kept)
-            return sum(actions[i][2] * moment(i) for i in kept) / weight if kept else 0.0
+        def mean(members: set[int], cap: float) -> float:
+            weight = sum(actions[i][2] for i in members)
+            sums = sum(actions[i][2] * min(moment(i), cap) for i in members)
+            return sums / weight if members else 0.0
 
-        while mean() > threshold:
+        if trust.moment == "capped":  # the furthest that all may be cut to, and itself
+            cap = math.inf
+            while mean(moved, cap) > trust.threshold:
+                lower = [moment(i) for i in moved if moment(i) < cap]
+                cap = max(lower, default=0.0)
+            kept = {i for i in moved if moment(i) < cap}
+        while trust.moment == "kept" and mean(kept, math.inf) > trust.threshold:
             furthest = max(moment(i) for i in kept)
             kept = {i for i in kept if moment(i) != furthest}
         return [ZERO if i in moved - kept else r * A for i, (r, A, _) in enumerate(actions)]
@@ -188,7 +197,10 @@ class Oracle:
         return tokens
 
     def _reverse_kl(self, objective: Any) -> list[Pair]:
-        """AsyncOPD Eq. 4-7, 15."""
+        """AsyncOPD Eq. 4-7, 15; renormalised: the same of the distributions of Eq. 9."""
+        if objective.outside == "renormalise":
+            rest_dropped = objective.model_copy(update={"outside": "drop"})
+            return self._restricted_to_sets()._reverse_kl(rest_dropped)
         scored, actions, kappas = self._scored(), [], []
         for t, a, w in scored:
             base = self.p if objective.advantage == "current" else self.case.sampler_TV
@@ -201,6 +213,33 @@ class Oracle:
             for (_, _, w), kappa, b in zip(scored, kappas, best, strict=True)
         ]
         return self._sum([t for t, _, _ in scored], terms)
+
+    def _restricted_to_sets(self) -> Oracle:
+        """The same estimator where every distribution lives on its row's set alone."""
+        other = copy(self)
+        members: list[list[int]] = [[] for _ in self.rows]
+        for t, a, _ in self._scored():
+            members[t].append(a)
+
+        def restricted(logp_TV: torch.Tensor) -> torch.Tensor:
+            rows = []
+            for t, inside in enumerate(members):
+                mass = sum((torch.exp(logp_TV[t, a]) for a in inside), ZERO)
+                rows.append(logp_TV[t] - torch.log(mass) if inside else logp_TV[t])
+            return torch.stack(rows)
+
+        other.p = restricted(self.p)
+        other.case = replace(
+            self.case,
+            prox_TV=restricted(self.case.prox_TV),
+            sampler_TV=restricted(self.case.sampler_TV),
+            teacher_TV=restricted(self.case.teacher_TV),
+        )
+        other.rows = [
+            {a: w / sum(row[b] for b in inside) for a, w in row.items() if a in inside}
+            for row, inside in zip(self.rows, members, strict=True)
+        ]
+        return other
 
     def _divergence(self, objective: Any) -> list[Pair]:
         support = self.est.support
@@ -254,8 +293,8 @@ class Oracle:
             return own - mean
         if kind == "leave_one_out":
             return own - (sum(group) - own) / (len(group) - 1)
-        assert kind == "group_std"
-        return (own - mean) / (math.sqrt(sum((r - mean) ** 2 for r in group) / len(group)) + 1e-6)
+        divisor = {"group_std": len(group) - 1, "group_std_population": len(group)}[kind]
+        return (own - mean) / (math.sqrt(sum((r - mean) ** 2 for r in group) / divisor) + 1e-6)
 
     def _penalised(self, objective: Any, tokens: list[Pair]) -> list[Pair]:
         if objective.kl is None:
@@ -268,11 +307,22 @@ class Oracle:
             if not math.isfinite(reference):
                 out.append((value, surrogate))
                 continue
-            x = self.p[t, a] - reference
-            k = {"k1": x, "k2": x**2 / 2, "k3": torch.exp(-x) - 1 + x}[objective.kl.estimator]
-            more = objective.kl.coefficient * k
-            out.append((value + more, surrogate + more))
+            p, f = torch.exp(self.p[t, a]), torch.exp(reference)
+            rho = p / torch.exp(self.case.sampler_TV[t, a])
+            more, pulled = self._penalty(objective.kl, p, f, rho)
+            c = objective.kl.coefficient
+            out.append((value + c * more, surrogate + c * pulled))
         return out
+
+    def _penalty(self, kl: Any, p: torch.Tensor, f: torch.Tensor, rho: torch.Tensor) -> Pair:
+        """Differentiated as they stand, but for k2, whose value is k3's. f: the reference."""
+        direction = kl.direction or {"teacher": "reverse", "sampler": "forward"}[kl.to]
+        if direction == "forward":
+            k1, k3 = torch.log(f / p), p / f - 1 - torch.log(p / f)
+            return {"k1": (k1, k1), "k3": (k3, k3)}[kl.estimator]
+        k1, k3 = rho * torch.log(p / f), rho * (f / p - 1 + torch.log(p / f))
+        k2 = rho.detach() * torch.log(p / f) ** 2 / 2
+        return {"k1": (k1, k1), "k2": (k3, k2), "k3": (k3, k3)}[kl.estimator]
 
     def _token_reward(self, objective: Any) -> list[Pair]:
         """GEPO Eq. 5-6, 8."""

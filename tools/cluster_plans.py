@@ -14,7 +14,7 @@ from generated_page import write_or_check
 from rich.console import Console
 
 from megatron_opd.cli.memory_tables import memory_tables
-from megatron_opd.cli.preflight import check_plan
+from megatron_opd.cli.preflight import check_models
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
 
@@ -31,7 +31,7 @@ examples/cluster/EXAMPLE/config.yaml`. How they are computed: [`cluster.md`](clu
 def tables(example: str) -> str:
     """The tables of one example, as a terminal of 100 columns shows them."""
     config = load_config(Config, ROOT / "examples" / "cluster" / example / "config.yaml")
-    models, _ = check_plan(config)
+    models = check_models(config, plan=True).models
     console = Console(file=io.StringIO(), width=100, color_system=None, legacy_windows=False)
     for table in memory_tables(config, models):
         console.print(table)

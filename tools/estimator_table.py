@@ -10,6 +10,7 @@ page is not what code and record give, or when the record lacks an estimator.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import sys
@@ -24,7 +25,9 @@ from pydantic import ValidationError
 
 from megatron_opd.config import estimator as rules_of
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.losses.formulas import SYMBOLS, formula
+from megatron_opd.config.objectives import KlPenalty
+from megatron_opd.losses.biases import penalty_bias
+from megatron_opd.losses.formulas import SYMBOLS, formula, penalty_text
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the oracles live with the tests
@@ -132,7 +135,14 @@ def ratio_section() -> list[str]:
                 named = f"{kind}, {level}, prox {str(prox).lower()}"
                 lines.append(f"| {named} | `{text['ratio']}` | `{cell(correction)}` |")
     lines += ["", "| trust region | loss per token |", "|---|---|"]
-    for trust in ({}, {"type": "clip"}, {"type": "clip", "dual": 3.0}, {"type": "m2"}):
+    trusts: tuple[dict[str, Any], ...] = (
+        {},
+        {"type": "clip"},
+        {"type": "clip", "dual": 3.0},
+        {"type": "m2"},
+        {"type": "m2", "moment": "capped"},
+    )
+    for trust in trusts:
         est = cases.estimator(support={"type": "path"}, objective={"trust": trust} if trust else {})
         named = ", ".join(f"{key} {value}" for key, value in trust.items()) or "none"
         lines.append(f"| {named} | `{cell(shown(est)['loss per token'])}` |")
@@ -143,6 +153,39 @@ def ratio_section() -> list[str]:
     lines += ["", "| reduction | loss |", "|---|---|"]
     for kind in ("token", "sequence", "fixed"):
         lines.append(f"| `{kind}` | {shown(cases.estimator(reduction={'type': kind}))['loss']} |")
+    return lines
+
+
+def penalty_section(record: dict[str, Any]) -> list[str]:
+    """Every (reference, direction, estimator) of a KL penalty: its term, or why there is none."""
+    lines = [
+        "`objective.kl` of the objectives from rewards. Tokens come from the sampler o at the "
+        "prefixes that it visited, whatever `correction` is; measured: the largest "
+        "|E[estimate] - divergence| by enumeration with p, o and q all different. `direction` null "
+        "is reverse to the teacher, forward to the sampler. Proofs: `megatron_opd/losses/"
+        "penalty.py`, `tests/unit/test_penalty.py`.",
+        "",
+        "| to | direction | estimator | term | estimates | value bias | gradient bias |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    biases = {
+        tuple(kl.values()): bias
+        for kl, bias in zip(measured.PENALTIES, record["penalty_bias"], strict=True)
+    }
+    choices = itertools.product(("teacher", "sampler"), ("reverse", "forward"), ("k1", "k2", "k3"))
+    for to, direction, kind in choices:
+        tree = {"coefficient": 1, "to": to, "direction": direction, "estimator": kind}
+        cells = [f"`{to}`", f"`{direction}`", f"`{kind}`"]
+        try:
+            kl = KlPenalty.model_validate(tree)
+        except ValidationError as error:
+            says = error.errors()[0]["msg"].removeprefix("Value error, ")
+            lines.append(f"| {' | '.join(cells)} | refused | {cell(says)} | | |")
+            continue
+        bias = biases[to, direction, kind]
+        cells += [f"`{penalty_text(kl).removeprefix('1 ')}`", cell(penalty_bias(kl))]
+        cells += [power(bias["value"]), power(bias["gradient"])]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -230,6 +273,7 @@ def render(record: dict[str, Any]) -> str:
     symbols = textwrap.fill(f"Symbols: {SYMBOLS}; {MORE_SYMBOLS}.", 100)
     lines = [HEAD.format(symbols=symbols), *main_table(record)]
     lines += ["", "## Choices and what they bias", "", *variant_table(record)]
+    lines += ["", "## KL penalties", "", *penalty_section(record)]
     lines += ["", "## Formulas", *formula_section()]
     lines += ["## Ratios, trust regions, supports, reductions", "", *ratio_section()]
     lines += ["", "## Refused", "", *refused_section()]

@@ -24,18 +24,30 @@ import matplotlib.pyplot as plt
 COLUMNS = {  # by benchmark: curve -> (title, logarithmic)
     "mismatch": {
         "reward_mean": ("reward of rollouts", False),
-        "entropy_nats": ("entropy, nats", False),
-        "sampler_k3_nats": ("KL learner-sampler (k3), nats", True),
-        "mismatch_max_abs_dp": ("max |dp|", False),
+        "sampler_k1_nats": ("KL sampler-learner (k1), nats", False),
+        "correction_variance": ("variance of the correction", True),
+        "trust_ratio_variance": ("variance of the trust ratio", True),
+        "response_tokens_mean": ("response length, tokens", False),
     },
     "staleness": {
         "reward_mean": ("reward of rollouts", False),
         "importance_variance": ("variance of the importance weight", True),
         "grad_norm": ("gradient norm", True),
-        "entropy_nats": ("entropy, nats", False),
+        "sampler_k3_nats": ("KL sampler-learner (k3), nats", True),
+        "response_tokens_mean": ("response length, tokens", False),
     },
 }
-COLORS = ("#1d4ed8", "#d97706", "#b91c1c", "#059669", "#7c3aed")
+COLORS = (
+    "#1d4ed8",
+    "#d97706",
+    "#b91c1c",
+    "#059669",
+    "#7c3aed",
+    "#0891b2",
+    "#db2777",
+    "#65a30d",
+    "#475569",
+)
 FLOOR = 1e-300  # a band that reaches 0 goes on to the bottom of a logarithmic axis
 
 

@@ -1,12 +1,15 @@
-"""One `opd run` per trial, in order. A finished trial's row is kept and never run again.
+"""One `opd run` per trial, in order. A row is written when its run ends and never made again.
 
-Rows are appended to a JSONL file, so that a study that was stopped goes on where it was. A trial
-whose loss or gradient stopped being finite is a result (`diverged`); any other failure is tried
-once more, then ends the study.
+Rows are appended to a JSONL file, so that a study that was stopped goes on where it was. A row
+counts as finished only for the code and the configuration that made it (`Trial.fingerprint`): after
+a change of either the trial is run again and its newest row is taken. A trial whose loss or
+gradient stopped being finite is a result (`diverged`); any other failure is tried once more, then
+ends the study.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -15,9 +18,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("megatron_opd", "sglang_bridge")  # what a run executes
+DIGITS = 4  # of a recorded curve
 ATTEMPTS = 2  # a server can fail to start on a busy machine
 DIVERGED = ("the loss is", "the gradient norm is")  # learner.NotFinite
 CURVES = (
@@ -29,8 +37,14 @@ CURVES = (
     "mismatch_max_abs_dp",
     "mismatch_mean_abs_dp",
     "response_tokens_mean",
+    "sampler_start_k1_nats",
+    "sampler_start_k3_nats",
     "importance_mean",
     "importance_variance",
+    "correction_mean",
+    "correction_variance",
+    "trust_ratio_mean",
+    "trust_ratio_variance",
     "effective_sample_fraction",
     "truncated_fraction",
     "stopped_fraction",
@@ -81,6 +95,24 @@ class Trial:
         sets = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
         return [sys.executable, "-m", "megatron_opd", "run", str(self.config), "--overwrite", *sets]
 
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the code of a run, the configuration file, an override or the seed."""
+        digest = hashlib.sha256(code_digest().encode())
+        digest.update(self.config.read_bytes() if self.config.exists() else b"")
+        digest.update(json.dumps([self.seed, self.overrides], sort_keys=True).encode())
+        return digest.hexdigest()[:16]
+
+
+@cache
+def code_digest() -> str:
+    """Of every Python file of the packages that a run executes, as they are on disk."""
+    digest = hashlib.sha256()
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
 
 INTERRUPTED = "interrupted"
 Launch = Callable[[list[str], Path], int]
@@ -95,26 +127,37 @@ def launch(command: list[str], log: Path) -> int:
         ).returncode
 
 
-def run_trials(trials: Sequence[Trial], out: Path, launch: Launch = launch) -> list[dict[str, Any]]:
-    """The row of every trial, in their order; those kept in `out`/rows.jsonl are not run again."""
+def run_trials(
+    trials: Sequence[Trial],
+    out: Path,
+    launch: Launch = launch,
+    *,
+    rows: Path | None = None,
+    limit: int | None = None,
+) -> list[dict[str, Any]]:
+    """The rows of the trials that are finished, in the trials' order.
+
+    out: run directories and logs. rows: the JSONL file of rows, by default `out`/rows.jsonl.
+    limit: how many trials may be run now; null: all that are missing.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    kept = kept_rows(out)
-    for number, trial in enumerate(trials, 1):
-        if trial.name in kept:
-            continue
+    rows = out / "rows.jsonl" if rows is None else rows
+    kept = finished_rows(trials, rows)
+    missing = [trial for trial in trials if trial.name not in kept]
+    for trial in missing[:limit]:
         started = time.monotonic()
         row = run_trial(trial, out, launch)
-        with (out / "rows.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        with rows.open("a") as file:
+            file.write(json.dumps(row, separators=(",", ":")) + "\n")
         kept[trial.name] = row
         print(
-            f"{number}/{len(trials)} {trial.name}: {row['status']}, "
+            f"{len(kept)}/{len(trials)} {trial.name}: {row['status']}, "
             f"{row['summary']['student_accuracy_after_pct']} % after, "
             f"{time.monotonic() - started:.0f} s",
             file=sys.stderr,
             flush=True,
         )
-    return [kept[trial.name] for trial in trials]
+    return [kept[trial.name] for trial in trials if trial.name in kept]
 
 
 def run_commits(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -122,11 +165,14 @@ def run_commits(rows: Sequence[dict[str, Any]]) -> list[str]:
     return sorted({str(row["commit"]) for row in rows})
 
 
-def kept_rows(out: Path) -> dict[str, dict[str, Any]]:
-    """Rows of earlier calls by trial name."""
-    path = out / "rows.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {row["name"]: row for row in map(json.loads, lines)}
+def finished_rows(trials: Sequence[Trial], rows: Path) -> dict[str, dict[str, Any]]:
+    """The newest row of every trial that was made by this code and configuration, by name."""
+    wanted = {trial.name: trial.fingerprint for trial in trials}
+    lines = rows.read_text().splitlines() if rows.exists() else []
+    found = {row["name"]: row for row in map(json.loads, lines)}
+    return {
+        name: row for name, row in found.items() if row.get("fingerprint") == wanted.get(name, "")
+    }
 
 
 def run_trial(trial: Trial, out: Path, launch: Launch) -> dict[str, Any]:
@@ -153,8 +199,13 @@ def run_trial(trial: Trial, out: Path, launch: Launch) -> dict[str, Any]:
         "command": " ".join(trial.command(run_dir)[1:]),
         "status": "diverged" if diverged else "finished",
         "commit": summary.get("commit"),
+        "fingerprint": trial.fingerprint,
         "summary": {key: summary.get(key) for key in SUMMARY},
-        "curves": {key: [each.get(key) for each in rows] for key in CURVES},
+        "curves": {key: [_rounded(each.get(key)) for each in rows] for key in CURVES},
     }
     shutil.rmtree(run_dir)
     return row
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.{DIGITS}g}")

@@ -59,7 +59,12 @@ def load_weights(model: Chunks, spec: ModelSpec, world: World, source: TensorSou
     """Fill every parameter of this rank, cast to the parameter's dtype. model: see local_shards.
 
     Call before the optimizer is built: it takes its float32 main parameters from the model.
-    ValueError: a tensor is missing or misshapen.
+    ValueError: a tensor is missing, misshapen, or holds what is no finite number.
     """
     for shard in local_shards(model, spec, world).values():
-        shard.parameter.copy_(cut(shard, spec, source))
+        piece = cut(shard, spec, source)
+        if not torch.isfinite(piece).all():
+            # one such weight makes every log-prob NaN, and would be noticed updates later
+            names = " or ".join(shard.names)
+            raise ValueError(f"student.model: tensor {names} holds numbers that are not finite")
+        shard.parameter.copy_(piece)

@@ -15,12 +15,22 @@ from typing import Any
 
 from megatron_opd.checkpoint.model_spec import ModelSpec
 from megatron_opd.checkpoint.tensors import expected_tensors
+from megatron_opd.config.wording import line, shown
 from megatron_opd.weight_sync.names import in_memory
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # Bytes an element, of the types that a learner can take.
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+# Bits an element, of every type that the format knows.
+DTYPE_BITS = {
+    **{"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32},
+    **{"BF16": 16, "F16": 16, "I16": 16, "U16": 16, "BOOL": 8, "I8": 8, "U8": 8},
+    **{"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
+    **{"F6_E2M3": 6, "F6_E3M2": 6, "F4": 4},
+}
+# The format's own limit.
+MAX_HEADER_BYTES = 100_000_000
 SHOWN = 3
 # Buffers that checkpoints of older transformers carry; they follow from config.json.
 IGNORED = ".rotary_emb.inv_freq"
@@ -52,21 +62,25 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
             raise ValueError(f"{path} holds neither {SINGLE} nor {INDEX}")
         return file_tensors(path / SINGLE)
     try:
-        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        files = sorted(set(map(str, weight_map.values())))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"cannot read {index}: {error!r}") from None
+        weight_map: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if not isinstance(weight_map, dict) or not all(map(_is_name, weight_map.values())):
+            raise ValueError("weight_map must map tensors to file names without a directory")
+        files = sorted(set(weight_map.values()))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"cannot read {index}: {type(error).__name__}: {line(error)}") from None
     tensors: dict[str, Stored] = {}
     for name in files:
         if not (path / name).is_file():
             raise ValueError(f"{path} lacks {name}, which {INDEX} names")
         for tensor, stored in file_tensors(path / name).items():
             if tensor in tensors:
-                raise ValueError(f"{path}: {tensor} is in {tensors[tensor].file.name} and {name}")
+                raise ValueError(
+                    f"{path}: {line(tensor)} is in {tensors[tensor].file.name} and {name}"
+                )
             tensors[tensor] = stored
     for tensor, name in weight_map.items():
         if tensor not in tensors or tensors[tensor].file.name != name:
-            raise ValueError(f"{path}: {name} lacks {tensor}, which {INDEX} places there")
+            raise ValueError(f"{path}: {name} lacks {line(tensor)}, which {INDEX} places there")
     unlisted = [tensor for tensor in tensors if tensor not in weight_map]
     if unlisted:
         raise ValueError(f"{index} lacks an entry for {_some(unlisted)}")
@@ -75,40 +89,73 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
 
 def file_tensors(file: Path) -> dict[str, Stored]:
     """The tensors of one file. ValueError: it is cut short or no safetensors file."""
-    size = file.stat().st_size
     try:
+        size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            if not 0 < length <= size - 8:
+            if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
                 raise ValueError("its header is not whole")
-            header: dict[str, Any] = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
-        end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-        tensors = {
-            name: Stored(
-                file,
-                str(entry["dtype"]),
-                tuple(int(count) for count in entry["shape"]),
-                8 + length + int(entry["data_offsets"][0]),
+            header = _header(stream.read(length))
+        entries = {name: _entry(name, entry) for name, entry in header.items()}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not a readable safetensors file: {line(error)}") from None
+    end = 0
+    for name, (_, _, start, stop) in sorted(entries.items(), key=lambda item: item[1][2:]):
+        if start != end or stop < start:
+            raise ValueError(
+                f"{file} is not a readable safetensors file: tensor {shown(name)} must start at "
+                f"byte {end} of the data, where the one before it ends, got {start}..{stop}"
             )
-            for name, entry in header.items()
-        }
-        spans = {
-            n: int(e["data_offsets"][1]) - int(e["data_offsets"][0]) for n, e in header.items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is not a readable safetensors file: {error}") from None
+        end = stop
     if size != 8 + length + end:
         raise ValueError(
             f"{file} is not whole: its header describes {8 + length + end} bytes, got {size}"
         )
-    for name, stored in tensors.items():
-        if stored.dtype in ITEM_BYTES and stored.num_bytes != spans[name]:
+    tensors: dict[str, Stored] = {}
+    for name, (dtype, shape, start, stop) in entries.items():
+        tensors[name] = stored = Stored(file, dtype, shape, 8 + length + start)
+        if prod(shape) * DTYPE_BITS[dtype] != (stop - start) * 8:
             raise ValueError(
-                f"{file}: {name} must span {stored.num_bytes} bytes ({stored.dtype} "
-                f"{list(stored.shape)}), got {spans[name]}"
+                f"{file}: {shown(name)} must span {stored.num_bytes} bytes ({dtype} "
+                f"{shown(list(shape))}), got {stop - start}"
             )
     return tensors
+
+
+def _header(data: bytes) -> dict[str, Any]:
+    """The entries by tensor. ValueError: no such JSON, or a tensor that is there twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a key of its header is given twice")
+        return dict(pairs)
+
+    if data[:1] != b"{":
+        raise ValueError("its header is no JSON object")
+    header = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+    metadata: Any = header.pop("__metadata__", None)
+    if metadata is None:
+        return header
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError("__metadata__ must be a mapping of text to text")
+    return header
+
+
+def _entry(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """(dtype, shape, first byte, end) of a tensor. ValueError names what is wrong with it."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"tensor {shown(name)} must have dtype, shape and data_offsets alone")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise ValueError(f"tensor {shown(name)} has the dtype {shown(dtype)}")
+    for what, counts in (("shape", shape), ("data_offsets", offsets)):
+        whole = isinstance(counts, list) and all(
+            type(count) is int and 0 <= count < 2**63
+            for count in counts  # pyright: ignore[reportUnknownVariableType]
+        )
+        if not whole or (what == "data_offsets" and len(counts) != 2):
+            raise ValueError(f"tensor {shown(name)} has the {what} {shown(counts)}")
+    return dtype, tuple(shape), offsets[0], offsets[1]
 
 
 def find(tensors: Mapping[str, Stored], name: str) -> Stored | None:
@@ -172,8 +219,15 @@ def check_tensors(tensors: Mapping[str, Stored], spec: ModelSpec, path: Path) ->
         )
 
 
+def _is_name(value: object) -> bool:
+    """Whether it names a file of the checkpoint itself, on one line."""
+    if not isinstance(value, str) or len(value.encode("utf-8", "replace")) > 255:
+        return False
+    return value != "" and value == Path(value).name and value.isprintable()
+
+
 def _some(names: Iterable[str]) -> str:
     """`2 tensors: a, b`; the first few of many."""
     listed = sorted(names)
-    shown = ", ".join(listed[:SHOWN]) + (", ..." if len(listed) > SHOWN else "")
-    return f"{len(listed)} tensor{'s' * (len(listed) > 1)}: {shown}"
+    first = ", ".join(map(line, listed[:SHOWN])) + (", ..." if len(listed) > SHOWN else "")
+    return f"{len(listed)} tensor{'s' * (len(listed) > 1)}: {first}"

@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.config.wording import shown
 from megatron_opd.weight_sync.names import Family, family_of
 
-COUNTS = (
-    "num_hidden_layers",
-    "num_attention_heads",
-    "hidden_size",
-    "intermediate_size",
-    "vocab_size",
-    "max_position_embeddings",
-)
+MAX_COUNT = 2**31 - 1
+# Each layer and each expert of it is listed by name.
+MAX_LAYERS, MAX_EXPERTS = 1024, 4096
 
 
 RopeType = Literal["default", "linear", "llama3"]
@@ -101,17 +97,27 @@ class ModelSpec:
                 )
 
 
-def read_model_spec(model: Path) -> ModelSpec:
-    """Read `model`/config.json. ValueError: missing, not JSON, or an unknown architecture."""
-    path = model / "config.json"
+def read_config(path: Path) -> dict[str, Any]:
+    """The JSON object in the file `path`. ValueError names what is wrong with it."""
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(
-            f"{model} is not a Hugging Face checkpoint: it has no config.json"
+            f"{path.parent} is not a Hugging Face checkpoint: it has no {path.name}"
         ) from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}")
+    return config
+
+
+def read_model_spec(model: Path) -> ModelSpec:
+    """Read `model`/config.json. ValueError: missing, not JSON, or not a model that is known."""
+    path = model / "config.json"
+    config = read_config(path)
     try:
         return _spec(config)
     except KeyError as error:
@@ -121,7 +127,7 @@ def read_model_spec(model: Path) -> ModelSpec:
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
-    family = family_of(config["model_type"])
+    family = family_of(str(config["model_type"]))
     for key, allowed in (
         ("attention_bias", (False, None)),
         ("mlp_bias", (False, None)),
@@ -129,65 +135,108 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
         ("hidden_act", ("silu", None)),
     ):
         if config.get(key) not in allowed:
-            raise ValueError(f"{key} must be {allowed[0]!r}, got {config[key]!r}")
+            raise ValueError(f"{key} must be {allowed[0]!r}, got {shown(config[key])}")
     # Qwen configurations carry a window that use_sliding_window switches off.
     if "use_sliding_window" not in config and config.get("sliding_window") is not None:
-        raise ValueError(f"sliding_window must be null, got {config['sliding_window']!r}")
-    for key in COUNTS:
-        if not isinstance(config[key], int) or config[key] < 1:
-            raise ValueError(f"{key} must be an integer >= 1, got {config[key]!r}")
-    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    experts = config.get("num_experts", config.get("num_local_experts")) or 0
-    moe, mixtral = family.moe, family.name == "mixtral"
+        raise ValueError(f"sliding_window must be null, got {shown(config['sliding_window'])}")
+    layers = _count(config, "num_hidden_layers", most=MAX_LAYERS)
+    heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
+    kv_heads = _optional_count(config, "num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_key_value_heads must divide num_attention_heads, got {kv_heads} and {heads}"
+        )
+    head_dim = _optional_count(config, "head_dim") or hidden // heads
+    if head_dim < 2 or head_dim % 2:  # rotary positions turn pairs of features
+        raise ValueError(f"head_dim must be an even number >= 2, got {head_dim}")
     return ModelSpec(
         family=family,
         num_layers=layers,
-        hidden_size=config["hidden_size"],
+        hidden_size=hidden,
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        ffn_size=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        max_position=config["max_position_embeddings"],
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=_count(config, "intermediate_size"),
+        vocab_size=_count(config, "vocab_size"),
+        max_position=_count(config, "max_position_embeddings"),
         rope=_rope(config),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        initializer_range=config.get("initializer_range", 0.02),
-        num_experts=experts if moe else 0,
-        experts_per_token=config["num_experts_per_tok"] if moe else 0,
-        expert_ffn_size=config["intermediate_size" if mixtral else "moe_intermediate_size"]
-        if moe
-        else 0,
-        norm_topk_prob=mixtral or bool(config.get("norm_topk_prob", False)),
-        moe_layers=tuple(moe and _holds_experts(config, layer) for layer in range(layers)),
+        norm_eps=_positive(config, "rms_norm_eps", 1e-6),
+        tied=_flag(config, "tie_word_embeddings"),
+        initializer_range=_positive(config, "initializer_range", 0.02),
+        **_experts(config, family, layers),
     )
 
 
-def _holds_experts(config: dict[str, Any], layer: int) -> bool:
-    step = config.get("decoder_sparse_step", 1)
-    return layer not in (config.get("mlp_only_layers") or []) and (layer + 1) % step == 0
+def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, Any]:
+    """The fields of ModelSpec that say where experts are."""
+    if not family.moe:
+        return {"moe_layers": (False,) * layers}
+    mixtral = family.name == "mixtral"
+    name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    experts = _optional_count(config, name, most=MAX_EXPERTS) or 0
+    chosen = _count(config, "num_experts_per_tok", most=MAX_EXPERTS)
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise ValueError(f"mlp_only_layers must be a list of integers, got {shown(dense)}")
+    step = _optional_count(config, "decoder_sparse_step") or 1
+    moe_layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+    if any(moe_layers) and chosen > experts:
+        raise ValueError(f"num_experts_per_tok must be <= {name}, got {chosen} and {experts}")
+    return {
+        "num_experts": experts,
+        "experts_per_token": chosen,
+        "expert_ffn_size": _count(
+            config, "intermediate_size" if mixtral else "moe_intermediate_size"
+        ),
+        "norm_topk_prob": mixtral or _flag(config, "norm_topk_prob"),
+        "moe_layers": moe_layers,
+    }
 
 
 def _rope(config: dict[str, Any]) -> Rope:
     """Transformers 5 writes all of it in rope_parameters, 4 rope_theta beside rope_scaling."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters must be a mapping, got {shown(rope)}")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
-        raise ValueError(f"rope type must be one of default, linear, llama3, got {kind!r}")
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        raise KeyError("rope_theta")
+        raise ValueError(f"rope type must be one of default, linear, llama3, got {shown(kind)}")
+    holder = config if rope.get("rope_theta") is None else rope
+    theta = _positive(holder, "rope_theta")
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) not in (1, None):
         raise ValueError("partial_rotary_factor must be 1: every feature of a head is rotated")
     if kind == "default":
-        return Rope(float(theta))
+        return Rope(theta)
     if kind == "linear":
-        return Rope(float(theta), kind, float(rope["factor"]))
-    return Rope(
-        float(theta),
-        kind,
-        float(rope["factor"]),
-        float(rope["low_freq_factor"]),
-        float(rope["high_freq_factor"]),
-        int(rope["original_max_position_embeddings"]),
-    )
+        return Rope(theta, kind, _positive(rope, "factor"))
+    low, high = _positive(rope, "low_freq_factor"), _positive(rope, "high_freq_factor")
+    if low >= high:
+        raise ValueError(f"low_freq_factor must be < high_freq_factor, got {low} and {high}")
+    original = _count(rope, "original_max_position_embeddings")
+    return Rope(theta, kind, _positive(rope, "factor"), low, high, original)
+
+
+def _count(config: dict[str, Any], key: str, most: int = MAX_COUNT) -> int:
+    value = config[key]
+    if type(value) is not int or not 1 <= value <= most:
+        raise ValueError(f"{key} must be an integer >= 1 and <= {most}, got {shown(value)}")
+    return value
+
+
+def _optional_count(config: dict[str, Any], key: str, most: int = MAX_COUNT) -> int | None:
+    return None if config.get(key) is None else _count(config, key, most)
+
+
+def _positive(config: dict[str, Any], key: str, default: float | None = None) -> float:
+    value = config[key] if default is None else config.get(key, default)
+    # float32 holds it, and so does its square root
+    if type(value) not in (int, float) or not 0 < value < 1e30:
+        raise ValueError(f"{key} must be a number > 0 and < 1e30, got {shown(value)}")
+    return float(value)
+
+
+def _flag(config: dict[str, Any], key: str) -> bool:
+    value = config.get(key, False)
+    if not isinstance(value, bool | None):
+        raise ValueError(f"{key} must be true or false, got {shown(value)}")
+    return bool(value)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from megatron_opd.cli.extra_args import check_extra_args
 from megatron_opd.cli.gpu import has_gpu
 from megatron_opd.cli.memory_tables import memory_tables
-from megatron_opd.cli.preflight import ModelFacts, check_plan, prompt_limit
+from megatron_opd.cli.preflight import ModelFacts, prompt_limit
+from megatron_opd.cli.prepare import Inputs, read_inputs
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of
-from megatron_opd.config.estimator import trust_of
+from megatron_opd.cli.weights import check_finite, has_weights
 from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.schema import Config
 from megatron_opd.losses.formulas import formula
@@ -21,6 +23,8 @@ from sglang_bridge import open_files
 # Files that a controller has open before it has connected to anything: measured 60, rounded up.
 OWN_FILES = 128
 PER_SERVER_FILES, PER_RANK_FILES = 8, 4
+
+FIRST_ROWS = 64
 
 
 def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[str, str]]:
@@ -44,7 +48,6 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
             f"({buffer.max_staleness} + 1) * {buffer.batch_size} = {buffer.permits} permits",
         ),
         *formula(config.estimator),
-        *notes(config),
         (
             "learner",
             f"tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} x dp {parallel.dp} = "
@@ -63,21 +66,6 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
         ("open files", open_files_row(config)),
         ("run directory", str(config.run.dir)),
     ]
-
-
-def notes(config: Config) -> list[tuple[str, str]]:
-    """What is allowed and yet probably not meant."""
-    estimator = config.estimator
-    bounded = any(trust_of(term).type != "none" for term in estimator.terms)
-    if bounded and estimator.applied_correction.prox and config.learner.mini_batches == 1:
-        return [
-            (
-                "note",
-                "the trust region never acts: with correction.prox its ratio is that of the "
-                "batch's start, and learner.mini_batches 1 makes one step from there",
-            )
-        ]
-    return []
 
 
 def routing_row(config: Config) -> list[tuple[str, str]]:
@@ -125,24 +113,52 @@ def server_row(config: Config, role: Role) -> str:
     return f"{where}; tp {section.tp} x ep {section.ep}, {section.dtype}"
 
 
-def check(config: Config, console: Console) -> None:
-    """Raise UserError for the first problem, else print the plan and its memory tables."""
-    models, bare = check_plan(config)
+def data_rows(inputs: Inputs, limit: int) -> list[tuple[str, str]]:
+    """What was read of each data file. limit: tokens of the longest prompt that fits."""
+    lines: list[tuple[str, str]] = []
+    for key, found in (("data.train", inputs.train), ("data.heldout", inputs.heldout)):
+        if found is None:
+            continue
+        how = f"all {found.rows} rows" if found.whole else f"the first {found.rows} rows"
+        tokens = f"longest prompt {found.longest} tokens, limit {limit}"
+        if inputs.checked.tokenizer is None:
+            tokens = "not tokenised: the tokenizer is not here"
+        unusable = sum(found.skipped.values())
+        lines.append((key, f"{found.path}: {how} read, {unusable} to be skipped; {tokens}"))
+    return lines
+
+
+def check(config: Config, console: Console, *, data: bool = False) -> None:
+    """Raise UserError for the first problem, else print the plan and its memory tables.
+
+    data: read all rows and all weights instead of the first rows and the headers.
+    """
+    first_rows = None if data else FIRST_ROWS
+    inputs = read_inputs(config, plan=True, first_rows=first_rows, data=data)
+    models = inputs.checked.models
     for role in models:
         check_extra_args(section_of(config, role), role)
+    if data:
+        for role, facts in models.items():
+            if has_weights(facts.path):
+                check_finite(facts.path, f"{role}.model")
+    rows = [
+        *plan_rows(config, models),
+        *data_rows(inputs, prompt_limit(config, models[STUDENT])),
+        *(("note", line) for line in inputs.notes),
+        *(("not checked", f"{line}; opd run needs it") for line in inputs.absent),
+    ]
+    if not data and (inputs.train is not None or inputs.checked.tokenizer is not None):
+        rows.append(
+            ("not checked", "further rows and the numbers in the weights: opd check --data")
+        )
     table = Table(show_header=False, box=None)
-    for what, value in [*plan_rows(config, models), *bare_rows(bare)]:
-        table.add_row(f"[bold]{what}[/bold]", value)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # a long path whole, over several lines
+    for what, value in rows:
+        # a path or a value of the user's may hold brackets, which are no markup
+        table.add_row(f"[bold]{what}[/bold]", escape(value))
     console.print(table)
     for each in memory_tables(config, models):
         console.print()
         console.print(each)
-
-
-def bare_rows(bare: Sequence[Role]) -> list[tuple[str, str]]:
-    """What was not checked for want of files."""
-    if not bare:
-        return []
-    keys = ", ".join(f"{role}.model" for role in bare)
-    rest = "weights and tokenizers are not there to be checked; opd run needs them"
-    return [("note", f"planned from config.json alone: {keys}; {rest}")]

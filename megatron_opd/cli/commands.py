@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 
 from megatron_opd.cli.errors import UserError
@@ -43,10 +42,11 @@ def _pipeline(arguments: argparse.Namespace, *, launch: bool) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """`opd serve`: replace this process by one SGLang server."""
+    """`opd serve`: one SGLang server, until it ends or this process is told to."""
     from megatron_opd.cli.keys import named_key
+    from megatron_opd.cli.serve import serve_until_told
     from megatron_opd.cli.servers import server_spec
-    from sglang_bridge.server.spec import PARENT_VARIABLE, server_command, server_env
+    from sglang_bridge.server.spec import server_command, server_env
 
     config = load_config(Config, arguments.config, arguments.overrides)
     role, name = arguments.role, arguments.name
@@ -62,12 +62,9 @@ def serve(arguments: argparse.Namespace) -> int:
             f"opd serve: --index must be >= 0 and base_port + index <= 65535, got {arguments.index}"
         )
     spec = server_spec(config, role, arguments.index)
-    command = server_command(spec)
-    environment = server_env(spec, api_key=named_key(section, role))
-    # this process becomes the server: there is no parent of ours to follow
-    del environment[PARENT_VARIABLE]
     sys.stdout.flush()
-    os.execvpe(command[0], command, environment)
+    environment = server_env(spec, api_key=named_key(section, role))
+    return serve_until_told(server_command(spec), environment)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -86,7 +83,8 @@ def check(arguments: argparse.Namespace) -> int:
 
     from megatron_opd.cli.check import check as check_config
 
-    check_config(load_config(Config, arguments.config, arguments.overrides), Console())
+    config = load_config(Config, arguments.config, arguments.overrides)
+    check_config(config, Console(), data=arguments.data)
     return 0
 
 

@@ -69,6 +69,11 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(handler=commands.evaluate)
 
     check = with_config("check", "validate a config and print the plan without starting anything")
+    check.add_argument(
+        "--data",
+        action="store_true",
+        help="read every row of the data files and every weight, not only the first and headers",
+    )
     check.set_defaults(handler=commands.check)
 
     objective = verbs.add_parser(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,12 +15,15 @@ import torch
 from megatron_opd.cli.errors import UserError
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.load import validate
+from megatron_opd.config.wording import line, shown
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.groups import columns_of
 from megatron_opd.losses.objective import evaluate
 
 PARTS = ("objective", "support", "correction", "reduction")
 ARRAYS = ("weight", "student_logp", "sampler_logp", "teacher_logp", "prox_logp")
+# Of any figure of a case: its square is a float64, and a count of it an int64.
+MOST = 1e12
 KEYS = (*PARTS, *ARRAYS, "offsets", "path", "lengths", "rewards", "groups")
 
 
@@ -32,18 +36,23 @@ def objective_report(path: Path) -> dict[str, Any]:
     case = _read(path)
     for key in case:
         if key not in KEYS:
-            raise UserError(f"{path}: unknown key {key!r}; the keys are {', '.join(KEYS)}")
+            raise UserError(f"{path}: unknown key {shown(key)}; the keys are {', '.join(KEYS)}")
     parts = {key: case[key] for key in PARTS if key in case}
     estimator = validate(Estimator, parts, str(path))
     cache = _Case(path, case, estimator).cache()
     result = evaluate(estimator, cache)
     loss = result.loss_sum / max(result.count, 1)
     (gradient_N,) = torch.autograd.grad(loss, cache.student_logp_N, materialize_grads=True)
+    if not (loss.isfinite() and gradient_N.isfinite().all()):
+        raise UserError(
+            f"{path}: the loss or its gradient leaves float64, loss {float(loss.detach())}; its "
+            "log-probs are too far apart"
+        )
     return {
         "loss": float(loss.detach()),
         "grad_student_logp": gradient_N.tolist(),
         "metrics": {"loss_sum": float(result.loss_sum.detach()), "count": result.count}
-        | {name: float(value) for name, value in result.sums.items() if not value.isnan()},
+        | {name: float(value) for name, value in result.sums.items() if value.isfinite()},
     }
 
 
@@ -96,7 +105,7 @@ class _Case:
         if not rising or offsets[0] != 0 or offsets[-1] != self._pairs:
             raise self._error(
                 f"offsets must rise from 0 to the {self._pairs} entries of student_logp, "
-                f"got {self._case['offsets']}"
+                f"got {shown(self._case['offsets'])}"
             )
         return np.asarray(offsets, dtype=np.int64)
 
@@ -114,7 +123,8 @@ class _Case:
         )
         if not inside:
             raise self._error(
-                f"path must hold one index into each of the {self._tokens} rows, got {path}"
+                f"path must hold one index into each of the {self._tokens} rows, "
+                f"got {shown(path.tolist())}"
             )
         return path
 
@@ -123,7 +133,8 @@ class _Case:
             lengths = self._whole("lengths")
             if sum(lengths) != self._tokens or any(length < 0 for length in lengths):
                 raise self._error(
-                    f"lengths must add up to the {self._tokens} rows of offsets, got {lengths}"
+                    f"lengths must add up to the {self._tokens} rows of offsets, "
+                    f"got {shown(lengths)}"
                 )
             return lengths
         responses = len(self._case.get("rewards") or [0])
@@ -172,13 +183,18 @@ class _Case:
             for value in values  # pyright: ignore[reportUnknownVariableType]
         )
         if not numbers:
-            raise self._error(f"{key} must be a list of numbers, got {values!r}")
+            raise self._error(f"{key} must be a list of numbers, got {shown(values)}")
+        # an id that the teacher excludes has -inf there
+        least = -math.inf if key == "teacher_logp" else -MOST
+        for value in values:
+            if not least <= value <= MOST:
+                raise self._error(f"{key} must hold finite numbers, got {shown(value)}")
         return [float(value) for value in values]
 
     def _whole(self, key: str) -> list[int]:
         values = self._numbers(key)
         if any(value != int(value) for value in values):
-            raise self._error(f"{key} must hold whole numbers, got {self._case[key]}")
+            raise self._error(f"{key} must hold whole numbers, got {shown(self._case[key])}")
         return [int(value) for value in values]
 
     @property
@@ -193,13 +209,22 @@ def _tensor(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys occur once: of two values the second would silently win."""
+    for name, _ in pairs:
+        if sum(name == other for other, _ in pairs) > 1:
+            raise ValueError(f"key {shown(name)} is given twice")
+    return dict(pairs)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        case = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        case = json.loads(text, object_pairs_hook=_unique)
     except FileNotFoundError:
         raise UserError(f"case file not found: {path}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"cannot read case file {path}: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"cannot read case file {path}: {line(error)}") from None
     if not isinstance(case, dict):
         raise UserError(f"{path} must hold one JSON object, got {type(case).__name__}")
     return case  # pyright: ignore[reportUnknownVariableType]

@@ -5,19 +5,22 @@ A run that passes them fails later only for causes outside its input.
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_opd.checkpoint.model_spec import ModelSpec, read_model_spec
+from megatron_opd.checkpoint.model_spec import ModelSpec, read_config, read_model_spec
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.megatron_settings import check_megatron
 from megatron_opd.cli.roles import STUDENT, Role, section_of, teacher_roles
-from megatron_opd.cli.weights import check_weights
+from megatron_opd.cli.tokenizer_files import has_tokenizer, load_tokenizer
+from megatron_opd.cli.tokenizers import difference, tokenizer_parts
+from megatron_opd.cli.weights import check_weights, has_weights
 from megatron_opd.config.rules import key_of_teacher
-from megatron_opd.config.schema import Config, ServerConfig
+from megatron_opd.config.schema import Config, Guard, ServerConfig
+from megatron_opd.config.wording import shown
 from megatron_opd.planning import learner as planning_learner
 from megatron_opd.planning import servers as planning_servers
 from megatron_opd.weight_sync.names import FAMILIES
@@ -28,6 +31,8 @@ from sglang_bridge.server.launch import check_port
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 # SGLang takes inputs of fewer than context - 6 tokens (Scheduler: max_req_input_len), and the
 # teacher is sent prompt and response as one input.
@@ -49,21 +54,17 @@ class ModelFacts:
 
 def read_model(path: Path, key: str) -> ModelFacts:
     """Read config.json of a checkpoint; `key` is the config key that named it. Raises UserError."""
-    config_file = path / "config.json"
     if not path.is_dir():
         raise UserError(f"{key} must be a Hugging Face checkpoint directory, not found: {path}")
     try:
-        raw = json.loads(config_file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{key}: {path} has no config.json") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}: cannot read {config_file}: {error}") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{key}: {config_file} must hold a JSON object")
-    architecture = (raw.get("architectures") or ["none"])[0]
+        raw = read_config(path / "config.json")
+    except ValueError as error:
+        raise UserError(f"{key}: {error}") from None
+    named = raw.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else "none"
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise UserError(
-            f"{key}: architecture {architecture} is not supported; "
+            f"{key}: architecture {shown(architecture, 80)} is not supported; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     try:
@@ -73,35 +74,52 @@ def read_model(path: Path, key: str) -> ModelFacts:
     return ModelFacts(path, architecture, spec.vocab_size, spec.max_position, raw, spec)
 
 
-def load_tokenizer(path: Path, key: str) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer, from local files only. Raises UserError."""
-    from transformers import AutoTokenizer
+@dataclass(frozen=True, slots=True)
+class CheckedModels:
+    """Every role's model, the student's first, and the tokenizer that they share.
 
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # noqa: BLE001  transformers raises what its parts raise
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{key}: cannot load the tokenizer in {path}: {reason}") from None
+    tokenizer: None, and absent: a line for each, where `opd check` plans with what is not here.
+    """
+
+    models: dict[Role, ModelFacts]
+    tokenizer: PreTrainedTokenizerBase | None
+    absent: tuple[str, ...]
+
+    @property
+    def student(self) -> ModelFacts:
+        """The student's model."""
+        return self.models[STUDENT]
 
 
-def check_models(config: Config) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
+def check_models(config: Config, *, plan: bool = False) -> CheckedModels:
     """Student and teachers exist, are supported, and share tokenizer and vocabulary.
 
-    Returns the student's facts and the common tokenizer.
+    plan: a model without weights here is checked as far as its files go, for it may be on another
+    machine; a model with weights must be whole. Raises UserError.
     """
     models = read_models(config)
     student = models[STUDENT]
-    tokenizer = load_tokenizer(student.path, "student.model")
+    absent = {
+        role: "weights" if has_tokenizer(facts.path) else "weights and tokenizer"
+        for role, facts in models.items()
+        if plan and not has_weights(facts.path)
+    }
     for role, facts in models.items():
-        if role != STUDENT:
-            check_vocabulary(f"{role}.model", facts, student, tokenizer)
+        check_vocabulary_size(f"{role}.model", facts, student)
+        if role not in absent:
+            check_weights(facts.path, f"{role}.model", facts.spec)
+    tokenizer = None
+    if STUDENT not in absent or has_tokenizer(student.path):
+        tokenizer = load_tokenizer(student.path, "student.model")
+        for role, facts in models.items():
+            if role != STUDENT and (role not in absent or has_tokenizer(facts.path)):
+                check_vocabulary(f"{role}.model", facts, student, tokenizer, config.scoring.guard)
     check_support(config, student)
-    for role, facts in models.items():
-        check_weights(facts.path, f"{role}.model", facts.spec)
     check_context(config, models)
     check_sharding(config, models)
     check_memory(config, models)
-    return student, tokenizer
+    lines = (f"{role}.model {models[role].path}: {what} not here" for role, what in absent.items())
+    return CheckedModels(models, tokenizer, tuple(lines))
 
 
 def read_models(config: Config) -> dict[Role, ModelFacts]:
@@ -110,35 +128,6 @@ def read_models(config: Config) -> dict[Role, ModelFacts]:
     for role in teacher_roles(config).values():
         models[role] = read_model(section_of(config, role).model, f"{role}.model")
     return models
-
-
-def check_plan(config: Config) -> tuple[dict[Role, ModelFacts], list[Role]]:
-    """What `opd check` needs: models by role, and the roles whose directory has config.json alone.
-
-    With such a role everything that config.json tells is still checked. Raises UserError.
-    """
-    models = read_models(config)
-    bare = [role for role, facts in models.items() if is_config_alone(facts.path)]
-    if not bare:
-        check_models(config)
-        return models, bare
-    for role, facts in models.items():
-        check_vocabulary_size(f"{role}.model", facts, models[STUDENT])
-        if role not in bare:
-            check_weights(facts.path, f"{role}.model", facts.spec)
-    check_support(config, models[STUDENT])
-    check_context(config, models)
-    check_sharding(config, models)
-    check_memory(config, models)
-    return models, bare
-
-
-def is_config_alone(path: Path) -> bool:
-    """Whether a model directory has neither weights nor a tokenizer: enough to plan with."""
-    return not any(
-        next(path.glob(pattern), None)
-        for pattern in ("*.safetensors", "*.safetensors.index.json", "tokenizer*", "vocab.json")
-    )
 
 
 def check_memory(config: Config, models: Mapping[Role, ModelFacts]) -> None:
@@ -168,9 +157,16 @@ def check_vocabulary_size(key: str, teacher: ModelFacts, student: ModelFacts) ->
 
 
 def check_vocabulary(
-    key: str, teacher: ModelFacts, student: ModelFacts, tokenizer: PreTrainedTokenizerBase
+    key: str,
+    teacher: ModelFacts,
+    student: ModelFacts,
+    tokenizer: PreTrainedTokenizerBase,
+    guard: Guard,
 ) -> None:
-    """A teacher's ids are the student's. key: the config key that named it."""
+    """A teacher's ids are the student's. key: the config key that named it.
+
+    guard: what becomes of tokenizers that have the same ids and cut text differently.
+    """
     check_vocabulary_size(key, teacher, student)
     theirs = load_tokenizer(teacher.path, key)
     if tokenizer.get_vocab() != theirs.get_vocab():
@@ -185,6 +181,13 @@ def check_vocabulary(
             f"student.model and {key} must share the end-of-sequence token, got "
             f"{tokenizer.eos_token!r} and {theirs.eos_token!r}"
         )
+    other = difference(tokenizer_parts(tokenizer), tokenizer_parts(theirs))
+    if guard == "off" or other is None:
+        return
+    told = f"student.model and {key} must cut text into the same ids; {other}"
+    if guard == "refuse":
+        raise UserError(f"{told}; if that is meant, set scoring.guard to warn or off")
+    logger.warning("%s", told)
 
 
 def check_support(config: Config, student: ModelFacts) -> None:

@@ -1,19 +1,27 @@
-"""Everything a run needs that can be checked and loaded before a process is started."""
+"""Everything a run needs that can be checked and loaded before a process is started.
+
+One function reads it for `opd run` and for `opd check`, so that they cannot disagree.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.preflight import ModelFacts, check_models, prompt_limit
+from megatron_opd.cli.notes import notes
+from megatron_opd.cli.preflight import CheckedModels, ModelFacts, check_models, prompt_limit
 from megatron_opd.cli.roles import teacher_roles
+from megatron_opd.cli.tokenizer_files import end_tokens
 from megatron_opd.config.schema import Config
-from megatron_opd.data.prompts import PromptSet, PromptSource, load_prompts
-from megatron_opd.data.tasks import get_task, get_verifier
+from megatron_opd.data.prompts import PromptRules, PromptSet, PromptSource, load_prompts
+from megatron_opd.data.records import Columns
+from megatron_opd.data.tasks import Verifier, get_task, get_verifier
 from megatron_opd.evaluation import Judge
+from megatron_opd.teacher.guard import PROMPTS
 from megatron_opd.types import Prompt
 
 if TYPE_CHECKING:
@@ -23,18 +31,39 @@ ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run reads, checked.
+
+    train, heldout: None where the file is not here (`opd check` of a plan) or not needed. judge:
+    None when the task has no verifier or the tokenizer is not here. absent: what was not here to be
+    checked. notes: what the user should know.
+    """
+
+    checked: CheckedModels
+    train: PromptSet | None
+    heldout: PromptSet | None
+    judge: Judge | None
+    absent: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """Checked input of a run.
 
     heldout: evaluation problems, empty when there is no evaluation. judge: None when the task has
-    no verifier.
+    no verifier. probes: training prompts by teacher, to look at its scores before the run.
+    prompts_skipped: rows of the training file that cannot be used, by cause. notes: for the
+    terminal.
     """
 
     student: ModelFacts
     prompts: PromptSource
-    prompts_too_long: int
+    prompts_skipped: dict[str, int]
     heldout: tuple[Prompt, ...]
     judge: Judge | None
+    probes: Mapping[str, tuple[Prompt, ...]]
+    notes: tuple[str, ...] = ()
 
 
 def checked(load: Callable[[], ResultT]) -> ResultT:
@@ -45,62 +74,100 @@ def checked(load: Callable[[], ResultT]) -> ResultT:
         raise UserError(str(error)) from None
 
 
-def end_tokens(student: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids that end a response: the tokenizer's and those of the model's config."""
-    named = student.raw.get("eos_token_id")
-    ids = named if isinstance(named, list) else [named]
-    return frozenset(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None)
+def read_inputs(
+    config: Config, *, plan: bool = False, first_rows: int | None = None, data: bool = True
+) -> Inputs:
+    """Check the models and read the data as a run will. Raises UserError.
+
+    plan: where a model's weights are not on this machine, check as far as its files go, and let a
+    data file be elsewhere too, unless `data` asks for it. first_rows: rows of each data file to
+    read; None: all.
+    """
+    task = checked(lambda: get_task(config.data.task))
+    wanted = config.evaluation.problems if config.evaluation.runs else 0
+    if wanted and config.data.heldout is None:
+        raise UserError(f"data.heldout must be a file when evaluation.problems is {wanted}")
+    if wanted:
+        checked(lambda: get_verifier(config.data.task))
+    models = check_models(config, plan=plan)
+    absent = list(models.absent)
+    found: dict[str, PromptSet] = {}
+    for key, path in (("train", config.data.train), ("heldout", config.data.heldout)):
+        if path is None or (key == "heldout" and not wanted):
+            continue
+        if models.absent and not data and not path.exists():
+            absent.append(f"data.{key} {path}: not here")
+            continue
+        rules = prompt_rules(config, models.student, heldout=key == "heldout")
+        load = partial(load_prompts, path, models.tokenizer, rules, first_rows=first_rows)
+        found[key] = checked(load)
+    judge = None
+    if models.tokenizer is not None:
+        ends = end_tokens(
+            "student.model", models.student.raw, models.student.vocab_size, models.tokenizer
+        )
+        judge = make_judge(task.verify, models.tokenizer, ends)
+    skipped = [line for each in found.values() if (line := each.skipped_line) is not None]
+    said = (*notes(config), *skipped)
+    return Inputs(models, found.get("train"), found.get("heldout"), judge, tuple(absent), said)
+
+
+def prompt_rules(config: Config, student: ModelFacts, *, heldout: bool) -> PromptRules:
+    """What a row of the training file, or of the held-out one, must be."""
+    data = config.data
+    # held-out problems are the student's own
+    teacher_key = None if heldout else data.teacher_key
+    choices = {} if teacher_key is None else {teacher_key: tuple(teacher_roles(config))}
+    return PromptRules(
+        Columns(
+            texts=(data.prompt_key,),
+            answers=(data.answer_key,),
+            # what learns from rewards would drop every sample of a row without one
+            needed=heldout or config.estimator.reads_reward,
+            choices=choices,
+        ),
+        max_tokens=prompt_limit(config, student),
+        teacher_key=teacher_key,
+        chat_template=data.chat_template,
+        max_bad_fraction=data.max_bad_fraction,
+        vocab_size=student.vocab_size,
+    )
+
+
+def make_judge(
+    verify: Verifier | None, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
+) -> Judge | None:
+    """The task's verifier on token ids; None without one. ends: ids that end a response."""
+    if verify is None:
+        return None
+    return Judge(verify, decode=lambda ids: str(tokenizer.decode(list(ids))), end_token_ids=ends)
 
 
 def prepare(config: Config, cursor: int = 0) -> Prepared:
     """Check models and load data; prompts start at `cursor`. Raises UserError."""
-    student, tokenizer = check_models(config)
-    limit = prompt_limit(config, student)
-    data = config.data
-
-    teachers = tuple(teacher_roles(config))
-
-    def load(path: Path, *, need_answers: bool) -> PromptSet:
-        return load_prompts(
-            path,
-            tokenizer,
-            max_tokens=limit,
-            prompt_key=data.prompt_key,
-            answer_key=data.answer_key,
-            chat_template=data.chat_template,
-            need_answers=need_answers,
-            # held-out problems are the student's own
-            teacher_key=None if need_answers else data.teacher_key,
-            teachers=teachers,
-        )
-
-    task = checked(lambda: get_task(data.task))
-    train = checked(lambda: load(data.train, need_answers=False))
-    wanted = config.evaluation.problems if config.evaluation.runs else 0
-    heldout: tuple[Prompt, ...] = ()
-    if wanted:
-        path = data.heldout
-        if path is None:
-            raise UserError(f"data.heldout must be a file when evaluation.problems is {wanted}")
-        checked(lambda: get_verifier(data.task))
-        heldout = checked(lambda: load(path, need_answers=True)).prompts[:wanted]
-    judge = None
-    if task.verify is not None:
-        judge = Judge(
-            task.verify,
-            decode=lambda ids: str(tokenizer.decode(list(ids))),
-            end_token_ids=end_tokens(student, tokenizer),
-        )
+    inputs = read_inputs(config)
+    train = inputs.train
+    assert train is not None, "a run reads its training file"
+    heldout = () if inputs.heldout is None else inputs.heldout.prompts
     return Prepared(
-        student=student,
+        student=inputs.checked.student,
         prompts=PromptSource(
             train.prompts,
             seed=config.run.seed,
-            shuffle=data.shuffle,
+            shuffle=config.data.shuffle,
             group_size=config.rollout.group_size,
             cursor=cursor,
         ),
-        prompts_too_long=train.too_long,
-        heldout=heldout,
-        judge=judge,
+        prompts_skipped=train.skipped,
+        heldout=heldout[: config.evaluation.problems],
+        judge=inputs.judge,
+        probes={name: probes_of(train.prompts, name) for name in teacher_roles(config)},
+        notes=inputs.notes,
     )
+
+
+def probes_of(prompts: Iterable[Prompt], teacher: str) -> tuple[Prompt, ...]:
+    """The first prompts that `teacher` is to score, again if they are few; any if it has none."""
+    every = tuple(prompts)
+    own = [prompt for prompt in every if prompt.teacher == teacher]
+    return tuple(islice(cycle(own or every), PROMPTS))

@@ -28,6 +28,7 @@ from megatron_opd.cli.resume import Resumption, file_crc32, find_resumption, reo
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of, teacher_roles
 from megatron_opd.cli.run_dir import RunDir, prepare_run_dir
 from megatron_opd.cli.servers import server_processes
+from megatron_opd.cli.teacher_guard import check_teachers
 from megatron_opd.cli.wiring import make_controller, make_fleet, make_guard, make_recorder
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.controller import Controller
@@ -159,11 +160,14 @@ class PipelineRun:
             for role in self.roles:
                 if section_of(config, role).urls:  # before anything is started in vain
                     await self._join(role, fleets[role])
+            self._say(*(f"note: {line}" for line in self.prepared.notes))
             if self.resumed is not None:
                 self._say(*self.resumed.notes)
             self._start(remote.address)
             await self._connect(remote, fleets)
             teachers = {name: fleets[role] for name, role in teacher_roles(config).items()}
+            asked = {name: fleet.clients for name, fleet in teachers.items()}
+            self._say(*await check_teachers(config, self.prepared, asked))
             if self.resumed is None:
                 self._say(*await self.accuracies.before(fleets[STUDENT], teachers))
             else:
@@ -190,7 +194,13 @@ class PipelineRun:
             # the servers loaded the exact checkpoint that the run began with
             await publisher.publish(state.version)
         recorder = make_recorder(
-            config, self.run_dir, self.totals, self.urls[STUDENT], self.console, resumed
+            config,
+            self.run_dir,
+            self.totals,
+            self.urls[STUDENT],
+            self.console,
+            resumed,
+            self.prepared.student.vocab_size,
         )
         guard = make_guard(self.processes, fleets, self.totals)
         dirs = StepDirs(self.run_dir.checkpoints)
@@ -301,7 +311,7 @@ class PipelineRun:
         if self.checkpoints is not None:
             summary["checkpoint_wait_s_mean"] = self.checkpoints.waited_s.value
             summary["checkpoint_s_mean"] = self.checkpoints.written_s.value
-        summary["prompts_too_long"] = self.prepared.prompts_too_long
+        summary["prompts_skipped"] = self.prepared.prompts_skipped
         try:
             write_json(self.run_dir.summary, summary)
         except OSError as error:

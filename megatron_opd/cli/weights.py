@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_opd.checkpoint.hf_files import check_shape, find, stored_tensors
+from megatron_opd.checkpoint.finite import first_not_finite
+from megatron_opd.checkpoint.hf_files import INDEX, SINGLE, check_shape, find, stored_tensors
 from megatron_opd.checkpoint.model_spec import ModelSpec
 from megatron_opd.checkpoint.tensors import expected_tensors
 from megatron_opd.cli.errors import UserError
+
+
+def has_weights(path: Path) -> bool:
+    """Whether `path` holds safetensors files, whole or not."""
+    return (path / INDEX).exists() or (path / SINGLE).exists() or any(path.glob("*.safetensors"))
+
+
+def check_finite(path: Path, key: str) -> None:
+    """Read every weight. Raises UserError, naming the tensor, for one that is no finite number."""
+    for name, stored in stored_tensors(path).items():
+        if (found := first_not_finite(stored)) is not None:
+            raise UserError(f"{key}: {path}: tensor {name} holds {found}")
 
 
 def check_weights(path: Path, key: str, spec: ModelSpec) -> None:

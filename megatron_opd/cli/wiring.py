@@ -13,6 +13,7 @@ from megatron_opd.cli.processes import LocalProcesses
 from megatron_opd.cli.resume import Resumption
 from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
 from megatron_opd.cli.run_dir import RunDir
+from megatron_opd.cli.teacher_guard import make_teacher_watch
 from megatron_opd.config.schema import Config, ServerConfig
 from megatron_opd.controller.controller import Controller, Ports, Schedule
 from megatron_opd.controller.health import HealthGuard, WatchedEngine
@@ -22,6 +23,7 @@ from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.evaluation import Judge
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.recorder import RunRecorder
+from megatron_opd.metrics.signal import SignalWatch
 from megatron_opd.metrics.sinks import JsonlSink, Sink, TensorBoardSink
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
@@ -47,6 +49,7 @@ def make_recorder(
     engines: Sequence[str],
     console: Console,
     resumed: Resumption | None,
+    vocab_size: int,
 ) -> RunRecorder:
     """The observer: files as configured, and a display."""
     metrics = config.metrics
@@ -69,6 +72,10 @@ def make_recorder(
         display,
         elapsed_s=elapsed_s,
         updates=updates,
+        teacher_watch=make_teacher_watch(config, vocab_size),
+        signal=SignalWatch(
+            reads_groups=config.estimator.reads_groups, patience=metrics.signal_patience
+        ),
     )
 
 

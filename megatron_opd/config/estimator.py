@@ -19,6 +19,7 @@ from megatron_opd.config.corrections import (
     MaskedCorrection,
     NoCorrection,
     ReductionConfig,
+    SequenceReduction,
     TokenReduction,
     TruncatedCorrection,
 )
@@ -42,6 +43,7 @@ from megatron_opd.config.section import Section
 from megatron_opd.config.supports import McSupport, PathSupport, SupportConfig, TopkSupport
 
 REWARD_TYPES = ("reinforce", "ppo", "grpo", "gspo", "gepo")
+ONE_RATIO_A_RESPONSE = ("gspo", "gepo")
 
 
 def natural_support(kinds: Sequence[str]) -> SupportConfig:
@@ -51,10 +53,30 @@ def natural_support(kinds: Sequence[str]) -> SupportConfig:
     return TopkSupport() if "sparse_reverse_kl" in kinds else McSupport()
 
 
+def natural_reduction(kinds: Sequence[str]) -> ReductionConfig:
+    """What objectives of these types get when no reduction is named.
+
+    sequence where every term has one ratio a response, as GSPO and GEPO publish it; token for all
+    others, and for a mixture with any other.
+    """
+    alike = bool(kinds) and all(kind in ONE_RATIO_A_RESPONSE for kind in kinds)
+    return SequenceReduction() if alike else TokenReduction()
+
+
+def kinds_of(objective: Any) -> list[str]:
+    """The types of an objective's terms, of a section or of the tree it will be made from."""
+    terms = _part(objective, "terms")
+    if isinstance(terms, list | tuple) and terms:
+        parts = [_part(term, "objective") for term in cast(Sequence[Any], terms)]
+    else:
+        parts = [objective]
+    return [str(_part(part, "type")) for part in parts]
+
+
 class Estimator(Section):
     """All that decides a loss: what is cached, minimised, corrected, and how it is averaged.
 
-    Without a support it takes the objective's natural one.
+    Without a support or a reduction it takes the objective's natural one.
     """
 
     support: SupportConfig = McSupport()
@@ -116,12 +138,10 @@ class Estimator(Section):
         return not isinstance(self.applied_correction, NoCorrection)
 
     @property
-    def penalises_sampler(self) -> bool:
-        """Whether a KL penalty compares the learner's log-probs with the sampler's."""
+    def penalises(self) -> bool:
+        """Whether there is a KL penalty: all of them compare the learner with the sampler."""
         return any(
-            isinstance(term.objective, RewardObjective)
-            and term.objective.kl is not None
-            and term.objective.kl.to == "sampler"
+            isinstance(term.objective, RewardObjective) and term.objective.kl is not None
             for term in self.terms
         )
 
@@ -132,7 +152,7 @@ class Estimator(Section):
             isinstance(term.objective, ReverseKl) and term.objective.advantage == "rollout"
             for term in self.terms
         )
-        return self.uses_ratio or self.penalises_sampler or rollout_advantage
+        return self.uses_ratio or self.penalises or rollout_advantage
 
     @property
     def needs_statistics(self) -> bool:
@@ -141,16 +161,13 @@ class Estimator(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_a_support(cls, parts: Any) -> Any:
+    def _name_natural_parts(cls, parts: Any) -> Any:
         if not isinstance(parts, dict):
             return parts
         given = cast(dict[str, Any], parts)
-        if given.get("support") is not None:
-            return given
-        objective = given.get("objective", ReverseKl())
-        terms = [_part(term, "objective") for term in _part(objective, "terms") or ()]
-        kinds = [str(_part(term, "type")) for term in terms or [objective]]
-        return given | {"support": natural_support(kinds)}
+        kinds = kinds_of(given.get("objective", ReverseKl()))
+        natural = {"support": natural_support(kinds), "reduction": natural_reduction(kinds)}
+        return given | {key: part for key, part in natural.items() if given.get(key) is None}
 
     @model_validator(mode="after")
     def _parts_go_together(self) -> Estimator:
@@ -199,7 +216,7 @@ def _cuts(est: Estimator) -> bool:
 
 
 def _outside(term: MixtureTerm) -> str | None:
-    return term.objective.outside if isinstance(term.objective, DivergenceObjective) else None
+    return getattr(term.objective, "outside", None)
 
 
 RULES: tuple[Rule, ...] = (

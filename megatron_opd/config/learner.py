@@ -11,7 +11,10 @@ from megatron_opd.config.section import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Processes,
+    Seconds,
     Section,
+    Text,
 )
 
 Dtype = Literal["float32", "bfloat16"]
@@ -29,19 +32,19 @@ class ParallelConfig(Section):
     hold the experts once.
     """
 
-    tp: PositiveInt = 1
+    tp: Processes = 1
     """Tensor-parallel ranks; sequence parallelism comes with them."""
-    cp: PositiveInt = 1
+    cp: Processes = 1
     """Ranks that share a sequence's tokens."""
-    pp: PositiveInt = 1
+    pp: Processes = 1
     """Pipeline stages."""
-    vpp: PositiveInt = 1
+    vpp: Processes = 1
     """Model chunks of a stage: above 1 the pipeline is interleaved."""
-    dp: PositiveInt = 1
+    dp: Processes = 1
     """Ranks that see different samples."""
-    ep: PositiveInt = 1
+    ep: Processes = 1
     """Ranks that split the experts; ep * etp must divide tp * cp * dp."""
-    etp: PositiveInt | None = None
+    etp: Processes | None = None
     """Tensor-parallel ranks of an expert; null: tp without ep, else 1."""
 
     @property
@@ -88,14 +91,16 @@ class OptimizerConfig(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    lr: PositiveFloat = 1e-6
-    """Peak learning rate."""
+    lr: Annotated[float, Field(gt=0, le=1)] = 1e-6
+    """Peak learning rate. AdamW moves a weight by about so much an update: higher learns faster and
+    diverges sooner."""
     min_lr: NonNegativeFloat = 0.0
     """Where cosine ends."""
     schedule: Literal["constant", "cosine"] = "constant"
     """After warm-up: constant, or cosine down to min_lr at the last update."""
     warmup_updates: NonNegativeInt = 0
-    """Linear from 0."""
+    """Updates in which the learning rate rises linearly from 0 to lr; at most run.updates. More
+    start more gently and learn less."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """First moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -159,13 +164,13 @@ class LearnerConfig(Section):
     ddp: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Fields of Megatron-Core's DistributedDataParallelConfig, such as overlap_grad_reduce,
     overlap_param_gather or bucket_size."""
-    listen_host: str = "127.0.0.1"
+    listen_host: Text = "127.0.0.1"
     """Where the controller's ZeroMQ socket binds."""
     listen_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0 picks a free port."""
-    threads: PositiveInt | None = None
+    threads: Processes | None = None
     """CPU threads a rank; null leaves torch's choice."""
-    timeout_s: PositiveFloat = 1800.0
+    timeout_s: Seconds = 1800.0
     """Longest wait for one reply of the learner."""
     gpu_memory_gib: PositiveFloat | None = None
     """Memory of one GPU in GiB (79 for an 80 GB H100, 139 for an H200): `opd check` refuses what

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from megatron_opd.config.section import NonNegativeFloat, PositiveFloat, Section, type_or
 
@@ -22,7 +22,12 @@ class NoTrust(Section):
 
 
 class ClipTrust(Section):
-    """PPO: min(r A, clip(r, 1 - low, 1 + high) A); dual: at least dual * A where A < 0."""
+    """PPO's minimum: min(r A, clip(r, 1 - low, 1 + high) A); dual: at least dual * A where A < 0.
+
+    Only a ratio that has moved past an edge the way A pushes it loses its gradient. GEPO Eq. 8 and
+    10 write a plain clip(r) A instead, which drops the gradient outside both edges whatever A is;
+    PPO, GRPO, GSPO, TRL and verl take the minimum, and so does this, for gepo too.
+    """
 
     type: Literal["clip"] = "clip"
     low: NonNegativeFloat = 0.2
@@ -34,15 +39,24 @@ class ClipTrust(Section):
 
 
 class M2Trust(Section):
-    """M2PO (arXiv 2510.01161): mask the actions that moved furthest the way A pushes them.
+    """M2PO (arXiv 2510.01161, Algorithm 1): mask the actions that moved furthest the way A pushes.
 
-    Of those with r > 1 and A > 0, or r < 1 and A < 0, in the whole mini-batch, the ones of largest
-    (log r)^2 are masked until the mean over the rest is within the threshold.
+    Candidates are the actions of the whole mini-batch with r > 1 and A > 0, or r < 1 and A < 0: the
+    ones that PPO's minimum could clip, as in the authors' code (github.com/Infini-AI-Lab/M2PO,
+    verl/trainer/ppo/core_algos.py, `_get_trust_region_tokens_delta_sq`). Those of largest
+    (log r)^2 are masked until the second moment is within the threshold; `moment` says what that
+    is the mean of. The loss is still averaged over all actions, the masked ones too.
     """
 
     type: Literal["m2"] = "m2"
     threshold: PositiveFloat = 0.04
-    """Largest mean of (log r)^2."""
+    """Largest second moment, the mean of (log r)^2 over candidates (0.04 in the paper). Higher
+    masks fewer actions and lets the student move further on one batch."""
+    moment: Literal["kept", "capped"] = "kept"
+    """kept: the mean over the candidates that are not masked (Algorithm 1; AReaL's
+    `get_m2po_loss_mask` too, whose candidates are all tokens). capped: the mean over all
+    candidates, one beyond the limit counted as the limit (the authors' code:
+    `kpo_clip_harmful_tokens`, `_solve_tau_from_sorted_delta2`); masks more."""
 
 
 TrustConfig = Annotated[
@@ -59,14 +73,18 @@ Outside = Literal["renormalise", "bucket", "drop"]
 class ReverseKl(Section):
     """KL(student || teacher) by its policy gradient: -sum_k w_k rho_k sg(A(a_k)).
 
-    AsyncOPD Eq. 5-7, 15. Unbiased on supports that cover the sampler; on topk it is the paper's
-    reweighted baseline.
+    AsyncOPD Eq. 5-7, 15. Unbiased on supports that cover the sampler. On topk it is one reading of
+    the paper's "Top-k + RW" (Fig. 6), which the paper gives no formula for; see `outside`.
     """
 
     type: Literal["reverse_kl"] = "reverse_kl"
     advantage: Literal["current", "rollout"] = "current"
     """A = log q - log p: current recomputes p at learner time (unbiased), rollout keeps the
     sampler's."""
+    outside: Literal["renormalise", "drop"] | None = None
+    """On topk, the mass outside the set: drop (null takes this) leaves it out and sums
+    p (log q - log p) over the set as it is; renormalise divides p, the sampler and q by their sums
+    over the set (AsyncOPD Eq. 9), and its gradient is that of Eq. 10. For topk only."""
     trust: TrustConfig = NoTrust()
     """Trust region on the ratio."""
 
@@ -120,29 +138,68 @@ class SkewReverseKl(DivergenceObjective):
     """Student's share of the mixture."""
 
 
+KlDirection = Literal["reverse", "forward"]
+
+
 class KlPenalty(Section):
-    """Adds coefficient * KL(student || reference), estimated on the sampled tokens."""
+    """Adds coefficient * a divergence of student and reference, estimated on the sampled tokens.
+
+    The tokens come from the sampler o at the prefixes it visited, not from the student p. reverse:
+    KL(p || reference), each token weighed by p / o whatever `correction` is: nothing bounds that
+    weight when rollouts are old. forward, with `to: sampler` alone: KL(o || p), which needs no
+    weight. Value and gradient of every accepted combination are unbiased (losses/penalty.py;
+    docs/estimators.md shows it).
+    """
 
     coefficient: PositiveFloat
-    """Of the penalty."""
+    """Weight of the penalty in the loss of a token. Higher keeps the student closer to the
+    reference and lets it learn less from the reward (GEPO trains with 0.005)."""
     to: Literal["teacher", "sampler"] = "teacher"
     """The reference: the teacher (any frozen model can serve as one), or the sampler's own
     log-probs (CPPO)."""
+    direction: KlDirection | None = None
+    """reverse: KL of student and reference, an expectation over the student (mode-seeking);
+    forward: KL of sampler and student, an expectation over the sampler. Null: reverse to the
+    teacher, forward to the sampler."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k1 log-ratio (its gradient is zero in expectation), k2 half its square (the reverse KL's
-    gradient on-policy), k3 (as in GRPO)."""
+    """How the divergence is estimated from one token. reverse: k1 is p/o times the log-ratio; k2
+    and k3 are the same and have no noise where student and reference agree. forward: k1 is the
+    log-ratio, k3 is never negative and pulls a token by p/o - 1; k2 does not exist."""
+
+    @property
+    def applied_direction(self) -> KlDirection:
+        """The direction in force."""
+        return self.direction or ("reverse" if self.to == "teacher" else "forward")
+
+    @model_validator(mode="after")
+    def _is_sound(self) -> KlPenalty:
+        if self.applied_direction == "forward" and self.to == "teacher":
+            raise ValueError(
+                "direction forward needs to sampler, got to teacher: tokens come from the sampler, "
+                "and KL(teacher || student) would weigh them by teacher / sampler; use "
+                "objective.type forward_kl on support.type teacher_topk, or direction reverse"
+            )
+        if self.applied_direction == "forward" and self.estimator == "k2":
+            raise ValueError(
+                "estimator k2 needs direction reverse, got forward: on the sampler's tokens the "
+                "gradient of (log p - log o)^2 / 2 is no divergence's; use estimator k3"
+            )
+        return self
 
 
-RewardAdvantage = Literal["reward", "group_mean", "group_std", "leave_one_out"]
+RewardAdvantage = Literal[
+    "reward", "group_mean", "group_std", "group_std_population", "leave_one_out"
+]
 
 
 class RewardObjective(Section):
     """An objective from rewards: the advantage of a response is shared by its tokens."""
 
     advantage: RewardAdvantage = "group_std"
-    """reward: the verifier's figure itself; group_mean: minus the group's mean (GEPO Eq. 5);
-    group_std: that over the group's standard deviation (GRPO); leave_one_out: minus the mean of the
-    others (RLOO)."""
+    """reward: the verifier's figure itself; group_mean: minus the group's mean (GEPO Eq. 5, Dr.
+    GRPO); group_std: that over the group's sample standard deviation, divisor G - 1 (GRPO as verl
+    and TRL compute it); group_std_population: over the population one, divisor G;
+    leave_one_out: minus the mean of the others (RLOO)."""
     trust: TrustConfig = NoTrust()
     """Trust region on the ratio."""
     kl: KlPenalty | None = None
@@ -168,7 +225,10 @@ class Ppo(RewardObjective):
 
 
 class Grpo(RewardObjective):
-    """Token ratios, clipped, with advantages standardised in the group (GEPO Eq. 5-6, 8)."""
+    """Token ratios, clipped, with advantages standardised in the group (GRPO; GEPO Eq. 6, 8).
+
+    GEPO Eq. 5 writes GRPO's advantage without the standard deviation: advantage group_mean.
+    """
 
     type: Literal["grpo"] = "grpo"
     trust: TrustConfig = ClipTrust()
@@ -176,7 +236,10 @@ class Grpo(RewardObjective):
 
 
 class Gspo(RewardObjective):
-    """One ratio a response, the geometric mean of its tokens' (GEPO Eq. 7, 9-10)."""
+    """One ratio a response, the geometric mean of its tokens' (GSPO; GEPO Eq. 7, 9-10).
+
+    Its `reduction` is sequence unless one is named, as published: one term a response.
+    """
 
     type: Literal["gspo"] = "gspo"
     trust: TrustConfig = ClipTrust(low=3e-4, high=4e-4)
@@ -184,7 +247,11 @@ class Gspo(RewardObjective):
 
 
 class Gepo(RewardObjective):
-    """Weight p(y) / E_q[q(y)] over the group, p(y) and q(y) geometric means (GEPO Eq. 9-12, 15)."""
+    """Weight p(y) / E_q[q(y)] over the group, p(y) and q(y) geometric means (GEPO Eq. 9-12, 15).
+
+    A = R - mean of the group (Eq. 5), no clip (Eq. 12) and no defensive term unless asked for; its
+    `reduction` is sequence unless one is named. `trust: {type: clip}` is PPO's minimum, see there.
+    """
 
     type: Literal["gepo"] = "gepo"
     advantage: RewardAdvantage = "group_mean"

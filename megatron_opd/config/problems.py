@@ -10,13 +10,14 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_opd.config.section import Section
+from megatron_opd.config.wording import line, shown
 
 
 def first_problem(schema: type[Section], error: ValidationError) -> str:
     """The most useful problem: unknown keys first, for a typo also makes its twin "missing"."""
     problem = min(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
     keys, section = _resolve(schema, problem["loc"], problem["type"] == "extra_forbidden")
-    key = ".".join(keys)
+    key = line(".".join(keys))
     if problem["type"] == "extra_forbidden":
         return f"unknown key {key!r}{_nearest_key(section, keys)}"
     if problem["type"] == "missing":
@@ -26,7 +27,7 @@ def first_problem(schema: type[Section], error: ValidationError) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{key}: {message}" if key else message
-    return f"{key}: {message[:1].lower()}{message[1:]}, got {problem['input']!r}"
+    return f"{key}: {message[:1].lower()}{message[1:]}, got {shown(problem['input'])}"
 
 
 def variants(annotation: Any) -> list[type[BaseModel]]:
@@ -73,7 +74,7 @@ def _nearest_key(sections: list[type[BaseModel]], keys: list[str]) -> str:
     if not known:
         return ""
     close = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.0)
-    hint = f"; did you mean {'.'.join([*keys[:-1], close[0]])!r}?"
+    hint = f"; did you mean {shown('.'.join([*keys[:-1], close[0]]))}?"
     named = type_of(sections[0])
     others = ", ".join(name for name in known if name != "type")
     return hint if named is None else f" of type {named}, whose keys are: {others or 'none'}"
@@ -83,9 +84,10 @@ def _wrong_type(key: str, sections: list[type[BaseModel]], problem: ErrorDetails
     names = [name for section in sections if (name := type_of(section)) is not None]
     given: Any = problem["input"]
     if not isinstance(given, dict):
-        return f"{key} must be a mapping with a `type`, got {given!r}"
+        return f"{key} must be a mapping with a `type`, got {shown(given)}"
     chosen = str(given.get("type"))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     close = difflib.get_close_matches(chosen, names, n=1, cutoff=0.0)
     return (
-        f"{key}.type must be one of {', '.join(names)}, got {chosen!r}; did you mean {close[0]!r}?"
+        f"{key}.type must be one of {', '.join(names)}, got {shown(chosen)}; "
+        f"did you mean {close[0]!r}?"
     )

@@ -125,11 +125,10 @@ def _top_p(config: Config) -> str | None:
             "whose ratio compares raw learner log-probs with a truncated sampler's, "
             f"got {top_p}; set rollout.top_p 1, or correction.type none"
         )
-    if estimator.penalises_sampler:
+    if estimator.penalises:
         return (
-            "rollout.top_p must be 1 with objective.kl.to sampler, which compares raw learner "
-            f"log-probs with a truncated sampler's, got {top_p}; set rollout.top_p 1, or "
-            "objective.kl.to teacher"
+            "rollout.top_p must be 1 with objective.kl, which compares raw learner log-probs with "
+            f"a truncated sampler's, got {top_p}; set rollout.top_p 1, or objective.kl null"
         )
     if estimator.support.owner == "student" and estimator.reads_teacher:
         return (
@@ -166,6 +165,20 @@ def _deterministic(config: Config) -> str | None:
     return None
 
 
+def _warmup(config: Config) -> str | None:
+    return warmup_problem(config.learner.optimizer.warmup_updates, config.run.updates)
+
+
+def warmup_problem(warmup: int, updates: int) -> str | None:
+    """Why a run of `updates` updates cannot warm up for `warmup`, or None."""
+    if warmup <= updates:
+        return None
+    return (
+        "learner.optimizer.warmup_updates must be <= run.updates, else the learning rate never "
+        f"reaches learner.optimizer.lr, got {warmup} and run.updates={updates}"
+    )
+
+
 def _offloaded(config: Config) -> str | None:
     every = config.checkpoint.every
     if every and config.learner.optimizer.megatron.get("optimizer_cpu_offload"):
@@ -188,4 +201,5 @@ RULES: tuple[Callable[[Config], str | None], ...] = (
     _held,
     _deterministic,
     _offloaded,
+    _warmup,
 )

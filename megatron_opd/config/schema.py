@@ -10,32 +10,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from megatron_opd.config.corrections import CorrectionConfig, ReductionConfig, TokenReduction
-from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.estimator import Estimator, kinds_of, natural_reduction
 from megatron_opd.config.learner import Dtype, LearnerConfig
 from megatron_opd.config.objectives import ObjectiveConfig, ReverseKl
-from megatron_opd.config.rules import RULES
+from megatron_opd.config.rules import RULES, warmup_problem
 from megatron_opd.config.section import (
-    NonNegativeFloat,
+    ByteCount,
+    Concurrency,
+    FilePath,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Processes,
+    Seconds,
     Section,
+    Temperature,
+    Text,
+    Texts,
 )
 from megatron_opd.config.supports import SupportConfig
 
 DEFAULT_TEACHER = "teacher"
+Guard = Literal["refuse", "warn", "off"]
 
 
 class RunConfig(Section):
     """One run: where it writes, how long it is, what seeds it."""
 
-    dir: Path = Path("runs/run")
+    dir: FilePath = Path("runs/run")
     """The run directory."""
     updates: PositiveInt = 100
     """Learner updates to make; each is published."""
@@ -50,9 +58,9 @@ class RunConfig(Section):
 class DataConfig(Section):
     """Prompt files: JSONL or parquet with a `prompt` and an optional `answer` column."""
 
-    train: Path
+    train: FilePath
     """Prompts to learn on."""
-    heldout: Path | None = None
+    heldout: FilePath | None = None
     """Problems to evaluate on."""
     task: str = "arithmetic"
     """Names the verifier: arithmetic, exact, none."""
@@ -67,6 +75,11 @@ class DataConfig(Section):
     """Wrap each prompt as one user message through the tokenizer's chat template."""
     max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are counted and skipped."""
+    max_bad_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Largest share of a file's rows that may be unusable: malformed, an empty prompt, of a wrong
+    type, or without an answer where rewards or an evaluation need one. They are counted and skipped
+    before anything starts; above this share the file is refused. 0 refuses the first. Rows that
+    are only too long do not count. Raising it trains on what is left of a damaged file."""
     shuffle: bool = True
     """A new order every epoch, by run.seed; otherwise file order."""
 
@@ -74,25 +87,25 @@ class DataConfig(Section):
 class ServerConfig(Section):
     """One role's SGLang servers."""
 
-    model: Path
+    model: FilePath
     """Hugging Face checkpoint directory."""
-    servers: PositiveInt = 1
+    servers: Processes = 1
     """Servers to start."""
-    urls: tuple[str, ...] = ()
+    urls: Texts = ()
     """Servers started elsewhere; then none are started here."""
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
     """Name of the environment variable that holds the servers' API key, sent with every request and
     given to servers started by `opd serve`; null: servers that `opd run` starts get a random key
     for that run, others are asked without one."""
-    host: str = "127.0.0.1"
+    host: Text = "127.0.0.1"
     """Address to bind to."""
     base_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Server i listens on base_port + i; 0 picks free ports."""
     dtype: Dtype = "bfloat16"
     """Weights and KV in the server."""
-    tp: PositiveInt = 1
+    tp: Processes = 1
     """Tensor-parallel ranks of a server."""
-    ep: PositiveInt = 1
+    ep: Processes = 1
     """How many of them split the experts."""
     context_length: PositiveInt | None = None
     """Tokens of prompt and response; null takes the model's."""
@@ -105,11 +118,11 @@ class ServerConfig(Section):
     gpu_memory_gib: PositiveFloat | None = None
     """Memory of one GPU in GiB: `opd check` refuses weights and KV that cannot fit; null: it only
     says what is needed."""
-    startup_timeout_s: PositiveFloat = 600.0
+    startup_timeout_s: Seconds = 600.0
     """Longest wait for a server to answer."""
-    request_timeout_s: PositiveFloat = 600.0
+    request_timeout_s: Seconds = 600.0
     """Longest wait for one reply."""
-    extra_args: tuple[str, ...] = ()
+    extra_args: Texts = ()
     """Appended to the server's command line, one item an argument."""
 
     @field_validator("urls")
@@ -150,14 +163,15 @@ class ServerConfig(Section):
 class RolloutConfig(Section):
     """How the student samples: the behaviour distribution, whose exact log-probs are cached."""
 
-    temperature: PositiveFloat = 1.0
-    """Of sampling and of the student's log-probs in the loss."""
+    temperature: Temperature = 1.0
+    """Divides the logits, in sampling and in the student's log-probs in the loss. Below 1 sharpens
+    what is sampled, and loses diversity; 0.01 is the least that float32 logits hold."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Below 1 the sampler does not cover the student: refused wherever the loss has a ratio to the
     sampler, and the learner-sampler mismatch is not measured."""
     max_new_tokens: PositiveInt = 1024
     """Response limit."""
-    concurrency: PositiveInt = 64
+    concurrency: Concurrency = 64
     """Rollouts in flight over the fleet; permits bound it too."""
     group_size: PositiveInt = 1
     """G, rollouts of each prompt; objectives that compare responses need at least 2."""
@@ -169,12 +183,21 @@ class RolloutConfig(Section):
 class ScoringConfig(Section):
     """How rollouts are sent to the teacher."""
 
-    concurrency: PositiveInt = 32
+    concurrency: Concurrency = 32
     """Scoring requests in flight over the teachers."""
     attempts: PositiveInt = 3
     """Tries per sample before it is dropped."""
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = 1.0
     """Of the teacher's log-probs: q is softmax(logits / temperature)."""
+    guard: Guard = "refuse"
+    """What happens to a teacher that answers nonsense: another tokenizer than the student's, scores
+    that differ from the log-probs it samples with, scores that are constant or those of a uniform
+    distribution. refuse: not started, and stopped by guard_stop_after; warn: told in one line; off:
+    not looked at. The look before the first update costs each server 8 short responses. A model
+    with random weights may be nearly uniform: `warn` or `off` let it teach."""
+    guard_stop_after: NonNegativeInt = 3
+    """Updates in a row with nonsense from a teacher after which the run stops, with guard refuse;
+    0: never, only the alarm is given."""
 
 
 class BufferConfig(Section):
@@ -197,11 +220,11 @@ class BufferConfig(Section):
 class WeightSyncConfig(Section):
     """How new weights reach the student servers."""
 
-    bucket_bytes: PositiveInt = 512 * 2**20
+    bucket_bytes: ByteCount = 512 * 2**20
     """Largest flattened bucket."""
-    timeout_s: PositiveFloat = 300.0
+    timeout_s: Seconds = 300.0
     """Longest wait of any step of a publication; then the run fails."""
-    host: str = "127.0.0.1"
+    host: Text = "127.0.0.1"
     """Where the learner's rank 0 listens for the servers' ranks."""
     round_to: Literal["int8", "fp8"] | None = None
     """Publish weight matrices rounded to this format (a row's largest magnitude sets its scale):
@@ -218,8 +241,8 @@ class EvaluationConfig(Section):
     """The first ones of data.heldout; 0 = no evaluation."""
     samples: PositiveInt = 4
     """k, responses a problem."""
-    temperature: NonNegativeFloat = 1.0
-    """0 = greedy."""
+    temperature: Literal[0] | Temperature = 1.0
+    """Divides the logits of evaluated samples; 0 = greedy."""
     max_new_tokens: PositiveInt | None = None
     """Null takes rollout.max_new_tokens."""
     before: bool = True
@@ -257,6 +280,9 @@ class MetricsConfig(Section):
     """Time line for Perfetto."""
     progress: bool = True
     """Live panel, or a line per update."""
+    signal_patience: PositiveInt = 3
+    """Updates in a row that teach nothing (all rewards of every group equal, or a gradient of
+    exactly 0) before the terminal says so. Higher is quieter and later."""
 
 
 @dataclass(frozen=True)
@@ -297,6 +323,8 @@ class Config(Section):
     correction: CorrectionConfig | None = None
     """Null: the importance ratio wherever the objective has one."""
     reduction: ReductionConfig = TokenReduction()
+    """Left out: sequence for gspo and gepo (as published) and mixtures of nothing else, token for
+    all others."""
     learner: LearnerConfig = LearnerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -315,6 +343,17 @@ class Config(Section):
         """Every teacher by name; the section `teacher` is named "teacher"."""
         default = {} if self.teacher is None else {DEFAULT_TEACHER: self.teacher}
         return default | self.teachers
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_a_reduction(cls, tree: Any) -> Any:
+        # here and not in the estimator alone, so that config.resolved.yaml names it
+        if not isinstance(tree, dict):
+            return tree
+        given = cast(dict[str, Any], tree)
+        if given.get("reduction") is not None:
+            return given
+        return given | {"reduction": natural_reduction(kinds_of(given.get("objective")))}
 
     @model_validator(mode="after")
     def _rules_across_sections(self) -> Config:
@@ -341,12 +380,12 @@ class SftConfig(Section):
     """`opd sft`: supervised fine-tuning on the same learner."""
 
     run: RunConfig = RunConfig()
-    init: Path
+    init: FilePath
     """Checkpoint to start from, or a directory with only config.json and the tokenizer (random
     initialisation)."""
-    output: Path
+    output: FilePath
     """Where the Hugging Face checkpoint is written."""
-    train: Path
+    train: FilePath
     """JSONL or parquet with a prompt and a response column."""
     prompt_key: str = "prompt"
     """Column of the prompt."""
@@ -354,11 +393,11 @@ class SftConfig(Section):
     """Column of the response."""
     batch_size: PositiveInt = 64
     """Pairs per update."""
-    validation: Path | None = None
+    validation: FilePath | None = None
     """Pairs, in the form of `train`, whose loss is measured and which nothing learns from."""
     validate_every: PositiveInt = 100
     """Updates between two validations; one comes before the first update and one after the last."""
-    metrics: Path | None = None
+    metrics: FilePath | None = None
     """JSONL file of a row per update: loss, gradient norm, learning rate, validation loss; null:
     progress lines only."""
     learner: LearnerConfig = LearnerConfig()
@@ -375,4 +414,11 @@ class SftConfig(Section):
                 "hold learner.parallel.pp pairs for each of them with vpp above 1, got "
                 f"{self.batch_size}, {minis} * {parallel.dp}, pp={parallel.pp}, vpp={parallel.vpp}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _warms_up(self) -> SftConfig:
+        problem = warmup_problem(self.learner.optimizer.warmup_updates, self.run.updates)
+        if problem is not None:
+            raise ValueError(problem)
         return self

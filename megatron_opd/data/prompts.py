@@ -6,95 +6,173 @@ resumed at a cursor continues exactly where the first one stopped.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_opd.data.records import read_records
+from megatron_opd.data.records import Columns, Fault, Record, scan_records
+from megatron_opd.data.render import render_prompts
 from megatron_opd.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TOO_LONG = "too_long"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRules:
+    """What a row must be to become a prompt.
+
+    columns: see data/records.py; the first of its texts is the prompt, the first of its answers the
+    answer. teacher_key: the column of `columns.choices` that names a prompt's teacher; None: the
+    only one. max_tokens: longest prompt. chat_template: wrap each prompt as one user message and
+    open the assistant's turn. max_bad_fraction: share of unusable rows above which the file is
+    refused; rows that are only too long do not count. vocab_size: ids of the model.
+    """
+
+    columns: Columns
+    max_tokens: int
+    teacher_key: str | None = None
+    chat_template: bool = False
+    max_bad_fraction: float = 0.0
+    vocab_size: int | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """The usable prompts of one file, uid = position; too_long: rows skipped for their length."""
+    """The usable prompts of one file, uid = position, and what became of the other rows.
 
+    rows: how many were read; whole: whether that is all of them. skipped: unusable rows by cause.
+    first: the first of each cause, located. longest: tokens of the longest prompt read, skipped
+    ones included; 0 where nothing was tokenised.
+    """
+
+    path: Path
     prompts: tuple[Prompt, ...]
-    too_long: int
+    rows: int
+    whole: bool
+    skipped: dict[str, int]
+    first: dict[str, str]
+    longest: int
+
+    @property
+    def skipped_line(self) -> str | None:
+        """One line with the count and the first row of each cause; None when all are usable."""
+        if not self.skipped:
+            return None
+        causes = "; ".join(
+            f"{count} {cause.replace('_', ' ')}, first {self.first[cause]}"
+            for cause, count in self.skipped.items()
+        )
+        return f"{self.path}: {sum(self.skipped.values())} of {self.rows} rows skipped: {causes}"
 
 
 def load_prompts(
     path: Path,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
+    rules: PromptRules,
     *,
-    max_tokens: int,
-    prompt_key: str = "prompt",
-    answer_key: str = "answer",
-    chat_template: bool = False,
-    need_answers: bool = False,
-    teacher_key: str | None = None,
-    teachers: Collection[str] = (),
+    first_rows: int | None = None,
 ) -> PromptSet:
-    """Read and tokenise a prompt file; rows of more than `max_tokens` are counted and left out.
+    """Read and tokenise a prompt file; a row that cannot be used is skipped and counted.
 
-    chat_template: wrap each prompt as one user message and open the assistant's turn.
-    need_answers: a row without an answer is an error (for evaluation).
-    teacher_key: column that names each prompt's teacher, one of `teachers`; None: the only one.
-    Raises ValueError (one line) for a bad file, a tokenizer without chat template, a prompt of no
-    tokens, or when every row is too long.
+    tokenizer: None reads the columns alone. first_rows: read no more, unless too many of them are
+    unusable: then all, so that a part of the file never decides alone.
+    Raises ValueError (one line) for a file that cannot be read, no usable row, more unusable rows
+    than allowed, and a tokenizer or chat template that does not work.
     """
-    records = read_records(
+    found = _read(path, tokenizer, rules, first_rows)
+    problem = _problem(found, rules)
+    if problem is not None and not found.whole:
+        found = _read(path, tokenizer, rules, None)
+        problem = _problem(found, rules)
+    if problem is not None:
+        raise ValueError(problem)
+    return found
+
+
+def _read(
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    rules: PromptRules,
+    first_rows: int | None,
+) -> PromptSet:
+    scanned = scan_records(path, rules.columns)
+    rows = list(scanned if first_rows is None else islice(scanned, first_rows))
+    whole = first_rows is None or next(scanned, None) is None
+    faults = [row for row in rows if isinstance(row, Fault)]
+    usable = [row for row in rows if not isinstance(row, Fault)]
+    longest = 0
+    prompts: list[Prompt] = []
+    if tokenizer is not None:
+        texts = [str(record[rules.columns.texts[0]]) for _, record in usable]
+        token_ids = render_prompts(texts, tokenizer, chat_template=rules.chat_template)
+        _check_ids(path, token_ids, rules.vocab_size)
+        longest = max(map(len, token_ids), default=0)
+        for (where, record), text, ids in zip(usable, texts, token_ids, strict=True):
+            if 0 < len(ids) <= rules.max_tokens:
+                prompts.append(_prompt(len(prompts), text, ids, record, rules))
+            elif ids:
+                what = f"{len(ids)} tokens, the limit is {rules.max_tokens}"
+                faults.append(Fault(TOO_LONG, where, what))
+            else:
+                faults.append(Fault("empty", where, "the prompt has no tokens"))
+    return PromptSet(
         path,
-        required=(prompt_key, answer_key) if need_answers else (prompt_key,),
-        optional=() if need_answers else (answer_key,),
-        choices={} if teacher_key is None else {teacher_key: teachers},
+        tuple(prompts),
+        rows=len(rows),
+        whole=whole,
+        skipped=dict(Counter(fault.cause for fault in faults)),
+        first={fault.cause: str(fault) for fault in reversed(faults)},
+        longest=longest,
     )
-    texts = [str(record[prompt_key]) for record in records]
-    token_ids = _tokenise(texts, tokenizer, chat_template=chat_template)
-    lengths = [len(ids) for ids in token_ids]
-    if 0 in lengths:
-        raise ValueError(f"{path}: prompt {lengths.index(0) + 1} has no tokens")
-    kept = [row for row, length in enumerate(lengths) if length <= max_tokens]
-    if not kept:
+
+
+def _prompt(uid: int, text: str, ids: Sequence[int], record: Record, rules: PromptRules) -> Prompt:
+    answers, teacher = rules.columns.answers, rules.teacher_key
+    return Prompt(
+        uid=uid,
+        text=text,
+        token_ids_P=np.asarray(ids, dtype=np.int32),
+        answer=record[answers[0]] if answers else None,
+        teacher="teacher" if teacher is None else str(record[teacher]),
+    )
+
+
+def _problem(found: PromptSet, rules: PromptRules) -> str | None:
+    """Why the file is refused, or None."""
+    path, rows = found.path, found.rows
+    if rows == 0:
+        return f"{path} holds no rows"
+    bad = {cause: count for cause, count in found.skipped.items() if cause != TOO_LONG}
+    if sum(bad.values()) > rules.max_bad_fraction * rows or sum(bad.values()) == rows:
+        causes = "; ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in bad.items())
+        where = found.first[next(iter(bad))]
+        return (
+            f"{path}: {sum(bad.values())} of {rows} rows cannot be used, data.max_bad_fraction "
+            f"allows {rules.max_bad_fraction:g} of them: {causes}; first {where}"
+        )
+    if sum(found.skipped.values()) == rows:
+        return (
+            f"{path}: all {rows} usable prompts are longer than the limit of {rules.max_tokens} "
+            f"tokens, first {found.first[TOO_LONG]}"
+        )
+    return None
+
+
+def _check_ids(path: Path, token_ids: Sequence[Sequence[int]], vocab_size: int | None) -> None:
+    largest = max((max(ids) for ids in token_ids if ids), default=0)
+    if vocab_size is not None and largest >= vocab_size:
         raise ValueError(
-            f"{path}: all {len(lengths)} prompts are longer than the limit of {max_tokens} tokens "
-            f"(the shortest has {min(lengths)})"
+            f"{path}: the tokenizer gives the id {largest}, beyond the model's vocab_size "
+            f"{vocab_size}"
         )
-    prompts = tuple(
-        Prompt(
-            uid=uid,
-            text=texts[row],
-            token_ids_P=np.asarray(token_ids[row], dtype=np.int32),
-            answer=records[row][answer_key],
-            teacher="teacher" if teacher_key is None else str(records[row][teacher_key]),
-        )
-        for uid, row in enumerate(kept)
-    )
-    return PromptSet(prompts, too_long=len(lengths) - len(kept))
-
-
-def _tokenise(
-    texts: list[str], tokenizer: PreTrainedTokenizerBase, *, chat_template: bool
-) -> list[list[int]]:
-    if not chat_template:
-        return tokenizer(texts)["input_ids"]  # pyright: ignore[reportReturnType]
-    if tokenizer.chat_template is None:
-        raise ValueError("data.chat_template is true but the tokenizer has no chat template")
-    rendered = [
-        str(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-            )
-        )
-        for text in texts
-    ]
-    # the template writes the special tokens itself
-    return tokenizer(rendered, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
 
 
 class PromptSource:

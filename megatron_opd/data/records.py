@@ -1,107 +1,229 @@
 """Rows of JSONL and parquet files, with every mistake located: file, and line or row number.
 
-Invariant: what `read_records` returns is non-empty, and every required column of every row is a
-non-empty string.
+Invariant: a row is a record whose columns are what was asked for, or a `Fault` that says why it
+cannot be used; no row is lost, and no fault stops the reading of the rows after it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_opd.config.wording import line, shown
+
 SUFFIXES = (".jsonl", ".parquet")
+# Above it a float no longer holds every whole number, and its digits are not what was written.
+WHOLE_FLOATS = 2**53
+
+Record = dict[str, str | None]
+Located = tuple[str, dict[str, Any]]
 
 
-def read_records(
-    path: Path,
-    required: Sequence[str],
-    optional: Sequence[str] = (),
-    choices: Mapping[str, Collection[str]] | None = None,
-) -> list[dict[str, str | None]]:
-    """The named columns of `path`, one dict a row; other columns are ignored.
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a row cannot be used.
 
-    choices: required columns and the values they may have. An optional column may be missing or
-    null (None here) and numbers in it become text. Blank JSONL lines are skipped. Raises ValueError
-    naming the file and, where it applies, the line (JSONL) or row (parquet), both counted from 1.
+    cause: what such rows are counted by. where: file and line (JSONL) or row (parquet), from 1.
+    """
+
+    cause: str
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+class _Unusable(Exception):
+    """A fault of the row being read; only this module sees it."""
+
+    def __init__(self, cause: str, what: str) -> None:
+        super().__init__(what)
+        self.cause, self.what = cause, what
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which columns to read, and what they must hold.
+
+    texts: non-empty strings. answers: strings or finite numbers (which become text), None where
+    missing, null or blank. needed: whether a row without an answer is a fault. choices: texts, and
+    the values they may have.
+    """
+
+    texts: Sequence[str]
+    answers: Sequence[str] = ()
+    needed: bool = False
+    choices: Mapping[str, Collection[str]] = field(default_factory=dict[str, Collection[str]])
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Columns that a row must have."""
+        return (*self.texts, *self.choices, *(self.answers if self.needed else ()))
+
+    def record(self, row: Mapping[str, Any]) -> Record:
+        """The named columns of `row`; raises _Unusable."""
+        record: Record = {key: _text(row, key) for key in self.texts}
+        record |= {key: _chosen(row, key, allowed) for key, allowed in self.choices.items()}
+        return record | {key: _answer(row, key, needed=self.needed) for key in self.answers}
+
+
+def scan_records(path: Path, columns: Columns) -> Iterator[tuple[str, Record] | Fault]:
+    """(file:line, record) of every row, or its fault. Blank JSONL lines are no rows.
+
+    Raises ValueError (one line) for a file that cannot be read at all.
     """
     if not path.is_file():
         raise ValueError(f"data file not found: {path}")
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path}: data files end with {' or '.join(SUFFIXES)}")
-    columns = [*required, *(choices or {}), *optional]
-    rows = _jsonl(path) if path.suffix == ".jsonl" else _parquet(path, columns)
-    records = [
-        {key: _required(row, key, where) for key in required}
-        | {key: _chosen(row, key, where, allowed) for key, allowed in (choices or {}).items()}
-        | {key: _optional(row, key, where) for key in optional}
-        for where, row in rows
-    ]
+    wanted = list(dict.fromkeys((*columns.required, *columns.answers)))
+    rows = _jsonl(path) if path.suffix == ".jsonl" else _parquet(path, wanted, columns.required)
+    for row in rows:
+        if isinstance(row, Fault):
+            yield row
+            continue
+        where, values = row
+        try:
+            yield where, columns.record(values)
+        except _Unusable as error:
+            yield Fault(error.cause, where, error.what)
+
+
+def read_records(path: Path, texts: Sequence[str]) -> list[dict[str, str]]:
+    """The columns `texts` of every row, all usable: ValueError names the first row that is not."""
+    records: list[dict[str, str]] = []
+    for row in scan_records(path, Columns(texts)):
+        if isinstance(row, Fault):
+            raise ValueError(str(row))
+        records.append({key: str(value) for key, value in row[1].items()})
     if not records:
         raise ValueError(f"{path} holds no rows")
     return records
 
 
-def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            where = f"{path}:{number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{where}: not UTF-8 ({error.reason})") from None
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where}: malformed JSON ({error})") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{where}: must be a JSON object, got {type(row).__name__}")
-            yield where, row
+def _jsonl(path: Path) -> Iterator[Located | Fault]:
+    try:
+        with path.open("rb") as file:
+            for number, written in enumerate(file, start=1):
+                where = f"{path}:{number}"
+                try:
+                    row = _json_row(written, first=number == 1)
+                except _Unusable as error:
+                    yield Fault(error.cause, where, error.what)
+                    continue
+                if row is not None:
+                    yield where, row
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _parquet(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _json_row(written: bytes, *, first: bool) -> dict[str, Any] | None:
+    try:
+        text = written.decode("utf-8-sig" if first else "utf-8")
+    except UnicodeDecodeError as error:
+        raise _Unusable("malformed", f"not UTF-8 ({error.reason})") from None
+    if not text.strip():
+        return None
+    try:
+        row: Any = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise _Unusable("malformed", f"malformed JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise _Unusable("malformed", f"must be a JSON object, got {type(row).__name__}")
+    return row  # pyright: ignore[reportUnknownVariableType]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys occur once: of two values the second would silently win."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _Unusable("malformed", f"key {shown(twice)} is given twice")
+    return found
+
+
+def _parquet(path: Path, wanted: Sequence[str], required: Sequence[str]) -> Iterator[Located]:
     import pyarrow
     from pyarrow import parquet
 
     try:
-        present = set(parquet.read_schema(path).names)
-        table = parquet.read_table(path, columns=[key for key in columns if key in present])
-    except (pyarrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: not a readable parquet file ({reason})") from None
-    for number, row in enumerate(table.to_pylist(), start=1):
+        present: list[str] = parquet.read_schema(path).names
+        for key in wanted:
+            if present.count(key) > 1:
+                raise ValueError(f"column {key!r} is there {present.count(key)} times")
+        table = parquet.read_table(path, columns=[key for key in wanted if key in present])
+        table.validate(full=True)  # offsets beyond the data would be read
+        rows = table.to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise ValueError(f"{path}: not a readable parquet file ({line(error)})") from None
+    for key in required:
+        if key not in present:
+            raise ValueError(f"{path}: missing column {key!r}; the columns are {_names(present)}")
+    for number, row in enumerate(rows, start=1):
         yield f"{path} row {number}", row
 
 
-def _required(row: dict[str, Any], key: str, where: str) -> str:
+def _text(row: Mapping[str, Any], key: str) -> str:
     if key not in row:
-        raise ValueError(f"{where}: missing column {key!r}")
+        raise _Unusable("missing", f"missing column {key!r}; the columns are {_names(row)}")
     if not isinstance(row[key], str):
-        raise ValueError(f"{where}: {key!r} must be a string, got {type(row[key]).__name__}")
-    if not row[key]:
-        raise ValueError(f"{where}: {key!r} is empty")
-    try:
-        row[key].encode()
-    except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
-        raise ValueError(f"{where}: {key!r} is no valid Unicode ({error.reason})") from None
-    return row[key]
+        raise _Unusable("wrong_type", f"{key!r} must be a string, got {type(row[key]).__name__}")
+    if not row[key].strip():
+        raise _Unusable("empty", f"{key!r} is empty")
+    return _unicode(row[key], key)
 
 
-def _chosen(row: dict[str, Any], key: str, where: str, allowed: Collection[str]) -> str:
-    value = _required(row, key, where)
+def _names(columns: Collection[str]) -> str:
+    """The first few, for people."""
+    return ", ".join(shown(name, 40) for name in sorted(columns)[:8]) or "none"
+
+
+def _chosen(row: Mapping[str, Any], key: str, allowed: Collection[str]) -> str:
+    value = _text(row, key)
     if value not in allowed:
         names = ", ".join(sorted(allowed))
-        raise ValueError(f"{where}: {key!r} must be one of {names}, got {value!r}")
+        raise _Unusable("unknown_teacher", f"{key!r} must be one of {names}, got {shown(value)}")
     return value
 
 
-def _optional(row: dict[str, Any], key: str, where: str) -> str | None:
+def _answer(row: Mapping[str, Any], key: str, *, needed: bool) -> str | None:
     value = row.get(key)
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    raise ValueError(f"{where}: {key!r} must be a string or number, got {type(value).__name__}")
+    if isinstance(value, str):
+        text = _unicode(value, key)
+    elif value is None:
+        text = ""
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        text = _number(value, key)
+    else:
+        raise _Unusable(
+            "wrong_type", f"{key!r} must be a string or number, got {type(value).__name__}"
+        )
+    if text.strip():
+        return text
+    if needed:
+        why = f"{key!r} is empty" if key in row else f"missing column {key!r}"
+        raise _Unusable("no_answer", why)
+    return None
+
+
+def _number(value: int | float, key: str) -> str:
+    """As a reader writes it: a column of floats, as pandas makes of gaps, holds 42 as 42.0."""
+    if not math.isfinite(value) if isinstance(value, float) else value.bit_length() > 4096:
+        raise _Unusable("not_finite", f"{key!r} must be a finite number, got {str(value)[:20]}")
+    if isinstance(value, float) and value.is_integer() and abs(value) <= WHOLE_FLOATS:
+        return str(int(value))
+    return str(value)
+
+
+def _unicode(text: str, key: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
+        raise _Unusable("wrong_type", f"{key!r} is no valid Unicode ({error.reason})") from None
+    return text

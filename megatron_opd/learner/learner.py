@@ -267,9 +267,10 @@ class MegatronLearner:
         for step in steps[1:]:
             totals = totals.plus(step.totals)
         mismatch = totals.mismatch()
-        importance = totals.mean("importance", "importance_weight")
+        importance, spread = totals.moments("importance")
+        kappa, kappa_spread = totals.moments("correction")
+        trust, trust_spread = totals.moments("trust")
         squared = totals.mean("importance_squared", "importance_weight")
-        spread = None if importance is None or squared is None else squared - importance**2
         return UpdateMetrics(
             update=update,
             loss=totals.sum("loss") / totals.sum("count"),
@@ -296,8 +297,14 @@ class MegatronLearner:
             sampler_k3_nats=totals.mean("k3", "tokens"),
             prox_k1_nats=totals.mean("prox_k1", "tokens") if prox else None,
             prox_k1_weighed_nats=totals.mean("prox_k1_weighed", "tokens") if prox else None,
+            sampler_start_k1_nats=totals.mean("start_k1", "tokens") if prox else None,
+            sampler_start_k3_nats=totals.mean("start_k3", "tokens") if prox else None,
             importance_mean=importance,
             importance_variance=spread,
+            correction_mean=kappa,
+            correction_variance=kappa_spread,
+            trust_ratio_mean=trust,
+            trust_ratio_variance=trust_spread,
             effective_sample_fraction=importance**2 / squared if importance and squared else None,
             truncated_fraction=totals.mean("cut_weight", "importance_weight"),
             stopped_fraction=totals.mean("stopped_weight", "importance_weight"),

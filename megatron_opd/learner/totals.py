@@ -96,6 +96,12 @@ class Totals:
         counted = self.sum(count)
         return self.sum(name) / counted if counted else None
 
+    def moments(self, name: str) -> tuple[float | None, float | None]:
+        """Mean and variance of a weight, as the cache weighs actions; None when there were none."""
+        mean = self.mean(name, "importance_weight")
+        squared = self.mean(f"{name}_squared", "importance_weight")
+        return mean, None if mean is None or squared is None else max(squared - mean**2, 0.0)
+
     def max(self, name: str) -> float:
         """One maximum; -inf when nothing was measured."""
         return float(self.maxima[MAXIMA.index(name)])

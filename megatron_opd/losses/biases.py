@@ -23,6 +23,7 @@ from megatron_opd.config.objectives import (
     Grpo,
     Gspo,
     Jsd,
+    KlPenalty,
     M2Trust,
     MixtureTerm,
     Ppo,
@@ -40,7 +41,7 @@ def bias_of(term: MixtureTerm, est: Estimator) -> str:
     if is_direct(term, est):
         # draws of q take forward KLs alone, in which what q forbids has no share
         return _of_set(term, est) if est.is_set else "none, whatever q covers"
-    found = [*_of_support(est), *_of_correction(term, est), *_of_objective(term.objective)]
+    found = [*_of_support(term, est), *_of_correction(term, est), *_of_objective(term.objective)]
     if not found:
         reads_q = isinstance(term.objective, DivergenceObjective)
         return "none where o covers p and q" if reads_q else "none where o covers p"
@@ -61,8 +62,12 @@ def _of_set(term: MixtureTerm, est: Estimator) -> str:
     }[outside]
 
 
-def _of_support(est: Estimator) -> list[str]:
-    return [] if est.support.covers else ["actions outside the set are missing"]
+def _of_support(term: MixtureTerm, est: Estimator) -> list[str]:
+    if est.support.covers:
+        return []
+    if getattr(term.objective, "outside", None) == "renormalise":
+        return ["blind to how much p and q hold outside the set"]
+    return ["actions outside the set are missing"]
 
 
 def _of_correction(term: MixtureTerm, est: Estimator) -> list[str]:
@@ -108,17 +113,22 @@ def _of_reward(objective: RewardObjective) -> list[str]:
     found: list[str] = []
     if objective.advantage == "group_mean":
         found.append("the mean holds the response itself: (G - 1) / G of the gradient")
-    if objective.advantage == "group_std":
+    if objective.advantage in ("group_std", "group_std_population"):
         found.append("groups are weighed by 1 / standard deviation")
-    if objective.kl is not None:
-        found.append(
-            {
-                "k1": "the penalty's gradient is 0 on tokens of p",
-                "k2": "the penalty's value is biased, its gradient exact, on tokens of p",
-                "k3": "the penalty's gradient is that of KL(reference || p), on tokens of p",
-            }[objective.kl.estimator]
-        )
     return found
+
+
+def penalty_bias(kl: KlPenalty) -> str:
+    """What a KL penalty estimates at the visited prefixes, and where its estimate is unbiased.
+
+    losses/penalty.py has the proof.
+    """
+    reference = "q" if kl.to == "teacher" else "o"
+    if kl.applied_direction == "reverse":
+        covered = " (value: and q)" if kl.to == "teacher" and kl.estimator != "k1" else ""
+        return f"KL(p || {reference}); value and gradient unbiased where o covers p{covered}"
+    where = "" if kl.estimator == "k1" else " where o covers p"
+    return f"KL(o || p); value and gradient unbiased{where}"
 
 
 OBJECTIVE_SOURCES: dict[type[Any], str] = {
@@ -130,9 +140,9 @@ OBJECTIVE_SOURCES: dict[type[Any], str] = {
     SkewReverseKl: "DistiLLM (arXiv 2402.03898)",
     Reinforce: "TIS",
     Ppo: "TIS; PPO (arXiv 1707.06347)",
-    Grpo: "GEPO Eq. 4-6, 8; GRPO (arXiv 2402.03300)",
-    Gspo: "GEPO Eq. 7, 9-10; GSPO (arXiv 2507.18071)",
-    Gepo: "GEPO Eq. 9, 11-12, 15",
+    Grpo: "GRPO (arXiv 2402.03300); GEPO Eq. 6",
+    Gspo: "GSPO (arXiv 2507.18071); GEPO Eq. 7, 9",
+    Gepo: "GEPO Eq. 5, 9, 11-12, 15",
 }
 
 
@@ -142,12 +152,23 @@ def sources_of(term: MixtureTerm, est: Estimator) -> str:
     found = [OBJECTIVE_SOURCES[type(objective)]]
     if isinstance(objective, SparseReverseKl) and est.support.type == "exact":
         found = ["AsyncOPD Eq. 2-3"]
+    if isinstance(objective, ReverseKl) and not est.support.covers:
+        found = [
+            "AsyncOPD Eq. 9-10, by the policy gradient"
+            if objective.outside == "renormalise"
+            else 'an interpretation of AsyncOPD\'s "Top-k + RW" (Fig. 6; no formula there)'
+        ]
     if isinstance(trust, ClipTrust) and isinstance(objective, ReverseKl):
         found.append("AsyncOPD Eq. 4")
     if isinstance(trust, ClipTrust) and trust.dual is not None:
         found.append("dual-clip PPO (arXiv 1912.09729)")
     if isinstance(trust, M2Trust):
         found.append("M2PO (arXiv 2510.01161)")
+    if isinstance(objective, RewardObjective) and objective.kl is not None:
+        to_sampler = objective.kl.to == "sampler" and objective.kl.applied_direction == "forward"
+        found.append(
+            "CPPO-KL (GEPO sec. 4.1)" if to_sampler else "GRPO's penalty, weighed by p / o"
+        )
     applied = est.applied_correction
     if not is_direct(term, est) and not isinstance(objective, Gepo):
         if applied.prox:

@@ -1,11 +1,19 @@
 """Sums over a cache that say how far student, sampler and teacher are apart; they add up.
 
-Means and quantiles are taken by whoever has the global sums. Log-ratios: x = log p - log o (student
-now over sampler) on the sampled tokens, with tokens of o. KL(o || p) has three estimators there: k1
-= -x and k3 = exp(x) - 1 - x are unbiased, k2 = x^2 / 2 is biased by the third moment. Between the
-learner's own two versions (prox at the batch's start, p now) the same k1 = log prox - log p is
-biased, for the tokens come from o and not from prox: it can be negative (TIS, "a case study on KL
-estimation"); weighed by prox / o it is unbiased.
+Means and quantiles are taken by whoever has the global sums.
+
+Weights: the applied importance weight is the product of the correction kappa and the trust ratio r;
+each is also summed by itself. With prox, kappa holds the sampler's gap alone and r the student's
+own steps since the batch's start. Without prox there is one ratio: with `importance` at token level
+it is the trust ratio and kappa is 1, with every other correction it is kappa and r is 1.
+
+Log-ratios: x = log p - log o (student now over sampler) on the sampled tokens, with tokens of o.
+KL(o || p) has three estimators there: k1 = -x and k3 = exp(x) - 1 - x are unbiased, k2 = x^2 / 2 is
+biased by the third moment. start_k1 and start_k3 are the same of KL(o || prox), prox the learner at
+the batch's start: the sampler's gap without the batch's own steps. Between the learner's own two
+versions (prox and p now) the same k1 = log prox - log p is biased, for the tokens come from o and
+not from prox: it can be negative (TIS, "a case study on KL estimation"); weighed by prox / o it is
+unbiased.
 """
 
 from __future__ import annotations
@@ -32,8 +40,14 @@ NAMES = (
     "k3",
     "prox_k1",
     "prox_k1_weighed",
+    "start_k1",
+    "start_k3",
     "importance",
     "importance_squared",
+    "correction",
+    "correction_squared",
+    "trust",
+    "trust_squared",
     "importance_weight",
     "cut_weight",
     "stopped_weight",
@@ -51,9 +65,14 @@ def diagnose(
     sums |= _sampler_gap(cache)
     weighed = next((term for term in terms if len(term.importance_n)), None)
     if weighed is not None:
-        weight_n, importance_n = weighed.measure_n, weighed.importance_n
-        sums["importance"] = (weight_n * importance_n).sum()
-        sums["importance_squared"] = (weight_n * importance_n.square()).sum()
+        weight_n = weighed.measure_n
+        for name, factor_n in (
+            ("importance", weighed.importance_n),
+            ("correction", weighed.kappa_n),
+            ("trust", weighed.log_r_n.exp()),
+        ):
+            sums[name] = (weight_n * factor_n).sum()
+            sums[f"{name}_squared"] = (weight_n * factor_n.square()).sum()
         sums["importance_weight"] = weight_n.sum()
         sums["cut_weight"] = weight_n[weighed.cut_n].sum()
         sums["stopped_weight"] = weight_n[weighed.stopped_n].sum()
@@ -89,6 +108,9 @@ def _sampler_gap(cache: Cache) -> dict[str, torch.Tensor]:
     }
     if path.prox_n is not None:
         between_T = path.prox_n - path.student_n
+        start_T = path.prox_n - path.sampler_n
+        sums["start_k1"] = -start_T.sum()
+        sums["start_k3"] = (torch.expm1(start_T) - start_T).sum()
         sums["prox_k1"] = between_T.sum()
         sums["prox_k1_weighed"] = ((path.prox_n - path.sampler_n).exp() * between_T).sum()
     return sums

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from megatron_opd.config.objectives import (
     SkewReverseKl,
     SparseReverseKl,
 )
+from megatron_opd.losses.cache import Actions
 
 LOG_FLOOR = -300.0  # exp of it times exp of its opposite stays within float64
 REST_FLOOR = math.log(2**-24)  # float32 log-probs cannot tell less mass outside a set from none
@@ -118,6 +119,27 @@ def on_set(
     rest_p_T = log_rest(log_mass(student_n, row_n, num_tokens))
     rest_q_T = log_rest(log_mass(teacher_n, row_n, num_tokens))
     return value_T + divergence.value(floored(rest_p_T), floored(rest_q_T))
+
+
+def renormalised(actions: Actions, num_tokens: int) -> Actions:
+    """The same actions with every distribution divided by its sum over the row's set (Eq. 9).
+
+    The weights too: on a set they are the sampler's probabilities.
+    """
+    row_n = actions.row_n
+
+    def over_set(logp_n: torch.Tensor) -> torch.Tensor:
+        return logp_n - log_mass(logp_n, row_n, num_tokens)[row_n]
+
+    weight_T = actions.weight_n.new_zeros(num_tokens).index_add(0, row_n, actions.weight_n)
+    return replace(
+        actions,
+        student_n=over_set(actions.student_n),
+        sampler_n=over_set(actions.sampler_n),
+        teacher_n=over_set(actions.teacher_n),
+        prox_n=None if actions.prox_n is None else over_set(actions.prox_n),
+        weight_n=actions.weight_n / weight_T[row_n],
+    )
 
 
 def log_mass(logp_n: torch.Tensor, row_n: torch.Tensor, num_tokens: int) -> torch.Tensor:

@@ -51,7 +51,7 @@ from megatron_opd.config.supports import (
     TeacherTopkSupport,
     TopkSupport,
 )
-from megatron_opd.losses.biases import bias_of, sources_of
+from megatron_opd.losses.biases import bias_of, penalty_bias, sources_of
 
 Line = tuple[str, str]
 """(label, text)."""
@@ -89,8 +89,11 @@ def _term_lines(term: MixtureTerm, est: Estimator) -> list[Line]:
         lines += _ratio_lines(objective, est)
     if isinstance(objective, RewardObjective):
         lines.append(("advantage", ADVANTAGE_TEXTS[objective.advantage]))
+        if isinstance(objective.trust, ClipTrust):
+            lines.append(("clip", CLIP_TEXT))
         if objective.kl is not None:
-            lines.append(("penalty", "+ " + _penalty_text(objective.kl)))
+            lines.append(("penalty", "+ " + penalty_text(objective.kl)))
+            lines.append(("penalty estimates", penalty_bias(objective.kl)))
     return lines
 
 
@@ -138,9 +141,13 @@ def _trust_text(trust: Any, r: str, advantage: str) -> str:
     if isinstance(trust, NoTrust):
         return plain
     if isinstance(trust, M2Trust):
+        mean = {
+            "kept": f"to a mean of {trust.threshold:g}",
+            "capped": f"as long as the mean with the others capped at them is {trust.threshold:g}",
+        }[trust.moment]
         return (
             f"({plain} if kept, else 0; of the mini-batch's actions that moved the way {advantage} "
-            f"pushes them those of least (log {r})^2 are kept, to a mean of {trust.threshold:g})"
+            f"pushes them those of least (log {r})^2 are kept, {mean})"
         )
     assert isinstance(trust, ClipTrust)
     low, high = 1 - trust.low, 1 + trust.high
@@ -157,7 +164,14 @@ def _reverse_kl(objective: ReverseKl, est: Estimator) -> list[Line]:
     }[objective.advantage]
     trusted = _trust_text(objective.trust, "r_k", "A_k")
     kappa = _kappa_symbol(est, "k")
-    return [("loss per token", f"L_t = - sum_k w_k {kappa}{trusted}"), ("advantage", advantage)]
+    lines = [("loss per token", f"L_t = - sum_k w_k {kappa}{trusted}"), ("advantage", advantage)]
+    if est.support.covers:
+        return lines
+    outside = {
+        "renormalise": "p, p0, o, q and w are divided by their sums over the set first",
+        "drop": "ignored",
+    }[objective.outside or "drop"]
+    return [*lines, ("outside the set", outside)]
 
 
 def _divergence(objective: Any, est: Estimator) -> list[Line]:
@@ -264,10 +278,15 @@ TERM_TEXTS: dict[type[Any], Callable[[Any, Estimator], list[Line]]] = {
     Gepo: _group_reward,
 }
 
+CLIP_TEXT = "PPO's minimum, as above; GEPO Eq. 8 and 10 write a plain clip of the ratio"
+
 ADVANTAGE_TEXTS = {
     "reward": "A = R, the verifier's figure",
     "group_mean": "A = R - mean of the group",
-    "group_std": "A = (R - mean of the group) / standard deviation of the group",
+    "group_std": "A = (R - mean of the group) / sample standard deviation of the group "
+    "(divisor G - 1)",
+    "group_std_population": "A = (R - mean of the group) / population standard deviation of the "
+    "group (divisor G)",
     "leave_one_out": "A = R - mean of the others of the group",
 }
 
@@ -297,7 +316,14 @@ REDUCTION_TEXTS: dict[type[ReductionConfig], Callable[[Any], str]] = {
 }
 
 
-def _penalty_text(kl: KlPenalty) -> str:
+def penalty_text(kl: KlPenalty) -> str:
+    """A penalty's term of the loss: what it adds, and what is differentiated."""
     reference = {"teacher": "q", "sampler": "o"}[kl.to]
-    text = {"k1": "x", "k2": "x^2 / 2", "k3": "(exp(-x) - 1 + x)"}[kl.estimator]
+    text = {
+        ("reverse", "k1"): "rho_t x, rho_t = p_t / o_t",
+        ("reverse", "k2"): "rho_t (exp(-x) - 1 + x), rho_t = p_t / o_t (k2 is k3)",
+        ("reverse", "k3"): "rho_t (exp(-x) - 1 + x), rho_t = p_t / o_t",
+        ("forward", "k1"): "(-x)",
+        ("forward", "k3"): "(exp(x) - 1 - x)",
+    }[kl.applied_direction, kl.estimator]
     return f"{kl.coefficient:g} {text}, x = log p_t - log {reference}_t"

@@ -4,10 +4,14 @@ Computed once, over whole groups, before a batch is cut into shares; float64, nu
 group is the G responses to one prompt. Axes: B responses, C groups, T response tokens of one.
 
 With r the reward and the sums over the group of a response:
-    reward          A = r
-    group_mean      A = r - mean(r)                                 GEPO Eq. 4-5
-    group_std       A = (r - mean(r)) / (std(r) + STD_EPS)          GRPO; population deviation
-    leave_one_out   A = r - mean(r of the others)                   RLOO
+    reward                A = r
+    group_mean            A = r - mean(r)                           GEPO Eq. 5; Dr. GRPO
+    group_std             A = (r - mean(r)) / (std(r) + STD_EPS)    GRPO; sample deviation
+    group_std_population  the same with the population deviation
+    leave_one_out         A = r - mean(r of the others)             RLOO
+The sample deviation divides by G - 1: torch.std, as in verl (compute_grpo_outcome_advantage, whose
+epsilon is 1e-6 too) and TRL (GRPOTrainer, epsilon 1e-4). The population one divides by G and gives
+advantages sqrt(G / (G - 1)) times as large: 7 % at G = 8. GRPO's paper says std and not which.
 A response that is alone in its group has nothing to be compared with: A = 0 but for `reward`.
 """
 
@@ -126,6 +130,12 @@ def _centred(value_B: Float64, group_B: Index) -> Float64:
 
 def _standardised(reward_B: Float64, group_B: Index) -> Float64:
     centred_B = _centred(reward_B, group_B)
+    mean_B, size_B = _mean_and_size(centred_B**2, group_B)
+    return centred_B / (np.sqrt(mean_B * size_B / np.maximum(size_B - 1, 1)) + STD_EPS)
+
+
+def _standardised_by_population(reward_B: Float64, group_B: Index) -> Float64:
+    centred_B = _centred(reward_B, group_B)
     return centred_B / (np.sqrt(_mean(centred_B**2, group_B)) + STD_EPS)
 
 
@@ -139,6 +149,7 @@ ADVANTAGES: dict[RewardAdvantage, Callable[[Float64, Index], Float64]] = {
     "reward": _reward,
     "group_mean": _centred,
     "group_std": _standardised,
+    "group_std_population": _standardised_by_population,
     "leave_one_out": _leave_one_out,
 }
 

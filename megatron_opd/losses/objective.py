@@ -64,11 +64,7 @@ def m2_limit_of(
     limits: list[torch.Tensor | None] = []
     for term, view in zip(estimator.terms, views, strict=True):
         trust = trust_of(term)
-        limits.append(
-            second_moment_limit(*view, threshold=trust.threshold)
-            if isinstance(trust, M2Trust)
-            else None
-        )
+        limits.append(second_moment_limit(*view, trust) if isinstance(trust, M2Trust) else None)
     return limits
 
 

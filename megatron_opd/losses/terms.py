@@ -8,7 +8,7 @@ A the advantage, sg stop-gradient. Axes: T response tokens, B responses, n actio
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,8 +31,9 @@ from megatron_opd.config.objectives import (
     SparseReverseKl,
 )
 from megatron_opd.losses.cache import Actions, Cache
-from megatron_opd.losses.corrections import LARGEST_LOG_FACTOR, Corrected, correct
-from megatron_opd.losses.divergences import DIVERGENCES, floored, on_set
+from megatron_opd.losses.corrections import Corrected, correct
+from megatron_opd.losses.divergences import DIVERGENCES, floored, on_set, renormalised
+from megatron_opd.losses.penalty import kl_penalty
 from megatron_opd.losses.trust import Trusted, trusted
 
 
@@ -40,13 +41,15 @@ from megatron_opd.losses.trust import Trusted, trusted
 class TermLoss:
     """loss_T: float64, differentiable. The rest is detached and says how actions were weighed.
 
-    importance_n: kappa r, the applied importance weight; measure_n: the cache weight it is averaged
-    with. cut_n: the correction changed its ratio. stopped_n: the trust region stopped its gradient.
+    importance_n: kappa r, the applied importance weight; kappa_n: the correction's part of it, 1
+    where the only ratio is the trust region's; measure_n: the cache weight both are averaged with.
+    cut_n: the correction changed its ratio. stopped_n: the trust region stopped its gradient.
     log_r_n, advantage_n: what the trust region saw.
     """
 
     loss_T: torch.Tensor
     importance_n: torch.Tensor
+    kappa_n: torch.Tensor
     measure_n: torch.Tensor
     cut_n: torch.Tensor
     stopped_n: torch.Tensor
@@ -63,8 +66,14 @@ def reverse_kl(config: ReverseKl, est: Estimator, cache: Cache, limit: Limit) ->
     A = log q - log p (current) or log q - log o (rollout). Without a trust region and with the
     importance correction its value estimates KL(p || q) and its gradient the KL's gradient,
     unbiased on supports that cover the sampler; A of the rollout adds the bias of Eq. 6.
+
+    On topk (S the set) with that correction: drop gives -sum_S p sg(log q - log p) grad log p, one
+    reading of the paper's "Top-k + RW"; renormalise takes p, o, q and w over their sums on S first
+    (Eq. 9) and its value and gradient are those of Eq. 10, KL(p~ || q~).
     """
     actions = cache.selected()
+    if config.outside == "renormalise":
+        actions = renormalised(actions, cache.num_tokens)
     reference_n = actions.student_n if config.advantage == "current" else actions.sampler_n
     advantage_n = (actions.teacher_n - reference_n).detach()
     return _policy_gradient(config.trust, est, cache, actions, advantage_n, limit)
@@ -109,7 +118,7 @@ def divergence(config: DivergenceObjective, est: Estimator, cache: Cache, limit:
 
 
 def token_reward(config: RewardObjective, est: Estimator, cache: Cache, limit: Limit) -> TermLoss:
-    """-kappa_t trust(r_t, A) on the sampled tokens: REINFORCE, PPO, GRPO (GEPO Eq. 5-6, 8).
+    """-kappa_t trust(r_t, A) on the sampled tokens: REINFORCE, PPO, GRPO (GEPO Eq. 6).
 
     A: of the response (losses/groups.py).
     """
@@ -139,7 +148,8 @@ def group_reward(config: Gepo, est: Estimator, cache: Cache, limit: Limit) -> Te
     """-trust(w, A), w = p(y) / (eps sg(p(y)) + (1 - eps) E_q[q]) (GEPO Eq. 9, 11, 12, 15).
 
     p(y): geometric mean of the response's token probabilities. All in log space, so that neither
-    30k-token responses nor unlikely ones under- or overflow. Biased: E[w] != 1 (GEPO Eq. 22).
+    30k-token responses nor unlikely ones under- or overflow. Biased: E[w] != 1 (GEPO Eq. 22). A
+    trust region of type clip is PPO's minimum, not the plain clip of GEPO Eq. 8 and 10.
     """
     assert cache.group_log_q_B is not None
     assert cache.defensive_B is not None
@@ -177,32 +187,6 @@ TERMS: dict[type[Any], Callable[[Any, Estimator, Cache, Limit], TermLoss]] = {
 }
 
 
-def kl_penalty(config: KlPenalty, actions: Actions) -> torch.Tensor:
-    """[T]: coefficient * KL(p || reference) estimated on the sampled tokens, differentiable.
-
-    x = log p - log reference. k1 = x; k2 = x^2 / 2; k3 = exp(-x) - 1 + x. On tokens of p itself k1
-    and k3 are unbiased in value; the gradient of k1 is 0 in expectation, that of k2 the KL's, that
-    of k3 the reversed KL's. A token that the reference gives no probability is left out. Where the
-    reference gives a token over exp(LARGEST_LOG_FACTOR) = 2e19 times p (44 nats), k3 goes on along
-    its tangent: a gradient of float32 log-probs could not hold the exponential beyond 88 nats, nor
-    a norm its square beyond 44, and the run would end. The gradient then has the size it has there.
-    """
-    reference_n = actions.teacher_n if config.to == "teacher" else actions.sampler_n
-    x_n = torch.where(reference_n == -torch.inf, 0.0, actions.student_n - reference_n)
-    value_n = {
-        "k1": lambda: x_n,
-        "k2": lambda: x_n.square() / 2,
-        "k3": lambda: _expm1_then_straight(-x_n) + x_n,
-    }[config.estimator]()
-    return config.coefficient * value_n
-
-
-def _expm1_then_straight(y_n: torch.Tensor) -> torch.Tensor:
-    """Exp(y) - 1, and its tangent at LARGEST_LOG_FACTOR from there on."""
-    bounded_n = y_n.clamp(max=LARGEST_LOG_FACTOR)
-    return torch.expm1(bounded_n) + bounded_n.exp() * (y_n - bounded_n)
-
-
 def _policy_gradient(
     trust: Any,
     est: Estimator,
@@ -228,6 +212,7 @@ def _weighed(
     return TermLoss(
         loss_T,
         (weighed.factor_n * weighed.log_trust_n.exp()).detach(),
+        weighed.factor_n,
         actions.weight_n,
         weighed.cut_n,
         outcome.stopped_n,
@@ -239,7 +224,7 @@ def _weighed(
 def _unweighed(loss_T: torch.Tensor) -> TermLoss:
     none = loss_T.new_zeros(0)
     nobody = none.bool()
-    return TermLoss(loss_T, none, none, nobody, nobody, none, none)
+    return TermLoss(loss_T, none, none, none, nobody, nobody, none, none)
 
 
 def _valued(value_n: torch.Tensor, surrogate_n: torch.Tensor) -> torch.Tensor:
@@ -255,4 +240,4 @@ def _advantage(cache: Cache) -> torch.Tensor:
 def _penalised(term: TermLoss, kl: KlPenalty | None, actions: Actions) -> TermLoss:
     if kl is None:
         return term
-    return TermLoss(**(vars(term) | {"loss_T": term.loss_T + kl_penalty(kl, actions)}))
+    return replace(term, loss_T=term.loss_T + kl_penalty(kl, actions))

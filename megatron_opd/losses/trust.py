@@ -33,7 +33,7 @@ def clipped(
     """min(r A, clip(r, 1 - low, 1 + high) A) (AsyncOPD Eq. 4); dual: max(that, dual A) if A < 0.
 
     A lower bound of r A, so biased: an action that has moved past an edge the way A pushes it has
-    no gradient.
+    no gradient. PPO's minimum, for every objective; GEPO Eq. 8 and 10 write clip(r) A alone.
     """
     r_n = log_r_n.exp()
     bounded_n = r_n.clamp(1 - config.low, 1 + config.high) * advantage_n
@@ -52,7 +52,10 @@ def clipped(
 def second_moment(
     config: M2Trust, log_r_n: torch.Tensor, advantage_n: torch.Tensor, limit: torch.Tensor | None
 ) -> Trusted:
-    """R A, 0 where (log r)^2 >= limit and the action already moved the way A pushes it (M2PO)."""
+    """R A, 0 where (log r)^2 >= limit and the action already moved the way A pushes it (M2PO).
+
+    The authors' code keeps the value clip(r) A of a masked action; its gradient is 0 there too.
+    """
     assert limit is not None
     moment_n = log_r_n.detach().square()
     stopped_n = moved_along(log_r_n, advantage_n) & (moment_n >= limit)
@@ -80,15 +83,26 @@ def moved_along(log_r_n: torch.Tensor, advantage_n: torch.Tensor) -> torch.Tenso
 
 
 def second_moment_limit(
-    log_r_n: torch.Tensor, advantage_n: torch.Tensor, weight_n: torch.Tensor, threshold: float
+    log_r_n: torch.Tensor, advantage_n: torch.Tensor, weight_n: torch.Tensor, config: M2Trust
 ) -> torch.Tensor:
-    """The largest limit such that the actions moved along with (log r)^2 < limit average <= it.
+    """(log r)^2 from which candidates, the actions that moved along, are masked (M2PO Alg. 1).
 
-    Scalar float64; inf when all of them do. weight_n: of each action in that mean.
+    Scalar float64; inf when none is. weight_n: of each action in the mean. `kept`: the largest
+    limit such that the candidates below it average <= threshold. `capped`: the largest (log r)^2 of
+    a candidate such that all candidates, those beyond counted as it, average <= threshold; 0 when
+    even the smallest is too much. Over the whole mini-batch, where the authors take each
+    micro-batch by itself: the mask does not depend on how samples are packed.
     """
     along_n = moved_along(log_r_n, advantage_n)
     moment_n, order_n = log_r_n.detach()[along_n].double().square().sort()
     weight_n = weight_n[along_n].double()[order_n]
-    mean_n = (moment_n * weight_n).cumsum(0) / weight_n.cumsum(0)
-    over_n = (mean_n > threshold).nonzero()
-    return moment_n.new_tensor(torch.inf) if len(over_n) == 0 else moment_n[over_n[0, 0]]
+    below_n, sum_n = weight_n.cumsum(0), (moment_n * weight_n).cumsum(0)
+    no_limit = moment_n.new_tensor(torch.inf)
+    if config.moment == "kept":
+        over_n = (sum_n / below_n > config.threshold).nonzero()
+        return no_limit if len(over_n) == 0 else moment_n[over_n[0, 0]]
+    if len(moment_n) == 0 or sum_n[-1] <= config.threshold * below_n[-1]:
+        return no_limit
+    capped_n = (sum_n + moment_n * (below_n[-1] - below_n)) / below_n[-1]
+    within_n = (capped_n <= config.threshold).nonzero()
+    return moment_n.new_zeros(()) if len(within_n) == 0 else moment_n[within_n[-1, 0]]

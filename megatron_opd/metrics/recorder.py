@@ -15,8 +15,10 @@ import msgspec
 
 from megatron_opd.metrics.cache_size import CacheSize
 from megatron_opd.metrics.rewards import RewardStats
+from megatron_opd.metrics.signal import SignalWatch
 from megatron_opd.metrics.sinks import Sink
 from megatron_opd.metrics.staleness import StalenessCounts
+from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting, Depths, PublicationReport, UpdateFigures
@@ -75,6 +77,8 @@ class RunRecorder:
         clock: the event loop's clock (seconds).
         elapsed_s: what earlier attempts of a resumed run took, up to where it goes on.
         updates: updates that they made.
+        teacher_watch: looks at the scores of every batch; None where no teacher is read.
+        signal: tells the user when updates teach nothing, if given.
     """
 
     def __init__(
@@ -87,14 +91,18 @@ class RunRecorder:
         clock: Callable[[], float] = time.monotonic,
         elapsed_s: float = 0.0,
         updates: int = 0,
+        teacher_watch: TeacherWatch | None = None,
+        signal: SignalWatch | None = None,
     ) -> None:
         self.totals = totals
         self.accounting: Accounting | None = None
         self._elapsed_s = elapsed_s
         self.started_s = clock() - elapsed_s
         self._updates_total = updates_total
+        self._signal = signal
         self._sinks, self._timeline, self._display = tuple(sinks), timeline, display
         self._clock = clock
+        self._teacher_watch = teacher_watch
         self._depths = Depths(0, 0, 0, 0, 0)
         self._updates = self._version = updates
         self._done_s = clock()
@@ -165,6 +173,21 @@ class RunRecorder:
             "tokens_per_s": batch.num_response_tokens / since_last_s if since_last_s > 0 else None,
             **batch_columns(batch, self.totals.group_size),
         }
+        if self._teacher_watch is not None:
+            self._row |= self._teacher_watch.columns(batch)
+        self._row["without_signal"] = int(self._lacks_signal(figures))
+        if self._teacher_watch is not None:
+            self._teacher_watch.look(batch)  # may stop the run; the row is written all the same
+
+    def _lacks_signal(self, figures: UpdateFigures) -> bool:
+        """Whether the update of the row taught nothing; a line when that begins or ends."""
+        if self._signal is None:
+            return False
+        why, line = self._signal.add(figures, self._row["reward_uniform_group_fraction"])
+        if line is not None:
+            logger.warning("%s", line)
+        self.totals.updates_without_signal += why is not None
+        return why is not None
 
     def published(self, batch: Batch, report: PublicationReport, depths: Depths) -> None:
         """Count and draw a publication; write the update's row."""

@@ -67,6 +67,7 @@ def summarise(
         "reward_mean": totals.rewards.mean,
         "reward_group_std_mean": totals.rewards.group_std,
         "reward_uniform_group_fraction": totals.rewards.uniform_groups,
+        "updates_without_signal": totals.updates_without_signal,
         "distinct_ids_per_token": cache.distinct_ids_per_token,
         "cached_ids_per_token": cache.cached_ids_per_token,
         "cache_bytes_per_token": cache.bytes_per_token,

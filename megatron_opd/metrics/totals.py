@@ -38,6 +38,8 @@ class RunTotals:
         self.routing = RoutingTotals()
         self.ratio_p99, self.ratio_max = Max(), Max()
         self.drops: Counter[str] = Counter()
+        self.updates_without_signal = 0
+        """Updates that could teach nothing (metrics/signal.py)."""
         self.length_stops = 0
         """Rollouts that ended at the response limit."""
         self.restarts = 0

@@ -162,7 +162,7 @@ class UpdateFigures(Protocol):
 
     @property
     def grad_norm(self) -> float:
-        """Global norm before clipping."""
+        """Global norm of the gradient, before clipping."""
         ...
 
     @property
@@ -212,7 +212,11 @@ class UpdateFigures(Protocol):
 
     @property
     def ratio_max(self) -> float:
-        """Largest importance ratio."""
+        """Largest importance ratio p_learner / p_sampler of one action that weighs.
+
+        A path token that no draw hit weighs 0 and is left out. docs/metrics.md says which actions
+        these are, and that a run is not steered by them.
+        """
         ...
 
 

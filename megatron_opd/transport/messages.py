@@ -38,9 +38,11 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     routing_moved_fraction: of (position, layer) pairs with replayed routing, those whose router
     would have chosen other experts. ratio_*: student over sampler, over cached ids as the cache
     weighs them (path tokens where the teacher chose the ids). sampler_k*_nats, prox_k1*_nats:
-    estimates of KL(sampler || student) and KL(batch's start || student), see losses/diagnostics.py.
+    estimates of KL(sampler || student) and KL(batch's start || student), see losses/diagnostics.py;
+    sampler_start_k*_nats: of KL(sampler || batch's start), None unless prox is recomputed.
     importance_*: the applied importance weights (correction times trust ratio; of responses for
-    gspo and gepo); effective_sample_fraction: (sum w)^2 / (n sum w^2). truncated_fraction,
+    gspo and gepo); correction_*, trust_ratio_*: its two factors apart, see losses/diagnostics.py;
+    effective_sample_fraction: (sum w)^2 / (n sum w^2). truncated_fraction,
     stopped_fraction: weight share whose ratio the correction changed, whose gradient the trust
     region stopped. excluded_ids: of teacher log-prob -inf. peak_rss_bytes: summed over the
     learner's ranks. tflops_per_rank: model TFLOP/s (planning/flops.py) of one GPU; mfu: that over
@@ -72,8 +74,14 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     sampler_k3_nats: float | None = None
     prox_k1_nats: float | None = None
     prox_k1_weighed_nats: float | None = None
+    sampler_start_k1_nats: float | None = None
+    sampler_start_k3_nats: float | None = None
     importance_mean: float | None = None
     importance_variance: float | None = None
+    correction_mean: float | None = None
+    correction_variance: float | None = None
+    trust_ratio_mean: float | None = None
+    trust_ratio_variance: float | None = None
     effective_sample_fraction: float | None = None
     routing_moved_fraction: float | None = None
     mismatch_free_max_abs_dp: float | None = None

@@ -156,7 +156,7 @@ def family_of(model_type: str) -> Family:
     """The table of a config.json's `model_type`; ValueError lists the known ones."""
     if model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise ValueError(f"model_type must be one of {known}, got {model_type!r}")
+        raise ValueError(f"model_type must be one of {known}, got {model_type[:80]!r}")
     return FAMILIES[model_type]
 
 

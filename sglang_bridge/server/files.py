@@ -23,15 +23,19 @@ def make() -> str:
 
 def remove(directory: str | None, pids: Iterable[int]) -> None:
     """Removes a server's files. pids: of its processes, which have ended or are about to."""
-    if directory is None:
-        return
+    if directory is not None:
+        remove_shared_memory(directory, pids)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def remove_shared_memory(directory: str, pids: Iterable[int]) -> None:
+    """Removes what a server, of which these are processes, has in shared memory."""
     patterns = [f"sglang_loads_{Path(directory).name}_*.shm"]
     patterns += [f"sgl_shm_*_{pid}_*" for pid in pids]
     for pattern in patterns:
         for left in SHARED_MEMORY.glob(pattern):
             with contextlib.suppress(FileNotFoundError):
                 left.unlink()
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def write_obituary(directory: str, cause: str) -> None:

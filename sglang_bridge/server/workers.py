@@ -79,8 +79,11 @@ def end(cause: str, own_files: str, owned: bool) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
-    if not owned:
-        files.remove(own_files, [process.pid for process in below])
+    pids = [process.pid for process in below]
+    if owned:
+        files.remove_shared_memory(own_files, pids)
+    else:
+        files.remove(own_files, pids)
     os._exit(EXIT_WORKER_DIED)
 
 

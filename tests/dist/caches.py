@@ -16,9 +16,17 @@ from megatron_opd.types import Batch, Draws, Prompt, Rollout, Sample, VersionSpa
 
 
 def load_float64(model: Path) -> torch.nn.Module:
+    """The checkpoint under transformers with float64 weights.
+
+    Two traps of transformers as a reference. Its embedding drops the gradient of `pad_token_id`,
+    which may occur in a text: switched off here. Its RMSNorm (and its rotary angles) are computed
+    in float32 even in a float64 model, so that it is exact to about 1e-7 only.
+    """
     # The grouped matmul of the default expert implementation takes no float64.
     options = {"dtype": torch.float64, "experts_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(model, **options).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(model, **options).eval()
+    loaded.get_input_embeddings().padding_idx = None
+    return loaded
 
 
 def response_logp(model: torch.nn.Module, sample: Sample, temperature: float = 1.0) -> torch.Tensor:

@@ -27,6 +27,14 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
         "correction": {"type": "truncated", "max_ratio": 1.1, "prox": True},
     },
     "m2po": {"objective": {"type": "reverse_kl", "trust": {"type": "m2", "threshold": 0.02}}},
+    "m2po-capped": {
+        "objective": {
+            "type": "reverse_kl",
+            "outside": "renormalise",
+            "trust": {"type": "m2", "threshold": 0.02, "moment": "capped"},
+        },
+        "support": {"type": "topk", "k": 4},
+    },
     "grpo": {
         "objective": {"type": "grpo", "trust": CLIP, "kl": {"coefficient": 0.1}},
         "support": {"type": "path"},
@@ -43,7 +51,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
         },
     },
     "gepo": {
-        "objective": {"type": "gepo", "defensive": 10.0},
+        "objective": {"type": "gepo", "defensive": 10.0, "kl": {"coefficient": 0.1, "to": "sampler"}},
         "support": {"type": "path"},
         "reduction": {"type": "fixed", "length": 8},
     },
@@ -66,7 +74,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "vpp2": (2, {"parallel": {"pp": 2, "vpp": 2}, "tokens_per_microbatch": 64}),
     "dp2": (2, {"parallel": {"dp": 2}, "tokens_per_microbatch": 64}),
 }
-COMPARED = ("loss", "grad_norm", "importance_variance", "truncated_fraction", "stopped_fraction")
+COMPARED = (
+    "loss",
+    "grad_norm",
+    "importance_variance",
+    "correction_variance",
+    "trust_ratio_variance",
+    "truncated_fraction",
+    "stopped_fraction",
+)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +134,7 @@ def test_every_layout_makes_the_same_update(name, model, batch, tmp_path):
         )
         scale = sum(float(w.double().square().sum()) for w in reference.values())
         bounded(f"{name}: weights (relative)", (difference / scale) ** 0.5, 1e-6, layout)
-    if name in ("ppo-tis", "m2po", "grpo"):
+    if name in ("ppo-tis", "m2po", "m2po-capped", "grpo"):
         assert 0 < expected["stopped_fraction"] < 1, "the trust region must have acted"
     if name in ("ppo-tis", "gspo"):
         assert 0 < expected["truncated_fraction"] < 1

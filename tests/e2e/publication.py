@@ -102,7 +102,12 @@ async def rewind(url: str, model: Path) -> None:
     async with Fleet([ServerClient(url, timeout_s=60)]) as fleet:
         if fleet.infos[0].version == 0:
             return
-        tensors = load_tensors(model)
+    await give(url, load_tensors(model))
+
+
+async def give(url: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Makes a server hold `tensors` as version 0."""
+    async with Fleet([ServerClient(url, timeout_s=60)]) as fleet:
         group, name = await join(fleet)
         await publish(fleet, group, name, tensors, 0)
         assert differing((await fleet.weight_digests())[url], tensors) == []

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from sglang_bridge.client import ServerClient
 from sglang_bridge.protocol import WeightPiece
 from tests.e2e.conftest import Sections
-from tests.e2e.publication import differing
+from tests.e2e.publication import differing, give, load_tensors
 from tests.figures import bounded
 
 pytestmark = pytest.mark.e2e
@@ -180,6 +181,9 @@ def test_a_whole_run_and_its_products(inputs: Path, tmp_path: Path, start: Calla
     for key in ("student_accuracy_before_pct", "student_accuracy_after_pct"):
         assert 0 <= summary[key] <= 100
     assert all(abs(row["loss"] - row["reverse_kl_nats"]) < 1e-5 for row in done.rows)
+    assert "scores agree with sampling" in done.output
+    assert all(row["teacher_near_uniform_fraction"] < 0.1 for row in done.rows)
+    assert all(row["teacher_score_std_nats"] > 1 for row in done.rows)
     assert all(row["staleness_max_versions"] <= STALENESS for row in done.rows)
 
     run_dir = done.run_dir
@@ -270,6 +274,36 @@ def test_two_teachers_choose_the_ids(
     assert summary["distinct_ids_per_token"] == 8
     assert 8 <= summary["cached_ids_per_token"] <= 9
     assert all(row["loss"] > 0 for row in done.rows)
+    assert {"teacher_score_mean_nats/teacher", "teacher_score_mean_nats/twin"} <= set(done.rows[0])
+
+
+def test_a_teacher_that_answers_nonsense_is_refused(
+    inputs: Path, tmp_path: Path, shared: Sections, start: Callable[..., Running]
+):
+    """A head of zeros: every score is -ln V, finite and the same; the run would look healthy."""
+    url, tensors = shared["teacher"]["urls"][0], load_tensors(inputs / "teacher")
+    nothing = tensors["lm_head.weight"] * 0
+    short = {"run": {"updates": 2}, "evaluation": {"problems": 0}, **shared}
+    asyncio.run(give(url, tensors | {"lm_head.weight": nothing}))
+    try:
+        config = write_config(inputs, tmp_path, **short)
+        refused = start(config).finish(START_TIMEOUT_S)
+        overridden = write_config(
+            inputs, tmp_path, scoring={"guard": "warn"}, checkpoint={"export_hf": False}, **short
+        )
+        shutil.rmtree(tmp_path / "run")
+        warned = start(overridden).finish(START_TIMEOUT_S)
+    finally:
+        asyncio.run(give(url, tensors))
+    assert refused.code == 2, refused.output
+    (error,) = [line for line in refused.output.splitlines() if line.startswith("error:")]
+    for words in (f"teacher at {url} answers nonsense", "-ln 512 = -6.238", "scoring.guard"):
+        assert words in error
+    assert "Traceback" not in refused.output
+    assert warned.code == 0, warned.output
+    assert f"warning: teacher at {url} answers nonsense" in warned.output
+    assert warned.output.count("update 0: teacher 'teacher' answers nonsense") == 1
+    assert [row["teacher_near_uniform_fraction"] for row in warned.rows] == [1, 1]
 
 
 async def held_by(url: str) -> tuple[int, list[WeightPiece]]:

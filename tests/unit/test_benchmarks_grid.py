@@ -3,10 +3,12 @@
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import mismatch, routing, staleness
+from benchmarks import mismatch, objectives, routing, staleness
+from benchmarks.grid import trials as trials_module
 from benchmarks.grid.statistics import aggregated, interval
 from benchmarks.grid.trials import CURVES, SUMMARY, Launch, Trial, run_trials
 from megatron_opd.config.load import load_config
@@ -43,7 +45,7 @@ def trial(seed: int, method: str = "m") -> Trial:
     return Trial("s", method, seed, Path("x.yaml"), {"a.b": "1"})
 
 
-@pytest.mark.parametrize("study", [mismatch, staleness, routing])
+@pytest.mark.parametrize("study", [mismatch, objectives, staleness, routing])
 def test_every_trial_of_a_study_is_a_valid_run(study, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     trials = study.trials()
@@ -62,6 +64,108 @@ def test_a_study_that_was_stopped_goes_on_where_it_was(tmp_path: Path):
     assert calls == ["s-m-1", "s-m-2", "s-m-3"]
     assert again[:2] == first
     assert not (tmp_path / "s-m-1").exists()  # a row replaces the run's directory
+
+
+def test_a_row_of_other_code_or_configuration_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls: list[str] = []
+    run_trials([trial(1)], tmp_path, fake(calls))
+    other = Trial("s", "m", 1, Path("x.yaml"), {"a.b": "2"})
+    run_trials([other], tmp_path, fake(calls))
+    run_trials([other], tmp_path, fake(calls))
+    assert calls == ["s-m-1"] * 2, "another override is another run"
+    monkeypatch.setattr(trials_module, "code_digest", lambda: "changed")
+    run_trials([other], tmp_path, fake(calls))
+    assert calls == ["s-m-1"] * 3, "other code is another run"
+    config = tmp_path / "y.yaml"
+    config.write_text("run: {}")
+    before = Trial("s", "m", 1, config).fingerprint
+    config.write_text("run: {updates: 3}")
+    assert Trial("s", "m", 1, config).fingerprint != before
+
+
+@pytest.mark.parametrize("study", [mismatch, staleness])
+def test_a_study_is_run_in_parts_and_always_says_what_is_missing(tmp_path: Path, study):
+    calls: list[str] = []
+    paths = {"out": tmp_path / "out", "rows": tmp_path / "rows.jsonl"}
+    nothing = study.measure(["--limit", "0"], fake(calls), **paths)
+    names = [each.name for each in study.trials()]
+    assert (calls, nothing["entries"], nothing["missing"]) == ([], [], names)
+    part = study.measure(["--limit", "2"], fake(calls), **paths)
+    assert calls == names[:2]
+    assert part["missing"] == names[2:]
+    whole = study.measure([], fake(calls), **paths)
+    assert calls == names, "no row is made twice"
+    assert whole["missing"] == []
+    assert len(paths["rows"].read_text().splitlines()) == len(names)
+    assert {tuple(entry["seeds"]) for entry in whole["entries"]} == {(1, 2, 3)}
+
+
+def configured(each: Trial) -> dict[str, Any]:
+    sets = [b for a, b in pairwise(each.command(Path("runs/x"))) if a == "--set"]
+    return load_config(Config, each.config, sets).model_dump(mode="json")
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {k: v for key, part in tree.items() for k, v in flat(part, f"{prefix}.{key}").items()}
+
+
+def differing(one: Trial, other: Trial) -> set[str]:
+    a, b = flat(configured(one)), flat(configured(other))
+    return {key.removeprefix(".") for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
+
+
+def test_methods_of_the_delayed_rollout_study_differ_in_the_weight_alone(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """GEPO sec. 4.1, Listing 1; then one factor at a time, at the largest delay."""
+    monkeypatch.chdir(ROOT)
+    trials = staleness.trials()
+    assert len(trials) <= 45
+    by_name = {each.name: each for each in trials}
+    for delay in (0, 8, 64):
+        rows = [by_name[f"delay_{delay}-{method}-1"] for method in ("grpo", "gspo", "gepo")]
+        for each in rows[1:]:
+            assert differing(rows[0], each) <= {"objective.type", "objective.defensive"}
+        for each in rows:
+            parts = configured(each)
+            objective = parts["objective"]
+            assert objective["advantage"] == "group_mean"
+            assert objective["trust"] == {"type": "clip", "low": 0.2, "high": 0.2, "dual": None}
+            assert objective.get("defensive", 0) == 0
+            assert parts["reduction"] == {"type": "sequence"}
+            assert parts["buffer"]["hold_batches"] == parts["buffer"]["max_staleness"] == delay
+            penalty = None if objective["kl"] is None else objective["kl"]["coefficient"]
+            assert penalty == (None if delay == 0 else 0.005)
+    for name, (method, _) in staleness.FACTORS.items():
+        changed = differing(by_name[f"delay_64-{method}-1"], by_name[f"one_factor-{name}-1"])
+        factors = {".".join(key.split(".")[:2]) for key in changed}
+        assert len({factor.removesuffix(".type") for factor in factors}) == 1, name
+    first = [each.name for each in trials[:6]]
+    assert {name.split("-")[0] for name in first} == {"delay_64", "delay_0"}
+    assert all(name.endswith("-1") for name in first)
+
+
+def test_every_correction_has_its_control_on_the_exact_sampler(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    trials = mismatch.trials()
+    assert len(trials) <= 36
+    samplers = {
+        sampler: {each.method for each in trials if each.setting == sampler}
+        for sampler in ("exact", "fp8", "int8")
+    }
+    assert samplers["exact"] == samplers["fp8"] == set(mismatch.METHODS) > samplers["int8"]
+    caps = set()
+    for each in trials:
+        parts = configured(each)
+        assert parts["buffer"]["max_staleness"] == 0
+        if parts["correction"]["type"] == "truncated":
+            caps.add(parts["correction"]["max_ratio"])
+    assert caps == {2.0, 8.0}
+    assert {each.seed for each in trials} == {1, 2, 3}
 
 
 def test_a_run_that_diverged_is_a_result_and_any_other_failure_is_not(tmp_path: Path):

@@ -1,12 +1,11 @@
 """API keys: where they come from, and that they are nowhere else."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from megatron_opd.cli import commands
+from megatron_opd.cli import commands, serve
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.keys import named_key, role_key
 from megatron_opd.cli.main import build_parser
@@ -86,13 +85,13 @@ def test_the_key_travels_in_the_environment_alone():
 
 
 def test_a_served_role_gets_its_named_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    executed = []
-    monkeypatch.setattr(os, "execvpe", lambda *arguments: executed.append(arguments))
+    served = []
+    monkeypatch.setattr(serve, "serve_until_told", lambda *arguments: served.append(arguments))
     monkeypatch.setenv(NAME, "hunter2")
     tree = small_config(tmp_path, tiny_models(tmp_path))
     tree["student"] |= {"api_key_env": NAME, "base_port": 23_456}
     (tmp_path / "c.yaml").write_text(json.dumps(tree))
     commands.serve(build_parser().parse_args(["serve", "student", str(tmp_path / "c.yaml")]))
-    ((_, command, environment),) = executed
+    ((command, environment),) = served
     assert environment[API_KEY_VARIABLE] == "hunter2"
     assert "hunter2" not in " ".join(command)

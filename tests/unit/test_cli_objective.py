@@ -71,6 +71,14 @@ def test_gepo(capsys: pytest.CaptureFixture[str]):
     )
 
 
+def test_a_penalty_to_the_sampler_pulls_a_token_no_more_than_once(
+    capsys: pytest.CaptureFixture[str],
+):
+    found = report(capsys, EXAMPLES / "kl_penalty.json")
+    assert found["loss"] == pytest.approx(math.expm1(-5) + 5, rel=1e-12)
+    assert found["grad_student_logp"] == pytest.approx([math.expm1(-5)], rel=1e-12)  # -0.993
+
+
 BASE = {"student_logp": [-1.0, -2.0], "sampler_logp": [-1.0, -2.0], "teacher_logp": [-1.0, -1.5]}
 
 

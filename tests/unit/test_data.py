@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from megatron_opd.data.prompts import PromptSource, load_prompts
-from megatron_opd.data.records import read_records
+from megatron_opd.data.prompts import PromptRules, PromptSource, load_prompts
+from megatron_opd.data.records import Columns, read_records
 from megatron_opd.data.tasks import get_verifier
 from megatron_opd.data.tokenizer import build_tokenizer
 from megatron_opd.data.writer import write_task
@@ -27,6 +27,10 @@ def write_lines(path, *lines):
     return path
 
 
+def rules(max_tokens=100, *, prompt="prompt", answer="answer", needed=False, **fields):
+    return PromptRules(Columns((prompt,), (answer,), needed=needed), max_tokens, **fields)
+
+
 def prompts_of(count):
     return [Prompt(uid=i, text=str(i), token_ids_P=np.array([i], np.int32)) for i in range(count)]
 
@@ -39,8 +43,9 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path, tokenizer):
     table = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows), table)
     for path in (jsonl, table):
-        loaded = load_prompts(path, tokenizer, max_tokens=100)
-        assert loaded.too_long == 0
+        loaded = load_prompts(path, tokenizer, rules())
+        assert (loaded.skipped, loaded.rows, loaded.whole) == ({}, 2, True)
+        assert loaded.skipped_line is None
         assert [prompt.uid for prompt in loaded.prompts] == [0, 1]
         assert [prompt.text for prompt in loaded.prompts] == ["1+1=\n", "abc"]
         assert [prompt.answer for prompt in loaded.prompts] == ["2", None]
@@ -51,9 +56,7 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path, tokenizer):
 
 def test_other_column_names_numbers_and_a_byte_order_mark(tmp_path, tokenizer):
     path = write_lines(tmp_path / "a.jsonl", b"\xef\xbb\xbf", '{"question": "q", "gold": 7}')
-    loaded = load_prompts(
-        path, tokenizer, max_tokens=9, prompt_key="question", answer_key="gold"
-    ).prompts
+    loaded = load_prompts(path, tokenizer, rules(9, prompt="question", answer="gold")).prompts
     assert [(prompt.text, prompt.answer) for prompt in loaded] == [("q", "7")]
 
 
@@ -69,6 +72,13 @@ def test_other_column_names_numbers_and_a_byte_order_mark(tmp_path, tokenizer):
         (['{"prompt": ""}\n'], r"a\.jsonl:1: 'prompt' is empty"),
         (['{"prompt": "a", "answer": [1]}\n'], r":1: 'answer' must be a string or number, got l"),
         (['{"prompt": "a", "answer": true}\n'], r"'answer' must be a string or number, got bool"),
+        (['{"prompt": "a", "prompt": "b"}\n'], r":1: key 'prompt' is given twice"),
+        (['{"prompt": "a", "x": {"y": 1, "y": 2}}\n'], r":1: key 'y' is given twice"),
+        (['{"prompt": "a", "answer": NaN}\n'], r"'answer' must be a finite number, got nan"),
+        (['{"prompt": "a", "answer": -1e999}\n'], r"'answer' must be a finite number, got -inf"),
+        (['{"prompt": " \\n"}\n'], r":1: 'prompt' is empty"),
+        (['{"prompt": "\\ud800"}\n'], r":1: 'prompt' is no valid Unicode"),
+        (["[" * 100_000 + "\n"], r":1: malformed JSON"),
         ([], r"a\.jsonl holds no rows"),
         (["\n \n"], r"a\.jsonl holds no rows"),
     ],
@@ -76,8 +86,71 @@ def test_other_column_names_numbers_and_a_byte_order_mark(tmp_path, tokenizer):
 def test_mistakes_in_jsonl_name_file_and_line(tmp_path, lines, message):
     path = write_lines(tmp_path / "a.jsonl", *lines)
     with pytest.raises(ValueError, match=message) as caught:
-        read_records(path, ["prompt"], ["answer"])
+        load_prompts(path, None, rules())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ('{"prompt": ""}', "empty"),
+        ('{"prompt": 5}', "wrong_type"),
+        ('{"prompt": "x", "answer": [1]}', "wrong_type"),
+        ('{"answer": "1"}', "missing"),
+        ('{"prompt": "x", "answer": NaN}', "not_finite"),
+        ('{"prompt": "x", "answer": ""}', "no_answer"),
+        ('{"prompt": "x"}', "no_answer"),
+        ('{"prompt": "x", "answer": null}', "no_answer"),
+        ('{"prompt": "x", "answer": " "}', "no_answer"),
+        ('{"prompt": "x", "prompt": "y", "answer": "1"}', "malformed"),
+        ('{"prompt": "x"', "malformed"),
+        ('{"prompt": "%s", "answer": "1"}' % ("x" * 101), "too_long"),
+    ],
+)
+def test_one_policy_a_row_that_cannot_be_used_is_counted_and_the_others_are_read(
+    tmp_path, tokenizer, line, cause
+):
+    good = '{"prompt": "a", "answer": "1"}\n'
+    path = write_lines(tmp_path / "a.jsonl", good * 9, line + "\n", good * 90, line + "\n")
+    allowed = rules(needed=True, max_bad_fraction=0.02)
+    found = load_prompts(path, tokenizer, allowed)
+    assert (len(found.prompts), found.skipped, found.rows) == (99, {cause: 2}, 101)
+    assert [prompt.uid for prompt in found.prompts] == list(range(99))
+    said = f"2 of 101 rows skipped: 2 {cause.replace('_', ' ')}, first {path}:10: "
+    assert said in found.skipped_line
+    strict = rules(needed=True, max_bad_fraction=0.0)
+    if cause == "too_long":  # what the user's own limit leaves out is no fault of the file
+        assert load_prompts(path, tokenizer, strict).skipped == {cause: 2}
+        return
+    with pytest.raises(ValueError, match=r"2 of 101 rows cannot be used.*max_bad_fraction") as no:
+        load_prompts(path, tokenizer, strict)
+    assert f"first {path}:10: " in str(no.value)
+    # the first rows are good, yet a part of the file never decides alone
+    assert load_prompts(path, tokenizer, strict, first_rows=9).whole is False
+    with pytest.raises(ValueError, match=r"2 of 101 rows cannot be used"):
+        load_prompts(path, tokenizer, strict, first_rows=10)
+
+
+def test_bad_first_rows_of_a_good_file_are_not_refused(tmp_path, tokenizer):
+    lines = ['{"prompt": ""}\n', '{"prompt": "a"}\n' * 99]
+    path = write_lines(tmp_path / "a.jsonl", *lines)
+    allowed = rules(max_bad_fraction=0.01)
+    assert load_prompts(path, tokenizer, allowed, first_rows=5).rows == 100
+    assert load_prompts(path, tokenizer, allowed).skipped == {"empty": 1}
+
+
+def test_whole_floats_are_the_numbers_they_were_before_a_gap_made_them_floats(tmp_path, tokenizer):
+    numbers = ("42.0", "1.5", "-0.0", "1e300")
+    rows = [f'{{"prompt": "a", "answer": {number}}}\n' for number in numbers]
+    found = load_prompts(write_lines(tmp_path / "a.jsonl", *rows), tokenizer, rules())
+    assert [prompt.answer for prompt in found.prompts] == ["42", "1.5", "0", "1e+300"]
+
+
+def test_ids_beyond_the_models_vocabulary_are_refused(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "a.jsonl", '{"prompt": "z"}')
+    assert load_prompts(path, tokenizer, rules(vocab_size=128)).longest == 1
+    with pytest.raises(ValueError, match="gives the id 94, beyond the model's vocab_size 50"):
+        load_prompts(path, tokenizer, rules(vocab_size=50))
 
 
 def test_mistakes_in_files(tmp_path):
@@ -96,8 +169,8 @@ def test_mistakes_in_parquet_name_the_row(tmp_path):
     parquet.write_table(pyarrow.table({"prompt": ["a", None]}), path)
     with pytest.raises(ValueError, match=r"a\.parquet row 2: 'prompt' must be a string"):
         read_records(path, ["prompt"])
-    with pytest.raises(ValueError, match="missing column 'answer'"):
-        read_records(path, ["prompt", "answer"])
+    with pytest.raises(ValueError, match="missing column 'gold'; the columns are 'prompt'"):
+        read_records(path, ["prompt", "gold"])
     parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), path)
     with pytest.raises(ValueError, match="holds no rows"):
         read_records(path, ["prompt"])
@@ -106,19 +179,21 @@ def test_mistakes_in_parquet_name_the_row(tmp_path):
 def test_long_prompts_are_counted_and_all_long_is_an_error(tmp_path, tokenizer):
     rows = [{"prompt": "x" * length} for length in (3, 9, 4, 5)]
     path = write_lines(tmp_path / "a.jsonl", *(json.dumps(row) + "\n" for row in rows))
-    loaded = load_prompts(path, tokenizer, max_tokens=4)
-    assert ([p.text for p in loaded.prompts], loaded.too_long) == (["xxx", "xxxx"], 2)
+    loaded = load_prompts(path, tokenizer, rules(4))
+    assert ([p.text for p in loaded.prompts], loaded.skipped) == (["xxx", "xxxx"], {"too_long": 2})
+    assert loaded.longest == 9
     assert [prompt.uid for prompt in loaded.prompts] == [0, 1]
     with pytest.raises(
-        ValueError, match=r"all 4 prompts are longer than the limit of 2 tokens.*shortest has 3"
+        ValueError,
+        match=r"all 4 usable prompts are longer than the limit of 2 tokens, first .*:1: 3 tokens",
     ):
-        load_prompts(path, tokenizer, max_tokens=2)
+        load_prompts(path, tokenizer, rules(2))
 
 
 def test_evaluation_needs_answers(tmp_path, tokenizer):
     path = write_lines(tmp_path / "a.jsonl", '{"prompt": "a", "answer": "1"}\n', '{"prompt": "b"}')
     with pytest.raises(ValueError, match=r"a\.jsonl:2: missing column 'answer'"):
-        load_prompts(path, tokenizer, max_tokens=9, need_answers=True)
+        load_prompts(path, tokenizer, rules(needed=True))
 
 
 def test_chat_template_wraps_the_prompt_as_a_user_message(tmp_path):
@@ -129,7 +204,7 @@ def test_chat_template_wraps_the_prompt_as_a_user_message(tmp_path):
     )
     path = write_lines(tmp_path / "a.jsonl", '{"prompt": "hi"}')
     plain, chat = (
-        load_prompts(path, tokenizer, max_tokens=99, chat_template=wrap).prompts[0]
+        load_prompts(path, tokenizer, rules(chat_template=wrap)).prompts[0]
         for wrap in (False, True)
     )
     assert plain.text == chat.text == "hi"
@@ -137,10 +212,22 @@ def test_chat_template_wraps_the_prompt_as_a_user_message(tmp_path):
     assert tokenizer.decode(chat.token_ids_P) == "[user]hi<eos>[assistant]"
     assert chat.token_ids_P[8] == tokenizer.eos_token_id
     with pytest.raises(ValueError, match=r"longer than the limit of 10 tokens"):
-        load_prompts(path, tokenizer, max_tokens=10, chat_template=True)
+        load_prompts(path, tokenizer, rules(10, chat_template=True))
+    for template, words in (
+        ("{% for %}", "chat template fails: TemplateSyntaxError"),
+        ("{{ raise_exception('system role missing') }}", "TemplateError: system role missing"),
+        ("{{ ''.__class__.__mro__ }}", "chat template fails: SecurityError"),
+        ("{{ messages[7].content.x }}", "chat template fails: UndefinedError"),
+        ("{{ 'a' * (1 // 0) }}", "chat template fails: ZeroDivisionError"),
+        ("[user] hello", "renders every prompt alike"),
+    ):
+        tokenizer.chat_template = template
+        with pytest.raises(ValueError, match=words) as caught:
+            load_prompts(path, tokenizer, rules(chat_template=True))
+        assert "\n" not in str(caught.value)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
-        load_prompts(path, tokenizer, max_tokens=99, chat_template=True)
+        load_prompts(path, tokenizer, rules(chat_template=True))
 
 
 @given(
@@ -207,7 +294,7 @@ def test_written_data_reads_back_and_is_reproducible(tmp_path, tokenizer):
         rows = read_records(path, ["prompt", "answer", "response"])
         assert len(rows) == count
         assert all(get_verifier("arithmetic")(row["response"], row["answer"]) for row in rows)
-        assert len(load_prompts(path, tokenizer, max_tokens=16).prompts) == count
+        assert len(load_prompts(path, tokenizer, rules(16)).prompts) == count
         prompts += [row["prompt"] for row in rows]
     assert len(set(prompts)) == 36
     again = write_task("arithmetic", tmp_path / "two", train=24, heldout=12, seed=5)

@@ -225,13 +225,37 @@ def test_the_rollout_advantage_lacks_the_gradient_of_the_divergence_from_the_sam
 
 
 def test_reweighted_top_k_misses_what_is_outside_its_set():
-    """The paper's RW baseline: -sum over the set of p A grad log p, whatever the ratio repairs."""
+    """-sum over the set of p A grad log p: one reading of the paper's "Top-k + RW"."""
     case = one(4)
     p, o, _, A = parts(case)
     inside = torch.zeros(4, dtype=torch.bool)
     inside[o.topk(2).indices] = True
     est = estimator(support={"type": "topk", "k": 2})
     check_bias(est, case, weighed_gradient(case, torch.where(inside, p, 0.0), A))
+
+
+def test_renormalised_top_k_is_the_restricted_divergence_itself():
+    """AsyncOPD Eq. 9-10: value and gradient of KL(p~ || q~) on the sampler's set, and its bias."""
+    for seed in (4, 5, 6):
+        case = one(seed)
+        policy = estimator(
+            support={"type": "topk", "k": 2}, objective=REVERSE | {"outside": "renormalise"}
+        )
+        value, gradient = expectation(policy, case)
+        leaf = case.student_TV.clone().requires_grad_()
+        inside = case.sampler_TV[0].topk(2).indices
+        log_p = torch.log_softmax(torch.log_softmax(leaf[0], 0)[inside], 0)
+        log_q = torch.log_softmax(case.teacher_TV[0][inside], 0)
+        restricted = (log_p.exp() * (log_p - log_q)).sum()
+        (truth,) = torch.autograd.grad(restricted, leaf)
+        error = abs(value - float(restricted.detach()))
+        bounded("renormalised top-k: value against Eq. 10", error, 1e-12)
+        slope = (gradient - truth).abs().max()
+        bounded("renormalised top-k: gradient against Eq. 10", slope, 1e-12)
+        assert float((truth - exact(policy.objective, case)[1]).abs().max()) > 1e-3, "no bias"
+        assert "blind" in bias_of(policy.terms[0], policy)
+        dropped, _ = expectation(estimator(support={"type": "topk", "k": 2}), case)
+        assert abs(dropped - value) > 1e-3, "the other reading is another number"
 
 
 @pytest.mark.parametrize("kind", ["topk", "teacher_topk"])
@@ -356,6 +380,31 @@ def test_k1_between_prox_and_current_is_biased_by_the_sampler_and_its_weighed_fo
         assert abs(found["k2"] - kl) > 1e-4
         assert found["reverse_kl"] == pytest.approx(exact(UNBIASED[0].objective, case)[0])
     assert signs == {True, False}, "k1 must be seen below zero, where no divergence is"
+
+
+@pytest.mark.parametrize("kind", ["none", "importance", "truncated"])
+def test_the_correction_and_the_trust_ratio_are_reported_apart(kind: str):
+    """With prox and a second step: kappa is of the sampler alone, r of the student's own step."""
+    case = one(3)
+    est = estimator(support={"type": "path"}, correction={"type": kind, "prox": True})
+    sums: dict[str, float] = {}
+    for chance, row in outcomes(est.support, case):
+        there = repeated(case, [row])
+        cache = cache_of(est, there, [row], student_logp(case.student_TV, [row]))
+        for key, value in evaluate(est, cache).sums.items():
+            sums[key] = sums.get(key, 0.0) + chance * float(value)
+    p, o, _, _ = parts(case)
+    p0 = case.prox_TV[0].exp()
+    kappa = {"none": p0 / p0, "importance": p0 / o, "truncated": (p0 / o).clamp(max=2.0)}[kind]
+    for name, factor in (("correction", kappa), ("trust", p / p0), ("importance", kappa * p / p0)):
+        assert sums[name] == pytest.approx(float((o * factor).sum()), rel=1e-12), name
+        assert sums[f"{name}_squared"] == pytest.approx(float((o * factor**2).sum()), rel=1e-12)
+    spread = sums["correction_squared"] - sums["correction"] ** 2
+    assert (abs(spread) < 1e-12) == (kind == "none"), "nothing of the sampler is in the weight"
+    assert sums["trust_squared"] - sums["trust"] ** 2 > 1e-3, "the student's own step"
+    start = float((o * (o / p0).log()).sum())
+    assert sums["start_k1"] == pytest.approx(start, rel=1e-10)
+    assert sums["start_k3"] == pytest.approx(start, rel=1e-10)
 
 
 # --- many random caches of realistic size -------------------------------------------------------

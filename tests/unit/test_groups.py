@@ -6,6 +6,7 @@ from decimal import Decimal, localcontext
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,21 +57,35 @@ def test_advantages_follow_their_definitions(per_group: list[list[float]]):
     expected: dict[str, list[float]] = {kind: [] for kind in ADVANTAGES}
     for members in per_group:
         mean = math.fsum(members) / len(members)
-        deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in members) / len(members))
+        squares = math.fsum((r - mean) ** 2 for r in members)
+        sample = math.sqrt(squares / max(len(members) - 1, 1))
+        population = math.sqrt(squares / len(members))
         for i, r in enumerate(members):
             others = members[:i] + members[i + 1 :]
             expected["reward"].append(r)
             expected["group_mean"].append(r - mean)
-            expected["group_std"].append((r - mean) / (deviation + STD_EPS))
+            expected["group_std"].append((r - mean) / (sample + STD_EPS))
+            expected["group_std_population"].append((r - mean) / (population + STD_EPS))
             expected["leave_one_out"].append(r - math.fsum(others) / len(others) if others else 0)
     for kind, advantage in ADVANTAGES.items():
         # the standardised one divides rounding of the mean by at least STD_EPS
-        limit = 1e-6 if kind == "group_std" else 1e-12
+        limit = 1e-6 if kind.startswith("group_std") else 1e-12
         np.testing.assert_allclose(advantage(reward_B, group_B), expected[kind], atol=limit)
 
 
+def test_group_std_divides_by_the_sample_deviation_of_torch_as_verl_and_trl_do():
+    rewards = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    group_B = np.zeros(8, int)
+    wide = torch.tensor(rewards, dtype=torch.float64)
+    expected = (wide - wide.mean()) / (wide.std() + STD_EPS)
+    got = ADVANTAGES["group_std"](np.array(rewards), group_B)
+    np.testing.assert_allclose(got, expected.numpy(), rtol=1e-12)
+    population = ADVANTAGES["group_std_population"](np.array(rewards), group_B)
+    np.testing.assert_allclose(population, got * math.sqrt(8 / 7), rtol=1e-5)
+
+
 def test_equal_rewards_and_lonely_responses_teach_nothing():
-    for kind in ("group_mean", "group_std", "leave_one_out"):
+    for kind in ("group_mean", "group_std", "group_std_population", "leave_one_out"):
         assert not ADVANTAGES[kind](np.ones(4), np.zeros(4, int)).any()
         assert not ADVANTAGES[kind](np.array([3.0, -1.0]), np.array([5, 9])).any()
 
@@ -157,7 +172,7 @@ def test_a_mixture_takes_its_columns_from_its_reward_term():
     batch = [sample(0, [-0.5], 1.0), sample(1, [-0.5], 0.0)]
     assert group_columns(mixture({"type": "reverse_kl"}, {"type": "gspo"}), batch, 2).advantage_B[
         0
-    ] == pytest.approx(1, abs=1e-5)
+    ] == pytest.approx(math.sqrt(0.5), abs=1e-5)
     with pytest.raises(ValueError, match="at most one objective from rewards"):
         mixture({"type": "gspo"}, {"type": "reinforce"})
 

@@ -169,6 +169,107 @@ def test_exact_verifier(response, correct):
     assert get_verifier("exact")(response, "3 / 4") is correct
 
 
+RIGHT = [
+    # where the answer is
+    (r"so \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    (r"\boxed{5}, no: \boxed{\sqrt{\frac{a}{b}}}", r"\sqrt{\frac{a}{b}}"),
+    (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+    (r"\boxed{a} and then \boxed{b", "a"),
+    (r"\boxed {7}", "7"),
+    (r"\fbox{7}", "7"),
+    ("#### 42\n\\boxed{7}", "7"),
+    ("The answer is 5.\n#### 42\nDone.", "42"),
+    ("I think the answer is 5.\n7", "7"),
+    ("The answer is 42.", "42"),
+    ("So the final answer is: 42", "42"),
+    ("Answer: 42", "42"),
+    ("**Answer:** 42", "42"),
+    ("**Answer: 42**", "42"),
+    ("**The answer is 42.**", "42"),
+    ("The answer is **42**.", "42"),
+    ("x = 3\n\n", "x = 3"),
+    # how it is written
+    ("**42**", "42"),
+    ("`42`", "42"),
+    ("*42*", "42"),
+    ("$42$", "42"),
+    ("$$ 42 $$", "42"),
+    (r"\(42\)", "42"),
+    (r"\[42\].", "42"),
+    (r"\boxed{\text{Paris}}", "Paris"),
+    (r"$\boxed{42}$.", "42"),
+    ("1,000", "1000"),
+    ("1000", "1,000"),
+    ("-1,234,567.5", "-1234567.5"),
+    (r"\boxed{1{,}234}", "1234"),
+    ("+5", "5"),
+    ("3  /\t4", "3 / 4"),
+    # an answer column that holds a solution
+    ("#### 72", "48 + 24 = 72\n#### 72"),
+    ("72", r"It is \boxed{72}."),
+]
+WRONG = [
+    ("142", "42"),
+    ("42", "142"),
+    ("1,00", "100"),
+    ("10,00", "1000"),
+    ("1,0000", "10000"),
+    ("1,000,00", "100000"),
+    ("0.1,000", "0.1000"),
+    ("-42", "42"),
+    ("- 42", "-42"),
+    ("3.14", "3"),
+    ("3", "3.14"),
+    ("42.5", "42"),
+    ("42%", "42"),
+    ("4 2", "42"),
+    ("x_1", "x1"),
+    ("2*3*4", "234"),
+    ("a*b", "ab"),
+    ("$5", "5"),
+    ("(1,234)", "(1234)"),
+    ("1,234 apples", "1234"),
+    (r"\frac{1}{2}", "0.5"),
+    ("1/2", "0.5"),
+    (r"\boxed{42", "42"),
+    (r"\boxed{}", ""),
+    ("The answer is 42 or 43.", "42"),
+    ("The answer is not 42", "42"),
+    ("The answer is 42.\nDone.", "42"),
+    ("The answer is 5.\n7", "5"),
+    ("Answer", "42"),
+    ("", ""),
+    (".", ""),
+    ("**", "**42**"),
+]
+
+
+@pytest.mark.parametrize(("response", "answer"), RIGHT)
+def test_the_documented_ways_to_write_an_answer_are_right(response, answer):
+    assert get_verifier("exact")(response, answer)
+
+
+@pytest.mark.parametrize(("response", "answer"), WRONG)
+def test_what_only_looks_like_the_answer_is_wrong(response, answer):
+    assert not get_verifier("exact")(response, answer)
+
+
+@pytest.mark.parametrize("part", ["\\boxed{", "}", "{", "#", "####", "*", "$", "`", "1,", ",123"])
+@pytest.mark.parametrize("tail", ["", "}" * 10_000, "\n42"])
+def test_hostile_responses_of_a_hundred_kilobytes_are_read_once(part, tail, monkeypatch):
+    """It ends: a quadratic rule would look at 10^10 characters and run into the time limit."""
+    from megatron_opd.data.tasks import answers
+
+    rounds = []
+    unwrapped = answers._unwrapped
+    monkeypatch.setattr(
+        answers, "_unwrapped", lambda text: (rounds.append(len(text)), unwrapped(text))[1]
+    )
+    text = part * (100_000 // len(part)) + tail
+    assert get_verifier("exact")(text, "42") is (tail == "\n42")
+    assert sum(rounds) <= 2 * answers._MAX_WRAPPERS * len(text)
+
+
 def test_an_unknown_task_lists_the_choices():
     with pytest.raises(
         ValueError, match="unknown task 'algebra'; choices: arithmetic, exact, none"

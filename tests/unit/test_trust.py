@@ -49,8 +49,9 @@ def test_clip_is_a_lower_bound_with_no_gradient_where_it_stops(
 def test_m2_keeps_the_most_it_may(rows: list[tuple[float, float, float]], threshold: float):
     """Mean within the threshold; one more distance would break it; nothing else is masked."""
     log_r, A, weight = columns(rows)
-    limit = second_moment_limit(log_r, A, weight, threshold)
-    got = trusted(M2Trust(threshold=threshold), log_r, A, limit)
+    config = M2Trust(threshold=threshold)
+    limit = second_moment_limit(log_r, A, weight, config)
+    got = trusted(config, log_r, A, limit)
     along, moment = moved_along(log_r, A), log_r.square()
     assert not bool((got.stopped_n & ~along).any())
     kept = along & ~got.stopped_n
@@ -64,6 +65,45 @@ def test_m2_keeps_the_most_it_may(rows: list[tuple[float, float, float]], thresh
         assert limit == torch.inf
 
 
+@settings(deadline=None)
+@given(actions, st.floats(0.001, 1.0))
+def test_capped_m2_takes_the_mean_over_every_candidate(
+    rows: list[tuple[float, float, float]], threshold: float
+):
+    """The authors' rule: all candidates, those beyond the limit counted as it, are within it."""
+    log_r, A, weight = columns(rows)
+    config = M2Trust(threshold=threshold, moment="capped")
+    limit = second_moment_limit(log_r, A, weight, config)
+    got = trusted(config, log_r, A, limit)
+    along, moment = moved_along(log_r, A), log_r.square()
+    assert torch.equal(got.stopped_n, along & (moment >= limit))
+    if not bool(along.any()):
+        assert limit == torch.inf
+        return
+
+    def mean_at(cap: torch.Tensor) -> float:
+        return float((moment.clamp(max=cap) * weight)[along].sum() / weight[along].sum())
+
+    assert mean_at(limit) <= threshold + 1e-12
+    beyond = moment[along & (moment > limit)]
+    if limit < torch.inf:
+        assert mean_at(beyond.min()) > threshold - 1e-12, "a larger limit was allowed"
+    kept = second_moment_limit(log_r, A, weight, M2Trust(threshold=threshold))
+    assert limit <= kept, "capped masks at least what kept does"
+
+
+def test_the_two_second_moments_differ_on_a_hand_made_batch():
+    """Moments 0.01 x 8, 0.04, 1, 4 (mean 0.465): the limit is a budget of 0.1 over 11 tokens."""
+    moment = torch.tensor([0.01] * 8 + [0.04, 1.0, 4.0], dtype=torch.float64)
+    log_r, ones = moment.sqrt(), torch.ones(11, dtype=torch.float64)
+    kept = second_moment_limit(log_r, ones, ones, M2Trust(threshold=0.12))
+    # (0.08 + 0.04 + 1) / 10 = 0.112 <= 0.12 without the furthest
+    assert float(kept) == pytest.approx(4.0)
+    capped = second_moment_limit(log_r, ones, ones, M2Trust(threshold=0.12, moment="capped"))
+    # capped at 1: (0.08 + 0.04 + 2) / 11 = 0.193 is too much; at 0.04: 0.018
+    assert float(capped) == pytest.approx(0.04)
+
+
 def test_m2_of_a_split_mini_batch_needs_the_whole_of_it():
     """Two halves with gathered views mask what the whole batch masks; each on its own does not."""
     est = estimator(objective={"trust": {"type": "m2", "threshold": 0.1}})
@@ -75,7 +115,7 @@ def test_m2_of_a_split_mini_batch_needs_the_whole_of_it():
     parts = [tuple(x[i::2] for x in views[0]) for i in range(2)]
     joined = [tuple(torch.cat(x) for x in zip(*parts, strict=True))]
     assert m2_limit_of(est, whole, joined) == m2_limit_of(est, whole, None)
-    alone = [second_moment_limit(*part, threshold=0.1) for part in parts]
+    alone = [second_moment_limit(*part, M2Trust(threshold=0.1)) for part in parts]
     assert len({float(x) for x in alone}) == 2
     assert 0 < int(stopped.sum()) < len(stopped)
 

@@ -3,7 +3,8 @@
 Megatron names CUDA in about sixty places that no configuration reaches: `device="cuda"` literals,
 `torch.cuda.current_device()`, type names such as `torch.cuda.FloatTensor` in its optimizers, CUDA
 random states, streams. Each is answered here with its CPU meaning, so that Megatron itself stays
-unmodified. `fix_megatron` repairs defects of 0.16.1 that a GPU without TransformerEngine has too.
+unmodified; the gradient norm, which a CPU adds up badly, is replaced by devices/grad_norm.py.
+`fix_megatron` repairs defects of 0.16.1 that a GPU without TransformerEngine has too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from megatron_opd.learner.devices.grad_norm import multi_tensor_l2_norm
 
 CPU = torch.device("cpu")
 
@@ -98,6 +101,14 @@ def _patch_token_dispatcher() -> None:
     module.maybe_move_tensor_to_cpu = to_host
 
 
+def _patch_grad_norm() -> None:
+    from megatron.core.optimizer import clip_grads
+
+    # The name that get_grad_norm_fp32 looks up when it is called.
+    module: Any = clip_grads
+    module.l2_norm_impl = multi_tensor_l2_norm
+
+
 def fix_megatron() -> None:
     """Every MoE router names `te_general_gemm`, which only TransformerEngine defines (0.16.1)."""
     from megatron.core.transformer.moe import moe_utils
@@ -118,4 +129,5 @@ def install() -> AbstractContextManager[Any]:
     _patch_torch_cuda()
     _patch_random_state()
     _patch_token_dispatcher()
+    _patch_grad_norm()
     return CudaMeansCpu()

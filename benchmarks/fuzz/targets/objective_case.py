@@ -1,0 +1,30 @@
+"""The case file of `opd objective`."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from benchmarks.fuzz.engine import Target
+from benchmarks.fuzz.mutations import damaged_json
+from benchmarks.fuzz.places import ROOT, written
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.objective import objective_report
+from megatron_opd.config.load import ConfigError
+
+CORPUS = [json.loads(file.read_bytes()) for file in sorted(ROOT.glob("examples/objective/*.json"))]
+
+
+def call(data: bytes) -> dict[str, Any]:
+    """Evaluate the loss."""
+    return objective_report(written("case.json", data))
+
+
+def oracle(data: bytes, report: dict[str, Any]) -> str | None:
+    """Every figure of the answer is finite, so that it is strict JSON."""
+    figures = [report["loss"], *report["grad_student_logp"], *report["metrics"].values()]
+    return None if all(map(math.isfinite, figures)) else "a figure is not finite"
+
+
+TARGET = Target("objective_case", damaged_json(CORPUS), call, (UserError, ConfigError), oracle)

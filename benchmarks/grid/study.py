@@ -1,0 +1,43 @@
+"""A study of many runs as one command: rows in benchmarks/results, resumable, a part at a time."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.grid.statistics import aggregated
+from benchmarks.grid.trials import RESULTS, Launch, Trial, run_commits, run_trials
+
+
+def run_study(
+    name: str,
+    trials: Sequence[Trial],
+    options: Sequence[str],
+    *,
+    launch: Launch,
+    out: Path | None = None,
+    rows: Path | None = None,
+) -> dict[str, Any]:
+    """Run what is missing; everything that is finished by (setting, method).
+
+    Options: `--limit N` runs at most N of the missing trials (0: none, aggregate what there is).
+    Rows are in benchmarks/results/NAME_rows.jsonl, run directories and logs in runs/NAME.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}")
+    parser.add_argument("--limit", type=int, default=None, help="run at most so many trials")
+    parsed = parser.parse_args(list(options))
+    finished = run_trials(
+        trials,
+        Path("runs") / name if out is None else out,
+        launch,
+        rows=RESULTS / f"{name}_rows.jsonl" if rows is None else rows,
+        limit=parsed.limit,
+    )
+    there = {row["name"] for row in finished}
+    return {
+        "run_commits": run_commits(finished),
+        "missing": [trial.name for trial in trials if trial.name not in there],
+        "entries": aggregated(finished),
+    }

@@ -1,0 +1,44 @@
+"""Whether a stored tensor holds only finite numbers, from its bytes alone. Torch-free.
+
+A floating-point number whose exponent bits are all ones is an infinity or not a number.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_opd.checkpoint.hf_files import ITEM_BYTES, Stored
+
+CHUNK_BYTES = 2**26
+# dtype -> (unsigned integer of its width, exponent bits, mantissa bits)
+_BITS = {
+    "F32": (np.dtype("<u4"), 0x7F800000, 0x007FFFFF),
+    "BF16": (np.dtype("<u2"), 0x7F80, 0x007F),
+    "F16": (np.dtype("<u2"), 0x7C00, 0x03FF),
+}
+
+
+def first_not_finite(stored: Stored) -> str | None:
+    """`NaN at element 7`, the first number that is not finite; None when all are.
+
+    A dtype that no learner takes is not looked into. May raise OSError.
+    """
+    if stored.dtype not in _BITS:
+        return None
+    kind, exponent, mantissa = _BITS[stored.dtype]
+    left, done = stored.num_bytes, 0
+    with stored.file.open("rb") as stream:
+        stream.seek(stored.offset)
+        while left:
+            data = stream.read(min(left, CHUNK_BYTES))
+            if not data:
+                raise OSError(f"{stored.file} ends before its tensors do")
+            bits = np.frombuffer(data, kind)
+            bad = (bits & exponent) == exponent
+            if bad.any():
+                index = int(bad.argmax())
+                what = "NaN" if bits[index] & mantissa else "an infinity"
+                return f"{what} at element {done // ITEM_BYTES[stored.dtype] + index}"
+            left -= len(data)
+            done += len(data)
+    return None

@@ -1,0 +1,78 @@
+"""`scoring.guard`: a teacher that would teach nonsense is told before the first update."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.prepare import Prepared
+from megatron_opd.cli.roles import section_of, teacher_roles
+from megatron_opd.config.schema import Config
+from megatron_opd.metrics.teacher_health import TeacherWatch
+from megatron_opd.teacher.guard import TOKENS, Probe, ProbedServer, probe
+
+
+async def check_teachers(
+    config: Config, prepared: Prepared, servers: Mapping[str, Sequence[ProbedServer]]
+) -> list[str]:
+    """Probe every server of every teacher, by name; lines for the user.
+
+    With scoring.guard `refuse` a nonsense teacher is a UserError, with `warn` a line.
+    """
+    if config.scoring.guard == "off":
+        return []
+    run = partial(
+        probe,
+        temperature=config.scoring.temperature,
+        max_new_tokens=min(TOKENS, config.rollout.max_new_tokens),
+        vocab_size=prepared.student.vocab_size,
+    )
+    lines: list[str] = []
+    for name, role in teacher_roles(config).items():
+        asked = [
+            run(server, prepared.probes[name], name=f"guard-{uuid.uuid4().hex[:8]}")
+            for server in servers[name]
+        ]
+        urls = [server.url for server in servers[name]]
+        found = dict(zip(urls, await asyncio.gather(*asked), strict=True))
+        lines += _verdicts(config, role, found, prepared.student.vocab_size)
+    return lines
+
+
+def _verdicts(config: Config, role: str, found: Mapping[str, Probe], vocab_size: int) -> list[str]:
+    """A line for each bad server of a role, by url, and one for all the others."""
+    lines: list[str] = []
+    dtype = section_of(config, role).dtype
+    problems = {url: each.problem(dtype, vocab_size) for url, each in found.items()}
+    for url, problem in problems.items():
+        if problem is not None:
+            told = f"{role} at {url} answers nonsense: {problem}"
+            if config.scoring.guard == "refuse":
+                raise UserError(f"{told}; check {role}.model, or set scoring.guard to warn or off")
+            lines.append(f"warning: {told}")
+    sound = [found[url] for url, problem in problems.items() if problem is None]
+    if sound:
+        gap_nats = max(each.gap_nats for each in sound)
+        worst_nats = max(each.worst_nats for each in sound)
+        lines.append(
+            f"{role}: scores agree with sampling to {gap_nats:.1e} nats "
+            f"(median of {sound[0].num_ids} ids; at most {worst_nats:.1e})"
+        )
+    return lines
+
+
+def make_teacher_watch(config: Config, vocab_size: int) -> TeacherWatch | None:
+    """What looks at the scores during the run; None where no teacher is read."""
+    teachers = tuple(teacher_roles(config))
+    if not teachers:
+        return None
+    guard = config.scoring.guard
+    return TeacherWatch(
+        teachers,
+        vocab_size,
+        alarm=guard != "off",
+        stop_after=config.scoring.guard_stop_after if guard == "refuse" else 0,
+    )

@@ -1,0 +1,74 @@
+"""A checkpoint's tokenizer: whether it is there, and whether it is the model's.
+
+Transformers makes an empty tokenizer of a directory without one; here that is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_opd.cli.errors import UserError
+from megatron_opd.config.wording import shown
+from megatron_opd.data.render import is_failure, said
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether `path` holds a vocabulary."""
+    return any((path / name).is_file() for name in FILES)
+
+
+def load_tokenizer(path: Path, key: str) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, from local files only; `key` is the config key that named it.
+
+    Raises UserError: no vocabulary, a config.json or tokenizer that transformers refuses.
+    """
+    if not has_tokenizer(path):
+        raise UserError(f"{key}: {path} has no tokenizer: none of {', '.join(FILES)} is there")
+    from transformers import AutoConfig, AutoTokenizer
+
+    _checked(f"{key}: transformers refuses {path / 'config.json'}", AutoConfig, path)
+    tokenizer = _checked(f"{key}: cannot load the tokenizer in {path}", AutoTokenizer, path)
+    if not tokenizer.get_vocab():
+        raise UserError(f"{key}: the tokenizer in {path} has no words")
+    return tokenizer
+
+
+def _checked(problem: str, kind: Any, path: Path) -> Any:
+    try:
+        return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except BaseException as error:  # transformers raises what its parts raise, Rust panics too
+        if not is_failure(error):
+            raise
+        raise UserError(f"{problem}: {said(error)}") from None
+
+
+def end_tokens(
+    key: str, raw: Mapping[str, Any], vocab_size: int, tokenizer: PreTrainedTokenizerBase
+) -> frozenset[int]:
+    """Ids that end a response: the tokenizer's and those of the model's config.json, `raw`.
+
+    Raises UserError for one that is no id of the model, and when there is none.
+    """
+    named = raw.get("eos_token_id")
+    from_config: list[Any] = named if isinstance(named, list) else [named]
+    for origin, ids in (("config.json", from_config), ("tokenizer", [tokenizer.eos_token_id])):
+        for i in ids:
+            if i is not None and (type(i) is not int or not 0 <= i < vocab_size):
+                raise UserError(
+                    f"{key}: eos_token_id of its {origin} must be an id below vocab_size "
+                    f"{vocab_size}, got {shown(i, 80)}"
+                )
+    found = frozenset(i for i in [*from_config, tokenizer.eos_token_id] if i is not None)
+    if not found:
+        raise UserError(
+            f"{key}: neither its config.json nor its tokenizer names an end-of-sequence token: "
+            "every response would run to its limit"
+        )
+    return found

@@ -1,0 +1,82 @@
+"""Whether two checkpoints cut text into the same ids, judged by content instead of by file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Parts = Mapping[str, Any]
+
+# What decides which ids a text becomes. The post-processor adds ids that prompts carry already, the
+# decoder turns ids back into text, truncation and padding are settings of a moment.
+PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+# Told apart by name where they differ: a vocabulary is too long to print.
+TABLES = ("vocab", "merges")
+# Whether a token is shown when text is decoded; the ids are the same.
+NO_MATTER = ("special",)
+
+
+def tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> Parts:
+    """tokenizer.json as the library reads it, so that two spellings of one content are equal.
+
+    A tokenizer that has none is its vocabulary alone.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return {"model": {"vocab": tokenizer.get_vocab()}}
+    return json.loads(backend.to_str())
+
+
+def difference(ours: Parts, theirs: Parts) -> str | None:
+    """The first part in which two tokenizers differ, and where; None: they are the same."""
+    for part in PARTS:
+        a, b = ours.get(part), theirs.get(part)
+        if part == "model" and isinstance(a, dict) and isinstance(b, dict):
+            found = _of_models(a, b)
+        elif part == "added_tokens":
+            found = _first_of("added tokens", _tokens(a), _tokens(b))
+        else:
+            found = None if a == b else f"they differ in {part}: {_short(a)} and {_short(b)}"
+        if found is not None:
+            return found
+    return None
+
+
+def _of_models(a: Parts, b: Parts) -> str | None:
+    for table in TABLES:
+        if a.get(table) != b.get(table):
+            return _first_of(table, _rows(a.get(table)), _rows(b.get(table)))
+    for key in sorted(a.keys() | b.keys()):
+        if a.get(key) != b.get(key):
+            return f"they differ in model.{key}: {_short(a.get(key))} and {_short(b.get(key))}"
+    return None
+
+
+def _rows(table: Any) -> Sequence[Any]:
+    """A vocabulary by rising id, merges and scores as they stand."""
+    if isinstance(table, dict):
+        return sorted(table.items(), key=lambda item: item[1])
+    return table or []
+
+
+def _tokens(tokens: Any) -> Sequence[Any]:
+    return [{k: v for k, v in token.items() if k not in NO_MATTER} for token in tokens or []]
+
+
+def _first_of(what: str, a: Sequence[Any], b: Sequence[Any]) -> str | None:
+    differing = [i for i, (x, y) in enumerate(zip_longest(a, b)) if x != y]
+    if not differing:
+        return None
+    first = differing[0]
+    x, y = (_short(rows[first]) if first < len(rows) else "none" for rows in (a, b))
+    return f"{len(differing)} of their {what} differ, the first is number {first}: {x} and {y}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=True)
+    return text if len(text) <= 100 else f"{text[:100]}..."
