@@ -65,7 +65,25 @@ class PortInUse(BridgeError):
         super().__init__(f"port {port} is in use on {host}")
 
 
+def printable(text: str) -> str:
+    r"""`text` with every control, format or unpaired character written out, as `\x1b`.
+
+    What a peer sends reaches terminals and logs through here: escape sequences would act there, and
+    bidirectional overrides would show another text than was sent. White space other than the plain
+    space is written out too.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character
+        if character.isprintable()
+        else character.encode("unicode_escape", errors="surrogatepass").decode("ascii")
+        for character in text
+    )
+
+
 def one_line(text: str, limit: int = 400) -> str:
-    """`text` with its white space collapsed, cut to `limit` characters."""
-    flat = " ".join(text.split())
+    """`text` with its white space collapsed, safe to print, cut to `limit` characters."""
+    # a peer may send megabytes: what lies far behind the cut is not looked at
+    flat = printable(" ".join(text[: 16 * limit].split()))
     return flat if len(flat) <= limit else flat[: limit - 3] + "..."
