@@ -214,7 +214,9 @@ def test_a_rank_that_raises_ends_the_call_with_its_reason(damage, model, batch, 
             await remote.train(replace(batch, samples=tuple(broken)))
 
     codes = with_learner(make_config(model, dp=2), tmp_path, body, 2)
-    assert set(codes) <= {1, None}
+    # the other one fails too, or finds the controller gone, or still waits for this one
+    assert 1 in codes
+    assert set(codes) <= {1, EXIT_LOST, None}
 
 
 def test_a_world_of_the_wrong_size_names_the_keys(model, tmp_path):
