@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -31,11 +31,13 @@ def export_hf(
     target: Path,
     dtype: torch.dtype,
     max_file_bytes: int = MAX_FILE_BYTES,
+    may_name: Callable[[], None] = lambda: None,
 ) -> None:
     """Write `tensors`, cast to `dtype`, with the configuration and tokenizer of `source`.
 
     `target` appears complete or not at all; an earlier checkpoint there is replaced.
-    max_file_bytes: a new safetensors file is begun before one would exceed it.
+    max_file_bytes: a new safetensors file is begun before one would exceed it. may_name: called
+    when all is written; raises when `target` must not appear.
     """
     target = target.absolute()
     part = target.with_name(f".{target.name}.part")
@@ -49,6 +51,11 @@ def export_hf(
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    try:
+        may_name()
+    except BaseException:
+        shutil.rmtree(part)
+        raise
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

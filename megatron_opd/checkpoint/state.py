@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_opd.checkpoint import state_files
 from megatron_opd.checkpoint.part_dir import write_synced
+from megatron_opd.checkpoint.run_lock import Claim
 from megatron_opd.checkpoint.state_model import CONTENT, module_of, sharded_model, without_pickles
 from megatron_opd.checkpoint.state_optimizer import (
     Share,
@@ -77,6 +78,8 @@ class LearnerState:
         self._timeout_s = timeout_s
         self._device_mode = cpu.install()
         self._writer: ShardWriter | None = None
+        self.claim: Claim | None = None
+        """Checked before a save writes anything, and before its files count as written."""
 
     def save(self, path: Path, updates: int, *, in_background: bool) -> None:
         """Write the state after `updates` updates to the new directory `path`.
@@ -88,6 +91,7 @@ class LearnerState:
         if self._writer is None:
             self._writer = ShardWriter(self._timeout_s)
         rank = self._world.rank
+        self._check_claim()
         if rank == 0:
             path.mkdir(parents=True)
         dist.barrier()
@@ -161,12 +165,17 @@ class LearnerState:
         return self._world.parallel.model_dump(mode="json")
 
     def _finish(self, path: Path) -> None:
-        """Every rank's shards are on disk: sign for this rank's."""
+        """Every rank's shards are on disk: sign for this rank's. Raises NotTheHolder."""
+        self._check_claim()
         rank = self._world.rank
         mine = [file.name for file in path.glob(f"__{rank}_*")] + [_rng_name(rank)]
         if rank == 0:
             mine += [STATE, ".metadata", "common.pt"]
         state_files.write_sums(path, rank, mine)
+
+    def _check_claim(self) -> None:
+        if self.claim is not None:
+            self.claim.check()
 
     def _verify(self, path: Path, facts: LearnerFacts) -> None:
         """Check every file's size and, shared out over the ranks, its checksum."""

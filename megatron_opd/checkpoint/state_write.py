@@ -12,6 +12,7 @@ a thread, over a process group of its own, so that its collectives never meet th
 from __future__ import annotations
 
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -29,6 +30,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+from megatron_opd.checkpoint.run_lock import NotTheHolder
 
 BACKEND, VERSION = "torch_dist", 1
 
@@ -83,9 +86,14 @@ class ShardWriter(TorchDistSaveShardedStrategy):
             self._write(state, path)
         except BaseException as error:  # noqa: BLE001  raised by the next `wait`
             self._failure = error
-            reason = str(error) if isinstance(error, SaveFailed) else explained(error, path)
-            # on a full disk the name is all that can be written
-            (path / f"failed-{dist.get_rank():05d}").write_text(reason, encoding="utf-8")
+            if isinstance(error, NotTheHolder):
+                return  # the directory is another run's: not even a reason is written into it
+            reason = str(error) if isinstance(error, SaveFailed) else _safely_explained(error, path)
+            try:
+                # on a full disk the name is all that can be written
+                (path / f"failed-{dist.get_rank():05d}").write_text(reason, encoding="utf-8")
+            except OSError as unwritten:
+                sys.stderr.write(f"{path}: {reason}; not written there: {unwritten.strerror}\n")
 
     def _write(self, state: dict[str, Any], path: Path) -> None:
         try:
@@ -104,6 +112,13 @@ def explained(error: BaseException, path: Path) -> str:
     """In one line, with the space that is left: torch calls a full disk `unexpected pos`."""
     free_mb = shutil.disk_usage(path).free / 1e6
     return f"{one_line(error)} ({free_mb:.1f} MB are free there)"
+
+
+def _safely_explained(error: BaseException, path: Path) -> str:
+    try:
+        return explained(error, path)
+    except OSError:  # the directory is gone
+        return one_line(error)
 
 
 def one_line(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_opd.checkpoint.part_dir import write_synced
+from megatron_opd.checkpoint.run_lock import Claim, NotTheHolder
 from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs
 from megatron_opd.checkpoint.state_files import sums_name
 from megatron_opd.config.schema import Config
@@ -51,6 +52,7 @@ class Checkpoints:
         extras: what else must be kept of the run (JSON), taken together with the controller's
             state.
         say: tells the user.
+        claim: proves, before anything is written or named, that the directory is still this run's.
     """
 
     def __init__(
@@ -60,11 +62,14 @@ class Checkpoints:
         learner: SavingLearner,
         extras: Callable[[], dict[str, Any]],
         say: Callable[[str], None],
+        claim: Claim | None = None,
     ) -> None:
         self._dirs, self._config, self._learner = dirs, config.checkpoint, learner
         self._ranks = config.learner.parallel.world_size
         self._timeout_s = config.learner.timeout_s
         self._extras, self._say = extras, say
+        self._claim = claim
+        self._last_s = time.monotonic()
         self._writing: asyncio.Task[None] | None = None
         self.waited_s = Mean()
         """Seconds that training waited for a checkpoint."""
@@ -73,12 +78,12 @@ class Checkpoints:
 
     async def after_update(self, updates: int, state: Callable[[], ControllerState]) -> None:
         """Save when it is time to. Raises CheckpointFailed, also for the checkpoint before."""
-        every = self._config.every
-        if not every or updates % every:
+        if not self._due(updates):
             return
-        started_s = time.monotonic()
+        started_s = self._last_s = time.monotonic()
         controller, run = encode_state(state()), json.dumps(self._extras())
         await self.finish()
+        self._check_claim()
         part = self._dirs.start(updates)
         in_background = self._config.async_save
         await self._learner.save_state(part / LEARNER, updates, in_background=in_background)
@@ -88,6 +93,19 @@ class Checkpoints:
         if not in_background:
             await self.finish()
         self.waited_s.add(time.monotonic() - started_s)
+
+    def _due(self, updates: int) -> bool:
+        """By count or by time. What is saved, and when, changes no update."""
+        every, minutes = self._config.every, self._config.every_minutes
+        by_count = every > 0 and updates % every == 0
+        return by_count or (minutes > 0 and time.monotonic() - self._last_s >= 60 * minutes)
+
+    async def abandon(self) -> None:
+        """Forget the checkpoint being written: the run ends for another reason."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
 
     async def finish(self) -> None:
         """Until the checkpoint being written is complete."""
@@ -100,11 +118,20 @@ class Checkpoints:
     ) -> None:
         await asyncio.to_thread(_write_own, part, controller, run)
         await self._learner_written(part / LEARNER)
+        self._check_claim()
         await asyncio.to_thread(self._dirs.publish, updates, [CONTROLLER, RUN])
         keep_last, keep_every = self._config.keep_last, self._config.keep_every
         await asyncio.to_thread(self._dirs.rotate, keep_last, keep_every)
         self.written_s.add(time.monotonic() - started_s)
         self._say(f"checkpoint: {self._dirs.path(updates)}")
+
+    def _check_claim(self) -> None:
+        if self._claim is None:
+            return
+        try:
+            self._claim.check()
+        except NotTheHolder as error:
+            raise CheckpointFailed(str(error)) from None
 
     async def _learner_written(self, path: Path) -> None:
         deadline = time.monotonic() + self._timeout_s

@@ -30,6 +30,7 @@ def _pipeline(arguments: argparse.Namespace, *, launch: bool) -> int:
     from megatron_opd.cli.run import run_pipeline
 
     config = load_config(Config, arguments.config, arguments.overrides)
+    accepted = accepted_changes(arguments)
     if not launch:
         for role in all_roles(config):
             if not section_of(config, role).urls:
@@ -37,8 +38,20 @@ def _pipeline(arguments: argparse.Namespace, *, launch: bool) -> int:
         if config.learner.listen_port == 0:
             raise UserError("opd control: learner.listen_port must be a fixed port, got 0")
     return run_pipeline(
-        config, overwrite=arguments.overwrite, launch=launch, resume=arguments.resume
+        config,
+        overwrite=arguments.overwrite,
+        launch=launch,
+        resume=arguments.resume,
+        accepted=accepted,
     )
+
+
+def accepted_changes(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The keys of every --accept-changes. Raises UserError when there is nothing to resume."""
+    keys = [key.strip() for given in arguments.accept_changes for key in given.split(",")]
+    if keys and not arguments.resume:
+        raise UserError("--accept-changes says what may differ on --resume, which is not given")
+    return tuple(dict.fromkeys(key for key in keys if key))
 
 
 def serve(arguments: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ import psutil
 
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.transport.lifetime import PARENT_VARIABLE
+from megatron_opd.transport.token import TOKEN_VARIABLE
 from sglang_bridge.ports import free_port
 
 
@@ -37,9 +38,18 @@ def learner_command(config_file: Path, learner: LearnerConfig, extra: Sequence[s
 
 
 class LearnerProcess:
-    """One learner world. `log` receives the output of every rank; None: our own output does."""
+    """One learner world. `log` receives the output of every rank; None: our own output does.
 
-    def __init__(self, command: Sequence[str], log: Path | None, threads: int | None) -> None:
+    token: what the ranks show their controller; not on the command line, which anyone may read.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path | None,
+        threads: int | None,
+        token: str | None = None,
+    ) -> None:
         self.command = list(command)
         self.log = log
         self.environment = {
@@ -48,6 +58,8 @@ class LearnerProcess:
             "PYTHONUNBUFFERED": "1",
             PARENT_VARIABLE: str(os.getpid()),
         }
+        if token is not None:
+            self.environment[TOKEN_VARIABLE] = token
         if threads is not None:
             self.environment["OMP_NUM_THREADS"] = str(threads)
         self._process: subprocess.Popen[bytes] | None = None

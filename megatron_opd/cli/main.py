@@ -46,6 +46,13 @@ def build_parser() -> argparse.ArgumentParser:
         choice.add_argument(
             "--resume", action="store_true", help="go on from the newest checkpoint in run.dir"
         )
+        verb.add_argument(
+            "--accept-changes",
+            action="append",
+            default=[],
+            metavar="KEY[,KEY]",
+            help="with --resume: keys that may differ from the run's, e.g. learner.optimizer.lr",
+        )
 
     run = with_config("run", "run everything on this machine: servers, learner, controller")
     again(run)

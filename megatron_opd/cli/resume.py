@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from megatron_opd.checkpoint.part_dir import write_synced
 from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs, verify
 from megatron_opd.checkpoint.state_files import read_json
 from megatron_opd.cli.checkpoints import CONTROLLER, RUN
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.run_dir import RunDir
+from megatron_opd.config.digests import flat, matches
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import ControllerState, decode_state
@@ -52,6 +54,19 @@ MAY_CHANGE = (
     "weight_sync.verify_first",
 )
 """Keys that change neither what is sampled nor what is learnt from it, but for rounding."""
+CANNOT_CHANGE = {
+    "student.model": "the checkpoint's weights and samples are of that model",
+    "learner.dtype": "the checkpoint's weights and optimizer are stored in it",
+    "data.teacher_key": "the checkpoint's samples were scored by it",
+    "objective.type": "the checkpoint's samples were scored for it",
+    "objective.terms": "the checkpoint's samples were scored for them",
+    "support": "the checkpoint's samples are cached so",
+    "support.*": "the checkpoint's samples are cached so",
+    "rollout.group_size": "the checkpoint's samples are grouped so",
+    "buffer.*": "the checkpoint's samples were admitted under it",
+    "learner.routing_replay": "the checkpoint's samples carry what it needs, or do not",
+}
+"""Keys whose change cannot work, and why."""
 EXTRAS: Mapping[str, type | tuple[type, ...]] = {
     "elapsed_s": (int, float),
     "wall_s": (int, float),
@@ -64,13 +79,34 @@ EXTRAS: Mapping[str, type | tuple[type, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """A key that a resumption was told to change. at_updates: where it went on."""
+
+    at_updates: int
+    key: str
+    before: Any
+    after: Any
+
+    @property
+    def line(self) -> str:
+        """For the user."""
+        values = f"{json.dumps(self.before)} to {json.dumps(self.after)}"
+        return f"resumed at {self.at_updates} updates with {self.key} changed from {values}"
+
+
+@dataclass(frozen=True, slots=True)
 class Resumption:
-    """Where a run goes on. extras: what Checkpoints was given to keep. notes: for the user."""
+    """Where a run goes on.
+
+    extras: what Checkpoints was given to keep. changes: every accepted change of this resumption
+    and of those before. notes: for the user.
+    """
 
     path: Path
     state: ControllerState
     extras: dict[str, Any]
     notes: tuple[str, ...]
+    changes: tuple[Change, ...] = ()
 
     @property
     def learner(self) -> Path:
@@ -78,12 +114,15 @@ class Resumption:
         return self.path / LEARNER
 
 
-def find_resumption(config: Config) -> Resumption:
-    """What `config` goes on from. Raises UserError with one line for whatever stands against it."""
+def find_resumption(config: Config, accepted: Sequence[str] = ()) -> Resumption:
+    """What `config` goes on from. Raises UserError with one line for whatever stands against it.
+
+    accepted: keys that may differ from the run's although what is learnt depends on them.
+    """
     run_dir = RunDir(config.run.dir)
     if not run_dir.resolved_config.is_file():
         raise UserError(f"--resume: run.dir {run_dir.path} holds no run")
-    _check_unchanged(load_config(Config, run_dir.resolved_config), config, run_dir)
+    changed = _changes(load_config(Config, run_dir.resolved_config), config, run_dir, accepted)
     dirs = StepDirs(run_dir.checkpoints)
     torn, complete = [path.name for path in dirs.torn()], dirs.complete()
     if not complete:
@@ -108,18 +147,33 @@ def find_resumption(config: Config) -> Resumption:
         raise UserError(f"--resume: data.train {config.data.train} is not the file it was")
     notes = [f"{name} was not written to its end and is left aside" for name in torn]
     notes.append(f"going on from {path} ({updates} updates)")
-    return Resumption(path, state, extras, tuple(notes))
+    now = tuple(Change(updates, key, *values) for key, values in changed.items())
+    notes += [change.line for change in now]
+    return Resumption(path, state, extras, tuple(notes), (*_earlier_changes(run_dir), *now))
 
 
-def reopen_run_dir(config: Config, updates: int) -> RunDir:
+def _earlier_changes(run_dir: RunDir) -> tuple[Change, ...]:
+    """What resumptions before this one were told to change. Raises UserError."""
+    try:
+        content = run_dir.changes.read_bytes() if run_dir.changes.exists() else b"[]"
+        return tuple(Change(**change) for change in json.loads(content))
+    except (OSError, ValueError, TypeError, RecursionError):
+        raise UserError(f"--resume: {run_dir.changes} is damaged: no list of changes") from None
+
+
+def reopen_run_dir(config: Config, updates: int, changes: Sequence[Change] = ()) -> RunDir:
     """Make the run directory of `updates` updates ago. Raises UserError when it cannot.
 
     metrics.jsonl is cut back to them; logs, trace and summary of the earlier attempt move to
-    earlier/N/; the configuration becomes the new one; unfinished checkpoints are removed.
+    earlier/N/; the configuration becomes the new one, with a comment line for each accepted
+    change, which changes.json keeps too; unfinished checkpoints are removed.
     """
     run_dir = RunDir(config.run.dir)
     try:
-        run_dir.continue_from(config, updates)
+        head = "".join(f"# {change.line}\n" for change in changes)
+        run_dir.continue_from(config, updates, head)
+        if changes:
+            write_synced(run_dir.changes, json.dumps([asdict(change) for change in changes]))
         dirs = StepDirs(run_dir.checkpoints)
         for torn in dirs.torn():
             dirs.discard(torn)
@@ -142,25 +196,26 @@ def file_crc32(path: Path) -> int:
     return zlib.crc32(path.read_bytes())
 
 
-def _check_unchanged(before: Config, now: Config, run_dir: RunDir) -> None:
-    old, new = _flat(before), _flat(now)
-    for key in sorted(old.keys() | new.keys()):
-        if any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE):
-            continue
-        if old.get(key) != new.get(key):
+def _changes(
+    before: Config, now: Config, run_dir: RunDir, accepted: Sequence[str]
+) -> dict[str, tuple[Any, Any]]:
+    """{accepted key: its value before and now}. Raises UserError for any other that differs."""
+    old, new = flat(before), flat(now)
+    differing = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    differing = [key for key in differing if not matches(key, MAY_CHANGE)]
+    for key in accepted:
+        if key not in differing:
+            same = "is what it was" if key in old.keys() | new.keys() else "is no key of this run"
             raise UserError(
-                f"--resume: {key} must be what it was in {run_dir.resolved_config}, "
-                f"{json.dumps(old.get(key))}, got {json.dumps(new.get(key))}"
+                f"--accept-changes: {key} {same}, or may change anyway; name keys that differ from "
+                f"{run_dir.resolved_config} (differing: {', '.join(differing) or 'none'})"
             )
-
-
-def _flat(config: Config) -> dict[str, Any]:
-    return dict(_leaves("", config.model_dump(mode="json")))
-
-
-def _leaves(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(f"{prefix}{key}.", cast(dict[str, Any], value))
-        else:
-            yield f"{prefix}{key}", value
+    for key in differing:
+        rule = f"{key} must be what it was in {run_dir.resolved_config}"
+        values = f"{json.dumps(old.get(key))}, got {json.dumps(new.get(key))}"
+        reason = next((why for name, why in CANNOT_CHANGE.items() if fnmatchcase(key, name)), None)
+        if reason is not None:
+            raise UserError(f"--resume: {rule}, {values}: {reason}")
+        if key not in accepted:
+            raise UserError(f"--resume: {rule}, {values}; or insist: --accept-changes {key}")
+    return {key: (old.get(key), new.get(key)) for key in differing}

@@ -1,46 +1,53 @@
 """`opd run` and `opd control`: start, evaluate, train, evaluate, export, account for it, stop.
 
-Whatever happens once the run directory exists, summary.json is written and every process that was
-started here is ended.
+The run directory is locked from first to last. Whatever happens once it is this run's, summary.json
+is written and every process that was started here is ended; `opd control` makes it this run's only
+when all that was started elsewhere has joined, so a run that never began changes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 
+from megatron_opd.checkpoint.run_lock import RunLock
 from megatron_opd.checkpoint.state_dirs import StepDirs
 from megatron_opd.cli.accuracy import Accuracies
 from megatron_opd.cli.checkpoints import CheckpointFailed, Checkpoints
 from megatron_opd.cli.errors import RunFailed, UserError
+from megatron_opd.cli.joining import all_of, answers
 from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.learner_process import LearnerProcess, learner_command
 from megatron_opd.cli.preflight import check_addresses, check_inputs_are_kept, check_served
-from megatron_opd.cli.prepare import Prepared, prepare
+from megatron_opd.cli.prepare import Prepared, checked, prepare
 from megatron_opd.cli.processes import LocalProcesses
 from megatron_opd.cli.resume import Resumption, file_crc32, find_resumption, reopen_run_dir
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of, teacher_roles
-from megatron_opd.cli.run_dir import RunDir, prepare_run_dir
+from megatron_opd.cli.run_dir import RunDir, hold_run_dir, prepare_run_dir
 from megatron_opd.cli.servers import server_processes
 from megatron_opd.cli.teacher_guard import check_teachers
 from megatron_opd.cli.wiring import make_controller, make_fleet, make_guard, make_recorder
+from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.snapshot import NOTHING_YET
 from megatron_opd.metrics.persist import dump_totals
 from megatron_opd.metrics.recorder import RunRecorder
-from megatron_opd.metrics.sinks import write_json
+from megatron_opd.metrics.sinks import json_ready, write_json
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting
-from megatron_opd.transport.zmq import LearnerError, RemoteLearner
+from megatron_opd.transport.token import given_token
+from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.weight_sync.session import PublicationSession
 from sglang_bridge import open_files
 from sglang_bridge.errors import BridgeError, one_line
@@ -52,31 +59,53 @@ NOT_STARTED = Accounting(
 )
 
 
-def run_pipeline(config: Config, *, overwrite: bool, launch: bool, resume: bool = False) -> int:
+HEADLINE = ("status", "cause", "updates", "samples_consumed", "samples_dropped", "wall_s")
+"""What is printed of a summary that cannot be written."""
+
+
+def run_pipeline(
+    config: Config,
+    *,
+    overwrite: bool,
+    launch: bool,
+    resume: bool = False,
+    accepted: Sequence[str] = (),
+) -> int:
     """Run once. launch: start servers and learner here; else they were started elsewhere.
 
-    resume: go on from the newest checkpoint in run.dir.
+    resume: go on from the newest checkpoint in run.dir; accepted: keys that may differ from its.
 
     Raises UserError for bad input, RunFailed when a started run cannot go on, KeyboardInterrupt
     after a clean stop by a signal.
     """
     open_files.raise_limit()
     check_inputs_are_kept(config)
-    resumed = find_resumption(config) if resume else None
-    prepared = prepare(config, 0 if resumed is None else resumed.state.next_uid)
-    check_addresses(config)
-    logs = RunDir(config.run.dir).logs
-    keys = {role: role_key(section_of(config, role), role) for role in all_roles(config)}
-    servers: dict[Role, list[ServerProcess]] = {
-        role: server_processes(config, role, logs, keys[role]) if launch else [] for role in keys
-    }
-    if resumed is None:
-        run_dir = prepare_run_dir(config.run.dir, config, overwrite=overwrite)
-    else:
-        run_dir = reopen_run_dir(config, resumed.state.updates)
-    run = PipelineRun(config, prepared, run_dir, servers, keys, launch=launch, resumed=resumed)
-    asyncio.run(run.main())
+    with hold_run_dir(config.run.dir, resume=resume, overwrite=overwrite) as lock:
+        resumed = find_resumption(config, accepted) if resume else None
+        prepared = prepare(config, 0 if resumed is None else resumed.state.next_uid)
+        check_addresses(config)
+        admission = checked(lambda: _admission(config, prepared, lock))
+        logs = RunDir(config.run.dir).logs
+        keys = {role: role_key(section_of(config, role), role) for role in all_roles(config)}
+        servers: dict[Role, list[ServerProcess]] = {
+            role: server_processes(config, role, logs, keys[role]) if launch else []
+            for role in keys
+        }
+        run = PipelineRun(
+            config, prepared, admission, servers, keys, launch=launch, resumed=resumed
+        )
+        asyncio.run(run.main())
     return 0
+
+
+def _admission(config: Config, prepared: Prepared, lock: RunLock) -> Admission:
+    """Which learner is let in. ValueError: the environment's token is no secret."""
+    return Admission(
+        token=given_token() or lock.holder.token,
+        digests=learner_digests(config),
+        vocab_size=prepared.student.vocab_size,
+        claim=lock.claim,
+    )
 
 
 class PipelineRun:
@@ -86,7 +115,7 @@ class PipelineRun:
         self,
         config: Config,
         prepared: Prepared,
-        run_dir: RunDir,
+        admission: Admission,
         servers: Mapping[Role, Sequence[ServerProcess]],
         keys: Mapping[Role, str | None],
         *,
@@ -94,7 +123,9 @@ class PipelineRun:
         resumed: Resumption | None = None,
     ) -> None:
         self.resumed = resumed
-        self.config, self.prepared, self.run_dir = config, prepared, run_dir
+        self.config, self.prepared, self.admission = config, prepared, admission
+        self.run_dir = RunDir(config.run.dir)
+        self.opened = False  # whether the directory is this run's
         self.servers, self.keys, self.launch = servers, keys, launch
         self.roles = tuple(servers)
         self.console = Console(highlight=False)
@@ -108,6 +139,7 @@ class PipelineRun:
         self.recorder: RunRecorder | None = None
         self.checkpoints: Checkpoints | None = None
         self.controller: Controller | None = None
+        self.remote: RemoteLearner | None = None
         self.processes = LocalProcesses([], None)
         self.started_s = time.monotonic()
 
@@ -129,10 +161,10 @@ class PipelineRun:
             raise
         except (BridgeError, LearnerError) as error:
             cause = await self.processes.explain(error)
-            raise RunFailed(f"{cause}; logs are in {self.run_dir.logs}") from error
+            raise RunFailed(f"{cause}{self._see_logs()}") from error
         except (LoopFailed, CheckpointFailed) as error:
             cause = one_line(str(error))
-            raise RunFailed(f"{cause}; logs are in {self.run_dir.logs}") from error
+            raise RunFailed(f"{cause}{self._see_logs()}") from error
         except Exception as error:
             # an error nobody foresaw: one line for the user, all of it beside the other logs
             where = f" (run.dir {self.run_dir.path})" if isinstance(error, OSError) else ""
@@ -141,15 +173,17 @@ class PipelineRun:
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, lambda: None)  # we are stopping already
+            if self.checkpoints is not None:
+                await self.checkpoints.abandon()
             await self.processes.stop()
-            unwritten = self._write_summary(status, cause)
+            unwritten = self._write_summary(status, cause) if self.opened else None
         if unwritten is not None:
             raise RunFailed(unwritten)
 
     async def _run(self) -> None:
         config = self.config
         try:
-            remote = RemoteLearner(config)
+            remote = self.remote = RemoteLearner(config, self.admission)
         except ValueError as error:
             raise UserError(str(error)) from None
         fleets: dict[Role, Fleet] = {
@@ -157,17 +191,22 @@ class PipelineRun:
             for role in self.roles
         }
         try:
-            for role in self.roles:
-                if section_of(config, role).urls:  # before anything is started in vain
-                    await self._join(role, fleets[role])
             self._say(*(f"note: {line}" for line in self.prepared.notes))
-            if self.resumed is not None:
-                self._say(*self.resumed.notes)
-            self._start(remote.address)
-            await self._connect(remote, fleets)
+            if self.launch:
+                for role in self.roles:
+                    if section_of(config, role).urls:  # before anything is started in vain
+                        await self._join(role, fleets[role])
+                self._open_run_dir()
+                self._start(remote.address)
+                await self._connect(remote, fleets)
+            else:
+                await self._wait_for_others(remote, fleets)
+            self._say(f"everything is up after {time.monotonic() - self.started_s:.0f} s")
             teachers = {name: fleets[role] for name, role in teacher_roles(config).items()}
             asked = {name: fleet.clients for name, fleet in teachers.items()}
             self._say(*await check_teachers(config, self.prepared, asked))
+            if not self.opened:
+                self._open_run_dir()
             if self.resumed is None:
                 self._say(*await self.accuracies.before(fleets[STUDENT], teachers))
             else:
@@ -202,9 +241,9 @@ class PipelineRun:
             resumed,
             self.prepared.student.vocab_size,
         )
-        guard = make_guard(self.processes, fleets, self.totals)
-        dirs = StepDirs(self.run_dir.checkpoints)
-        kept = self.checkpoints = Checkpoints(dirs, config, remote, self._extras, self._say)
+        guard = make_guard(self.processes, fleets, self.totals, remote)
+        dirs, claim = StepDirs(self.run_dir.checkpoints), self.admission.claim
+        kept = self.checkpoints = Checkpoints(dirs, config, remote, self._extras, self._say, claim)
         self.controller = make_controller(
             config, self.prepared, fleets, remote, publisher, recorder, guard, kept, state
         )
@@ -235,15 +274,40 @@ class PipelineRun:
             return []
         return [*self.resumed.extras["resumed_at_updates"], self.resumed.state.updates]
 
+    def _changes(self) -> list[dict[str, Any]]:
+        return [] if self.resumed is None else [asdict(change) for change in self.resumed.changes]
+
+    def _open_run_dir(self) -> None:
+        """Make the directory this run's. Raises UserError."""
+        if self.resumed is None:
+            self.run_dir = prepare_run_dir(self.config.run.dir, self.config)
+        else:
+            self._say(*self.resumed.notes)
+            updates, changes = self.resumed.state.updates, self.resumed.changes
+            self.run_dir = reopen_run_dir(self.config, updates, changes)
+        self.opened = True
+
+    async def _wait_for_others(self, remote: RemoteLearner, fleets: Mapping[Role, Fleet]) -> None:
+        """Servers and learner started elsewhere, for at most startup_timeout_s."""
+        self._say(f"waiting for a learner: --controller {remote.address}")
+        limits = {role: section_of(self.config, role).startup_timeout_s for role in self.roles}
+        waits: dict[str, Awaitable[Any]] = {
+            f"{role}.urls {' '.join(self.urls[role])}": self._join(role, fleets[role], limits[role])
+            for role in self.roles
+        }
+        waits["the learner"] = remote.wait_ready(max(limits.values()))
+        try:
+            await all_of(waits, self._say)
+        except LearnerError as error:
+            raise UserError(f"the learner did not start: {error}") from None
+
     def _start(self, controller_address: str) -> None:
-        if not self.launch:
-            self._say(f"waiting for a learner: --controller {controller_address}")
-            return
         config = self.config
         command = learner_command(
             self.run_dir.resolved_config, config.learner, ["--controller", controller_address]
         )
-        learner = LearnerProcess(command, self.run_dir.logs / "learner.log", config.learner.threads)
+        log, token = self.run_dir.logs / "learner.log", self.admission.token
+        learner = LearnerProcess(command, log, config.learner.threads, token)
         servers = [server for role in self.roles for server in self.servers[role]]
         self.processes = LocalProcesses(servers, learner)
         self._say(
@@ -272,13 +336,15 @@ class PipelineRun:
         for role in self.roles:
             if not section_of(config, role).urls:
                 await self._join(role, fleets[role])
-        self._say(f"everything is up after {time.monotonic() - self.started_s:.0f} s")
 
-    async def _join(self, role: Role, fleet: Fleet) -> None:
-        """Ask a role's servers what they are; those started elsewhere may be another model's."""
+    async def _join(self, role: Role, fleet: Fleet, wait_s: float = 0.0) -> None:
+        """Ask a role's servers what they are; those started elsewhere may be another model's.
+
+        wait_s: how long they may take to answer at all.
+        """
         section = section_of(self.config, role)
         try:
-            infos = await fleet.start()
+            infos = await answers(fleet, wait_s)
         except BridgeError as error:
             if not section.urls:
                 raise
@@ -291,6 +357,9 @@ class PipelineRun:
                 self.prepared.student.vocab_size,
                 deterministic=self.config.run.deterministic,
             )
+
+    def _see_logs(self) -> str:
+        return f"; logs are in {self.run_dir.logs}" if self.opened else ""
 
     def _keep_traceback(self) -> str:
         log = self.run_dir.logs / "controller.log"
@@ -308,6 +377,8 @@ class PipelineRun:
         summary |= summarise(self.totals, accounting, wall_s, self.config.buffer.max_staleness)
         summary |= self.accuracies.summary()
         summary["resumed_at_updates"] = self._resumed_at()
+        summary["resumed_with_changes"] = self._changes()
+        summary["frames_refused"] = 0 if self.remote is None else self.remote.frames_refused
         if self.checkpoints is not None:
             summary["checkpoint_wait_s_mean"] = self.checkpoints.waited_s.value
             summary["checkpoint_s_mean"] = self.checkpoints.written_s.value
@@ -316,7 +387,8 @@ class PipelineRun:
             write_json(self.run_dir.summary, summary)
         except OSError as error:
             unwritten = f"{self.run_dir.summary} cannot be written: {error.strerror}"
-            self._say(unwritten)
+            headline = {key: summary[key] for key in HEADLINE}
+            self._say(unwritten, f"summary: {json.dumps(json_ready(headline))}")
             return unwritten
         self._say(f"summary: {self.run_dir.summary}")
         return None

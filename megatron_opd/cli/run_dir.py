@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_opd.checkpoint.part_dir import write_synced
+from megatron_opd.checkpoint.run_lock import LOCK, RunDirHeld, RunLock, refuse_if_held
 from megatron_opd.cli.errors import UserError
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Section
+from megatron_opd.metrics.sinks import reserve_json
 
 RESOLVED = "config.resolved.yaml"
 OURS = (
@@ -22,6 +24,8 @@ OURS = (
     "logs",
     "tensorboard",
     "earlier",
+    "changes.json",
+    ".summary.json.reserved",
 )
 
 
@@ -45,6 +49,11 @@ class RunDir:
     def summary(self) -> Path:
         """What a reader would quote of the whole run."""
         return self.path / "summary.json"
+
+    @property
+    def changes(self) -> Path:
+        """What resumptions were told to change; see cli/resume.py."""
+        return self.path / "changes.json"
 
     @property
     def trace(self) -> Path:
@@ -71,8 +80,10 @@ class RunDir:
         """The trained student in Hugging Face format."""
         return self.checkpoints / "final"
 
-    def continue_from(self, config: Section, updates: int) -> None:
+    def continue_from(self, config: Section, updates: int, notes: str = "") -> None:
         """Become what it was after `updates` updates; see cli/resume.py.
+
+        notes: comment lines for the head of the resolved configuration.
 
         May raise OSError; UserError, before anything is changed, for a damaged metrics.jsonl.
         """
@@ -90,7 +101,8 @@ class RunDir:
             shutil.rmtree(self.final_checkpoint)  # of the shorter run
         if self.metrics.exists():
             write_synced(self.metrics, kept)
-        write_synced(self.resolved_config, dump_config(config))
+        write_synced(self.resolved_config, notes + dump_config(config))
+        reserve_json(self.summary)
 
     def _rows_before(self, updates: int) -> str:
         """The whole rows of metrics.jsonl of the first `updates` updates."""
@@ -106,22 +118,51 @@ class RunDir:
         return kept
 
 
-def prepare_run_dir(path: Path, config: Section, *, overwrite: bool) -> RunDir:
-    """Create `path` and write the resolved config. Raises UserError when it holds something else.
+def hold_run_dir(path: Path, *, resume: bool, overwrite: bool) -> RunLock:
+    """Lock the run directory before anything in it is changed.
 
-    With `overwrite`, the products of an earlier run are removed; anything else stops the run.
+    Raises UserError: another run holds it, or it is none that this run may use.
+    """
+    check_run_dir(path, resume=resume, overwrite=overwrite)
+    try:
+        return RunLock.take(path)
+    except RunDirHeld as error:
+        raise UserError(str(error)) from None
+    except OSError as error:
+        raise UserError(f"run.dir {path} cannot be written: {error.strerror}") from None
+
+
+def check_run_dir(path: Path, *, resume: bool, overwrite: bool) -> None:
+    """Refuse a run directory that another run holds, or that holds what must not be replaced.
+
+    Changes nothing. Raises UserError.
     """
     try:
         for part in (path, *path.parents):
             if part.exists() and not part.is_dir():
                 raise UserError(f"run.dir must be a directory, {part} is a file (got {path})")
+        refuse_if_held(path)
         present = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+    except RunDirHeld as error:
+        raise UserError(str(error)) from None
     except OSError as error:
         raise UserError(f"run.dir {path} cannot be read: {error.strerror}") from None
+    if resume:
+        if RESOLVED not in present:
+            raise UserError(f"--resume: run.dir {path} holds no run")
+        return
+    present = [name for name in present if name != LOCK]
     if present and RESOLVED not in present:
         raise UserError(f"run.dir {path} holds files that are not a run's ({present[0]})")
     if present and not overwrite:
         raise UserError(f"run.dir {path} holds an earlier run; choose another or pass --overwrite")
+
+
+def prepare_run_dir(path: Path, config: Section) -> RunDir:
+    """Make `path` that of a new run, which holds its lock: an earlier run's products are removed.
+
+    Raises UserError.
+    """
     run_dir = RunDir(path)
     try:
         for name in OURS:
@@ -132,6 +173,7 @@ def prepare_run_dir(path: Path, config: Section, *, overwrite: bool) -> RunDir:
                 target.unlink(missing_ok=True)
         run_dir.logs.mkdir(parents=True)
         run_dir.resolved_config.write_text(dump_config(config), encoding="utf-8")
+        reserve_json(run_dir.summary)
     except OSError as error:
         raise UserError(f"run.dir {path} cannot be written: {error.strerror}") from None
     return run_dir

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
+from megatron_opd.cli.guards import RunGuard
 from megatron_opd.cli.prepare import Prepared
 from megatron_opd.cli.processes import LocalProcesses
 from megatron_opd.cli.resume import Resumption
@@ -17,7 +18,7 @@ from megatron_opd.cli.teacher_guard import make_teacher_watch
 from megatron_opd.config.schema import Config, ServerConfig
 from megatron_opd.controller.controller import Controller, Ports, Schedule
 from megatron_opd.controller.health import HealthGuard, WatchedEngine
-from megatron_opd.controller.ports import Keeper, Publisher
+from megatron_opd.controller.ports import Guard, Keeper, Publisher
 from megatron_opd.controller.progress import make_display
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.evaluation import Judge
@@ -80,9 +81,12 @@ def make_recorder(
 
 
 def make_guard(
-    processes: LocalProcesses, fleets: Mapping[Role, Fleet], totals: RunTotals
-) -> HealthGuard:
-    """Watch local processes by their ids, engines started elsewhere by asking them."""
+    processes: LocalProcesses,
+    fleets: Mapping[Role, Fleet],
+    totals: RunTotals,
+    learner: RemoteLearner,
+) -> RunGuard:
+    """Watch processes by their ids, engines elsewhere by asking, the learner by its socket."""
     ours = {server.spec.url for server in processes.servers}
     engines = [
         WatchedEngine(f"{role} server {client.url}", client.alive)
@@ -90,7 +94,8 @@ def make_guard(
         for client in fleet.clients
         if client.url not in ours
     ]
-    return HealthGuard(processes.watched(), engines, on_tick=totals.memory.sample)
+    health = HealthGuard(processes.watched(), engines, on_tick=totals.memory.sample)
+    return RunGuard(health, learner)
 
 
 def make_reward(judge: Judge | None) -> Reward | None:
@@ -114,7 +119,7 @@ def make_controller(
     learner: RemoteLearner,
     publisher: Publisher,
     recorder: RunRecorder,
-    guard: HealthGuard,
+    guard: Guard,
     keeper: Keeper,
     state: ControllerState,
 ) -> Controller:

@@ -180,11 +180,12 @@ def warmup_problem(warmup: int, updates: int) -> str | None:
 
 
 def _offloaded(config: Config) -> str | None:
-    every = config.checkpoint.every
-    if every and config.learner.optimizer.megatron.get("optimizer_cpu_offload"):
+    checkpoint = config.checkpoint
+    if checkpoint.writes and config.learner.optimizer.megatron.get("optimizer_cpu_offload"):
         return (
-            "checkpoint.every must be 0 with learner.optimizer.optimizer_cpu_offload, whose state "
-            f"cannot be saved, got {every}"
+            "checkpoint.every and checkpoint.every_minutes must be 0 with "
+            "learner.optimizer.optimizer_cpu_offload, whose state cannot be saved, got "
+            f"{checkpoint.every} and {checkpoint.every_minutes:g}"
         )
     return None
 

@@ -24,6 +24,7 @@ from megatron_opd.config.section import (
     ByteCount,
     Concurrency,
     FilePath,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -260,7 +261,11 @@ class CheckpointConfig(Section):
     """What is kept of the student, and of the whole run."""
 
     every: NonNegativeInt = 0
-    """Updates between checkpoints that `--resume` goes on from; 0: none are written."""
+    """Updates between checkpoints that `--resume` goes on from; 0: not by count. Lower loses less
+    work in a crash and writes more."""
+    every_minutes: NonNegativeFloat = 10.0
+    """Minutes after which, at the end of an update, one is written too; 0: not by time. Both 0: a
+    crash loses everything. Every learner rank must see run.dir."""
     keep_last: PositiveInt = 2
     """Newest of them to keep."""
     keep_every: NonNegativeInt = 0
@@ -269,6 +274,11 @@ class CheckpointConfig(Section):
     """Training waits only while the state is copied to host memory, not while it is written."""
     export_hf: bool = True
     """Write the final student as a Hugging Face checkpoint into the run directory."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether checkpoints to go on from are written."""
+        return self.every > 0 or self.every_minutes > 0
 
 
 class MetricsConfig(Section):

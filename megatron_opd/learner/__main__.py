@@ -14,6 +14,7 @@ from megatron_opd.config.schema import Config, SftConfig
 from megatron_opd.transport.lifetime import die_with_parent
 
 EXIT_BAD_INPUT = 2
+LOOPBACK = "127.0.0.1"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -44,14 +45,19 @@ def main() -> int:
     """Exit code: 0 done, 2 bad input (one line on stderr)."""
     arguments = build_parser().parse_args()
     die_with_parent()
+    # seconds of imports, so after the above
+    from megatron_opd.transport.store import keep_groups_on
+
     try:
         if not arguments.sft:
             from megatron_opd.learner.serve import serve
 
             config = load_config(Config, arguments.config, arguments.overrides)
+            keep_groups_on(config.weight_sync.host)
             return serve(config, arguments.controller)
         from megatron_opd.learner.sft import run_sft
 
+        keep_groups_on(LOOPBACK)
         run_sft(load_config(SftConfig, arguments.config, arguments.overrides))
         dist.destroy_process_group()
     except ValueError as error:

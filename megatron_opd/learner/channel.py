@@ -1,55 +1,128 @@
 """A rank's connection to the controller.
 
 Heads receive requests and hand them to the ranks that share their samples; every rank can report
-its own failure.
+its own failure. Invariant: a rank that was welcomed ends at most HEARTBEAT_MS and
+HEARTBEAT_TIMEOUT_MS after its controller, or the way to it, is gone, whatever it is doing then:
+messages may have been lost, so nothing is taken up again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from megatron_opd.transport.messages import Failed, Reply, Request, decode_request, encode
+from megatron_opd.transport.gate import USER, guard_socket
+from megatron_opd.transport.messages import (
+    BadMessage,
+    Failed,
+    Hello,
+    Refused,
+    Reply,
+    Request,
+    Welcome,
+    decode_request,
+    encode,
+)
+from sglang_bridge.errors import one_line
 
 if TYPE_CHECKING:
     from megatron_opd.learner.setup import World
 
-POLL_MS = 500
-RECONNECT_S = 15.0
+POLL_S = 0.5
+SAY_EVERY_S = 30.0
 LINGER_MS = 2000
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 5_000, 60_000
+# a token file of an earlier controller may lie where the new one's will be
+TOKEN_GRACE_S = 30.0
+EXIT_LOST = 3
+
+_CONNECTED, _WRONG_TOKEN = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_LOST, _CLOSED = zmq.EVENT_DISCONNECTED, zmq.EVENT_MONITOR_STOPPED
 
 
 class ControllerLost(ConnectionError):
-    """The controller is gone: this rank must end."""
+    """There is no controller for this rank, which must end."""
+
+
+class NotWelcome(ValueError):
+    """The controller does not take this rank. One line."""
+
+
+def end_process(reason: str) -> None:
+    """Say why in one line and leave at once, also from the middle of a collective."""
+    sys.stderr.write(f"error: {reason}\n")
+    sys.stderr.flush()
+    os._exit(EXIT_LOST)
 
 
 class Channel:
     """One DEALER socket to `address`.
 
-    first_s: how long to wait for the controller to appear; it may be started after the learner.
-    reconnect_s: how long it may be out of reach later.
+    token: asked for what the controller wants to see, which may not be there yet. max_bytes: the
+    largest frame that is accepted. first_s: how long to wait for the controller to appear; it may
+    be started after the learner. on_lost: called from a thread once a controller that welcomed us
+    is out of reach.
     """
 
-    def __init__(self, address: str, first_s: float, reconnect_s: float = RECONNECT_S) -> None:
-        self.address, self._limit_s, self._reconnect_s = address, first_s, reconnect_s
+    def __init__(
+        self,
+        address: str,
+        token: Callable[[], str | None],
+        *,
+        first_s: float,
+        max_bytes: int,
+        on_lost: Callable[[str], None] = end_process,
+    ) -> None:
+        self.address, self._token, self._first_s = address, token, first_s
+        self._on_lost = on_lost
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, LINGER_MS)
         self._socket.set(zmq.RCVHWM, 0)
-        self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        self._socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
-        )
-        self._lost_since: float | None = time.monotonic()
-        self._socket.connect(address)
+        guard_socket(self._socket, max_bytes)
+        events = _CONNECTED | _WRONG_TOKEN | _LOST | _CLOSED
+        self._monitor: Any = self._socket.get_monitor_socket(events)
+        self._watcher: threading.Thread | None = None
+        self._leaving = threading.Event()
+        self._shown: str | None = None
+
+    def join(self, hello: Hello) -> Welcome:
+        """Say hello until the controller answers.
+
+        ControllerLost: there is none for `first_s`. NotWelcome: it wants another token, other
+        settings, or has this rank already.
+        """
+        started_s = said_s = time.monotonic()
+        wrong_since_s: float | None = None
+        while True:
+            self._show_token()
+            for event in self._events(POLL_S):
+                if event == _CONNECTED:
+                    self.reply(hello)
+                elif event == _WRONG_TOKEN:
+                    wrong_since_s = wrong_since_s or time.monotonic()
+            if self._socket.poll(0):
+                return self._welcomed(self._receive_frames())
+            now_s = time.monotonic()
+            if wrong_since_s is not None and now_s - wrong_since_s > TOKEN_GRACE_S:
+                raise NotWelcome(
+                    f"the controller at {self.address} wants another token: start both with the "
+                    "same MEGATRON_OPD_TOKEN, or let the learner see the controller's run.dir"
+                )
+            if now_s - started_s > self._first_s:
+                raise ControllerLost(f"no controller at {self.address} for {self._first_s:g} s")
+            if hello.rank == 0 and now_s - said_s > SAY_EVERY_S:
+                said_s = now_s
+                self._say(f"waiting for a controller at {self.address}: {self._lacking()}")
 
     def reply(self, message: Reply) -> None:
         """Send to the controller."""
@@ -57,42 +130,93 @@ class Channel:
 
     def report(self, error: BaseException) -> None:
         """Tell the controller why this rank ends, in one line."""
+        if self._shown is None:
+            self._show_token()
+        if self._shown is None:
+            return  # no controller has ever been here
         rank = int(os.environ.get("RANK", "0"))
         # A ValueError already speaks to the user: it names key, rule and value.
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        self.reply(Failed(rank, " ".join(f"{kind}{error}".split())))
+        self.reply(Failed(rank, one_line(f"{kind}{error}", 1000)))
 
     def receive(self, world: World) -> tuple[Request, list[memoryview]]:
-        """The next request and its raw frames, on every rank of the model copy.
-
-        ControllerLost: the connection has been down for too long.
-        """
+        """The next request and its raw frames, on every rank of the model copy. BadMessage."""
         frames = self._receive_frames() if world.is_head else []
         frames = share_frames(frames, world)
-        return decode_request(frames[0]), frames[1:]
+        request = decode_request(frames[0])
+        if isinstance(request, Welcome | Refused):
+            raise BadMessage(f"the controller sent {type(request).__name__} in the middle of a run")
+        return request, frames[1:]
+
+    def leave(self) -> None:
+        """From now on the controller may go."""
+        self._leaving.set()
 
     def close(self) -> None:
         """Send what is queued (for at most LINGER_MS) and close."""
+        self.leave()
         self._socket.disable_monitor()
+        if self._watcher is not None:
+            self._watcher.join()
         self._monitor.close(linger=0)  # an open one would keep term() waiting for ever
         self._socket.close()
         self._context.term()
 
-    def _receive_frames(self) -> list[memoryview]:
+    def _show_token(self) -> None:
+        """Connect with the token that is to be shown now, if it is known and another than before.
+
+        A refused connection is tried again by ZeroMQ, with the same token.
+        """
+        token = self._token()
+        if token is None or token == self._shown:
+            return
+        if self._shown is not None:
+            with contextlib.suppress(zmq.ZMQError):  # a refused connection may have gone by itself
+                self._socket.disconnect(self.address)
+        self._shown = token
+        self._socket.plain_username = USER
+        self._socket.plain_password = token.encode()
+        self._socket.connect(self.address)
+
+    def _events(self, wait_s: float) -> list[int]:
+        """What happened to the connection, in order; waits for at most `wait_s`."""
+        found: list[int] = []
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
+        poller.poll(int(wait_s * 1000))
+        while self._monitor.poll(0):
+            found.append(recv_monitor_message(self._monitor)["event"])
+        return found
+
+    def _welcomed(self, frames: list[memoryview]) -> Welcome:
+        answer = decode_request(frames[0])
+        if isinstance(answer, Refused):
+            raise NotWelcome(one_line(answer.reason, 1000))
+        if not isinstance(answer, Welcome):
+            raise BadMessage(f"the controller answered a hello with {type(answer).__name__}")
+        self._watcher = threading.Thread(target=self._watch, name="controller", daemon=True)
+        self._watcher.start()
+        return answer
+
+    def _watch(self) -> None:
+        """The monitor is this thread's from here on; it ends with `close`."""
         while True:
-            ready = dict(poller.poll(POLL_MS))
-            if self._monitor in ready:
-                connected = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_CONNECTED
-                self._lost_since = None if connected else time.monotonic()
-                self._limit_s = self._reconnect_s
-            if self._socket in ready:
-                return [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
-            lost_s = 0.0 if self._lost_since is None else time.monotonic() - self._lost_since
-            if lost_s > self._limit_s:
-                raise ControllerLost(f"no controller at {self.address} for {self._limit_s:g} s")
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == _CLOSED:
+                return
+            if event == _LOST and not self._leaving.is_set():
+                self._on_lost(f"the controller at {self.address} is gone: this rank ends")
+
+    def _receive_frames(self) -> list[memoryview]:
+        return [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
+
+    def _lacking(self) -> str:
+        return "no run.lock in run.dir yet" if self._shown is None else "nobody answers"
+
+    def _say(self, line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 def share_frames(frames: list[memoryview], world: World) -> list[memoryview]:

@@ -190,11 +190,17 @@ class MegatronLearner:
                     chunk.disable_forward_pre_hook(param_sync=True)
                     chunk.enable_forward_pre_hook()
 
-    def export_hf(self, target: Path, dtype: torch.dtype) -> None:
-        """Write the current weights as a Hugging Face checkpoint. Collective; rank 0 writes."""
+    def export_hf(
+        self, target: Path, dtype: torch.dtype, may_write: Callable[[], None] = lambda: None
+    ) -> None:
+        """Write the current weights as a Hugging Face checkpoint. Collective; rank 0 writes.
+
+        may_write: called before the first byte and before the name; what it raises stops the rest.
+        """
         self.settle_weights()
         if self.world.rank == 0:
-            export_hf(self.full.tensors(), self.source, target, dtype)
+            may_write()
+            export_hf(self.full.tensors(), self.source, target, dtype, may_name=may_write)
         else:
             for _ in self.full.tensors():
                 pass

@@ -8,12 +8,20 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_opd.checkpoint.model_spec import read_model_spec
+from megatron_opd.checkpoint.run_lock import Claim
 from megatron_opd.checkpoint.state import LearnerState
+from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.schema import Config
-from megatron_opd.learner.channel import Channel
+from megatron_opd.learner.channel import Channel, ControllerLost, NotWelcome
 from megatron_opd.learner.determinism import deterministic
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.model import DTYPES
+from megatron_opd.transport.batch_checks import (
+    MIN_FRAME_BYTES,
+    check_batch,
+    largest_frame_bytes,
+)
 from megatron_opd.transport.messages import (
     ConnectWeights,
     DigestPieces,
@@ -33,26 +41,48 @@ from megatron_opd.transport.messages import (
     Train,
 )
 from megatron_opd.transport.rank_batch import from_frames
+from megatron_opd.transport.token import given_token, learners_token
 from megatron_opd.weight_sync.sender import WeightSender
+
+EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
 
 def serve(config: Config, address: str) -> int:
     """Serve the controller at `address`; the process's exit code.
 
     Whatever fails is reported to the controller in one line before this rank ends; the traceback
-    goes to stderr.
+    goes to stderr. A controller that is gone, or that does not take this rank, is told on stderr.
     """
-    channel = Channel(address, first_s=config.learner.timeout_s)
+    given_token()  # a bad one is this machine's mistake: before anything waits for it
+    channel = Channel(
+        address,
+        lambda: learners_token(config.run.dir),
+        first_s=config.learner.timeout_s,
+        max_bytes=_largest_frame(config),
+    )
     try:
         RankServer(config, channel).run()
+    except (NotWelcome, ControllerLost) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_BAD_INPUT if isinstance(error, NotWelcome) else EXIT_FAILED
     except Exception as error:  # noqa: BLE001  every failure must reach the controller
         channel.report(error)
         traceback.print_exc(file=sys.stderr)
-        return 1
+        return EXIT_FAILED
     finally:
         channel.close()
     dist.destroy_process_group()
     return 0
+
+
+def _largest_frame(config: Config) -> int:
+    """Bytes of the largest frame that this rank takes."""
+    try:
+        spec = read_model_spec(config.student.model)
+    except ValueError:
+        return MIN_FRAME_BYTES  # loading the model will say what is wrong with it
+    experts = sum(spec.moe_layers) * spec.experts_per_token
+    return largest_frame_bytes(config, spec.vocab_size, experts)
 
 
 class RankServer:
@@ -75,17 +105,19 @@ class RankServer:
             config.learner.dtype,
             config.learner.timeout_s,
         )
+        self.claim: Claim | None = None
         sync = config.weight_sync
         self.sender = WeightSender(self.learner.full, sync.bucket_bytes, sync.round_to)
 
     def run(self) -> None:
         """Answer requests until Stop."""
-        world, info = self.learner.world, self.learner.info()
-        self.channel.reply(Hello(world.rank, world.data_rank if world.is_head else None, info))
+        world = self.learner.world
+        self._join()
         while True:
             request, frames = self.channel.receive(world)
             result = self.handle(request, frames)
             if isinstance(request, Stop):
+                self.channel.leave()
                 # Nobody leaves while another rank still needs it.
                 dist.barrier()
             if world.rank == 0:
@@ -93,12 +125,37 @@ class RankServer:
             if isinstance(request, Stop):
                 return
 
+    def _join(self) -> None:
+        """Be taken by the controller. NotTheHolder: this rank does not see its run directory."""
+        world, info = self.learner.world, self.learner.info()
+        data_rank = world.data_rank if world.is_head else None
+        hello = Hello(world.rank, data_rank, info, learner_digests(self.config))
+        welcome = self.channel.join(hello)
+        if welcome.lock is None:
+            return
+        claim = Claim(Path(welcome.lock), welcome.claim)
+        if world.rank == 0 or welcome.shared:
+            claim.check()
+        self.claim = self.state.claim = claim
+
+    def _check_claim(self) -> None:
+        if self.claim is not None:
+            self.claim.check()
+
     def handle(self, request: Request, frames: list[memoryview]) -> Result:
         """Execute one request on this rank."""
         match request:
             case Train():
+                batch = from_frames(request.update, request.version, request.plan, frames)
+                spec = self.learner.spec
+                check_batch(
+                    batch,
+                    vocab_size=spec.vocab_size,
+                    num_experts=spec.num_experts,
+                    sampled=self.estimator.support.owner == "student",
+                )
                 return self.learner.train(
-                    from_frames(request.update, request.version, request.plan, frames),
+                    batch,
                     self.estimator,
                     self.config.rollout.temperature,
                     truncated_sampler=self.config.rollout.top_p < 1,
@@ -121,7 +178,7 @@ class RankServer:
                 return Digests(self.sender.piece_digests(request.pieces))
             case ExportHf():
                 dtype = DTYPES[request.dtype or self.config.learner.dtype]
-                self.learner.export_hf(Path(request.path), dtype)
+                self.learner.export_hf(Path(request.path), dtype, self._check_claim)
             case SaveState():
                 self.learner.settle_weights()
                 background = request.in_background

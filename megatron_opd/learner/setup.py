@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from megatron_opd.config.kernels import Kernels, choose_kernels
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.learner.layout import PackLayout
+from megatron_opd.transport.store import bound_store
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,10 @@ def init_world(parallel: ParallelConfig, seed: int, threads: int | None, timeout
     if "RANK" not in os.environ:  # started without torchrun: a world of one
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         store: Any = HashStore()
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = None  # torchrun's own, see world.py
     else:
-        store = None
+        store = _store_of_rank_0(size, timedelta(seconds=timeout_s))
     cuda = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
@@ -108,6 +111,14 @@ def init_world(parallel: ParallelConfig, seed: int, threads: int | None, timeout
     )
     model_parallel_cuda_manual_seed(seed)
     return _place(parallel, device)
+
+
+def _store_of_rank_0(size: int, timeout: timedelta) -> Store:
+    """Rank 0 listens on MASTER_ADDR alone; env:// would listen on every interface."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ["RANK"] == "0":
+        return bound_store(host, port, size, timeout)
+    return TCPStore(host, port, size, is_master=False, timeout=timeout)
 
 
 def _place(parallel: ParallelConfig, device: torch.device) -> World:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -220,13 +221,14 @@ class RunRecorder:
     def ended(self, accounting: Accounting, now_s: float) -> None:
         """Keep the accounting, write what an interruption left half-told, close everything."""
         self.accounting = accounting
-        self._write_row()
-        if self._display is not None:
-            self._display.stop()
-        if self._timeline is not None:
-            self._timeline.close()
-        for sink in self._sinks:
-            sink.close()
+        with ExitStack() as closing:  # each of them, whatever another one raises
+            for sink in self._sinks:
+                closing.callback(sink.close)
+            if self._timeline is not None:
+                closing.callback(self._timeline.close)
+            if self._display is not None:
+                closing.callback(self._display.stop)
+            self._write_row()
 
     def snapshot(self) -> Snapshot:
         """The run now."""

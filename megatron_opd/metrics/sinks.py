@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
 import os
+import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+RESERVED_BYTES = 65_536
+"""Space for one summary: a demo's takes 3 kB."""
 
 
 class Sink(Protocol):
@@ -23,30 +30,60 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """metrics.jsonl: one JSON object per line, flushed at once; not-a-number becomes null."""
+    """metrics.jsonl: one JSON object per line, written at once; not-a-number becomes null."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._file = RowFile(path)
 
     def write(self, update: int, row: Mapping[str, Any]) -> None:
         """Append one line; `update` is in the row already."""
-        self._file.write(json.dumps(json_ready(row), allow_nan=False) + "\n")
-        self._file.flush()
+        self._file.append((json.dumps(json_ready(row), allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
+class RowFile:
+    """A file that grows by whole rows: one that does not fit on the disk is not there at all."""
+
+    def __init__(self, path: Path) -> None:
+        # unbuffered: what could not be written is not tried again when the file is closed
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, row: bytes) -> None:
+        """Write one row. OSError: the disk is full, or the file has reached its limit."""
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(row) != len(row):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file.name))
+        except OSError:
+            self._file.truncate(before)
+            raise
+
+    def close(self) -> None:
+        """Close it; idempotent."""
+        self._file.close()
+
+
 class TensorBoardSink:
-    """Scalars into an event file, one tag per numeric column, without torch or TensorFlow."""
+    """Scalars into an event file, one tag per numeric column, without torch or TensorFlow.
+
+    Written by the caller's own thread: TensorBoard's EventFileWriter prints a traceback from its
+    thread when the disk is full.
+    """
 
     def __init__(self, directory: Path) -> None:
         # the import alone takes 0.3 s; runs without TensorBoard need not pay it
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.compat.proto.event_pb2 import (
+            Event,  # pyright: ignore[reportAttributeAccessIssue]
+        )
 
         directory.mkdir(parents=True, exist_ok=True)
-        self._writer = EventFileWriter(str(directory))
+        now = time.time()
+        name = f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = RowFile(directory / name)
+        self._add(Event(wall_time=now, file_version="brain.Event:2"))
 
     def write(self, update: int, row: Mapping[str, Any]) -> None:
         """Add every finite number of the row at step `update`."""
@@ -69,12 +106,18 @@ class TensorBoardSink:
         event = Event(step=update, summary=Summary(value=values))
         # wall_time is what TensorBoard's time axis shows; rows carry it when they have it
         event.wall_time = float(row.get("unix_time_s", 0.0))
-        self._writer.add_event(event)
-        self._writer.flush()
+        self._add(event)
 
     def close(self) -> None:
-        """Flush and close the event file."""
-        self._writer.close()
+        """Close the event file."""
+        self._file.close()
+
+    def _add(self, event: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        framed = io.BytesIO()
+        RecordWriter(framed).write(event.SerializeToString())
+        self._file.append(framed.getvalue())
 
 
 def json_ready(value: Any) -> Any:
@@ -92,13 +135,33 @@ def json_ready(value: Any) -> Any:
     return str(value)
 
 
+def reserve_json(path: Path) -> None:
+    """Set disk space aside, so that `write_json` can write `path` on a disk that is full by then.
+
+    OSError: there is none.
+    """
+    with _reserved(path).open("wb") as stream:
+        stream.write(b" " * RESERVED_BYTES)
+        os.fsync(stream.fileno())
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Replace `path` in one step: a reader sees the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    text = json.dumps(json_ready(value), indent=2, allow_nan=False) + "\n"
+    temporary, reserved = path.with_name(f".{path.name}.{os.getpid()}"), _reserved(path)
+    content = (json.dumps(json_ready(value), indent=2, allow_nan=False) + "\n").encode()
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content)
         temporary.replace(path)
+        reserved.unlink(missing_ok=True)
     except OSError:
         temporary.unlink(missing_ok=True)  # nobody would: its name is this process's
-        raise
+        if not (reserved.exists() and len(content) <= reserved.stat().st_size):
+            raise
+        with reserved.open("r+b") as stream:  # in place: these blocks are ours already
+            stream.write(content)
+            stream.truncate()
+        reserved.replace(path)
+
+
+def _reserved(path: Path) -> Path:
+    return path.with_name(f".{path.name}.reserved")

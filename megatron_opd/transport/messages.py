@@ -1,13 +1,17 @@
 """Records that travel between controller and learner. Torch-free; msgspec, never pickle.
 
 A message is one header frame (a record below, tagged with its name) and, for Train, one raw frame
-per column of the RankBatch, in the order of rank_batch.COLUMNS.
+per column of the RankBatch, in the order of rank_batch.COLUMNS. Whatever arrives is read by
+`decode_request` or `decode_reply`, which raise BadMessage and nothing else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import BucketSpec, WeightPiece
 
 
@@ -168,6 +172,24 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     call: int
 
 
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The controller takes this rank. lock, claim: see checkpoint/run_lock.py.
+
+    lock: absolute path of the run directory's run.lock, None for a controller without one.
+    shared: every rank writes checkpoints there, so every rank must see it; else rank 0 alone does.
+    """
+
+    lock: str | None
+    claim: str
+    shared: bool
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The controller does not take this rank, which ends. reason: one line."""
+
+    reason: str
+
+
 Request = (
     Train
     | GetManifest
@@ -182,11 +204,16 @@ Request = (
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A rank is ready. data_rank: which share it takes, if it is the head of its model copy."""
+    """A rank is ready; Welcome or Refused answers.
+
+    data_rank: which share it takes, if it is the head of its model copy. digests: of the
+    configuration that it was given (config/digests.py).
+    """
 
     rank: int
     data_rank: int | None
     info: LearnerInfo
+    digests: dict[str, str]
 
 
 class Manifest(msgspec.Struct, frozen=True, tag=True):
@@ -224,21 +251,38 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 Reply = Hello | Done | Failed
 
+MAX_REPLY_BYTES = 64 * 2**20
+"""Longest message of a learner: the manifest of a model of a million tensors."""
+
 _ENCODER = msgspec.msgpack.Encoder()
-_REQUESTS = msgspec.msgpack.Decoder(Request)
+_REQUESTS = msgspec.msgpack.Decoder(Request | Welcome | Refused)
 _REPLIES = msgspec.msgpack.Decoder(Reply)
 
 
-def encode(message: Request | Reply) -> bytes:
+class BadMessage(ValueError):
+    """What arrived is no message of this protocol. One line."""
+
+
+def encode(message: Request | Reply | Welcome | Refused) -> bytes:
     """The header frame."""
     return _ENCODER.encode(message)
 
 
-def decode_request(frame: bytes | memoryview) -> Request:
-    """Raises msgspec.DecodeError on anything that is not a Request."""
-    return _REQUESTS.decode(frame)
+def decode_request(frame: bytes | memoryview) -> Request | Welcome | Refused:
+    """Raises BadMessage on anything that is not what a controller sends."""
+    try:
+        return _REQUESTS.decode(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadMessage(
+            f"unreadable message from the controller: {one_line(str(error))}"
+        ) from None
 
 
-def decode_reply(frame: bytes | memoryview) -> Reply:
-    """Raises msgspec.DecodeError on anything that is not a Reply."""
-    return _REPLIES.decode(frame)
+def decode_reply(frames: Sequence[bytes | memoryview]) -> Reply:
+    """Raises BadMessage on anything that is not one frame with a Reply."""
+    if len(frames) != 1:
+        raise BadMessage(f"a learner's message has 1 frame, got {len(frames)}")
+    try:
+        return _REPLIES.decode(frames[0])
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadMessage(f"unreadable message: {one_line(str(error))}") from None

@@ -202,10 +202,14 @@ def _read_experts(kind: memoryview, raw: memoryview) -> ExpertArray | None:
     """See to_frames. ValueError: no whole rows."""
     if not len(kind):
         return None
-    layers, topk, itemsize = np.frombuffer(kind, dtype=np.int64).tolist()
-    dtype: Any = {1: np.uint8, 2: np.uint16}[itemsize]
-    experts: ExpertArray = np.frombuffer(raw, dtype=dtype)
-    return experts.reshape(-1, layers, topk)
+    numbers = np.frombuffer(kind, dtype=np.int64).tolist()
+    layers, topk, itemsize = numbers if len(numbers) == 3 else (0, 0, 0)
+    dtypes: dict[int, Any] = {1: np.uint8, 2: np.uint16}
+    row = layers * topk * itemsize
+    if itemsize not in dtypes or layers < 1 or topk < 1 or len(raw) % row:
+        raise ValueError(f"column experts_XLk of {len(raw)} bytes cannot be of kind {numbers}")
+    experts: ExpertArray = np.frombuffer(raw, dtype=dtypes[itemsize])
+    return experts.reshape(len(raw) // row, layers, topk)
 
 
 def _cat(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -1,8 +1,9 @@
 """The controller's side of the learner: one ROUTER socket, a DEALER per learner rank.
 
 Each data-parallel head rank receives only its own share of a batch, as raw arrays; rank 0 answers.
-Invariant: a call ends with the learner's answer, with LearnerError as soon as any rank reports a
-failure, or with LearnerError when its time is up; it never waits for ever.
+Who may speak is gate.py's, who is which rank and what is due from it roster.py's. Invariant: a call
+ends with the learner's answer, with LearnerError as soon as any rank reports a failure or its
+connection ends, or with LearnerError when its time is up; it never waits for ever.
 """
 
 from __future__ import annotations
@@ -10,30 +11,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import zmq
 import zmq.asyncio
 
+from megatron_opd.checkpoint.run_lock import Claim
 from megatron_opd.config.schema import Config
 from megatron_opd.data.packing import learner_plan
 from megatron_opd.losses.groups import group_columns
+from megatron_opd.transport.gate import Gate, Refusals, guard_socket
 from megatron_opd.transport.messages import (
+    MAX_REPLY_BYTES,
+    BadMessage,
     ConnectWeights,
     DigestPieces,
     Digests,
-    Done,
     ExportHf,
-    Failed,
     GetManifest,
     Hello,
     LearnerInfo,
     LoadState,
     Manifest,
     Nothing,
+    Refused,
     Request,
     Result,
     SaveState,
@@ -41,16 +45,21 @@ from megatron_opd.transport.messages import (
     Stop,
     Train,
     UpdateMetrics,
+    Welcome,
     decode_reply,
     encode,
 )
 from megatron_opd.transport.rank_batch import rank_batch, to_frames
+from megatron_opd.transport.roster import Breach, Expected, Roster
 from megatron_opd.types import Batch
+from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import BucketSpec, WeightPiece
 
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 5_000, 60_000
 # The learner reports its own timeout; wait a little longer than it, to hear the cause.
 MARGIN_S = 5.0
+# for the last words to a rank that is refused
+LINGER_MS = 500
+LAST_WORDS_S = 1.0
 
 ResultT = TypeVar("ResultT", bound=Result)
 
@@ -59,51 +68,87 @@ class LearnerError(RuntimeError):
     """The learner failed or did not answer in time; the message is one line."""
 
 
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Which learner is let in.
+
+    token: what it must show. digests, vocab_size: what it must have been given (roster.Expected).
+    claim: what it proves by that it writes into the right run directory; None: without a proof.
+    """
+
+    token: str
+    digests: Mapping[str, str] | None = None
+    vocab_size: int | None = None
+    claim: Claim | None = None
+
+
 class RemoteLearner:
     """The learner, as the controller sees it. Binds at once; `address` is what ranks connect to.
 
     Calls are made one at a time; a second one waits for the first.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, admission: Admission) -> None:
         self._config, self._publication_s = config.learner, config.weight_sync.timeout_s
         self._estimator, self._group_size = config.estimator, config.rollout.group_size
+        self._welcome = _welcome(config, admission.claim)
+        parallel = self._config.parallel
+        self._roster = Roster(
+            Expected(
+                world_size=parallel.world_size,
+                data_ranks=parallel.dp,
+                dtype=self._config.dtype,
+                vocab_size=admission.vocab_size,
+                digests=admission.digests,
+            )
+        )
+        self._refusals = Refusals()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        self._socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        guard_socket(self._socket, MAX_REPLY_BYTES)
+        self._gate = Gate(self._context, self._socket, admission.token, self._refusals)
         host, port = self._config.listen_host, self._config.listen_port
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
+            self._gate.close()
             self._context.destroy(linger=0)
             raise ValueError(
                 f"learner.listen_host, learner.listen_port: cannot listen on {host}:{port}: {error}"
             ) from None
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
-        self._heads: dict[int, bytes] = {}
-        self._ranks: set[int] = set()
-        self._info: LearnerInfo | None = None
+        self._connections: dict[int, bytes] = {}
         self._failure: LearnerError | None = None
         self._changed = asyncio.Event()
-        self._results: dict[int, Result] = {}
-        self._receiver: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._lock = asyncio.Lock()
-        self._calls = 0
+        self._leaving = False
 
     @property
     def ready(self) -> bool:
         """Whether every rank has said hello."""
-        return self._info is not None and len(self._ranks) == self._config.parallel.world_size
+        return self._roster.complete
+
+    @property
+    def frames_refused(self) -> int:
+        """Connections without the run's token, and messages that were none."""
+        return self._refusals.count
 
     async def wait_ready(self, timeout_s: float) -> LearnerInfo:
         """Wait until every rank has loaded the model."""
         await self._wait(lambda: self.ready, timeout_s, "start")
-        assert self._info is not None
-        return self._info
+        assert self._roster.info is not None
+        return self._roster.info
+
+    async def failed(self) -> LearnerError:
+        """Wait until the learner has failed, or a rank of it is gone; why."""
+        while self._failure is None:
+            self._changed.clear()
+            await self._changed.wait()
+        return self._failure
 
     async def train(self, batch: Batch, timeout_s: float | None = None) -> UpdateMetrics:
         """One update. ValueError: the batch cannot be shared out, or a sample is malformed.
@@ -114,7 +159,7 @@ class RemoteLearner:
         ranks = config.parallel.dp
         plan = learner_plan([sample.rollout.num_tokens for sample in batch.samples], config)
         groups = group_columns(self._estimator, batch.samples, self._group_size)
-        call = self._next_call()
+        call = self._roster.next_call()
         messages: dict[int, list[Any]] = {}
         for rank in range(ranks):
             held = sorted(i for mini in plan for micro in mini[rank] for i in micro)
@@ -128,62 +173,63 @@ class RemoteLearner:
 
     async def manifest(self) -> list[BucketSpec]:
         """The buckets of every publication, in the order in which `send_weights` sends them."""
-        return (await self._ask(GetManifest(self._next_call()), Manifest)).buckets
+        return (await self._ask(GetManifest(self._roster.next_call()), Manifest)).buckets
 
     async def connect_weights(self, host: str, port: int, world_size: int, group_name: str) -> None:
         """Open the weight group; returns once all `world_size` ranks have joined."""
-        call, limit_s = self._next_call(), self._publication_s
+        call, limit_s = self._roster.next_call(), self._publication_s
         request = ConnectWeights(call, host, port, world_size, group_name, limit_s)
         await self._ask(request, Nothing, limit_s + MARGIN_S)
 
     async def send_weights(self) -> None:
         """Broadcast every bucket to the weight group."""
-        await self._ask(SendWeights(self._next_call()), Nothing, self._publication_s + MARGIN_S)
+        await self._ask(
+            SendWeights(self._roster.next_call()), Nothing, self._publication_s + MARGIN_S
+        )
 
     async def piece_digests(self, pieces: Sequence[WeightPiece]) -> list[str]:
         """Digests of the same slices of the current weights, in order."""
-        request = DigestPieces(self._next_call(), list(pieces))
+        request = DigestPieces(self._roster.next_call(), list(pieces))
         return (await self._ask(request, Digests)).digests
 
     async def export_hf(self, path: Path, dtype: str | None = None) -> None:
         """Write the current weights as a Hugging Face checkpoint (a path on rank 0's machine)."""
-        await self._ask(ExportHf(self._next_call(), str(path), dtype), Nothing)
+        await self._ask(ExportHf(self._roster.next_call(), _whole(path), dtype), Nothing)
 
     async def save_state(self, path: Path, updates: int, *, in_background: bool) -> None:
         """Write the learner's state, or copy it to be written (see messages.SaveState)."""
-        request = SaveState(self._next_call(), str(path), updates, in_background)
+        request = SaveState(self._roster.next_call(), _whole(path), updates, in_background)
         await self._ask(request, Nothing)
 
     async def load_state(self, path: Path) -> None:
         """Take over a saved state. LearnerError: it is damaged or of another model."""
-        await self._ask(LoadState(self._next_call(), str(path)), Nothing)
+        await self._ask(LoadState(self._roster.next_call(), _whole(path)), Nothing)
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """Ask the learner to exit, if it is there to hear it, and close the socket."""
         if self.ready and self._failure is None:
+            self._leaving = True
             with contextlib.suppress(LearnerError, TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    await self._ask(Stop(self._next_call()), Nothing, timeout_s)
+                    await self._ask(Stop(self._roster.next_call()), Nothing, timeout_s)
         self.close()
 
     def close(self) -> None:
         """Close the socket without a word; safe to call twice."""
-        if self._receiver is not None:
-            self._receiver.cancel()
-            self._receiver = None
+        for task in self._tasks:
+            task.cancel()
+        self._tasks.clear()
         self._failure = self._failure or LearnerError("the connection to the learner is closed")
         self._changed.set()
         if not self._context.closed:
-            self._context.destroy(linger=0)
-
-    def _next_call(self) -> int:
-        self._calls += 1
-        return self._calls
+            self._gate.close()
+            self._socket.close(linger=LINGER_MS)
+            self._context.destroy(linger=LINGER_MS)
 
     async def _ask(
         self, request: Request, expected: type[ResultT], timeout_s: float | None = None
     ) -> ResultT:
-        messages = {rank: [encode(request)] for rank in sorted(self._heads)}
+        messages = {rank: [encode(request)] for rank in sorted(self._roster.heads)}
         what = type(request).__name__
         return await self._exchange(request.call, messages, expected, timeout_s, what)
 
@@ -203,21 +249,38 @@ class RemoteLearner:
             try:
                 for rank, frames in messages.items():
                     # Arrays travel without a copy; libzmq keeps them alive until they are sent.
-                    await self._socket.send_multipart([self._heads[rank], *frames], copy=False)
+                    await self._socket.send_multipart(
+                        [self._roster.heads[rank], *frames], copy=False
+                    )
             except zmq.ZMQError as error:
-                # its process ended between two calls; the others may have this request by now
-                self._failure = LearnerError(f"{what}: the learner cannot be reached: {error}")
+                # its process ended between two calls; its last words may still be on their way
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_WORDS_S):
+                        raise await self.failed() from None
+                self._fail(f"{what}: the learner cannot be reached: {error}")
+                assert self._failure is not None
                 raise self._failure from None
             limit_s = self._config.timeout_s if timeout_s is None else timeout_s
-            await self._wait(lambda: call in self._results, limit_s, what)
-            result = self._results.pop(call)
+            result: Result | None = None
+
+            def answered() -> bool:
+                nonlocal result
+                result = self._roster.result_of(call)
+                return result is not None
+
+            await self._wait(answered, limit_s, what)
         if not isinstance(result, expected):
             raise LearnerError(f"{what}: the learner answered {type(result).__name__}")
         return result
 
     async def _wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-        if self._receiver is None and self._failure is None:
-            self._receiver = asyncio.create_task(self._receive(), name="learner replies")
+        if not self._tasks and self._failure is None:
+            self._tasks = [
+                asyncio.create_task(self._gate.answer(), name="learner gate"),
+                asyncio.create_task(self._receive(), name="learner replies"),
+            ]
+            for task in self._tasks:
+                task.add_done_callback(self._ended)
         deadline = time.monotonic() + timeout_s
         while not condition():
             if self._failure is not None:
@@ -232,30 +295,69 @@ class RemoteLearner:
                 ) from None
 
     async def _receive(self) -> None:
+        poller = zmq.asyncio.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._gate.monitor, zmq.POLLIN)
         while True:
-            identity, header, *_ = await self._socket.recv_multipart()
-            try:
-                self._accept(identity, decode_reply(header))
-            except msgspec.DecodeError as error:
-                self._failure = LearnerError(f"unreadable message from the learner: {error}")
+            await poller.poll()
+            ended = [self._connections.pop(fd, None) for fd in await self._gate.ended()]
+            while await self._socket.poll(0):
+                identity, *frames = await self._socket.recv_multipart(copy=False)
+                await self._take(identity.bytes, frames)
+            # only now: a rank that reported its failure has said more than that it is gone
+            for rank in (self._roster.rank_of(peer) for peer in ended if peer is not None):
+                if rank is not None and not self._leaving:
+                    self._fail(f"learner rank {rank} is gone: its connection ended")
             self._changed.set()
 
-    def _accept(self, identity: bytes, reply: Hello | Done | Failed) -> None:
-        match reply:
-            case Hello(rank=rank, data_rank=data_rank, info=info):
-                expected = self._config.parallel.world_size
-                if info.world_size != expected:
-                    self._failure = LearnerError(
-                        f"the learner's world has {info.world_size} ranks, learner.parallel needs "
-                        f"{expected}"
-                    )
-                self._ranks.add(rank)
-                if data_rank is not None:
-                    self._heads[data_rank] = identity
-                if rank == 0:
-                    self._info = info
-            case Done(call=call, result=result):
-                self._results[call] = result
-            case Failed(rank=rank, reason=reason):
-                # The first report names the cause; the others are its echo.
-                self._failure = self._failure or LearnerError(f"learner rank {rank}: {reason}")
+    async def _take(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
+        """One message of a peer that has shown the token."""
+        rank = self._roster.rank_of(identity)
+        try:
+            reply = decode_reply([frame.buffer for frame in frames])
+            ignored = self._roster.accept(identity, reply)
+        except BadMessage as error:
+            if rank is None:
+                self._refusals.add(str(error))
+            else:
+                self._fail(f"learner rank {rank}: {one_line(str(error))}")
+            return
+        except Breach as breach:
+            if breach.answer:
+                await self._answer(identity, Refused(str(breach)))
+            self._fail(f"learner {breach}")
+            return
+        if ignored is not None:
+            self._refusals.add(ignored)
+        if isinstance(reply, Hello):
+            if ignored is None:
+                self._connections[frames[0].get(zmq.SRCFD)] = identity
+            await self._answer(identity, self._welcome if ignored is None else Refused(ignored))
+
+    async def _answer(self, identity: bytes, message: Welcome | Refused) -> None:
+        try:
+            await self._socket.send_multipart([identity, encode(message)])
+        except zmq.ZMQError as error:
+            self._refusals.add(f"a peer that left before its answer: {error}")
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(f"{task.get_name()}: {type(error).__name__}: {one_line(str(error))}")
+
+    def _fail(self, reason: str) -> None:
+        """The first reason names the cause; the others are its echo."""
+        self._failure = self._failure or LearnerError(reason)
+        self._changed.set()
+
+
+def _whole(path: Path) -> str:
+    """The learner may run in another working directory."""
+    return str(path.absolute())
+
+
+def _welcome(config: Config, claim: Claim | None) -> Welcome:
+    shared = config.checkpoint.writes
+    if claim is None:
+        return Welcome(None, "", shared)
+    return Welcome(str(claim.lock), claim.token, shared)

@@ -13,10 +13,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 from megatron_opd.checkpoint.gather import FullTensors
+from megatron_opd.transport.store import bound_store
 from megatron_opd.weight_sync.rounding import Format, rounded
 from sglang_bridge.digest import digest
 from sglang_bridge.protocol import BucketSpec, WeightPiece
@@ -82,7 +83,7 @@ class WeightSender:
             return
         timeout = timedelta(seconds=timeout_s)
         # Explicit: under torchrun a tcp:// rendezvous would join torchrun's own store instead.
-        store = TCPStore(host, port, world_size, is_master=True, timeout=timeout)
+        store = bound_store(host, port, world_size, timeout)
         prefixed = PrefixStore(group_name, store)
         self._group, _ = distributed_c10d._new_process_group_helper(
             world_size,

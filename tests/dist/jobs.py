@@ -24,8 +24,10 @@ from megatron_opd.learner.sft import run_sft
 from megatron_opd.losses.groups import group_columns
 from megatron_opd.losses.vocab_parallel import gather_logp
 from megatron_opd.transport.rank_batch import rank_batch
+from megatron_opd.transport.token import TOKEN_VARIABLE
 from megatron_opd.types import Batch
 from sglang_bridge.protocol import BucketSpec
+from tests.wire import TOKEN
 
 
 def make_learner(model: Path, config: dict[str, Any], updates: int = 4) -> MegatronLearner:
@@ -126,6 +128,7 @@ def vocab_parallel(out: Path) -> None:
 
 def serve_controller(out: Path, *, config: Config, address: str) -> None:
     """A rank of `python -m megatron_opd.learner --controller`."""
+    os.environ[TOKEN_VARIABLE] = TOKEN
     sys.exit(serve(config, address))
 
 

@@ -133,6 +133,22 @@ def refused(out: Path, *, model: Path, config: dict[str, Any], sources: dict[str
     dist.destroy_process_group()
 
 
+def settings_after_load(
+    out: Path, *, model: Path, config: dict[str, Any], batches: list[Batch], source: Path
+) -> None:
+    """What the optimizer uses after it loaded a checkpoint and made an update."""
+    learner = make_learner(model, config)
+    facts = keeper(learner).load(source)
+    train(learner, batches[facts.updates : facts.updates + 1])
+    used = [
+        {key: group[key] for key in ("lr", "weight_decay", "betas", "eps")}
+        for group in learner.optimizer.param_groups
+    ]
+    if learner.world.rank == 0:
+        (out / "result.json").write_text(json.dumps(used))
+    dist.destroy_process_group()
+
+
 def killed_while_saving(
     out: Path,
     *,

@@ -16,9 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_opd.checkpoint.run_lock import LOCK, RunLock
+from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
-from megatron_opd.transport.zmq import LearnerError, RemoteLearner
+from megatron_opd.learner.channel import EXIT_LOST
+from megatron_opd.transport.token import TOKEN_VARIABLE
+from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.types import Batch
 from sglang_bridge.digest import digest
 from sglang_bridge.ports import free_port
@@ -26,7 +30,10 @@ from sglang_bridge.protocol import BucketSpec, WeightPiece
 from tests.dist import jobs
 from tests.dist.caches import make_batch, oracle_update
 from tests.dist.worlds import World
+from tests.figures import bounded
+from tests.sockets import listening
 from tests.models import tiny_qwen3_moe
+from tests.wire import TOKEN
 
 pytestmark = pytest.mark.dist
 
@@ -72,10 +79,14 @@ def with_learner(
 
 
 async def served(
-    config: Config, out: Path, body: Callable[[RemoteLearner], Awaitable[None]], ranks: int
+    config: Config,
+    out: Path,
+    body: Callable[[RemoteLearner], Awaitable[None]],
+    ranks: int,
+    admission: Admission | None = None,
 ) -> list[int | None]:
     """Run `body` against a served world of `ranks`; exit codes of the ranks."""
-    remote = RemoteLearner(config)
+    remote = RemoteLearner(config, admission or Admission(TOKEN))
     try:
         with World(
             jobs.serve_controller, ranks, out, config=config, address=remote.address
@@ -179,7 +190,7 @@ def test_a_rank_that_raises_ends_the_call_with_its_reason(damage, model, batch, 
     samples = list(batch.samples)
     if damage == "token id":
         reason, broken = (
-            "IndexError: ",
+            "column ids must be in 0..511",
             [
                 replace(
                     s,
@@ -203,7 +214,9 @@ def test_a_rank_that_raises_ends_the_call_with_its_reason(damage, model, batch, 
             await remote.train(replace(batch, samples=tuple(broken)))
 
     codes = with_learner(make_config(model, dp=2), tmp_path, body, 2)
-    assert set(codes) <= {1, None}
+    # the other one fails too, or finds the controller gone, or still waits for this one
+    assert 1 in codes
+    assert set(codes) <= {1, EXIT_LOST, None}
 
 
 def test_a_world_of_the_wrong_size_names_the_keys(model, tmp_path):
@@ -214,13 +227,86 @@ def test_a_world_of_the_wrong_size_names_the_keys(model, tmp_path):
     assert with_learner(make_config(model, tp=2), tmp_path, body, 1) == [1]
 
 
+def test_other_settings_than_the_controllers_are_named_on_both_sides(model, tmp_path):
+    """Before: it trained with its own."""
+    config = make_config(model)
+    optimizer = config.learner.optimizer.model_copy(update={"lr": 5e-3})
+    learner = config.learner.model_copy(update={"optimizer": optimizer})
+    other = config.model_copy(update={"learner": learner})
+
+    async def body(remote: RemoteLearner) -> None:
+        with pytest.raises(LearnerError, match=r"other settings .*: learner\.optimizer\.lr must"):
+            await remote.wait_ready(START_S)
+
+    async def main() -> list[int | None]:
+        admission = Admission(TOKEN, learner_digests(other))
+        return await served(config, tmp_path, body, 1, admission)
+
+    assert asyncio.run(main()) == [2]
+
+
+def test_a_learner_of_an_earlier_controller_writes_nothing(model, tmp_path):
+    run_dir = tmp_path / "run"
+    earlier = RunLock.take(run_dir)
+
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(START_S)
+        await remote.manifest()  # it has seen that the directory is its controller's
+        earlier.release()
+        with RunLock.take(run_dir):
+            with pytest.raises(LearnerError, match="NotTheHolder: .* now belongs to pid"):
+                await remote.export_hf(run_dir / "checkpoints" / "final")
+            assert [path.name for path in run_dir.iterdir()] == [LOCK]
+
+    async def main() -> list[int | None]:
+        admission = Admission(TOKEN, claim=earlier.claim)
+        return await served(make_config(model), tmp_path, body, 1, admission)
+
+    assert asyncio.run(main()) == [1]
+
+
+def test_a_learner_whose_controller_is_killed_ends(model, tmp_path):
+    """With a controller in a process of its own, ended by SIGKILL. Before: after 15 s or more."""
+    config = make_config(model)
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    program = f"""
+import asyncio
+from pathlib import Path
+from megatron_opd.config.load import load_config
+from megatron_opd.config.schema import Config
+from megatron_opd.transport.zmq import Admission, RemoteLearner
+async def main():
+    remote = RemoteLearner(load_config(Config, Path({str(tmp_path / "config.yaml")!r})),
+                           Admission({TOKEN!r}))
+    print(remote.address, flush=True)
+    await remote.wait_ready({START_S})
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as controller:
+        assert controller.stdout is not None
+        address = controller.stdout.readline().strip()
+        out = tmp_path / "learner"
+        try:
+            with World(jobs.serve_controller, 1, out, config=config, address=address) as world:
+                assert controller.stdout.readline() == "ready\n"
+                controller.kill()
+                started = time.monotonic()
+                assert world.join(30) == [EXIT_LOST]
+                bounded("killed controller: learner ends after (s)", time.monotonic() - started, 10)
+        finally:
+            controller.kill()
+
+
 def torchrun_learner(config: Config, address: str, out: Path) -> subprocess.Popen[bytes]:
     (out / "config.yaml").write_text(dump_config(config))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += [f"--master-port={free_port()}", "-m", "megatron_opd.learner"]
     command += [str(out / "config.yaml"), "--controller", address]
     with (out / "log").open("wb") as log:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", TOKEN_VARIABLE: TOKEN}
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
 
@@ -228,13 +314,16 @@ def test_no_rank_outlives_torchrun(model, tmp_path):
     config = make_config(model, dp=2)
 
     async def main() -> None:
-        remote = RemoteLearner(config)
+        remote = RemoteLearner(config, Admission(TOKEN))
         torchrun = torchrun_learner(config, remote.address, tmp_path)
         ranks: list[psutil.Process] = []
         try:
             await remote.wait_ready(START_S)
             ranks = psutil.Process(torchrun.pid).children(recursive=True)
             assert len(ranks) >= 2
+            ours = [door for door in listening(torchrun.pid) if door[2] != "pt_elastic"]
+            assert ours, "gloo listens"
+            assert {door[0] for door in ours} == {"127.0.0.1"}
             torchrun.kill()
             _, alive = await asyncio.to_thread(psutil.wait_procs, ranks, 10)
             assert not alive

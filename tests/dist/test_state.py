@@ -199,6 +199,24 @@ def test_every_rank_writes_its_own_share(kind, name, shares, runs):
         assert got == pytest.approx(shares, abs=0.08), what
 
 
+def test_a_new_learning_rate_is_used_after_a_load(runs, models, batches, tmp_path):
+    """So are the optimizer's other settings: a checkpoint holds none of them."""
+    other = {"lr": 3e-4, "weight_decay": 0.25, "beta1": 0.5, "beta2": 0.75, "eps": 1e-5}
+    used = run_world(
+        state_jobs.settings_after_load,
+        1,
+        tmp_path,
+        model=models["dense"],
+        batches=batches["dense"],
+        config=STEP | {"optimizer": other},
+        source=runs["dense"]["one"],
+    )
+    assert {group["lr"] for group in used} == {3e-4}
+    assert {tuple(group["betas"]) for group in used} == {(0.5, 0.75)}
+    assert {group["eps"] for group in used} == {1e-5}
+    assert 0.25 in {group["weight_decay"] for group in used}
+
+
 def test_damage_is_refused_with_the_file_s_name(runs, models, batches, tmp_path):
     whole = runs["dense"]["tp2"]
     sources = {}

@@ -19,11 +19,13 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatron_opd.checkpoint.run_lock import LOCK
 from sglang_bridge.client import ServerClient
 from sglang_bridge.protocol import WeightPiece
 from tests.e2e.conftest import Sections
 from tests.e2e.publication import differing, give, load_tensors
 from tests.figures import bounded
+from tests.sockets import listening
 
 pytestmark = pytest.mark.e2e
 
@@ -163,10 +165,17 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
 def test_a_whole_run_and_its_products(inputs: Path, tmp_path: Path, start: Callable[..., Running]):
     running = start(write_config(inputs, tmp_path))
     running.wait_until(running.has_updated)
+    doors = listening(running.process.pid)
     done = running.finish(START_TIMEOUT_S)
     assert done.code == 0, done.output
+    # servers, their schedulers' stores, torchrun's store, gloo, the weights' store, our own socket
+    assert len(doors) > 5
+    assert [door for door in doors if door[0] != "127.0.0.1"] == [], "open to other machines"
     summary = done.summary
     assert summary["status"] == "finished"
+    assert summary["frames_refused"] == 0
+    assert summary["resumed_with_changes"] == []
+    assert not (done.run_dir / LOCK).exists()
     assert summary["updates"] == summary["version"] == len(done.rows) == UPDATES
     assert summary["samples_consumed"] == summary["samples_admitted"] == UPDATES * BATCH
     assert summary["samples_dropped"] == {}
@@ -371,6 +380,12 @@ def test_a_learner_that_is_killed_ends_the_run_with_its_name(
     running.look()
     with_us = [process for process in running.seen if process.is_running()]  # helpers come and go
     rank = next(p for p in with_us if "megatron_opd.learner" in p.cmdline()[-5:])
+    # another run must not touch a live one's directory
+    second = [sys.executable, "-m", "megatron_opd", "run", str(tmp_path / "config.yaml")]
+    refused = subprocess.run([*second, "--overwrite"], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert f"is held by pid {running.process.pid} on " in refused.stderr
+    assert running.has_updated()
     rank.kill()
     done = running.finish(60)
     assert done.code == 1, done.output

@@ -411,7 +411,11 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
     ),
     (
         ["checkpoint.every=5", "learner.optimizer.optimizer_cpu_offload=true"],
-        ["checkpoint.every must be 0", "learner.optimizer.optimizer_cpu_offload", "got 5"],
+        [
+            "checkpoint.every and checkpoint.every_minutes must be 0",
+            "learner.optimizer.optimizer_cpu_offload",
+            "got 5 and 10",
+        ],
         ["learner.optimizer.optimizer_cpu_offload=false"],
     ),
 ]

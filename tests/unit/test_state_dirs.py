@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_opd.checkpoint.run_lock import Claim, RunLock
 from megatron_opd.checkpoint.state import read_facts
 from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs, verify
 from megatron_opd.checkpoint.state_files import (
@@ -21,9 +22,9 @@ from megatron_opd.checkpoint.state_files import (
 from megatron_opd.checkpoint.state_write import explained, one_line
 from megatron_opd.cli.checkpoints import CONTROLLER, RUN, CheckpointFailed, Checkpoints
 from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.resume import find_resumption, reopen_run_dir
-from megatron_opd.config.load import dump_config
-from megatron_opd.config.schema import Config
+from megatron_opd.cli.resume import Change, find_resumption, reopen_run_dir
+from megatron_opd.config.load import dump_config, load_config
+from megatron_opd.config.schema import CheckpointConfig, Config
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 
 
@@ -70,14 +71,16 @@ def at(updates: int) -> ControllerState:
     return ControllerState(updates, updates, updates, updates, {}, 0, updates, [])
 
 
-def save_some(config: Config, learner: FakeLearner, updates: list[int]) -> Checkpoints:
+def save_some(
+    config: Config, learner: FakeLearner, updates: list[int], claim: Claim | None = None
+) -> Checkpoints:
     """Checkpoints after each of `updates`, as a run would make them."""
     dirs = StepDirs(config.run.dir / "checkpoints")
     config.run.dir.mkdir(exist_ok=True)
     (config.run.dir / "config.resolved.yaml").write_text(dump_config(config))
     extras: dict[str, Any] = {"elapsed_s": 1.0, "wall_s": 1.0, "resumed_at_updates": []}
     extras |= {"accuracies": {}, "totals": {}}
-    kept = Checkpoints(dirs, config, learner, lambda: extras, lambda line: None)
+    kept = Checkpoints(dirs, config, learner, lambda: extras, lambda line: None, claim)
 
     async def main() -> None:
         from megatron_opd.cli.resume import file_crc32
@@ -257,6 +260,77 @@ def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+2="}\n')
     with pytest.raises(UserError, match="is not the file it was"):
         find_resumption(config)
+
+
+def test_what_is_learnt_may_change_if_the_user_insists(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    save_some(config, FakeLearner(), [2])
+    slower = make_config(tmp_path, learner={"optimizer": {"lr": 1e-7}})
+    key = "learner.optimizer.lr"
+    with pytest.raises(UserError, match=f"got 1e-07; or insist: --accept-changes {key}"):
+        find_resumption(slower)
+    found = find_resumption(slower, [key])
+    line = f"resumed at 2 updates with {key} changed from 1e-06 to 1e-07"
+    assert [change.line for change in found.changes] == [line]
+    assert line in found.notes
+    run_dir = reopen_run_dir(slower, 2, found.changes)
+    assert run_dir.resolved_config.read_text().startswith(f"# {line}\n")
+    assert load_config(Config, run_dir.resolved_config) == slower
+    # the next resumption goes on with what was accepted, and adds to it
+    assert find_resumption(slower).changes == found.changes
+    more = make_config(tmp_path, learner={"optimizer": {"lr": 1e-7}}, run={"seed": 7})
+    both = (*found.changes, Change(2, "run.seed", 1234, 7))
+    assert find_resumption(more, ["run.seed"]).changes == both
+    run_dir.changes.write_text("[1]")
+    with pytest.raises(UserError, match=r"changes\.json is damaged"):
+        find_resumption(slower)
+
+
+@pytest.mark.parametrize(
+    ("sections", "accepted", "words"),
+    [
+        ({"student": {"model": "other"}}, "student.model", "weights and samples are of that model"),
+        ({"learner": {"dtype": "float32"}}, "learner.dtype", "are stored in it"),
+        ({"buffer": {"batch_size": 8}}, "buffer.batch_size", "were admitted under it"),
+        ({"support": {"type": "topk"}}, "support.type", "are cached so"),
+        ({}, "run.seed", "run.seed is what it was"),
+        ({}, "run.sed", "run.sed is no key of this run"),
+        ({"run": {"seed": 7}}, "learner.optimizer.lr", r"\(differing: run.seed\)"),
+    ],
+)
+def test_insisting_on_what_cannot_work_is_refused(
+    tmp_path: Path, sections: dict[str, Any], accepted: str, words: str
+) -> None:
+    save_some(make_config(tmp_path), FakeLearner(), [2])
+    with pytest.raises(UserError, match=words):
+        find_resumption(make_config(tmp_path, **sections), [accepted])
+
+
+def test_a_checkpoint_is_due_after_so_many_minutes(tmp_path: Path) -> None:
+    """Before: with the default settings none was ever written."""
+    assert CheckpointConfig().every == 0
+    assert CheckpointConfig().every_minutes == 10
+    config = make_config(tmp_path, checkpoint={"every": 0})
+    dirs = StepDirs(config.run.dir / "checkpoints")
+    save_some(config, FakeLearner(), [1, 2, 3])
+    assert dirs.complete() == []
+    soon = make_config(tmp_path, checkpoint={"every": 0, "every_minutes": 1e-6})
+    save_some(soon, FakeLearner(), [1, 2, 3])
+    assert dirs.complete() == [2, 3]
+    off = make_config(tmp_path, checkpoint={"every": 0, "every_minutes": 0})
+    assert not off.checkpoint.writes
+
+
+def test_a_checkpoint_of_a_run_that_lost_its_directory_gets_no_name(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    lock = RunLock.take(config.run.dir)
+    save_some(config, FakeLearner(), [2], lock.claim)
+    lock.release()
+    with RunLock.take(config.run.dir) as newer:
+        with pytest.raises(CheckpointFailed, match="now belongs to pid"):
+            save_some(config, FakeLearner(), [4], lock.claim)
+        save_some(config, FakeLearner(), [6], newer.claim)
+    assert StepDirs(config.run.dir / "checkpoints").complete() == [2, 6]
 
 
 def test_nothing_to_go_on_from(tmp_path: Path) -> None:

@@ -1,39 +1,27 @@
 """The controller's socket against scripted ranks, and the columns of a rank's batch."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import queue
+import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import zmq
-import zmq.asyncio
 
 from megatron_opd.config.learner import ParallelConfig
-from megatron_opd.config.schema import Config
-from megatron_opd.learner.channel import Channel, ControllerLost
+from megatron_opd.learner import channel as channel_module
+from megatron_opd.learner.channel import ControllerLost, NotWelcome
 from megatron_opd.transport import messages as m
 from megatron_opd.transport.rank_batch import COLUMNS, RankBatch, from_frames, rank_batch, to_frames
-from megatron_opd.transport.zmq import LearnerError, RemoteLearner
+from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.types import Batch, Draws, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import BucketSpec, WeightPiece
+from tests.wire import TOKEN, Rank, channel, config, drive, hello, router
 
 FIGURES = m.UpdateMetrics(0, *(1.5,) * 3, 1, 1, 1, 0.0, 0.0, 0, *(1.0,) * 5, 1)
-
-
-def config(sections: dict[str, object] | None = None, **learner: object) -> Config:
-    return Config.model_validate(
-        {
-            "data": {"train": "x"},
-            "student": {"model": "m"},
-            "teacher": {"model": "m"},
-            "buffer": {"batch_size": 8},
-            "learner": {"timeout_s": 5.0, **learner},
-            **(sections or {}),
-        }
-    )
 
 
 def make_sample(uid: int, tokens: int, version: int = 0) -> Sample:
@@ -62,30 +50,6 @@ def make_batch(count: int = 8) -> Batch:
     return Batch(3, 4, tuple(make_sample(uid, 2 + uid) for uid in range(count)))
 
 
-class Rank:
-    """A scripted learner rank: `answer` makes the reply to a request, or None for silence."""
-
-    def __init__(
-        self, address: str, rank: int, world: int, answer: Callable[[m.Request], m.Reply | None]
-    ) -> None:
-        self.context = zmq.asyncio.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.connect(address)
-        self.rank, self.world, self.answer = rank, world, answer
-        self.received: list[tuple[m.Request, list[bytes]]] = []
-
-    async def run(self) -> None:
-        info = m.LearnerInfo(self.world, self.world, 10, 512, "float32", "gloo", "cpu")
-        await self.socket.send(m.encode(m.Hello(self.rank, self.rank, info)))
-        while True:
-            header, *frames = await self.socket.recv_multipart()
-            request = m.decode_request(header)
-            self.received.append((request, frames))
-            reply = self.answer(request)
-            if reply is not None:
-                await self.socket.send(m.encode(reply))
-
-
 def done(request: m.Request) -> m.Reply:
     results = {
         m.Train: FIGURES,
@@ -97,28 +61,6 @@ def done(request: m.Request) -> m.Reply:
 
 def silent(request: m.Request) -> None:
     return None
-
-
-def drive(
-    body: Callable, answers: list, sections: dict[str, object] | None = None, **learner: object
-) -> list[Rank]:
-    """Run `body(remote)` against one scripted rank per answer."""
-
-    async def main() -> list[Rank]:
-        remote = RemoteLearner(config(sections, parallel={"dp": len(answers)}, **learner))
-        ranks = [Rank(remote.address, r, len(answers), a) for r, a in enumerate(answers)]
-        tasks = [asyncio.create_task(rank.run()) for rank in ranks]
-        try:
-            await body(remote)
-        finally:
-            remote.close()
-            for task in tasks:
-                task.cancel()
-            for rank in ranks:
-                rank.context.destroy(linger=0)
-        return ranks
-
-    return asyncio.run(asyncio.wait_for(main(), 30))
 
 
 def test_each_head_receives_exactly_its_own_samples():
@@ -181,7 +123,7 @@ def test_every_call_gets_its_own_kind_of_answer():
         await remote.connect_weights("127.0.0.1", 1234, 3, "group")
         await remote.send_weights()
         assert await remote.piece_digests([piece]) == ["d"]
-        await remote.export_hf("/somewhere")
+        await remote.export_hf(Path("/somewhere"))
         await remote.stop()
 
     (rank,) = drive(body, [done])
@@ -220,9 +162,9 @@ def test_silence_is_an_error_after_the_timeout():
     drive(body, [silent])
 
 
-def test_a_rank_that_ended_between_two_calls_is_an_error_of_the_learner():
+def test_a_rank_that_is_gone_is_an_error_of_the_learner_while_nothing_is_asked():
     async def main() -> None:
-        remote = RemoteLearner(config())
+        remote = RemoteLearner(config(), Admission(TOKEN))
         rank = Rank(remote.address, 0, 1, done)
         task = asyncio.create_task(rank.run())
         try:
@@ -230,13 +172,10 @@ def test_a_rank_that_ended_between_two_calls_is_an_error_of_the_learner():
             await remote.train(make_batch())
             task.cancel()
             rank.context.destroy(linger=0)
-            said = "no answer"
-            while "no answer" in said:  # the end of a connection takes a moment to be seen
-                with pytest.raises(LearnerError) as caught:
-                    await remote.train(make_batch(), timeout_s=0.2)
-                said = str(caught.value)
-            assert said == "train: the learner cannot be reached: Host unreachable"
-            with pytest.raises(LearnerError, match="cannot be reached"):
+            async with asyncio.timeout(5):
+                error = await remote.failed()
+            assert str(error) == "learner rank 0 is gone: its connection ended"
+            with pytest.raises(LearnerError, match="rank 0 is gone"):
                 await remote.manifest()
         finally:
             remote.close()
@@ -271,18 +210,6 @@ def test_an_answer_of_the_wrong_kind_is_refused():
     drive(body, [lambda request: m.Done(request.call, m.Manifest([]))])
 
 
-def test_garbage_on_the_wire_is_an_error():
-    async def body(remote: RemoteLearner) -> None:
-        await remote.wait_ready(5)
-        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-            stranger.connect(remote.address)
-            stranger.send(b"\xc1 not msgpack")
-            with pytest.raises(LearnerError, match="unreadable message"):
-                await remote.train(make_batch())
-
-    drive(body, [silent])
-
-
 def test_calls_before_ready_after_close_and_on_a_world_of_the_wrong_size_fail():
     async def before(remote: RemoteLearner) -> None:
         with pytest.raises(LearnerError, match="not ready"):
@@ -295,7 +222,7 @@ def test_calls_before_ready_after_close_and_on_a_world_of_the_wrong_size_fail():
     drive(before, [done])
 
     async def main() -> None:
-        remote = RemoteLearner(config(parallel={"dp": 2}))
+        remote = RemoteLearner(config(parallel={"dp": 2}), Admission(TOKEN))
         rank = Rank(remote.address, 0, 1, done)
         task = asyncio.create_task(rank.run())
         try:
@@ -311,7 +238,7 @@ def test_calls_before_ready_after_close_and_on_a_world_of_the_wrong_size_fail():
 
 def test_nobody_comes():
     async def main() -> None:
-        remote = RemoteLearner(config())
+        remote = RemoteLearner(config(), Admission(TOKEN))
         try:
             with pytest.raises(LearnerError, match="start: no answer"):
                 await remote.wait_ready(0.1)
@@ -323,11 +250,11 @@ def test_nobody_comes():
 
 def test_a_port_in_use_is_named():
     async def main() -> None:
-        remote = RemoteLearner(config())
+        remote = RemoteLearner(config(), Admission(TOKEN))
         port = int(remote.address.rpartition(":")[2])
         try:
             with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}"):
-                RemoteLearner(config(listen_port=port))
+                RemoteLearner(config(listen_port=port), Admission(TOKEN))
         finally:
             remote.close()
 
@@ -401,47 +328,110 @@ def test_a_malformed_sample_is_named(name: str):
 HEAD = SimpleNamespace(is_head=True, parallel=ParallelConfig())
 
 
-@contextmanager
-def router() -> Iterator[tuple[zmq.Socket, str]]:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.set(zmq.LINGER, 0)
-        socket.bind("tcp://127.0.0.1:*")
-        yield socket, socket.get_string(zmq.LAST_ENDPOINT)
-
-
-def test_a_rank_receives_requests_and_reports_failures():
+def test_a_rank_joins_receives_requests_and_reports_failures():
     with router() as (socket, address):
-        channel = Channel(address, first_s=5)
+        rank = channel(address)
+        answer = threading.Thread(target=lambda: welcome(socket))
+        answer.start()
         try:
-            channel.report(ValueError("learner.parallel:\n  tp"))
+            assert rank.join(hello()) == m.Welcome(None, "", False)
+            answer.join()
+            rank.report(ValueError("learner.parallel:\n  tp \x1b[31m"))
             identity, frame = socket.recv_multipart()
-            assert m.decode_reply(frame) == m.Failed(0, "learner.parallel: tp")
-            channel.report(RuntimeError("boom"))
-            assert m.decode_reply(socket.recv_multipart()[1]).reason == "RuntimeError: boom"
+            assert m.decode_reply([frame]) == m.Failed(0, "learner.parallel: tp \\x1b[31m")
+            rank.report(RuntimeError("boom"))
+            assert m.decode_reply(socket.recv_multipart()[1:]).reason == "RuntimeError: boom"
             socket.send_multipart([identity, m.encode(m.Stop(9)), b"raw"])
-            request, frames = channel.receive(HEAD)
+            request, frames = rank.receive(HEAD)
             assert request == m.Stop(9)
             assert [bytes(frame) for frame in frames] == [b"raw"]
         finally:
-            channel.close()
+            rank.close()
 
 
-def test_a_rank_does_not_outlive_the_controller():
+def welcome(socket: zmq.Socket[bytes]) -> None:
+    identity, frame = socket.recv_multipart()
+    assert m.decode_reply([frame]) == hello()
+    socket.send_multipart([identity, m.encode(m.Welcome(None, "", False))])
+
+
+def test_a_rank_waits_for_a_token_and_gives_up_on_a_controller_that_never_was():
+    asked: list[None] = []
+
+    def none_yet() -> None:
+        asked.append(None)
+
+    rank = channel("tcp://127.0.0.1:9", none_yet, first_s=0.6)
+    try:
+        with pytest.raises(ControllerLost, match=r"no controller at tcp:.*:9 for 0\.6 s"):
+            rank.join(hello())
+        assert len(asked) > 1
+        rank.report(ValueError("nobody hears it, and nothing waits"))
+    finally:
+        rank.close()
+
+
+def test_a_rank_shows_the_token_of_the_controller_that_came_after_an_earlier_one():
+    latest = ["a stale token that a crashed run left"]
+
+    def read() -> str:
+        return latest[0]
+
     with router() as (socket, address):
-        channel = Channel(address, first_s=20, reconnect_s=0.3)
-        channel.reply(m.Failed(0, "hello"))
-        socket.recv_multipart()
-    try:
-        with pytest.raises(ControllerLost, match="no controller at tcp"):
-            channel.receive(HEAD)
-    finally:
-        channel.close()
+        rank = channel(address, read)
+        threading.Timer(1.0, lambda: latest.__setitem__(0, TOKEN)).start()
+        answer = threading.Thread(target=lambda: welcome(socket))
+        answer.start()
+        try:
+            assert isinstance(rank.join(hello()), m.Welcome)
+            answer.join()
+            latest[0] = "a newer controller's token, which is not for this rank"
+            rank.report(ValueError("last words"))
+            assert m.decode_reply(socket.recv_multipart()[1:]) == m.Failed(0, "last words")
+        finally:
+            rank.close()
 
 
-def test_a_rank_gives_up_on_a_controller_that_never_was():
-    channel = Channel("tcp://127.0.0.1:9", first_s=0.3)
+def test_a_rank_with_the_wrong_token_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(channel_module, "TOKEN_GRACE_S", 0.2)
+    with router() as (_, address):
+        rank = channel(address, lambda: "not the secret")
+        try:
+            with pytest.raises(NotWelcome, match="MEGATRON_OPD_TOKEN"):
+                rank.join(hello())
+        finally:
+            rank.close()
+
+
+def test_a_rank_that_is_refused_is_told_why_and_the_controller_fails():
+    async def main() -> None:
+        remote = RemoteLearner(config(), Admission(TOKEN, {"learner.optimizer.lr": "a"}))
+        rank = channel(remote.address)
+        try:
+            said = hello(digests={"learner.optimizer.lr": "b"})
+            joining = asyncio.create_task(asyncio.to_thread(rank.join, said))
+            why = "rank 0 was started with other settings than the controller: learner.optimizer.lr"
+            with pytest.raises(LearnerError, match=why):
+                await remote.wait_ready(5)
+            with pytest.raises(NotWelcome, match=why):
+                await joining
+        finally:
+            remote.close()
+            rank.close()
+
+    asyncio.run(main())
+
+
+def test_a_controller_that_is_gone_is_noticed_by_a_rank_that_does_not_listen():
+    """Its process ends: the kernel closes the connection."""
+    lost = queue.Queue[str]()
+    with router() as (socket, address):
+        rank = channel(address, on_lost=lost.put)
+        answer = threading.Thread(target=lambda: welcome(socket))
+        answer.start()
+        rank.join(hello())
+        answer.join()
     try:
-        with pytest.raises(ControllerLost):
-            channel.receive(HEAD)
+        assert lost.get(timeout=5) == f"the controller at {address} is gone: this rank ends"
     finally:
-        channel.close()
+        rank.close()

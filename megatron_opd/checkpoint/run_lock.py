@@ -1,0 +1,159 @@
+"""One controller at a time owns a run directory, and whoever writes there can prove it. Torch-free.
+
+`run.lock` is locked with flock for as long as the controller lives: however it ends, the kernel
+lets go of it (over NFS the server does), so a file that stayed behind holds nobody up. In it stands
+who holds it and a random token. A writer elsewhere (a learner's rank) compares the token that its
+controller told it with the file's before it gives anything a name: one that an earlier controller
+left over finds another token, or none, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+LOCK = "run.lock"
+_HELD = (errno.EAGAIN, errno.EACCES)
+
+
+class RunDirHeld(ValueError):
+    """Another controller holds the run directory. One line that says which."""
+
+
+class NotTheHolder(RuntimeError):
+    """Who wants to write into a run directory does not belong to its holder. One line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """What `run.lock` says. started: local time with its offset. token: hexadecimal, random."""
+
+    pid: int
+    host: str
+    started: str
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to write into a run directory. lock: its run.lock, seen from this machine."""
+
+    lock: Path
+    token: str
+
+    def check(self) -> None:
+        """NotTheHolder: the directory is not, or no longer, that of this token's controller."""
+        held = read_holder(self.lock)
+        if held is None:
+            raise NotTheHolder(
+                f"{self.lock} is not there or not readable: nothing is written for a controller "
+                "that no longer holds its run directory (every rank must see the same run.dir)"
+            )
+        if not secrets.compare_digest(held.token, self.token):
+            raise NotTheHolder(
+                f"{self.lock.parent} now belongs to pid {held.pid} on {held.host}, started "
+                f"{held.started}: nothing of an earlier run is written into it"
+            )
+
+
+class RunLock:
+    """A held lock; `release` ends it, and so does the end of this process."""
+
+    def __init__(self, handle: int, path: Path, holder: Holder, made: tuple[Path, ...]) -> None:
+        self._handle, self._made = handle, made
+        self.path, self.holder = path, holder
+
+    @classmethod
+    def take(cls, run_dir: Path) -> RunLock:
+        """Hold `run_dir`, which is made if it is missing.
+
+        RunDirHeld: another process holds it. OSError: it cannot be made, or locked.
+        """
+        made = tuple(part for part in (run_dir, *run_dir.parents) if not part.exists())
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir.absolute() / LOCK
+        handle = _locked(path)
+        started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        holder = Holder(os.getpid(), socket.gethostname(), started, secrets.token_hex(32))
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(asdict(holder)).encode(), 0)
+        os.fsync(handle)
+        return cls(handle, path, holder, made)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def claim(self) -> Claim:
+        """What this process, and whoever it tells, writes with."""
+        return Claim(self.path, self.holder.token)
+
+    def release(self) -> None:
+        """Let go. A directory that taking the lock made, and nothing was put into, goes too."""
+        if self._handle < 0:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(self.path.stat(), os.fstat(self._handle)):
+                self.path.unlink()  # while it is held: nobody else's
+        os.close(self._handle)
+        self._handle = -1
+        for directory in self._made:
+            try:
+                directory.rmdir()
+            except OSError:
+                break  # not empty: something was put there
+
+
+def refuse_if_held(run_dir: Path) -> None:
+    """RunDirHeld: another process holds `run_dir`. Changes nothing."""
+    path = run_dir / LOCK
+    if path.is_file():
+        os.close(_locked(path))
+
+
+def read_holder(path: Path) -> Holder | None:
+    """Who holds, or held, the lock; None: it cannot be told."""
+    try:
+        raw = json.loads(path.read_bytes())
+        return Holder(int(raw["pid"]), str(raw["host"]), str(raw["started"]), str(raw["token"]))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _locked(path: Path) -> int:
+    """A handle on the locked file of this name."""
+    while True:
+        # not inherited by child processes, which would hold the lock after this one's end
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(handle)):
+                return handle
+        except OSError as error:
+            os.close(handle)
+            if error.errno not in _HELD:
+                raise
+            raise RunDirHeld(_held_line(path)) from None
+        os.close(handle)  # its holder removed it between our two steps: take the new one
+
+
+def _held_line(path: Path) -> str:
+    held = read_holder(path)
+    by = (
+        "another process"
+        if held is None
+        else f"pid {held.pid} on {held.host}, started {held.started}"
+    )
+    return f"run.dir {path.parent} is held by {by}; stop that run or choose another run.dir"

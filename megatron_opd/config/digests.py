@@ -1,0 +1,111 @@
+"""What a learner must have been given exactly as its controller was: one digest a key.
+
+Every key of the configuration is compared unless NOT_THE_LEARNERS lists it, so that a new key is
+compared from the start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, cast
+
+from megatron_opd.config.schema import Config
+
+MODEL = "student.model"
+NOT_THE_LEARNERS = (
+    "run.dir",
+    "data.train",
+    "data.heldout",
+    "data.task",
+    "data.*_key",
+    "data.chat_template",
+    "data.shuffle",
+    "student.*",
+    "teacher",
+    "teacher.*",
+    "teachers",
+    "teachers.*",
+    "rollout.concurrency",
+    "rollout.attempts",
+    "scoring.*",
+    "buffer.max_staleness",
+    "buffer.hold_batches",
+    "weight_sync.timeout_s",
+    "weight_sync.host",
+    "weight_sync.verify_first",
+    "evaluation.*",
+    "checkpoint.*",
+    "metrics.*",
+    "learner.listen_host",
+    "learner.listen_port",
+    "learner.threads",
+    "learner.timeout_s",
+    "learner.gpu_memory_gib",
+)
+"""Keys that a learner does not read, or may read otherwise than its controller."""
+SAMPLE_BYTES = 65_536
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """{dotted key: JSON value} of a configuration; an empty mapping is a value."""
+    return dict(_leaves("", config.model_dump(mode="json")))
+
+
+def learner_digests(config: Config) -> dict[str, str]:
+    """{dotted key: digest of its value} of what a learner reads.
+
+    MODEL stands for the content of the checkpoint, whose path may differ between machines.
+    ValueError: the checkpoint cannot be read.
+    """
+    found = {
+        key: _digest(json.dumps(value, sort_keys=True).encode())
+        for key, value in flat(config).items()
+        if not matches(key, NOT_THE_LEARNERS)
+    }
+    return found | {MODEL: model_digest(config.student.model)}
+
+
+def differing_keys(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """Keys whose digests differ, or that only one side has, in order."""
+    return sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+
+
+def matches(key: str, patterns: Sequence[str]) -> bool:
+    """Whether a dotted key is listed."""
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def model_digest(model: Path) -> str:
+    """Tell one checkpoint from another by config.json and samples of every file of weights.
+
+    Their sizes, first and last SAMPLE_BYTES: the names, shapes and types of all tensors, and some
+    of the values. ValueError: no config.json can be read.
+    """
+    parts: list[bytes] = []
+    try:
+        parts.append((model / "config.json").read_bytes())
+        for file in sorted(model.glob("*.safetensors")):
+            size = file.stat().st_size
+            with file.open("rb") as stream:
+                head = stream.read(SAMPLE_BYTES)
+                stream.seek(max(0, size - SAMPLE_BYTES))
+                parts += [str(size).encode(), head, stream.read(SAMPLE_BYTES)]
+    except OSError as error:
+        raise ValueError(f"{MODEL}: cannot read {error.filename}: {error.strerror}") from None
+    return _digest(b"\0".join(parts))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _leaves(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(f"{prefix}{key}.", cast(dict[str, Any], value))
+        else:
+            yield f"{prefix}{key}", value

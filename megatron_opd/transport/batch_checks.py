@@ -1,0 +1,81 @@
+"""What a learner's rank checks of a batch before it trains on it, and how large one may be.
+
+The controller has checked its servers' replies already; this keeps a damaged or forged message from
+being read as numbers. Teacher scores may be NaN: the loss becomes NaN then and the run stops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_opd.config.schema import Config
+from megatron_opd.transport.rank_batch import RankBatch
+
+MIN_FRAME_BYTES = 64 * 2**20
+"""Room for requests that are no batch: the slices to digest of a model of a million tensors."""
+WIDEST_ITEM = 8
+
+
+def largest_frame_bytes(config: Config, vocab_size: int, experts_per_input: int) -> int:
+    """The largest column that a batch of this configuration can have.
+
+    experts_per_input: layers with experts times experts a token.
+    """
+    support, rollout = config.estimator.support, config.rollout
+    ids = support.num_atoms(vocab_size) + support.num_draws + 1
+    responses = config.buffer.batch_size * rollout.max_new_tokens
+    inputs = responses + config.buffer.batch_size * config.data.max_prompt_tokens
+    items = max(responses * ids, inputs * max(1, experts_per_input))
+    return max(MIN_FRAME_BYTES, items * WIDEST_ITEM)
+
+
+def check_batch(batch: RankBatch, *, vocab_size: int, num_experts: int, sampled: bool) -> None:
+    """ValueError: the columns cannot be a batch of this model; the line names the column.
+
+    sampled: the cached ids are the sampler's, so each has a log-prob of it; where the teacher chose
+    them, NaN stands for what nobody knows.
+    """
+    samples = len(batch.prompt_B)
+    planned = sorted(index for mini in batch.plan for micro in mini for index in micro)
+    if planned != list(range(samples)):
+        raise ValueError(f"plan must name each of {samples} samples once, got {len(planned)}")
+    if batch.update < 0 or batch.version < 0:
+        raise ValueError(f"update and version must be >= 0, got {batch.update}, {batch.version}")
+    for name in ("prompt_B", "response_B", "count_T"):
+        _within(name, getattr(batch, name), 1, np.iinfo(np.int64).max)
+    for name in ("ids", "ids_N"):
+        _within(name, getattr(batch, name), 0, vocab_size - 1)
+    _within("version_T", batch.version_T, 0, batch.version)
+    ends_T = np.cumsum(batch.count_T)
+    outside = (batch.path_T < ends_T - batch.count_T) | (batch.path_T >= ends_T)
+    if outside.any():
+        raise ValueError(f"column path_T must point into its own row, token {outside.argmax()}")
+    if batch.experts_XLk is not None:
+        _within("experts_XLk", batch.experts_XLk, 0, num_experts - 1)
+    _finite("weight_N", batch.weight_N)
+    if (batch.weight_N < 0).any():
+        raise ValueError(f"column weight_N must be >= 0, got {batch.weight_N.min()}")
+    for name in ("advantage_B", "group_log_q_B", "defensive_B"):
+        _finite(name, getattr(batch, name))
+    _finite("sampler_logp_N", batch.sampler_logp_N if sampled else _path(batch))
+
+
+def _path(batch: RankBatch) -> npt.NDArray[Any]:
+    return batch.sampler_logp_N[batch.path_T]
+
+
+def _within(name: str, values: npt.NDArray[Any], least: int, most: int) -> None:
+    if len(values) and (values.min() < least or values.max() > most):
+        raise ValueError(
+            f"column {name} must be in {least}..{most}, got {values.min()}..{values.max()}"
+        )
+
+
+def _finite(name: str, values: npt.NDArray[Any]) -> None:
+    if not np.isfinite(values).all():
+        raise ValueError(
+            f"column {name} must be finite, value {np.isfinite(values).argmin()} is not"
+        )

@@ -1,0 +1,111 @@
+"""Who may speak to the controller's socket: peers that show the run's token.
+
+The token is checked while a connection is opened (ZMTP's PLAIN mechanism, answered here in the
+manner of ZeroMQ's RFC 27), so a stranger never gets a message through: nothing of it is buffered or
+decoded. PLAIN does not encrypt: it keeps others out, not eavesdroppers.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from collections.abc import Awaitable
+from typing import Any, cast
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+logger = logging.getLogger(__name__)
+
+ZAP_ADDRESS = "inproc://zeromq.zap.01"
+USER = b"learner"
+HANDSHAKE_MS = 10_000
+# A host that vanished is missed after HEARTBEAT_MS + HEARTBEAT_TIMEOUT_MS. ZeroMQ's own threads
+# send and answer heartbeats: a peer whose Python is busy is not taken for dead.
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 6_000
+LOG_EVERY_S = 1.0
+REFUSALS = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class Refusals:
+    """Counts what was refused, and says so at most once in LOG_EVERY_S."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._said_s = -LOG_EVERY_S
+
+    def add(self, reason: str) -> None:
+        """One more, for `reason`."""
+        self.count += 1
+        now_s = time.monotonic()
+        if now_s - self._said_s >= LOG_EVERY_S:
+            self._said_s = now_s
+            logger.warning(
+                "refused on the learner's socket: %s (%d frames and connections so far)",
+                *(reason, self.count),
+            )
+
+
+def guard_socket(socket: zmq.Socket[Any], max_bytes: int) -> None:
+    """What every ZeroMQ socket of ours sets: limits, and heartbeats."""
+    socket.set(zmq.MAXMSGSIZE, max_bytes)
+    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+
+
+class Gate:
+    """Guards `socket`; make it before the socket is bound, run `answer` as a task.
+
+    monitor: readable when a connection was refused or ended; see `ended`.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        socket: zmq.asyncio.Socket,
+        token: str,
+        refusals: Refusals,
+    ) -> None:
+        self._token, self._refusals = token.encode(), refusals
+        self._zap = context.socket(zmq.REP)
+        self._zap.bind(ZAP_ADDRESS)
+        socket.set(zmq.PLAIN_SERVER, 1)
+        socket.set(zmq.ZAP_DOMAIN, b"learner")
+        self._socket = socket
+        self.monitor = cast(
+            zmq.asyncio.Socket, socket.get_monitor_socket(REFUSALS | zmq.EVENT_DISCONNECTED)
+        )
+
+    async def answer(self) -> None:
+        """Admit or refuse every connection."""
+        while True:
+            version, request, _, address, _, mechanism, *shown = await self._zap.recv_multipart()
+            password = shown[1] if mechanism == b"PLAIN" and len(shown) == 2 else b""
+            known = hmac.compare_digest(password, self._token)
+            verdict = (b"200", b"OK", address) if known else (b"400", b"not this run's token", b"")
+            await self._zap.send_multipart([version, request, *verdict, b""])
+
+    async def ended(self) -> list[int]:
+        """File descriptors of the connections that ended since the last call, without waiting."""
+        descriptors: list[int] = []
+        while await self.monitor.poll(0):
+            event = await cast(Awaitable[Any], recv_monitor_message(self.monitor))
+            if event["event"] & REFUSALS:
+                self._refusals.add("a peer without the run's token")
+            else:
+                descriptors.append(event["value"])
+        return descriptors
+
+    def close(self) -> None:
+        """Stop answering."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self._zap.close(linger=0)

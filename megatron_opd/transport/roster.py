@@ -1,0 +1,151 @@
+"""Who the learner's ranks are: a rank is the peer that said its first valid hello.
+
+Pure: no socket, no clock. Invariant: a message either is what is due from that very rank, or it
+changes nothing but the count of what was refused, or it is a Breach that ends the run and names the
+rank. Peers have shown the run's token before any message of theirs arrives here (gate.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_opd.config.digests import differing_keys
+from megatron_opd.transport.messages import Done, Failed, Hello, LearnerInfo, Reply, Result
+from sglang_bridge.errors import one_line
+
+NAMED_KEYS = 8
+
+
+class Breach(Exception):
+    """A learner that the run cannot go on with. One line. answer: tell the rank why."""
+
+    def __init__(self, reason: str, *, answer: bool = False) -> None:
+        super().__init__(reason)
+        self.answer = answer
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a learner must be. vocab_size None: not known here."""
+
+    world_size: int
+    data_ranks: int
+    dtype: str
+    vocab_size: int | None
+    digests: Mapping[str, str] | None
+
+
+class Roster:
+    """The ranks that have said hello, and the call that is open."""
+
+    def __init__(self, expected: Expected) -> None:
+        self._expected = expected
+        self._ranks: dict[bytes, int] = {}
+        self.heads: dict[int, bytes] = {}
+        self.info: LearnerInfo | None = None
+        self._issued = 0
+        self._result: tuple[int, Result] | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank has said hello."""
+        return len(self._ranks) == self._expected.world_size
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not."""
+        return sorted(set(range(self._expected.world_size)) - set(self._ranks.values()))
+
+    def rank_of(self, identity: bytes) -> int | None:
+        """The rank behind a peer, None for a stranger."""
+        return self._ranks.get(identity)
+
+    def next_call(self) -> int:
+        """Number the next request."""
+        self._issued += 1
+        return self._issued
+
+    def result_of(self, call: int) -> Result | None:
+        """Rank 0's answer, once."""
+        if self._result is None or self._result[0] != call:
+            return None
+        result, self._result = self._result[1], None
+        return result
+
+    def accept(self, identity: bytes, reply: Reply) -> str | None:
+        """Take a message in. A string: it was ignored, and why. Raises Breach."""
+        rank = self._ranks.get(identity)
+        match reply:
+            case Hello():
+                return self._hello(identity, rank, reply)
+            case Failed(rank=named, reason=reason):
+                if rank is None and not 0 <= named < self._expected.world_size:
+                    return "a failure of a rank that there is not"
+                raise Breach(f"rank {named if rank is None else rank}: {one_line(reason)}")
+            case Done(call=call, result=result):
+                if rank is None:
+                    return "an answer of a peer that never said hello"
+                if rank != 0:
+                    raise Breach(f"rank {rank} answered call {call}, which only rank 0 does")
+                if not 0 < call <= self._issued:
+                    raise Breach(f"rank 0 answered call {call}, which was never made")
+                if call == self._issued:  # else a late answer: its caller has given up
+                    self._result = (call, result)
+                return None
+
+    def _hello(self, identity: bytes, known: int | None, hello: Hello) -> str | None:
+        if known is not None:
+            raise Breach(f"rank {known} said hello twice")
+        if hello.rank in self._ranks.values():
+            return f"rank {hello.rank} is another peer, which said hello first"
+        self._check(hello)
+        self._ranks[identity] = hello.rank
+        if hello.data_rank is not None:
+            self.heads[hello.data_rank] = identity
+        if hello.rank == 0:
+            self.info = hello.info
+        if self.complete and len(self.heads) != self._expected.data_ranks:
+            raise Breach(
+                f"{len(self.heads)} ranks take data, learner.parallel.dp needs "
+                f"{self._expected.data_ranks}"
+            )
+        return None
+
+    def _check(self, hello: Hello) -> None:
+        """Raises Breach, with what to tell the rank."""
+        wanted, info = self._expected, hello.info
+        who = f"rank {hello.rank}"
+        if info.world_size != wanted.world_size:
+            raise Breach(
+                f"its world has {info.world_size} ranks, learner.parallel needs "
+                f"{wanted.world_size}",
+                answer=True,
+            )
+        if wanted.digests is not None:
+            keys = differing_keys(wanted.digests, hello.digests)
+            if keys:
+                named = ", ".join(one_line(key, 80) for key in keys[:NAMED_KEYS])
+                more = f" and {len(keys) - NAMED_KEYS} more" if len(keys) > NAMED_KEYS else ""
+                raise Breach(
+                    f"{who} was started with other settings than the controller: {named}{more} "
+                    "must be the same; give both the same file and --set values",
+                    answer=True,
+                )
+        facts = (
+            ("rank", hello.rank, range(wanted.world_size)),
+            ("data rank", hello.data_rank, (None, *range(wanted.data_ranks))),
+            ("data-parallel size", info.data_parallel_size, (wanted.data_ranks,)),
+            ("dtype", one_line(info.dtype, 20), (wanted.dtype,)),
+            (
+                "vocabulary",
+                info.vocab_size,
+                (info.vocab_size if wanted.vocab_size is None else wanted.vocab_size,),
+            ),
+        )
+        for what, got, allowed in facts:
+            if got not in allowed:
+                right = f"one of {len(allowed)}" if len(allowed) > 1 else allowed[0]
+                raise Breach(f"{who}: its {what} must be {right}, got {got}", answer=True)
+        if hello.data_rank in self.heads:
+            raise Breach(f"{who}: data rank {hello.data_rank} is taken by another", answer=True)

@@ -1,0 +1,203 @@
+"""What strangers and a vanished host can do to the learner's wire."""
+
+import asyncio
+import queue
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from megatron_opd.transport import gate
+from megatron_opd.transport import messages as m
+from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
+from tests.unit.test_transport import FIGURES, done, make_batch
+from tests.wire import TOKEN, Rank, channel, config, connect, drive, hello
+
+
+def silent(request: m.Request) -> None:
+    return None
+
+
+async def refused(remote: RemoteLearner, least: int = 1) -> int:
+    """Wait until so much was refused."""
+    async with asyncio.timeout(5):
+        while remote.frames_refused < least:  # noqa: ASYNC110  a count has no event
+            await asyncio.sleep(0.01)
+    return remote.frames_refused
+
+
+FORGED = {
+    "garbage": b"\xc1 not msgpack",
+    "a second hello for rank 0": m.encode(hello()),
+    "an answer": m.encode(m.Done(1, FIGURES)),
+    "a failure": m.encode(m.Failed(0, "\x1b[2J\x1b[31mall is lost")),
+    "a large frame": bytes(8 * 2**20),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+@pytest.mark.parametrize("token", [None, "a guess of the secret"])
+def test_a_stranger_is_neither_heard_nor_answered(what: str, token: str | None):
+    """Before: garbage and the forged failure ended the run, the forged hello got the requests."""
+
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(5)
+        with zmq.asyncio.Context() as context:
+            stranger = connect(context, remote.address, token)
+            await stranger.send(FORGED[what])
+            assert await refused(remote) >= 1
+            assert await remote.train(make_batch()) == FIGURES
+            assert await stranger.poll(100) == 0
+            stranger.close()
+
+    (rank,) = drive(body, [done])
+    assert [type(request) for request, _ in rank.received] == [m.Train]
+
+
+def test_many_refusals_are_said_once_a_second(caplog: pytest.LogCaptureFixture):
+    counted = gate.Refusals()
+    for _ in range(1000):
+        counted.add("garbage")
+    assert counted.count == 1000
+    assert len(caplog.records) == 1
+    assert "garbage (1 frames and connections so far)" in caplog.text
+
+
+def test_a_second_learner_with_the_token_is_told_that_the_rank_is_taken():
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(5)
+        with zmq.asyncio.Context() as context:
+            second = connect(context, remote.address)
+            await second.send(m.encode(hello()))
+            answer = m.decode_request(await second.recv())
+            assert answer == m.Refused("rank 0 is another peer, which said hello first")
+            await second.send(m.encode(m.Done(1, FIGURES)))
+            await refused(remote, 2)
+            second.close()
+        assert await remote.train(make_batch()) == FIGURES
+
+    drive(body, [done])
+
+
+@pytest.mark.parametrize(
+    ("frames", "words"),
+    [
+        ([b"\xc1"], "rank 0: unreadable message"),
+        ([m.encode(m.Done(1, FIGURES)), b"more"], "rank 0: a learner's message has 1 frame, got 2"),
+        ([m.encode(m.Done(99, FIGURES))], "rank 0 answered call 99, which was never made"),
+        ([m.encode(hello())], "rank 0 said hello twice"),
+        ([m.encode(m.Failed(0, "\x1b[31mred\nline"))], r"rank 0: \\x1b\[31mred line"),
+    ],
+)
+def test_what_a_rank_must_not_say_ends_the_run_and_names_it(frames: list[bytes], words: str):
+    async def main() -> None:
+        remote = RemoteLearner(config(), Admission(TOKEN, {}, 512))
+        rank = Rank(remote.address, 0, 1, silent)
+        task = asyncio.create_task(rank.run())
+        try:
+            await remote.wait_ready(5)
+            await rank.socket.send_multipart(frames)
+            with pytest.raises(LearnerError, match=words):
+                await remote.train(make_batch())
+        finally:
+            task.cancel()
+            remote.close()
+            rank.context.destroy(linger=0)
+
+    asyncio.run(main())
+
+
+def test_a_frame_above_the_limit_is_not_buffered_whole():
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(5)
+        with pytest.raises(LearnerError, match="rank 0 is gone"):
+            await remote.train(make_batch())
+
+    drive(body, [lambda request: m.Failed(0, "x" * (m.MAX_REPLY_BYTES + 1))])
+
+
+@contextmanager
+def wire_that_can_be_cut(address: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """A forwarder in front of `address`; once cut, bytes vanish and nobody is told."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    listener = socket.create_server(("127.0.0.1", 0))
+    is_cut, ends = threading.Event(), []
+
+    def forward(source: socket.socket, target: socket.socket) -> None:
+        while data := source.recv(65536):
+            if not is_cut.is_set():
+                target.sendall(data)
+
+    def serve() -> None:
+        inner, _ = listener.accept()
+        outer = socket.create_connection((host, int(port)))
+        ends.extend((inner, outer))
+        for pair in ((inner, outer), (outer, inner)):
+            threading.Thread(target=_until_closed, args=(forward, *pair), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}", is_cut.set
+    finally:
+        listener.close()
+        for end in ends:
+            end.close()
+
+
+def _until_closed(forward: Callable[..., None], *pair: socket.socket) -> None:
+    try:
+        forward(*pair)
+    except OSError:
+        return  # the test is over
+
+
+async def joined_through_a_wire(
+    body: Callable[[RemoteLearner, Callable[[], None], queue.Queue[str]], Awaitable[None]],
+) -> None:
+    """Run `body(remote, cut, lost)` with a real rank behind a wire that `cut` cuts."""
+    remote, lost = RemoteLearner(config(), Admission(TOKEN, {}, 512)), queue.Queue[str]()
+    with wire_that_can_be_cut(remote.address) as (address, cut):
+        rank = channel(address, on_lost=lost.put)
+        try:
+            joining = asyncio.create_task(asyncio.to_thread(rank.join, hello()))
+            await remote.wait_ready(5)
+            await joining
+            await body(remote, cut, lost)
+        finally:
+            remote.close()
+            rank.close()
+
+
+def test_both_ends_notice_a_host_that_vanished(monkeypatch: pytest.MonkeyPatch):
+    assert gate.HEARTBEAT_MS + gate.HEARTBEAT_TIMEOUT_MS <= 10_000
+    monkeypatch.setattr(gate, "HEARTBEAT_MS", 100)
+    monkeypatch.setattr(gate, "HEARTBEAT_TIMEOUT_MS", 300)
+
+    async def body(remote: RemoteLearner, cut: Callable[[], None], lost: queue.Queue[str]) -> None:
+        cut()
+        async with asyncio.timeout(5):
+            assert str(await remote.failed()) == "learner rank 0 is gone: its connection ended"
+        assert "is gone: this rank ends" in await asyncio.to_thread(lost.get, timeout=5)
+
+    asyncio.run(joined_through_a_wire(body))
+
+
+def test_a_controller_that_is_busy_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gate, "HEARTBEAT_MS", 100)
+    monkeypatch.setattr(gate, "HEARTBEAT_TIMEOUT_MS", 500)
+
+    async def body(remote: RemoteLearner, cut: Callable[[], None], lost: queue.Queue[str]) -> None:
+        time.sleep(1.5)  # noqa: ASYNC251  what is tested: nothing else runs on this loop
+        await asyncio.sleep(0.1)
+        assert lost.empty()
+        failed = asyncio.create_task(remote.failed())
+        await asyncio.sleep(0.1)
+        assert not failed.done()
+        failed.cancel()
+
+    asyncio.run(joined_through_a_wire(body))
