@@ -23,7 +23,7 @@ NEAR_NATS = 0.05
 """A score this near to -ln V counts as uniform: a probability within 5% of 1 / V."""
 NEAR_UNIFORM_FRACTION = 0.25
 """This share of uniform rows and more is nonsense: one of four servers may be the broken one. A
-trained teacher has less than 0.01 of them; a freshly initialised model can have as many."""
+trained teacher has few (the demo's at most 0.001); a freshly initialised model can have as many."""
 FLAT_NATS = 1e-4
 """Scores with a smaller standard deviation are one number."""
 SURE_NATS = 0.01

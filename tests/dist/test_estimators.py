@@ -20,6 +20,7 @@ pytestmark = pytest.mark.dist
 VOCAB, GROUP = 512, 4
 ADAM = {"lr": 1e-3, "eps": 1e-3, "clip_grad": 0.5}
 CLIP = {"type": "clip", "low": 0.02, "high": 0.02}
+LIMITS = {"grad_norm": 2e-6}
 # two mini-batches: the second sees a ratio to the batch's start that is not 1
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "ppo-tis": {
@@ -126,7 +127,7 @@ def test_every_layout_makes_the_same_update(name, model, batch, tmp_path):
         for key in COMPARED:
             if expected[key]:
                 gap = relative(ours[key], expected[key])
-                bounded(f"{name}: {key} (relative)", gap, 2e-5, layout)
+                bounded(f"{name}: {key} (relative)", gap, LIMITS.get(key, 2e-5), layout)
             else:
                 assert ours[key] == expected[key]
         difference = sum(

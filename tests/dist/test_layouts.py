@@ -127,9 +127,10 @@ def test_the_first_update_equals_float64_autograd(kind, runs, models, batches):
         "reverse_kl_nats": exact.reverse_kl,
         "grad_norm": exact.grad_norm,
     }
+    limits = {"loss": 1e-5, "reverse_kl_nats": 1e-5, "grad_norm": 1e-6}
     for key, value in expected.items():
         gap = relative(metrics[0][key], value)
-        bounded(f"one rank against float64 autograd: {key} (relative)", gap, 1e-5, kind)
+        bounded(f"one rank against float64 autograd: {key} (relative)", gap, limits[key], kind)
     gap = relative_gap(exact.weights, weights(out, 0))
     bounded("one rank against float64 autograd: updated weights (relative)", gap, 1e-6, kind)
 
