@@ -79,7 +79,6 @@ COMPARED = (
     "grad_norm",
     "importance_variance",
     "correction_variance",
-    "trust_ratio_variance",
     "truncated_fraction",
     "stopped_fraction",
 )
