@@ -51,7 +51,11 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
         },
     },
     "gepo": {
-        "objective": {"type": "gepo", "defensive": 10.0, "kl": {"coefficient": 0.1, "to": "sampler"}},
+        "objective": {
+            "type": "gepo",
+            "defensive": 10.0,
+            "kl": {"coefficient": 0.1, "to": "sampler"},
+        },
         "support": {"type": "path"},
         "reduction": {"type": "fixed", "length": 8},
     },
