@@ -52,7 +52,11 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
         },
     },
     "gepo": {
-        "objective": {"type": "gepo", "defensive": 10.0, "kl": {"coefficient": 0.1, "to": "sampler"}},
+        "objective": {
+            "type": "gepo",
+            "defensive": 10.0,
+            "kl": {"coefficient": 0.1, "to": "sampler"},
+        },
         "support": {"type": "path"},
         "reduction": {"type": "fixed", "length": 8},
     },
@@ -80,7 +84,6 @@ COMPARED = (
     "grad_norm",
     "importance_variance",
     "correction_variance",
-    "trust_ratio_variance",
     "truncated_fraction",
     "stopped_fraction",
 )
