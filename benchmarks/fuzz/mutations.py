@@ -131,8 +131,9 @@ def _similar(rng: Random, value: Any) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
-        near = (value + 1, value - 1, -value, value * 2, value / 2, float(value))
-        return rng.choice(NUMBERS) if rng.random() < 0.6 else rng.choice(near)
+        if rng.random() < 0.6 or abs(value) > 1e300:
+            return rng.choice(NUMBERS)
+        return rng.choice((value + 1, value - 1, -value, value * 2, value / 2, float(value)))
     if isinstance(value, str):
         return rng.choice((rng.choice(TEXTS), value + rng.choice(TEXTS), value.upper(), value[:-1]))
     if isinstance(value, list) and value:

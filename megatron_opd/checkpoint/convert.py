@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from megatron_opd.checkpoint.hf_reader import SafetensorsSource
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
@@ -59,12 +60,23 @@ def load_weights(model: Chunks, spec: ModelSpec, world: World, source: TensorSou
     """Fill every parameter of this rank, cast to the parameter's dtype. model: see local_shards.
 
     Call before the optimizer is built: it takes its float32 main parameters from the model.
-    ValueError: a tensor is missing, misshapen, or holds what is no finite number.
+    ValueError: a tensor is missing, misshapen, or holds what is no finite number; the last is said
+    by every rank, whichever of them found it.
     """
+    bad: list[str] = []
     for shard in local_shards(model, spec, world).values():
         piece = cut(shard, spec, source)
         if not torch.isfinite(piece).all():
-            # one such weight makes every log-prob NaN, and would be noticed updates later
-            names = " or ".join(shard.names)
-            raise ValueError(f"student.model: tensor {names} holds numbers that are not finite")
+            bad += shard.names[:1]
         shard.parameter.copy_(piece)
+    found: list[list[str]] = [bad]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        found = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, bad)
+    named = sorted({name for names in found for name in names})
+    if named:
+        # one such weight makes every log-prob NaN, which would show updates later
+        where = getattr(source, "path", "the checkpoint")
+        raise ValueError(
+            f"{where}: {len(named)} tensors hold numbers that are not finite, first {named[0]}"
+        )

@@ -108,8 +108,22 @@ def read_inputs(
         )
         judge = make_judge(task.verify, models.tokenizer, ends)
     skipped = [line for each in found.values() if (line := each.skipped_line) is not None]
-    said = (*notes(config), *skipped)
+    said = (*notes(config), *skipped, *seen_problems(found.get("train"), found.get("heldout")))
     return Inputs(models, found.get("train"), found.get("heldout"), judge, tuple(absent), said)
+
+
+def seen_problems(train: PromptSet | None, heldout: PromptSet | None) -> list[str]:
+    """A line when held-out problems are trained on: their accuracy says nothing of others."""
+    if train is None or heldout is None:
+        return []
+    trained = {prompt.text for prompt in train.prompts}
+    both = sum(prompt.text in trained for prompt in heldout.prompts)
+    if both == 0:
+        return []
+    return [
+        f"{both} of {len(heldout.prompts)} prompts of data.heldout {heldout.path} are in "
+        f"data.train {train.path} too: their accuracy is that of problems trained on"
+    ]
 
 
 def prompt_rules(config: Config, student: ModelFacts, *, heldout: bool) -> PromptRules:

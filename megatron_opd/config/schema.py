@@ -36,6 +36,7 @@ from megatron_opd.config.section import (
     Texts,
 )
 from megatron_opd.config.supports import SupportConfig
+from megatron_opd.config.wording import shown
 
 DEFAULT_TEACHER = "teacher"
 Guard = Literal["refuse", "warn", "off"]
@@ -83,6 +84,16 @@ class DataConfig(Section):
     are only too long do not count. Raising it trains on what is left of a damaged file."""
     shuffle: bool = True
     """A new order every epoch, by run.seed; otherwise file order."""
+
+    @model_validator(mode="after")
+    def _columns_differ(self) -> DataConfig:
+        columns = [self.prompt_key, self.answer_key, self.teacher_key]
+        if any(columns.count(name) > 1 for name in columns if name is not None):
+            raise ValueError(
+                "prompt_key, answer_key and teacher_key must name different columns, got "
+                f"{shown(self.prompt_key)}, {shown(self.answer_key)}, {shown(self.teacher_key)}"
+            )
+        return self
 
 
 class ServerConfig(Section):

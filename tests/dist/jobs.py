@@ -164,3 +164,14 @@ def receive_weights(
         ):
             received[key] = tensor.clone().view(dtype).view(shape)
     save_file(received, out / f"received{rank}.safetensors")
+
+
+def refused_weights(out: Path, *, model: Path, config: dict[str, Any]) -> None:
+    """What every rank says of a checkpoint that the learner refuses."""
+    try:
+        make_learner(model, config)
+    except ValueError as error:
+        said: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, str(error))
+        if dist.get_rank() == 0:
+            (out / "result.json").write_text(json.dumps({"said": said}))

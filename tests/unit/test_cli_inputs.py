@@ -51,6 +51,7 @@ def student_copy(tmp_path: Path, models: Path, config: dict) -> Path:
         ("data.prompt_key=question", ["missing column 'question'", "'answer', 'prompt'"]),
         ("data.chat_template=true", ["tokenizer has no chat template"]),
         ("data.teacher_key=who", ["missing column 'who'"]),
+        ("data.answer_key=prompt", ["answer_key", "different columns", "'prompt', 'prompt'"]),
         ("data.answer_key=gold objective.type=reinforce", ["1 of 1 rows", "no answer", "'gold'"]),
         # types and ranges
         ("run.updates=true", ["run.updates", "valid integer", "got True"]),
@@ -207,6 +208,18 @@ def test_a_teacher_without_use_is_said(tmp_path: Path, config: dict, capsys):
     )
     assert call(tmp_path, config, verb="check") == 0
     assert squeezed("has no effect") not in printed(capsys)
+
+
+def test_held_out_problems_that_are_trained_on_are_said(tmp_path: Path, config: dict, capsys):
+    config["data"]["heldout"] = config["data"]["train"]
+    options = ["--set", "evaluation.problems=1"]
+    assert call(tmp_path, config, *options, verb="check") == 0
+    assert squeezed("note 1 of 1 prompts of data.heldout") in printed(capsys)
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    config["data"]["heldout"] = str(other)
+    assert call(tmp_path, config, *options, verb="check") == 0
+    assert squeezed("prompts of data.heldout") not in printed(capsys)
 
 
 def test_a_trust_region_without_use_is_said(tmp_path: Path, config: dict, capsys):

@@ -49,13 +49,13 @@ def oracle(data: bytes, found: PromptSet) -> str | None:
         return "long prompts are not counted"
     if [prompt.text for prompt in found.prompts] != [row["prompt"] for row in short]:
         return "a prompt is taken that an obvious reader refuses, or the reverse"
-    for prompt in found.prompts:
-        if (
-            not prompt.answer
-            or not prompt.answer.strip()
-            or prompt.answer.lower() in ("nan", "inf")
-        ):
-            return f"the answer {prompt.answer!r} is none"
+    for prompt, row in zip(found.prompts, short, strict=True):
+        text = prompt.answer or ""
+        if isinstance(row["answer"], str) and text != row["answer"]:
+            return "an answer is changed"
+        number = row["answer"]
+        if not isinstance(number, str) and type(number)(text) != number:
+            return "a number is another one"
     return None
 
 
