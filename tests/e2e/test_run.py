@@ -400,11 +400,11 @@ def test_a_learner_that_is_killed_ends_the_run_with_its_name(
 def test_a_server_that_dies_while_starting_shows_its_log(
     inputs: Path, tmp_path: Path, start: Callable[..., Running]
 ):
-    config = write_config(inputs, tmp_path, teacher={"extra_args": ["--no-such-flag"]})
+    config = write_config(inputs, tmp_path, teacher={"extra_args": ["--load-format", "no-such"]})
     done = start(config).finish(START_TIMEOUT_S)
     assert done.code == 2, done.output
     assert "teacher server" in done.output
-    assert "--no-such-flag" in done.output
+    assert "no-such" in done.output
     assert "Traceback" not in done.output.split("error:")[0]
     assert done.summary["status"] == "failed"
 
