@@ -120,9 +120,9 @@ def test_experts_are_read_exactly():
     ("changes", "message"),
     [
         ({"experts": wire.pack(np.arange(29, dtype=np.uint8))}, "29 routed experts for 5 inputs"),
-        ({"layers": 0}, "30 routed experts for 5 inputs, 0 layers"),
+        ({"layers": 0}, "layers must be a whole number >= 1, got 0"),
         ({"num_experts": 29}, "expert 29 of 29"),
-        ({"topk": "3"}, "topk is missing or no int"),
+        ({"topk": "3"}, "topk must be a whole number >= 1, got .3."),
     ],
 )
 def test_damaged_experts_are_refused(changes: dict[str, Any], message: str):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.config.estimator import Estimator
@@ -214,6 +214,7 @@ def test_yaml_scalars_are_what_they_look_like(written: str, value: object):
     assert load_plain(dump_plain({"a": value}), "dump") == {"a": value}
 
 
+@example({"\x85": "a\u2028b", "c": "\u2029"})
 @given(
     st.recursive(
         st.none()
