@@ -115,8 +115,9 @@ def scenario(kind: str, scratch: Path) -> Iterator[list[Started]]:
             learner += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m"]
             wait_for(lambda: "--controller" in started[-1].log.read_text(), STARTUP_S)
             address = started[-1].log.read_text().split("--controller ")[1].split()[0]
-            resolved = str(scratch / "run" / "config.resolved.yaml")
-            learner += ["megatron_opd.learner", resolved, "--controller", address]
+            # the same settings: run.dir holds no configuration before all have joined
+            learner += ["megatron_opd.learner", CONFIG, *settings(overrides)]
+            learner += ["--controller", address]
             started.insert(0, start(learner, scratch / "learner.log"))
         else:
             started.append(start(verb, scratch / "main.log"))

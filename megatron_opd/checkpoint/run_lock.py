@@ -56,7 +56,8 @@ class Claim:
         if held is None:
             raise NotTheHolder(
                 f"{self.lock} is not there or not readable: nothing is written for a controller "
-                "that no longer holds its run directory (every rank must see the same run.dir)"
+                "that no longer holds its run directory (every rank must see the same run.dir, "
+                "or checkpoint.every and checkpoint.every_minutes be 0)"
             )
         if not secrets.compare_digest(held.token, self.token):
             raise NotTheHolder(
