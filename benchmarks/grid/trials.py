@@ -1,10 +1,11 @@
 """One `opd run` per trial, in order. A row is written when its run ends and never made again.
 
 Rows are appended to a JSONL file, so that a study that was stopped goes on where it was. A row
-counts as finished only for the code and the configuration that made it (`Trial.fingerprint`): after
-a change of either the trial is run again and its newest row is taken. A trial whose loss or
-gradient stopped being finite is a result (`diverged`); any other failure is tried once more, then
-ends the study.
+counts as finished only for the losses and the configuration that made it (`Trial.fingerprint`):
+after a change of either the trial is run again and its newest row is taken. The rest of the
+pipeline may change while a study goes on: tests hold it to equal updates, and each row names its
+commit. A trial whose loss or gradient stopped being finite is a result (`diverged`); any other
+failure is tried once more, then ends the study.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("megatron_opd", "sglang_bridge")  # what a run executes
+LOSSES = ROOT / "megatron_opd" / "losses"
 DIGITS = 4  # of a recorded curve
 ATTEMPTS = 2  # a server can fail to start on a busy machine
 DIVERGED = ("the loss is", "the gradient norm is")  # learner.NotFinite
@@ -97,20 +98,19 @@ class Trial:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the code of a run, the configuration file, an override or the seed."""
-        digest = hashlib.sha256(code_digest().encode())
+        """Changes with the code of the losses, the configuration file, an override or the seed."""
+        digest = hashlib.sha256(losses_digest().encode())
         digest.update(self.config.read_bytes() if self.config.exists() else b"")
         digest.update(json.dumps([self.seed, self.overrides], sort_keys=True).encode())
         return digest.hexdigest()[:16]
 
 
 @cache
-def code_digest() -> str:
-    """Of every Python file of the packages that a run executes, as they are on disk."""
+def losses_digest() -> str:
+    """Digest of every Python file of the losses, as they are on disk."""
     digest = hashlib.sha256()
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    for path in sorted(LOSSES.rglob("*.py")):
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -166,7 +166,7 @@ def run_commits(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def finished_rows(trials: Sequence[Trial], rows: Path) -> dict[str, dict[str, Any]]:
-    """The newest row of every trial that was made by this code and configuration, by name."""
+    """The newest row of every trial that these losses and configuration made, by name."""
     wanted = {trial.name: trial.fingerprint for trial in trials}
     lines = rows.read_text().splitlines() if rows.exists() else []
     found = {row["name"]: row for row in map(json.loads, lines)}

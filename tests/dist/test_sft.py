@@ -120,7 +120,7 @@ def started(weightless, data, tmp_path_factory):
 
 
 def test_pairs_and_their_mistakes(weightless, data, tmp_path):
-    config = SftConfig.model_validate(make_config(weightless, data, tmp_path, 1))
+    config = SftConfig.model_validate(make_config(weightless, data, tmp_path, 2))
     pairs = read_pairs(config, config.train, 2048)
     assert len(pairs) == len(PAIRS)
     assert pairs[0].response_ids[-1] == 1
@@ -130,7 +130,7 @@ def test_pairs_and_their_mistakes(weightless, data, tmp_path):
 
 
 def test_batches_cover_every_epoch(weightless, data, tmp_path):
-    config = SftConfig.model_validate(make_config(weightless, data, tmp_path, 1))
+    config = SftConfig.model_validate(make_config(weightless, data, tmp_path, 2))
     pairs = read_pairs(config, config.train, 2048)
     source = batches(pairs, 24, seed=1)
     epochs = [pair for _ in range(8) for pair in next(source)]

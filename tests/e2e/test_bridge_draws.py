@@ -268,7 +268,7 @@ def test_impossible_draws_are_refused(student_server: ServerProcess, params: dic
     async def run() -> None:
         async with ServerClient(student_server.spec.url, timeout_s=30) as client:
             body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4, **params}}
-            await client._http.request("POST", "/generate", body, repeatable=False)
+            await client._http.request("POST", "/generate", body)
 
     with pytest.raises(ServerRefused, match=message):
         asyncio.run(run())

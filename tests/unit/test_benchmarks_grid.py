@@ -66,7 +66,7 @@ def test_a_study_that_was_stopped_goes_on_where_it_was(tmp_path: Path):
     assert not (tmp_path / "s-m-1").exists()  # a row replaces the run's directory
 
 
-def test_a_row_of_other_code_or_configuration_is_made_again(
+def test_a_row_of_other_losses_or_configuration_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     calls: list[str] = []
@@ -75,7 +75,7 @@ def test_a_row_of_other_code_or_configuration_is_made_again(
     run_trials([other], tmp_path, fake(calls))
     run_trials([other], tmp_path, fake(calls))
     assert calls == ["s-m-1"] * 2, "another override is another run"
-    monkeypatch.setattr(trials_module, "code_digest", lambda: "changed")
+    monkeypatch.setattr(trials_module, "losses_digest", lambda: "changed")
     run_trials([other], tmp_path, fake(calls))
     assert calls == ["s-m-1"] * 3, "other code is another run"
     config = tmp_path / "y.yaml"
