@@ -27,7 +27,7 @@ async def answers(fleet: Fleet, timeout_s: float) -> tuple[ServerInfo, ...]:
             return await fleet.start()
         except (ServerUnreachable, ServerRefused) as error:
             not_yet = isinstance(error, ServerUnreachable) or error.status == STARTING_UP
-            if not not_yet or clock() > deadline_s:
+            if not not_yet or clock() >= deadline_s:
                 raise
         await asyncio.sleep(RETRY_S)
 

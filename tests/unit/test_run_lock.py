@@ -64,8 +64,8 @@ def test_a_live_run_is_left_alone(
     capsys.readouterr()
     if verb == "control":
         config["learner"] = {"listen_port": 29_000}
-        for role in ("student", "teacher"):
-            config[role]["urls"] = ["http://127.0.0.1:9"]
+        for port, role in enumerate(("student", "teacher"), 9):
+            config[role]["urls"] = [f"http://127.0.0.1:{port}"]
     started = time.strftime("%Y-%m-%d")
     code = call(tmp_path, config, *([option] if option else []), verb=verb)
     refused(capsys, code, "run.dir", f"pid {live_run.pid} on ", f"started {started}", "stop that")
