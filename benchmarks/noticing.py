@@ -3,6 +3,9 @@
 Each kind of process is killed (SIGKILL) in the middle of a run of its own: of `opd run`, which
 started it, and of `opd control`, whose servers and learner were started by hand. Measured is the
 time until the program has printed its line and ended.
+
+`python -m benchmarks noticing [--run] [--control] [--learner] ...`: the kinds that hold any of
+these words; without one all, about nine minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +30,13 @@ CONFIG = "examples/arithmetic/demo.yaml"
 LIMIT_S = 90.0  # what is not noticed by then is recorded as such
 STARTUP_S = 240.0
 OPD = [sys.executable, "-m", "megatron_opd"]
-SETTINGS = ("run.updates=100000", "evaluation.problems=0", "rollout.max_new_tokens=32")
+SETTINGS = ("run.updates=100000", "rollout.max_new_tokens=32")
+STAGES = {
+    "training": (("evaluation.problems=0",), "update 3"),
+    # of about two minutes
+    "evaluation": (("evaluation.problems=128", "evaluation.samples=64"), "scores agree"),
+}
+"""What a run does when a process is killed: settings, and what is printed before."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +109,10 @@ def find(started: Sequence[Started], victim: str) -> psutil.Process:
 
 
 @contextlib.contextmanager
-def scenario(kind: str, scratch: Path) -> Iterator[list[Started]]:
+def scenario(kind: str, scratch: Path, stage: str) -> Iterator[list[Started]]:
     """A run in its stride; its last program is the one that must notice."""
-    overrides = [*SETTINGS, f"run.dir={scratch / 'run'}"]
+    chosen, line = STAGES[stage]
+    overrides = [*SETTINGS, *chosen, f"run.dir={scratch / 'run'}"]
     started: list[Started] = []
     try:
         if kind == "control":
@@ -115,14 +125,15 @@ def scenario(kind: str, scratch: Path) -> Iterator[list[Started]]:
             learner += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m"]
             wait_for(lambda: "--controller" in started[-1].log.read_text(), STARTUP_S)
             address = started[-1].log.read_text().split("--controller ")[1].split()[0]
-            resolved = str(scratch / "run" / "config.resolved.yaml")
-            learner += ["megatron_opd.learner", resolved, "--controller", address]
+            # the same settings: run.dir holds no configuration before all have joined
+            learner += ["megatron_opd.learner", CONFIG, *settings(overrides)]
+            learner += ["--controller", address]
             started.insert(0, start(learner, scratch / "learner.log"))
         else:
             started.append(start(verb, scratch / "main.log"))
         main = started[-1]
         up = wait_for(
-            lambda: "update 3" in main.log.read_text() or main.process.poll() is not None, STARTUP_S
+            lambda: line in main.log.read_text() or main.process.poll() is not None, STARTUP_S
         )
         if up is None or main.process.poll() is not None:
             raise RuntimeError(f"the run did not start: {main.log.read_text()[-800:]}")
@@ -154,11 +165,11 @@ def settings(overrides: Sequence[str]) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]
 
 
-def notice(kind: str, victim: str, noticer: str = "main") -> dict[str, Any]:
+def notice(kind: str, victim: str, noticer: str, stage: str) -> dict[str, Any]:
     """Kills one process of a run; who is to notice, how long it took, and its last line."""
     with tempfile.TemporaryDirectory(prefix="opd-noticing-") as directory:
         scratch = Path(directory)
-        with scenario(kind, scratch) as started:
+        with scenario(kind, scratch, stage) as started:
             main = started[-1] if noticer == "main" else started[0]
             find(started, victim).send_signal(signal.SIGKILL)
             seconds = wait_for(lambda: main.process.poll() is not None, LIMIT_S)
@@ -167,6 +178,7 @@ def notice(kind: str, victim: str, noticer: str = "main") -> dict[str, Any]:
             return {
                 "program": f"opd {kind}" if noticer == "main" else "learner",
                 "killed": victim,
+                "during": stage,
                 "seconds": None if seconds is None else round(seconds, 2),
                 "exit_code": main.process.poll(),
                 "error_lines": len([line for line in lines if line.startswith("error:")]),
@@ -174,20 +186,22 @@ def notice(kind: str, victim: str, noticer: str = "main") -> dict[str, Any]:
             }
 
 
-RUNS: tuple[tuple[str, str, str], ...] = (
-    ("run", "student server", "main"),
-    ("run", "student scheduler", "main"),
-    ("run", "student detokenizer", "main"),
-    ("run", "teacher server", "main"),
-    ("run", "teacher scheduler", "main"),
-    ("run", "teacher detokenizer", "main"),
-    ("run", "learner", "main"),
-    ("run", "torchrun", "main"),
-    ("control", "student server", "main"),
-    ("control", "student detokenizer", "main"),
-    ("control", "teacher scheduler", "main"),
-    ("control", "learner", "main"),
-    ("control", "controller", "learner"),
+RUNS: tuple[tuple[str, str, str, str], ...] = (
+    ("run", "student server", "main", "training"),
+    ("run", "student scheduler", "main", "training"),
+    ("run", "student detokenizer", "main", "training"),
+    ("run", "teacher server", "main", "training"),
+    ("run", "teacher scheduler", "main", "training"),
+    ("run", "teacher detokenizer", "main", "training"),
+    ("run", "learner", "main", "training"),
+    ("run", "torchrun", "main", "training"),
+    ("run", "learner", "main", "evaluation"),
+    ("run", "teacher scheduler", "main", "evaluation"),
+    ("control", "student server", "main", "training"),
+    ("control", "student detokenizer", "main", "training"),
+    ("control", "teacher scheduler", "main", "training"),
+    ("control", "learner", "main", "training"),
+    ("control", "controller", "learner", "training"),
 )
 
 
@@ -197,7 +211,7 @@ def measure(options: Sequence[str] = ()) -> dict[str, Any]:
     chosen = [
         row
         for row in RUNS
-        if not options or any(word.lstrip("-") in f"{row[0]} {row[1]}" for word in options)
+        if not options or any(word.lstrip("-") in f"{row[0]} {row[1]} {row[3]}" for word in options)
     ]
     rows = []
     for row in chosen:

@@ -38,6 +38,9 @@ from sglang_bridge.protocol import (
 from sglang_bridge.retry import Backoff, is_lost_connection, is_unsent, retried
 
 ALIVE_TIMEOUT_S = 5.0
+# What a server is it says at once, also while it works: one that takes a connection and is silent
+# is not waited for as for a long generation.
+INFO_TIMEOUT_S = 60.0
 # Of what changes or tells a server's state: a run ends when one of these fails for good.
 CONTROL_BACKOFF = Backoff(attempts=4, first_wait_s=0.25)
 PauseMode = Literal["retract", "in_place", "abort"]
@@ -147,11 +150,13 @@ class ServerClient:
 
     async def info(self) -> ServerInfo:
         """What the server is; also proves that its plugin answers."""
+        limit_s = min(INFO_TIMEOUT_S, self._http.timeout_s)
+        action = {"action": wire.MODEL_ACTION}
         server, model, models, plugin = await asyncio.gather(
-            self._get("/server_info"),
-            self._get("/model_info"),
-            self._get("/v1/models"),
-            self._post("/weights_checker", {"action": wire.MODEL_ACTION}, repeatable=True),
+            self._get("/server_info", limit_s),
+            self._get("/model_info", limit_s),
+            self._get("/v1/models", limit_s),
+            self._post("/weights_checker", action, repeatable=True, timeout_s=limit_s),
         )
         info = parse_info(self.url, server, model, models, plugin)
         self._known = Known(info.vocab_size, info.context_length, info.version)
@@ -254,8 +259,10 @@ class ServerClient:
         path = "/update_weights_from_distributed"
         await self._post(path, body, timeout_s=timeout_s, repeatable=False)
 
-    async def _get(self, path: str) -> Any:
-        return await retried(lambda _: self._http.get(path), self._backoff, is_lost_connection)
+    async def _get(self, path: str, timeout_s: float | None = None) -> Any:
+        return await retried(
+            lambda _: self._http.get(path, timeout_s=timeout_s), self._backoff, is_lost_connection
+        )
 
     async def _post(
         self,

@@ -34,7 +34,7 @@ class HttpConnection:
 
     def __init__(self, url: str, *, timeout_s: float, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._api_key = api_key
         self._session: aiohttp.ClientSession | None = None
 
@@ -57,7 +57,7 @@ class HttpConnection:
         """
         data = None if body is None else msgspec.json.encode(body)
         limits = aiohttp.ClientTimeout(
-            total=timeout_s or self._timeout_s, sock_connect=CONNECT_TIMEOUT_S
+            total=timeout_s or self.timeout_s, sock_connect=CONNECT_TIMEOUT_S
         )
         url = f"{self.url}{path}"
         try:

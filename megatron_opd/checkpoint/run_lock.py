@@ -56,7 +56,8 @@ class Claim:
         if held is None:
             raise NotTheHolder(
                 f"{self.lock} is not there or not readable: nothing is written for a controller "
-                "that no longer holds its run directory (every rank must see the same run.dir)"
+                "that no longer holds its run directory (every rank must see the same run.dir, "
+                "or checkpoint.every and checkpoint.every_minutes be 0)"
             )
         if not secrets.compare_digest(held.token, self.token):
             raise NotTheHolder(
@@ -85,6 +86,7 @@ class RunLock:
         started = time.strftime("%Y-%m-%d %H:%M:%S %z")
         holder = Holder(os.getpid(), socket.gethostname(), started, secrets.token_hex(32))
         os.ftruncate(handle, 0)
+        os.fchmod(handle, 0o600)  # also where a copied run left the file open to all
         os.pwrite(handle, json.dumps(asdict(holder)).encode(), 0)
         os.fsync(handle)
         return cls(handle, path, holder, made)
@@ -135,8 +137,10 @@ def read_holder(path: Path) -> Holder | None:
 def _locked(path: Path) -> int:
     """A handle on the locked file of this name."""
     while True:
-        # not inherited by child processes, which would hold the lock after this one's end
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # not inherited by child processes, which would hold the lock after this one's end; not
+        # through a link, for the file that it names would be emptied
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        handle = os.open(path, flags, 0o600)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists() and os.path.samestat(path.stat(), os.fstat(handle)):

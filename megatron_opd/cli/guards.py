@@ -3,9 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from megatron_opd.controller.health import HealthGuard
+from megatron_opd.controller.ports import Guard
 from megatron_opd.transport.zmq import RemoteLearner
+
+ResultT = TypeVar("ResultT")
+
+
+class PartGone(RuntimeError):
+    """A part of the run is gone while the controller's loops do not run. One line."""
+
+
+async def while_alive(guard: Guard, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """The result of `work`, which nobody else guards: an evaluation, the last checkpoint.
+
+    Raises PartGone as soon as `guard` misses something, and what `work` raises.
+    """
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(guard.watch())
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise PartGone(str(watching.exception()))
+        return await working
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        # heard out, or asyncio would print what they ended with
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 class RunGuard:

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_opd import __version__
 from megatron_opd.cli import commands, compare, convert
@@ -38,37 +39,15 @@ def build_parser() -> argparse.ArgumentParser:
         )
         return verb
 
-    def again(verb: argparse.ArgumentParser) -> None:
-        choice = verb.add_mutually_exclusive_group()
-        choice.add_argument(
-            "--overwrite", action="store_true", help="replace an earlier run in the same run.dir"
-        )
-        choice.add_argument(
-            "--resume", action="store_true", help="go on from the newest checkpoint in run.dir"
-        )
-        verb.add_argument(
-            "--accept-changes",
-            action="append",
-            default=[],
-            metavar="KEY[,KEY]",
-            help="with --resume: keys that may differ from the run's, e.g. learner.optimizer.lr",
-        )
-
     run = with_config("run", "run everything on this machine: servers, learner, controller")
-    again(run)
+    _add_again(run)
     run.set_defaults(handler=commands.run)
 
     control = with_config("control", "the controller alone; servers and learner started elsewhere")
-    again(control)
+    _add_again(control)
     control.set_defaults(handler=commands.control)
 
-    serve = verbs.add_parser("serve", help="one SGLang server of a role")
-    serve.add_argument("role", choices=("student", "teacher"))
-    serve.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    serve.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
-    serve.add_argument("--name", help="which of `teachers`; without it the section `teacher`")
-    serve.add_argument("--index", type=int, default=0, help="server i listens on base_port + i")
-    serve.set_defaults(handler=commands.serve)
+    _add_serve(verbs)
 
     evaluate = with_config("eval", "avg@k of a checkpoint on the held-out problems, through SGLang")
     evaluate.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint")
@@ -108,6 +87,35 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--seed", type=int, default=0)
     data.set_defaults(handler=commands.make_data)
     return parser
+
+
+def _add_serve(verbs: Any) -> None:
+    """`opd serve ROLE CONFIG.yaml`."""
+    serve = verbs.add_parser("serve", help="one SGLang server of a role")
+    serve.add_argument("role", choices=("student", "teacher"))
+    serve.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    serve.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    serve.add_argument("--name", help="which of `teachers`; without it the section `teacher`")
+    serve.add_argument("--index", type=int, default=0, help="server i listens on base_port + i")
+    serve.set_defaults(handler=commands.serve)
+
+
+def _add_again(verb: argparse.ArgumentParser) -> None:
+    """What becomes of an earlier run in the same run.dir."""
+    choice = verb.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier run in the same run.dir"
+    )
+    choice.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint in run.dir"
+    )
+    verb.add_argument(
+        "--accept-changes",
+        action="append",
+        default=[],
+        metavar="KEY[,KEY]",
+        help="with --resume: keys that may differ from the run's, e.g. learner.optimizer.lr",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,7 +5,6 @@ A run that passes them fails later only for causes outside its input.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,10 @@ from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.megatron_settings import check_megatron
 from megatron_opd.cli.roles import STUDENT, Role, section_of, teacher_roles
 from megatron_opd.cli.tokenizer_files import has_tokenizer, load_tokenizer
-from megatron_opd.cli.tokenizers import difference, tokenizer_parts
+from megatron_opd.cli.tokenizer_parts import check_tokenizer
 from megatron_opd.cli.weights import check_weights, has_weights
 from megatron_opd.config.rules import key_of_teacher
-from megatron_opd.config.schema import Config, Guard, ServerConfig
+from megatron_opd.config.schema import Config, ServerConfig
 from megatron_opd.config.wording import shown
 from megatron_opd.planning import learner as planning_learner
 from megatron_opd.planning import servers as planning_servers
@@ -31,8 +30,6 @@ from sglang_bridge.server.launch import check_port
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 # SGLang takes inputs of fewer than context - 6 tokens (Scheduler: max_req_input_len), and the
 # teacher is sent prompt and response as one input.
@@ -113,7 +110,7 @@ def check_models(config: Config, *, plan: bool = False) -> CheckedModels:
         tokenizer = load_tokenizer(student.path, "student.model")
         for role, facts in models.items():
             if role != STUDENT and (role not in absent or has_tokenizer(facts.path)):
-                check_vocabulary(f"{role}.model", facts, student, tokenizer, config.scoring.guard)
+                check_tokenizer(facts.path, f"{role}.model", tokenizer, config.scoring.guard)
     check_support(config, student)
     check_context(config, models)
     check_sharding(config, models)
@@ -154,40 +151,6 @@ def check_vocabulary_size(key: str, teacher: ModelFacts, student: ModelFacts) ->
             f"student.model and {key} must have the same vocab_size, "
             f"got {student.vocab_size} and {teacher.vocab_size}"
         )
-
-
-def check_vocabulary(
-    key: str,
-    teacher: ModelFacts,
-    student: ModelFacts,
-    tokenizer: PreTrainedTokenizerBase,
-    guard: Guard,
-) -> None:
-    """A teacher's ids are the student's. key: the config key that named it.
-
-    guard: what becomes of tokenizers that have the same ids and cut text differently.
-    """
-    check_vocabulary_size(key, teacher, student)
-    theirs = load_tokenizer(teacher.path, key)
-    if tokenizer.get_vocab() != theirs.get_vocab():
-        both = set(tokenizer.get_vocab().items()) ^ set(theirs.get_vocab().items())
-        differing = sorted(both, key=lambda item: item[1])
-        raise UserError(
-            f"student.model and {key} must share one tokenizer; "
-            f"{len(differing)} entries differ, first {differing[0]!r}"
-        )
-    if tokenizer.eos_token_id != theirs.eos_token_id:
-        raise UserError(
-            f"student.model and {key} must share the end-of-sequence token, got "
-            f"{tokenizer.eos_token!r} and {theirs.eos_token!r}"
-        )
-    other = difference(tokenizer_parts(tokenizer), tokenizer_parts(theirs))
-    if guard == "off" or other is None:
-        return
-    told = f"student.model and {key} must cut text into the same ids; {other}"
-    if guard == "refuse":
-        raise UserError(f"{told}; if that is meant, set scoring.guard to warn or off")
-    logger.warning("%s", told)
 
 
 def check_support(config: Config, student: ModelFacts) -> None:

@@ -98,6 +98,8 @@ def read_inputs(
         if models.absent and not data and not path.exists():
             absent.append(f"data.{key} {path}: not here")
             continue
+        if not path.is_file():
+            raise UserError(f"data.{key}: data file not found: {path}")
         rules = prompt_rules(config, models.student, heldout=key == "heldout")
         load = partial(load_prompts, path, models.tokenizer, rules, first_rows=first_rows)
         found[key] = checked(load)

@@ -23,6 +23,7 @@ from megatron_opd.checkpoint.state_dirs import StepDirs
 from megatron_opd.cli.accuracy import Accuracies
 from megatron_opd.cli.checkpoints import CheckpointFailed, Checkpoints
 from megatron_opd.cli.errors import RunFailed, UserError
+from megatron_opd.cli.guards import PartGone, while_alive
 from megatron_opd.cli.joining import all_of, answers
 from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.learner_process import LearnerProcess, learner_command
@@ -39,6 +40,7 @@ from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
+from megatron_opd.controller.ports import Guard
 from megatron_opd.controller.snapshot import NOTHING_YET
 from megatron_opd.metrics.persist import dump_totals
 from megatron_opd.metrics.recorder import RunRecorder
@@ -162,7 +164,7 @@ class PipelineRun:
         except (BridgeError, LearnerError) as error:
             cause = await self.processes.explain(error)
             raise RunFailed(f"{cause}{self._see_logs()}") from error
-        except (LoopFailed, CheckpointFailed) as error:
+        except (LoopFailed, CheckpointFailed, PartGone) as error:
             cause = one_line(str(error))
             raise RunFailed(f"{cause}{self._see_logs()}") from error
         except Exception as error:
@@ -204,15 +206,18 @@ class PipelineRun:
             self._say(f"everything is up after {time.monotonic() - self.started_s:.0f} s")
             teachers = {name: fleets[role] for name, role in teacher_roles(config).items()}
             asked = {name: fleet.clients for name, fleet in teachers.items()}
-            self._say(*await check_teachers(config, self.prepared, asked))
+            guard = make_guard(self.processes, fleets, self.totals, remote)
+            checks = check_teachers(config, self.prepared, asked)
+            self._say(*await while_alive(guard, checks))
             if not self.opened:
                 self._open_run_dir()
             if self.resumed is None:
-                self._say(*await self.accuracies.before(fleets[STUDENT], teachers))
+                before = self.accuracies.before(fleets[STUDENT], teachers)
+                self._say(*await while_alive(guard, before))
             else:
                 self.accuracies.restore(self.resumed.extras["accuracies"])
-            await self._train(remote, fleets)
-            self._say(*await self.accuracies.after(fleets[STUDENT]))
+            await self._train(remote, fleets, guard)
+            self._say(*await while_alive(guard, self.accuracies.after(fleets[STUDENT])))
             if config.checkpoint.export_hf:
                 await remote.export_hf(self.run_dir.final_checkpoint)
                 self._say(f"checkpoint: {self.run_dir.final_checkpoint}")
@@ -221,7 +226,9 @@ class PipelineRun:
             await asyncio.gather(*(fleet.close() for fleet in fleets.values()))
             remote.close()
 
-    async def _train(self, remote: RemoteLearner, fleets: Mapping[Role, Fleet]) -> None:
+    async def _train(
+        self, remote: RemoteLearner, fleets: Mapping[Role, Fleet], guard: Guard
+    ) -> None:
         config = self.config
         resumed = self.resumed
         state = NOTHING_YET if resumed is None else resumed.state
@@ -241,7 +248,6 @@ class PipelineRun:
             resumed,
             self.prepared.student.vocab_size,
         )
-        guard = make_guard(self.processes, fleets, self.totals, remote)
         dirs, claim = StepDirs(self.run_dir.checkpoints), self.admission.claim
         kept = self.checkpoints = Checkpoints(dirs, config, remote, self._extras, self._say, claim)
         self.controller = make_controller(
@@ -249,7 +255,7 @@ class PipelineRun:
         )
         self.recorder = recorder
         await self.controller.run()
-        await kept.finish()
+        await while_alive(guard, kept.finish())
         if config.student.urls:
             await publisher.close()  # servers that outlive this run leave its group
 

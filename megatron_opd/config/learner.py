@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from megatron_opd.config.section import (
+    OFF_IS_A_WORD,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -18,11 +19,7 @@ from megatron_opd.config.section import (
 )
 
 Dtype = Literal["float32", "bfloat16"]
-# YAML reads a bare `off` as false.
-RoutingReplay = Annotated[
-    Literal["off", "rollout", "current"],
-    BeforeValidator(lambda value: "off" if value is False else value),
-]
+RoutingReplay = Annotated[Literal["off", "rollout", "current"], OFF_IS_A_WORD]
 
 
 class ParallelConfig(Section):

@@ -31,6 +31,10 @@ class DuplicateKey(ValueError):
     """A YAML key given twice: the second would silently win."""
 
 
+# PyYAML writes these unquoted and reads them as line breaks.
+_BREAKS = ("\x85", "\u2028", "\u2029")
+
+
 class _Loader(yaml.SafeLoader):
     """See the module."""
 
@@ -86,6 +90,11 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> Any:
     )
 
 
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    style = '"' if any(each in text for each in _BREAKS) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)  # pyright: ignore[reportUnknownMemberType]
+
+
 def _resolve_numbers(kind: type[_Loader] | type[_Dumper]) -> None:
     kind.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in known if tag not in _REPLACED]
@@ -99,6 +108,7 @@ def _resolve_numbers(kind: type[_Loader] | type[_Dumper]) -> None:
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 for _tag in (_INT_TAG, _FLOAT_TAG):
     _Loader.add_constructor(_tag, _number)
+_Dumper.add_representer(str, _text)
 _resolve_numbers(_Loader)
 _resolve_numbers(_Dumper)
 _Dumper.add_representer(str, _text)

@@ -65,6 +65,17 @@ def _ports(config: Config) -> str | None:
     return None
 
 
+def _urls(config: Config) -> str | None:
+    for name, section in config.all_teachers.items():
+        shared = sorted(set(config.student.urls) & set(section.urls))
+        if shared:
+            return (
+                f"student.urls and {key_of_teacher(name)}.urls must name different servers, for "
+                f"every update changes the student's weights, got {shared[0]} in both"
+            )
+    return None
+
+
 def key_of_teacher(name: str) -> str:
     """The section's key: `teacher`, or `teachers.NAME`."""
     return name if name == "teacher" else f"teachers.{name}"
@@ -196,6 +207,7 @@ RULES: tuple[Callable[[Config], str | None], ...] = (
     _interleaved,
     _teachers,
     _ports,
+    _urls,
     _groups,
     _rewards,
     _top_p,

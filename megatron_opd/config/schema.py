@@ -21,6 +21,7 @@ from megatron_opd.config.learner import Dtype, LearnerConfig
 from megatron_opd.config.objectives import ObjectiveConfig, ReverseKl
 from megatron_opd.config.rules import RULES, warmup_problem
 from megatron_opd.config.section import (
+    OFF_IS_A_WORD,
     ByteCount,
     Concurrency,
     FilePath,
@@ -39,7 +40,7 @@ from megatron_opd.config.supports import SupportConfig
 from megatron_opd.config.wording import shown
 
 DEFAULT_TEACHER = "teacher"
-Guard = Literal["refuse", "warn", "off"]
+Guard = Annotated[Literal["refuse", "warn", "off"], OFF_IS_A_WORD]
 
 
 class RunConfig(Section):
@@ -144,7 +145,12 @@ class ServerConfig(Section):
         named = tuple(url.strip().rstrip("/") for url in urls)
         for url in named:
             if not is_server_url(url):
-                raise ValueError(f"each url must be http(s)://HOST:PORT, got {url!r}")
+                shown = (
+                    url
+                    if "@" not in url
+                    else f"one with user or password: {url.rpartition('@')[2]}"
+                )
+                raise ValueError(f"each url must be http(s)://HOST:PORT, got {shown!r}")
             if named.count(url) > 1:
                 raise ValueError(f"each url must be given once, got {url!r} twice")
         return named
@@ -393,7 +399,8 @@ def is_server_url(url: str) -> bool:
     except ValueError:
         return False
     spaced = any(character.isspace() for character in url)
-    plain = not (parts.query or parts.fragment or spaced)
+    # a password in it would be in logs and summary; keys come from api_key_env
+    plain = not (parts.query or parts.fragment or spaced or "@" in parts.netloc)
     return parts.scheme in ("http", "https") and bool(parts.hostname) and plain
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 # Counts travel as 32-bit integers through torch, NumPy and the servers.
 MAX_COUNT = 2**31 - 1
@@ -34,9 +34,13 @@ Temperature = Annotated[float, Field(ge=0.01, le=100)]
 def _without_nul(value: Any) -> Any:
     if "\0" in str(value):
         raise ValueError(f"must hold no NUL character, got {str(value)!r}")
+    if any("\ud800" <= character <= "\udbff" for character in str(value)):
+        raise ValueError(f"must hold whole characters, got half of one in {str(value)!r}")
     return value
 
 
+# Beside a Literal with "off": YAML reads a bare `off` as false.
+OFF_IS_A_WORD = BeforeValidator(lambda value: "off" if value is False else value)
 # YAML has no paths: text stands for them.
 FilePath = Annotated[Path, Field(strict=False), AfterValidator(_without_nul)]
 Text = Annotated[str, AfterValidator(_without_nul)]

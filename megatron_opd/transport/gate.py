@@ -26,6 +26,9 @@ HANDSHAKE_MS = 10_000
 # send and answer heartbeats: a peer whose Python is busy is not taken for dead.
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 6_000
 LOG_EVERY_S = 1.0
+# handled before messages have their turn: strangers that connect faster than they are counted
+# would keep the learner waiting
+EVENTS_A_TURN = 256
 REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -79,9 +82,13 @@ class Gate:
         socket.set(zmq.PLAIN_SERVER, 1)
         socket.set(zmq.ZAP_DOMAIN, b"learner")
         self._socket = socket
-        self.monitor = cast(
-            zmq.asyncio.Socket, socket.get_monitor_socket(REFUSALS | zmq.EVENT_DISCONNECTED)
-        )
+        # get_monitor_socket takes 2,000 events; then ZeroMQ's thread waits for this process to read
+        # them, and sends no heartbeats meanwhile
+        self.monitor = context.socket(zmq.PAIR)
+        self.monitor.set(zmq.RCVHWM, 0)
+        address = f"inproc://monitor-{socket.fileno()}"
+        socket.monitor(address, REFUSALS | zmq.EVENT_DISCONNECTED)
+        self.monitor.connect(address)
 
     async def answer(self) -> None:
         """Admit or refuse every connection."""
@@ -93,9 +100,11 @@ class Gate:
             await self._zap.send_multipart([version, request, *verdict, b""])
 
     async def ended(self) -> list[int]:
-        """File descriptors of the connections that ended since the last call, without waiting."""
+        """File descriptors of connections that ended, without waiting; at most EVENTS_A_TURN."""
         descriptors: list[int] = []
-        while await self.monitor.poll(0):
+        for _ in range(EVENTS_A_TURN):
+            if not await self.monitor.poll(0):
+                break
             event = await cast(Awaitable[Any], recv_monitor_message(self.monitor))
             if event["event"] & REFUSALS:
                 self._refusals.add("a peer without the run's token")

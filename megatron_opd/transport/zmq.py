@@ -330,15 +330,22 @@ class RemoteLearner:
         if ignored is not None:
             self._refusals.add(ignored)
         if isinstance(reply, Hello):
-            if ignored is None:
-                self._connections[frames[0].get(zmq.SRCFD)] = identity
-            await self._answer(identity, self._welcome if ignored is None else Refused(ignored))
+            if ignored is not None:
+                await self._answer(identity, Refused(ignored))
+                return
+            self._connections[frames[0].get(zmq.SRCFD)] = identity
+            if not await self._answer(identity, self._welcome):
+                # its connection may have ended before we knew whose it was
+                self._fail(f"learner rank {reply.rank} is gone: it left before its welcome")
 
-    async def _answer(self, identity: bytes, message: Welcome | Refused) -> None:
+    async def _answer(self, identity: bytes, message: Welcome | Refused) -> bool:
+        """Whether the peer is still there to be answered."""
         try:
             await self._socket.send_multipart([identity, encode(message)])
         except zmq.ZMQError as error:
             self._refusals.add(f"a peer that left before its answer: {error}")
+            return False
+        return True
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_bridge import sizes
 from sglang_bridge.client import ServerClient
-from sglang_bridge.errors import BadReply, BridgeError, ServerRefused
+from sglang_bridge.errors import BadReply, BridgeError, ServerRefused, ServerUnreachable
 from sglang_bridge.http import REPLY_BYTES, HttpConnection
 from sglang_bridge.retry import Backoff
 from tests.unit.bridge_replies import REQUEST, SCORE_REQUEST, FakeServer, Handler, answering
@@ -229,3 +229,30 @@ def test_whatever_bytes_come_the_error_is_one_of_ours(raw: bytes):
         return said
 
     assert all(map(str.isprintable, asyncio.run(run())))
+
+
+def test_a_server_that_is_silent_at_the_start_is_not_waited_for_as_for_work(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Before: request_timeout_s, ten minutes by default, in silence."""
+    monkeypatch.setattr("sglang_bridge.client.INFO_TIMEOUT_S", 0.05)
+
+    async def run() -> None:
+        stop = asyncio.Event()
+
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await stop.wait()
+            writer.close()
+
+        listener = await asyncio.start_server(silent, "127.0.0.1", 0)
+        port = listener.sockets[0].getsockname()[1]
+        async with ServerClient(f"http://127.0.0.1:{port}", timeout_s=600) as client:
+            try:
+                async with asyncio.timeout(20):
+                    with pytest.raises(ServerUnreachable, match="Timeout"):
+                        await client.info()
+            finally:
+                stop.set()
+                listener.close()
+
+    asyncio.run(run())

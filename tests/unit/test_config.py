@@ -230,6 +230,37 @@ def test_what_is_dumped_is_read_as_it_was(tree: object):
     assert load_plain(dump_plain(tree), "dump") == tree
 
 
+@pytest.mark.parametrize("text", ["\x85", "a\u2028b", "\u2029"])
+def test_breaks_that_are_not_ascii_survive_as_keys_and_values(text: str):
+    assert load_plain(dump_plain({text: text}), "dump") == {text: text}
+
+
+@pytest.mark.parametrize(("written", "guard"), [("off", "off"), ("'off'", "off"), ("warn", "warn")])
+def test_the_guard_can_be_switched_off_as_its_error_says(tmp_path: Path, written: str, guard: str):
+    """Before: got False."""
+    path = write(tmp_path, MINIMAL)
+    assert load_config(Config, path, [f"scoring.guard={written}"]).scoring.guard == guard
+
+
+def test_a_server_is_not_student_and_teacher(tmp_path: Path):
+    """Before: the student's weights were published to the teacher too."""
+    both = [f"{role}.urls=['http://h:1/']" for role in ("student", "teacher")]
+    message = error_of(write(tmp_path, MINIMAL), *both)
+    assert "student.urls and teacher.urls must name different servers" in message
+    assert "got http://h:1 in both" in message
+
+
+def test_a_password_in_a_url_is_refused_and_not_shown(tmp_path: Path):
+    message = error_of(write(tmp_path, MINIMAL), "student.urls=['http://me:secret@h:1']")
+    assert "student.urls: each url must be http(s)://HOST:PORT" in message
+    assert "secret" not in message
+
+
+def test_half_a_character_is_refused(tmp_path: Path):
+    message = error_of(write(tmp_path, MINIMAL), 'run.dir="\\ud800"')
+    assert "run.dir: must hold whole characters" in message
+
+
 @pytest.mark.parametrize(
     "text", ["a: 1\na: 2", "a: {b: 1, b: 2}", "- {x: 1, 'x': 2}", "{1: a, '1': b}"]
 )

@@ -201,3 +201,43 @@ def test_a_controller_that_is_busy_is_not_taken_for_gone(monkeypatch: pytest.Mon
         failed.cancel()
 
     asyncio.run(joined_through_a_wire(body))
+
+
+def test_a_rank_that_dies_as_it_says_hello_is_noticed():
+    """Before: its connection's end was read before its hello, and it counted as ready for ever."""
+
+    async def main() -> None:
+        remote = RemoteLearner(config(), Admission(TOKEN, {}, 512))
+        ready = asyncio.ensure_future(remote.wait_ready(5))
+        with zmq.Context() as context:
+            rank = connect(context, remote.address)
+            monitor = rank.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            while not monitor.poll(0):  # noqa: ASYNC110  another thread's socket
+                await asyncio.sleep(0.01)
+            rank.set(zmq.LINGER, 1000)
+            rank.send(m.encode(hello()))
+            rank.disable_monitor()
+            monitor.close()
+            rank.close()
+        # sent and closed while this loop did not turn: term() waited for both
+        time.sleep(0.2)  # noqa: ASYNC251  and the end has arrived too
+        async with asyncio.timeout(5):
+            error = await remote.failed()
+        assert str(error) == "learner rank 0 is gone: it left before its welcome"
+        await asyncio.gather(ready, return_exceptions=True)
+        remote.close()
+
+    asyncio.run(main())
+
+
+def test_strangers_do_not_hold_up_the_wire_while_the_controller_is_busy():
+    """Before: after 2,000 unread events ZeroMQ's own thread stopped, heartbeats and all."""
+    remote = RemoteLearner(config(), Admission(TOKEN, {}, 512))
+    address = ("127.0.0.1", int(remote.address.rpartition(":")[2]))
+    try:
+        for _ in range(2500):
+            with socket.create_connection(address, timeout=10) as stranger:
+                assert stranger.recv(1) == b"\xff"  # ZeroMQ's greeting
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n".ljust(80))
+    finally:
+        remote.close()

@@ -64,8 +64,8 @@ def test_a_live_run_is_left_alone(
     capsys.readouterr()
     if verb == "control":
         config["learner"] = {"listen_port": 29_000}
-        for role in ("student", "teacher"):
-            config[role]["urls"] = ["http://127.0.0.1:9"]
+        for port, role in enumerate(("student", "teacher"), 9):
+            config[role]["urls"] = [f"http://127.0.0.1:{port}"]
     started = time.strftime("%Y-%m-%d")
     code = call(tmp_path, config, *([option] if option else []), verb=verb)
     refused(capsys, code, "run.dir", f"pid {live_run.pid} on ", f"started {started}", "stop that")
@@ -145,3 +145,24 @@ def test_an_unreadable_lock_file_names_nobody(tmp_path: Path, content: bytes):
         (tmp_path / LOCK).write_bytes(content)
         with pytest.raises(RunDirHeld, match="is held by another process"):
             RunLock.take(tmp_path)
+
+
+def test_the_token_is_for_its_user_alone_whatever_file_was_there(tmp_path: Path):
+    """Before: a copied run's lock, readable by all, received the token as it was."""
+    left = tmp_path / LOCK
+    left.write_text("{}")
+    left.chmod(0o666)
+    with RunLock.take(tmp_path):
+        assert left.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path):
+    """Before: the file that it names was emptied, and the token written into it."""
+    precious = tmp_path / "precious"
+    precious.write_text("work of a year")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / LOCK).symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic link"):
+        RunLock.take(run_dir)
+    assert precious.read_text() == "work of a year"

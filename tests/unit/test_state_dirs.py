@@ -239,9 +239,10 @@ def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
         tmp_path,
         run={"updates": 40},
         checkpoint={"every": 5, "keep_last": 9},
-        student={"servers": 2, "base_port": 30000},
+        student={"servers": 2, "base_port": 30000, "api_key_env": "OPD_STUDENT_KEY"},
         learner={"parallel": {"tp": 2}, "threads": 3},
         evaluation={"problems": 1},
+        scoring={"guard": "warn", "guard_stop_after": 0},
         rollout={"concurrency": 3},
     )
     assert find_resumption(harmless).state == at(2)

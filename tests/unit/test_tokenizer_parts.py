@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from megatron_opd.cli.tokenizers import difference, tokenizer_parts
+from megatron_opd.cli.tokenizer_parts import difference, tokenizer_parts
 from tests.cli_cases import call, refused, small_config, tiny_models
 
 VOCAB = {"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "c": 4, "ab": 5, "bc": 6}

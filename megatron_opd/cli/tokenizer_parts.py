@@ -1,14 +1,25 @@
-"""Whether two checkpoints cut text into the same ids, judged by content instead of by file."""
+"""Whether two checkpoints cut text into the same ids, judged by content instead of by file.
+
+How a tokenizer is found and loaded is tokenizer_files.py's.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.tokenizer_files import load_tokenizer
+from megatron_opd.config.schema import Guard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 Parts = Mapping[str, Any]
 
@@ -19,6 +30,34 @@ PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 TABLES = ("vocab", "merges")
 # Whether a token is shown when text is decoded; the ids are the same.
 NO_MATTER = ("special",)
+
+
+def check_tokenizer(path: Path, key: str, ours: PreTrainedTokenizerBase, guard: Guard) -> None:
+    """Refuse a teacher whose ids are not the student's. key: the config key that named its `path`.
+
+    ours: the student's. guard: what becomes of tokenizers that have the same ids and cut text
+    differently. Raises UserError.
+    """
+    theirs = load_tokenizer(path, key)
+    if ours.get_vocab() != theirs.get_vocab():
+        both = set(ours.get_vocab().items()) ^ set(theirs.get_vocab().items())
+        differing = sorted(both, key=lambda item: item[1])
+        raise UserError(
+            f"student.model and {key} must share one tokenizer; "
+            f"{len(differing)} entries differ, first {differing[0]!r}"
+        )
+    if ours.eos_token_id != theirs.eos_token_id:
+        raise UserError(
+            f"student.model and {key} must share the end-of-sequence token, got "
+            f"{ours.eos_token!r} and {theirs.eos_token!r}"
+        )
+    other = difference(tokenizer_parts(ours), tokenizer_parts(theirs))
+    if guard == "off" or other is None:
+        return
+    told = f"student.model and {key} must cut text into the same ids; {other}"
+    if guard == "refuse":
+        raise UserError(f"{told}; if that is meant, set scoring.guard to warn or off")
+    logger.warning("%s", told)
 
 
 def tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> Parts:
