@@ -24,6 +24,8 @@ from sglang_bridge.protocol import (
 
 # Rounding may leave the log of a probability of 1 this far above 0,
 LOGP_SLACK = 1e-4
+# or those of a row's ids,
+MASS_SLACK = 1e-2
 # and float32 weights this far from their sum.
 WEIGHT_SLACK = 1e-4
 
@@ -68,6 +70,9 @@ def read_rows(
     rises[offsets_T1[1:-1] - 1] = True  # from one row to the next
     require(url, bool(rises.all()), "the ids of a row do not rise")
     check_logp(url, logp_N)
+    mass_T = np.add.reduceat(np.exp(logp_N.astype(np.float64)), offsets_T1[:-1])
+    fits = bool((mass_T <= 1 + MASS_SLACK).all())
+    require(url, fits, f"the log-probs of a row add up to {mass_T.max():.3g} instead of at most 1")
     return RowTable(offsets_T1, ids_N, weight_N, logp_N)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.fuzz.engine import CHUNK, Tally, merged
 from benchmarks.fuzz.targets import load_target
 
+WORKER = "benchmarks.fuzz.worker"
 ROOT = Path(__file__).resolve().parents[2]
 Key = tuple[str, int, int]
 
@@ -57,19 +58,27 @@ def _run(
 ) -> list[int]:
     """Run `chunks` in one process until it ends or dies; those that are left."""
     numbers = map(str, (seed, size, *chunks))
-    command = [sys.executable, "-m", "benchmarks.fuzz.worker", name, *numbers]
+    command = [sys.executable, "-m", WORKER, name, *numbers]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
+        number = ""
         for line in process.stdout:
             if line.startswith("{"):
                 _keep(json.loads(line), done, progress)
+                number = ""
+            else:
+                number = line.strip()
     left = [chunk for chunk in chunks if (name, seed, chunk) not in done]
     if process.returncode == 0 and not left:
         return []
     if process.returncode >= 0 or not left:
         raise RuntimeError(f"the worker of target {name} ended with {process.returncode}")
     died = Tally(crashes=1)
-    died.find("crash", f"the process died of signal {-process.returncode}", f"chunk {left[0]}")
+    died.find(
+        "crash",
+        f"the process died of signal {-process.returncode}",
+        f"chunk {left[0]}, input {number}",
+    )
     _keep({"key": [name, seed, left[0]], "tally": asdict(died)}, done, progress)
     return left[1:]
 

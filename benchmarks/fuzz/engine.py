@@ -78,10 +78,20 @@ def limited() -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-def run_chunk(target: Target, seed: int, chunk: int, count: int = CHUNK) -> Tally:
-    """`count` inputs; the first of each chunk that a seed makes are the same for any count."""
+def run_chunk(
+    target: Target,
+    seed: int,
+    chunk: int,
+    count: int = CHUNK,
+    begun: Callable[[int], None] = lambda number: None,
+) -> Tally:
+    """`count` inputs; the first of each chunk that a seed makes are the same for any count.
+
+    begun: told the number of each input before the border gets it.
+    """
     tally = Tally()
     for number in range(count):
+        begun(number)
         rng = Random(f"{target.name}:{seed}:{chunk}:{number}")
         judge(target, target.make(rng), tally)
     return tally

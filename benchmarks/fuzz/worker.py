@@ -1,10 +1,12 @@
 """`python -m benchmarks.fuzz.worker TARGET SEED SIZE CHUNK...`: one JSON line a chunk on stdout.
 
+Before it the number of each input, so that whoever reads knows which one a process died of.
 What a border prints goes to stderr; memory is bounded, so that a bomb is a MemoryError.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import resource
@@ -24,9 +26,15 @@ def main() -> int:
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable()
     target = load_target(name)
+
+    def begun(number: int) -> None:
+        results.write(f"{number}\n")
+        results.flush()
+
     for chunk in chunks:
-        tally = run_chunk(target, int(seed), int(chunk), int(size))
+        tally = run_chunk(target, int(seed), int(chunk), int(size), begun)
         row = {"key": [name, int(seed), int(chunk)], "tally": asdict(tally)}
         results.write(json.dumps(row) + "\n")
         results.flush()

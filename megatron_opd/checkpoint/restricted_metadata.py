@@ -12,18 +12,22 @@ from __future__ import annotations
 import math
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import EnumType
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan
+
+from megatron_opd.config.wording import line
 
 METADATA = ".metadata"
 _TORCH = "torch.distributed.checkpoint"
@@ -133,16 +137,16 @@ def read_metadata(directory: Path) -> Metadata:
         with path.open("rb") as stream:
             found = unpickle(stream)
     except Refused as error:
-        raise ValueError(f"{path} is refused: {error}") from None
+        raise ValueError(f"{path} is refused: {line(error)}") from None
     except Exception as error:  # noqa: BLE001  a damaged pickle raises anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        reason = line(f"{type(error).__name__}: {error}")
         raise ValueError(f"cannot read {path}: {reason}") from None
     try:
         fault = _fault(found)
     except Exception as error:  # noqa: BLE001  records may hold anything where numbers belong
-        fault = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        fault = f"{type(error).__name__}: {error}"
     if fault is not None:
-        raise ValueError(f"{path} does not describe a checkpoint: {fault}")
+        raise ValueError(f"{path} does not describe a checkpoint: {line(fault)}")
     return found
 
 
@@ -197,4 +201,15 @@ def _fault_in_pieces(key: str, stored: TensorStorageMetadata) -> str | None:
         ends = zip(chunk.offsets, chunk.sizes, stored.size, strict=True)
         if any(at < 0 or n < 0 or at + n > size for at, n, size in ends):
             return f"a piece of {key} lies outside of it"
+    if len(stored.chunks) > 1 and _overlap(stored.chunks):
+        return f"two pieces of {key} overlap"
     return None
+
+
+def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
+    """Whether two of them share an element; n of them cost n squared small comparisons."""
+    held = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    starts = np.array([list(chunk.offsets) for chunk in held])
+    ends = starts + np.array([list(chunk.sizes) for chunk in held])
+    before = np.all(starts[:, None] < ends[None], axis=-1)
+    return int((before & before.T).sum()) > len(held)

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import socket
 import time
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Self
 
 LOCK = "run.lock"
+MAX_SHOWN = 255
+_TOKEN = re.compile(r"[0-9a-f]{16,255}")
 _HELD = (errno.EAGAIN, errno.EACCES)
 
 
@@ -129,8 +132,14 @@ def read_holder(path: Path) -> Holder | None:
     """Who holds, or held, the lock; None: it cannot be told."""
     try:
         raw = json.loads(path.read_bytes())
-        return Holder(int(raw["pid"]), str(raw["host"]), str(raw["started"]), str(raw["token"]))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        held = Holder(raw["pid"], raw["host"], raw["started"], raw["token"])
+        sound = type(held.pid) is int and held.pid > 0 and _TOKEN.fullmatch(held.token)
+        # both are printed
+        shown = [
+            text.isprintable() and len(text) <= MAX_SHOWN for text in (held.host, held.started)
+        ]
+        return held if sound and all(shown) else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_opd.checkpoint import state_files
 from megatron_opd.checkpoint.part_dir import write_synced
 from megatron_opd.checkpoint.run_lock import Claim
+from megatron_opd.checkpoint.state_facts import FORMAT, STATE, LearnerFacts, read_facts
 from megatron_opd.checkpoint.state_model import CONTENT, module_of, sharded_model, without_pickles
 from megatron_opd.checkpoint.state_optimizer import (
     Share,
@@ -43,21 +44,6 @@ from megatron_opd.checkpoint.state_read import read_shards
 from megatron_opd.checkpoint.state_write import SaveFailed, ShardWriter, explained, one_line
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.setup import World
-
-FORMAT = 2
-STATE = "state.json"
-
-
-@dataclass(frozen=True, slots=True)
-class LearnerFacts:
-    """What state.json says. updates: learner updates made. step: optimizer steps taken."""
-
-    format: int
-    updates: int
-    step: int
-    world_size: int
-    parallel: dict[str, Any]
-    dtype: str
 
 
 class LearnerState:
@@ -216,25 +202,6 @@ class LearnerState:
             torch.cuda.set_rng_state(states.pop("cuda"))
         tracked = {name.removeprefix("megatron."): state for name, state in states.items()}
         _tracker().set_states(tracked)
-
-
-def read_facts(path: Path) -> LearnerFacts:
-    """What a learner's checkpoint says of itself. ValueError: it is none that we can read."""
-    raw = state_files.read_json(path / STATE)
-    if raw.get("format") != FORMAT:
-        raise ValueError(
-            f"checkpoint {path} is another version's: its format must be {FORMAT}, got "
-            f"{raw.get('format')!r}"
-        )
-    try:
-        facts = LearnerFacts(**raw)
-    except TypeError as error:
-        raise ValueError(f"checkpoint {path}: {STATE} is not whole: {error}") from None
-    for name in ("updates", "step", "world_size"):
-        value = getattr(facts, name)
-        if not isinstance(value, int) or value < 0:
-            raise ValueError(f"checkpoint {path}: {name} of {STATE} must be >= 0, got {value!r}")
-    return facts
 
 
 def _rng_name(rank: int) -> str:

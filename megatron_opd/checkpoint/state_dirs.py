@@ -21,9 +21,11 @@ from megatron_opd.checkpoint.part_dir import sync_directory, write_synced
 from megatron_opd.checkpoint.state_files import (
     FileSum,
     check_size,
+    file_sum,
     read_json,
     sum_file,
 )
+from megatron_opd.config.wording import shown
 
 FORMAT = 2
 MANIFEST, LEARNER = "manifest.json", "learner"
@@ -119,25 +121,34 @@ def verify(path: Path) -> None:
     if manifest.get("format") != FORMAT:
         raise ValueError(
             f"checkpoint {path} is another version's: its format must be {FORMAT}, got "
-            f"{manifest.get('format')!r}"
+            f"{shown(manifest.get('format'))}"
         )
     if path.name != step_name(manifest.get("updates")):
         raise ValueError(
-            f"checkpoint {path} was renamed: it is that of {manifest.get('updates')} updates"
+            f"checkpoint {path} was renamed: it is that of {shown(manifest.get('updates'))} updates"
         )
-    for name, size in _table(path, manifest, "sizes").items():
-        check_size(path, FileSum(name, size, 0))
+    sizes = _table(path, manifest, "sizes")
+    for name, size in sizes.items():
+        check_size(path, _entry(path, name, size, 0))
     for name, crc32 in _table(path, manifest, "crc32").items():
-        if sum_file(path, name).crc32 != crc32:
+        entry = _entry(path, name, sizes.get(name), crc32)
+        if sum_file(path, name) != entry:
             raise ValueError(
                 f"checkpoint {path} is damaged: {name} does not have the checksum it was "
                 "written with"
             )
 
 
+def _entry(path: Path, name: str, size: Any, crc32: Any) -> FileSum:
+    try:
+        return file_sum(name, size, crc32)
+    except ValueError as error:
+        raise ValueError(f"checkpoint {path} is damaged: {MANIFEST}: {error}") from None
+
+
 def step_name(updates: Any) -> str:
     """Name of the complete checkpoint after `updates` updates."""
-    return f"step-{updates:06d}" if isinstance(updates, int) else ""
+    return f"step-{updates:06d}" if type(updates) is int else ""
 
 
 def _table(path: Path, manifest: dict[str, Any], key: str) -> dict[str, Any]:

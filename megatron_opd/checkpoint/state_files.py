@@ -10,12 +10,14 @@ import json
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron_opd.checkpoint.part_dir import write_synced
+from megatron_opd.config.wording import line
 
 CHUNK_BYTES = 1 << 24
+MAX_NAME_BYTES, MAX_PATH = 255, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +62,28 @@ def read_sums(directory: Path, ranks: int) -> list[FileSum]:
         try:
             found += [_sum_of(row) for row in json.loads(path.read_bytes())]
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"checkpoint {directory}: cannot read {path.name}: {error}") from None
+            raise ValueError(
+                f"checkpoint {directory}: cannot read {path.name}: {line(error)}"
+            ) from None
     return sorted(found, key=lambda entry: entry.name)
 
 
 def _sum_of(row: Any) -> FileSum:
-    name, size, crc32 = row
-    if not (isinstance(name, str) and isinstance(size, int) and isinstance(crc32, int)):
-        raise ValueError(f"{row!r} is no name, size and checksum")
+    return file_sum(*row) if isinstance(row, list) and len(row) == 3 else file_sum(row, None, None)
+
+
+def file_sum(name: Any, size: Any, crc32: Any) -> FileSum:
+    """What a checkpoint says of one of its files. ValueError: it is none of its own, or no sum."""
+    parts = PurePosixPath(name).parts if isinstance(name, str) else ()
+    inside = len(parts) > 0 and parts[0] != "/" and ".." not in parts and name.isprintable()
+    short = all(len(part.encode()) <= MAX_NAME_BYTES for part in parts) if inside else False
+    if not (short and len(name) <= MAX_PATH and _is_count(size) and _is_count(crc32)):
+        raise ValueError(f"no name of a file in it, size and checksum: {line([name, size, crc32])}")
     return FileSum(name, size, crc32)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def check_size(directory: Path, entry: FileSum) -> None:

@@ -77,13 +77,11 @@ def read_rows(run_dir: Path) -> list[dict[str, Any]]:
     """The whole lines of a run's metrics.jsonl. Raises UserError."""
     path = RunDir(run_dir).metrics
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = path.read_bytes().split(b"\n")[:-1]  # the last one is still being written
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
-        if not line.endswith(b"\n"):
-            break  # a run that goes on is writing it
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):  # no JSON, no text, or nested without end

@@ -24,7 +24,10 @@ from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.config.digests import flat, matches
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
+from megatron_opd.config.wording import line
 from megatron_opd.controller.snapshot import ControllerState, decode_state
+from megatron_opd.metrics.persist import restore_totals
+from megatron_opd.metrics.totals import RunTotals
 
 MAY_CHANGE = (
     "run.dir",
@@ -79,6 +82,7 @@ EXTRAS: Mapping[str, type | tuple[type, ...]] = {
     "train_crc32": int,
 }
 """What run.json holds: see PipelineRun."""
+LONGEST_S = 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +163,11 @@ def _earlier_changes(run_dir: RunDir) -> tuple[Change, ...]:
     """What resumptions before this one were told to change. Raises UserError."""
     try:
         content = run_dir.changes.read_bytes() if run_dir.changes.exists() else b"[]"
-        return tuple(Change(**change) for change in json.loads(content))
-    except (OSError, ValueError, TypeError, RecursionError):
+        changes = tuple(Change(**change) for change in json.loads(content))
+        if not all(type(c.at_updates) is int and c.key.isprintable() for c in changes):
+            raise ValueError(changes)
+        return changes
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         raise UserError(f"--resume: {run_dir.changes} is damaged: no list of changes") from None
 
 
@@ -191,6 +198,17 @@ def _read_extras(path: Path) -> dict[str, Any]:
     for key, kind in EXTRAS.items():
         if not isinstance(extras.get(key), kind):
             raise ValueError(f"checkpoint {path}: {RUN} has no {key}")
+    numbers = [extras["elapsed_s"], extras["wall_s"]]
+    whole = [extras["train_crc32"], *extras["resumed_at_updates"]]
+    if not (
+        all(type(n) in (int, float) and 0 <= n <= LONGEST_S for n in numbers)
+        and all(type(n) is int for n in whole)
+    ):
+        raise ValueError(f"checkpoint {path}: {RUN} holds times or updates that are none")
+    try:
+        restore_totals(RunTotals(), extras["totals"], 0.0)
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise ValueError(f"checkpoint {path}: totals of {RUN} are damaged: {line(error)}") from None
     return extras
 
 

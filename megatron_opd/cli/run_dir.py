@@ -106,15 +106,17 @@ class RunDir:
 
     def _rows_before(self, updates: int) -> str:
         """The whole rows of metrics.jsonl of the first `updates` updates."""
-        rows = self.metrics.read_bytes().splitlines(keepends=True) if self.metrics.exists() else []
+        content = self.metrics.read_bytes() if self.metrics.exists() else b""
+        rows = content.split(b"\n")[:-1]  # what follows was cut short when the run was killed
         kept = ""
         for number, row in enumerate(rows, 1):
-            if not row.endswith(b"\n"):  # cut short when the run was killed
-                break
             try:
-                kept += row.decode() if json.loads(row)["update"] < updates else ""
+                update = json.loads(row)["update"]
+                kept += f"{row.decode()}\n" if update < updates else ""
             except (ValueError, TypeError, KeyError, RecursionError):
-                raise UserError(f"{self.metrics}:{number} is damaged: no row of figures") from None
+                update = None
+            if type(update) is not int or update < 0:
+                raise UserError(f"{self.metrics}:{number} is damaged: no row of figures")
         return kept
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from megatron_opd.cli.errors import UserError
 from megatron_opd.config.wording import shown
 from megatron_opd.data.render import is_failure, said
@@ -16,6 +18,10 @@ from megatron_opd.data.render import is_failure, said
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+VOCABULARIES = ("tokenizer.json", "vocab.json")
+MOST_ID = 2**24
+"""The library walks through all ids up to the largest whenever it writes a tokenizer out: gaps of
+billions take it minutes and tens of GiB."""
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -31,6 +37,9 @@ def load_tokenizer(path: Path, key: str) -> PreTrainedTokenizerBase:
     """
     if not has_tokenizer(path):
         raise UserError(f"{key}: {path} has no tokenizer: none of {', '.join(FILES)} is there")
+    for name in VOCABULARIES:
+        if (path / name).is_file():
+            _check_ids(key, path / name)
     from transformers import AutoConfig, AutoTokenizer
 
     _checked(f"{key}: transformers refuses {path / 'config.json'}", AutoConfig, path)
@@ -38,6 +47,22 @@ def load_tokenizer(path: Path, key: str) -> PreTrainedTokenizerBase:
     if not tokenizer.get_vocab():
         raise UserError(f"{key}: the tokenizer in {path} has no words")
     return tokenizer
+
+
+def _check_ids(key: str, path: Path) -> None:
+    """UserError: it is no JSON, or an id of its vocabulary is beyond MOST_ID."""
+    try:
+        tree: Any = msgspec.json.decode(path.read_bytes())
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
+        raise UserError(f"{key}: cannot read {path}: {said(error)}") from None
+    model = tree.get("model") if isinstance(tree, dict) and path.name == "tokenizer.json" else tree
+    words = model.get("vocab") if isinstance(model, dict) and model is not tree else model
+    ids = list(words.values()) if isinstance(words, dict) else []
+    added = tree.get("added_tokens") if isinstance(tree, dict) else None
+    ids += [token.get("id") for token in added or [] if isinstance(token, dict)]
+    large = next((i for i in ids if isinstance(i, int) and i > MOST_ID), None)
+    if large is not None:
+        raise UserError(f"{key}: an id of {path} must be at most {MOST_ID}, got {shown(large, 40)}")
 
 
 def _checked(problem: str, kind: Any, path: Path) -> Any:

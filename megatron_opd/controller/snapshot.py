@@ -16,6 +16,8 @@ from typing import Any, get_args, get_origin
 import msgspec
 import numpy as np
 
+from megatron_opd.config.wording import line
+from megatron_opd.controller.snapshot_checks import state_fault
 from megatron_opd.types import Prompt, Rollout, Sample
 
 FORMAT = 1
@@ -104,11 +106,14 @@ def encode_state(state: ControllerState) -> bytes:
 
 
 def decode_state(content: bytes) -> ControllerState:
-    """The inverse. ValueError: it is no state of this format."""
+    """The inverse. ValueError: it is no state of this format, or one that cannot have been."""
     try:
         state = _DECODER.decode(content)
-    except (msgspec.DecodeError, ValueError) as error:
-        raise ValueError(f"not a controller's state: {error}") from None
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ValueError(f"not a controller's state: {line(error)}") from None
     if state.format != FORMAT:
         raise ValueError(f"a controller's state must have format {FORMAT}, got {state.format}")
+    fault = state_fault(state)
+    if fault is not None:
+        raise ValueError(f"not a controller's state: {fault}")
     return state

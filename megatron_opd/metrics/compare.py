@@ -76,13 +76,15 @@ def _difference(column: str, pairs: Sequence[tuple[Row, Row]]) -> Difference | N
 
 
 def _relative(a: Any, b: Any) -> float:
+    if isinstance(a, bool) is not isinstance(b, bool):  # true equals 1 in Python
+        return math.inf
     if a == b or (_is_nan(a) and _is_nan(b)):
         return 0.0
     if not (isinstance(a, int | float) and isinstance(b, int | float)):
         return math.inf
     try:
         ratio = abs(a - b) / max(abs(a), abs(b))
-    except OverflowError:  # an integer beyond float64 beside a float
+    except (OverflowError, ZeroDivisionError):  # beyond float64; nan beside 0
         return math.inf
     # nan where one of the two is infinite or nan, and would compare as no difference
     return math.inf if math.isnan(ratio) else ratio

@@ -78,6 +78,7 @@ def _restore(target: Any, saved: Any, now_s: float) -> None:
             target.update(saved)
         case dict():
             engines = list(cast(dict[str, BusyTime], target).values())
+            engines += [BusyTime() for _ in saved[len(engines) :]]  # of a fleet that was larger
             for engine, busy in zip(engines, saved, strict=False):
                 _restore(engine, busy, now_s)
         case _:

@@ -44,8 +44,9 @@ def check_batch(batch: RankBatch, *, vocab_size: int, num_experts: int, sampled:
         raise ValueError(f"plan must name each of {samples} samples once, got {len(planned)}")
     if batch.update < 0 or batch.version < 0:
         raise ValueError(f"update and version must be >= 0, got {batch.update}, {batch.version}")
-    for name in ("prompt_B", "response_B", "count_T"):
-        _within(name, getattr(batch, name), 1, np.iinfo(np.int64).max)
+    # none exceeds what it is a length in: sums of larger ones could wrap around to the right one
+    for name, whole in (("prompt_B", "ids"), ("response_B", "ids"), ("count_T", "ids_N")):
+        _within(name, getattr(batch, name), 1, len(getattr(batch, whole)))
     for name in ("ids", "ids_N"):
         _within(name, getattr(batch, name), 0, vocab_size - 1)
     _within("version_T", batch.version_T, 0, batch.version)
@@ -53,6 +54,15 @@ def check_batch(batch: RankBatch, *, vocab_size: int, num_experts: int, sampled:
     outside = (batch.path_T < ends_T - batch.count_T) | (batch.path_T >= ends_T)
     if outside.any():
         raise ValueError(f"column path_T must point into its own row, token {outside.argmax()}")
+    differs = batch.ids_N[batch.path_T] != _response_ids(batch)
+    if differs.any():
+        raise ValueError(
+            f"column path_T must point to the response's own ids, token {differs.argmax()}"
+        )
+    rises = np.diff(batch.ids_N) > 0
+    rises[ends_T[:-1] - 1] = True  # from one row to the next
+    if not rises.all():
+        raise ValueError(f"column ids_N must rise inside a row, value {rises.argmin() + 1}")
     if batch.experts_XLk is not None:
         _within("experts_XLk", batch.experts_XLk, 0, num_experts - 1)
     _finite("weight_N", batch.weight_N)
@@ -61,6 +71,13 @@ def check_batch(batch: RankBatch, *, vocab_size: int, num_experts: int, sampled:
     for name in ("advantage_B", "group_log_q_B", "defensive_B"):
         _finite(name, getattr(batch, name))
     _finite("sampler_logp_N", batch.sampler_logp_N if sampled else _path(batch))
+
+
+def _response_ids(batch: RankBatch) -> npt.NDArray[Any]:
+    """Int32 [T]: `ids` without the prompts."""
+    ends_B = np.cumsum(batch.prompt_B + batch.response_B)
+    before_B = ends_B - np.cumsum(batch.response_B)  # prompt tokens up to here
+    return batch.ids[np.repeat(before_B, batch.response_B) + np.arange(len(batch.path_T))]
 
 
 def _path(batch: RankBatch) -> npt.NDArray[Any]:

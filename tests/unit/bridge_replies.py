@@ -55,7 +55,7 @@ def selection_payload() -> dict[str, Any]:
         "length_T": [3, 1, 3],
         "ids_N": [2, 7, 9, 4, 1, 9, 30],
         "weight_N": [0.5, 0.25, 0.25, 1, 0.125, 0.625, 0.25],
-        "logp_N": [-0.5, -1, -2, 0, -4, -0.25, -3],
+        "logp_N": [-0.75, -1, -2, 0, -4, -0.25, -3],
     }
     return {**packed(arrays), "num_atoms": 2, "num_draws": 2}
 

@@ -169,6 +169,13 @@ def test_damaged_scores_are_refused(scores: list[float], message: str):
         parse_scores(URL, score_reply(scores), SCORE_REQUEST)
 
 
+def test_log_probs_of_a_row_are_of_one_distribution():
+    """Before: two ids of probability 1 beside each other were trained on."""
+    payload = draws_payload() | packed({"logp_N": [0, 0, 0, -1, -2, -3]})
+    with pytest.raises(BadReply, match="log-probs of a row add up to 2 instead of at most 1"):
+        parse_rollout("http://a", rollout_reply(payload), REQUEST)
+
+
 def test_a_selection_is_joined_with_the_given_ids():
     """Given rows {7, 8}, {}, {9}; selected rows {2, 7, 9}, {4}, {1, 9, 30}."""
     reply = parse_scores(URL, score_reply([-1, -2.5, -0.25], selection_payload()), SELECT_REQUEST)
@@ -177,7 +184,7 @@ def test_a_selection_is_joined_with_the_given_ids():
     assert rows.offsets_T1.tolist() == [0, 4, 5, 8]
     assert rows.ids_N.tolist() == [2, 7, 8, 9, 4, 1, 9, 30]
     assert rows.weight_N.tolist() == [0.5, 0.25, 0, 0.25, 1, 0.125, 0.625, 0.25]
-    assert rows.logp_N.tolist() == [-0.5, -1, -2.5, -2, 0, -4, -0.25, -3]
+    assert rows.logp_N.tolist() == [-0.75, -1, -2.5, -2, 0, -4, -0.25, -3]
     assert rows.given_N.tolist() == [1, 2, 6]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_opd.cli.compare import read_rows
 from megatron_opd.cli.main import main
 from megatron_opd.metrics.compare import compare_rows, is_of_time
 from tests.cli_cases import refused
@@ -111,3 +112,18 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         refused(capsys, main(["compare", good, odd]), "metrics.jsonl:1", "no JSON object")
     code = main(["compare", good, good, "--tolerance", "-1"])
     refused(capsys, code, "--tolerance", ">= 0", "-1")
+
+
+@pytest.mark.parametrize(("one", "other"), [(0.0, math.nan), (True, 1), (False, 0.0)])
+def test_values_of_other_kinds_differ(one: Any, other: Any):
+    """Before: ZeroDivisionError for the first, equal for the others."""
+    for a, b in ((one, other), (other, one)):
+        (found,) = compare_rows([row(loss=a)], [row(loss=b)]).differences
+        assert found.relative == math.inf
+
+
+def test_a_carriage_return_ends_no_row(tmp_path: Path):
+    """Before: the rows behind it were left out, and nothing was said."""
+    run_dir = tmp_path / "run"
+    write(run_dir, [row(update=0)], end='{"update": 1,\r"loss": 1}\n{"update": 2}\n{"up')
+    assert [each["update"] for each in read_rows(run_dir)] == [0, 1, 2]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fuzz.campaign import read_progress, run_campaign
+from benchmarks.fuzz import campaign
+from benchmarks.fuzz.campaign import ROOT, read_progress, run_campaign
 from benchmarks.fuzz.engine import Tally, Target, merged, message_problem, run_chunk
 from benchmarks.fuzz.targets import load_target, target_names
 
@@ -86,6 +87,27 @@ def test_a_campaign_goes_on_where_it_stopped_and_ends_the_same(tmp_path: Path):
     figures = ("inputs", "refused", "accepted", "silent", "crashes", "targets")
     assert [again[key] for key in figures] == [first[key] for key in figures]
     assert first["crashes"] == first["silent"] == 0
+
+
+def test_the_death_of_a_process_names_its_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The campaign goes on behind it."""
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setattr(campaign, "WORKER", "deadly")
+    found = run_campaign(["overrides"], 20, 3, size=10)
+    assert found["crashes"] == 1
+    (crash,) = found["targets"][0]["findings"].values()
+    assert crash["example"] == "'chunk 0, input 4'"
+
+
+DEADLY = """
+import os, sys
+if sys.argv[-1] == "1" and len(sys.argv) == 5:
+    print('{"key": ["overrides", 3, 1], "tally": {"refused": 10}}')
+else:
+    print(*range(5), sep="\\n", flush=True)
+    os.kill(os.getpid(), 11)
+"""
 
 
 def test_findings_are_merged_by_what_they_are():

@@ -221,8 +221,11 @@ BROKEN: Any = TensorStorageMetadata(TensorProperties(), torch.Size([2]), None)  
     [
         ([1], "it holds a list"),
         (metadata(tensors={"weight": torch.Size([1])}), "'weight' is a Size"),
+        (metadata(tensors={"a\x1b[2J": 3}), r"'a\x1b[2J' is a int"),
         (metadata(tensors={3: BytesStorageMetadata()}), "the name 3 is a int"),
         (metadata(tensors=tensor([4], ([0], [2]))), "pieces of weight hold 2 of 4 elements"),
+        # two pieces twice, and two rows that nothing holds: the count alone is right
+        (metadata(tensors=tensor([4], ([0], [2]), ([1], [2]))), "two pieces of weight overlap"),
         (metadata(tensors=tensor([4], ([2], [4]))), "a piece of weight lies outside of it"),
         (metadata(tensors=tensor([4], ([-1], [4]))), "a piece of weight lies outside of it"),
         (metadata(tensors={"weight": BROKEN}), "TypeError"),

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_opd.buffer.permits import PermitError, Permits, staleness_versions
 from megatron_opd.buffer.rejection import RolloutRejected, ScoreRejected
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
@@ -32,6 +35,7 @@ from tests.fakes import (
     make_sample,
     run_virtual,
 )
+from tests.wire import config
 
 
 class Keeper:
@@ -129,17 +133,17 @@ def encode(sample):
 
 
 def replace_line(line):
-    return ControllerState(0, 0, len(line), 0, {}, 0, 0, line)
+    return ControllerState(0, 0, len(line), 0, {}, 0, 100, line)
 
 
 def test_every_stage_survives_the_bytes():
     sample = make_sample(5, version=3)
     teacher = np.array([-0.5, -np.inf, np.nan, 0, 1, 2, 3, 4], np.float32)
     sample = replace(sample, teacher_logp_N=teacher, reward=0.25)
-    line = [place(sample), place(sample.rollout), place(make_prompt(7))]
+    line = [place(sample), place(make_sample(6, version=3).rollout), place(make_prompt(7))]
     back = decode_state(encode_state(replace_line(line)))
     scored, rolled, waiting = back.line
-    assert [member.uid for member in back.line] == [5, 5, 7]
+    assert [member.uid for member in back.line] == [5, 6, 7]
     assert scored.sample.reward == 0.25
     np.testing.assert_array_equal(scored.sample.teacher_logp_N, teacher)
     assert scored.sample.teacher_logp_N.dtype == np.float32
@@ -154,7 +158,7 @@ def test_every_stage_survives_the_bytes():
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 def test_routed_experts_survive_the_bytes(dtype: type):
-    experts = np.arange(5 * 3 * 2, dtype=dtype).reshape(5, 3, 2)
+    experts = np.arange(6 * 3 * 2, dtype=dtype).reshape(6, 3, 2)
     rollout = replace(make_sample(5).rollout, experts_XLk=experts)
     (member,) = decode_state(encode_state(replace_line([place(rollout)]))).line
     back = member.rollout.experts_XLk
@@ -176,3 +180,46 @@ def test_more_holders_than_permits_are_a_broken_state():
     with pytest.raises(PermitError, match="3 prompts hold permits, there are 2"):
         Permits(2, 0, [1, 2, 3])
     assert Member(prompt=make_prompt(4)).uid == 4
+
+
+def broken(**changes):
+    sample = make_sample(5, version=3)
+    rollout = replace(sample.rollout, **changes.pop("rollout", {}))
+    line = [place(replace(sample, rollout=rollout, **changes.pop("sample", {})))]
+    return replace_line(line), changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"admitted": 3}, "3 prompts were admitted, 1 are accounted for"),
+        ({"consumed": -1, "admitted": 0}, "a count is below 0"),
+        ({"next_uid": 5}, "the line is not in order of admission"),
+        ({"line": [Member()]}, "it must hold one of prompt, rollout and sample"),
+        ({"sample": {"teacher_logp_N": np.zeros(3, np.float32)}}, "3 scores of 8 ids"),
+        ({"rollout": {"response_ids_T": np.zeros(3, np.int32)}}, "not of its 3 response tokens"),
+        ({"rollout": {"spans": ()}}, "its version spans do not cover the response"),
+    ],
+)
+def test_a_state_that_cannot_have_been_is_refused(changes: dict, words: str):
+    """Before: each was gone on from."""
+    state, rest = broken(**changes)
+    fields = {name: getattr(state, name) for name in state.__struct_fields__}
+    with pytest.raises(ValueError, match=f"not a controller's state: .*{words}"):
+        decode_state(encode_state(ControllerState(**fields | rest)))
+
+
+def test_a_state_nested_without_end_is_refused():
+    """Before: RecursionError."""
+    deep = encode_state(replace_line([place(make_prompt(7))]))
+    deep = deep.replace(b"\xa8metadata\x80", b"\xa8metadata\x81\xa1a" + b"\x91" * 5000 + b"\x90")
+    with pytest.raises(ValueError, match="not a controller's state"):
+        decode_state(deep)
+
+
+@pytest.mark.parametrize("row", ['{"update": 1.0}', '{"update": -1}', '{"update": true}', "x"])
+def test_rows_that_are_none_end_a_resumption(tmp_path: Path, row: str):
+    """Before: the first three were kept."""
+    (tmp_path / "metrics.jsonl").write_text(f'{{"update": 0}}\n{row}\n{{"upd')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2 is damaged"):
+        RunDir(tmp_path).continue_from(config(), 3)

@@ -137,10 +137,31 @@ def test_an_export_is_not_named_once_the_directory_is_anothers(tmp_path: Path):
     assert list(target.parent.iterdir()) == []
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b'{"pid": []}', b"[" * 100_000])
+def lock_file(**changes: object) -> bytes:
+    held = {"pid": 9, "host": "a", "started": "2026-01-02 03:04:05 +0000", "token": "ab" * 32}
+    return json.dumps(held | changes).encode()
+
+
+UNREADABLE = [b"", b"[]", b"{}", b"\xff", b'{"pid": []}', b"[" * 100_000]
+# before: OverflowError, TypeError (of compare_digest), escape codes on the terminal, and holders
+UNREADABLE += [
+    lock_file(**{key: value})
+    for key, values in {
+        "pid": (float("inf"), 1.5, "9", True, 0),
+        "host": ("\x1b[2J", "a" * 5000, 3),
+        "started": ("\n", {"a": 1}),
+        "token": ("é" * 32, "ab", [], "zz" * 32),
+    }.items()
+    for value in values
+]
+
+
+@pytest.mark.parametrize("content", UNREADABLE)
 def test_an_unreadable_lock_file_names_nobody(tmp_path: Path, content: bytes):
     (tmp_path / LOCK).write_bytes(content)
     assert read_holder(tmp_path / LOCK) is None
+    with pytest.raises(NotTheHolder):
+        Claim(tmp_path / LOCK, "ab" * 32).check()
     with RunLock.take(tmp_path):
         (tmp_path / LOCK).write_bytes(content)
         with pytest.raises(RunDirHeld, match="is held by another process"):

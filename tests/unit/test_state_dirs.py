@@ -10,8 +10,8 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_opd.checkpoint.run_lock import Claim, RunLock
-from megatron_opd.checkpoint.state import read_facts
 from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs, verify
+from megatron_opd.checkpoint.state_facts import read_facts
 from megatron_opd.checkpoint.state_files import (
     check_size,
     read_sums,
@@ -417,5 +417,22 @@ def test_what_a_learner_says_of_itself_are_counts(tmp_path: Path, key: str, valu
     (tmp_path / "state.json").write_text(json.dumps(facts))
     assert read_facts(tmp_path).updates == 2
     (tmp_path / "state.json").write_text(json.dumps(facts | {key: value}))
-    with pytest.raises(ValueError, match=f"{key} of state.json must be >= 0, got "):
+    least = 1 if key == "world_size" else 0
+    with pytest.raises(ValueError, match=f"{key} of state.json must be >= {least}, got "):
         read_facts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        *(["../a", 1, 2], ["/a", 1, 2], ["", 1, 2], ["a\x1b[2J", 1, 2], ["b" * 300, 1, 2]),
+        *(["a", True, 2], ["a", 1, -2], ["a", 1.0, 2], ["a", 1], 3, ["a" * 5000, {}, 2]),
+    ],
+)
+def test_checksums_are_of_files_in_the_checkpoint(tmp_path: Path, row: Any):
+    """Before: files elsewhere, true as a size, escape codes and 5,000 characters in the line."""
+    (tmp_path / "sums-00000.json").write_text(json.dumps([row]))
+    with pytest.raises(ValueError, match="no name of a file in it, size and checksum") as told:
+        read_sums(tmp_path, 1)
+    assert str(told.value).isprintable()
+    assert len(str(told.value)) < 1000

@@ -3,11 +3,14 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.tokenizer_files import load_tokenizer
 from megatron_opd.cli.tokenizer_parts import difference, tokenizer_parts
 from tests.cli_cases import call, refused, small_config, tiny_models
 
@@ -92,3 +95,13 @@ def test_a_run_refuses_warns_or_goes_on(
     caplog.clear()
     assert call(tmp_path, config | {"scoring": {"guard": "off"}}, verb="check") == 0
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json"])
+def test_an_id_of_billions_is_refused_before_the_library_walks_up_to_it(tmp_path: Path, name: str):
+    """Before: 22 s of processor time for one id of 2**31, and more memory than there is."""
+    large: dict[str, Any] = {"a": 0, "b": 2**31}
+    tree = {"model": {"type": "BPE", "vocab": large}} if name == "tokenizer.json" else large
+    (tmp_path / name).write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=r"teacher\.model: an id of .* at most 16777216, got 2147"):
+        load_tokenizer(tmp_path, "teacher.model")

@@ -228,6 +228,29 @@ def test_each_column_is_checked(column: str, value: float, words: str):
         checked(list(frames.values()), sampled=False)
 
 
+MOST = 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    ("column", "change", "words"),
+    [
+        # two of the largest numbers and 2 more are 0 in 64 bits: the sum stays right
+        ("prompt_B", lambda v: [MOST, MOST, v.sum() + 2], "prompt_B must be in 1.."),
+        ("response_B", lambda v: [MOST, MOST, v.sum() + 2], "response_B must be in 1.."),
+        ("count_T", lambda v: [MOST, MOST, v[:3].sum() + 2, *v[3:]], "count_T must be in 1.."),
+        ("ids", lambda v: [*v[:-1], v[-1] + 1], "path_T must point to the response's own ids"),
+        ("ids_N", lambda v: [v[0], v[0], *v[2:]], "ids_N must rise inside a row, value 1"),
+    ],
+)
+def test_columns_are_checked_against_each_other(column, change, words: str):
+    """Before: each of them was trained on."""
+    frames = dict(zip([*COLUMNS, "kind", "experts"], to_frames(BATCH), strict=True))
+    values = np.array(change(getattr(BATCH, column)), dtype=COLUMNS[column])
+    frames[column] = values.data.cast("B")
+    with pytest.raises(ValueError, match=words):
+        checked(list(frames.values()))
+
+
 def test_a_plan_names_every_sample_once():
     for plan in ([[[0, 1]]], [[[0, 1, 2, 2]]], [[[0, 1, 3]]], [[[-1, 0, 1]]]):
         with pytest.raises(ValueError, match="plan must name each of 3 samples once"):

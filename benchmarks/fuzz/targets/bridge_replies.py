@@ -1,0 +1,294 @@
+"""What an SGLang server answers with 200 -> rollouts, scores, weight digests, its own facts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from benchmarks.fuzz.engine import Target
+from benchmarks.fuzz.mutations import Maker, damaged_tree, json_bytes
+from sglang_bridge import parse, wire
+from sglang_bridge.errors import BadReply, RequestAborted
+from sglang_bridge.protocol import RolloutReply, RolloutRequest, ScoreRequest, Selection
+
+URL = "http://127.0.0.1:1"
+VOCAB_SIZE = 64
+KNOWN = parse.Known(VOCAB_SIZE, 32, 4)
+SLACK = 1e-3
+
+PLAIN = RolloutRequest(rid="r", input_ids=[1, 2, 3], max_new_tokens=6)
+ROLLOUTS = {
+    "plain": PLAIN,
+    "path": replace(PLAIN, record=True),
+    "draws": replace(PLAIN, num_draws=4),
+    "atoms": replace(PLAIN, num_atoms=2),
+    "both": replace(PLAIN, num_atoms=2, num_draws=2),
+    "experts": replace(PLAIN, record=True, experts=True),
+}
+SCORES = ScoreRequest(
+    rid="s",
+    input_ids=[1, 2, 3, 4, 5],
+    num_prompt_tokens=2,
+    offsets_T1=np.array([0, 2, 2, 3]),
+    ids_N=np.array([7, 8, 9], np.int32),
+)
+SELECTIONS = {"scores": SCORES, "select": replace(SCORES, num_atoms=2, num_draws=2)}
+Given = tuple[str, bytes]
+
+
+def call(given: Given) -> tuple[Any, Any]:
+    """(the reply, what it was read as)."""
+    kind, data = given
+    try:
+        reply = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise BadReply("no JSON") from None
+    if kind in ROLLOUTS:
+        return reply, parse.parse_rollout(URL, reply, ROLLOUTS[kind], KNOWN)
+    if kind in SELECTIONS:
+        return reply, parse.parse_scores(URL, reply, SELECTIONS[kind], KNOWN)
+    if kind == "pieces":
+        return reply, parse.parse_pieces(URL, reply)
+    if kind == "version":
+        return reply, parse.parse_version(URL, reply)
+    parts = [*(reply if isinstance(reply, list) else []), None, None, None, None][:4]
+    return reply, parse.parse_info(URL, *parts)
+
+
+def oracle(given: Given, result: tuple[Any, Any]) -> str | None:
+    """Every promise of the records' docstrings holds."""
+    kind, (reply, found) = given[0], result
+    if kind in ROLLOUTS:
+        return _rollout_fault(ROLLOUTS[kind], reply, found)
+    if kind in SELECTIONS:
+        return _scores_fault(SELECTIONS[kind], found)
+    if kind == "version":
+        return None if type(found) is int and found >= 0 else "a version is no number"
+    if kind == "pieces":
+        whole = all(
+            min(p.rank, p.dim, p.start, p.length) >= 0 and (p.hf_name + p.digest).isprintable()
+            for p in found
+        )
+        return None if whole and found else "a piece that is none"
+    counts = (found.vocab_size, found.context_length, found.tp_size, found.ep_size)
+    named = found.model_path.isprintable() and found.dtype.isprintable()
+    least = min(*counts, found.max_total_tokens)
+    return None if least > 0 and found.version >= 0 and named else "facts of no server"
+
+
+def _rollout_fault(request: RolloutRequest, reply: Any, found: RolloutReply) -> str | None:
+    ids = found.output_ids_T.tolist()
+    if reply["output_ids"] != ids or not all(type(i) is int for i in reply["output_ids"]):
+        return "the ids are others than those sent"
+    if not 0 < len(ids) <= request.max_new_tokens or not 0 <= min(ids) <= max(ids) < VOCAB_SIZE:
+        return "ids beyond what was asked for"
+    if reply["meta_info"]["id"] != request.rid or found.finish_reason not in ("stop", "length"):
+        return "the reply of another request, or an unknown end"
+    covered = [0]
+    for version, start, stop in found.spans:
+        if start != covered[-1] or stop <= start or not 0 <= version <= 4:
+            return "spans do not cover the response, or name weights that there are not"
+        covered.append(stop)
+    versions = [span[0] for span in found.spans]
+    if covered[-1] != len(ids) or versions != sorted(versions):
+        return "spans end elsewhere, or weights become older"
+    if (found.draws is None) is request.keeps_cache:
+        return "a cache that nobody asked for, or none"
+    if request.experts:
+        experts = found.experts_XLk
+        rows = len(request.input_ids) + len(ids) - 1
+        if experts is None or experts.ndim != 3 or len(experts) != rows:
+            return "experts of other inputs"
+    if found.draws is None:
+        return None
+    draws = found.draws
+    path = draws.path_T.tolist()
+    if len(path) != len(ids) or draws.ids_N[draws.path_T].tolist() != ids:
+        return "the path is not the response"
+    for t, (start, stop) in enumerate(pairwise(draws.offsets_T1.tolist())):
+        if not start <= path[t] < stop:
+            return "a path token of another row"
+    return _table_fault(draws, len(ids), request.num_atoms, request.num_draws, set(path))
+
+
+def _scores_fault(request: ScoreRequest, found: Any) -> str | None:
+    logp = found.logp_N.tolist()
+    if len(logp) != len(request.ids_N) or not all(math.isfinite(x) and x <= SLACK for x in logp):
+        return "scores that are none"
+    selected = found.selection
+    if (selected is None) is request.selects:
+        return "a selection that nobody asked for, or none"
+    if selected is None:
+        return None
+    if selected.ids_N[selected.given_N].tolist() != request.ids_N.tolist():
+        return "the ids given are not where they should be"
+    given = set(selected.given_N.tolist())
+    atoms, draws = request.num_atoms, request.num_draws
+    return _table_fault(selected, request.num_tokens, atoms, draws, given, of_one=False)
+
+
+def _table_fault(
+    table: Any | Selection, rows: int, atoms: int, draws: int, forced: set[int], of_one: bool = True
+) -> str | None:
+    """of_one: whether all log-probs of a row are from one answer of the server."""
+    offsets, ids = table.offsets_T1.tolist(), table.ids_N.tolist()
+    weights, logp = table.weight_N.tolist(), table.logp_N.tolist()
+    if len(offsets) != rows + 1 or offsets[0] != 0 or offsets[-1] != len(ids):
+        return "rows that are not those of the response"
+    if not len(ids) == len(weights) == len(logp):
+        return "columns of several lengths"
+    for start, stop in pairwise(offsets):
+        row = ids[start:stop]
+        if not row or sorted(set(row)) != row or row[0] < 0 or row[-1] >= VOCAB_SIZE:
+            return "the ids of a row do not rise, or are none"
+        if not all(math.isfinite(x) and x <= SLACK for x in logp[start:stop]):
+            return "log-probs that are none"
+        if of_one and sum(map(math.exp, logp[start:stop])) > 1.02:
+            return "log-probs of no distribution"
+        held = weights[start:stop]
+        if not all(math.isfinite(w) and w >= 0 for w in held) or sum(held) > 1 + SLACK:
+            return "weights that are none"
+        if any(w == 0 and start + n not in forced for n, w in enumerate(held)):
+            return "an id without a weight"
+        if sum(w > 0 for w in held) > atoms + draws:
+            return "more ids than were asked for"
+        if draws and sum(held) < 1 - SLACK:
+            return "weights that do not sum to 1"
+    return None
+
+
+def table(rng: Random, ids: list[int] | None, rows: int, atoms: int, draws: int) -> dict[str, Any]:
+    """Arrays of a valid table, as lists."""
+    found: dict[str, Any] = {name: [] for name in wire.DRAW_FIELDS}
+    for row in range(rows):
+        path = [] if ids is None else [ids[row]]
+        chosen = rng.sample(range(VOCAB_SIZE), atoms + rng.randint(min(1, draws), draws))
+        every = sorted({*chosen, *path})
+        share = 1 / max(1, len(chosen))
+        found["length_T"].append(len(every))
+        found["ids_N"] += every
+        found["weight_N"] += [share if i in chosen else 0.0 for i in every]
+        found["logp_N"] += [math.log(1 / (len(every) + 1))] * len(every)
+        found["path_T"] += [every.index(i) for i in path]
+    return found
+
+
+INF, NAN = float("inf"), float("nan")
+ODD = {
+    "f": (INF, -INF, NAN, 0.0, -0.0, 1.0, 0.5, -0.5, 1.5, 1e-30, 3e38, -3e38, 1e-5, -100.0),
+    "i": (-1, VOCAB_SIZE, 2**31 - 1, -(2**31), 0, 5),
+    "u": (0, 1, 2, 7, 8, 64, 255),
+}
+
+
+def packed(rng: Random, arrays: dict[str, Any], damage: bool) -> dict[str, Any]:
+    """The arrays as they travel; damaged: one number, or the length of one, or its text."""
+    name = rng.choice(list(arrays))
+    out: dict[str, Any] = {}
+    for key, values in arrays.items():
+        kind = np.dtype(wire.DRAW_FIELDS.get(key, "<u1"))
+        column = np.array(values, kind)
+        if damage and key == name and len(column):
+            at = rng.randrange(len(column))
+            edit = rng.choice(("set", "set", "set", "near", "drop", "double", "swap", "text"))
+            if edit == "set":
+                column[at] = rng.choice(ODD[kind.kind])
+            elif edit == "near":
+                column[at] = column[at] * 2 if rng.random() < 0.5 else column[at] / 2
+            elif edit == "drop":
+                column = np.delete(column, at)
+            elif edit == "double":
+                column = np.insert(column, at, column[at])
+            elif edit == "swap":
+                column = column[::-1]
+            else:
+                out[key] = wire.pack(column)[: rng.randint(0, 9)] + rng.choice(("", "=", "é", "A"))
+                continue
+        out[key] = wire.pack(column)
+    return out
+
+
+def rollout(rng: Random, kind: str, damage: bool) -> Any:
+    """A whole reply to ROLLOUTS[kind]."""
+    request = ROLLOUTS[kind]
+    ids = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 6))]
+    turn = rng.randrange(len(ids))
+    versions = [["3", 0], ["4", turn]] if turn else [["4", 0]]
+    payload: dict[str, Any] = {}
+    if request.keeps_cache:
+        arrays = table(rng, ids, len(ids), request.num_atoms, request.num_draws)
+        counts = {"num_atoms": request.num_atoms, "num_draws": request.num_draws}
+        payload[wire.DRAWS] = {**packed(rng, arrays, damage), **counts, "versions": versions}
+    if request.experts:
+        flat = [rng.randrange(8) for _ in range(2 * 2 * (len(request.input_ids) + len(ids) - 1))]
+        shape = {"layers": 2, "topk": 2, "num_experts": 8}
+        payload[wire.EXPERTS] = {**packed(rng, {"experts": flat}, damage), **shape}
+    spans = [{"version": version, "start": start} for version, start in versions]
+    meta = {"id": "r", "finish_reason": {"type": "stop"}, "weight_versions": spans}
+    return {"text": "", "output_ids": ids, "meta_info": {**meta, wire.PAYLOAD: [payload]}}
+
+
+def scores(rng: Random, kind: str, damage: bool) -> Any:
+    """A whole reply to SELECTIONS[kind]."""
+    request = SELECTIONS[kind]
+    payload = packed(rng, {"logp_N": [-1.0, -2.0, -0.5]}, damage and not request.selects)
+    if request.selects:
+        arrays = table(rng, None, request.num_tokens, request.num_atoms, request.num_draws)
+        del arrays["path_T"]
+        counts = {"num_atoms": request.num_atoms, "num_draws": request.num_draws}
+        payload[wire.SELECTION] = {**packed(rng, arrays, damage), **counts}
+    return {"meta_info": {"id": "s", wire.PAYLOAD: [{wire.SCORES: payload}]}}
+
+
+FIXED: dict[str, Any] = {
+    "pieces": {
+        "ranks": [
+            {
+                "checksums": {"model.norm.weight|0|0|64|float32": "0123456789abcdef"},
+                "parallelism_info": [{"tp_rank": rank}],
+            }
+            for rank in (0, 1)
+        ]
+    },
+    "version": {"weight_version": "12"},
+    "info": [
+        {
+            "tp_size": 1,
+            "ep_size": 1,
+            "max_total_num_tokens": 999,
+            "enable_deterministic_inference": True,
+        },
+        {"model_path": "/m", "weight_version": "0"},
+        {"data": [{"max_model_len": 32}]},
+        {"ranks": [{"checksums": {"vocab_size": "64", "dtype": "float32"}}]},
+    ],
+}
+MADE: dict[str, Any] = {
+    **{kind: partial(rollout, kind=kind) for kind in ROLLOUTS},
+    **{kind: partial(scores, kind=kind) for kind in SELECTIONS},
+}
+
+
+def make(rng: Random) -> Given:
+    """(kind of reply, its JSON): damaged inside its arrays, in its tree, or in its bytes."""
+    kind = rng.choice([*MADE, *FIXED])
+    where = rng.choice(("arrays", "arrays", "tree", "tree", "bytes"))
+    tree = MADE[kind](rng, damage=where == "arrays") if kind in MADE else FIXED[kind]
+    if where == "tree" or (where == "arrays" and kind in FIXED):
+        damage: Maker = damaged_tree([tree])
+        tree = damage(rng)
+    data = json_bytes(tree)
+    if where == "bytes":
+        at = rng.randrange(len(data))
+        data = data[:at] + rng.choice((b"", b"\xff", b"9", b'"', b"[", b"\\ud800")) + data[at + 1 :]
+    return kind, data
+
+
+TARGET = Target("bridge_replies", make, call, (BadReply, RequestAborted), oracle, share=4)

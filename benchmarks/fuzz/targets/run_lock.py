@@ -1,0 +1,96 @@
+"""What stands in run.lock, which any writer of the directory may have put there."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from random import Random
+
+from benchmarks.fuzz.engine import Target
+from benchmarks.fuzz.mutations import damaged_json
+from benchmarks.fuzz.places import written
+from megatron_opd.checkpoint.run_lock import (
+    LOCK,
+    Claim,
+    Holder,
+    NotTheHolder,
+    RunDirHeld,
+    RunLock,
+    read_holder,
+)
+from megatron_opd.transport.token import LEAST, MOST, learners_token
+
+TOKEN = "0123456789abcdef" * 4
+VALID = {"pid": 123, "host": "node-1", "started": "2026-01-02 03:04:05 +0000", "token": TOKEN}
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a writer, a learner and a second controller make of the file."""
+
+    holder: Holder | None
+    may_write: bool
+    token: str | None
+
+
+def call(content: bytes) -> Read:
+    """All readers of the file; the second controller is refused, since the lock is held."""
+    path = written(LOCK, content)
+    holder = read_holder(path)
+    try:
+        Claim(path, TOKEN).check()
+        may_write = True
+    except NotTheHolder as error:
+        may_write = False
+        _printable(str(error))
+    lock = RunLock.take(path.parent)
+    try:
+        path.write_bytes(content)
+        RunLock.take(path.parent).release()
+        raise AssertionError("two controllers hold one directory")
+    except RunDirHeld as error:
+        _printable(str(error))
+    finally:
+        os.close(lock._handle)  # pyright: ignore[reportPrivateUsage]
+    return Read(holder, may_write, learners_token(path.parent))
+
+
+def _printable(text: str) -> None:
+    if not text.isprintable() or len(text) > 2000:
+        raise AssertionError(f"no line for a terminal: {text[:200]!r}")
+
+
+def oracle(content: bytes, read: Read) -> str | None:
+    """Only a whole record names a holder, and only its token lets anyone write."""
+    try:
+        tree = json.loads(content)
+    except (ValueError, RecursionError):
+        tree = None
+    holder = read.holder
+    if read.may_write and not (isinstance(tree, dict) and tree.get("token") == TOKEN):
+        return "a writer is let in without the token"
+    if (holder is None) != (read.token is None):
+        return "a token without a holder"
+    if holder is None:
+        return "a whole record is not read" if tree == VALID else None
+    assert isinstance(tree, dict)
+    if type(tree["pid"]) is not int or tree["pid"] < 1 or holder.pid != tree["pid"]:
+        return "a pid that is none"
+    if any(not isinstance(tree[key], str) for key in ("host", "started", "token")):
+        return "a field of another type"
+    if not holder.token.isascii() or not LEAST <= len(holder.token) <= MOST:
+        return "a token that no socket takes"
+    return None
+
+
+MAKE = damaged_json([VALID])
+
+
+def make(rng: Random) -> bytes:
+    """The file, damaged."""
+    return MAKE(rng) if rng.random() < 0.98 else json.dumps(VALID).encode()
+
+
+# each input is synced to the disk
+TARGET = Target("run_lock", make, call, (ValueError,), oracle, share=0.25)

@@ -1,0 +1,48 @@
+"""What a learner's checkpoint says of itself: state.json. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_opd.checkpoint import state_files
+from megatron_opd.config.wording import line, shown
+
+FORMAT = 2
+STATE = "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerFacts:
+    """What state.json says. updates: learner updates made. step: optimizer steps taken."""
+
+    format: int
+    updates: int
+    step: int
+    world_size: int
+    parallel: dict[str, Any]
+    dtype: str
+
+
+def read_facts(path: Path) -> LearnerFacts:
+    """What a learner's checkpoint says of itself. ValueError: it is none that we can read."""
+    raw = state_files.read_json(path / STATE)
+    if raw.get("format") != FORMAT:
+        raise ValueError(
+            f"checkpoint {path} is another version's: its format must be {FORMAT}, got "
+            f"{shown(raw.get('format'))}"
+        )
+    try:
+        facts = LearnerFacts(**raw)
+    except TypeError as error:
+        raise ValueError(f"checkpoint {path}: {STATE} is not whole: {line(error)}") from None
+    for name, least in (("updates", 0), ("step", 0), ("world_size", 1)):
+        value = getattr(facts, name)
+        if type(value) is not int or value < least:
+            raise ValueError(
+                f"checkpoint {path}: {name} of {STATE} must be >= {least}, got {shown(value)}"
+            )
+    if not isinstance(facts.parallel, dict) or not isinstance(facts.dtype, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"checkpoint {path}: parallel or dtype of {STATE} is damaged")
+    return facts

@@ -1,0 +1,67 @@
+"""Whether a controller's state is one that a controller can have been in. Torch-free.
+
+A checkpoint is read on trust of its checksums alone, and whoever can write one can write those too.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_opd.types import Rollout
+
+if TYPE_CHECKING:
+    from megatron_opd.controller.snapshot import ControllerState, Member
+
+
+def state_fault(state: ControllerState) -> str | None:
+    """What cannot be, or None: see ControllerState and the records in its line."""
+    counts = (state.updates, state.version, state.admitted, state.consumed, state.next_uid)
+    if min(*counts, state.dropped_in_a_row, *state.dropped.values()) < 0:
+        return "a count is below 0"
+    placed = state.consumed + sum(state.dropped.values()) + len(state.line)
+    if state.admitted != placed:
+        return f"{state.admitted} prompts were admitted, {placed} are accounted for"
+    for number, member in enumerate(state.line):
+        fault = _member_fault(member)
+        if fault is not None:
+            return f"place {number} of the line: {fault}"
+    uids = [member.uid for member in state.line]
+    if min(uids, default=0) < 0 or any(a >= b for a, b in pairwise([*uids, state.next_uid])):
+        return "the line is not in order of admission"
+    return None
+
+
+def _member_fault(member: Member) -> str | None:
+    if sum(part is not None for part in (member.prompt, member.rollout, member.sample)) != 1:
+        return "it must hold one of prompt, rollout and sample"
+    sample = member.sample
+    rollout = member.rollout if sample is None else sample.rollout
+    if rollout is None:
+        return None
+    if sample is not None and len(sample.teacher_logp_N) != rollout.draws.num_ids:
+        return f"{len(sample.teacher_logp_N)} scores of {rollout.draws.num_ids} ids"
+    return _rollout_fault(rollout)
+
+
+def _rollout_fault(rollout: Rollout) -> str | None:
+    draws, tokens = rollout.draws, rollout.num_response_tokens
+    lengths = {len(draws.ids_N), len(draws.weight_N), len(draws.sampler_logp_N)}
+    if tokens < 1 or draws.num_tokens != tokens or len(draws.path_T) != tokens:
+        return f"its cache is not of its {tokens} response tokens"
+    starts_T, stops_T = draws.offsets_T1[:-1], draws.offsets_T1[1:]
+    if starts_T[0] != 0 or bool((starts_T >= stops_T).any()) or lengths != {int(stops_T[-1])}:
+        return "its rows are not those of its cache"
+    if bool(np.logical_or(draws.path_T < starts_T, draws.path_T >= stops_T).any()):
+        return "a path token is not in its row"
+    edges = [0, *(span.stop for span in rollout.spans)]
+    covers = [(span.start, span.stop) for span in rollout.spans] == list(pairwise(edges))
+    rising = all(a < b for a, b in pairwise(edges)) and edges[-1] == tokens
+    if not (covers and rising and all(span.version >= 0 for span in rollout.spans)):
+        return "its version spans do not cover the response"
+    experts = rollout.experts_XLk
+    if experts is not None and len(experts) != rollout.num_tokens - 1:
+        return f"routed experts of {len(experts)} inputs, it has {rollout.num_tokens - 1}"
+    return None
