@@ -53,7 +53,9 @@ def changed(raw: Any, kept: Any, key: str = "") -> str | None:
         lost = len(raw) != len(kept)
         pairs = (changed(a, b, key) for a, b in zip(raw, kept, strict=False))
         return f"items of {key} are lost" if lost else next((p for p in pairs if p), None)
-    same_kind = type(raw) is type(kept) or (type(raw), type(kept)) == (int, float)
+    if isinstance(kept, float) and type(raw) is int:
+        raw = float(raw)  # the nearest there is
+    same_kind = type(raw) is type(kept)
     if same_kind and raw == kept:
         return None
     # YAML 1.1 reads 1e3 as text, and `1:30`, dates and octals as numbers: ours is stricter
