@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 VOCABULARIES = ("tokenizer.json", "vocab.json")
 MOST_ID = 2**24
-"""The library walks through all ids up to the largest whenever it writes a tokenizer out: gaps of
-billions take it minutes and tens of GiB."""
+"""Largest id of a vocabulary. Loading one with an id of 2**31 took the library 22 s of processor
+time; the largest vocabularies in use have a few hundred thousand ids."""
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 

@@ -23,8 +23,6 @@ _INT_TAG, _FLOAT_TAG = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _REPLACED = (_INT_TAG, _FLOAT_TAG, "tag:yaml.org,2002:timestamp")
 # Python refuses to read longer ones, and no key takes them.
 _MAX_DIGITS = 400
-_TEXT_TAG = "tag:yaml.org,2002:str"
-_BREAKS = "\x85\u2028\u2029"  # line breaks besides \n and \r
 
 
 class DuplicateKey(ValueError):
@@ -56,12 +54,6 @@ def load_plain(text: str, name: str) -> Any:
 def dump_plain(tree: Any) -> str:
     """YAML that `load_plain` reads as an equal tree, in the order of its keys."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-
-
-def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """Quoted where PyYAML would write a line break of Unicode as it is, and read a space."""
-    style = '"' if any(each in text for each in _BREAKS) else None
-    return dumper.represent_scalar(_TEXT_TAG, text, style)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -111,4 +103,3 @@ for _tag in (_INT_TAG, _FLOAT_TAG):
 _Dumper.add_representer(str, _text)
 _resolve_numbers(_Loader)
 _resolve_numbers(_Dumper)
-_Dumper.add_representer(str, _text)
