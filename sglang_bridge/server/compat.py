@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed
+
+from sglang_bridge.listening import bound_socket
 
 SUPPORTED = "0.5.23"
 DEFAULT_SEED = 42  # SamplingBatchInfo.from_schedule_batch: of a request that names none
@@ -32,7 +33,6 @@ VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one
 NATIVE_EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 BATCH_INVARIANT = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
 SEEDED_CHOICE = "sglang.srt.layers.sampler.multinomial_with_seed"
-LISTEN_BACKLOG = 2048  # as torch's own store
 
 INIT_GROUP = (
     "sglang.srt.model_executor.model_runner_components.weight_updater."
@@ -162,13 +162,7 @@ class BoundStore(torch.distributed.TCPStore):  # pyright: ignore[reportPrivateIm
         **options: Any,
     ) -> None:
         if is_master and options.get("master_listen_fd") is None:
-            family, _, _, _, address = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)[
-                0
-            ]
-            with socket.socket(family, socket.SOCK_STREAM) as listener:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(address)
-                listener.listen(LISTEN_BACKLOG)
+            with bound_socket(host_name, port) as listener:
                 port = listener.getsockname()[1]
                 options["master_listen_fd"] = listener.detach()  # the store closes it
         super().__init__(host_name, port, world_size, is_master, **options)

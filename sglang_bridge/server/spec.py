@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import psutil
+from sglang_bridge.listening import keep_groups_on
 
 SEED_VARIABLE = "SGLANG_BRIDGE_SEED"
 PARENT_VARIABLE = "SGLANG_BRIDGE_PARENT"
@@ -106,11 +105,7 @@ def server_env(
         env.pop(name, None)
         if value is not None:
             env[name] = value
-    interface = interface_of(spec.host)
-    if interface is not None:
-        # Left to themselves gloo and NCCL listen on the address of the machine's name.
-        env.setdefault("GLOO_SOCKET_IFNAME", interface)
-        env.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    keep_groups_on(spec.host, env)
     env["OMP_NUM_THREADS"] = str(spec.threads)
     env["HF_HUB_OFFLINE"] = "1"
     env["TOKENIZERS_PARALLELISM"] = "false"
@@ -123,18 +118,6 @@ def server_env(
     if spec.tp > 1:
         env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores_by_rank(spec.tp, spec.threads))
     return env
-
-
-def interface_of(host: str) -> str | None:
-    """The network interface that has this host's address; None where none or every one has."""
-    try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
-    except OSError:
-        return None
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address.partition("%")[0] in found for address in addresses):
-            return name
-    return None
 
 
 def _cores_by_rank(tp: int, threads: int) -> str:

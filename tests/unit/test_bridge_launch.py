@@ -14,11 +14,12 @@ import pytest
 
 from sglang_bridge.errors import PortInUse, ServerDied
 from sglang_bridge.http import KEEPALIVE_S
+from sglang_bridge.listening import interface_of
 from sglang_bridge.ports import free_port
 from sglang_bridge.server import files, launch
 from sglang_bridge.server.__main__ import arguments_for_device
 from sglang_bridge.server.launch import ServerProcess, running_states
-from sglang_bridge.server.spec import ServerSpec, interface_of, server_command, server_env
+from sglang_bridge.server.spec import ServerSpec, server_command, server_env
 from sglang_bridge.server.workers import EXIT_WORKER_DIED
 
 

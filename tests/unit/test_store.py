@@ -11,16 +11,13 @@ import psutil
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from megatron_opd.transport.store import (
-    INTERFACE_VARIABLES,
-    bound_store,
-    interface_of,
-    keep_groups_on,
-)
+from megatron_opd.transport.store import bound_store, keep_groups_on
+from sglang_bridge.listening import interface_of
 from sglang_bridge.ports import free_port
 from tests.sockets import listening
 
 LIMIT = timedelta(seconds=20)
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def doors(port: int) -> list[str]:
@@ -79,4 +76,4 @@ def test_groups_stay_on_the_interface_of_the_host(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(INTERFACE_VARIABLES[1], "gone in a moment")
     monkeypatch.delenv(INTERFACE_VARIABLES[1])
     keep_groups_on("127.0.0.1")
-    assert [os.environ[name] for name in INTERFACE_VARIABLES] == ["mine", loopback]
+    assert [os.environ[name] for name in INTERFACE_VARIABLES] == ["mine", f"={loopback}"]

@@ -1,0 +1,53 @@
+"""Listening on one address alone. Torch-free.
+
+torch's stores listen on every interface unless they are given a socket that is bound already; gloo
+and NCCL listen on the address that the machine's name resolves to unless they are given an
+interface.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import MutableMapping
+
+import psutil
+
+BACKLOG = 2048  # as torch's own store
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A TCP socket that listens on host:port (0: a free port). OSError: taken, or not ours."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def interface_of(host: str) -> str | None:
+    """The network interface that has this address; None: no interface of this machine has it."""
+    try:
+        wanted = {ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except (OSError, ValueError):
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        for entry in addresses:
+            if entry.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            if ipaddress.ip_address(entry.address.partition("%")[0]) in wanted:
+                return name
+    return None
+
+
+def keep_groups_on(host: str, environment: MutableMapping[str, str]) -> None:
+    """Name `host`'s interface to gloo and NCCL; what the environment says already stays."""
+    name = interface_of(host)
+    if name is not None:
+        environment.setdefault("GLOO_SOCKET_IFNAME", name)
+        environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: this one, not its namesakes
