@@ -1,6 +1,6 @@
 """Every border under a few hundred seeded hostile inputs: no crash, no silent acceptance.
 
-`python -m benchmarks fuzz` runs many more of the same (benchmarks/results/fuzz.json).
+`python -m benchmarks fuzz` runs many more of the same.
 """
 
 from dataclasses import asdict
