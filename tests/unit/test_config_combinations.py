@@ -306,6 +306,11 @@ MINIMAL = {
 }
 RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
     (
+        ["student.urls=['http://h:1']", "teacher.urls=['http://h:1']"],
+        ["student.urls", "teacher.urls", "different servers", "http://h:1"],
+        ["teacher.urls=['http://h:2']"],
+    ),
+    (
         ["support.type=teacher_topk", "objective.advantage=rollout"],
         ["objective.type reverse_kl", "support.type teacher_topk"],
         ["objective={type: forward_kl}"],
