@@ -51,20 +51,21 @@ def test_torchrun_s_store_listens_on_its_master_address_alone(tmp_path: Path):
     children: list[psutil.Process] = []
     try:
         deadline = time.monotonic() + 120
-        while not any(process.name() == "sleep" for process in family.children(recursive=True)):
+        while not any(process.name() == "sleep" for process in children):
+            children = family.children(recursive=True)
             assert started.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.1)
         assert [(ip, at) for ip, at, _ in listening(started.pid)] == [("127.0.0.1", port)]
         assert len(list(tmp_path.iterdir())) == 1
-        children = family.children(recursive=True)
         started.terminate()
         started.wait(timeout=60)
         assert list(tmp_path.iterdir()) == []
     finally:
         started.kill()
         started.wait()
-        psutil.wait_procs(children, timeout=20)
+        for left in psutil.wait_procs(children, timeout=20)[1]:
+            left.kill()
 
 
 def test_groups_stay_on_the_interface_of_the_host(monkeypatch: pytest.MonkeyPatch):
