@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 PINS := requirements/cpu.lock setup.py pyproject.toml
 RUN_DIR ?= runs/demo
 PYTEST_ARGS ?=
+# two workers: one runs the tests with SGLang servers, the other all else (tests/conftest.py)
+WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: setup demo test check bench clean
 
@@ -17,7 +19,7 @@ demo: setup
 	@$(BIN)/opd run examples/arithmetic/demo.yaml --set run.dir=$(RUN_DIR) --overwrite
 
 test: setup
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 check: setup
 	@$(BIN)/ruff check .

@@ -39,6 +39,10 @@ STAGES = {
 """What a run does when a process is killed: settings, and what is printed before."""
 
 
+class NotStarted(RuntimeError):
+    """A scenario's programs did not reach the point at which a process is to be killed."""
+
+
 @dataclass(frozen=True)
 class Started:
     """A process of a scenario and where its output goes."""
@@ -136,7 +140,7 @@ def scenario(kind: str, scratch: Path, stage: str) -> Iterator[list[Started]]:
             lambda: line in main.log.read_text() or main.process.poll() is not None, STARTUP_S
         )
         if up is None or main.process.poll() is not None:
-            raise RuntimeError(f"the run did not start: {main.log.read_text()[-800:]}")
+            raise NotStarted(f"the run did not start: {main.log.read_text()[-800:]}")
         yield started
     finally:
         for process in tree(started):
@@ -155,7 +159,7 @@ def start_by_hand(overrides: Sequence[str], scratch: Path, started: list[Started
         log = scratch / f"{role}.log"
         started.append(start(verb, log))
         if wait_for(lambda log=log: "fired up" in log.read_text(), STARTUP_S) is None:
-            raise RuntimeError(f"the {role} server did not start: {log.read_text()[-800:]}")
+            raise NotStarted(f"the {role} server did not start: {log.read_text()[-800:]}")
         addresses.append(f"{role}.urls=[http://127.0.0.1:{port}]")
     return addresses
 
@@ -166,7 +170,10 @@ def settings(overrides: Sequence[str]) -> list[str]:
 
 
 def notice(kind: str, victim: str, noticer: str, stage: str) -> dict[str, Any]:
-    """Kills one process of a run; who is to notice, how long it took, and its last line."""
+    """Kills one process of a run; who is to notice, how long it took, and its last line.
+
+    NotStarted: nothing was killed.
+    """
     with tempfile.TemporaryDirectory(prefix="opd-noticing-") as directory:
         scratch = Path(directory)
         with scenario(kind, scratch, stage) as started:
@@ -205,6 +212,15 @@ RUNS: tuple[tuple[str, str, str, str], ...] = (
 )
 
 
+def noticed(kind: str, victim: str, noticer: str, stage: str) -> dict[str, Any]:
+    """The row of one kind; a scenario that does not start is one too, and the others go on."""
+    try:
+        return notice(kind, victim, noticer, stage)
+    except NotStarted as error:
+        failed = {"program": f"opd {kind}", "killed": victim, "during": stage}
+        return failed | {"seconds": None, "exit_code": None, "error_lines": 0, "said": str(error)}
+
+
 def measure(options: Sequence[str] = ()) -> dict[str, Any]:
     """Every kind, or those whose "PROGRAM VICTIM" holds one of the words given."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -215,7 +231,7 @@ def measure(options: Sequence[str] = ()) -> dict[str, Any]:
     ]
     rows = []
     for row in chosen:
-        rows.append(notice(*row))
+        rows.append(noticed(*row))
         print(rows[-1], file=sys.stderr, flush=True)
     seconds = [row["seconds"] for row in rows]
     return {

@@ -54,6 +54,8 @@ def row_figures(row: dict[str, Any]) -> dict[str, float | None]:
     for key in CURVES:
         known = [value for value in curves[key] if value is not None]
         figures[f"{key}_over_run"] = statistics.fmean(known) if known else None
+        # a single token's ratio can make up the whole mean of a variance
+        figures[f"{key}_median"] = statistics.median(known) if known else None
     figures["mismatch_max_abs_dp_run_max"] = summary["mismatch_max_abs_dp"]
     return figures
 

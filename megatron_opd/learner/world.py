@@ -1,13 +1,15 @@
 """`python -m megatron_opd.learner.world ARGUMENTS`: a torchrun that ends with its parent.
 
 Ranks end with torchrun, torchrun with the process that started it (transport/lifetime.py): a run
-that is killed with SIGKILL leaves no learner behind. Its store listens on --master-addr alone.
+that is killed with SIGKILL leaves no learner behind. Its store listens on --master-addr alone, and
+it leaves no directory behind when it ends or is told to.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from typing import Any
 
 from megatron_opd.transport.lifetime import PARENT_VARIABLE, die_with_parent
@@ -34,7 +36,9 @@ def torchrun(arguments: list[str]) -> None:
         return made
 
     static_tcp_rendezvous.create_rdzv_handler = create_bound
-    main(arguments)
+    # left to itself torchrun makes a directory for logs that it does not write, and keeps it
+    with tempfile.TemporaryDirectory(prefix="opd-torchrun-") as unused_logs:
+        main(["--log-dir", unused_logs, *arguments])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import psutil
 import pytest
@@ -39,25 +40,32 @@ def test_a_port_that_is_taken_is_an_error():
         bound_store("127.0.0.1", taken.getsockname()[1], 1, LIMIT)
 
 
-def test_torchrun_s_store_listens_on_its_master_address_alone():
-    """Before: `[('::', 23456, 'pt_elastic')]`."""
+def test_torchrun_s_store_listens_on_its_master_address_alone(tmp_path: Path):
+    """And no directory is left. Before: `[('::', 23456, 'pt_elastic')]`, /tmp/torchelastic_*."""
     port = free_port()
     world = [sys.executable, "-m", "megatron_opd.learner.world", "--nproc-per-node=1"]
     world += ["--master-addr=127.0.0.1", f"--master-port={port}", "--no-python", "sleep", "600"]
-    started = subprocess.Popen(world, stderr=subprocess.DEVNULL)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    started = subprocess.Popen(world, stderr=subprocess.DEVNULL, env=environment)
     family = psutil.Process(started.pid)
+    children: list[psutil.Process] = []
     try:
         deadline = time.monotonic() + 120
-        while not any(process.name() == "sleep" for process in family.children(recursive=True)):
+        while not any(process.name() == "sleep" for process in children):
+            children = family.children(recursive=True)
             assert started.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.1)
         assert [(ip, at) for ip, at, _ in listening(started.pid)] == [("127.0.0.1", port)]
+        assert len(list(tmp_path.iterdir())) == 1
+        started.terminate()
+        started.wait(timeout=60)
+        assert list(tmp_path.iterdir()) == []
     finally:
-        children = family.children(recursive=True)
         started.kill()
         started.wait()
-        psutil.wait_procs(children, timeout=20)
+        for left in psutil.wait_procs(children, timeout=20)[1]:
+            left.kill()
 
 
 def test_groups_stay_on_the_interface_of_the_host(monkeypatch: pytest.MonkeyPatch):
