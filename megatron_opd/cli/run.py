@@ -368,6 +368,9 @@ class PipelineRun:
         return f"; logs are in {self.run_dir.logs}" if self.opened else ""
 
     def _keep_traceback(self) -> str:
+        if not self.opened:  # the logs there are an earlier run's
+            traceback.print_exc()
+            return "its traceback is above"
         log = self.run_dir.logs / "controller.log"
         try:
             log.write_text(traceback.format_exc(), encoding="utf-8")
