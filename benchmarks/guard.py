@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from safetensors.torch import load_file, save_file
 
-from megatron_opd.cli.preflight import load_tokenizer, read_model
+from megatron_opd.cli.preflight import read_model
+from megatron_opd.cli.tokenizer_files import load_tokenizer
 from megatron_opd.data.prompts import load_prompts
 from megatron_opd.metrics.teacher_health import ScoreShape
 from megatron_opd.teacher.guard import TOKENS, Probe, probe

@@ -11,7 +11,7 @@ from megatron_opd.checkpoint.part_dir import write_synced
 from megatron_opd.checkpoint.run_lock import LOCK, RunDirHeld, RunLock, refuse_if_held
 from megatron_opd.cli.errors import UserError
 from megatron_opd.config.load import dump_config
-from megatron_opd.config.schema import Section
+from megatron_opd.config.section import Section
 from megatron_opd.metrics.sinks import reserve_json
 
 RESOLVED = "config.resolved.yaml"

@@ -16,10 +16,11 @@ from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
 from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.cli.teacher_guard import make_teacher_watch
 from megatron_opd.config.schema import Config, ServerConfig
-from megatron_opd.controller.controller import Controller, Ports, Schedule
+from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.health import HealthGuard, WatchedEngine
-from megatron_opd.controller.ports import Guard, Keeper, Publisher
+from megatron_opd.controller.ports import Guard, Keeper, Ports, Publisher
 from megatron_opd.controller.progress import make_display
+from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.evaluation import Judge
 from megatron_opd.metrics.persist import restore_totals
