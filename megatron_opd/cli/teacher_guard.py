@@ -13,6 +13,7 @@ from megatron_opd.cli.roles import section_of, teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.teacher.guard import TOKENS, Probe, ProbedServer, probe
+from sglang_bridge.retry import Backoff
 
 
 async def check_teachers(
@@ -29,6 +30,7 @@ async def check_teachers(
         temperature=config.scoring.temperature,
         max_new_tokens=min(TOKENS, config.rollout.max_new_tokens),
         vocab_size=prepared.student.vocab_size,
+        backoff=Backoff(config.scoring.attempts),
     )
     lines: list[str] = []
     for name, role in teacher_roles(config).items():

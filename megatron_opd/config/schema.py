@@ -204,7 +204,8 @@ class ScoringConfig(Section):
     concurrency: Concurrency = 32
     """Scoring requests in flight over the teachers."""
     attempts: PositiveInt = 3
-    """Tries per sample before it is dropped."""
+    """Tries per sample before it is dropped, and per request of the guard before the run ends.
+    Raising it outlasts longer outages and overload, and waits longer for a teacher that is gone."""
     temperature: Temperature = 1.0
     """Of the teacher's log-probs: q is softmax(logits / temperature)."""
     guard: Guard = "refuse"

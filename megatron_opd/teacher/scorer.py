@@ -17,6 +17,7 @@ from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.schema import ScoringConfig
 from megatron_opd.data.seeds import SCORE, derived_seed
+from megatron_opd.teacher.requests import score_request
 from megatron_opd.types import Draws, FloatArray, Rollout, Sample
 from sglang_bridge.errors import BadReply, BridgeError
 from sglang_bridge.protocol import ScoreReply, ScoreRequest, Selection
@@ -100,13 +101,12 @@ class FleetScorer:
         return Sample(replace(rollout, draws=draws), teacher_logp_N, reward)
 
     def _request(self, rollout: Rollout) -> ScoreRequest:
-        prompt, draws = rollout.prompt, rollout.draws
-        return ScoreRequest(
-            rid=f"{self._run_id}-score-{prompt.uid}",
-            input_ids=np.concatenate([prompt.token_ids_P, rollout.response_ids_T]),
-            num_prompt_tokens=len(prompt.token_ids_P),
-            offsets_T1=draws.offsets_T1,
-            ids_N=draws.ids_N,
+        prompt = rollout.prompt
+        return score_request(
+            f"{self._run_id}-score-{prompt.uid}",
+            prompt.token_ids_P,
+            rollout.response_ids_T,
+            rollout.draws,
             temperature=self._temperature,
             num_atoms=self._num_atoms,
             num_draws=self._num_draws,
