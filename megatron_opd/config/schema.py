@@ -25,6 +25,7 @@ from megatron_opd.config.section import (
     ByteCount,
     Concurrency,
     FilePath,
+    Host,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -33,8 +34,8 @@ from megatron_opd.config.section import (
     Seconds,
     Section,
     Temperature,
-    Text,
     Texts,
+    is_host,
 )
 from megatron_opd.config.supports import SupportConfig
 from megatron_opd.config.wording import shown
@@ -110,8 +111,8 @@ class ServerConfig(Section):
     """Name of the environment variable that holds the servers' API key, sent with every request and
     given to servers started by `opd serve`; null: servers that `opd run` starts get a random key
     for that run, others are asked without one."""
-    host: Text = "127.0.0.1"
-    """Address to bind to."""
+    host: Host = "127.0.0.1"
+    """Name or IPv4 address on which they listen."""
     base_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Server i listens on base_port + i; 0 picks free ports."""
     dtype: Dtype = "bfloat16"
@@ -243,8 +244,8 @@ class WeightSyncConfig(Section):
     """Largest flattened bucket."""
     timeout_s: Seconds = 300.0
     """Longest wait of any step of a publication; then the run fails."""
-    host: Text = "127.0.0.1"
-    """Where the learner's rank 0 listens for the servers' ranks."""
+    host: Host = "127.0.0.1"
+    """Name or IPv4 address on which the learner's rank 0 listens for the servers' ranks."""
     round_to: Literal["int8", "fp8"] | None = None
     """Publish weight matrices rounded to this format (a row's largest magnitude sets its scale):
     a sampler of low precision, to study learner-sampler mismatch."""
@@ -402,7 +403,8 @@ def is_server_url(url: str) -> bool:
     spaced = any(character.isspace() for character in url)
     # a password in it would be in logs and summary; keys come from api_key_env
     plain = not (parts.query or parts.fragment or spaced or "@" in parts.netloc)
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and plain
+    host = parts.netloc.startswith("[") or is_host(parts.hostname or "")
+    return parts.scheme in ("http", "https") and host and plain
 
 
 class SftConfig(Section):
