@@ -81,6 +81,19 @@ def make_recorder(
     )
 
 
+def engines_elsewhere(
+    processes: LocalProcesses, fleets: Mapping[Role, Fleet]
+) -> list[WatchedEngine]:
+    """The servers that were not started here: they are watched by asking them."""
+    ours = {server.spec.url for server in processes.servers}
+    return [
+        WatchedEngine(f"{role} server {client.url}", client.alive)
+        for role, fleet in fleets.items()
+        for client in fleet.clients
+        if client.url not in ours
+    ]
+
+
 def make_guard(
     processes: LocalProcesses,
     fleets: Mapping[Role, Fleet],
@@ -88,13 +101,7 @@ def make_guard(
     learner: RemoteLearner,
 ) -> RunGuard:
     """Watch processes by their ids, engines elsewhere by asking, the learner by its socket."""
-    ours = {server.spec.url for server in processes.servers}
-    engines = [
-        WatchedEngine(f"{role} server {client.url}", client.alive)
-        for role, fleet in fleets.items()
-        for client in fleet.clients
-        if client.url not in ours
-    ]
+    engines = engines_elsewhere(processes, fleets)
     health = HealthGuard(processes.watched(), engines, on_tick=totals.memory.sample)
     return RunGuard(health, learner)
 
