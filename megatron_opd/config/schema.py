@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from megatron_opd.config.corrections import CorrectionConfig, ReductionConfig, TokenReduction
-from megatron_opd.config.estimator import Estimator, kinds_of, natural_reduction
+from megatron_opd.config.estimator import Estimator, with_natural_parts
 from megatron_opd.config.learner import Dtype, LearnerConfig
 from megatron_opd.config.objectives import ObjectiveConfig, ReverseKl
 from megatron_opd.config.rules import RULES, warmup_problem
@@ -377,12 +377,7 @@ class Config(Section):
     @classmethod
     def _name_a_reduction(cls, tree: Any) -> Any:
         # here and not in the estimator alone, so that config.resolved.yaml names it
-        if not isinstance(tree, dict):
-            return tree
-        given = cast(dict[str, Any], tree)
-        if given.get("reduction") is not None:
-            return given
-        return given | {"reduction": natural_reduction(kinds_of(given.get("objective")))}
+        return with_natural_parts(tree, "reduction")
 
     @model_validator(mode="after")
     def _rules_across_sections(self) -> Config:
