@@ -17,14 +17,13 @@ from tests.unit.bridge_replies import (
     REQUEST,
     SCORE_REQUEST,
     SELECT_REQUEST,
+    URL,
     draws_payload,
     packed,
     rollout_reply,
     score_reply,
     selection_payload,
 )
-
-URL = "http://host:1"
 
 
 def test_rollout_is_read_exactly():

@@ -20,18 +20,8 @@ from megatron_opd.cli.preflight import check_served
 from megatron_opd.config.schema import ServerConfig
 from megatron_opd.transport.lifetime import PARENT_VARIABLE
 from sglang_bridge.protocol import ServerInfo
-from tests.cli_cases import call, refused, small_config, tiny_models
+from tests.cli_cases import call, refused
 from tests.models import write_tokenizer
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture
-def config(tmp_path: Path, models: Path) -> dict:
-    return small_config(tmp_path, models)
 
 
 def test_check_prints_the_plan(tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str]):

@@ -10,17 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megatron_opd.cli.main import main
-from tests.cli_cases import call, refused, small_config, tiny_models
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture
-def config(tmp_path: Path, models: Path) -> dict:
-    return small_config(tmp_path, models)
+from tests.cli_cases import call, refused
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> str:

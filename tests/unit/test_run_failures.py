@@ -19,19 +19,21 @@ from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.ports import free_port
 from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.server.spec import ServerSpec
-from tests.cli_cases import call, small_config, tiny_models
+from tests.cli_cases import call
 from tests.fakes import run_virtual
 
 
 def test_an_unforeseen_error_before_the_directory_is_ours_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    config: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Before: the traceback was written among the logs of the earlier run."""
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError("unforeseen")
 
-    config = small_config(tmp_path, tiny_models(tmp_path / "models"))
     for role in ("student", "teacher"):
         config[role] |= {"urls": [f"http://127.0.0.1:{free_port()}"]}
     config["learner"] = {"listen_port": free_port()}
@@ -139,5 +141,5 @@ def test_a_server_elsewhere_too():
     starting.urls = dict.fromkeys(starting.roles, ("http://far:1",))
     fleets: Any = {role: Fleet() for role in starting.roles}
     waiting = starting._wait_for_others(Remote(), fleets)
-    with pytest.raises(EngineLost, match=r"^student server http://far:1 is gone"):
+    with pytest.raises(EngineLost, match=r"^(student|teacher) server http://far:1 is gone"):
         run_virtual(waiting)

@@ -28,7 +28,7 @@ from sglang_bridge.protocol import (
     ScoreRequest,
 )
 from sglang_bridge.retry import Backoff
-from tests.cli_cases import small_config, tiny_models
+from tests.cli_cases import small_config
 from tests.fakes import make_prompt
 
 V = 64
@@ -206,11 +206,6 @@ def test_a_reply_without_draws_is_a_bad_reply():
 
 
 # ------------------------------------------------------------ what becomes of it
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models(tmp_path_factory.mktemp("models"))
 
 
 def checked(
