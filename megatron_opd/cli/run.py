@@ -253,7 +253,7 @@ class PipelineRun:
             self.urls[STUDENT],
             self.console,
             resumed,
-            self.prepared.student.vocab_size,
+            self.prepared.vocab_sizes,
         )
         dirs, claim = StepDirs(self.run_dir.checkpoints), self.admission.claim
         kept = self.checkpoints = Checkpoints(dirs, config, remote, self._extras, self._say, claim)
@@ -369,7 +369,7 @@ class PipelineRun:
                 f"{role}.urls",
                 info,
                 section,
-                self.prepared.student.vocab_size,
+                self.prepared.vocab_sizes[role],
                 deterministic=self.config.run.deterministic,
             )
 

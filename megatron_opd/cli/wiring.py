@@ -51,7 +51,7 @@ def make_recorder(
     engines: Sequence[str],
     console: Console,
     resumed: Resumption | None,
-    vocab_size: int,
+    vocab_sizes: Mapping[Role, int],
 ) -> RunRecorder:
     """The observer: files as configured, and a display."""
     metrics = config.metrics
@@ -74,7 +74,7 @@ def make_recorder(
         display,
         elapsed_s=elapsed_s,
         updates=updates,
-        teacher_watch=make_teacher_watch(config, vocab_size),
+        teacher_watch=make_teacher_watch(config, vocab_sizes),
         signal=SignalWatch(
             reads_groups=config.estimator.reads_groups, patience=metrics.signal_patience
         ),

@@ -340,7 +340,8 @@ class Config(Section):
     data: DataConfig
     student: ServerConfig
     teacher: ServerConfig | None = None
-    """Not needed by objectives that only read rewards."""
+    """Not needed by objectives that only read rewards. It must have the student's tokenizer; its
+    vocabulary may have padding rows that the student's lacks, not the other way round."""
     teachers: dict[str, ServerConfig] = Field(default_factory=dict[str, ServerConfig])
     """More teachers by name; data.teacher_key says which of them scores a prompt."""
     rollout: RolloutConfig = RolloutConfig()

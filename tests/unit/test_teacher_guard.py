@@ -213,7 +213,7 @@ def checked(
 ) -> list[str]:
     config = Config.model_validate(small_config(tmp_path, models) | {"scoring": scoring} | more)
     prepared: Any = SimpleNamespace(
-        student=SimpleNamespace(vocab_size=V), probes={"teacher": PROMPTS}
+        vocab_sizes={"student": V, "teacher": V}, probes={"teacher": PROMPTS}
     )
     return asyncio.run(check_teachers(config, prepared, {"teacher": servers}))
 
@@ -287,7 +287,7 @@ def test_without_a_teacher_the_guard_rests(tmp_path: Path, models: Path):
     }
     assert checked(tmp_path, models, {}, Server(table(1, 0.0)), **rewards) == []
     config = Config.model_validate(small_config(tmp_path, models) | rewards)
-    assert make_teacher_watch(config, V) is None
+    assert make_teacher_watch(config, {"student": V}) is None
 
 
 def test_probes_are_a_teachers_own_prompts_and_as_many_as_wanted():
