@@ -103,7 +103,7 @@ class OptimizerConfig(Section):
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Second moment."""
     eps: PositiveFloat = 1e-8
-    """Of AdamW."""
+    """Added to AdamW's denominator; raising it damps steps where gradients are small."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled."""
     clip_grad: NonNegativeFloat = 1.0

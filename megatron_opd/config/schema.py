@@ -208,7 +208,7 @@ class ScoringConfig(Section):
     """Tries per sample before it is dropped, and per request of the guard before the run ends.
     Raising it outlasts longer outages and overload, and waits longer for a teacher that is gone."""
     temperature: Temperature = 1.0
-    """Of the teacher's log-probs: q is softmax(logits / temperature)."""
+    """Divides the teacher's logits: q is softmax(logits / temperature). Raising it flattens q."""
     guard: Guard = "refuse"
     """What happens to a teacher that answers nonsense: another tokenizer than the student's, scores
     that differ from the log-probs it samples with, scores that are constant or those of a uniform
@@ -429,7 +429,7 @@ class SftConfig(Section):
     progress lines only."""
     learner: LearnerConfig = LearnerConfig()
     save_dtype: Dtype = "bfloat16"
-    """Of the written weights."""
+    """Number format in which the weights are written."""
 
     @model_validator(mode="after")
     def _shares(self) -> SftConfig:
