@@ -56,7 +56,9 @@ async def all_of(
 
     The first that fails, or is gone again while others are waited for, ends the rest; it is raised.
     """
-    missing = {asyncio.ensure_future(part.ready): name for name, part in parts.items()}
+    missing: dict[asyncio.Future[Any], str] = {
+        asyncio.ensure_future(part.ready): name for name, part in parts.items()
+    }
     watches: set[asyncio.Future[Any]] = set()
     try:
         while missing:
