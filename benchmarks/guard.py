@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from safetensors.torch import load_file, save_file
 
-from megatron_opd.cli.preflight import load_tokenizer, read_model
+from megatron_opd.cli.preflight import read_model
+from megatron_opd.cli.tokenizer_files import load_tokenizer
 from megatron_opd.data.prompts import load_prompts
 from megatron_opd.metrics.teacher_health import ScoreShape
 from megatron_opd.teacher.guard import TOKENS, Probe, probe
@@ -28,6 +29,7 @@ from megatron_opd.types import FloatArray, Prompt
 from sglang_bridge.client import ServerClient
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import RolloutReply, RolloutRequest, ScoreReply, ScoreRequest
+from sglang_bridge.retry import Backoff
 from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.server.spec import ServerSpec
 
@@ -147,6 +149,7 @@ async def _probe(server: Any, prompts: tuple[Prompt, ...], vocab_size: int, name
         max_new_tokens=TOKENS,
         vocab_size=vocab_size,
         name=f"benchmark-{name}",
+        backoff=Backoff(attempts=1),
     )
 
 

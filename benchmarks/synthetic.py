@@ -45,7 +45,7 @@ def write_model(path: Path, config: Mapping[str, Any]) -> Path:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a batch: samples, each of `prompt` and `response` tokens.
+    """What a batch is made of: samples, each of `prompt` and `response` tokens.
 
     A response token has least_ids to most_ids cached ids.
     """

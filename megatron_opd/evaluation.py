@@ -74,7 +74,7 @@ class FleetPort:
     async def complete(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float, seed: int
     ) -> Sequence[int]:
-        """See CompletionPort; raises what Fleet.generate raises."""
+        """Ask the fleet for one completion. Raises what Fleet.generate raises."""
 
         async def once(_: int) -> list[int]:
             request = RolloutRequest(

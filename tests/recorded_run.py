@@ -3,8 +3,9 @@
 import asyncio
 
 from megatron_opd.buffer.rejection import ScoreRejected
-from megatron_opd.controller.controller import Controller, Schedule
+from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
+from megatron_opd.controller.schedule import Schedule
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import JsonlSink, TensorBoardSink
 from megatron_opd.metrics.timeline import Timeline

@@ -87,7 +87,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Of its directory and row."""
+        """Names its directory and its row."""
         return f"{self.setting}-{self.method}-{self.seed}"
 
     def command(self, run_dir: Path) -> list[str]:

@@ -138,7 +138,7 @@ def grouped(
 
 
 def bytes_of(spec: ModelSpec, key: Key, dtype: torch.dtype) -> int:
-    """Of a parameter, without padding."""
+    """Count the bytes of a parameter, without padding."""
     return sum(prod(shape) for shape in hf_shapes(spec, key).values()) * dtype.itemsize
 
 

@@ -47,7 +47,7 @@ class Stored:
 
     @property
     def num_bytes(self) -> int:
-        """Of its data; 0 for a dtype that nothing here reads."""
+        """Count the bytes of its data; 0 for a dtype that nothing here reads."""
         return prod(self.shape) * ITEM_BYTES.get(self.dtype, 0)
 
 

@@ -56,7 +56,7 @@ class SafetensorsSource:
         return read_rows(stored, start, length)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Of a tensor that exists."""
+        """Tell the type of a tensor that exists."""
         stored = find(self.tensors, name)
         assert stored is not None, name
         return DTYPES[stored.dtype]

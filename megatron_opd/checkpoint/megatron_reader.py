@@ -66,7 +66,7 @@ class MegatronSource:
         return keys
 
     def dtype_of(self, key: Key) -> torch.dtype:
-        """Of a parameter."""
+        """Tell the type in which a parameter is stored."""
         place, _ = self._place(key, 0, written_keys(self.spec, key)[0])
         return self._tensors[place].properties.dtype
 
@@ -83,7 +83,7 @@ class MegatronSource:
     def read(
         self, name: str, shape: tuple[int, ...], dim: int, start: int, length: int
     ) -> torch.Tensor:
-        """See shards.TensorSource."""
+        """Read a slice of a Hugging Face tensor, as shards.TensorSource promises."""
         key = self._owner.get(name)
         if key is None:
             raise ValueError(f"checkpoint {self.path} lacks the tensor {name}")

@@ -66,7 +66,7 @@ class Target:
     dtype: torch.dtype | None
 
     def size_of(self, key: Key, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Of each stored tensor of a parameter."""
+        """Tell the shape of each stored tensor of a parameter."""
         row = row_of(self.spec.family, key)
         if row.fusion == "qkv":
             return (sum(shape[0] for shape in shapes), *shapes[0][1:])

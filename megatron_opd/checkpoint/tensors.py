@@ -50,7 +50,7 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def row_shapes(spec: ModelSpec, row: Row) -> tuple[Shape, ...]:
-    """Of the row's Hugging Face tensors, in fusion order; of one expert where there are several."""
+    """List the shapes of a row's Hugging Face tensors, in fusion order; one expert's if several."""
     hidden, heads = spec.hidden_size, (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     if row.fusion == "qkv":
         tail = () if row.mcore[0].endswith(".bias") else (hidden,)

@@ -11,9 +11,10 @@ from rich.table import Table
 from megatron_opd.cli.extra_args import check_extra_args
 from megatron_opd.cli.gpu import has_gpu
 from megatron_opd.cli.memory_tables import memory_tables
-from megatron_opd.cli.preflight import ModelFacts, prompt_limit
+from megatron_opd.cli.preflight import ModelFacts, check_inputs_are_kept, prompt_limit
 from megatron_opd.cli.prepare import Inputs, read_inputs
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of
+from megatron_opd.cli.run_dir import check_place
 from megatron_opd.cli.weights import check_finite, has_weights
 from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.schema import Config
@@ -133,9 +134,12 @@ def check(config: Config, console: Console, *, data: bool = False) -> None:
 
     data: read all rows and all weights instead of the first rows and the headers.
     """
+    check_inputs_are_kept(config)
     first_rows = None if data else FIRST_ROWS
     inputs = read_inputs(config, plan=True, first_rows=first_rows, data=data)
     models = inputs.checked.models
+    if not inputs.absent:  # else the plan is for another machine
+        check_place(config.run.dir)
     for role in models:
         check_extra_args(section_of(config, role), role)
     if data:

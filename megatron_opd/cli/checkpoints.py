@@ -43,7 +43,7 @@ class SavingLearner(Protocol):
 
 
 class Checkpoints:
-    """See the module.
+    """Writes checkpoints as often as configured, and removes those that are too old.
 
     Args:
         dirs: where they go.

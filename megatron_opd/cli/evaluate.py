@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_opd.cli.accuracy import evaluation_plan
 from megatron_opd.cli.errors import RunFailed, UserError
+from megatron_opd.cli.joining import all_of
 from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.preflight import read_model
 from megatron_opd.cli.prepare import prepare
@@ -55,7 +56,7 @@ async def _evaluate(
 ) -> EvaluationReport:
     processes = LocalProcesses([server], None)
     processes.start()
-    await processes.servers_ready(config.student.startup_timeout_s)
+    await all_of(processes.parts(config.student.startup_timeout_s), say=lambda _: None)
     fleet = make_fleet(config.student, [server.spec.url], api_key)
     try:
         await fleet.start()

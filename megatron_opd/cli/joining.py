@@ -1,9 +1,10 @@
-"""Waiting for parts that were started elsewhere, and saying what is waited for."""
+"""Waiting for the parts of a run, saying what is waited for, and watching those that are there."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_bridge.errors import ServerRefused, ServerUnreachable
@@ -32,23 +33,45 @@ async def answers(fleet: Fleet, timeout_s: float) -> tuple[ServerInfo, ...]:
         await asyncio.sleep(RETRY_S)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a run waits for.
+
+    ready: returns once it is there, and raises if it will not be. watch: called then; raises once
+    the part is gone again, and never returns.
+    """
+
+    ready: Awaitable[Any]
+    watch: Callable[[], Awaitable[Any]]
+
+
+async def there() -> None:
+    """Be ready at once: for a part that is there already."""
+
+
 async def all_of(
-    waits: Mapping[str, Awaitable[Any]], say: Callable[[str], None], every_s: float = SAY_EVERY_S
+    parts: Mapping[str, Part], say: Callable[[str], None], every_s: float = SAY_EVERY_S
 ) -> None:
-    """Wait for all; the first failure ends the rest and is raised. Says what is still missing."""
-    tasks = {asyncio.ensure_future(wait): name for name, wait in waits.items()}
-    pending = set(tasks)
+    """Wait for all parts, by name, and say what is still missing every `every_s`.
+
+    The first that fails, or is gone again while others are waited for, ends the rest; it is raised.
+    """
+    missing: dict[asyncio.Future[Any], str] = {
+        asyncio.ensure_future(part.ready): name for name, part in parts.items()
+    }
+    watches: set[asyncio.Future[Any]] = set()
     try:
-        while pending:
-            done, pending = await asyncio.wait(
-                pending, timeout=every_s, return_when=asyncio.FIRST_EXCEPTION
+        while missing:
+            done, _ = await asyncio.wait(
+                {*missing, *watches}, timeout=every_s, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
                 task.result()
-            if pending and not done:
-                say(f"waiting for {', '.join(sorted(tasks[task] for task in pending))}")
+                watches.add(asyncio.ensure_future(parts[missing.pop(task)].watch()))
+            if not done:
+                say(f"waiting for {', '.join(sorted(missing.values()))}")
     finally:
-        for task in tasks:
+        for task in (*missing, *watches):
             task.cancel()
         # heard out, or asyncio would print what they ended with
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*missing, *watches, return_exceptions=True)

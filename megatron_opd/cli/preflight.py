@@ -102,7 +102,7 @@ def check_models(config: Config, *, plan: bool = False) -> CheckedModels:
         if plan and not has_weights(facts.path)
     }
     for role, facts in models.items():
-        check_vocabulary_size(f"{role}.model", facts, student)
+        check_vocabulary_size(f"{role}.model", facts.vocab_size, student.vocab_size)
         if role not in absent:
             check_weights(facts.path, f"{role}.model", facts.spec)
     tokenizer = None
@@ -111,6 +111,7 @@ def check_models(config: Config, *, plan: bool = False) -> CheckedModels:
         for role, facts in models.items():
             if role != STUDENT and (role not in absent or has_tokenizer(facts.path)):
                 check_tokenizer(facts.path, f"{role}.model", tokenizer, config.scoring.guard)
+                check_padding(f"{role}.model", facts.vocab_size, student.vocab_size, tokenizer)
     check_support(config, student)
     check_context(config, models)
     check_sharding(config, models)
@@ -144,12 +145,30 @@ def longest_sample(config: Config, student: ModelFacts) -> int:
     return prompt_limit(config, student) + config.rollout.max_new_tokens
 
 
-def check_vocabulary_size(key: str, teacher: ModelFacts, student: ModelFacts) -> None:
-    """A teacher's vocabulary is as large as the student's. key: the config key that named it."""
-    if student.vocab_size != teacher.vocab_size:
+def check_vocabulary_size(key: str, teachers: int, students: int) -> None:
+    """A teacher can score every id that the student may sample. key: what named its model.
+
+    It may have more ids. log q of the student's ids is then still that of the whole teacher, and
+    KL(p || q) is exact, for p is 0 on the others. What the teacher selects itself is another
+    matter: see FleetScorer.
+    """
+    if teachers < students:
         raise UserError(
-            f"student.model and {key} must have the same vocab_size, "
-            f"got {student.vocab_size} and {teacher.vocab_size}"
+            f"{key} must have a vocab_size of at least student.model's {students}, for it scores "
+            f"whatever the student samples, got {teachers}; pad its embedding and head to "
+            f"{students} rows"
+        )
+
+
+def check_padding(
+    key: str, teachers: int, students: int, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Ids that a teacher has and the student lacks are padding, which no text becomes."""
+    largest = max(tokenizer.get_vocab().values())
+    if students <= largest < teachers:
+        raise UserError(
+            f"{key} may have more ids than student.model's vocab_size {students} only as padding, "
+            f"but the tokenizer uses id {largest}; pad the student's embedding to {teachers} rows"
         )
 
 

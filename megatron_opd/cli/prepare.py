@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.notes import notes
 from megatron_opd.cli.preflight import CheckedModels, ModelFacts, check_models, prompt_limit
-from megatron_opd.cli.roles import teacher_roles
+from megatron_opd.cli.roles import Role, teacher_roles
 from megatron_opd.cli.tokenizer_files import end_tokens
 from megatron_opd.config.schema import Config
 from megatron_opd.data.prompts import PromptRules, PromptSet, PromptSource, load_prompts
@@ -51,6 +51,7 @@ class Inputs:
 class Prepared:
     """Checked input of a run.
 
+    vocab_sizes: ids of every role's model; a teacher may have more than the student.
     heldout: evaluation problems, empty when there is no evaluation. judge: None when the task has
     no verifier. probes: training prompts by teacher, to look at its scores before the run.
     prompts_skipped: rows of the training file that cannot be used, by cause. notes: for the
@@ -58,6 +59,7 @@ class Prepared:
     """
 
     student: ModelFacts
+    vocab_sizes: Mapping[Role, int]
     prompts: PromptSource
     prompts_skipped: dict[str, int]
     heldout: tuple[Prompt, ...]
@@ -167,6 +169,7 @@ def prepare(config: Config, cursor: int = 0) -> Prepared:
     heldout = () if inputs.heldout is None else inputs.heldout.prompts
     return Prepared(
         student=inputs.checked.student,
+        vocab_sizes={role: facts.vocab_size for role, facts in inputs.checked.models.items()},
         prompts=PromptSource(
             train.prompts,
             seed=config.run.seed,

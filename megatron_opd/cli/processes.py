@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 
 from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.joining import Part, there
 from megatron_opd.cli.learner_process import LearnerProcess
 from megatron_opd.controller.health import HealthGuard, WatchedProcess
 from sglang_bridge.errors import PortInUse, ServerDied, one_line
@@ -35,13 +36,18 @@ class LocalProcesses:
         if self.learner is not None:
             self.learner.start()
 
-    async def servers_ready(self, timeout_s: float) -> None:
-        """Wait until every server answers. Raises UserError with the log's end of one that died."""
-        waits = [asyncio.to_thread(server.wait_ready, timeout_s) for server in self.servers]
-        try:
-            await asyncio.gather(*waits)
-        except ServerDied as error:
-            raise UserError(str(error)) from None
+    def parts(self, timeout_s: float) -> dict[str, Part]:
+        """What start-up waits for, by name: every server, and that the learner's process lives.
+
+        Each server has `timeout_s`. UserError, with the log's end, for what ends before it is up.
+        """
+        parts = {
+            watched.name: Part(_ready(server, timeout_s), HealthGuard([watched]).watch)
+            for server, watched in zip(self.servers, map(_watched, self.servers), strict=True)
+        }
+        if self.learner is not None:
+            parts["the learner's process"] = Part(there(), self.learner_died)
+        return parts
 
     async def learner_died(self) -> None:
         """Return never; raise UserError with the log's end once the learner has ended."""
@@ -56,15 +62,7 @@ class LocalProcesses:
 
     def watched(self) -> list[WatchedProcess]:
         """Every process, as the health guard polls it."""
-        watched = [
-            WatchedProcess(
-                f"{server.spec.role} server {server.spec.url}",
-                server.exit_code,
-                server.log_path,
-                server.cause,
-            )
-            for server in self.servers
-        ]
+        watched = [*map(_watched, self.servers)]
         if self.learner is not None:
             watched.append(WatchedProcess("the learner", self.learner.exit_code, self.learner.log))
         return watched
@@ -79,3 +77,16 @@ class LocalProcesses:
         if self.learner is not None:
             stops.append(asyncio.to_thread(self.learner.stop, GRACE_S))
         await asyncio.gather(*stops)
+
+
+def _watched(server: ServerProcess) -> WatchedProcess:
+    name = f"{server.spec.role} server {server.spec.url}"
+    return WatchedProcess(name, server.exit_code, server.log_path, server.cause)
+
+
+async def _ready(server: ServerProcess, timeout_s: float) -> None:
+    """Wait until a server answers. Raises UserError with the log's end of one that died."""
+    try:
+        await asyncio.to_thread(server.wait_ready, timeout_s)
+    except ServerDied as error:
+        raise UserError(str(error)) from None

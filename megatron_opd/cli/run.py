@@ -12,7 +12,7 @@ import json
 import signal
 import time
 import traceback
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -23,8 +23,8 @@ from megatron_opd.checkpoint.state_dirs import StepDirs
 from megatron_opd.cli.accuracy import Accuracies
 from megatron_opd.cli.checkpoints import CheckpointFailed, Checkpoints
 from megatron_opd.cli.errors import RunFailed, UserError
-from megatron_opd.cli.guards import PartGone, while_alive
-from megatron_opd.cli.joining import all_of, answers
+from megatron_opd.cli.guards import PartGone, RunGuard, while_alive
+from megatron_opd.cli.joining import Part, all_of, answers, there
 from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.learner_process import LearnerProcess, learner_command
 from megatron_opd.cli.preflight import check_addresses, check_inputs_are_kept, check_served
@@ -35,11 +35,18 @@ from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of, teacher
 from megatron_opd.cli.run_dir import RunDir, hold_run_dir, prepare_run_dir
 from megatron_opd.cli.servers import server_processes
 from megatron_opd.cli.teacher_guard import check_teachers
-from megatron_opd.cli.wiring import make_controller, make_fleet, make_guard, make_recorder
+from megatron_opd.cli.wiring import (
+    engines_elsewhere,
+    make_controller,
+    make_fleet,
+    make_guard,
+    make_recorder,
+)
 from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
+from megatron_opd.controller.health import EngineLost, HealthGuard, ProcessDied
 from megatron_opd.controller.ports import Guard
 from megatron_opd.controller.snapshot import NOTHING_YET
 from megatron_opd.metrics.persist import dump_totals
@@ -164,7 +171,7 @@ class PipelineRun:
         except (BridgeError, LearnerError) as error:
             cause = await self.processes.explain(error)
             raise RunFailed(f"{cause}{self._see_logs()}") from error
-        except (LoopFailed, CheckpointFailed, PartGone) as error:
+        except (LoopFailed, CheckpointFailed, PartGone, ProcessDied, EngineLost) as error:
             cause = one_line(str(error))
             raise RunFailed(f"{cause}{self._see_logs()}") from error
         except Exception as error:
@@ -188,11 +195,11 @@ class PipelineRun:
             remote = self.remote = RemoteLearner(config, self.admission)
         except ValueError as error:
             raise UserError(str(error)) from None
-        fleets: dict[Role, Fleet] = {
-            role: make_fleet(section_of(config, role), self.urls[role], self.keys[role])
-            for role in self.roles
-        }
+        fleets: dict[Role, Fleet] = {}
         try:
+            for role in self.roles:
+                section = section_of(config, role)
+                fleets[role] = make_fleet(section, self.urls[role], self.keys[role])
             self._say(*(f"note: {line}" for line in self.prepared.notes))
             if self.launch:
                 for role in self.roles:
@@ -246,7 +253,7 @@ class PipelineRun:
             self.urls[STUDENT],
             self.console,
             resumed,
-            self.prepared.student.vocab_size,
+            self.prepared.vocab_sizes,
         )
         dirs, claim = StepDirs(self.run_dir.checkpoints), self.admission.claim
         kept = self.checkpoints = Checkpoints(dirs, config, remote, self._extras, self._say, claim)
@@ -297,15 +304,13 @@ class PipelineRun:
         """Servers and learner started elsewhere, for at most startup_timeout_s."""
         self._say(f"waiting for a learner: --controller {remote.address}")
         limits = {role: section_of(self.config, role).startup_timeout_s for role in self.roles}
-        waits: dict[str, Awaitable[Any]] = {
-            f"{role}.urls {' '.join(self.urls[role])}": self._join(role, fleets[role], limits[role])
+        parts = {
+            f"{role}.urls {' '.join(self.urls[role])}": Part(
+                self._join(role, fleets[role], limits[role]), self._elsewhere({role: fleets[role]})
+            )
             for role in self.roles
         }
-        waits["the learner"] = remote.wait_ready(max(limits.values()))
-        try:
-            await all_of(waits, self._say)
-        except LearnerError as error:
-            raise UserError(f"the learner did not start: {error}") from None
+        await self._all_up(remote, max(limits.values()), parts)
 
     def _start(self, controller_address: str) -> None:
         config = self.config
@@ -325,23 +330,27 @@ class PipelineRun:
     async def _connect(self, remote: RemoteLearner, fleets: Mapping[Role, Fleet]) -> None:
         config = self.config
         startup_s = max(section_of(config, role).startup_timeout_s for role in self.roles)
-        died = asyncio.ensure_future(self.processes.learner_died())
-        ready = asyncio.gather(
-            self.processes.servers_ready(startup_s), remote.wait_ready(startup_s)
-        )
-        try:
-            await asyncio.wait((died, ready), return_when=asyncio.FIRST_COMPLETED)
-            await (died if died.done() else ready)
-        except LearnerError as error:
-            raise UserError(f"the learner did not start: {error}") from None
-        finally:
-            died.cancel()
-            ready.cancel()
-            # heard out, or asyncio would print what they ended with
-            await asyncio.gather(died, ready, return_exceptions=True)
+        parts = self.processes.parts(startup_s)
+        parts["servers elsewhere"] = Part(there(), self._elsewhere(fleets))
+        await self._all_up(remote, startup_s, parts)
         for role in self.roles:
             if not section_of(config, role).urls:
                 await self._join(role, fleets[role])
+
+    def _elsewhere(self, fleets: Mapping[Role, Fleet]) -> Callable[[], Awaitable[None]]:
+        """What watches the servers of these roles that were started elsewhere."""
+        return HealthGuard(engines=engines_elsewhere(self.processes, fleets)).watch
+
+    async def _all_up(
+        self, remote: RemoteLearner, startup_s: float, parts: Mapping[str, Part]
+    ) -> None:
+        """Wait for the learner and `parts`, each of which is watched once it is there."""
+        watch = RunGuard(HealthGuard(), remote).watch
+        learner = Part(remote.wait_ready(startup_s), watch)
+        try:
+            await all_of({**parts, "the learner": learner}, self._say)
+        except LearnerError as error:
+            raise UserError(f"the learner did not start: {error}") from None
 
     async def _join(self, role: Role, fleet: Fleet, wait_s: float = 0.0) -> None:
         """Ask a role's servers what they are; those started elsewhere may be another model's.
@@ -360,7 +369,7 @@ class PipelineRun:
                 f"{role}.urls",
                 info,
                 section,
-                self.prepared.student.vocab_size,
+                self.prepared.vocab_sizes[role],
                 deterministic=self.config.run.deterministic,
             )
 
@@ -368,6 +377,9 @@ class PipelineRun:
         return f"; logs are in {self.run_dir.logs}" if self.opened else ""
 
     def _keep_traceback(self) -> str:
+        if not self.opened:  # the logs there are an earlier run's
+            traceback.print_exc()
+            return "its traceback is above"
         log = self.run_dir.logs / "controller.log"
         try:
             log.write_text(traceback.format_exc(), encoding="utf-8")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from megatron_opd.checkpoint.part_dir import write_synced
 from megatron_opd.checkpoint.run_lock import LOCK, RunDirHeld, RunLock, refuse_if_held
 from megatron_opd.cli.errors import UserError
 from megatron_opd.config.load import dump_config
-from megatron_opd.config.schema import Section
+from megatron_opd.config.section import Section
 from megatron_opd.metrics.sinks import reserve_json
 
 RESOLVED = "config.resolved.yaml"
@@ -139,12 +141,9 @@ def check_run_dir(path: Path, *, resume: bool, overwrite: bool) -> None:
 
     Changes nothing. Raises UserError.
     """
+    present = _entries(path)
     try:
-        for part in (path, *path.parents):
-            if part.exists() and not part.is_dir():
-                raise UserError(f"run.dir must be a directory, {part} is a file (got {path})")
         refuse_if_held(path)
-        present = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
     except RunDirHeld as error:
         raise UserError(str(error)) from None
     except OSError as error:
@@ -153,11 +152,41 @@ def check_run_dir(path: Path, *, resume: bool, overwrite: bool) -> None:
         if RESOLVED not in present:
             raise UserError(f"--resume: run.dir {path} holds no run")
         return
-    present = [name for name in present if name != LOCK]
-    if present and RESOLVED not in present:
-        raise UserError(f"run.dir {path} holds files that are not a run's ({present[0]})")
+    _refuse_strangers(path, present)
     if present and not overwrite:
         raise UserError(f"run.dir {path} holds an earlier run; choose another or pass --overwrite")
+
+
+def check_place(path: Path) -> None:
+    """Refuse a run directory that no run could use, now or with --overwrite, for `opd check`.
+
+    Changes nothing. Raises UserError.
+    """
+    _refuse_strangers(path, _entries(path))
+    whole = path.absolute()
+    there = next(part for part in (whole, *whole.parents) if part.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"run.dir {path} cannot be written: {there} does not allow it")
+
+
+def _entries(path: Path) -> list[str]:
+    """What lies in a run directory besides its lock. UserError: it is none, or unreadable."""
+    try:
+        for part in (path, *path.parents):
+            if part.exists() and not part.is_dir():
+                raise UserError(f"run.dir must be a directory, {part} is a file (got {path})")
+        present = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+    except OSError as error:
+        raise UserError(f"run.dir {path} cannot be read: {error.strerror}") from None
+    return [name for name in present if name != LOCK]
+
+
+def _refuse_strangers(path: Path, present: Sequence[str]) -> None:
+    if present and RESOLVED not in present:
+        raise UserError(
+            f"run.dir {path} holds files that are not a run's ({present[0]}); choose a directory "
+            "that is empty or not there yet"
+        )
 
 
 def prepare_run_dir(path: Path, config: Section) -> RunDir:

@@ -9,10 +9,11 @@ from functools import partial
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.prepare import Prepared
-from megatron_opd.cli.roles import section_of, teacher_roles
+from megatron_opd.cli.roles import Role, section_of, teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.teacher.guard import TOKENS, Probe, ProbedServer, probe
+from sglang_bridge.retry import Backoff
 
 
 async def check_teachers(
@@ -28,17 +29,23 @@ async def check_teachers(
         probe,
         temperature=config.scoring.temperature,
         max_new_tokens=min(TOKENS, config.rollout.max_new_tokens),
-        vocab_size=prepared.student.vocab_size,
+        backoff=Backoff(config.scoring.attempts),
     )
     lines: list[str] = []
     for name, role in teacher_roles(config).items():
+        vocab_size = prepared.vocab_sizes[role]
         asked = [
-            run(server, prepared.probes[name], name=f"guard-{uuid.uuid4().hex[:8]}")
+            run(
+                server,
+                prepared.probes[name],
+                vocab_size=vocab_size,
+                name=f"guard-{uuid.uuid4().hex[:8]}",
+            )
             for server in servers[name]
         ]
         urls = [server.url for server in servers[name]]
         found = dict(zip(urls, await asyncio.gather(*asked), strict=True))
-        lines += _verdicts(config, role, found, prepared.student.vocab_size)
+        lines += _verdicts(config, role, found, vocab_size)
     return lines
 
 
@@ -64,15 +71,14 @@ def _verdicts(config: Config, role: str, found: Mapping[str, Probe], vocab_size:
     return lines
 
 
-def make_teacher_watch(config: Config, vocab_size: int) -> TeacherWatch | None:
+def make_teacher_watch(config: Config, vocab_sizes: Mapping[Role, int]) -> TeacherWatch | None:
     """What looks at the scores during the run; None where no teacher is read."""
-    teachers = tuple(teacher_roles(config))
+    teachers = {name: vocab_sizes[role] for name, role in teacher_roles(config).items()}
     if not teachers:
         return None
     guard = config.scoring.guard
     return TeacherWatch(
         teachers,
-        vocab_size,
         alarm=guard != "off",
         stop_after=config.scoring.guard_stop_after if guard == "refuse" else 0,
     )

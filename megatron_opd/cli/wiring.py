@@ -16,10 +16,11 @@ from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
 from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.cli.teacher_guard import make_teacher_watch
 from megatron_opd.config.schema import Config, ServerConfig
-from megatron_opd.controller.controller import Controller, Ports, Schedule
+from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.health import HealthGuard, WatchedEngine
-from megatron_opd.controller.ports import Guard, Keeper, Publisher
+from megatron_opd.controller.ports import Guard, Keeper, Ports, Publisher
 from megatron_opd.controller.progress import make_display
+from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.evaluation import Judge
 from megatron_opd.metrics.persist import restore_totals
@@ -50,7 +51,7 @@ def make_recorder(
     engines: Sequence[str],
     console: Console,
     resumed: Resumption | None,
-    vocab_size: int,
+    vocab_sizes: Mapping[Role, int],
 ) -> RunRecorder:
     """The observer: files as configured, and a display."""
     metrics = config.metrics
@@ -73,11 +74,24 @@ def make_recorder(
         display,
         elapsed_s=elapsed_s,
         updates=updates,
-        teacher_watch=make_teacher_watch(config, vocab_size),
+        teacher_watch=make_teacher_watch(config, vocab_sizes),
         signal=SignalWatch(
             reads_groups=config.estimator.reads_groups, patience=metrics.signal_patience
         ),
     )
+
+
+def engines_elsewhere(
+    processes: LocalProcesses, fleets: Mapping[Role, Fleet]
+) -> list[WatchedEngine]:
+    """The servers that were not started here: they are watched by asking them."""
+    ours = {server.spec.url for server in processes.servers}
+    return [
+        WatchedEngine(f"{role} server {client.url}", client.alive)
+        for role, fleet in fleets.items()
+        for client in fleet.clients
+        if client.url not in ours
+    ]
 
 
 def make_guard(
@@ -87,13 +101,7 @@ def make_guard(
     learner: RemoteLearner,
 ) -> RunGuard:
     """Watch processes by their ids, engines elsewhere by asking, the learner by its socket."""
-    ours = {server.spec.url for server in processes.servers}
-    engines = [
-        WatchedEngine(f"{role} server {client.url}", client.alive)
-        for role, fleet in fleets.items()
-        for client in fleet.clients
-        if client.url not in ours
-    ]
+    engines = engines_elsewhere(processes, fleets)
     health = HealthGuard(processes.watched(), engines, on_tick=totals.memory.sample)
     return RunGuard(health, learner)
 

@@ -73,6 +73,19 @@ def kinds_of(objective: Any) -> list[str]:
     return [str(_part(part, "type")) for part in parts]
 
 
+def with_natural_parts(parts: Any, *keys: str) -> Any:
+    """A tree of parts in which those of `keys` that are not named are the objective's natural ones.
+
+    What is no mapping stays, for the validation to refuse.
+    """
+    if not isinstance(parts, dict):
+        return parts
+    given = cast(dict[str, Any], parts)
+    kinds = kinds_of(given.get("objective", ReverseKl()))
+    natural = {"support": natural_support, "reduction": natural_reduction}
+    return given | {key: natural[key](kinds) for key in keys if given.get(key) is None}
+
+
 class Estimator(Section):
     """All that decides a loss: what is cached, minimised, corrected, and how it is averaged.
 
@@ -162,12 +175,7 @@ class Estimator(Section):
     @model_validator(mode="before")
     @classmethod
     def _name_natural_parts(cls, parts: Any) -> Any:
-        if not isinstance(parts, dict):
-            return parts
-        given = cast(dict[str, Any], parts)
-        kinds = kinds_of(given.get("objective", ReverseKl()))
-        natural = {"support": natural_support(kinds), "reduction": natural_reduction(kinds)}
-        return given | {key: part for key, part in natural.items() if given.get(key) is None}
+        return with_natural_parts(parts, "support", "reduction")
 
     @model_validator(mode="after")
     def _parts_go_together(self) -> Estimator:

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from megatron_opd.config.section import (
     OFF_IS_A_WORD,
+    Host,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -15,7 +16,6 @@ from megatron_opd.config.section import (
     Processes,
     Seconds,
     Section,
-    Text,
 )
 
 Dtype = Literal["float32", "bfloat16"]
@@ -103,7 +103,7 @@ class OptimizerConfig(Section):
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Second moment."""
     eps: PositiveFloat = 1e-8
-    """Of AdamW."""
+    """Added to AdamW's denominator; raising it damps steps where gradients are small."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled."""
     clip_grad: NonNegativeFloat = 1.0
@@ -161,8 +161,8 @@ class LearnerConfig(Section):
     ddp: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Fields of Megatron-Core's DistributedDataParallelConfig, such as overlap_grad_reduce,
     overlap_param_gather or bucket_size."""
-    listen_host: Text = "127.0.0.1"
-    """Where the controller's ZeroMQ socket binds."""
+    listen_host: Host = "127.0.0.1"
+    """Name or IPv4 address on which the controller's ZeroMQ socket listens."""
     listen_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0 picks a free port."""
     threads: Processes | None = None

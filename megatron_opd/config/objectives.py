@@ -280,7 +280,7 @@ class MixtureTerm(Section):
     """One term of a mixture."""
 
     coefficient: PositiveFloat = 1.0
-    """Of the term."""
+    """Multiplies the term's loss; raising it gives the term more of the gradient."""
     objective: TermConfig
     """What is weighed."""
 

@@ -34,7 +34,7 @@ _BREAKS = ("\x85", "\u2028", "\u2029")
 
 
 class _Loader(yaml.SafeLoader):
-    """See the module."""
+    """Reads YAML by the rules that this module states."""
 
 
 class _Dumper(yaml.SafeDumper):

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from megatron_opd.config.corrections import CorrectionConfig, ReductionConfig, TokenReduction
-from megatron_opd.config.estimator import Estimator, kinds_of, natural_reduction
+from megatron_opd.config.estimator import Estimator, with_natural_parts
 from megatron_opd.config.learner import Dtype, LearnerConfig
 from megatron_opd.config.objectives import ObjectiveConfig, ReverseKl
 from megatron_opd.config.rules import RULES, warmup_problem
@@ -25,6 +25,7 @@ from megatron_opd.config.section import (
     ByteCount,
     Concurrency,
     FilePath,
+    Host,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -33,8 +34,8 @@ from megatron_opd.config.section import (
     Seconds,
     Section,
     Temperature,
-    Text,
     Texts,
+    is_host,
 )
 from megatron_opd.config.supports import SupportConfig
 from megatron_opd.config.wording import shown
@@ -110,8 +111,8 @@ class ServerConfig(Section):
     """Name of the environment variable that holds the servers' API key, sent with every request and
     given to servers started by `opd serve`; null: servers that `opd run` starts get a random key
     for that run, others are asked without one."""
-    host: Text = "127.0.0.1"
-    """Address to bind to."""
+    host: Host = "127.0.0.1"
+    """Name or IPv4 address on which they listen."""
     base_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Server i listens on base_port + i; 0 picks free ports."""
     dtype: Dtype = "bfloat16"
@@ -204,9 +205,10 @@ class ScoringConfig(Section):
     concurrency: Concurrency = 32
     """Scoring requests in flight over the teachers."""
     attempts: PositiveInt = 3
-    """Tries per sample before it is dropped."""
+    """Tries per sample before it is dropped, and per request of the guard before the run ends.
+    Raising it outlasts longer outages and overload, and waits longer for a teacher that is gone."""
     temperature: Temperature = 1.0
-    """Of the teacher's log-probs: q is softmax(logits / temperature)."""
+    """Divides the teacher's logits: q is softmax(logits / temperature). Raising it flattens q."""
     guard: Guard = "refuse"
     """What happens to a teacher that answers nonsense: another tokenizer than the student's, scores
     that differ from the log-probs it samples with, scores that are constant or those of a uniform
@@ -242,8 +244,8 @@ class WeightSyncConfig(Section):
     """Largest flattened bucket."""
     timeout_s: Seconds = 300.0
     """Longest wait of any step of a publication; then the run fails."""
-    host: Text = "127.0.0.1"
-    """Where the learner's rank 0 listens for the servers' ranks."""
+    host: Host = "127.0.0.1"
+    """Name or IPv4 address on which the learner's rank 0 listens for the servers' ranks."""
     round_to: Literal["int8", "fp8"] | None = None
     """Publish weight matrices rounded to this format (a row's largest magnitude sets its scale):
     a sampler of low precision, to study learner-sampler mismatch."""
@@ -338,7 +340,8 @@ class Config(Section):
     data: DataConfig
     student: ServerConfig
     teacher: ServerConfig | None = None
-    """Not needed by objectives that only read rewards."""
+    """Not needed by objectives that only read rewards. It must have the student's tokenizer; its
+    vocabulary may have padding rows that the student's lacks, not the other way round."""
     teachers: dict[str, ServerConfig] = Field(default_factory=dict[str, ServerConfig])
     """More teachers by name; data.teacher_key says which of them scores a prompt."""
     rollout: RolloutConfig = RolloutConfig()
@@ -375,12 +378,7 @@ class Config(Section):
     @classmethod
     def _name_a_reduction(cls, tree: Any) -> Any:
         # here and not in the estimator alone, so that config.resolved.yaml names it
-        if not isinstance(tree, dict):
-            return tree
-        given = cast(dict[str, Any], tree)
-        if given.get("reduction") is not None:
-            return given
-        return given | {"reduction": natural_reduction(kinds_of(given.get("objective")))}
+        return with_natural_parts(tree, "reduction")
 
     @model_validator(mode="after")
     def _rules_across_sections(self) -> Config:
@@ -401,7 +399,8 @@ def is_server_url(url: str) -> bool:
     spaced = any(character.isspace() for character in url)
     # a password in it would be in logs and summary; keys come from api_key_env
     plain = not (parts.query or parts.fragment or spaced or "@" in parts.netloc)
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and plain
+    host = parts.netloc.startswith("[") or is_host(parts.hostname or "")
+    return parts.scheme in ("http", "https") and host and plain
 
 
 class SftConfig(Section):
@@ -430,7 +429,7 @@ class SftConfig(Section):
     progress lines only."""
     learner: LearnerConfig = LearnerConfig()
     save_dtype: Dtype = "bfloat16"
-    """Of the written weights."""
+    """Number format in which the weights are written."""
 
     @model_validator(mode="after")
     def _shares(self) -> SftConfig:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from megatron_opd.config.wording import shown
 
 # Counts travel as 32-bit integers through torch, NumPy and the servers.
 MAX_COUNT = 2**31 - 1
@@ -39,11 +42,49 @@ def _without_nul(value: Any) -> Any:
     return value
 
 
+# Of a path as Linux takes it, less the byte that ends it.
+MAX_PATH_BYTES = 4095
+# Of a name by DNS, which has no longer ones.
+MAX_HOST_LENGTH = 253
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?")
+
+
+def _names_a_path(value: Any) -> Any:
+    """Text that is blank would be the working directory, or a name that nobody can see."""
+    if isinstance(value, str) and not value.strip():
+        raise ValueError(f"must name a file or directory, got {value!r}; `.` is the working one")
+    if isinstance(value, str) and len(value.encode("utf-8", "surrogatepass")) > MAX_PATH_BYTES:
+        raise ValueError(f"must be of at most {MAX_PATH_BYTES} bytes, got {shown(value)}")
+    return value
+
+
+def is_host(text: str) -> bool:
+    """Whether `text` is a host name or an IPv4 address and nothing more."""
+    labels = text.split(".")
+    if len(text) > MAX_HOST_LENGTH or not all(map(_LABEL.fullmatch, labels)):
+        return False
+    # a name does not end in a number, so that it cannot be taken for an address
+    address = len(labels) == 4 and all(n.isdecimal() and str(int(n)) == n for n in labels)
+    return not labels[-1].isdecimal() or (address and all(int(n) < 256 for n in labels))
+
+
+def _names_a_host(value: str) -> str:
+    if not is_host(value):
+        raise ValueError(
+            "must be a host name or an IPv4 address, as 127.0.0.1, got "
+            f"{shown(value)}; leave out scheme, port, path and blanks"
+        )
+    return value
+
+
 # Beside a Literal with "off": YAML reads a bare `off` as false.
 OFF_IS_A_WORD = BeforeValidator(lambda value: "off" if value is False else value)
 # YAML has no paths: text stands for them.
-FilePath = Annotated[Path, Field(strict=False), AfterValidator(_without_nul)]
+FilePath = Annotated[
+    Path, Field(strict=False), BeforeValidator(_names_a_path), AfterValidator(_without_nul)
+]
 Text = Annotated[str, AfterValidator(_without_nul)]
+Host = Annotated[str, AfterValidator(_names_a_host)]
 Texts = tuple[Text, ...]
 
 

@@ -41,7 +41,7 @@ class McSupport(Support):
 
     @property
     def num_draws(self) -> int:
-        """See Support."""
+        """It makes m draws at every position."""
         return self.m
 
 
@@ -63,7 +63,7 @@ class TopkSupport(Support):
     """Ids per response position."""
 
     def num_atoms(self, vocab_size: int) -> int:
-        """See Support."""
+        """It asks for k ids, or for all where there are fewer."""
         return min(self.k, vocab_size)
 
 
@@ -83,12 +83,12 @@ class AtomsTailSupport(Support):
     and little more than k ids where p is peaked."""
 
     def num_atoms(self, vocab_size: int) -> int:
-        """See Support."""
+        """It asks for k ids, or for all where there are fewer."""
         return min(self.k, vocab_size)
 
     @property
     def num_draws(self) -> int:
-        """See Support."""
+        """It makes m draws at every position."""
         return self.m
 
 
@@ -98,7 +98,7 @@ class ExactSupport(Support):
     type: Literal["exact"] = "exact"
 
     def num_atoms(self, vocab_size: int) -> int:
-        """See Support."""
+        """It asks for every id."""
         return vocab_size
 
 
@@ -112,7 +112,7 @@ class TeacherTopkSupport(Support):
     """Ids per response position."""
 
     def num_atoms(self, vocab_size: int) -> int:
-        """See Support."""
+        """It asks for k ids, or for all where there are fewer."""
         return min(self.k, vocab_size)
 
 
@@ -126,7 +126,7 @@ class TeacherMcSupport(Support):
 
     @property
     def num_draws(self) -> int:
-        """See Support."""
+        """It makes m draws at every position."""
         return self.m
 
 

@@ -32,7 +32,7 @@ class Member(msgspec.Struct, frozen=True):
 
     @property
     def uid(self) -> int:
-        """Of its prompt."""
+        """Tell its prompt's number, whatever has become of it."""
         if self.prompt is not None:
             return self.prompt.uid
         if self.rollout is not None:

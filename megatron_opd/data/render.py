@@ -1,12 +1,15 @@
 """Prompts -> token ids, through a chat template or as they stand.
 
-Invariant: whatever a tokenizer or template of unknown origin raises becomes one ValueError line.
+Invariant: whatever a tokenizer or template of unknown origin raises becomes one ValueError line,
+and so does one that does not come to an end: they are programs of whoever made the checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_opd.config.wording import line
 
@@ -15,19 +18,65 @@ if TYPE_CHECKING:
 
 # Two user messages that no template may render alike.
 PROBES = ("What is 2 + 3?", "Name a colour.")
+LEAST_S = 60.0
+"""Longest wait for a tokenizer and its template, whatever there is to read,"""
+CHARACTERS_PER_S = 5_000
+"""and more by this many characters a second: a hundredth of what the demo's tokenizer reads."""
+
+ResultT = TypeVar("ResultT")
 
 
 def render_prompts(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, chat_template: bool
 ) -> list[list[int]]:
-    """The token ids of every text. ValueError: the tokenizer or its template fails."""
+    """The token ids of every text. ValueError: the tokenizer or its template fails, or hangs."""
+
+    def rendered() -> list[list[int]]:
+        if not chat_template:
+            return _token_ids(tokenizer, list(texts), special=True)
+        check_template(tokenizer)
+        # the template writes the special tokens itself
+        return _token_ids(tokenizer, [_render(tokenizer, text) for text in texts], special=False)
+
     if not texts:
         return []
-    if not chat_template:
-        return _token_ids(tokenizer, list(texts), special=True)
-    check_template(tokenizer)
-    # the template writes the special tokens itself
-    return _token_ids(tokenizer, [_render(tokenizer, text) for text in texts], special=False)
+    characters = sum(map(len, texts))
+    limit_s = LEAST_S + characters / CHARACTERS_PER_S
+    try:
+        return within(limit_s, rendered)
+    except Unfinished:
+        what = "tokenizer's chat template" if chat_template else "tokenizer"
+        raise ValueError(
+            f"student.model: its {what} must read {len(texts)} prompts of {characters} characters "
+            f"within {limit_s:.0f} s, and has not; look for an endless loop or expression in it"
+        ) from None
+
+
+class Unfinished(Exception):
+    """A call has not ended within its time."""
+
+
+def within(limit_s: float, call: Callable[[], ResultT]) -> ResultT:
+    """What `call` returns or raises. Unfinished: it has not ended after `limit_s`.
+
+    It is left running then, in a thread that does not keep the process from ending: nothing stops
+    foreign code from within.
+    """
+    future: Future[ResultT] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  raised again where it is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="render", daemon=True).start()
+    try:
+        return future.result(limit_s)
+    except TimeoutError:
+        if future.done():
+            raise
+        raise Unfinished from None
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -108,7 +108,7 @@ class Packing(PackedSeqParams):
 
 
 def _places(lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every packed token: its segment, and its position inside it."""
+    """Tell every packed token's segment, and its position inside that."""
     lengths_B = torch.tensor(lengths)
     start_B = lengths_B.cumsum(0) - lengths_B
     segment_S = torch.repeat_interleave(torch.arange(len(lengths)), lengths_B)

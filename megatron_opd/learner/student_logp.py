@@ -66,7 +66,7 @@ class LeanLogp:
         id_N: torch.Tensor,
         temperature: float,
     ) -> Scored:
-        """See StudentLogp."""
+        """Score blockwise, without logits; arguments as StudentLogp says."""
         hidden_tH = out_1s[0].index_select(0, rows.logit_row_t)
         scored = lean_logp(
             hidden_tH,
@@ -98,7 +98,7 @@ class AcrossContext:
         id_N: torch.Tensor,
         temperature: float,
     ) -> Scored:
-        """See StudentLogp."""
+        """Score this rank's chunks and join them with the other ranks'."""
         local_T = row_N.new_full((rows.num_tokens,), -1)
         local_T[rows.token_t] = torch.arange(len(rows.token_t), device=row_N.device)
         mine_n = (local_T[row_N] >= 0).nonzero()[:, 0]

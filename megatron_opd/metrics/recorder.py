@@ -67,7 +67,7 @@ class Display(Protocol):
 
 
 class RunRecorder:
-    """See the module.
+    """Turns what a run reports into rows, totals and a time line.
 
     Args:
         updates_total: updates the run will make.

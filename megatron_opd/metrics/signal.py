@@ -10,7 +10,7 @@ from megatron_opd.metrics.types import UpdateFigures
 
 
 class SignalWatch:
-    """See the module.
+    """Counts updates that taught nothing, and says so once there are many in a row.
 
     Args:
         reads_groups: whether the objective compares rewards inside groups, so that equal ones teach

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_opd.types import Batch, FloatArray
+from megatron_opd.types import Batch, FloatArray, IntArray
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +46,10 @@ class ScoreShape:
     near_uniform: float
 
     @classmethod
-    def of(cls, scores_T: FloatArray, vocab_size: int) -> ScoreShape:
-        """The shape of finite scores, one a row."""
+    def of(cls, scores_T: FloatArray, vocab_size: int | IntArray) -> ScoreShape:
+        """The shape of finite scores, one a row. vocab_size: of the teacher, or of each row's."""
         wide_T = scores_T.astype(np.float64)
-        near_T = np.abs(wide_T + math.log(vocab_size)) < NEAR_NATS
+        near_T = np.abs(wide_T + np.log(vocab_size)) < NEAR_NATS
         return cls(len(wide_T), float(wide_T.mean()), float(wide_T.std()), float(near_T.mean()))
 
     def problem(self, vocab_size: int) -> str | None:
@@ -79,17 +79,14 @@ class TeacherWatch:
     """Looks at the scores of every batch; warns once an episode, and stops a run if asked to.
 
     Args:
-        teachers: their names.
-        vocab_size: V.
+        teachers: V of each, by name.
         alarm: whether to warn at all; the columns are made in any case.
         stop_after: raise NonsenseTeacher after so many updates in a row; 0: never.
     """
 
-    def __init__(
-        self, teachers: Sequence[str], vocab_size: int, *, alarm: bool, stop_after: int
-    ) -> None:
+    def __init__(self, teachers: Mapping[str, int], *, alarm: bool, stop_after: int) -> None:
         self._several = len(teachers) > 1
-        self._vocab_size = vocab_size
+        self._vocab_sizes = dict(teachers)
         self._alarm, self._stop_after = alarm, stop_after
         self._bad_in_a_row = dict.fromkeys(teachers, 0)
 
@@ -99,10 +96,13 @@ class TeacherWatch:
         Of all teachers together, and with several also of each, as COLUMN/NAME.
         """
         by_name = path_scores(batch)
-        columns = _columns(np.concatenate(list(by_name.values())), self._vocab_size)
+        sizes_T = np.repeat(
+            [self._vocab_sizes[name] for name in by_name], [len(each) for each in by_name.values()]
+        )
+        columns = _columns(np.concatenate(list(by_name.values())), sizes_T)
         if self._several:
             for name, scores_T in by_name.items():
-                own = _columns(scores_T, self._vocab_size)
+                own = _columns(scores_T, self._vocab_sizes[name])
                 columns |= {f"{column}/{name}": value for column, value in own.items()}
         return columns
 
@@ -111,7 +111,8 @@ class TeacherWatch:
         if not self._alarm:
             return
         for name, scores_T in path_scores(batch).items():
-            problem = ScoreShape.of(scores_T, self._vocab_size).problem(self._vocab_size)
+            vocab_size = self._vocab_sizes[name]
+            problem = ScoreShape.of(scores_T, vocab_size).problem(vocab_size)
             bad = self._bad_in_a_row[name] + 1 if problem is not None else 0
             if bad == 1:
                 logger.warning(
@@ -132,7 +133,7 @@ class TeacherWatch:
                 )
 
 
-def _columns(scores_T: FloatArray, vocab_size: int) -> dict[str, float]:
+def _columns(scores_T: FloatArray, vocab_size: int | IntArray) -> dict[str, float]:
     shape = ScoreShape.of(scores_T, vocab_size)
     return {
         "teacher_score_mean_nats": shape.mean,

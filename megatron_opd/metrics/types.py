@@ -202,7 +202,7 @@ class UpdateFigures(Protocol):
 
     @property
     def routing_moved_fraction(self) -> float | None:
-        """Of replayed (position, layer) pairs, those routed elsewhere; None without replay."""
+        """Tell what share of replayed (position, layer) pairs moved elsewhere; None: no replay."""
         ...
 
     @property

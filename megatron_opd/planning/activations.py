@@ -70,12 +70,12 @@ def layer_bytes(shapes: Shapes, layer: int) -> float:
 
 
 def boundary_bytes(shapes: Shapes) -> float:
-    """Of [S, h] between layers: all that full recomputation keeps of a layer."""
+    """Count [S, h] between layers, which is all that full recomputation keeps of a layer."""
     return shapes.spec.hidden_size * shapes.element_bytes * shapes.tokens / shapes.parallel.tp
 
 
 def head_bytes(shapes: Shapes, logp: Literal["lean", "dense"]) -> float:
-    """Of the last stage's end: final norm, gathered head input, log-probs of one micro-batch.
+    """Count what ends the last stage: final norm, head input, log-probs of one micro-batch.
 
     lean: the gradient of the input in float32 and two blocks of logits. dense: the logits, those of
     the response (here: of every token) and their float32 softmax, twice while it is made.
@@ -98,7 +98,7 @@ def _norm(shapes: Shapes, features: int) -> float:
 
 
 def _attention(shapes: Shapes) -> float:
-    """Of a token, before the division by t."""
+    """Count what a layer's attention keeps of a token, before the division by t."""
     spec, size = shapes.spec, shapes.element_bytes
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     normalised = any("q_norm" in name for row in spec.family.layer for name in row.hf)
@@ -122,13 +122,16 @@ def _attention(shapes: Shapes) -> float:
 
 
 def _dense(shapes: Shapes) -> float:
-    """Of a token, before the division by t."""
+    """Count what a dense feed-forward layer keeps of a token, before the division by t."""
     features = 5 if shapes.local else 3
     return features * shapes.spec.ffn_size * shapes.element_bytes
 
 
 def _experts(shapes: Shapes) -> float:
-    """Of a token, before the division by t; the experts' tensor parallelism gathers its tokens."""
+    """Count what a layer of experts keeps of a token, before the division by t.
+
+    The experts' own tensor parallelism gathers its tokens.
+    """
     spec, size = shapes.spec, shapes.element_bytes
     chosen, width = spec.experts_per_token, shapes.parallel.expert_tp
     features = 6 if shapes.local else 3

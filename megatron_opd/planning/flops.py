@@ -47,7 +47,7 @@ class Work:
 
     @classmethod
     def of(cls, samples: Iterable[tuple[int, int]]) -> Work:
-        """Of (prompt, response) tokens: the last response token is predicted, never an input."""
+        """Add up samples of (prompt, response) tokens; a last response token is never an input."""
         lengths = [(prompt + response - 1, response) for prompt, response in samples]
         return cls(
             sum(length for length, _ in lengths),
@@ -67,7 +67,7 @@ def active_layer_elements(spec: ModelSpec) -> int:
 
 
 def forward_flops(spec: ModelSpec, work: Work) -> int:
-    """Of one forward pass."""
+    """Count the model FLOPs of one forward pass."""
     per_pair = 4 * spec.num_layers * spec.num_heads * spec.head_dim
     head = 2 * spec.hidden_size * spec.vocab_size
     return (
@@ -78,7 +78,7 @@ def forward_flops(spec: ModelSpec, work: Work) -> int:
 
 
 def train_flops(spec: ModelSpec, work: Work) -> int:
-    """Of a forward and a backward pass."""
+    """Count the model FLOPs of a forward pass and of its backward pass, which costs two."""
     return 3 * forward_flops(spec, work)
 
 

@@ -36,7 +36,7 @@ class Parameters:
 
 
 def model_parameters(spec: ModelSpec) -> Parameters:
-    """Of the whole model; tied weights once."""
+    """Count the whole model's parameters; tied weights count once."""
     return _sum(spec, ParallelConfig(), range(spec.num_layers), first=True, last=True)
 
 
@@ -51,7 +51,7 @@ def active_parameters(spec: ModelSpec) -> int:
 def rank_parameters(
     spec: ModelSpec, parallel: ParallelConfig, stage: int, chunks: Sequence[range]
 ) -> Parameters:
-    """Of one learner rank of pipeline stage `stage`, which holds `chunks` of layers.
+    """Count those of one learner rank of pipeline stage `stage`, which holds `chunks` of layers.
 
     The last stage has its own copy of a tied head.
     """

@@ -21,7 +21,10 @@ REPLICATED_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bia
 
 @dataclass(frozen=True, slots=True)
 class ServerMemory:
-    """Of one GPU. kv_tokens: tokens that its pool holds; None: no GPU size is stated."""
+    """What a server holds on one GPU.
+
+    kv_tokens: tokens that its pool has room for; None: no GPU size is stated.
+    """
 
     weights: int
     kv_token_bytes: int

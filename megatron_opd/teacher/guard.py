@@ -11,16 +11,18 @@ is itself uniform agrees and is told by its scores' shape (metrics/teacher_healt
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from megatron_opd.metrics.teacher_health import ScoreShape
+from megatron_opd.teacher.requests import score_request
 from megatron_opd.types import FloatArray, Prompt
 from sglang_bridge.errors import BadReply
 from sglang_bridge.protocol import RolloutReply, RolloutRequest, ScoreReply, ScoreRequest
+from sglang_bridge.retry import Backoff, retried
 
 PROMPTS = 8
 """Prompts that a server answers."""
@@ -88,26 +90,43 @@ async def probe(
     max_new_tokens: int,
     vocab_size: int,
     name: str,
+    backoff: Backoff,
 ) -> Probe:
     """Let `server` answer `prompts` and score its answers. Raises BridgeError's subclasses.
 
-    temperature: of the scores, and so of the sampling. name: makes request names unique.
+    temperature: of the scores, and so of the sampling. name: makes request names unique. backoff:
+    how often each request is tried.
     """
-    pairs = await asyncio.gather(
-        *(
-            _sampled_and_scored(
-                server,
-                RolloutRequest(
-                    rid=f"{name}-{index}",
-                    input_ids=prompt.token_ids_P,
-                    max_new_tokens=max_new_tokens,
-                    temperature=temperature,
-                    num_atoms=min(ATOMS, vocab_size),
-                ),
+
+    async def one(index: int, prompt: Prompt) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Log-probs [N] as sampled and as scored, and the path's scores [T]."""
+
+        def sampled(earlier: int) -> Awaitable[RolloutReply]:
+            request = RolloutRequest(
+                # a name of its own: the server may still be busy with the try that was lost
+                rid=f"{name}-{index}-{earlier}",
+                input_ids=prompt.token_ids_P,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                num_atoms=min(ATOMS, vocab_size),
             )
-            for index, prompt in enumerate(prompts)
+            return server.generate(request)
+
+        reply = await retried(sampled, backoff)
+        draws = reply.draws
+        if draws is None:
+            raise BadReply(f"{server.url}: request {name}-{index} came back without draws")
+        request = score_request(
+            f"{name}-{index}-score",
+            prompt.token_ids_P,
+            reply.output_ids_T,
+            draws,
+            temperature=temperature,
         )
-    )
+        scores = await retried(lambda _: server.score(request), backoff)
+        return draws.logp_N, scores.logp_N, scores.logp_N[draws.path_T]
+
+    pairs = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))
     gap_N = np.concatenate([np.abs(sampled - scored) for sampled, scored, _ in pairs])
     path_T = np.concatenate([path_T for *_, path_T in pairs])
     return Probe(
@@ -117,24 +136,3 @@ async def probe(
         num_ids=len(gap_N),
         shape=ScoreShape.of(path_T, vocab_size),
     )
-
-
-async def _sampled_and_scored(
-    server: ProbedServer, request: RolloutRequest
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Log-probs [N] as sampled and as scored, and the path's scores [T]."""
-    reply = await server.generate(request)
-    draws = reply.draws
-    if draws is None:
-        raise BadReply(f"{server.url}: request {request.rid} came back without draws")
-    scores = await server.score(
-        ScoreRequest(
-            rid=f"{request.rid}-score",
-            input_ids=np.concatenate([request.input_ids, reply.output_ids_T]),
-            num_prompt_tokens=len(request.input_ids),
-            offsets_T1=draws.offsets_T1,
-            ids_N=draws.ids_N,
-            temperature=request.temperature,
-        )
-    )
-    return draws.logp_N, scores.logp_N, scores.logp_N[draws.path_T]

@@ -17,12 +17,14 @@ from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.schema import ScoringConfig
 from megatron_opd.data.seeds import SCORE, derived_seed
+from megatron_opd.teacher.requests import score_request
 from megatron_opd.types import Draws, FloatArray, Rollout, Sample
 from sglang_bridge.errors import BadReply, BridgeError
 from sglang_bridge.protocol import ScoreReply, ScoreRequest, Selection
 from sglang_bridge.retry import Backoff, is_transient, retried
 
 BAD_REPLY, UNREACHABLE, REFUSED = "teacher_bad_reply", "teacher_unreachable", "teacher_refused"
+UNKNOWN_ID = "teacher_unknown_id"
 MISSHAPEN, NAN, INFINITE = "teacher_misshapen", "teacher_nan", "teacher_infinite"
 NO_ANSWER = "no_answer"
 
@@ -45,7 +47,8 @@ class FleetScorer:
         fleets: the servers of every teacher, by the name that prompts know it by; empty where the
             estimator reads none.
         estimator: whether teacher and reward are read, and what the teacher selects.
-        vocab_size: ids a teacher can select.
+        vocab_size: ids of the student. A teacher may have more, and what it selects itself may be
+            one of them, of which the student has no log-prob: that sample is dropped and counted.
         scoring: temperature, and how often a score is tried before its sample is dropped.
         run_id: makes request names unique.
         reward: the verifier, called once for every rollout.
@@ -64,7 +67,7 @@ class FleetScorer:
         backoff: Backoff | None = None,
         seed: int = 0,
     ) -> None:
-        self._fleets, self._seed = fleets, seed
+        self._fleets, self._seed, self._vocab_size = fleets, seed, vocab_size
         self._reads_teacher = estimator.reads_teacher
         self._reads_reward = estimator.reads_reward
         theirs = estimator.support.owner == "teacher"
@@ -96,17 +99,19 @@ class FleetScorer:
         if reply.selection is None:
             raise ScoreRejected(BAD_REPLY, f"request {request.rid} came back without a selection")
         draws = selected(rollout.draws, reply.selection)
+        largest = int(draws.ids_N.max(initial=0))
+        if largest >= self._vocab_size:
+            raise ScoreRejected(UNKNOWN_ID, f"{largest}, the student has {self._vocab_size} ids")
         teacher_logp_N = checked(reply.selection.logp_N, draws.num_ids)
         return Sample(replace(rollout, draws=draws), teacher_logp_N, reward)
 
     def _request(self, rollout: Rollout) -> ScoreRequest:
-        prompt, draws = rollout.prompt, rollout.draws
-        return ScoreRequest(
-            rid=f"{self._run_id}-score-{prompt.uid}",
-            input_ids=np.concatenate([prompt.token_ids_P, rollout.response_ids_T]),
-            num_prompt_tokens=len(prompt.token_ids_P),
-            offsets_T1=draws.offsets_T1,
-            ids_N=draws.ids_N,
+        prompt = rollout.prompt
+        return score_request(
+            f"{self._run_id}-score-{prompt.uid}",
+            prompt.token_ids_P,
+            rollout.response_ids_T,
+            rollout.draws,
             temperature=self._temperature,
             num_atoms=self._num_atoms,
             num_draws=self._num_draws,

@@ -199,7 +199,7 @@ def from_frames(update: int, version: int, plan: Plan, frames: Sequence[memoryvi
 
 
 def _read_experts(kind: memoryview, raw: memoryview) -> ExpertArray | None:
-    """See to_frames. ValueError: no whole rows."""
+    """Read the two frames of experts that to_frames wrote. ValueError: no whole rows."""
     if not len(kind):
         return None
     numbers = np.frombuffer(kind, dtype=np.int64).tolist()

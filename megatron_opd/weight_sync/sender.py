@@ -152,7 +152,7 @@ def _flatten(tensors: Iterator[tuple[str, torch.Tensor]], bucket: BucketSpec) ->
 
 
 def _digest(tensor: torch.Tensor, piece: WeightPiece) -> str:
-    """Of the slice's bytes in row-major order, cast to the dtype in which the server holds it."""
+    """Digest the slice's bytes in row-major order, in the dtype in which the server holds it."""
     view = tensor.narrow(piece.dim, piece.start, piece.length)
     held = view.to("cpu", getattr(torch, piece.dtype)).contiguous()
     return digest(held.view(torch.uint8).numpy())

@@ -42,8 +42,9 @@ GPU_FLAGS = ("--enable-fp32-lm-head",)
 
 
 def end_with_parent(parent: int, own_files: str | None = None, poll_s: float = 0.5) -> None:
-    """Kills this process group once `parent` is no longer our parent; removes `own_files` first.
+    """Kills this process group once `parent` is no longer our parent, and removes `own_files`.
 
+    The workers go first, for what they have open is to be removed too, and this process last.
     Polled rather than PR_SET_PDEATHSIG, which fires when the parent's *thread* ends, not its
     process.
     """
@@ -51,7 +52,9 @@ def end_with_parent(parent: int, own_files: str | None = None, poll_s: float = 0
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(poll_s)
-        files.remove(own_files, workers.process_group(os.getpgid(0)))
+        pids = workers.process_group(os.getpgid(0))
+        workers.kill_below()
+        files.remove(own_files, pids)
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
     if os.getpgid(0) != os.getpid():

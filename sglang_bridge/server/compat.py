@@ -226,7 +226,7 @@ def seed_of(req: Any) -> int:
 
 
 def next_positions(batch: Any) -> list[int]:
-    """Of each request of a batch about to be computed: the position of the token it predicts."""
+    """Lists the position of the token that each request of a batch, not computed yet, predicts."""
     return batch.seq_lens_cpu.tolist()
 
 

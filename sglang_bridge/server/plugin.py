@@ -65,7 +65,7 @@ def install_observer(result: None, runner: Any, *args: Any, **kwargs: Any) -> No
 
 @cache
 def model_experts() -> routing.Experts:
-    """Of this server's model; not to be asked while the runner is still being built."""
+    """Describes the experts of this server's model; not for while the runner is being built."""
     return routing.Experts(*compat.experts_of(_runner.model, _runner.model_config))
 
 

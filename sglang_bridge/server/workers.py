@@ -6,6 +6,7 @@ be there: until then the server accepts requests that nobody answers.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -19,6 +20,8 @@ from sglang_bridge.server import files
 POLL_S = 0.25
 TITLE = "sglang::"  # what SGLang's workers call themselves
 EXIT_WORKER_DIED = 70
+KILLED_S = 1.0
+"""Longest wait for the end of a killed process, which the system may be slow to free."""
 TOLD_TO_END = "ended with exit code 0"
 
 
@@ -73,18 +76,22 @@ def end(cause: str, own_files: str, owned: bool) -> None:
     files.write_obituary(own_files, cause)
     sys.stderr.write(f"sglang_bridge: {cause}: this server ends\n")
     sys.stderr.flush()
-    below = psutil.Process().children(recursive=True)
-    for process in below:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    pids = [process.pid for process in below]
+    pids = kill_below()
     if owned:
         files.remove_shared_memory(own_files, pids)
     else:
         files.remove(own_files, pids)
     os._exit(EXIT_WORKER_DIED)
+
+
+def kill_below() -> list[int]:
+    """Kills every process below this one and waits for their end; their ids."""
+    below = psutil.Process().children(recursive=True)
+    for process in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(below, timeout=KILLED_S)
+    return [process.pid for process in below]
 
 
 def descendants(pid: int) -> list[int]:

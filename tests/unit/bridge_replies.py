@@ -8,21 +8,15 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
+from benchmarks.fuzz.targets.bridge_replies import SCORES
 from sglang_bridge import wire
-from sglang_bridge.protocol import RolloutRequest, ScoreRequest
+from sglang_bridge.protocol import RolloutRequest
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+URL = "http://host:1"
 REQUEST = RolloutRequest(rid="r", input_ids=[1, 2, 3], max_new_tokens=8, num_draws=4)
-SCORE_REQUEST = ScoreRequest(
-    rid="s",
-    input_ids=[1, 2, 3, 4, 5],
-    num_prompt_tokens=2,
-    offsets_T1=np.array([0, 2, 2, 3]),
-    ids_N=np.array([7, 8, 9], np.int32),
-)
-
-
+SCORE_REQUEST = SCORES
 # Two atoms and two draws a row besides the given ids; temperature 2.
 SELECT_REQUEST = replace(SCORE_REQUEST, temperature=2.0, num_atoms=2, num_draws=2)
 

@@ -267,9 +267,13 @@ from sglang_bridge import ports
 from sglang_bridge.server import launch
 from sglang_bridge.server.spec import ServerSpec
 script = '''
-import os, time
-from sglang_bridge.server.__main__ import end_with_parent
-end_with_parent(int(os.environ["SGLANG_BRIDGE_PARENT"]), poll_s=0.05)
+import os, subprocess, time
+from sglang_bridge.server import __main__, files
+worker = subprocess.Popen(["sleep", "60"])
+files.remove = lambda directory, pids: print(
+    "removes", directory, "the worker runs:", worker.poll() is None, worker.pid in pids, flush=True
+)
+__main__.end_with_parent(int(os.environ["SGLANG_BRIDGE_PARENT"]), "its files", poll_s=0.05)
 print("up", flush=True)
 time.sleep(60)
 '''
@@ -300,3 +304,5 @@ def test_a_killed_owner_leaves_no_server(tmp_path: Path):
     while running_states(group) != [] and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert running_states(group) == []
+    # what a worker has open is removed once it can make no more of it
+    assert log.read_text().splitlines() == ["up", "removes its files the worker runs: False True"]

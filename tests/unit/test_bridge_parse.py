@@ -17,14 +17,13 @@ from tests.unit.bridge_replies import (
     REQUEST,
     SCORE_REQUEST,
     SELECT_REQUEST,
+    URL,
     draws_payload,
     packed,
     rollout_reply,
     score_reply,
     selection_payload,
 )
-
-URL = "http://host:1"
 
 
 def test_rollout_is_read_exactly():
@@ -61,20 +60,70 @@ def test_a_path_only_rollout_has_one_id_of_no_weight_a_token():
         parse_rollout(URL, rollout_reply(payload), request)
 
 
-def test_a_top_k_row_may_sum_to_less_than_1_unless_it_holds_everything():
-    def reply(weights: list[float], num_atoms: int) -> dict[str, Any]:
-        payload = draws_payload() | packed({"weight_N": weights})
-        return rollout_reply(payload | {"num_atoms": num_atoms, "num_draws": 0})
+def top_k(weights: list[float], num_atoms: int, logp: list[float] | None = None) -> dict[str, Any]:
+    """A reply of atoms alone; their log-probs are those of the weights unless others are given."""
+    if logp is None:
+        logp = np.log(np.maximum(weights, 1e-3)).tolist()
+    payload = draws_payload() | packed({"weight_N": weights, "logp_N": logp})
+    return rollout_reply(payload | {"num_atoms": num_atoms, "num_draws": 0})
 
-    request = replace(REQUEST, num_draws=0, num_atoms=2)
-    alike = [0.5, 0.25, 1, 0.5, 0, 0.25]  # row 1 has one id: it can only be the whole of p
-    assert parse_rollout(URL, reply(alike, 2), request).draws.weight_N.tolist() == alike
+
+TOP_2 = replace(REQUEST, num_draws=0, num_atoms=2)
+ALIKE = [0.5, 0.25, 1, 0.5, 0, 0.25]  # row 1 has one id: it can only be the whole of p
+
+
+def test_a_top_k_row_may_sum_to_less_than_1_unless_it_holds_everything():
+    assert parse_rollout(URL, top_k(ALIKE, 2), TOP_2).draws.weight_N.tolist() == ALIKE
     with pytest.raises(BadReply, match="do not sum to 1"):
-        parse_rollout(URL, reply([0.5, 0.25, 0.9, 0.5, 0, 0.25], 2), request)
+        parse_rollout(URL, top_k([0.5, 0.25, 0.9, 0.5, 0, 0.25], 2), TOP_2)
     with pytest.raises(BadReply, match="exceed 1"):
-        parse_rollout(URL, reply([0.5, 0.6, 1, 0.5, 0, 0.25], 2), request)
+        parse_rollout(URL, top_k([0.5, 0.505, 1, 0.5, 0, 0.25], 2), TOP_2)
     with pytest.raises(BadReply, match="more than 1 atoms"):
-        parse_rollout(URL, reply(alike, 1), replace(request, num_atoms=1))
+        parse_rollout(URL, top_k(ALIKE, 1), replace(TOP_2, num_atoms=1))
+
+
+@pytest.mark.parametrize(
+    ("column", "logp", "sound"),
+    [
+        (0, np.log(0.5) + 3e-5, True),
+        (0, np.log(0.5) - 3e-5, True),
+        (0, np.log(0.5) + 0.002, False),
+        (0, np.log(0.5) - 0.002, False),
+        (0, -200.0, False),
+        (4, -0.9, True),  # the path token that was not selected weighs nothing, whatever it is
+    ],
+)
+def test_an_atom_weighs_its_probability(column: int, logp: float, sound: bool):
+    """Before: weights of one row beside the log-probs of another were trained on."""
+    changed = np.log(np.maximum(ALIKE, 0.01)).tolist()
+    changed[3:] = [-2.0, -3.0, -4.0]
+    weights = [*ALIKE[:3], np.exp(-2.0), 0, np.exp(-4.0)]
+    changed[column] = logp
+    reply = top_k(weights, 2, changed)
+    if sound:
+        assert len(parse_rollout(URL, reply, TOP_2).draws.ids_N) == 6
+        return
+    with pytest.raises(BadReply, match=r"^http://host:1: an atom must weigh its probability"):
+        parse_rollout(URL, reply, TOP_2)
+
+
+def test_an_atom_too_unlikely_for_float32_may_weigh_the_least():
+    logp = [np.log(0.5), -100.0, 0, np.log(0.5), -4, np.log(0.25)]
+    weights = [0.5, 1.1754944e-38, 1, 0.5, 0, 0.25]
+    assert parse_rollout(URL, top_k(weights, 2, logp), TOP_2).draws.weight_N[1] > 0
+
+
+def test_a_teachers_atoms_weigh_their_probability_too():
+    request = replace(SELECT_REQUEST, num_draws=0)
+    arrays = {"length_T": [2, 1, 2], "ids_N": [2, 7, 4, 1, 9]}
+    logp = [-0.75, -1.0, 0.0, -4.0, -0.25]
+    payload = {"num_atoms": 2, "num_draws": 0} | packed({**arrays, "logp_N": logp})
+    sound = payload | packed({"weight_N": np.exp(logp).tolist()})
+    reply = parse_scores(URL, score_reply([-1, -2.5, -0.25], sound), request)
+    assert reply.selection.ids_N.tolist() == [2, 7, 8, 4, 1, 9]
+    swapped = payload | packed({"weight_N": np.exp([-1.0, -0.75, 0.0, -4.0, -0.25]).tolist()})
+    with pytest.raises(BadReply, match="an atom must weigh its probability"):
+        parse_scores(URL, score_reply([-1, -2.5, -0.25], swapped), request)
 
 
 def set_array(name: str, values: list) -> Callable[[dict[str, Any]], None]:

@@ -18,6 +18,7 @@ from sglang_bridge.protocol import RolloutRequest
 from tests.unit.bridge_replies import (
     REQUEST,
     SELECT_REQUEST,
+    URL,
     draws_payload,
     packed,
     rollout_reply,
@@ -25,7 +26,6 @@ from tests.unit.bridge_replies import (
     selection_payload,
 )
 
-URL = "http://host:1"
 PLAIN = RolloutRequest(rid="r", input_ids=[1, 2], max_new_tokens=3)
 KNOWN = Known(vocab_size=50, context_length=64, version=3)
 HUGE = 10**400

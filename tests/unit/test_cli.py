@@ -20,18 +20,8 @@ from megatron_opd.cli.preflight import check_served
 from megatron_opd.config.schema import ServerConfig
 from megatron_opd.transport.lifetime import PARENT_VARIABLE
 from sglang_bridge.protocol import ServerInfo
-from tests.cli_cases import call, refused, small_config, tiny_models
+from tests.cli_cases import call, refused
 from tests.models import write_tokenizer
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture
-def config(tmp_path: Path, models: Path) -> dict:
-    return small_config(tmp_path, models)
 
 
 def test_check_prints_the_plan(tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str]):
@@ -160,8 +150,8 @@ def test_models_that_do_not_match(
     config["teacher"]["model"] = str(other)
     refused(capsys, call(tmp_path, config), "tokenizer", "unused")
     description = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**description, "vocab_size": 1024}))
-    refused(capsys, call(tmp_path, config), "vocab_size", "512", "1024")
+    (other / "config.json").write_text(json.dumps({**description, "vocab_size": 256}))
+    refused(capsys, call(tmp_path, config), "vocab_size", "at least student.model's 512", "256")
     (other / "config.json").write_text(json.dumps({**description, "architectures": ["GPT2"]}))
     refused(capsys, call(tmp_path, config), "GPT2", "Qwen3ForCausalLM")
     (other / "config.json").write_text("{")

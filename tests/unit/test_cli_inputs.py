@@ -10,17 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megatron_opd.cli.main import main
-from tests.cli_cases import call, refused, small_config, tiny_models
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture
-def config(tmp_path: Path, models: Path) -> dict:
-    return small_config(tmp_path, models)
+from tests.cli_cases import call, refused
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> str:
@@ -74,6 +64,23 @@ def student_copy(tmp_path: Path, models: Path, config: dict) -> Path:
         ("learner.optimizer.warmup_updates=101", ["warmup_updates", "run.updates", "got 101"]),
         ("rollout={temperature: 1, temperature: 2}", ["'temperature' is given twice"]),
         ("data.train={a: 1, a: 2}", ["'a' is given twice"]),
+        # places and addresses
+        ("run.dir=''", ["run.dir", "must name a file or directory", "got ''"]),
+        ('run.dir="\\x20"', ["run.dir", "must name a file or directory", "got ' '"]),
+        ("student.model=''", ["student.model", "must name a file or directory"]),
+        ("run.dir=/", ["student.model must lie outside run.dir /"]),
+        ("run.dir=/usr", ["run.dir /usr holds files that are not a run's", "choose a directory"]),
+        ("run.dir=/etc/passwd/x", ["run.dir must be a directory", "/etc/passwd is a file"]),
+        (f"run.dir={'x/' * 2500}", ["run.dir", "at most 4095 bytes"]),
+        ("student.host=''", ["student.host", "host name or an IPv4 address", "got ''"]),
+        ('teacher.host="\\x20"', ["teacher.host", "host name or an IPv4 address", "got ' '"]),
+        ('student.host="a\\x20b"', ["student.host", "got 'a b'", "leave out scheme, port"]),
+        ("weight_sync.host=http://x", ["weight_sync.host", "got 'http://x'"]),
+        ("learner.listen_host=host:80", ["learner.listen_host", "got 'host:80'"]),
+        ("student.host=256.1.1.1", ["student.host", "got '256.1.1.1'"]),
+        ("student.host=1.2.3", ["student.host", "got '1.2.3'"]),
+        ("student.host=-x", ["student.host", "got '-x'"]),
+        ("student.urls=['http://a;b:1']", ["student.urls", "http(s)://HOST:PORT", "a;b"]),
     ],
 )
 def test_check_and_run_refuse_alike(
@@ -89,6 +96,30 @@ def test_check_and_run_refuse_alike(
         options = ["--set", override]
     refused(capsys, call(tmp_path, config, *options, verb=verb), *words)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_place_without_permission(
+    tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str], monkeypatch
+):
+    """As root every place allows everything, so the answer is made up."""
+    asked: list[Path] = []
+
+    def access(path: Path, mode: int) -> bool:
+        asked.append(path)
+        return mode != os.W_OK | os.X_OK
+
+    monkeypatch.setattr(os, "access", access)
+    config["run"]["dir"] = str(tmp_path / "not" / "there")
+    words = (f"run.dir {tmp_path}/not/there cannot be written", f"{tmp_path} does not allow it")
+    refused(capsys, call(tmp_path, config, verb="check"), *words)
+    assert tmp_path in asked
+
+
+def test_an_earlier_run_is_no_fault_of_a_plan(tmp_path: Path, config: dict):
+    """What becomes of it is an option of `opd run`."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.resolved.yaml").write_text("")
+    assert call(tmp_path, config, verb="check") == 0
 
 
 @pytest.mark.parametrize("verb", ["check", "run"])

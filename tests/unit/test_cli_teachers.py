@@ -20,18 +20,8 @@ from megatron_opd.cli.roles import all_roles, section_of, teacher_roles
 from megatron_opd.cli.servers import server_processes
 from megatron_opd.config.schema import Config
 from megatron_opd.evaluation import EvaluationReport
-from tests.cli_cases import call, refused, small_config, tiny_models
+from tests.cli_cases import call, refused
 from tests.models import write_tokenizer
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture
-def config(tmp_path: Path, models: Path) -> dict:
-    return small_config(tmp_path, models)
 
 
 def with_teachers(tmp_path: Path, config: dict, models: Path, named: list[str | None]) -> dict:

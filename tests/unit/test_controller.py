@@ -8,9 +8,10 @@ import pytest
 
 from megatron_opd.buffer.permits import staleness_versions
 from megatron_opd.buffer.rejection import RolloutRejected, ScoreRejected
-from megatron_opd.controller.controller import Controller, Schedule
+from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.ports import Ports
+from megatron_opd.controller.schedule import Schedule
 from tests.fakes import Fleet, Learner, Publisher, Teacher, Witness, prompts, run_virtual
 
 

@@ -17,10 +17,11 @@ from megatron_opd.config.supports import (
     TeacherTopkSupport,
     TopkSupport,
 )
-from megatron_opd.controller.controller import Controller, Schedule
+from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.health import HealthGuard, WatchedProcess
 from megatron_opd.controller.ports import Ports
+from megatron_opd.controller.schedule import Schedule
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals

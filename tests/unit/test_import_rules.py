@@ -1,11 +1,13 @@
 """The direction of imports, read from the syntax trees so that lazy imports count too."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+TOPS = ("megatron_opd", "sglang_bridge", "benchmarks", "tools", "tests")
 SOURCES = sorted([*ROOT.glob("megatron_opd/**/*.py"), *ROOT.glob("sglang_bridge/**/*.py")])
 
 # Package -> the packages of ours it may import besides itself. Only `cli` wires concrete parts.
@@ -89,6 +91,35 @@ def test_every_import_follows_the_direction():
     assert len(SOURCES) > 10
     broken = [line for path in SOURCES for line in violations(path, imported_modules(path))]
     assert not broken, "\n".join(broken)
+
+
+@cache
+def defined_in(path: Path) -> set[str]:
+    """The names that a module makes itself, at its top level."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        else:
+            names |= {
+                part.id
+                for part in ast.walk(node)
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+            }
+    return names
+
+
+def test_every_name_is_imported_from_where_it_is_defined():
+    """Else a module cannot drop an import without breaking strangers."""
+    ours = {path for top in TOPS for path in ROOT.glob(f"{top}/**/*.py")}
+    second_hand: list[str] = []
+    for path in sorted(ours):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            source = ROOT / f"{str(getattr(node, 'module', '')).replace('.', '/')}.py"
+            if isinstance(node, ast.ImportFrom) and source in ours:
+                names = {alias.name for alias in node.names} - defined_in(source)
+                second_hand += [f"{path}: {name} of {node.module}" for name in sorted(names)]
+    assert not second_hand, "\n".join(second_hand)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megatron_opd.controller.controller import Controller, Schedule
+from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.progress import (
     LivePanel,
@@ -23,6 +23,7 @@ from megatron_opd.controller.progress import (
     make_display,
     panel,
 )
+from megatron_opd.controller.schedule import Schedule
 from megatron_opd.metrics.cache_size import CacheSize, cache_bytes
 from megatron_opd.metrics.intervals import BusyTime
 from megatron_opd.metrics.persist import dump_totals, restore_totals

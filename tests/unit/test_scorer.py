@@ -228,6 +228,8 @@ def test_a_teacher_asks_for_no_more_ids_than_there_are():
         (replace(SELECTION, logp_N=SELECTION.logp_N[:-1]), "teacher_misshapen"),
         (replace(SELECTION, logp_N=SELECTION.logp_N * np.nan), "teacher_nan"),
         (replace(SELECTION, logp_N=np.full(6, -np.inf)), "teacher_infinite"),
+        # a padding row of a teacher with more ids than the student's 50
+        (replace(SELECTION, ids_N=np.array([1, 4, 50, 2, 4, 4], np.int32)), "teacher_unknown_id"),
     ],
 )
 def test_a_bad_selection_drops_the_sample(selection, reason):

@@ -5,6 +5,7 @@ one table, and each kind of nonsense spoils the scores alone, or the table itsel
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from megatron_opd.cli.prepare import probes_of
 from megatron_opd.cli.teacher_guard import check_teachers, make_teacher_watch
 from megatron_opd.config.schema import Config
 from megatron_opd.teacher.guard import BOUNDS_NATS, Probe, probe
-from sglang_bridge.errors import BadReply
+from sglang_bridge.errors import BadReply, ServerUnreachable
 from sglang_bridge.protocol import (
     DrawCache,
     RolloutReply,
@@ -26,7 +27,8 @@ from sglang_bridge.protocol import (
     ScoreReply,
     ScoreRequest,
 )
-from tests.cli_cases import small_config, tiny_models
+from sglang_bridge.retry import Backoff
+from tests.cli_cases import small_config
 from tests.fakes import make_prompt
 
 V = 64
@@ -117,7 +119,8 @@ class Server:
 
 
 def probed(server: Server, **changes: Any) -> Probe:
-    settings = {"temperature": 1.0, "max_new_tokens": 16, "vocab_size": V, "name": "t"} | changes
+    settings = {"temperature": 1.0, "max_new_tokens": 16, "vocab_size": V, "name": "t"}
+    settings |= {"backoff": Backoff(attempts=1)} | changes
     return asyncio.run(probe(server, PROMPTS, **settings))
 
 
@@ -205,17 +208,12 @@ def test_a_reply_without_draws_is_a_bad_reply():
 # ------------------------------------------------------------ what becomes of it
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models(tmp_path_factory.mktemp("models"))
-
-
 def checked(
     tmp_path: Path, models: Path, scoring: dict[str, Any], *servers: Server, **more: Any
 ) -> list[str]:
     config = Config.model_validate(small_config(tmp_path, models) | {"scoring": scoring} | more)
     prepared: Any = SimpleNamespace(
-        student=SimpleNamespace(vocab_size=V), probes={"teacher": PROMPTS}
+        vocab_sizes={"student": V, "teacher": V}, probes={"teacher": PROMPTS}
     )
     return asyncio.run(check_teachers(config, prepared, {"teacher": servers}))
 
@@ -244,6 +242,43 @@ def test_one_bad_server_of_several_is_named(tmp_path: Path, models: Path):
         checked(tmp_path, models, {}, good, bad)
 
 
+class Flaky(Server):
+    """Fails the first `failures` tries of every request."""
+
+    def __init__(self, failures: int):
+        super().__init__(table(1, 2.0))
+        self.failures, self.tries = failures, Counter[str]()
+        self.rids: list[str] = []
+
+    def fail(self, request: RolloutRequest | ScoreRequest, verb: str) -> None:
+        prompt = request.rid.split("-")[2]
+        self.tries[f"{verb} {prompt}"] += 1
+        self.rids.append(request.rid)
+        if self.tries[f"{verb} {prompt}"] <= self.failures:
+            raise ServerUnreachable(self.url, verb, "reset", sent=True)
+
+    async def generate(self, request: RolloutRequest) -> RolloutReply:
+        self.fail(request, "generate")
+        return await super().generate(request)
+
+    async def score(self, request: ScoreRequest) -> ScoreReply:
+        self.fail(request, "score")
+        return await super().score(request)
+
+
+def test_a_probe_is_tried_as_often_as_a_score(tmp_path: Path, models: Path):
+    """Before: one lost connection ended the run, whatever scoring.attempts said."""
+    flaky = Flaky(failures=2)
+    (line,) = checked(tmp_path, models, {"attempts": 3}, flaky)
+    assert line.startswith("teacher: scores agree")
+    assert len(flaky.tries) == 2 * len(PROMPTS)
+    assert set(flaky.tries.values()) == {3}
+    sampled = [rid for rid in flaky.rids if not rid.endswith("-score")]
+    assert len(sampled) == len(set(sampled)), "a repeat would meet its own name on the server"
+    with pytest.raises(ServerUnreachable, match="reset"):
+        checked(tmp_path, models, {"attempts": 2}, Flaky(failures=2))
+
+
 def test_without_a_teacher_the_guard_rests(tmp_path: Path, models: Path):
     rewards = {
         "objective": {"type": "grpo"},
@@ -252,7 +287,7 @@ def test_without_a_teacher_the_guard_rests(tmp_path: Path, models: Path):
     }
     assert checked(tmp_path, models, {}, Server(table(1, 0.0)), **rewards) == []
     config = Config.model_validate(small_config(tmp_path, models) | rewards)
-    assert make_teacher_watch(config, V) is None
+    assert make_teacher_watch(config, {"student": V}) is None
 
 
 def test_probes_are_a_teachers_own_prompts_and_as_many_as_wanted():

@@ -38,7 +38,8 @@ UNIFORM = np.full(40, -math.log(V))
 
 
 def watch(*teachers: str, stop_after: int = 0, alarm: bool = True) -> TeacherWatch:
-    return TeacherWatch(teachers or ("teacher",), V, alarm=alarm, stop_after=stop_after)
+    sizes = dict.fromkeys(teachers or ("teacher",), V)
+    return TeacherWatch(sizes, alarm=alarm, stop_after=stop_after)
 
 
 @pytest.mark.parametrize(

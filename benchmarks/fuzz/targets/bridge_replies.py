@@ -39,7 +39,11 @@ SCORES = ScoreRequest(
     offsets_T1=np.array([0, 2, 2, 3]),
     ids_N=np.array([7, 8, 9], np.int32),
 )
-SELECTIONS = {"scores": SCORES, "select": replace(SCORES, num_atoms=2, num_draws=2)}
+SELECTIONS = {
+    "scores": SCORES,
+    "select": replace(SCORES, num_atoms=2, num_draws=2),
+    "likeliest": replace(SCORES, num_atoms=2),
+}
 Given = tuple[str, bytes]
 
 
@@ -161,6 +165,9 @@ def _table_fault(
             return "more ids than were asked for"
         if draws and sum(held) < 1 - SLACK:
             return "weights that do not sum to 1"
+        said = zip(held, logp[start:stop], strict=True)
+        if not draws and any(w > 0 and abs(w - math.exp(x)) > SLACK for w, x in said):
+            return "an atom that does not weigh its probability"
     return None
 
 
@@ -171,11 +178,12 @@ def table(rng: Random, ids: list[int] | None, rows: int, atoms: int, draws: int)
         path = [] if ids is None else [ids[row]]
         chosen = rng.sample(range(VOCAB_SIZE), atoms + rng.randint(min(1, draws), draws))
         every = sorted({*chosen, *path})
-        share = 1 / max(1, len(chosen))
+        mass = 1 / (len(every) + 1)
+        share = 1 / max(1, len(chosen)) if draws else mass
         found["length_T"].append(len(every))
         found["ids_N"] += every
         found["weight_N"] += [share if i in chosen else 0.0 for i in every]
-        found["logp_N"] += [math.log(1 / (len(every) + 1))] * len(every)
+        found["logp_N"] += [math.log(mass)] * len(every)
         found["path_T"] += [every.index(i) for i in path]
     return found
 

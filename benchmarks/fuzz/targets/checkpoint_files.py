@@ -30,7 +30,7 @@ NOW_S = 100.0
 
 @cache
 def totals() -> RunTotals:
-    """Of a run that has just begun."""
+    """Make the totals of a run that has just begun."""
     return RunTotals(["http://127.0.0.1:1"], group_size=1)
 
 

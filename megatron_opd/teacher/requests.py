@@ -1,0 +1,33 @@
+"""What a teacher is asked: the log-probs of the ids that were cached along a response."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_opd.types import Draws, IntArray
+from sglang_bridge.protocol import DrawCache, ScoreRequest
+
+
+def score_request(
+    rid: str,
+    prompt_ids_P: IntArray,
+    response_ids_T: IntArray,
+    cached: Draws | DrawCache,
+    *,
+    temperature: float,
+    num_atoms: int = 0,
+    num_draws: int = 0,
+    seed: int | None = None,
+) -> ScoreRequest:
+    """Ask for log q of every cached id at its position; the rest is ScoreRequest's."""
+    return ScoreRequest(
+        rid=rid,
+        input_ids=np.concatenate([prompt_ids_P, response_ids_T]),
+        num_prompt_tokens=len(prompt_ids_P),
+        offsets_T1=cached.offsets_T1,
+        ids_N=cached.ids_N,
+        temperature=temperature,
+        num_atoms=num_atoms,
+        num_draws=num_draws,
+        seed=seed,
+    )
