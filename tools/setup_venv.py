@@ -25,6 +25,7 @@ from pathlib import Path
 
 STAMP = "opd-pins.sha256"
 OLDEST, TESTED = (3, 11), (3, 11)
+PIPS_INDEX = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
 # What breaks when a wheel of the wrong kind was taken: CUDA's libraries, a bundled C library.
 RUNS = "import torch, soundfile; assert torch.version.cuda is None"
 NO_CPU_TORCH = """\
@@ -41,23 +42,26 @@ class SetupError(Exception):
 class Sources:
     """Where packages come from, as pip is configured on this machine.
 
-    index: replaces the default index. extra, links: further indexes; folders or pages of wheels.
+    indexes: the main one first. links: folders or pages of wheels.
     """
 
-    index: str | None = None
-    extra: tuple[str, ...] = ()
+    indexes: tuple[str, ...]
     links: tuple[str, ...] = ()
     no_index: bool = False
     certificates: str | None = None
 
     def uv_options(self) -> list[str]:
-        """The same sources as options of `uv pip`."""
-        options = ["--no-index"] if self.no_index else []
-        options += ["--default-index", self.index] if self.index else []
-        options += [word for url in self.extra for word in ("--index", url)]
+        """The same sources as options of `uv pip`.
+
+        Of equal versions uv takes the earlier index's file, even where a later one has a better
+        build for this machine, and its default index is always the last: so the main one must be
+        named like the others.
+        """
+        *first, last = self.indexes
+        options = [word for url in first for word in ("--index", url)]
+        options += ["--default-index", last, "--index-strategy", "unsafe-best-match"]
         options += [word for place in self.links for word in ("--find-links", place)]
-        # as pip does: the best file of all indexes, not all files of the first that has any
-        return [*options, "--index-strategy", "unsafe-best-match"]
+        return [*options, "--no-index"] if self.no_index else options
 
     def environment(self) -> dict[str, str]:
         """The variables that uv runs with."""
@@ -65,19 +69,22 @@ class Sources:
         return {**trusted, **os.environ}
 
 
-def read_sources(pip: list[str]) -> Sources:
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def read_sources(python: str) -> Sources:
     """What `pip config list` says; the environment's settings win, as they do in pip."""
-    listed = subprocess.run([*pip, "config", "list"], check=True, capture_output=True, text=True)
+    listed = _output([python, "-m", "pip", "config", "list"]).splitlines()
     found: dict[str, str] = {}
-    lines = sorted(listed.stdout.splitlines(), key=lambda line: line.startswith(":env:"))
-    for line in lines:
+    for line in sorted(listed, key=lambda line: line.startswith(":env:")):
         name, _, value = line.partition("=")
         section, _, key = name.rpartition(".")
         if section in ("global", "install", ":env:"):
             found[key] = str(ast.literal_eval(value))
+    main = found.get("index-url") or _output([python, "-c", PIPS_INDEX])
     return Sources(
-        index=found.get("index-url"),
-        extra=tuple(found.get("extra-index-url", "").split()),
+        indexes=(main, *found.get("extra-index-url", "").split()),
         links=tuple(found.get("find-links", "").split()),
         no_index=found.get("no-index", "").lower() in ("1", "true", "yes", "on"),
         certificates=found.get("cert"),
@@ -137,7 +144,7 @@ def install(venv: Path, lock: Path) -> None:
     """Install the lock file and this project into `venv`; --no-deps: see the lock file's head."""
     python = str(venv / "bin" / "python")
     pip = [python, "-m", "pip", "--disable-pip-version-check"]
-    sources = read_sources(pip)
+    sources = read_sources(python)
     torch = pinned(lock, "torch")
     uv_version = pinned(lock, "uv")
     bootstrap = [*pip, "install", "--quiet", f"uv=={uv_version}"]
