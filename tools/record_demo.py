@@ -1,8 +1,8 @@
 """Record a run of `make demo`: its summary, the machine and the seconds of set-up, as JSON.
 
-    make demo                                          # in a fresh clone; it prints the seconds
-    python tools/record_demo.py runs/demo SETUP_S > benchmarks/results/demo.json
-    python tools/plot_run.py runs/demo docs/demo.png
+make demo                                          # in a fresh clone; it prints the seconds
+python tools/record_demo.py runs/demo SETUP_S > benchmarks/results/demo.json
+python tools/plot_run.py runs/demo docs/demo.png
 """
 
 from __future__ import annotations
