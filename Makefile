@@ -8,7 +8,7 @@ PINS := requirements/cpu.lock setup.py pyproject.toml
 RUN_DIR ?= runs/demo
 PYTEST_ARGS ?=
 # two workers: one runs the tests with SGLang servers, the other all else (tests/conftest.py)
-WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
+WORKERS := -n 2 --dist loadscope --no-loadscope-reorder
 
 .PHONY: setup demo test check bench clean
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.figures import FIGURES, merge
 
@@ -16,21 +17,27 @@ settings.load_profile("no-deadline")
 torch.set_num_threads(1)  # another worker, or a server, needs the other core
 
 TESTS = Path(__file__).parent
-SERVERS = "servers"  # of the tests that share the session's two SGLang servers
 ORDER = ("e2e", "dist")  # the longest first; whatever else is there fills the other worker
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker runs every test with servers, in order; a file's tests stay together."""
+    def rank(item: pytest.Item) -> int:
+        kind = item.path.relative_to(TESTS).parts[0]
+        return ORDER.index(kind) if kind in ORDER else len(ORDER)
 
-    def kind(item: pytest.Item) -> str:
-        return item.path.relative_to(TESTS).parts[0]
+    items.sort(key=rank)
 
-    items.sort(key=lambda item: ORDER.index(kind(item)) if kind(item) in ORDER else len(ORDER))
-    for item in items:
-        group = SERVERS if kind(item) == "e2e" else str(item.path.relative_to(TESTS))
-        item.add_marker(pytest.mark.xdist_group(group))
+
+class OneForServers(LoadScopeScheduling):
+    """One worker runs every test with SGLang servers, which share two; a file stays together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return "servers" if path.startswith("tests/e2e/") else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneForServers:
+    return OneForServers(config, log)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
