@@ -66,6 +66,7 @@ def serve(config: Config, address: str) -> int:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_BAD_INPUT if isinstance(error, NotWelcome) else EXIT_FAILED
     except Exception as error:  # noqa: BLE001  every failure must reach the controller
+        channel.leave()  # the controller ends once it has heard this: no reason to end before it
         channel.report(error)
         traceback.print_exc(file=sys.stderr)
         return EXIT_FAILED
