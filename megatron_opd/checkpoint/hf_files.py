@@ -133,6 +133,7 @@ def _header(data: bytes) -> dict[str, Any]:
     if data[:1] != b"{":
         raise ValueError("its header is no JSON object")
     header = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+    json.dumps(header, ensure_ascii=False).encode("utf-8")  # an escaped half character is no text
     metadata: Any = header.pop("__metadata__", None)
     if metadata is None:
         return header

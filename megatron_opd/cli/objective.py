@@ -137,7 +137,7 @@ class _Case:
                     f"got {shown(lengths)}"
                 )
             return lengths
-        responses = len(self._case.get("rewards") or [0])
+        responses = len(self._numbers("rewards")) if "rewards" in self._case else 1
         if responses == 1:
             return [self._tokens]
         if responses == self._tokens:

@@ -95,6 +95,7 @@ BASE = {"student_logp": [-1.0, -2.0], "sampler_logp": [-1.0, -2.0], "teacher_log
         ({"path": [1, 1]}, ["path", "each of the 2 rows"]),
         ({"lengths": [1]}, ["lengths", "add up to the 2 rows"]),
         ({"objective": {"type": "grpo"}}, ["rewards is missing"]),
+        ({"objective": {"type": "grpo"}, "rewards": 3}, ["rewards", "list of numbers"]),
         (
             {"objective": {"type": "grpo"}, "rewards": [1, 0, 1]},
             ["lengths is missing", "3 responses"],

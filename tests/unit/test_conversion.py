@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from megatron_opd.checkpoint import part_dir, to_hf, to_megatron
 from megatron_opd.checkpoint.conversion import Report
 from megatron_opd.checkpoint.crew import Crew
-from megatron_opd.checkpoint.hf_files import INDEX, SINGLE
+from megatron_opd.checkpoint.hf_files import INDEX, SINGLE, file_tensors
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
 from megatron_opd.checkpoint.model_spec import read_model_spec
 from megatron_opd.checkpoint.to_hf import megatron_to_hf
@@ -439,3 +439,13 @@ def test_what_was_written_wrong_is_not_published(
     with pytest.raises(ValueError, match="is damaged: its checksum must be ffff"):
         forth(mixtral, tmp_path / "megatron")
     assert not (tmp_path / "megatron").exists()
+
+
+def test_half_a_character_in_a_header_is_refused(tmp_path: Path):
+    """As safetensors does; JSON may escape it, but UTF-8 has no such text."""
+    file = tmp_path / "model.safetensors"
+    entry = '{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+    header = f'{{"__metadata__": {{"format": "\\ud800"}}, "a": {entry}}}'.encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(ValueError, match="is not a readable safetensors file"):
+        file_tensors(file)
