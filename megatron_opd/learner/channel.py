@@ -103,15 +103,22 @@ class Channel:
         """
         started_s = said_s = time.monotonic()
         wrong_since_s: float | None = None
+        connected = False
         while True:
             self._show_token()
             for event in self._events(POLL_S):
                 if event == _CONNECTED:
+                    connected = True
                     self.reply(hello)
+                elif event == _LOST:
+                    connected = False
                 elif event == _WRONG_TOKEN:
                     wrong_since_s = wrong_since_s or time.monotonic()
             if self._socket.poll(0):
-                return self._welcomed(self._receive_frames())
+                welcome = self._welcomed(self._receive_frames())
+                if not connected:  # it has ended since, and the monitor says so only once
+                    self._on_lost(self._gone())
+                return welcome
             now_s = time.monotonic()
             if wrong_since_s is not None and now_s - wrong_since_s > TOKEN_GRACE_S:
                 raise NotWelcome(
@@ -206,10 +213,13 @@ class Channel:
             if event == _CLOSED:
                 return
             if event == _LOST and not self._leaving.is_set():
-                self._on_lost(f"the controller at {self.address} is gone: this rank ends")
+                self._on_lost(self._gone())
 
     def _receive_frames(self) -> list[memoryview]:
         return [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
+
+    def _gone(self) -> str:
+        return f"the controller at {self.address} is gone: this rank ends"
 
     def _lacking(self) -> str:
         return "no run.lock in run.dir yet" if self._shown is None else "nobody answers"

@@ -7,10 +7,12 @@ be there: until then the server accepts requests that nobody answers.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import sys
 import threading
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
@@ -33,10 +35,12 @@ def end_with_workers(own_files: str, *, owned: bool = True, poll_s: float = POLL
 
     def watch() -> None:
         names: dict[int, str] = {}
+        handles: dict[int | None, BaseProcess] = {}
         while True:
+            handles |= {child.pid: child for child in multiprocessing.active_children()}
             names = titled_children() | names  # the title of a dead one is cut short
             for pid, name in list(names.items()):
-                cause = cause_of_death(pid)
+                cause = cause_of_death(pid, handles.get(pid))
                 if cause == TOLD_TO_END:
                     del names[pid]  # SGLang waits for the others to free their devices
                 elif cause is not None:
@@ -59,16 +63,26 @@ def titled_children() -> dict[int, str]:
     return found
 
 
-def cause_of_death(pid: int) -> str | None:
-    """How a child ended, in words; None while it runs. It stays for its parent to collect."""
+def cause_of_death(pid: int, handle: BaseProcess | None = None) -> str | None:
+    """How a child ended, in words; None while it runs. It stays for its parent to collect.
+
+    handle: the process as multiprocessing knows it. SGLang looks after its workers as well and may
+    have collected this one already; only the handle then still knows how it ended.
+    """
     try:
         status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return "is gone"  # SGLang has collected it
+        code = None if handle is None else handle.exitcode
+        return "is gone" if code is None else _ending(code)
     if status is None:
         return None
-    how = "exit code" if status.si_code == os.CLD_EXITED else "signal"
-    return f"ended with {how} {status.si_status}"
+    code = status.si_status
+    return _ending(code if status.si_code == os.CLD_EXITED else -code)
+
+
+def _ending(code: int) -> str:
+    """In words. code: negative for a signal, as multiprocessing has it."""
+    return f"ended with exit code {code}" if code >= 0 else f"ended with signal {-code}"
 
 
 def end(cause: str, own_files: str, owned: bool) -> None:

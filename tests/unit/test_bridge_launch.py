@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import time
+from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
@@ -20,7 +21,7 @@ from sglang_bridge.server import files, launch
 from sglang_bridge.server.__main__ import arguments_for_device
 from sglang_bridge.server.launch import ServerProcess, running_states
 from sglang_bridge.server.spec import ServerSpec, server_command, server_env
-from sglang_bridge.server.workers import EXIT_WORKER_DIED
+from sglang_bridge.server.workers import EXIT_WORKER_DIED, cause_of_death
 
 
 def spec(**overrides: object) -> ServerSpec:
@@ -198,6 +199,18 @@ def test_a_killed_worker_ends_its_server_and_is_named(monkeypatch, tmp_path: Pat
     assert process.cause() == cause, "also when its files are gone"
     assert cause in (tmp_path / "log").read_text()
     assert running_states(process.pid) == []
+
+
+def test_a_worker_that_its_server_has_collected_keeps_its_cause():
+    """SGLang polls its workers too. Before: "is gone", without the signal."""
+    worker = get_context("spawn").Process(target=time.sleep, args=(60,))
+    worker.start()
+    assert worker.pid is not None
+    assert cause_of_death(worker.pid, worker) is None
+    worker.kill()
+    worker.join()
+    assert cause_of_death(worker.pid, worker) == "ended with signal 9"
+    assert cause_of_death(worker.pid) == "is gone"
 
 
 def test_stop_removes_the_files_of_its_server_alone(monkeypatch, tmp_path: Path):

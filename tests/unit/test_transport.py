@@ -435,3 +435,31 @@ def test_a_controller_that_is_gone_is_noticed_by_a_rank_that_does_not_listen():
         assert lost.get(timeout=5) == f"the controller at {address} is gone: this rank ends"
     finally:
         rank.close()
+
+
+def test_a_controller_that_is_gone_before_its_welcome_was_read_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The welcome waits in this rank's queue when the connection ends. Before: never noticed."""
+    lost = queue.Queue[str]()
+    with router() as (socket, address):
+        rank = channel(address, on_lost=lost.put)
+        slow = rank._events
+
+        def slow_events(wait_s: float) -> list[int]:
+            found = slow(wait_s)
+            if rank._socket.poll(0):  # the welcome is there: now its sender ends
+                socket.close()
+                while channel_module._LOST not in found:
+                    found += slow(0.1)
+            return found
+
+        monkeypatch.setattr(rank, "_events", slow_events)
+        answer = threading.Thread(target=lambda: welcome(socket))
+        answer.start()
+        rank.join(hello())
+        answer.join()
+    try:
+        assert lost.get(timeout=5) == f"the controller at {address} is gone: this rank ends"
+    finally:
+        rank.close()
