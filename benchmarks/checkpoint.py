@@ -48,8 +48,8 @@ SHAPE = Shape(samples=16, prompt=16, response=112, least_ids=4, most_ids=4)
 
 def rank_main(base: Path) -> None:
     """One rank: save, train and load in turn; rank 0 prints the figures."""
-    from megatron_opd.checkpoint.state import LearnerState
     from megatron_opd.learner.learner import MegatronLearner
+    from megatron_opd.learner.state.state import LearnerState
 
     tree = {"parallel": {"dp": RANKS}, "dtype": "bfloat16", "threads": 1}
     config = LearnerConfig.model_validate(tree)

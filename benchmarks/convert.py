@@ -27,8 +27,8 @@ from megatron_opd.checkpoint.conversion import bytes_of, grouped
 from megatron_opd.checkpoint.hf_files import INDEX, stored_tensors
 from megatron_opd.checkpoint.hf_reader import read_rows
 from megatron_opd.checkpoint.hf_writer import write_safetensors
-from megatron_opd.checkpoint.model_spec import ModelSpec, read_model_spec
-from megatron_opd.checkpoint.tensors import hf_shapes, model_keys
+from megatron_opd.models.spec import ModelSpec, read_model_spec
+from megatron_opd.models.tensors import hf_shapes, model_keys
 
 GB = 10**9
 FILE_BYTES = 2**30

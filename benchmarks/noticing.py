@@ -125,7 +125,7 @@ def scenario(kind: str, scratch: Path, stage: str) -> Iterator[list[Started]]:
         if kind == "control":
             # the controller says where the learner is to connect
             started.append(start(verb, scratch / "main.log"))
-            learner = [sys.executable, "-m", "megatron_opd.learner.world", "--nproc-per-node=1"]
+            learner = [sys.executable, "-m", "megatron_opd.learner.torchrun", "--nproc-per-node=1"]
             learner += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m"]
             wait_for(lambda: "--controller" in started[-1].log.read_text(), STARTUP_S)
             address = started[-1].log.read_text().split("--controller ")[1].split()[0]

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.synthetic import Shape, write_model
-from megatron_opd.checkpoint.model_spec import read_model_spec
 from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.models.spec import read_model_spec
 from megatron_opd.planning.flops import PEAK_BF16_TFLOPS, active_layer_elements, mfu
 from megatron_opd.planning.parameters import active_parameters, model_parameters
 from sglang_bridge.ports import free_port

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_opd.batching.plan import learner_plan
+from megatron_opd.batching.rank_batch import RankBatch, rank_batch
 from megatron_opd.checkpoint.convert import FreshSource
 from megatron_opd.checkpoint.hf_files import SINGLE
 from megatron_opd.checkpoint.hf_writer import write_safetensors
-from megatron_opd.checkpoint.model_spec import read_model_spec
-from megatron_opd.checkpoint.tensors import expected_tensors
 from megatron_opd.config.learner import LearnerConfig
-from megatron_opd.data.packing import learner_plan
-from megatron_opd.transport.rank_batch import RankBatch, rank_batch
+from megatron_opd.models.spec import read_model_spec
+from megatron_opd.models.tensors import expected_tensors
 from megatron_opd.types import Draws, Prompt, Rollout, Sample, VersionSpan
 
 

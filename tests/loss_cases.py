@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
+from megatron_opd.batching.advantages import columns_of
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.losses.cache import Cache
-from megatron_opd.losses.groups import columns_of
 from megatron_opd.losses.vocab_parallel import gather_logp
 
 Row = dict[int, float]

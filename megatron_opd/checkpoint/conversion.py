@@ -21,10 +21,10 @@ import torch
 
 from megatron_opd.checkpoint.crew import Crew
 from megatron_opd.checkpoint.export import COPIED
-from megatron_opd.checkpoint.model_spec import ModelSpec
 from megatron_opd.checkpoint.part_dir import PartDir
-from megatron_opd.checkpoint.tensors import hf_shapes
-from megatron_opd.weight_sync.names import Key
+from megatron_opd.models.families import Key
+from megatron_opd.models.spec import ModelSpec
+from megatron_opd.models.tensors import hf_shapes
 from sglang_bridge.digest import digest
 
 # Checksums of the Hugging Face tensors, beside a Megatron checkpoint that was made of them.

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megatron_opd.checkpoint.hf_reader import SafetensorsSource
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
-from megatron_opd.checkpoint.model_spec import ModelSpec
-from megatron_opd.checkpoint.shards import Chunks, TensorSource, cut, local_shards
-
-if TYPE_CHECKING:
-    from megatron_opd.learner.setup import World
+from megatron_opd.models.ranks import Placement
+from megatron_opd.models.shards import Chunks, TensorSource, cut, local_shards
+from megatron_opd.models.spec import ModelSpec
 
 
 class FreshSource:
@@ -56,7 +53,7 @@ def source_of(path: Path, spec: ModelSpec, seed: int | None) -> TensorSource:
 
 
 @torch.no_grad()
-def load_weights(model: Chunks, spec: ModelSpec, world: World, source: TensorSource) -> None:
+def load_weights(model: Chunks, spec: ModelSpec, world: Placement, source: TensorSource) -> None:
     """Fill every parameter of this rank, cast to the parameter's dtype. model: see local_shards.
 
     Call before the optimizer is built: it takes its float32 main parameters from the model.

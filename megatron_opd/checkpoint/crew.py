@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_opd.checkpoint.gather import all_gather_json
+from megatron_opd.models.ranks import all_gather_json
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron_opd.checkpoint.model_spec import ModelSpec
-from megatron_opd.checkpoint.tensors import expected_tensors
 from megatron_opd.config.wording import line, shown
-from megatron_opd.weight_sync.names import in_memory
+from megatron_opd.models.families import in_memory
+from megatron_opd.models.spec import ModelSpec
+from megatron_opd.models.tensors import expected_tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

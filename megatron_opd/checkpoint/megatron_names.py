@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_opd.checkpoint.model_spec import ModelSpec
-from megatron_opd.weight_sync.names import Key, row_of
+from megatron_opd.models.families import Key, row_of
+from megatron_opd.models.spec import ModelSpec
 
 # What the loader must ask Megatron for: `sharded_state_dict(metadata=CONTENT)`. Megatron's own
 # programs find it in the checkpoint.

@@ -15,11 +15,11 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_opd.checkpoint.megatron_names import Place, places, written_keys
-from megatron_opd.checkpoint.model_spec import ModelSpec
 from megatron_opd.checkpoint.restricted_metadata import METADATA, read_metadata
-from megatron_opd.checkpoint.shards import join
-from megatron_opd.checkpoint.tensors import hf_shapes, model_keys
-from megatron_opd.weight_sync.names import Key, row_of
+from megatron_opd.models.families import Key, row_of
+from megatron_opd.models.shards import join
+from megatron_opd.models.spec import ModelSpec
+from megatron_opd.models.tensors import hf_shapes, model_keys
 
 DESCRIPTION = "metadata.json"
 _EMBEDDING = "embedding.word_embeddings.weight"

@@ -39,11 +39,11 @@ from megatron_opd.checkpoint.conversion import entry_of
 from megatron_opd.checkpoint.hf_reader import SafetensorsSource
 from megatron_opd.checkpoint.megatron_names import CONTENT, state_keys, written_keys
 from megatron_opd.checkpoint.megatron_reader import DESCRIPTION
-from megatron_opd.checkpoint.model_spec import ModelSpec
-from megatron_opd.checkpoint.shards import fuse
-from megatron_opd.checkpoint.tensors import hf_shapes
 from megatron_opd.config.learner import ParallelConfig
-from megatron_opd.weight_sync.names import Key, row_of
+from megatron_opd.models.families import Key, row_of
+from megatron_opd.models.shards import fuse
+from megatron_opd.models.spec import ModelSpec
+from megatron_opd.models.tensors import hf_shapes
 
 # The versions of the formats that Megatron-Core 0.16.1 writes and reads.
 _DESCRIPTION = {

@@ -27,9 +27,9 @@ from megatron_opd.checkpoint.hf_files import INDEX, SINGLE, file_tensors
 from megatron_opd.checkpoint.hf_reader import read_rows
 from megatron_opd.checkpoint.hf_writer import write_safetensors
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
-from megatron_opd.checkpoint.model_spec import read_model_spec
 from megatron_opd.checkpoint.part_dir import PartDir
-from megatron_opd.checkpoint.tensors import hf_shapes
+from megatron_opd.models.spec import read_model_spec
+from megatron_opd.models.tensors import hf_shapes
 
 MAX_FILE_BYTES = 4 * 2**30
 

@@ -24,11 +24,11 @@ from megatron_opd.checkpoint.hf_files import check_tensors
 from megatron_opd.checkpoint.hf_reader import SafetensorsSource, read_rows
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
 from megatron_opd.checkpoint.megatron_writer import Target, finish, write_unit
-from megatron_opd.checkpoint.model_spec import ModelSpec, read_model_spec
 from megatron_opd.checkpoint.part_dir import PartDir
-from megatron_opd.checkpoint.tensors import hf_shapes, model_keys
 from megatron_opd.config.learner import ParallelConfig
-from megatron_opd.weight_sync.names import Key, row_of
+from megatron_opd.models.families import Key, row_of
+from megatron_opd.models.spec import ModelSpec, read_model_spec
+from megatron_opd.models.tensors import hf_shapes, model_keys
 
 # Of a Megatron file; torch's writer holds the tensors of the file that it writes.
 UNIT_BYTES = 256 * 2**20

@@ -26,7 +26,7 @@ def learner_command(config_file: Path, learner: LearnerConfig, extra: Sequence[s
     return [
         sys.executable,
         "-m",
-        "megatron_opd.learner.world",
+        "megatron_opd.learner.torchrun",
         f"--nproc-per-node={learner.parallel.world_size}",
         "--master-addr=127.0.0.1",
         f"--master-port={free_port()}",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 
-from megatron_opd.checkpoint.model_spec import ModelSpec
 from megatron_opd.cli.errors import UserError
 from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.models.spec import ModelSpec
 
 
 def check_megatron(spec: ModelSpec, config: LearnerConfig) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_opd.batching.advantages import columns_of
 from megatron_opd.cli.errors import UserError
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.load import validate
 from megatron_opd.config.wording import line, shown
 from megatron_opd.losses.cache import Cache
-from megatron_opd.losses.groups import columns_of
 from megatron_opd.losses.objective import evaluate
 
 PARTS = ("objective", "support", "correction", "reduction")

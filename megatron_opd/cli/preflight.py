@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_opd.checkpoint.model_spec import ModelSpec, read_config, read_model_spec
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.megatron_settings import check_megatron
 from megatron_opd.cli.roles import STUDENT, Role, section_of, teacher_roles
@@ -20,9 +19,10 @@ from megatron_opd.cli.weights import check_weights, has_weights
 from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config, ServerConfig
 from megatron_opd.config.wording import shown
+from megatron_opd.models.families import FAMILIES
+from megatron_opd.models.spec import ModelSpec, read_config, read_model_spec
 from megatron_opd.planning import learner as planning_learner
 from megatron_opd.planning import servers as planning_servers
-from megatron_opd.weight_sync.names import FAMILIES
 from sglang_bridge.errors import PortInUse
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import MAX_ATOMS, ServerInfo

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from megatron_opd.checkpoint.model_spec import read_model_spec
 from megatron_opd.cli.errors import RunFailed, UserError
 from megatron_opd.cli.learner_process import LearnerProcess, learner_command
 from megatron_opd.cli.megatron_settings import check_megatron
@@ -13,6 +12,7 @@ from megatron_opd.cli.prepare import checked
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import SftConfig
 from megatron_opd.data.records import read_records
+from megatron_opd.models.spec import read_model_spec
 
 GRACE_S = 5.0
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from megatron_opd.checkpoint.finite import first_not_finite
 from megatron_opd.checkpoint.hf_files import INDEX, SINGLE, check_shape, find, stored_tensors
-from megatron_opd.checkpoint.model_spec import ModelSpec
-from megatron_opd.checkpoint.tensors import expected_tensors
 from megatron_opd.cli.errors import UserError
+from megatron_opd.models.spec import ModelSpec
+from megatron_opd.models.tensors import expected_tensors
 
 
 def has_weights(path: Path) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 
+from megatron_opd.batching.shares import shares
 from megatron_opd.cli.guards import RunGuard
 from megatron_opd.cli.prepare import Prepared
 from megatron_opd.cli.processes import LocalProcesses
@@ -32,8 +34,9 @@ from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.teacher.scorer import FleetScorer, Reward
+from megatron_opd.transport.messages import UpdateMetrics
 from megatron_opd.transport.zmq import RemoteLearner
-from megatron_opd.types import Rollout
+from megatron_opd.types import Batch, Rollout
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 
@@ -120,6 +123,20 @@ def make_reward(judge: Judge | None) -> Reward | None:
     return reward
 
 
+@dataclass(frozen=True, slots=True)
+class BatchLearner:
+    """The learner as the controller sees it: a batch is cut into shares, and those are sent."""
+
+    config: Config
+    remote: RemoteLearner
+
+    async def train(self, batch: Batch) -> UpdateMetrics:
+        """Make one update. ValueError: the batch cannot be shared out."""
+        config = self.config
+        group_size = config.rollout.group_size
+        return await self.remote.train(shares(batch, config.learner, config.estimator, group_size))
+
+
 def make_controller(
     config: Config,
     prepared: Prepared,
@@ -163,7 +180,7 @@ def make_controller(
             reward=make_reward(prepared.judge),
             seed=config.run.seed,
         ),
-        learner=learner,
+        learner=BatchLearner(config, learner),
         publisher=publisher,
         observer=recorder,
         guard=guard,

@@ -22,8 +22,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_opd.checkpoint.model_spec import Rope
 from megatron_opd.learner.context_parallel import packed_order, share_of, whole_sequence
+from megatron_opd.models.spec import Rope
 
 # One padded call is faster than one call per segment until padding wastes this share of the work.
 MAX_PADDING_WASTE = 2.0

@@ -36,7 +36,7 @@ from megatron_opd.transport.messages import (
 from sglang_bridge.errors import one_line
 
 if TYPE_CHECKING:
-    from megatron_opd.learner.setup import World
+    from megatron_opd.learner.world import World
 
 POLL_S = 0.5
 SAY_EVERY_S = 30.0

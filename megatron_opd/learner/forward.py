@@ -14,9 +14,9 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.learner.layout import Rows
 from megatron_opd.learner.micro_batch import DistilMicro, SftMicro
-from megatron_opd.learner.setup import World
 from megatron_opd.learner.student_logp import StudentLogp
 from megatron_opd.learner.totals import Totals
+from megatron_opd.learner.world import World
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import evaluate
 from megatron_opd.losses.ratios import ratio_histogram

@@ -20,10 +20,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from megatron_opd.batching.rank_batch import RankBatch
 from megatron_opd.checkpoint.convert import load_weights, source_of
 from megatron_opd.checkpoint.export import export_hf
-from megatron_opd.checkpoint.gather import FullTensors
-from megatron_opd.checkpoint.model_spec import read_model_spec
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.balancing import Balancing
@@ -39,13 +38,14 @@ from megatron_opd.learner.optimizer import (
 )
 from megatron_opd.learner.passes import Passes
 from megatron_opd.learner.routing import Routing
-from megatron_opd.learner.setup import World, init_world
 from megatron_opd.learner.student_logp import make_student_logp
 from megatron_opd.learner.totals import Mismatch, Totals
+from megatron_opd.learner.world import World, init_world
 from megatron_opd.losses.reduction import count_of
+from megatron_opd.models.gather import FullTensors
+from megatron_opd.models.spec import read_model_spec
 from megatron_opd.planning.flops import PEAK_BF16_TFLOPS, Work, mfu, train_flops
 from megatron_opd.transport.messages import LearnerInfo, UpdateMetrics
-from megatron_opd.transport.rank_batch import RankBatch
 
 
 class NotFinite(RuntimeError):

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megatron_opd.batching.rank_batch import RankBatch
 from megatron_opd.learner.layout import PackLayout, Rows
 from megatron_opd.learner.routing import Routing
 from megatron_opd.losses.cache import Cache
-from megatron_opd.transport.rank_batch import RankBatch
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class DistilMicro:
     """The draw cache of a micro-batch. Axis B: its responses.
 
     row_N: index into T. path_T: index into N. sample_T: index into B. fresh_T: sampled by the
-    current version. advantage_B, group_log_q_B, defensive_B: losses.groups.GroupColumns.
+    current version. advantage_B, group_log_q_B, defensive_B: batching.advantages.GroupColumns.
     prox_logp_N, m2_limits: see losses.cache.Cache; filled in by learner/passes.py.
     """
 

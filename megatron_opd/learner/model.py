@@ -20,7 +20,6 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_opd.checkpoint.model_spec import ModelSpec
 from megatron_opd.config.kernels import Kernels
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.attention import (
@@ -31,7 +30,8 @@ from megatron_opd.learner.attention import (
 )
 from megatron_opd.learner.lm_head import hide_padded_ids
 from megatron_opd.learner.overrides import build, check_overrides
-from megatron_opd.learner.setup import World
+from megatron_opd.learner.world import World
+from megatron_opd.models.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

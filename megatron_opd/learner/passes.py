@@ -21,9 +21,9 @@ from megatron.core.tensor_parallel.random import (
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.learner.forward import collect_caches, mismatch_totals, wants_prox
 from megatron_opd.learner.micro_batch import DistilMicro
-from megatron_opd.learner.setup import World
 from megatron_opd.learner.student_logp import StudentLogp
 from megatron_opd.learner.totals import Mismatch
+from megatron_opd.learner.world import World
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import View, m2_limit_of, m2_view
 

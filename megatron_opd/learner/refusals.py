@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from megatron_opd.checkpoint.model_spec import ModelSpec
 from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.model import DTYPES, ddp_config, transformer_config
 from megatron_opd.learner.optimizer import optimizer_config
 from megatron_opd.learner.routing import check_replay
+from megatron_opd.models.spec import ModelSpec
 
 
 def check_overrides_of(spec: ModelSpec, config: LearnerConfig) -> None:

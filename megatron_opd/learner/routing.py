@@ -28,9 +28,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_opd.checkpoint.model_spec import ModelSpec
 from megatron_opd.config.learner import RoutingReplay
-from megatron_opd.learner.setup import World
+from megatron_opd.learner.world import World
+from megatron_opd.models.spec import ModelSpec
 from megatron_opd.types import ExpertArray
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]

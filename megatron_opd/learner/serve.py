@@ -8,20 +8,17 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_opd.checkpoint.model_spec import read_model_spec
+from megatron_opd.batching.checks import check_batch
 from megatron_opd.checkpoint.run_lock import Claim
-from megatron_opd.checkpoint.state import LearnerState
 from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import Channel, ControllerLost, NotWelcome
 from megatron_opd.learner.determinism import deterministic
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.model import DTYPES
-from megatron_opd.transport.batch_checks import (
-    MIN_FRAME_BYTES,
-    check_batch,
-    largest_frame_bytes,
-)
+from megatron_opd.learner.state.state import LearnerState
+from megatron_opd.models.spec import read_model_spec
+from megatron_opd.transport.frames import MIN_FRAME_BYTES, from_frames, largest_frame_bytes
 from megatron_opd.transport.messages import (
     ConnectWeights,
     DigestPieces,
@@ -40,7 +37,6 @@ from megatron_opd.transport.messages import (
     Stop,
     Train,
 )
-from megatron_opd.transport.rank_batch import from_frames
 from megatron_opd.transport.token import given_token, learners_token
 from megatron_opd.weight_sync.sender import WeightSender
 

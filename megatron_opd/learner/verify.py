@@ -15,12 +15,12 @@ import torch
 
 from megatron_opd.checkpoint.convert import load_weights
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
-from megatron_opd.checkpoint.model_spec import ModelSpec, read_model_spec
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.attention import Packing
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.model import build_model
-from megatron_opd.learner.setup import init_world
+from megatron_opd.learner.world import init_world
+from megatron_opd.models.spec import ModelSpec, read_model_spec
 
 NUM_TOKENS = 64
 

@@ -1,47 +1,154 @@
-"""`python -m megatron_opd.learner.world ARGUMENTS`: a torchrun that ends with its parent.
+"""The torchrun world: process groups, seeds, threads.
 
-Ranks end with torchrun, torchrun with the process that started it (transport/lifetime.py): a run
-that is killed with SIGKILL leaves no learner behind. Its store listens on --master-addr alone, and
-it leaves no directory behind when it ends or is told to.
+Ranks = tp * cp * pp * dp, see config/learner.py.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-import tempfile
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
-from megatron_opd.transport.lifetime import PARENT_VARIABLE, die_with_parent
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+
+from megatron_opd.config.kernels import Kernels, choose_kernels
+from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.learner.layout import PackLayout
+from megatron_opd.transport.store import bound_store
 
 
-def torchrun(arguments: list[str]) -> None:
-    """Run torchrun with its own arguments, on one machine."""
-    # seconds of imports
-    from torch.distributed.elastic.rendezvous import (
-        RendezvousHandler,
-        RendezvousParameters,
-        static_tcp_rendezvous,
+@dataclass(frozen=True)
+class World:
+    """This rank's place.
+
+    data_rank: which samples it sees, of parallel.dp. model_group: gloo group of the tp * cp * pp
+    ranks that see the same samples; head: the first of them, which talks to the controller.
+    kernels: what this machine's layers are made of.
+    """
+
+    rank: int
+    size: int
+    parallel: ParallelConfig
+    device: torch.device
+    kernels: Kernels
+    data_rank: int
+    head: int
+    is_head: bool
+    model_group: dist.ProcessGroup
+    tp_rank: int
+    pp_rank: int
+    cp_rank: int
+    ep_rank: int
+    expert_tp_rank: int
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this rank computes log-probs."""
+        return self.pp_rank == self.parallel.pp - 1
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's sums are added up: of those that compute the same loss, one's are."""
+        return self.last_stage and self.tp_rank == 0 and self.cp_rank == 0
+
+    def pack_layout(self, fixed_tokens: int | None) -> PackLayout:
+        """How this rank packs its micro-batches."""
+        return PackLayout(
+            self.device,
+            tp=self.parallel.tp,
+            cp=self.parallel.cp,
+            cp_rank=self.cp_rank,
+            engine=self.kernels.engine,
+            fixed_tokens=fixed_tokens,
+        )
+
+
+def init_world(parallel: ParallelConfig, seed: int, threads: int | None, timeout_s: float) -> World:
+    """Join the world that torchrun describes in the environment.
+
+    timeout_s: longest a collective may wait. ValueError: WORLD_SIZE is not tp * cp * pp * dp.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size != parallel.world_size:
+        raise ValueError(
+            "learner.parallel: tp * cp * pp * dp must equal the learner's world size (torchrun's "
+            f"WORLD_SIZE), got {parallel.tp} * {parallel.cp} * {parallel.pp} * {parallel.dp} = "
+            f"{parallel.world_size} and {size}"
+        )
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if "RANK" not in os.environ:  # started without torchrun: a world of one
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        store: Any = HashStore()
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = None  # torchrun's own, see torchrun.py
+    else:
+        store = _store_of_rank_0(size, timedelta(seconds=timeout_s))
+    cuda = torch.cuda.is_available()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        timeout=timedelta(seconds=timeout_s),
+        store=store,
+        rank=int(os.environ["RANK"]),
+        world_size=size,
     )
-    from torch.distributed.run import main
-
-    from megatron_opd.transport.store import bound_store
-
-    create = static_tcp_rendezvous.create_rdzv_handler
-
-    def create_bound(parameters: RendezvousParameters) -> RendezvousHandler:
-        made: Any = create(parameters)
-        address = made.master_addr, made.master_port
-        made._store = bound_store(*address, made.world_size, made.timeout, wait=False)
-        return made
-
-    static_tcp_rendezvous.create_rdzv_handler = create_bound
-    # left to itself torchrun makes a directory for logs that it does not write, and keeps it
-    with tempfile.TemporaryDirectory(prefix="opd-torchrun-") as unused_logs:
-        main(["--log-dir", unused_logs, *arguments])
+    ps.initialize_model_parallel(
+        parallel.tp,
+        parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.expert_tp,
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return _place(parallel, device)
 
 
-if __name__ == "__main__":
-    die_with_parent()
-    os.environ[PARENT_VARIABLE] = str(os.getpid())  # the ranks'
-    torchrun(sys.argv[1:])
+def _store_of_rank_0(size: int, timeout: timedelta) -> Store:
+    """Rank 0 listens on MASTER_ADDR alone; env:// would listen on every interface."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ["RANK"] == "0":
+        return bound_store(host, port, size, timeout)
+    return TCPStore(host, port, size, is_master=False, timeout=timeout)
+
+
+def _place(parallel: ParallelConfig, device: torch.device) -> World:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    data_rank = ps.get_data_parallel_rank()
+    data_ranks = torch.zeros(size, dtype=torch.int64, device=device)
+    data_ranks[rank] = data_rank
+    dist.all_reduce(data_ranks)
+    copies: dict[int, list[int]] = {}
+    for member, index in enumerate(data_ranks.tolist()):
+        copies.setdefault(index, []).append(member)
+    # Ranks wait here for the controller's next command, for as long as a run may take.
+    groups: dict[int, Any] = {
+        index: dist.new_group(members, backend="gloo", timeout=timedelta(days=30))
+        for index, members in sorted(copies.items())
+    }
+    head = copies[data_rank][0]
+    return World(
+        rank=rank,
+        size=size,
+        parallel=parallel,
+        device=device,
+        kernels=choose_kernels(device.type == "cuda"),
+        data_rank=data_rank,
+        head=head,
+        is_head=rank == head,
+        model_group=groups[data_rank],
+        tp_rank=ps.get_tensor_model_parallel_rank(),
+        pp_rank=ps.get_pipeline_model_parallel_rank(),
+        cp_rank=ps.get_context_parallel_rank(),
+        ep_rank=ps.get_expert_model_parallel_rank(),
+        expert_tp_rank=ps.get_expert_tensor_parallel_rank() or 0,
+    )

@@ -31,7 +31,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BlockPlan:
     """Every block of T x v, and which pairs each holds: pairs sorted by block, cut at `bounds`.
 
     num_ids: ids of this rank; fewer than v where the vocabulary is padded to its ranks.
@@ -54,7 +54,7 @@ class Plan:
         id_N: torch.Tensor,
         group: dist.ProcessGroup | None,
         vocab_size: int | None = None,
-    ) -> Plan:
+    ) -> BlockPlan:
         """Of the pairs whose ids this rank holds. shape: T, v. vocab_size: None for v a rank.
 
         IndexError for a pair outside the whole [T, V].
@@ -76,7 +76,7 @@ class Plan:
         block_P, order_P = block_P.sort(stable=True)
         edges = torch.arange(across * -(-num_ids // block_ids) + 1, device=block_P.device)
         bounds = tuple(torch.searchsorted(block_P, edges).tolist())
-        return Plan(
+        return BlockPlan(
             num_rows,
             num_ids,
             block_rows,
@@ -115,7 +115,7 @@ class Products:
     (CUDA), else widened a block at a time.
     """
 
-    def __init__(self, like: torch.Tensor, plan: Plan) -> None:
+    def __init__(self, like: torch.Tensor, plan: BlockPlan) -> None:
         self.wide = wide_dtype(like.dtype)
         self.native_half = like.is_cuda and like.dtype != self.wide
         size = min(plan.block_rows, plan.num_rows) * min(plan.block_ids, plan.num_ids)

@@ -33,8 +33,9 @@ class Cache:
     student_logp_N: of the student now, differentiable. sampler_logp_N, teacher_logp_N, weight_N: as
     in types.Draws and types.Sample. prox_logp_N: the learner's at the batch's start. row_N: the
     token of each pair. path_T: index into N of the sampled token. sample_T: the response of each
-    token, in [0, B). advantage_B, group_log_q_B, defensive_B: see losses/groups.py. m2_limits: per
-    term of the objective, (log r)^2 from which M2PO masks; None computes it from this cache alone.
+    token, in [0, B). advantage_B, group_log_q_B, defensive_B: see batching/advantages.py.
+    m2_limits: per term of the objective, (log r)^2 from which M2PO masks; None computes it from
+    this cache alone.
     """
 
     student_logp_N: torch.Tensor

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_opd.losses.blocks import Block, Plan, Products, default_block
+from megatron_opd.losses.blocks import Block, BlockPlan, Products, default_block
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LogProbs:
 def _sums(
     hidden_TH: torch.Tensor,
     weight_vH: torch.Tensor,
-    plan: Plan,
+    plan: BlockPlan,
     temperature: float,
     num_pairs: int,
     group: dist.ProcessGroup | None,
@@ -107,7 +107,7 @@ class _LeanLogp(torch.autograd.Function):
         vocab_size: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         shape = len(hidden_TH), len(weight_vH)
-        plan = Plan.of(shape, block, row_N, id_N, group, vocab_size)
+        plan = BlockPlan.of(shape, block, row_N, id_N, group, vocab_size)
         max_T, sum_T, moment_T, chosen_N = _sums(
             hidden_TH, weight_vH, plan, temperature, len(id_N), group
         )
@@ -182,7 +182,7 @@ class _RowGradients:
 def _accumulate(
     hidden_TH: torch.Tensor,
     weight_vH: torch.Tensor,
-    plan: Plan,
+    plan: BlockPlan,
     temperature: float,
     rows: _RowGradients,
     grad_TH: torch.Tensor | None,

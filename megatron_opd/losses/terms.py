@@ -120,7 +120,7 @@ def divergence(config: DivergenceObjective, est: Estimator, cache: Cache, limit:
 def token_reward(config: RewardObjective, est: Estimator, cache: Cache, limit: Limit) -> TermLoss:
     """-kappa_t trust(r_t, A) on the sampled tokens: REINFORCE, PPO, GRPO (GEPO Eq. 6).
 
-    A: of the response (losses/groups.py).
+    A: of the response (batching/advantages.py).
     """
     actions = cache.path()
     advantage_T = _advantage(cache)[cache.sample_T]

@@ -27,8 +27,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_opd.checkpoint.model_spec import ModelSpec
 from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.models.spec import ModelSpec
 
 Kernels = Literal["transformer_engine", "local"]
 BYTES = {"float32": 4, "bfloat16": 2}

@@ -21,8 +21,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from megatron_opd.checkpoint.model_spec import ModelSpec
-from megatron_opd.checkpoint.tensors import layer_rows, row_shapes
+from megatron_opd.models.spec import ModelSpec
+from megatron_opd.models.tensors import layer_rows, row_shapes
 
 # Dense bfloat16 TFLOP/s by the name that torch.cuda.get_device_name gives: NVIDIA's data sheets,
 # which for Hopper state twice as much "with sparsity".

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_opd.checkpoint.model_spec import ModelSpec
 from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.models.spec import ModelSpec
 
 Axes = Sequence[tuple[str, int]]
 

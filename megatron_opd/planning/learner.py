@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from megatron_opd.checkpoint.model_spec import ModelSpec
 from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.models.spec import ModelSpec
 from megatron_opd.planning.activations import (
     BYTES,
     Kernels,

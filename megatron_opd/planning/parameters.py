@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from megatron_opd.checkpoint.model_spec import ModelSpec
-from megatron_opd.checkpoint.tensors import layer_rows, row_shapes
 from megatron_opd.config.learner import ParallelConfig
-from megatron_opd.weight_sync.names import Row
+from megatron_opd.models.families import Row
+from megatron_opd.models.spec import ModelSpec
+from megatron_opd.models.tensors import layer_rows, row_shapes
 
 
 @dataclass(frozen=True, slots=True)

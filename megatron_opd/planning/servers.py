@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from megatron_opd.checkpoint.model_spec import ModelSpec
-from megatron_opd.checkpoint.tensors import layer_rows, row_shapes
 from megatron_opd.config.schema import ServerConfig
+from megatron_opd.models.spec import ModelSpec
+from megatron_opd.models.tensors import layer_rows, row_shapes
 from megatron_opd.planning.activations import BYTES
 from megatron_opd.planning.learner import GIB
 

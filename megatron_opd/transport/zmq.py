@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import zmq
 import zmq.asyncio
 
+from megatron_opd.batching.rank_batch import RankBatch
 from megatron_opd.checkpoint.run_lock import Claim
 from megatron_opd.config.schema import Config
-from megatron_opd.data.packing import learner_plan
-from megatron_opd.losses.groups import group_columns
+from megatron_opd.transport.frames import to_frames
 from megatron_opd.transport.gate import Gate, Refusals, guard_socket
 from megatron_opd.transport.messages import (
     MAX_REPLY_BYTES,
@@ -49,9 +49,7 @@ from megatron_opd.transport.messages import (
     decode_reply,
     encode,
 )
-from megatron_opd.transport.rank_batch import rank_batch, to_frames
 from megatron_opd.transport.roster import Breach, Expected, Roster
-from megatron_opd.types import Batch
 from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import BucketSpec, WeightPiece
 
@@ -90,7 +88,6 @@ class RemoteLearner:
 
     def __init__(self, config: Config, admission: Admission) -> None:
         self._config, self._publication_s = config.learner, config.weight_sync.timeout_s
-        self._estimator, self._group_size = config.estimator, config.rollout.group_size
         self._welcome = _welcome(config, admission.claim)
         parallel = self._config.parallel
         self._roster = Roster(
@@ -150,25 +147,16 @@ class RemoteLearner:
             await self._changed.wait()
         return self._failure
 
-    async def train(self, batch: Batch, timeout_s: float | None = None) -> UpdateMetrics:
-        """One update. ValueError: the batch cannot be shared out, or a sample is malformed.
-
-        What depends on groups is computed here: a group's members may go to different ranks.
-        """
-        config = self._config
-        ranks = config.parallel.dp
-        plan = learner_plan([sample.rollout.num_tokens for sample in batch.samples], config)
-        groups = group_columns(self._estimator, batch.samples, self._group_size)
+    async def train(
+        self, shares: Sequence[RankBatch], timeout_s: float | None = None
+    ) -> UpdateMetrics:
+        """Make one update. shares: one for each data-parallel rank, in order."""
+        assert len(shares) == self._config.parallel.dp
         call = self._roster.next_call()
         messages: dict[int, list[Any]] = {}
-        for rank in range(ranks):
-            held = sorted(i for mini in plan for micro in mini[rank] for i in micro)
-            local = {index: position for position, index in enumerate(held)}
-            share = [[[local[i] for i in micro] for micro in mini[rank]] for mini in plan]
-            samples = [batch.samples[i] for i in held]
-            rows = rank_batch(batch.update, batch.version, samples, share, groups.rows(held))
-            header = Train(call, batch.update, batch.version, share)
-            messages[rank] = [encode(header), *to_frames(rows)]
+        for rank, share in enumerate(shares):
+            header = Train(call, share.update, share.version, share.plan)
+            messages[rank] = [encode(header), *to_frames(share)]
         return await self._exchange(call, messages, UpdateMetrics, timeout_s, "train")
 
     async def manifest(self) -> list[BucketSpec]:

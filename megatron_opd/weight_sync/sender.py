@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
-from megatron_opd.checkpoint.gather import FullTensors
+from megatron_opd.models.gather import FullTensors
 from megatron_opd.transport.store import bound_store
 from megatron_opd.weight_sync.rounding import Format, rounded
 from sglang_bridge.digest import digest

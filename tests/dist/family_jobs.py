@@ -20,15 +20,16 @@ from safetensors.torch import load_file, save_file
 from megatron_opd.checkpoint import to_megatron
 from megatron_opd.checkpoint.convert import load_weights, source_of
 from megatron_opd.checkpoint.crew import Crew
-from megatron_opd.checkpoint.gather import FullTensors, all_gather_json
+from megatron_opd.models.gather import FullTensors
+from megatron_opd.models.ranks import all_gather_json
 from megatron_opd.checkpoint.megatron_names import CONTENT
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
-from megatron_opd.checkpoint.model_spec import ModelSpec, read_model_spec
+from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.config.learner import LearnerConfig, ParallelConfig
 from megatron_opd.learner.attention import Packing
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.model import build_model
-from megatron_opd.learner.setup import World, init_world
+from megatron_opd.learner.world import World, init_world
 
 LENGTHS = (97, 13, 18)  # the first is longer than the Llama model's original context
 

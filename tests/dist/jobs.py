@@ -17,13 +17,13 @@ from torch.distributed import distributed_c10d
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.schema import Config, SftConfig
-from megatron_opd.data.packing import learner_plan
+from megatron_opd.batching.shares import shares
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.serve import serve
 from megatron_opd.learner.sft import run_sft
-from megatron_opd.losses.groups import group_columns
+from megatron_opd.batching.advantages import group_columns
 from megatron_opd.losses.vocab_parallel import gather_logp
-from megatron_opd.transport.rank_batch import rank_batch
+from megatron_opd.batching.rank_batch import rank_batch
 from megatron_opd.transport.token import TOKEN_VARIABLE
 from megatron_opd.types import Batch
 from sglang_bridge.protocol import BucketSpec
@@ -37,14 +37,7 @@ def make_learner(model: Path, config: dict[str, Any], updates: int = 4) -> Megat
 
 def share(batch: Batch, learner: MegatronLearner, estimator: Estimator, group_size: int = 1) -> Any:
     """This rank's RankBatch."""
-    config, world = learner.config, learner.world
-    plan = learner_plan([sample.rollout.num_tokens for sample in batch.samples], config)
-    mine = [mini[world.data_rank] for mini in plan]
-    held = sorted(i for mini in mine for micro in mini for i in micro)
-    local = {index: position for position, index in enumerate(held)}
-    own = [[[local[i] for i in micro] for micro in mini] for mini in mine]
-    groups = group_columns(estimator, batch.samples, group_size).rows(held)
-    return rank_batch(batch.update, batch.version, [batch.samples[i] for i in held], own, groups)
+    return shares(batch, learner.config, estimator, group_size)[learner.world.data_rank]
 
 
 def bitwise_equal(learner: MegatronLearner, model: Path) -> None:

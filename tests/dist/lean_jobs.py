@@ -18,14 +18,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from megatron_opd.checkpoint.convert import load_weights, source_of
-from megatron_opd.checkpoint.model_spec import read_model_spec
+from megatron_opd.models.spec import read_model_spec
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner import model as learner_model
 from megatron_opd.learner.attention import Packing
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.lm_head import LeanHead, head_weight, install_lean_head
 from megatron_opd.learner.model import build_model
-from megatron_opd.learner.setup import init_world
+from megatron_opd.learner.world import init_world
 from megatron_opd.losses.lean import lean_logp
 from megatron_opd.losses.vocab_parallel import gather_logp
 

@@ -16,8 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_opd.batching.shares import shares
 from megatron_opd.checkpoint.run_lock import LOCK, RunLock
 from megatron_opd.config.digests import learner_digests
+from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import EXIT_LOST
@@ -121,7 +123,7 @@ def test_train_publish_and_export(parallel, model, batch, tmp_path):
         info = await remote.wait_ready(START_S)
         source = load_file(model / "model.safetensors")
         assert info.parameters == sum(tensor.numel() for tensor in source.values())
-        figures = await remote.train(batch)
+        figures = await remote.train(shares(batch, config.learner, Estimator(), 1))
         assert figures.loss == pytest.approx(exact.loss, rel=1e-5)
         buckets = await remote.manifest()
         assert len(buckets) > 2
@@ -140,8 +142,9 @@ def test_train_publish_and_export(parallel, model, batch, tmp_path):
             assert all(torch.equal(received[name], export[name]) for name in export)
         await check_digests(remote, export)
 
+    config = make_config(model, **parallel)
     exact = oracle_update(model, batch, lr=1e-3, eps=1e-3, clip=1.0)
-    assert with_learner(make_config(model, **parallel), tmp_path, body, 2) == [0, 0]
+    assert with_learner(config, tmp_path, body, 2) == [0, 0]
 
 
 async def check_digests(remote: RemoteLearner, export: dict[str, torch.Tensor]) -> None:
@@ -211,9 +214,11 @@ def test_a_rank_that_raises_ends_the_call_with_its_reason(damage, model, batch, 
     async def body(remote: RemoteLearner) -> None:
         await remote.wait_ready(START_S)
         with pytest.raises(LearnerError, match=reason):
-            await remote.train(replace(batch, samples=tuple(broken)))
+            broken_batch = replace(batch, samples=tuple(broken))
+            await remote.train(shares(broken_batch, config.learner, Estimator(), 1))
 
-    codes = with_learner(make_config(model, dp=2), tmp_path, body, 2)
+    config = make_config(model, dp=2)
+    codes = with_learner(config, tmp_path, body, 2)
     # the other one fails too, or finds the controller gone, or still waits for this one
     assert 1 in codes
     assert set(codes) <= {1, EXIT_LOST, None}

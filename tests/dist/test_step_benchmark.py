@@ -12,7 +12,7 @@ from benchmarks import step
 from benchmarks.__main__ import main
 from benchmarks.step_rank import run_case
 from benchmarks.synthetic import Shape, sample
-from megatron_opd.transport.rank_batch import check_sample
+from megatron_opd.batching.rank_batch import check_sample
 from tests.dist.worlds import run_world
 
 pytestmark = pytest.mark.dist

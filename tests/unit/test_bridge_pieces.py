@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_opd.weight_sync.names import FAMILIES, Family, Key, hf_names
+from megatron_opd.models.families import FAMILIES, Family, Key, hf_names
 from sglang_bridge.server import pieces
 
 OWNER = {

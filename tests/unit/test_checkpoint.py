@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_opd.checkpoint.convert import FreshSource, source_of
 from megatron_opd.checkpoint.export import export_hf
 from megatron_opd.checkpoint.hf_reader import SafetensorsSource
-from megatron_opd.checkpoint.model_spec import Rope, read_model_spec
 from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.models.spec import Rope, read_model_spec
 from tests.models import tiny_qwen3, tiny_qwen3_moe
 
 

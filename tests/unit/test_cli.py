@@ -249,7 +249,7 @@ def test_serve_needs_a_fixed_port(tmp_path: Path, config: dict, capsys: pytest.C
 
 def test_no_learner_outlives_a_killed_run(tmp_path: Path):
     # `opd run` in miniature: it starts a learner world, whose rank here only sleeps
-    world = [sys.executable, "-m", "megatron_opd.learner.world", "--nproc-per-node=1"]
+    world = [sys.executable, "-m", "megatron_opd.learner.torchrun", "--nproc-per-node=1"]
     world += ["--master-port=0", "--no-python", "sleep", "600"]
     program = f"import subprocess; subprocess.run({world!r}, start_new_session=True)"
     with (tmp_path / "log").open("wb") as log:
@@ -285,7 +285,7 @@ def test_a_controllers_address_is_whole(address: str, capsys: pytest.CaptureFixt
     assert f"must be tcp://HOST:PORT, got {address!r}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["megatron_opd.learner.world", "megatron_opd.learner"])
+@pytest.mark.parametrize("module", ["megatron_opd.learner.torchrun", "megatron_opd.learner"])
 def test_a_learner_whose_run_ended_before_it_could_ask_does_not_start(module: str):
     environment = os.environ | {PARENT_VARIABLE: str(os.getppid())}  # not who starts it here
     command = [sys.executable, "-m", module]

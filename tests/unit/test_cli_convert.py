@@ -138,7 +138,7 @@ def test_the_learner_starts_from_a_megatron_checkpoint(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     from megatron_opd.checkpoint.convert import source_of
-    from megatron_opd.checkpoint.model_spec import read_model_spec
+    from megatron_opd.models.spec import read_model_spec
 
     called(capsys, "hf-to-megatron", llama, tmp_path / "m")
     source = source_of(tmp_path / "m", read_model_spec(tmp_path / "m"), None)

@@ -21,10 +21,10 @@ from megatron_opd.checkpoint.conversion import Report
 from megatron_opd.checkpoint.crew import Crew
 from megatron_opd.checkpoint.hf_files import INDEX, SINGLE, file_tensors
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
-from megatron_opd.checkpoint.model_spec import read_model_spec
 from megatron_opd.checkpoint.to_hf import megatron_to_hf
 from megatron_opd.checkpoint.to_megatron import hf_to_megatron
 from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.models.spec import read_model_spec
 from megatron_opd.planning.layout import stage_layers
 from tests.models import tiny_llama, tiny_mixtral, tiny_qwen2
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from megatron_opd.checkpoint.model_spec import read_model_spec
+from megatron_opd.models.spec import read_model_spec
 from megatron_opd.planning.flops import Work, forward_flops, mfu, train_flops
 from tests.figures import bounded, relative
 from tests.models import tiny_llama, tiny_mixtral, tiny_qwen3, tiny_qwen3_moe

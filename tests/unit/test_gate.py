@@ -15,7 +15,7 @@ import zmq.asyncio
 from megatron_opd.transport import gate
 from megatron_opd.transport import messages as m
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
-from tests.unit.test_transport import FIGURES, done, make_batch
+from tests.unit.test_transport import FIGURES, done, make_shares
 from tests.wire import TOKEN, Rank, channel, config, connect, drive, hello
 
 
@@ -51,7 +51,7 @@ def test_a_stranger_is_neither_heard_nor_answered(what: str, token: str | None):
             stranger = connect(context, remote.address, token)
             await stranger.send(FORGED[what])
             assert await refused(remote) >= 1
-            assert await remote.train(make_batch()) == FIGURES
+            assert await remote.train(make_shares()) == FIGURES
             assert await stranger.poll(100) == 0
             stranger.close()
 
@@ -79,7 +79,7 @@ def test_a_second_learner_with_the_token_is_told_that_the_rank_is_taken():
             await second.send(m.encode(m.Done(1, FIGURES)))
             await refused(remote, 2)
             second.close()
-        assert await remote.train(make_batch()) == FIGURES
+        assert await remote.train(make_shares()) == FIGURES
 
     drive(body, [done])
 
@@ -103,7 +103,7 @@ def test_what_a_rank_must_not_say_ends_the_run_and_names_it(frames: list[bytes],
             await remote.wait_ready(5)
             await rank.socket.send_multipart(frames)
             with pytest.raises(LearnerError, match=words):
-                await remote.train(make_batch())
+                await remote.train(make_shares())
         finally:
             task.cancel()
             remote.close()
@@ -116,7 +116,7 @@ def test_a_frame_above_the_limit_is_not_buffered_whole():
     async def body(remote: RemoteLearner) -> None:
         await remote.wait_ready(5)
         with pytest.raises(LearnerError, match="rank 0 is gone"):
-            await remote.train(make_batch())
+            await remote.train(make_shares())
 
     drive(body, [lambda request: m.Failed(0, "x" * (m.MAX_REPLY_BYTES + 1))])
 

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_opd.config.estimator import Estimator
-from megatron_opd.losses.groups import (
+from megatron_opd.batching.advantages import (
     ADVANTAGES,
     STD_EPS,
     defensive_share,
@@ -19,6 +18,7 @@ from megatron_opd.losses.groups import (
     group_columns,
     log_group_expectation,
 )
+from megatron_opd.config.estimator import Estimator
 from megatron_opd.types import Draws, Sample, VersionSpan
 from tests.fakes import make_prompt, make_rollout
 from tests.figures import bounded

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_opd.weight_sync.names import (
+from megatron_opd.models.families import (
     QWEN3,
     QWEN3_MOE,
     InMemory,

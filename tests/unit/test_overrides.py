@@ -8,12 +8,12 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_opd.checkpoint.model_spec import read_model_spec
 from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.model import _architecture, transformer_config
 from megatron_opd.learner.overrides import _OWNERS, check_overrides
 from megatron_opd.learner.refusals import check_overrides_of
+from megatron_opd.models.spec import read_model_spec
 from tests.models import tiny_qwen3_moe
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_opd.batching.plan import learner_plan, plan_batch
 from megatron_opd.config.learner import LearnerConfig
-from megatron_opd.data.packing import learner_plan, plan_batch
 
 
 @st.composite

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator
 
-from megatron_opd.checkpoint.model_spec import ModelSpec, read_model_spec
 from megatron_opd.config.learner import LearnerConfig, ParallelConfig
 from megatron_opd.config.schema import ServerConfig
+from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.planning import learner, servers
 from megatron_opd.planning.activations import Shapes, head_bytes, layer_bytes
 from megatron_opd.planning.layout import expert_data_parallel, rank_groups, stage_layers

@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_opd.checkpoint.megatron_reader import DESCRIPTION, MegatronSource
-from megatron_opd.checkpoint.model_spec import read_model_spec
 from megatron_opd.checkpoint.restricted_metadata import (
     METADATA,
     Refused,
@@ -39,6 +38,7 @@ from megatron_opd.checkpoint.restricted_metadata import (
     tensors_only,
     unpickle,
 )
+from megatron_opd.models.spec import read_model_spec
 from tests.models import tiny_qwen3
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_opd.batching.advantages import columns_of, log_group_expectation
 from megatron_opd.losses.cache import Cache
-from megatron_opd.losses.groups import columns_of, log_group_expectation
 from megatron_opd.losses.objective import evaluate
 from tests.figures import bounded
 from tests.loss_cases import cache_of, draw_rows, estimator, problem, student_logp

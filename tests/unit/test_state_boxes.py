@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_opd.checkpoint.state_boxes import Box, boxes
+from megatron_opd.learner.state.boxes import Box, boxes
 
 
 @st.composite

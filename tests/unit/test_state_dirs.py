@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_opd.checkpoint.run_lock import Claim, RunLock
 from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs, verify
-from megatron_opd.checkpoint.state_facts import read_facts
 from megatron_opd.checkpoint.state_files import (
     check_size,
     read_sums,
@@ -19,13 +18,14 @@ from megatron_opd.checkpoint.state_files import (
     sums_name,
     write_sums,
 )
-from megatron_opd.checkpoint.state_write import explained, one_line
 from megatron_opd.cli.checkpoints import CONTROLLER, RUN, CheckpointFailed, Checkpoints
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.resume import Change, find_resumption, reopen_run_dir
 from megatron_opd.config.load import dump_config, load_config
 from megatron_opd.config.schema import CheckpointConfig, Config
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
+from megatron_opd.learner.state.facts import read_facts
+from megatron_opd.learner.state.write import explained, one_line
 
 
 class FakeLearner:

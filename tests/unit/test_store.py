@@ -43,7 +43,7 @@ def test_a_port_that_is_taken_is_an_error():
 def test_torchrun_s_store_listens_on_its_master_address_alone(tmp_path: Path):
     """And no directory is left. Before: `[('::', 23456, 'pt_elastic')]`, /tmp/torchelastic_*."""
     port = free_port()
-    world = [sys.executable, "-m", "megatron_opd.learner.world", "--nproc-per-node=1"]
+    world = [sys.executable, "-m", "megatron_opd.learner.torchrun", "--nproc-per-node=1"]
     world += ["--master-addr=127.0.0.1", f"--master-port={port}", "--no-python", "sleep", "600"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     started = subprocess.Popen(world, stderr=subprocess.DEVNULL, env=environment)

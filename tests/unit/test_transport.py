@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import zmq
 
+from megatron_opd.batching.rank_batch import RankBatch, rank_batch
+from megatron_opd.batching.shares import shares
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.learner import channel as channel_module
 from megatron_opd.learner.channel import ControllerLost, NotWelcome
 from megatron_opd.transport import messages as m
-from megatron_opd.transport.rank_batch import COLUMNS, RankBatch, from_frames, rank_batch, to_frames
+from megatron_opd.transport.frames import COLUMNS, from_frames, to_frames
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.types import Batch, Draws, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import BucketSpec, WeightPiece
@@ -50,6 +52,15 @@ def make_batch(count: int = 8) -> Batch:
     return Batch(3, 4, tuple(make_sample(uid, 2 + uid) for uid in range(count)))
 
 
+def make_shares(
+    batch: Batch | None = None, sections: dict[str, object] | None = None, **learner: object
+) -> list[RankBatch]:
+    """A batch as the learner of `tests.wire.config` with these settings gets it."""
+    tree = config(sections, **learner)
+    group_size = tree.rollout.group_size
+    return shares(batch or make_batch(), tree.learner, tree.estimator, group_size)
+
+
 def done(request: m.Request) -> m.Reply:
     results = {
         m.Train: FIGURES,
@@ -64,14 +75,15 @@ def silent(request: m.Request) -> None:
 
 
 def test_each_head_receives_exactly_its_own_samples():
-    batch = make_batch()
+    settings = {"mini_batches": 2, "tokens_per_microbatch": 30}
+    whole = make_shares(parallel={"dp": 2}, **settings)
 
     async def body(remote: RemoteLearner) -> None:
         info = await remote.wait_ready(5)
         assert info.vocab_size == 512
-        assert await remote.train(batch) == FIGURES
+        assert await remote.train(whole) == FIGURES
 
-    ranks = drive(body, [done, silent], mini_batches=2, tokens_per_microbatch=30)
+    ranks = drive(body, [done, silent], **settings)
     seen = []
     for rank in ranks:
         ((request, frames),) = rank.received
@@ -95,22 +107,11 @@ def test_a_group_split_over_ranks_keeps_the_advantages_of_the_whole():
         "data": {"train": "x", "task": "exact"},
         "buffer": {"batch_size": 2},
     }
-
-    async def body(remote: RemoteLearner) -> None:
-        await remote.wait_ready(5)
-        await remote.train(Batch(0, 0, tuple(samples)))
-
-    seen: dict[int, float] = {}
-    expectations: set[float] = set()
-    for rank in drive(body, [done, silent], gepo):
-        ((request, frames),) = rank.received
-        assert isinstance(request, m.Train)
-        share = from_frames(request.update, request.version, request.plan, frames)
-        assert share.reward_B.tolist() == [2 * share.advantage_B[0] > 0]
-        seen[int(share.ids[0]) // 100] = float(share.advantage_B[0])
-        expectations.add(float(share.group_log_q_B[0]))
-    assert seen == {0: 0.5, 1: -0.5}
-    assert len(expectations) == 1, "one denominator for the whole group"
+    split = make_shares(Batch(0, 0, tuple(samples)), gepo, parallel={"dp": 2})
+    assert [share.reward_B.tolist() for share in split] == [[1.0], [0.0]]
+    assert [share.advantage_B.tolist() for share in split] == [[0.5], [-0.5]]
+    first, second = (float(share.group_log_q_B[0]) for share in split)
+    assert first == second, "one denominator for the whole group"
 
 
 def test_every_call_gets_its_own_kind_of_answer():
@@ -146,7 +147,7 @@ def test_a_failing_rank_fails_the_call_and_every_later_one_with_its_reason():
     async def body(remote: RemoteLearner) -> None:
         await remote.wait_ready(5)
         with pytest.raises(LearnerError, match="rank 1: NotFinite: the loss is nan"):
-            await remote.train(make_batch())
+            await remote.train(make_shares(parallel={"dp": 2}))
         with pytest.raises(LearnerError, match="NotFinite"):
             await remote.manifest()
 
@@ -157,7 +158,7 @@ def test_silence_is_an_error_after_the_timeout():
     async def body(remote: RemoteLearner) -> None:
         await remote.wait_ready(5)
         with pytest.raises(LearnerError, match=r"train: no answer from the learner within 0.2 s"):
-            await remote.train(make_batch(), timeout_s=0.2)
+            await remote.train(make_shares(), timeout_s=0.2)
 
     drive(body, [silent])
 
@@ -169,7 +170,7 @@ def test_a_rank_that_is_gone_is_an_error_of_the_learner_while_nothing_is_asked()
         task = asyncio.create_task(rank.run())
         try:
             await remote.wait_ready(5)
-            await remote.train(make_batch())
+            await remote.train(make_shares())
             task.cancel()
             rank.context.destroy(linger=0)
             async with asyncio.timeout(5):
@@ -195,7 +196,7 @@ def test_a_late_answer_is_not_taken_for_the_next_one():
     async def body(remote: RemoteLearner) -> None:
         await remote.wait_ready(5)
         with pytest.raises(LearnerError):
-            await remote.train(make_batch(), timeout_s=0.1)
+            await remote.train(make_shares(), timeout_s=0.1)
         assert (await remote.manifest())[0].names == ("a", "b")
 
     drive(body, [answer])
@@ -205,7 +206,7 @@ def test_an_answer_of_the_wrong_kind_is_refused():
     async def body(remote: RemoteLearner) -> None:
         await remote.wait_ready(5)
         with pytest.raises(LearnerError, match="answered Manifest"):
-            await remote.train(make_batch())
+            await remote.train(make_shares())
 
     drive(body, [lambda request: m.Done(request.call, m.Manifest([]))])
 

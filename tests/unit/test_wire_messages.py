@@ -9,13 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_opd.batching.checks import check_batch
+from megatron_opd.batching.rank_batch import rank_batch
 from megatron_opd.transport import messages as m
-from megatron_opd.transport.batch_checks import (
+from megatron_opd.transport.frames import (
+    COLUMNS,
     MIN_FRAME_BYTES,
-    check_batch,
+    from_frames,
     largest_frame_bytes,
+    to_frames,
 )
-from megatron_opd.transport.rank_batch import COLUMNS, from_frames, rank_batch, to_frames
 from megatron_opd.transport.roster import Breach, Expected, Roster
 from tests.unit.test_transport import FIGURES, make_batch
 from tests.wire import config, hello

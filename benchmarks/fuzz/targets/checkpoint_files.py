@@ -14,12 +14,12 @@ from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import Maker, damaged_json
 from benchmarks.fuzz.places import scratch
 from megatron_opd.checkpoint.state_dirs import MANIFEST, verify
-from megatron_opd.checkpoint.state_facts import STATE, read_facts
 from megatron_opd.checkpoint.state_files import check_size, read_sums, sums_name
 from megatron_opd.cli.checkpoints import RUN
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.resume import _earlier_changes, _read_extras
 from megatron_opd.cli.run_dir import RunDir
+from megatron_opd.learner.state.facts import STATE, read_facts
 from megatron_opd.metrics.persist import dump_totals, restore_totals
 from megatron_opd.metrics.totals import RunTotals
 

@@ -11,10 +11,11 @@ import numpy as np
 
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree
-from megatron_opd.losses.groups import no_groups
+from megatron_opd.batching.advantages import no_groups
+from megatron_opd.batching.checks import check_batch
+from megatron_opd.batching.rank_batch import RankBatch
 from megatron_opd.transport import messages as m
-from megatron_opd.transport.batch_checks import check_batch
-from megatron_opd.transport.rank_batch import COLUMNS, RankBatch, from_frames, to_frames
+from megatron_opd.transport.frames import COLUMNS, from_frames, to_frames
 from sglang_bridge.protocol import WeightPiece
 
 VOCAB_SIZE, NUM_EXPERTS = 64, 8

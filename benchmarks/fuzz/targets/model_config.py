@@ -7,11 +7,11 @@ import json
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_json
 from benchmarks.fuzz.places import ROOT, scratch
-from megatron_opd.checkpoint.model_spec import ModelSpec
-from megatron_opd.checkpoint.tensors import expected_tensors
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.preflight import read_model
 from megatron_opd.config.learner import LearnerConfig, ParallelConfig
+from megatron_opd.models.spec import ModelSpec
+from megatron_opd.models.tensors import expected_tensors
 from megatron_opd.planning import learner as planning
 
 FILES = [*ROOT.glob("examples/*/models/*/config.json"), *ROOT.glob("examples/*/*/config.json")]

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_opd.checkpoint.state_boxes import boxes
+from megatron_opd.learner.state.boxes import boxes
 
 
 @dataclass(frozen=True)

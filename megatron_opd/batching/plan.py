@@ -13,10 +13,13 @@ from collections.abc import Sequence
 from megatron_opd.config.learner import LearnerConfig
 
 Micro = list[int]
-Plan = list[list[list[Micro]]]
+RankPlan = list[list[Micro]]
+"""One data-parallel rank's micro-batches, by mini-batch."""
+BatchPlan = list[list[list[Micro]]]
+"""Every rank's micro-batches, by mini-batch and rank."""
 
 
-def learner_plan(lengths: Sequence[int], config: LearnerConfig) -> Plan:
+def learner_plan(lengths: Sequence[int], config: LearnerConfig) -> BatchPlan:
     """The plan that a learner of this layout needs. lengths: see plan_batch.
 
     Context-parallel ranks share a micro-batch, and each sample fills 2 * cp equal chunks of it; an
@@ -39,7 +42,7 @@ def plan_batch(
     data_parallel: int,
     token_budget: int,
     least_micros: int = 1,
-) -> Plan:
+) -> BatchPlan:
     """plan[mini-batch][data-parallel rank][micro-batch] = ascending sample indices.
 
     lengths: tokens (prompt + response) of every sample, in admission order. token_budget: most

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from megatron_opd.checkpoint.model_spec import ModelSpec
-from megatron_opd.weight_sync.names import Key, Row, hf_names, locate, row_of
-
-if TYPE_CHECKING:
-    from megatron_opd.learner.setup import World
+from megatron_opd.models.families import Key, Row, hf_names, locate, row_of
+from megatron_opd.models.ranks import Placement
+from megatron_opd.models.spec import ModelSpec
 
 
 class TensorSource(Protocol):
@@ -44,7 +42,7 @@ class Shard:
 Chunks = torch.nn.Module | Sequence[torch.nn.Module]
 
 
-def local_shards(model: Chunks, spec: ModelSpec, world: World) -> dict[Key, Shard]:
+def local_shards(model: Chunks, spec: ModelSpec, world: Placement) -> dict[Key, Shard]:
     """Every parameter of this rank, by its key. model: its chunks, or the only one.
 
     KeyError: a parameter that the family's table lacks.
@@ -60,7 +58,7 @@ def local_shards(model: Chunks, spec: ModelSpec, world: World) -> dict[Key, Shar
     return shards
 
 
-def _shard(key: Key, parameter: torch.nn.Parameter, spec: ModelSpec, world: World) -> Shard:
+def _shard(key: Key, parameter: torch.nn.Parameter, spec: ModelSpec, world: Placement) -> Shard:
     row = row_of(spec.family, key)
     index, count = world.tp_rank, world.parallel.tp
     if row.dim is None:

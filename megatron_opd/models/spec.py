@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.config.wording import shown
-from megatron_opd.weight_sync.names import Family, family_of
+from megatron_opd.models.families import Family, family_of
 
 MAX_COUNT = 2**31 - 1
 # Each layer and each expert of it is listed by name.

@@ -7,7 +7,7 @@ Invariant: at the layout that saved it, the next updates of a learner that loade
 bitwise those of the one that went on; at another layout they differ by rounding only.
 
 The learning rate is a function of the update's index, so the schedule has no state but that.
-Files of ours hold no pickle; those of torch and Megatron are read as state_read.py says.
+Files of ours hold no pickle; those of torch and Megatron are read as read.py says.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_opd.checkpoint import state_files
 from megatron_opd.checkpoint.part_dir import write_synced
 from megatron_opd.checkpoint.run_lock import Claim
-from megatron_opd.checkpoint.state_facts import FORMAT, STATE, LearnerFacts, read_facts
-from megatron_opd.checkpoint.state_model import CONTENT, module_of, sharded_model, without_pickles
-from megatron_opd.checkpoint.state_optimizer import (
+from megatron_opd.learner.devices import cpu
+from megatron_opd.learner.state.facts import FORMAT, STATE, LearnerFacts, read_facts
+from megatron_opd.learner.state.model import CONTENT, module_of, sharded_model, without_pickles
+from megatron_opd.learner.state.optimizer import (
     Share,
     sharded,
     shares_of,
     step_count,
     take_over,
 )
-from megatron_opd.checkpoint.state_read import read_shards
-from megatron_opd.checkpoint.state_write import SaveFailed, ShardWriter, explained, one_line
-from megatron_opd.learner.devices import cpu
-from megatron_opd.learner.setup import World
+from megatron_opd.learner.state.read import read_shards
+from megatron_opd.learner.state.write import SaveFailed, ShardWriter, explained, one_line
+from megatron_opd.learner.world import World
 
 
 class LearnerState:

@@ -1,4 +1,4 @@
-"""What a learner's rank checks of a batch before it trains on it, and how large one may be.
+"""What a learner's rank checks of a batch before it trains on it.
 
 The controller has checked its servers' replies already; this keeps a damaged or forged message from
 being read as numbers. Teacher scores may be NaN: the loss becomes NaN then and the run stops.
@@ -11,25 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_opd.config.schema import Config
-from megatron_opd.transport.rank_batch import RankBatch
-
-MIN_FRAME_BYTES = 64 * 2**20
-"""Room for requests that are no batch: the slices to digest of a model of a million tensors."""
-WIDEST_ITEM = 8
-
-
-def largest_frame_bytes(config: Config, vocab_size: int, experts_per_input: int) -> int:
-    """The largest column that a batch of this configuration can have.
-
-    experts_per_input: layers with experts times experts a token.
-    """
-    support, rollout = config.estimator.support, config.rollout
-    ids = support.num_atoms(vocab_size) + support.num_draws + 1
-    responses = config.buffer.batch_size * rollout.max_new_tokens
-    inputs = responses + config.buffer.batch_size * config.data.max_prompt_tokens
-    items = max(responses * ids, inputs * max(1, experts_per_input))
-    return max(MIN_FRAME_BYTES, items * WIDEST_ITEM)
+from megatron_opd.batching.rank_batch import RankBatch
 
 
 def check_batch(batch: RankBatch, *, vocab_size: int, num_experts: int, sampled: bool) -> None:

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_opd.losses.groups import Float64, GroupColumns, no_groups
+from megatron_opd.batching.advantages import Float64, GroupColumns, no_groups
+from megatron_opd.batching.plan import RankPlan
 from megatron_opd.types import ExpertArray, FloatArray, IntArray, OffsetArray, Sample
-
-Plan = list[list[list[int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +25,13 @@ class RankBatch:
     plan[mini-batch][micro-batch] = sample indices. ids: prompt and response tokens, one sample
     after another; prompt_B, response_B: their lengths. count_T: cached ids per response token.
     path_T: index into N of the token that continued the path. version_T: weights that sampled it.
-    advantage_B, group_log_q_B, defensive_B, reward_B: see losses.groups.GroupColumns.
+    advantage_B, group_log_q_B, defensive_B, reward_B: see batching.advantages.GroupColumns.
     experts_XLk: types.Rollout.experts_XLk of all samples; None where they have none.
     """
 
     update: int
     version: int
-    plan: Plan
+    plan: RankPlan
     ids: IntArray
     prompt_B: OffsetArray
     response_B: OffsetArray
@@ -62,7 +61,7 @@ def rank_batch(
     update: int,
     version: int,
     samples: Sequence[Sample],
-    plan: Plan,
+    plan: RankPlan,
     groups: GroupColumns | None = None,
 ) -> RankBatch:
     """Columns of `samples`; `plan` indexes into them. ValueError: a sample's arrays disagree.
@@ -134,82 +133,6 @@ def check_sample(sample: Sample) -> None:
         raise ValueError(
             f"sample {uid}: experts_XLk must have length {inputs}, got {len(experts_XLk)}"
         )
-
-
-# Column -> dtype on the wire: the order of the raw frames.
-COLUMNS: dict[str, np.dtype[Any]] = {
-    "ids": np.dtype(np.int32),
-    "prompt_B": np.dtype(np.int64),
-    "response_B": np.dtype(np.int64),
-    "count_T": np.dtype(np.int64),
-    "path_T": np.dtype(np.int64),
-    "version_T": np.dtype(np.int32),
-    "ids_N": np.dtype(np.int32),
-    "weight_N": np.dtype(np.float32),
-    "sampler_logp_N": np.dtype(np.float32),
-    "teacher_logp_N": np.dtype(np.float32),
-    "advantage_B": np.dtype(np.float64),
-    "group_log_q_B": np.dtype(np.float64),
-    "defensive_B": np.dtype(np.float64),
-    "reward_B": np.dtype(np.float32),
-}
-PER_SAMPLE = ("response_B", "advantage_B", "group_log_q_B", "defensive_B", "reward_B")
-
-
-def to_frames(batch: RankBatch) -> list[memoryview]:
-    """The columns' raw bytes, not copied; last the routed experts, and what they are."""
-    frames = [memoryview(getattr(batch, name)).cast("B") for name in COLUMNS]
-    experts = batch.experts_XLk
-    if experts is None:
-        return [*frames, memoryview(b""), memoryview(b"")]
-    kind = np.array([*experts.shape[1:], experts.itemsize], dtype=np.int64)
-    return [*frames, kind.data.cast("B"), experts.data.cast("B")]
-
-
-def from_frames(update: int, version: int, plan: Plan, frames: Sequence[memoryview]) -> RankBatch:
-    """The columns as views of the frames. ValueError: their number or lengths do not fit."""
-    if len(frames) != len(COLUMNS) + 2:
-        raise ValueError(f"a batch has {len(COLUMNS) + 2} columns, got {len(frames)} frames")
-    columns = {
-        name: np.frombuffer(frame, dtype=dtype)
-        for (name, dtype), frame in zip(COLUMNS.items(), frames[:-2], strict=True)
-    }
-    experts = _read_experts(*frames[-2:])
-    batch = RankBatch(
-        update=update,
-        version=version,
-        plan=plan,
-        experts_XLk=experts,
-        **columns,  # type: ignore[arg-type]
-    )
-    tokens, ids = int(batch.response_B.sum()), int(batch.count_T.sum())
-    lengths = {
-        "ids": int(batch.prompt_B.sum()) + tokens,
-        **dict.fromkeys(PER_SAMPLE, len(batch.prompt_B)),
-        **dict.fromkeys(("count_T", "path_T", "version_T"), tokens),
-        **dict.fromkeys(("ids_N", "weight_N", "sampler_logp_N", "teacher_logp_N"), ids),
-    }
-    for name, needed in lengths.items():
-        if len(columns[name]) != needed:
-            raise ValueError(f"column {name} must have length {needed}, got {len(columns[name])}")
-    inputs = len(batch.ids) - len(batch.prompt_B)
-    if experts is not None and len(experts) != inputs:
-        raise ValueError(f"column experts_XLk must have length {inputs}, got {len(experts)}")
-    return batch
-
-
-def _read_experts(kind: memoryview, raw: memoryview) -> ExpertArray | None:
-    """Read the two frames of experts that to_frames wrote. ValueError: no whole rows."""
-    if not len(kind):
-        return None
-    numbers = np.frombuffer(kind, dtype=np.int64).tolist()
-    layers, topk, itemsize = numbers if len(numbers) == 3 else (0, 0, 0)
-    dtypes: dict[int, Any] = {1: np.uint8, 2: np.uint16}
-    row = layers * topk * itemsize
-    if itemsize not in dtypes or layers < 1 or topk < 1 or len(raw) % row:
-        raise ValueError(f"column experts_XLk of {len(raw)} bytes cannot be of kind {numbers}")
-    experts: ExpertArray = np.frombuffer(raw, dtype=dtypes[itemsize])
-    return experts.reshape(len(raw) // row, layers, topk)
 
 
 def _cat(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -7,20 +7,16 @@ piece sends it; replicas stay silent.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from megatron_opd.checkpoint.model_spec import ModelSpec
-from megatron_opd.checkpoint.shards import Chunks, join, local_shards
-from megatron_opd.weight_sync.names import Key, hf_names, row_of
-
-if TYPE_CHECKING:
-    from megatron_opd.learner.setup import World
+from megatron_opd.models.families import Key, hf_names, row_of
+from megatron_opd.models.ranks import Placement, all_gather_json
+from megatron_opd.models.shards import Chunks, join, local_shards
+from megatron_opd.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ class FullTensors:
     model: this rank's chunks, or its only one.
     """
 
-    def __init__(self, model: Chunks, spec: ModelSpec, world: World) -> None:
+    def __init__(self, model: Chunks, spec: ModelSpec, world: Placement) -> None:
         self.spec, self.world = spec, world
         self.shards = local_shards(model, spec, world)
         self.dtype = next(iter(self.shards.values())).parameter.dtype
@@ -101,39 +97,3 @@ class FullTensors:
                 pieces.append(piece)
             full = join(row_of(self.spec.family, entry.key), self.spec, pieces)
             yield from zip(hf_names(self.spec.family, entry.key), full, strict=True)
-
-
-class Ranks(Protocol):
-    """A world as far as its messages are concerned."""
-
-    @property
-    def rank(self) -> int:
-        """This one."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """All of them."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where its collectives want tensors."""
-        ...
-
-
-def all_gather_json(value: Any, world: Ranks) -> list[Any]:
-    """Every rank's value, in rank order; JSON rather than pickle travels."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = torch.zeros(world.size, dtype=torch.int64, device=world.device)
-    sizes[world.rank] = len(data)
-    dist.all_reduce(sizes)
-    longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8, device=world.device)
-    padded[: len(data)] = data.to(world.device)
-    gathered = [torch.empty_like(padded) for _ in range(world.size)]
-    dist.all_gather(gathered, padded)
-    return [
-        json.loads(bytes(buffer[:size].cpu().numpy()))
-        for buffer, size in zip(gathered, sizes.tolist(), strict=True)
-    ]

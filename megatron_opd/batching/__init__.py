@@ -1,0 +1,1 @@
+"""Batches of samples as micro-batches and columns for every data-parallel rank. Torch-free."""

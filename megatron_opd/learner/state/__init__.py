@@ -1,0 +1,1 @@
+"""The whole state of a learner, saved and loaded at any layout."""

@@ -1,0 +1,1 @@
+"""What models are made of: families, shapes, and where every parameter lies."""

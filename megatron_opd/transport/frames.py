@@ -1,0 +1,108 @@
+"""A rank's share of a batch as raw frames, one a column, and back without a copy. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_opd.batching.plan import RankPlan
+from megatron_opd.batching.rank_batch import RankBatch
+from megatron_opd.config.schema import Config
+from megatron_opd.types import ExpertArray
+
+MIN_FRAME_BYTES = 64 * 2**20
+"""Room for requests that are no batch: the slices to digest of a model of a million tensors."""
+WIDEST_ITEM = 8
+
+
+def largest_frame_bytes(config: Config, vocab_size: int, experts_per_input: int) -> int:
+    """The largest column that a batch of this configuration can have.
+
+    experts_per_input: layers with experts times experts a token.
+    """
+    support, rollout = config.estimator.support, config.rollout
+    ids = support.num_atoms(vocab_size) + support.num_draws + 1
+    responses = config.buffer.batch_size * rollout.max_new_tokens
+    inputs = responses + config.buffer.batch_size * config.data.max_prompt_tokens
+    items = max(responses * ids, inputs * max(1, experts_per_input))
+    return max(MIN_FRAME_BYTES, items * WIDEST_ITEM)
+
+
+# Column -> dtype on the wire: the order of the raw frames.
+COLUMNS: dict[str, np.dtype[Any]] = {
+    "ids": np.dtype(np.int32),
+    "prompt_B": np.dtype(np.int64),
+    "response_B": np.dtype(np.int64),
+    "count_T": np.dtype(np.int64),
+    "path_T": np.dtype(np.int64),
+    "version_T": np.dtype(np.int32),
+    "ids_N": np.dtype(np.int32),
+    "weight_N": np.dtype(np.float32),
+    "sampler_logp_N": np.dtype(np.float32),
+    "teacher_logp_N": np.dtype(np.float32),
+    "advantage_B": np.dtype(np.float64),
+    "group_log_q_B": np.dtype(np.float64),
+    "defensive_B": np.dtype(np.float64),
+    "reward_B": np.dtype(np.float32),
+}
+PER_SAMPLE = ("response_B", "advantage_B", "group_log_q_B", "defensive_B", "reward_B")
+
+
+def to_frames(batch: RankBatch) -> list[memoryview]:
+    """The columns' raw bytes, not copied; last the routed experts, and what they are."""
+    frames = [memoryview(getattr(batch, name)).cast("B") for name in COLUMNS]
+    experts = batch.experts_XLk
+    if experts is None:
+        return [*frames, memoryview(b""), memoryview(b"")]
+    kind = np.array([*experts.shape[1:], experts.itemsize], dtype=np.int64)
+    return [*frames, kind.data.cast("B"), experts.data.cast("B")]
+
+
+def from_frames(
+    update: int, version: int, plan: RankPlan, frames: Sequence[memoryview]
+) -> RankBatch:
+    """The columns as views of the frames. ValueError: their number or lengths do not fit."""
+    if len(frames) != len(COLUMNS) + 2:
+        raise ValueError(f"a batch has {len(COLUMNS) + 2} columns, got {len(frames)} frames")
+    columns = {
+        name: np.frombuffer(frame, dtype=dtype)
+        for (name, dtype), frame in zip(COLUMNS.items(), frames[:-2], strict=True)
+    }
+    experts = _read_experts(*frames[-2:])
+    batch = RankBatch(
+        update=update,
+        version=version,
+        plan=plan,
+        experts_XLk=experts,
+        **columns,  # type: ignore[arg-type]
+    )
+    tokens, ids = int(batch.response_B.sum()), int(batch.count_T.sum())
+    lengths = {
+        "ids": int(batch.prompt_B.sum()) + tokens,
+        **dict.fromkeys(PER_SAMPLE, len(batch.prompt_B)),
+        **dict.fromkeys(("count_T", "path_T", "version_T"), tokens),
+        **dict.fromkeys(("ids_N", "weight_N", "sampler_logp_N", "teacher_logp_N"), ids),
+    }
+    for name, needed in lengths.items():
+        if len(columns[name]) != needed:
+            raise ValueError(f"column {name} must have length {needed}, got {len(columns[name])}")
+    inputs = len(batch.ids) - len(batch.prompt_B)
+    if experts is not None and len(experts) != inputs:
+        raise ValueError(f"column experts_XLk must have length {inputs}, got {len(experts)}")
+    return batch
+
+
+def _read_experts(kind: memoryview, raw: memoryview) -> ExpertArray | None:
+    """Read the two frames of experts that to_frames wrote. ValueError: no whole rows."""
+    if not len(kind):
+        return None
+    numbers = np.frombuffer(kind, dtype=np.int64).tolist()
+    layers, topk, itemsize = numbers if len(numbers) == 3 else (0, 0, 0)
+    dtypes: dict[int, Any] = {1: np.uint8, 2: np.uint16}
+    row = layers * topk * itemsize
+    if itemsize not in dtypes or layers < 1 or topk < 1 or len(raw) % row:
+        raise ValueError(f"column experts_XLk of {len(raw)} bytes cannot be of kind {numbers}")
+    experts: ExpertArray = np.frombuffer(raw, dtype=dtypes[itemsize])
+    return experts.reshape(len(raw) // row, layers, topk)
