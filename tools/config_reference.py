@@ -18,7 +18,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megatron_opd.config.problems import type_of, variants
-from megatron_opd.config.schema import Config, SftConfig
+from megatron_opd.config.schema import Config
+from megatron_opd.config.sft import SftConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration

@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron_opd.cli.prepare import Prepared
 from megatron_opd.cli.roles import teacher_roles
-from megatron_opd.config.schema import DEFAULT_TEACHER, Config
+from megatron_opd.config.schema import Config
+from megatron_opd.config.sections import DEFAULT_TEACHER
 from megatron_opd.evaluation import EvaluationPlan, EvaluationReport, FleetPort, evaluate
 from sglang_bridge.fleet import Fleet
 

@@ -23,7 +23,8 @@ from megatron_opd.checkpoint.run_lock import Claim, NotTheHolder
 from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs
 from megatron_opd.checkpoint.state_files import sums_name
 from megatron_opd.config.schema import Config
-from megatron_opd.controller.snapshot import ControllerState, encode_state
+from megatron_opd.controller.snapshot import ControllerState
+from megatron_opd.controller.snapshot_codec import encode_state
 from megatron_opd.metrics.types import Mean
 
 CONTROLLER, RUN = "controller.msgpack", "run.json"

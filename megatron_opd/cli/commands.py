@@ -13,7 +13,8 @@ from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.roles import STUDENT, all_roles, section_of
 from megatron_opd.config.load import load_config
 from megatron_opd.config.rules import key_of_teacher
-from megatron_opd.config.schema import Config, SftConfig
+from megatron_opd.config.schema import Config
+from megatron_opd.config.sft import SftConfig
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.roles import Role
-from megatron_opd.config.schema import ServerConfig
+from megatron_opd.config.sections import ServerConfig
 from sglang_bridge.server import options
 
 # Setting of SGLang -> what to use instead; {role} is the section.

@@ -25,7 +25,8 @@ from megatron_opd.config.digests import flat, matches
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.config.wording import line
-from megatron_opd.controller.snapshot import ControllerState, decode_state
+from megatron_opd.controller.snapshot import ControllerState
+from megatron_opd.controller.snapshot_codec import decode_state
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.totals import RunTotals
 

@@ -9,7 +9,8 @@ import re
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.config.rules import key_of_teacher
-from megatron_opd.config.schema import Config, ServerConfig
+from megatron_opd.config.schema import Config
+from megatron_opd.config.sections import ServerConfig
 
 Role = str
 STUDENT: Role = "student"

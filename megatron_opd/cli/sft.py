@@ -10,7 +10,7 @@ from megatron_opd.cli.learner_process import LearnerProcess, learner_command
 from megatron_opd.cli.megatron_settings import check_megatron
 from megatron_opd.cli.prepare import checked
 from megatron_opd.config.load import dump_config
-from megatron_opd.config.schema import SftConfig
+from megatron_opd.config.sft import SftConfig
 from megatron_opd.data.records import read_records
 from megatron_opd.models.spec import read_model_spec
 

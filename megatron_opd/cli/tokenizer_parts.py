@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.tokenizer_files import load_tokenizer
-from megatron_opd.config.schema import Guard
+from megatron_opd.config.sections import Guard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

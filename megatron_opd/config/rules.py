@@ -6,13 +6,11 @@ A rule that compares parts of the estimator alone is in estimator.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_opd.config.schema import Config
+from megatron_opd.config.tree import ConfigTree
 
 
-def _estimator(config: Config) -> str | None:
+def _estimator(config: ConfigTree) -> str | None:
     try:
         _ = config.estimator
     except ValueError as error:
@@ -23,7 +21,7 @@ def _estimator(config: Config) -> str | None:
     return None
 
 
-def _shares(config: Config) -> str | None:
+def _shares(config: ConfigTree) -> str | None:
     batch, minis = config.buffer.batch_size, config.learner.mini_batches
     dp = config.learner.parallel.dp
     if batch % (minis * dp):
@@ -35,7 +33,7 @@ def _shares(config: Config) -> str | None:
     return None
 
 
-def _interleaved(config: Config) -> str | None:
+def _interleaved(config: ConfigTree) -> str | None:
     batch, minis = config.buffer.batch_size, config.learner.mini_batches
     parallel = config.learner.parallel
     if parallel.vpp > 1 and batch // (minis * parallel.dp) < parallel.pp:
@@ -47,7 +45,7 @@ def _interleaved(config: Config) -> str | None:
     return None
 
 
-def _ports(config: Config) -> str | None:
+def _ports(config: ConfigTree) -> str | None:
     taken: dict[int, str] = {}
     if config.learner.listen_port:
         taken[config.learner.listen_port] = "learner.listen_port"
@@ -65,7 +63,7 @@ def _ports(config: Config) -> str | None:
     return None
 
 
-def _urls(config: Config) -> str | None:
+def _urls(config: ConfigTree) -> str | None:
     for name, section in config.all_teachers.items():
         shared = sorted(set(config.student.urls) & set(section.urls))
         if shared:
@@ -81,7 +79,7 @@ def key_of_teacher(name: str) -> str:
     return name if name == "teacher" else f"teachers.{name}"
 
 
-def _teachers(config: Config) -> str | None:
+def _teachers(config: ConfigTree) -> str | None:
     estimator = config.estimator
     if estimator.reads_teacher and not config.all_teachers:
         return f"missing key 'teacher': objective.type {config.objective.type} reads its log-probs"
@@ -102,7 +100,7 @@ def _teachers(config: Config) -> str | None:
     return None
 
 
-def _groups(config: Config) -> str | None:
+def _groups(config: ConfigTree) -> str | None:
     size, batch = config.rollout.group_size, config.buffer.batch_size
     if config.estimator.reads_groups and size < 2:
         return (
@@ -117,7 +115,7 @@ def _groups(config: Config) -> str | None:
     return None
 
 
-def _rewards(config: Config) -> str | None:
+def _rewards(config: ConfigTree) -> str | None:
     if config.estimator.reads_reward and config.data.task == "none":
         return (
             f"data.task must name a verifier for objective.type {config.objective.type}, which "
@@ -126,7 +124,7 @@ def _rewards(config: Config) -> str | None:
     return None
 
 
-def _top_p(config: Config) -> str | None:
+def _top_p(config: ConfigTree) -> str | None:
     estimator, top_p = config.estimator, config.rollout.top_p
     if top_p == 1:
         return None
@@ -150,7 +148,7 @@ def _top_p(config: Config) -> str | None:
     return None
 
 
-def _held(config: Config) -> str | None:
+def _held(config: ConfigTree) -> str | None:
     hold, tau = config.buffer.hold_batches, config.buffer.max_staleness
     if hold > tau:
         return (
@@ -160,7 +158,7 @@ def _held(config: Config) -> str | None:
     return None
 
 
-def _deterministic(config: Config) -> str | None:
+def _deterministic(config: ConfigTree) -> str | None:
     hold, tau = config.buffer.hold_batches, config.buffer.max_staleness
     if config.run.deterministic and hold != tau:
         return (
@@ -176,7 +174,7 @@ def _deterministic(config: Config) -> str | None:
     return None
 
 
-def _warmup(config: Config) -> str | None:
+def _warmup(config: ConfigTree) -> str | None:
     return warmup_problem(config.learner.optimizer.warmup_updates, config.run.updates)
 
 
@@ -190,7 +188,7 @@ def warmup_problem(warmup: int, updates: int) -> str | None:
     )
 
 
-def _offloaded(config: Config) -> str | None:
+def _offloaded(config: ConfigTree) -> str | None:
     checkpoint = config.checkpoint
     if checkpoint.writes and config.learner.optimizer.megatron.get("optimizer_cpu_offload"):
         return (
@@ -201,7 +199,7 @@ def _offloaded(config: Config) -> str | None:
     return None
 
 
-RULES: tuple[Callable[[Config], str | None], ...] = (
+RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _estimator,
     _shares,
     _interleaved,

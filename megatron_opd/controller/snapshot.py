@@ -1,4 +1,4 @@
-"""What a controller needs to go on: where every admitted prompt is. Written as msgpack, no pickle.
+"""What a controller needs to go on: where every admitted prompt is. Records alone.
 
 Invariant: a controller made from the state of another one accounts for the same samples: admitted =
 consumed + dropped + those in `line`, each of which holds a permit.
@@ -11,13 +11,8 @@ was complete is kept, scored or not.
 
 from __future__ import annotations
 
-from typing import Any, get_args, get_origin
-
 import msgspec
-import numpy as np
 
-from megatron_opd.config.wording import line
-from megatron_opd.controller.snapshot_checks import state_fault
 from megatron_opd.types import Prompt, Rollout, Sample
 
 FORMAT = 1
@@ -74,46 +69,3 @@ def place(found: Prompt | Rollout | Sample) -> Member:
             return Member(rollout=found)
         case Sample():
             return Member(sample=found)
-
-
-def _to_wire(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        array: Any = np.ascontiguousarray(value)  # pyright: ignore[reportUnknownArgumentType]
-        if array.ndim == 3:  # routed experts: their width and shape come first
-            return np.array([array.itemsize, *array.shape[1:]]).tobytes() + array.tobytes()
-        return array.tobytes()
-    raise NotImplementedError(f"cannot write a {type(value).__name__}")
-
-
-def _from_wire(kind: type[Any], value: Any) -> Any:
-    # kind: numpy.ndarray[Any, numpy.dtype[numpy.int32]]; its values are flat, native bytes
-    (_, dtype) = get_args(kind)
-    (scalar,) = get_args(dtype)
-    if get_origin(scalar) is np.unsignedinteger:
-        itemsize, layers, topk = np.frombuffer(value, dtype=np.int64, count=3).tolist()
-        flat = np.frombuffer(value, dtype=f"u{itemsize}", offset=24).copy()
-        return flat.reshape(-1, layers, topk)
-    return np.frombuffer(value, dtype=scalar).copy()
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_wire)
-_DECODER = msgspec.msgpack.Decoder(ControllerState, dec_hook=_from_wire)
-
-
-def encode_state(state: ControllerState) -> bytes:
-    """The state as bytes; arrays are raw."""
-    return _ENCODER.encode(state)
-
-
-def decode_state(content: bytes) -> ControllerState:
-    """The inverse. ValueError: it is no state of this format, or one that cannot have been."""
-    try:
-        state = _DECODER.decode(content)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ValueError(f"not a controller's state: {line(error)}") from None
-    if state.format != FORMAT:
-        raise ValueError(f"a controller's state must have format {FORMAT}, got {state.format}")
-    fault = state_fault(state)
-    if fault is not None:
-        raise ValueError(f"not a controller's state: {fault}")
-    return state

@@ -6,14 +6,11 @@ A checkpoint is read on trust of its checksums alone, and whoever can write one 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_opd.controller.snapshot import ControllerState, Member
 from megatron_opd.types import Rollout
-
-if TYPE_CHECKING:
-    from megatron_opd.controller.snapshot import ControllerState, Member
 
 
 def state_fault(state: ControllerState) -> str | None:

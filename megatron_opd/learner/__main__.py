@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from megatron_opd.config.load import load_config
-from megatron_opd.config.schema import Config, SftConfig
+from megatron_opd.config.schema import Config
+from megatron_opd.config.sft import SftConfig
 from megatron_opd.transport.lifetime import die_with_parent
 
 EXIT_BAD_INPUT = 2

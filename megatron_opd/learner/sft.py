@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_opd.batching.plan import learner_plan
-from megatron_opd.config.schema import SftConfig
+from megatron_opd.config.sft import SftConfig
 from megatron_opd.data.records import read_records
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.micro_batch import SftMicro, sft_micro

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
-from megatron_opd.config.schema import SftConfig
+from megatron_opd.config.sft import SftConfig
 
 PROGRESS_LINES = 100
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_opd.buffer.rejection import RolloutRejected
-from megatron_opd.config.schema import RolloutConfig
+from megatron_opd.config.sections import RolloutConfig
 from megatron_opd.config.supports import AtomsTailSupport, Support
 from megatron_opd.data.seeds import ROLLOUT, derived_seed
 from megatron_opd.types import Draws, Prompt, Rollout, VersionSpan

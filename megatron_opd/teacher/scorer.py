@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.config.schema import ScoringConfig
+from megatron_opd.config.sections import ScoringConfig
 from megatron_opd.data.seeds import SCORE, derived_seed
 from megatron_opd.teacher.requests import score_request
 from megatron_opd.types import Draws, FloatArray, Rollout, Sample

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from megatron_opd.config.schema import WeightSyncConfig
+from megatron_opd.config.sections import WeightSyncConfig
 from megatron_opd.metrics.types import Phase, PublicationReport
 from sglang_bridge.errors import PublicationFailed
 from sglang_bridge.fleet import WeightsWorld

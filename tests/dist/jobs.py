@@ -16,7 +16,8 @@ from torch.distributed import distributed_c10d
 
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
-from megatron_opd.config.schema import Config, SftConfig
+from megatron_opd.config.schema import Config
+from megatron_opd.config.sft import SftConfig
 from megatron_opd.batching.shares import shares
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.serve import serve

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_opd.config.schema import SftConfig
+from megatron_opd.config.sft import SftConfig
 from megatron_opd.learner.sft import batches, read_pairs
 from tests.dist import jobs
 from tests.dist.worlds import run_world

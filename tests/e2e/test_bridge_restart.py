@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_opd.config.schema import RolloutConfig
+from megatron_opd.config.sections import RolloutConfig
 from megatron_opd.config.supports import McSupport
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.types import Prompt, Rollout

@@ -14,7 +14,8 @@ from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.load import ConfigError, dump_config, load_config
 from megatron_opd.config.objectives import ForwardKl, ReverseKl
 from megatron_opd.config.plain_yaml import DuplicateKey, dump_plain, load_plain
-from megatron_opd.config.schema import Config, SftConfig
+from megatron_opd.config.schema import Config
+from megatron_opd.config.sft import SftConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = {

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
 from megatron_opd.config.load import load_config
-from megatron_opd.config.schema import SftConfig
+from megatron_opd.config.sft import SftConfig
 from megatron_opd.data.records import read_records
 from megatron_opd.data.tasks import get_verifier
 from megatron_opd.data.tokenizer import build_tokenizer

@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from megatron_opd.buffer.rejection import RolloutRejected
-from megatron_opd.config.schema import RolloutConfig
+from megatron_opd.config.sections import RolloutConfig
 from megatron_opd.config.supports import (
     AtomsTailSupport,
     ExactSupport,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator
 
 from megatron_opd.config.learner import LearnerConfig, ParallelConfig
-from megatron_opd.config.schema import ServerConfig
+from megatron_opd.config.sections import ServerConfig
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.planning import learner, servers
 from megatron_opd.planning.activations import Shapes, head_bytes, layer_bytes

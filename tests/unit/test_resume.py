@@ -17,14 +17,8 @@ from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
-from megatron_opd.controller.snapshot import (
-    NOTHING_YET,
-    ControllerState,
-    Member,
-    decode_state,
-    encode_state,
-    place,
-)
+from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member, place
+from megatron_opd.controller.snapshot_codec import decode_state, encode_state
 from tests.fakes import (
     Fleet,
     Learner,

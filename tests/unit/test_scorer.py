@@ -8,7 +8,7 @@ import pytest
 
 from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.config.schema import ScoringConfig
+from megatron_opd.config.sections import ScoringConfig
 from megatron_opd.teacher.scorer import FleetScorer
 from megatron_opd.types import Draws, VersionSpan
 from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable

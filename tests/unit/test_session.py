@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_opd.config.schema import WeightSyncConfig
+from megatron_opd.config.sections import WeightSyncConfig
 from megatron_opd.weight_sync.session import PublicationSession, bucket_bytes
 from sglang_bridge.errors import PublicationFailed, ServerRefused
 from sglang_bridge.fleet import weights_world

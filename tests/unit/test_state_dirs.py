@@ -22,7 +22,8 @@ from megatron_opd.cli.checkpoints import CONTROLLER, RUN, CheckpointFailed, Chec
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.resume import Change, find_resumption, reopen_run_dir
 from megatron_opd.config.load import dump_config, load_config
-from megatron_opd.config.schema import CheckpointConfig, Config
+from megatron_opd.config.schema import Config
+from megatron_opd.config.sections import CheckpointConfig
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.learner.state.facts import read_facts
 from megatron_opd.learner.state.write import explained, one_line

@@ -12,7 +12,8 @@ import numpy as np
 
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree
-from megatron_opd.controller.snapshot import ControllerState, decode_state, encode_state, place
+from megatron_opd.controller.snapshot import ControllerState, place
+from megatron_opd.controller.snapshot_codec import decode_state, encode_state
 from megatron_opd.types import Draws, Prompt, Rollout, Sample, VersionSpan
 
 
