@@ -25,9 +25,8 @@ from pydantic import ValidationError
 
 from megatron_opd.config import estimator as rules_of
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.config.objectives import KlPenalty
-from megatron_opd.losses.biases import penalty_bias
-from megatron_opd.losses.formulas import SYMBOLS, formula, penalty_text
+from megatron_opd.config.penalty import KlPenalty
+from megatron_opd.losses.formulas import SYMBOLS, formula
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the oracles live with the tests
@@ -183,7 +182,7 @@ def penalty_section(record: dict[str, Any]) -> list[str]:
             lines.append(f"| {' | '.join(cells)} | refused | {cell(says)} | | |")
             continue
         bias = biases[to, direction, kind]
-        cells += [f"`{penalty_text(kl).removeprefix('1 ')}`", cell(penalty_bias(kl))]
+        cells += [f"`{kl.text().removeprefix('1 ')}`", cell(kl.estimates())]
         cells += [power(bias["value"]), power(bias["gradient"])]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -223,8 +222,8 @@ def rule_of(tree: dict[str, Any], says: str) -> int:
     return next(
         number
         for number, rule in enumerate(rules_of.RULES)
-        for term in loose.terms
-        if rule.broken(term, loose) and rule.says(term, loose) == says
+        for objective in loose.objectives
+        if rule.broken(objective, loose) and rule.says(objective, loose) == says
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_opd.config.estimator import trust_of
 from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config
 
@@ -14,7 +13,7 @@ def notes(config: Config) -> list[str]:
 
 def _trust(config: Config) -> str | None:
     estimator = config.estimator
-    bounded = any(trust_of(term).type != "none" for term in estimator.terms)
+    bounded = any(objective.trust_region.bounds for objective in estimator.objectives)
     if bounded and estimator.applied_correction.prox and config.learner.mini_batches == 1:
         return (
             "objective.trust has no effect: with correction.prox and learner.mini_batches 1 the "

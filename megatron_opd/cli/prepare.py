@@ -18,7 +18,7 @@ from megatron_opd.cli.roles import Role, teacher_roles
 from megatron_opd.cli.tokenizer_files import end_tokens
 from megatron_opd.config.schema import Config
 from megatron_opd.data.prompts import PromptRules, PromptSet, PromptSource, load_prompts
-from megatron_opd.data.records import Columns
+from megatron_opd.data.records import Columns, is_source
 from megatron_opd.data.tasks import Verifier, get_task, get_verifier
 from megatron_opd.evaluation import Judge
 from megatron_opd.teacher.guard import PROMPTS
@@ -100,7 +100,7 @@ def read_inputs(
         if models.absent and not data and not path.exists():
             absent.append(f"data.{key} {path}: not here")
             continue
-        if not path.is_file():
+        if not path.is_file() and not is_source(path):
             raise UserError(f"data.{key}: data file not found: {path}")
         rules = prompt_rules(config, models.student, heldout=key == "heldout")
         load = partial(load_prompts, path, models.tokenizer, rules, first_rows=first_rows)

@@ -8,7 +8,6 @@ one is the user's choice.
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -27,6 +26,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.config.wording import line
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.controller.snapshot_codec import decode_state
+from megatron_opd.data.records import data_crc32
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.totals import RunTotals
 
@@ -151,7 +151,7 @@ def find_resumption(config: Config, accepted: Sequence[str] = ()) -> Resumption:
             f"--resume: run.updates must be above the {updates} updates of {path}, "
             f"got {config.run.updates}"
         )
-    if extras["train_crc32"] != file_crc32(config.data.train):
+    if extras["train_crc32"] != data_crc32(config.data.train):
         raise UserError(f"--resume: data.train {config.data.train} is not the file it was")
     notes = [f"{name} was not written to its end and is left aside" for name in torn]
     notes.append(f"going on from {path} ({updates} updates)")
@@ -211,11 +211,6 @@ def _read_extras(path: Path) -> dict[str, Any]:
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ValueError(f"checkpoint {path}: totals of {RUN} are damaged: {line(error)}") from None
     return extras
-
-
-def file_crc32(path: Path) -> int:
-    """Tells a changed file."""
-    return zlib.crc32(path.read_bytes())
 
 
 def _changes(

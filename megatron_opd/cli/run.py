@@ -30,7 +30,7 @@ from megatron_opd.cli.learner_process import LearnerProcess, learner_command
 from megatron_opd.cli.preflight import check_addresses, check_inputs_are_kept, check_served
 from megatron_opd.cli.prepare import Prepared, checked, prepare
 from megatron_opd.cli.processes import LocalProcesses
-from megatron_opd.cli.resume import Resumption, file_crc32, find_resumption, reopen_run_dir
+from megatron_opd.cli.resume import Resumption, find_resumption, reopen_run_dir
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of, teacher_roles
 from megatron_opd.cli.run_dir import RunDir, hold_run_dir, prepare_run_dir
 from megatron_opd.cli.servers import server_processes
@@ -49,6 +49,7 @@ from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.health import EngineLost, HealthGuard, ProcessDied
 from megatron_opd.controller.ports import Guard
 from megatron_opd.controller.snapshot import NOTHING_YET
+from megatron_opd.data.records import data_crc32
 from megatron_opd.metrics.persist import dump_totals
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import json_ready, write_json
@@ -144,7 +145,7 @@ class PipelineRun:
         }
         self.totals = RunTotals(self.urls[STUDENT], config.rollout.group_size)
         self.accuracies = Accuracies(config, prepared)
-        self.train_crc32 = file_crc32(config.data.train)
+        self.train_crc32 = data_crc32(config.data.train)
         self.recorder: RunRecorder | None = None
         self.checkpoints: Checkpoints | None = None
         self.controller: Controller | None = None

@@ -12,55 +12,64 @@ from typing import Any, cast
 
 from pydantic import model_validator
 
-from megatron_opd.config.corrections import (
-    CorrectionConfig,
-    ImportanceCorrection,
-    LevelledCorrection,
-    MaskedCorrection,
-    NoCorrection,
-    ReductionConfig,
-    SequenceReduction,
-    TokenReduction,
-    TruncatedCorrection,
-)
+from megatron_opd.config.corrections import CorrectionConfig, ImportanceCorrection
+from megatron_opd.config.import_path import is_import_path, load_object
 from megatron_opd.config.objectives import (
-    DivergenceObjective,
-    Gepo,
-    Gspo,
+    CustomObjective,
     Jsd,
-    M2Trust,
     Mixture,
     MixtureTerm,
-    NoTrust,
+    Objective,
     ObjectiveConfig,
     ReverseKl,
-    RewardObjective,
     SkewReverseKl,
     SparseReverseKl,
-    TrustConfig,
 )
+from megatron_opd.config.problems import type_of, variants
+from megatron_opd.config.reductions import Reduction, ReductionConfig, TokenReduction
 from megatron_opd.config.section import Section
-from megatron_opd.config.supports import McSupport, PathSupport, SupportConfig, TopkSupport
-
-REWARD_TYPES = ("reinforce", "ppo", "grpo", "gspo", "gepo")
-ONE_RATIO_A_RESPONSE = ("gspo", "gepo")
-
-
-def natural_support(kinds: Sequence[str]) -> SupportConfig:
-    """What objectives of these types get when no support is named."""
-    if all(kind in REWARD_TYPES for kind in kinds):
-        return PathSupport()
-    return TopkSupport() if "sparse_reverse_kl" in kinds else McSupport()
+from megatron_opd.config.supports import (
+    McSupport,
+    PathSupport,
+    Support,
+    SupportConfig,
+    TopkSupport,
+)
+from megatron_opd.config.trust import M2Trust
+from megatron_opd.config.use import Use
 
 
-def natural_reduction(kinds: Sequence[str]) -> ReductionConfig:
-    """What objectives of these types get when no reduction is named.
+def objective_class(kind: str) -> type[Objective]:
+    """The class of an objective's type; an unknown one gets reverse_kl's until it is refused."""
+    if is_import_path(kind):
+        try:
+            found = load_object(kind)
+        except ValueError:
+            return CustomObjective  # validation says what is wrong with it
+        return found if isinstance(found, type) and issubclass(found, Objective) else ReverseKl
+    known = {type_of(section): section for section in variants(ObjectiveConfig)}
+    section = known.get(kind, ReverseKl)
+    return section if issubclass(section, Objective) else ReverseKl
 
-    sequence where every term has one ratio a response, as GSPO and GEPO publish it; token for all
-    others, and for a mixture with any other.
+
+def natural_support(kinds: Sequence[str]) -> Support:
+    """The support of objectives of these types when none is named: the widest of their own."""
+    own = [objective_class(kind).default_support for kind in kinds]
+    for widest in (TopkSupport, McSupport, PathSupport):
+        for support in own:
+            if isinstance(support, widest):
+                return support
+    return own[0]
+
+
+def natural_reduction(kinds: Sequence[str]) -> Reduction:
+    """The reduction of objectives of these types when none is named: their own where they agree.
+
+    sequence where every term has one ratio a response, as GSPO and GEPO publish it; token for a
+    mixture with any other.
     """
-    alike = bool(kinds) and all(kind in ONE_RATIO_A_RESPONSE for kind in kinds)
-    return SequenceReduction() if alike else TokenReduction()
+    first, *others = [objective_class(kind).default_reduction for kind in kinds]
+    return first if all(other == first for other in others) else TokenReduction()
 
 
 def kinds_of(objective: Any) -> list[str]:
@@ -105,72 +114,57 @@ class Estimator(Section):
         return (MixtureTerm(objective=self.objective),)
 
     @property
+    def objectives(self) -> tuple[Objective, ...]:
+        """The objectives of all terms."""
+        return tuple(term.objective for term in self.terms)
+
+    @property
     def applied_correction(self) -> CorrectionConfig:
         """The correction in force: importance unless one is named."""
         return ImportanceCorrection() if self.correction is None else self.correction
 
     @property
-    def level(self) -> str:
-        """Level of the correction's ratio: token, sequence or geometric."""
-        applied = self.applied_correction
-        return applied.level if isinstance(applied, LevelledCorrection) else "token"
-
-    @property
-    def is_set(self) -> bool:
-        """Whether divergences are taken on the cached set itself: nothing is sampled."""
-        return not self.support.covers or self.support.type == "exact"
+    def use(self) -> Use:
+        """What the objectives are used with."""
+        return Use(self.support, self.applied_correction)
 
     @property
     def reads_teacher(self) -> bool:
         """Whether any term needs the teacher's log-probs."""
-        return any(
-            not isinstance(term.objective, RewardObjective)
-            or (term.objective.kl is not None and term.objective.kl.to == "teacher")
-            for term in self.terms
-        )
+        return any(objective.reads_teacher for objective in self.objectives)
 
     @property
     def reads_reward(self) -> bool:
         """Whether any term needs the verifier."""
-        return any(isinstance(term.objective, RewardObjective) for term in self.terms)
+        return any(objective.reads_reward for objective in self.objectives)
 
     @property
     def reads_groups(self) -> bool:
         """Whether any term compares the responses of one prompt."""
-        return any(
-            isinstance(term.objective, RewardObjective)
-            and (term.objective.advantage != "reward" or isinstance(term.objective, Gepo))
-            for term in self.terms
-        )
+        return any(objective.reads_groups for objective in self.objectives)
 
     @property
     def uses_ratio(self) -> bool:
         """Whether a ratio of learner to sampler weighs anything in the loss."""
-        if all(is_direct(term, self) for term in self.terms):
+        if all(objective.is_direct(self.use) for objective in self.objectives):
             return False
-        return not isinstance(self.applied_correction, NoCorrection)
+        return self.applied_correction.corrects
 
     @property
     def penalises(self) -> bool:
         """Whether there is a KL penalty: all of them compare the learner with the sampler."""
-        return any(
-            isinstance(term.objective, RewardObjective) and term.objective.kl is not None
-            for term in self.terms
-        )
+        return any(objective.penalises for objective in self.objectives)
 
     @property
     def reads_sampler(self) -> bool:
         """Whether the loss is a function of the sampler's log-probs at all."""
-        rollout_advantage = any(
-            isinstance(term.objective, ReverseKl) and term.objective.advantage == "rollout"
-            for term in self.terms
-        )
-        return self.uses_ratio or self.penalises or rollout_advantage
+        own = any(objective.reads_sampler for objective in self.objectives)
+        return self.uses_ratio or self.penalises or own
 
     @property
     def needs_statistics(self) -> bool:
         """Whether a mini-batch must be looked at as a whole before its loss is known (M2PO)."""
-        return any(isinstance(trust_of(term), M2Trust) for term in self.terms)
+        return any(objective.trust_region.whole_mini_batch for objective in self.objectives)
 
     @model_validator(mode="before")
     @classmethod
@@ -180,9 +174,9 @@ class Estimator(Section):
     @model_validator(mode="after")
     def _parts_go_together(self) -> Estimator:
         for rule in RULES:
-            for term in self.terms:
-                if rule.broken(term, self):
-                    raise ValueError(rule.says(term, self))
+            for objective in self.objectives:
+                if rule.broken(objective, self):
+                    raise ValueError(rule.says(objective, self))
         return self
 
 
@@ -195,167 +189,146 @@ def _part(tree: Any, key: str) -> Any:
 
 @dataclass(frozen=True)
 class Rule:
-    """broken: whether a term of an estimator breaks it. says: reason and nearest valid choice."""
+    """broken: whether an objective of an estimator breaks it. says: reason and remedy."""
 
-    broken: Callable[[MixtureTerm, Estimator], bool]
-    says: Callable[[MixtureTerm, Estimator], str]
-
-
-def trust_of(term: MixtureTerm) -> TrustConfig:
-    """The term's trust region."""
-    return getattr(term.objective, "trust", NoTrust())
+    broken: Callable[[Objective, Estimator], bool]
+    says: Callable[[Objective, Estimator], str]
 
 
-def is_direct(term: MixtureTerm, est: Estimator) -> bool:
-    """Differentiated through the student, or weighted by the teacher: no ratio to correct."""
-    if isinstance(term.objective, SparseReverseKl):
-        return True
-    own_weights = est.is_set or est.support.owner == "teacher"
-    return isinstance(term.objective, DivergenceObjective) and own_weights
+def _named(objective: Objective) -> str:
+    return f"objective.type {_part(objective, 'type')}"
 
 
-def _is_reward(term: MixtureTerm) -> bool:
-    return isinstance(term.objective, RewardObjective)
+def _rewards(est: Estimator) -> int:
+    return sum(objective.reads_reward for objective in est.objectives)
 
 
-def _cuts(est: Estimator) -> bool:
-    """The correction changes the ratio, so that it is no longer a policy's."""
-    return isinstance(est.applied_correction, TruncatedCorrection | MaskedCorrection)
-
-
-def _outside(term: MixtureTerm) -> str | None:
-    return getattr(term.objective, "outside", None)
+def _outside(objective: Objective) -> str | None:
+    return getattr(objective, "outside", None)
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        lambda term, est: sum(_is_reward(other) for other in est.terms) > 1,
-        lambda term, est: (
+        lambda objective, est: _rewards(est) > 1,
+        lambda objective, est: (
             "objective.terms must hold at most one objective from rewards, whose advantage is one "
-            f"per response, got {sum(_is_reward(other) for other in est.terms)}; keep one"
+            f"per response, got {_rewards(est)}; keep one"
         ),
     ),
     Rule(
-        lambda term, est: isinstance(term.objective, ReverseKl) and est.support.owner == "teacher",
-        lambda term, est: (
-            f"objective.type reverse_kl with advantage {getattr(term.objective, 'advantage', '')} "
+        lambda objective, est: isinstance(objective, ReverseKl) and est.support.owner == "teacher",
+        lambda objective, est: (
+            f"objective.type reverse_kl with advantage {getattr(objective, 'advantage', '')} "
             f"needs the sampler's log-probs, which support.type {est.support.type} does not have; "
             "use objective.type sparse_reverse_kl or forward_kl, or support.type mc"
         ),
     ),
     Rule(
-        lambda term, est: isinstance(term.objective, SparseReverseKl) and not est.is_set,
-        lambda term, est: (
+        lambda objective, est: isinstance(objective, SparseReverseKl) and not est.support.is_set,
+        lambda objective, est: (
             "objective.type sparse_reverse_kl is differentiated on a set of ids, and support.type "
             f"{est.support.type} holds a random sample; use objective.type reverse_kl, or "
             "support.type topk"
         ),
     ),
     Rule(
-        lambda term, est: (
-            isinstance(term.objective, Jsd | SkewReverseKl) and est.support.type == "teacher_mc"
+        lambda objective, est: (
+            isinstance(objective, Jsd | SkewReverseKl) and est.support.type == "teacher_mc"
         ),
-        lambda term, est: (
-            f"objective.type {term.objective.type} weighs actions by the student, and support.type "
+        lambda objective, est: (
+            f"{_named(objective)} weighs actions by the student, and support.type "
             "teacher_mc draws none that only the student likes; use support.type mc or "
             "teacher_topk, or objective.type forward_kl"
         ),
     ),
     Rule(
-        lambda term, est: _outside(term) is not None and est.support.covers,
-        lambda term, est: (
-            f"objective.outside {_outside(term)} does not apply to support.type "
+        lambda objective, est: _outside(objective) is not None and est.support.covers,
+        lambda objective, est: (
+            f"objective.outside {_outside(objective)} does not apply to support.type "
             f"{est.support.type}, which leaves no mass outside; leave it null, or use support.type "
             "topk or teacher_topk"
         ),
     ),
     Rule(
-        lambda term, est: (
-            all(_is_reward(other) for other in est.terms) and est.support.type != "path"
-        ),
-        lambda term, est: (
-            f"objective.type {term.objective.type} reads the sampled token alone, and support.type "
+        lambda objective, est: _rewards(est) == len(est.terms) and not est.support.only_path,
+        lambda objective, est: (
+            f"{_named(objective)} reads the sampled token alone, and support.type "
             f"{est.support.type} would cache more; use support.type path"
         ),
     ),
     Rule(
-        lambda term, est: (
-            not isinstance(trust_of(term), NoTrust)
-            and isinstance(est.applied_correction, NoCorrection)
+        lambda objective, est: (
+            objective.trust_region.bounds
+            and not est.applied_correction.corrects
             and not est.applied_correction.prox
         ),
-        lambda term, est: (
+        lambda objective, est: (
             "objective.trust has no ratio to act on with correction.type none; use correction.type "
             "importance, or correction.prox true"
         ),
     ),
     Rule(
-        lambda term, est: (
-            not isinstance(trust_of(term), NoTrust)
-            and (_cuts(est) or est.level != "token")
+        lambda objective, est: (
+            objective.trust_region.bounds
+            and (est.applied_correction.cuts or est.use.level != "token")
             and not est.applied_correction.prox
         ),
-        lambda term, est: (
+        lambda objective, est: (
             f"objective.trust needs a ratio of its own beside correction.type "
-            f"{est.applied_correction.type} at level {est.level}; set correction.prox true "
+            f"{est.applied_correction.type} at level {est.use.level}; set correction.prox true "
             "(PPO-TIS), or objective.trust.type none"
         ),
     ),
     Rule(
-        lambda term, est: (
-            isinstance(term.objective, Gspo)
+        lambda objective, est: (
+            objective.one_ratio_a_response
+            and not objective.replaces_ratio
             and not est.applied_correction.prox
-            and not (
-                isinstance(est.applied_correction, ImportanceCorrection) and est.level == "token"
-            )
+            and not est.applied_correction.keeps_whole_ratio
         ),
-        lambda term, est: (
-            "objective.type gspo is itself a ratio of learner to sampler; set correction.type "
+        lambda objective, est: (
+            f"{_named(objective)} is itself a ratio of learner to sampler; set correction.type "
             "importance at level token, or correction.prox true"
         ),
     ),
     Rule(
-        lambda term, est: (
-            isinstance(term.objective, Gepo)
-            and (
-                est.applied_correction.prox
-                or not isinstance(est.applied_correction, ImportanceCorrection)
-                or est.level != "token"
-            )
+        lambda objective, est: (
+            objective.replaces_ratio and not est.applied_correction.keeps_whole_ratio
         ),
-        lambda term, est: (
-            "objective.type gepo replaces the ratio by p / E_q[q]; set correction.type importance, "
-            "level token, prox false"
+        lambda objective, est: (
+            f"{_named(objective)} replaces the ratio by p / E_q[q]; set correction.type "
+            "importance, level token, prox false"
         ),
     ),
     Rule(
-        lambda term, est: (
-            isinstance(term.objective, Gspo | Gepo) and isinstance(trust_of(term), M2Trust)
+        lambda objective, est: (
+            objective.one_ratio_a_response and isinstance(objective.trust_region, M2Trust)
         ),
-        lambda term, est: (
-            "objective.trust.type m2 masks tokens, and objective.type "
-            f"{term.objective.type} has one ratio a response; use trust.type clip or none"
-        ),
-    ),
-    Rule(
-        lambda term, est: (
-            est.level != "token"
-            and not _is_reward(term)
-            and not is_direct(term, est)
-            and est.support.type != "path"
-        ),
-        lambda term, est: (
-            f"correction.level {est.level} is a ratio of the sampled response, and support.type "
-            f"{est.support.type} caches other actions; use support.type path, or level token"
+        lambda objective, est: (
+            "objective.trust.type m2 masks tokens, and "
+            f"{_named(objective)} has one ratio a response; use trust.type clip or none"
         ),
     ),
     Rule(
-        lambda term, est: (
-            est.correction is not None and all(is_direct(other, est) for other in est.terms)
+        lambda objective, est: (
+            est.use.level != "token"
+            and not objective.reads_reward
+            and not objective.is_direct(est.use)
+            and not est.support.only_path
         ),
-        lambda term, est: (
-            f"correction.type {est.applied_correction.type} has nothing to correct: objective.type "
-            f"{term.objective.type} on support.type {est.support.type} uses no ratio; leave "
+        lambda objective, est: (
+            f"correction.level {est.use.level} is a ratio of the sampled response, and "
+            f"support.type {est.support.type} caches other actions; use support.type path, or "
+            "level token"
+        ),
+    ),
+    Rule(
+        lambda objective, est: (
+            est.correction is not None and all(other.is_direct(est.use) for other in est.objectives)
+        ),
+        lambda objective, est: (
+            f"correction.type {est.applied_correction.type} has nothing to correct: "
+            f"{_named(objective)} on support.type {est.support.type} uses no ratio; leave "
             "correction null"
         ),
     ),

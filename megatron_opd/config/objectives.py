@@ -1,265 +1,515 @@
-"""What is minimised: one small section per objective and trust region, chosen by `type`.
+"""Lists the objectives: what is minimised, one section each, chosen by `type`.
 
-Each has only the keys that mean something for it. Symbols: p the student now, p_old the sampler, q
-the teacher, A the advantage, r the ratio a trust region acts on, w the cache's weights.
+A class holds all that is said about its objective: keys, formula, source, bias, and the support and
+reduction it takes when none is named. The function that computes it is in losses/terms.py.
+
+Symbols: p the student now, o the sampler (p_old in papers), q the teacher, A the advantage, r the
+ratio a trust region acts on, w the weights of the draw cache, k a cached action, t a token.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, SerializeAsAny, Tag, WrapValidator, model_validator
 
-from megatron_opd.config.section import NonNegativeFloat, PositiveFloat, Section, type_or
+from megatron_opd.config.import_path import tag_of, validate_by_path
+from megatron_opd.config.penalty import KlPenalty
+from megatron_opd.config.reductions import Reduction, SequenceReduction, TokenReduction
+from megatron_opd.config.section import NonNegativeFloat, PositiveFloat, Section
+from megatron_opd.config.supports import McSupport, PathSupport, Support, TopkSupport
+from megatron_opd.config.trust import ClipTrust, Line, NoTrust, TrustConfig
+from megatron_opd.config.use import Use
 
 OpenUnit = Annotated[float, Field(gt=0, lt=1)]
-
-
-class NoTrust(Section):
-    """No trust region (AsyncOPD Eq. 7, "no clip")."""
-
-    type: Literal["none"] = "none"
-
-
-class ClipTrust(Section):
-    """PPO's minimum: min(r A, clip(r, 1 - low, 1 + high) A); dual: at least dual * A where A < 0.
-
-    Only a ratio that has moved past an edge the way A pushes it loses its gradient. GEPO Eq. 8 and
-    10 write a plain clip(r) A instead, which drops the gradient outside both edges whatever A is;
-    PPO, GRPO, GSPO, TRL and verl take the minimum, and so does this, for gepo too.
-    """
-
-    type: Literal["clip"] = "clip"
-    low: NonNegativeFloat = 0.2
-    """r below 1 - low gains nothing more where A < 0."""
-    high: NonNegativeFloat = 0.2
-    """r above 1 + high gains nothing more where A > 0."""
-    dual: Annotated[float, Field(gt=1)] | None = None
-    """Bound c of dual-clip PPO; null = off."""
-
-
-class M2Trust(Section):
-    """M2PO (arXiv 2510.01161, Algorithm 1): mask the actions that moved furthest the way A pushes.
-
-    Candidates are the actions of the whole mini-batch with r > 1 and A > 0, or r < 1 and A < 0: the
-    ones that PPO's minimum could clip, as in the authors' code (github.com/Infini-AI-Lab/M2PO,
-    verl/trainer/ppo/core_algos.py, `_get_trust_region_tokens_delta_sq`). Those of largest
-    (log r)^2 are masked until the second moment is within the threshold; `moment` says what that
-    is the mean of. The loss is still averaged over all actions, the masked ones too.
-    """
-
-    type: Literal["m2"] = "m2"
-    threshold: PositiveFloat = 0.04
-    """Largest second moment, the mean of (log r)^2 over candidates (0.04 in the paper). Higher
-    masks fewer actions and lets the student move further on one batch."""
-    moment: Literal["kept", "capped"] = "kept"
-    """kept: the mean over the candidates that are not masked (Algorithm 1; AReaL's
-    `get_m2po_loss_mask` too, whose candidates are all tokens). capped: the mean over all
-    candidates, one beyond the limit counted as the limit (the authors' code:
-    `kpo_clip_harmful_tokens`, `_solve_tau_from_sorted_delta2`); masks more."""
-
-
-TrustConfig = Annotated[
-    Annotated[NoTrust, Tag("none")]
-    | Annotated[ClipTrust, Tag("clip")]
-    | Annotated[M2Trust, Tag("m2")],
-    Discriminator(type_or("none")),
-]
-
-
 Outside = Literal["renormalise", "bucket", "drop"]
 
 
-class ReverseKl(Section):
-    """KL(student || teacher) by its policy gradient: -sum_k w_k rho_k sg(A(a_k)).
+class Objective(Section):
+    """What every objective says of itself.
+
+    source: papers and equations. default_support, default_reduction: taken when none is named.
+    reads_reward, reads_teacher: what its loss is a function of. one_ratio_a_response: its trust
+    region acts on responses, not tokens. replaces_ratio: it has a weight in place of p / o.
+    """
+
+    source: ClassVar[str] = ""
+    default_support: ClassVar[Support] = McSupport()
+    default_reduction: ClassVar[Reduction] = TokenReduction()
+    reads_reward: ClassVar[bool] = False
+    one_ratio_a_response: ClassVar[bool] = False
+    replaces_ratio: ClassVar[bool] = False
+
+    @property
+    def trust_region(self) -> TrustConfig:
+        """Returns what bounds how far one batch moves the student."""
+        return NoTrust()
+
+    @property
+    def reads_teacher(self) -> bool:
+        """Whether the loss needs the teacher's log-probs."""
+        return not self.reads_reward
+
+    @property
+    def reads_groups(self) -> bool:
+        """Whether the loss compares the responses of one prompt."""
+        return False
+
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether the loss reads the sampler's log-probs besides the correction's ratio."""
+        return False
+
+    @property
+    def penalises(self) -> bool:
+        """Whether a KL penalty is added."""
+        return False
+
+    def is_direct(self, use: Use) -> bool:
+        """Whether no ratio is corrected: it is differentiated through the student."""
+        return False
+
+    def formula(self, use: Use) -> list[Line]:
+        """Lists the lines of its formula: label and text."""
+        raise NotImplementedError
+
+    def bias(self, use: Use) -> list[str]:
+        """Lists what biases its gradient besides support and correction."""
+        return self.trust_region.bias()
+
+    def sources(self, use: Use) -> list[str]:
+        """Lists papers and equations, those of its trust region included."""
+        return [self.source, *self.trust_region.sources()]
+
+
+class ReverseKl(Objective):
+    """Minimises KL(student || teacher) by its policy gradient: -sum_k w_k rho_k sg(A(a_k)).
 
     AsyncOPD Eq. 5-7, 15. Unbiased on supports that cover the sampler. On topk it is one reading of
     the paper's "Top-k + RW" (Fig. 6), which the paper gives no formula for; see `outside`.
     """
 
+    source: ClassVar[str] = "AsyncOPD Eq. 5-7, 11-13, 15"
     type: Literal["reverse_kl"] = "reverse_kl"
     advantage: Literal["current", "rollout"] = "current"
-    """A = log q - log p: current recomputes p at learner time (unbiased), rollout keeps the
-    sampler's."""
+    """The student's part of A = log q - log p: current recomputes p at learner time (unbiased),
+    rollout keeps the sampler's, which is stale."""
     outside: Literal["renormalise", "drop"] | None = None
     """On topk, the mass outside the set: drop (null takes this) leaves it out and sums
     p (log q - log p) over the set as it is; renormalise divides p, the sampler and q by their sums
     over the set (AsyncOPD Eq. 9), and its gradient is that of Eq. 10. For topk only."""
     trust: TrustConfig = NoTrust()
-    """Trust region on the ratio."""
+    """Trust region on the ratio; it bounds how far one batch moves the student."""
+
+    @property
+    def trust_region(self) -> TrustConfig:
+        """Returns what bounds how far one batch moves the student."""
+        return self.trust
+
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether the loss reads the sampler's log-probs besides the correction's ratio."""
+        return self.advantage == "rollout"
+
+    def formula(self, use: Use) -> list[Line]:
+        """Lists the lines of its formula: label and text."""
+        advantage = {
+            "current": "A_k = sg(log q_k - log p_k)",
+            "rollout": "A_k = log q_k - log o_k",
+        }[self.advantage]
+        trusted = self.trust.text("r_k", "A_k")
+        lines = [
+            ("loss per token", f"L_t = - sum_k w_k {use.kappa('k')}{trusted}"),
+            ("advantage", advantage),
+        ]
+        if not use.support.covers:
+            outside = {
+                "renormalise": "p, p0, o, q and w are divided by their sums over the set first",
+                "drop": "ignored",
+            }[self.outside or "drop"]
+            lines.append(("outside the set", outside))
+        return [*lines, *use.ratio_lines("k")]
+
+    def bias(self, use: Use) -> list[str]:
+        """Lists what biases its gradient besides support and correction."""
+        stale = "A is the sampler's: the gradient lacks that of KL(p || o)"
+        return [*([stale] if self.advantage == "rollout" else []), *self.trust.bias()]
+
+    def sources(self, use: Use) -> list[str]:
+        """Lists papers and equations, those of its trust region included."""
+        found = self.source
+        if not use.support.covers:
+            found = (
+                "AsyncOPD Eq. 9-10, by the policy gradient"
+                if self.outside == "renormalise"
+                else 'an interpretation of AsyncOPD\'s "Top-k + RW" (Fig. 6; no formula there)'
+            )
+        clip = ["AsyncOPD Eq. 4"] if isinstance(self.trust, ClipTrust) else []
+        return [found, *clip, *self.trust.sources()]
 
 
-class DivergenceObjective(Section):
+class DivergenceObjective(Objective):
     """A divergence of student and teacher: taken on a set of ids, or estimated from draws."""
 
     outside: Outside | None = None
-    """As in sparse_reverse_kl; for top-k supports only."""
+    """How the mass outside the cached set counts, as in sparse_reverse_kl; for top-k supports."""
+
+    def parts(self) -> tuple[str, str, str, float]:
+        """Returns one action's share, what m is, pull and balance (losses/divergences.py)."""
+        raise NotImplementedError
+
+    def teacher_gradient(self) -> str:
+        """Returns the gradient on the teacher's draws."""
+        return f"- sum_k w_k (p_k / q_k) {self.parts()[2]} grad log p_k"
+
+    def is_direct(self, use: Use) -> bool:
+        """Whether no ratio is corrected: summed over a set, or weighed by the teacher's draws."""
+        return use.on_set or use.on_teacher_draws
+
+    def formula(self, use: Use) -> list[Line]:
+        """Lists the lines of its formula: label and text."""
+        per_action, mixed, pull, balance = self.parts()
+        where = [("where", mixed)] if mixed else []
+        if use.on_set:
+            return [("loss per token", f"L_t = sum over the set of {per_action}"), *where] + (
+                [] if use.support.covers else [("outside the set", OUTSIDE_TEXTS[self.on_outside])]
+            )
+        if use.on_teacher_draws:
+            value, gradient, ratio = "sum_k w_k d_k / q_k", self.teacher_gradient(), []
+        else:
+            value = f"sum_k w_k {use.kappa('k')}r_k d_k / p_k"
+            shifted = f"({pull} - {balance:g})" if balance else pull
+            gradient = f"- sum_k w_k {use.kappa('k')}r_k {shifted} grad log p_k"
+            ratio = use.ratio_lines("k")
+        loss = ("loss per token", f"L_t = {value}, d_k = {per_action}")
+        return [loss, ("gradient", gradient), *where, *ratio]
+
+    @property
+    def on_outside(self) -> Outside:
+        """Returns how the mass outside a set counts."""
+        return self.outside or "renormalise"
+
+
+OUTSIDE_TEXTS: dict[Outside, str] = {
+    "renormalise": "p and q are divided by their sums over the set",
+    "bucket": "one more action holds 1 - the sums over the set",
+    "drop": "ignored",
+}
 
 
 class SparseReverseKl(DivergenceObjective):
-    """KL(student || teacher) on the cached set, differentiated through the student.
+    """Minimises KL(student || teacher) on the cached set, differentiated through the student.
 
     AsyncOPD Eq. 8-10; on the exact support Eq. 2-3.
     """
 
+    source: ClassVar[str] = "AsyncOPD Eq. 8-10"
+    default_support: ClassVar[Support] = TopkSupport()
     type: Literal["sparse_reverse_kl"] = "sparse_reverse_kl"
     outside: Outside | None = None
     """Mass outside the set: renormalise both inside (null takes this), bucket adds one action for
     all of it, drop ignores it (the value can then be negative)."""
 
+    def is_direct(self, use: Use) -> bool:
+        """Whether no ratio is corrected: it never is."""
+        return True
+
+    def parts(self) -> tuple[str, str, str, float]:
+        """Returns one action's share, what m is, pull and balance (losses/divergences.py)."""
+        return "p (log p - log q)", "", "(log q_k - log p_k)", 0.0
+
+    def sources(self, use: Use) -> list[str]:
+        """Lists papers and equations."""
+        return ["AsyncOPD Eq. 2-3" if use.support.covers else self.source]
+
 
 class ForwardKl(DivergenceObjective):
-    """KL(teacher || student) (AsyncOPD Eq. 1)."""
+    """Minimises KL(teacher || student) (AsyncOPD Eq. 1)."""
 
+    source: ClassVar[str] = "AsyncOPD Eq. 1"
     type: Literal["forward_kl"] = "forward_kl"
+
+    def parts(self) -> tuple[str, str, str, float]:
+        """Returns one action's share, what m is, pull and balance (losses/divergences.py)."""
+        return "q (log q - log p)", "", "(q_k / p_k)", 1.0
+
+    def teacher_gradient(self) -> str:
+        """Returns the gradient on the teacher's draws."""
+        return "- sum_k w_k grad log p_k"
 
 
 class Jsd(DivergenceObjective):
-    """Generalised JSD: beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p (GKD)."""
+    """Minimises the generalised Jensen-Shannon divergence (GKD).
 
+    beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p.
+    """
+
+    source: ClassVar[str] = "GKD (arXiv 2306.13649)"
     type: Literal["jsd"] = "jsd"
     beta: OpenUnit = 0.5
-    """Weight of the teacher."""
+    """Weight of the teacher in the mixture. Raising it moves the objective towards reverse KL."""
+
+    def parts(self) -> tuple[str, str, str, float]:
+        """Returns one action's share, what m is, pull and balance (losses/divergences.py)."""
+        b, rest = self.beta, 1 - self.beta
+        share = f"{b:g} q log(q / m) + {rest:g} p log(p / m)"
+        return share, f"m = {b:g} q + {rest:g} p", f"{rest:g} log(m_k / p_k)", 0.0
 
 
 class SkewForwardKl(DivergenceObjective):
-    """KL(q || alpha q + (1 - alpha) p) (DistiLLM)."""
+    """Minimises KL(q || alpha q + (1 - alpha) p) (DistiLLM)."""
 
+    source: ClassVar[str] = "DistiLLM (arXiv 2402.03898)"
     type: Literal["skew_forward_kl"] = "skew_forward_kl"
     alpha: OpenUnit = 0.1
-    """Teacher's share of the mixture."""
+    """Teacher's share of the mixture. Raising it bounds the loss of tokens that the student makes
+    unlikely, and flattens the gradient."""
+
+    def parts(self) -> tuple[str, str, str, float]:
+        """Returns one action's share, what m is, pull and balance (losses/divergences.py)."""
+        a, rest = self.alpha, 1 - self.alpha
+        return "q log(q / m)", f"m = {a:g} q + {rest:g} p", f"{rest:g} q_k / m_k", rest
 
 
 class SkewReverseKl(DivergenceObjective):
-    """KL(p || alpha p + (1 - alpha) q) (DistiLLM)."""
+    """Minimises KL(p || alpha p + (1 - alpha) q) (DistiLLM)."""
 
+    source: ClassVar[str] = "DistiLLM (arXiv 2402.03898)"
     type: Literal["skew_reverse_kl"] = "skew_reverse_kl"
     alpha: OpenUnit = 0.1
-    """Student's share of the mixture."""
+    """Student's share of the mixture. Raising it bounds the loss of tokens that the teacher makes
+    unlikely, and flattens the gradient."""
 
-
-KlDirection = Literal["reverse", "forward"]
-
-
-class KlPenalty(Section):
-    """Adds coefficient * a divergence of student and reference, estimated on the sampled tokens.
-
-    The tokens come from the sampler o at the prefixes it visited, not from the student p. reverse:
-    KL(p || reference), each token weighed by p / o whatever `correction` is: nothing bounds that
-    weight when rollouts are old. forward, with `to: sampler` alone: KL(o || p), which needs no
-    weight. Value and gradient of every accepted combination are unbiased (losses/penalty.py;
-    docs/estimators.md shows it).
-    """
-
-    coefficient: PositiveFloat
-    """Weight of the penalty in the loss of a token. Higher keeps the student closer to the
-    reference and lets it learn less from the reward (GEPO trains with 0.005)."""
-    to: Literal["teacher", "sampler"] = "teacher"
-    """The reference: the teacher (any frozen model can serve as one), or the sampler's own
-    log-probs (CPPO)."""
-    direction: KlDirection | None = None
-    """reverse: KL of student and reference, an expectation over the student (mode-seeking);
-    forward: KL of sampler and student, an expectation over the sampler. Null: reverse to the
-    teacher, forward to the sampler."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How the divergence is estimated from one token. reverse: k1 is p/o times the log-ratio; k2
-    and k3 are the same and have no noise where student and reference agree. forward: k1 is the
-    log-ratio, k3 is never negative and pulls a token by p/o - 1; k2 does not exist."""
-
-    @property
-    def applied_direction(self) -> KlDirection:
-        """The direction in force."""
-        return self.direction or ("reverse" if self.to == "teacher" else "forward")
-
-    @model_validator(mode="after")
-    def _is_sound(self) -> KlPenalty:
-        if self.applied_direction == "forward" and self.to == "teacher":
-            raise ValueError(
-                "direction forward needs to sampler, got to teacher: tokens come from the sampler, "
-                "and KL(teacher || student) would weigh them by teacher / sampler; use "
-                "objective.type forward_kl on support.type teacher_topk, or direction reverse"
-            )
-        if self.applied_direction == "forward" and self.estimator == "k2":
-            raise ValueError(
-                "estimator k2 needs direction reverse, got forward: on the sampler's tokens the "
-                "gradient of (log p - log o)^2 / 2 is no divergence's; use estimator k3"
-            )
-        return self
+    def parts(self) -> tuple[str, str, str, float]:
+        """Returns one action's share, what m is, pull and balance (losses/divergences.py)."""
+        a, rest = self.alpha, 1 - self.alpha
+        pull = f"(log(m_k / p_k) + {a:g} p_k / m_k)"
+        return "p log(p / m)", f"m = {a:g} p + {rest:g} q", pull, a
 
 
 RewardAdvantage = Literal[
     "reward", "group_mean", "group_std", "group_std_population", "leave_one_out"
 ]
+ADVANTAGE_TEXTS: dict[RewardAdvantage, str] = {
+    "reward": "A = R, the verifier's figure",
+    "group_mean": "A = R - mean of the group",
+    "group_std": "A = (R - mean of the group) / sample standard deviation of the group "
+    "(divisor G - 1)",
+    "group_std_population": "A = (R - mean of the group) / population standard deviation of the "
+    "group (divisor G)",
+    "leave_one_out": "A = R - mean of the others of the group",
+}
 
 
-class RewardObjective(Section):
+class RewardObjective(Objective):
     """An objective from rewards: the advantage of a response is shared by its tokens."""
 
+    default_support: ClassVar[Support] = PathSupport()
+    reads_reward: ClassVar[bool] = True
+
     advantage: RewardAdvantage = "group_std"
-    """reward: the verifier's figure itself; group_mean: minus the group's mean (GEPO Eq. 5, Dr.
-    GRPO); group_std: that over the group's sample standard deviation, divisor G - 1 (GRPO as verl
-    and TRL compute it); group_std_population: over the population one, divisor G;
-    leave_one_out: minus the mean of the others (RLOO)."""
+    """How a response's advantage follows from rewards. reward: the verifier's figure itself;
+    group_mean: minus the group's mean (GEPO Eq. 5, Dr. GRPO); group_std: that over the group's
+    sample standard deviation, divisor G - 1 (GRPO as verl and TRL compute it);
+    group_std_population: over the population one, divisor G; leave_one_out: minus the mean of the
+    others (RLOO)."""
     trust: TrustConfig = NoTrust()
-    """Trust region on the ratio."""
+    """Trust region on the ratio; it bounds how far one batch moves the student."""
     kl: KlPenalty | None = None
-    """Penalty; null = none."""
+    """KL penalty that keeps the student near a reference; null = none."""
+
+    @property
+    def trust_region(self) -> TrustConfig:
+        """Returns what bounds how far one batch moves the student."""
+        return self.trust
+
+    @property
+    def reads_teacher(self) -> bool:
+        """Whether the loss needs the teacher's log-probs."""
+        return self.kl is not None and self.kl.to == "teacher"
+
+    @property
+    def reads_groups(self) -> bool:
+        """Whether the loss compares the responses of one prompt."""
+        return self.advantage != "reward"
+
+    @property
+    def penalises(self) -> bool:
+        """Whether a KL penalty is added."""
+        return self.kl is not None
+
+    def weighed(self, use: Use) -> list[Line]:
+        """Lists the lines that say how a token or response is weighed."""
+        trusted = self.trust.text("r_t", "A")
+        loss = ("loss per token", f"L_t = - {use.kappa('t')}{trusted}")
+        return [loss, *use.ratio_lines("t")]
+
+    def formula(self, use: Use) -> list[Line]:
+        """Lists the lines of its formula: label and text."""
+        lines = [*self.weighed(use), ("advantage", ADVANTAGE_TEXTS[self.advantage])]
+        lines += self.trust.notes()
+        if self.kl is not None:
+            lines += [
+                ("penalty", "+ " + self.kl.text()),
+                ("penalty estimates", self.kl.estimates()),
+            ]
+        return lines
+
+    def bias(self, use: Use) -> list[str]:
+        """Lists what biases its gradient besides support and correction."""
+        found = [*self.token_bias(use), *self.trust.bias(), *self.ratio_bias()]
+        if self.advantage == "group_mean":
+            found.append("the mean holds the response itself: (G - 1) / G of the gradient")
+        if self.advantage in ("group_std", "group_std_population"):
+            found.append("groups are weighed by 1 / standard deviation")
+        return found
+
+    def token_bias(self, use: Use) -> list[str]:
+        """Lists what correcting by tokens leaves out."""
+        if use.level == "token" and use.correction.corrects:
+            return ["the ratio corrects a token, not the tokens around it"]
+        return []
+
+    def ratio_bias(self) -> list[str]:
+        """Lists what the objective's own ratio biases."""
+        return []
+
+    def sources(self, use: Use) -> list[str]:
+        """Lists papers and equations, those of trust region and penalty included."""
+        return [*super().sources(use), *([] if self.kl is None else self.kl.sources())]
 
 
 class Reinforce(RewardObjective):
-    """A grad log p, token by token."""
+    """Weighs the gradient of every token's log-prob by the advantage: A grad log p."""
 
+    source: ClassVar[str] = "TIS"
     type: Literal["reinforce"] = "reinforce"
     advantage: RewardAdvantage = "reward"
-    """As in grpo."""
+    """How a response's advantage follows from rewards, as in grpo."""
 
 
 class Ppo(RewardObjective):
-    """Token ratios, clipped, without a critic: the reward is the advantage."""
+    """Clips token ratios (PPO) without a critic: the reward is the advantage."""
 
+    source: ClassVar[str] = "TIS; PPO (arXiv 1707.06347)"
     type: Literal["ppo"] = "ppo"
     advantage: RewardAdvantage = "reward"
-    """As in grpo."""
+    """How a response's advantage follows from rewards, as in grpo."""
     trust: TrustConfig = ClipTrust()
-    """Trust region on the ratio."""
+    """Trust region on the ratio; it bounds how far one batch moves the student."""
 
 
 class Grpo(RewardObjective):
-    """Token ratios, clipped, with advantages standardised in the group (GRPO; GEPO Eq. 6, 8).
+    """Clips token ratios, with advantages standardised in the group (GRPO; GEPO Eq. 6, 8).
 
     GEPO Eq. 5 writes GRPO's advantage without the standard deviation: advantage group_mean.
     """
 
+    source: ClassVar[str] = "GRPO (arXiv 2402.03300); GEPO Eq. 6"
     type: Literal["grpo"] = "grpo"
     trust: TrustConfig = ClipTrust()
-    """Trust region on the ratio."""
+    """Trust region on the ratio; it bounds how far one batch moves the student."""
 
 
 class Gspo(RewardObjective):
-    """One ratio a response, the geometric mean of its tokens' (GSPO; GEPO Eq. 7, 9-10).
+    """Clips one ratio a response, the geometric mean of its tokens' (GSPO; GEPO Eq. 7, 9-10).
 
     Its `reduction` is sequence unless one is named, as published: one term a response.
     """
 
+    source: ClassVar[str] = "GSPO (arXiv 2507.18071); GEPO Eq. 7, 9"
+    default_reduction: ClassVar[Reduction] = SequenceReduction()
+    one_ratio_a_response: ClassVar[bool] = True
     type: Literal["gspo"] = "gspo"
     trust: TrustConfig = ClipTrust(low=3e-4, high=4e-4)
-    """Trust region on the response's ratio."""
+    """Trust region on the response's ratio; it bounds how far one batch moves the student."""
+
+    def weighed(self, use: Use) -> list[Line]:
+        """Lists the lines that say how a token or response is weighed."""
+        return [
+            ("loss per token", f"L_t = - {use.kappa('t')}{self.trust.text('s', 'A')}"),
+            ("response's ratio", "s = (prod over the response's tokens of r_t)^(1/T)"),
+            *use.ratio_lines("t"),
+        ]
+
+    def token_bias(self, use: Use) -> list[str]:
+        """Lists what correcting by tokens leaves out."""
+        return []
+
+    def ratio_bias(self) -> list[str]:
+        """Lists what the objective's own ratio biases."""
+        return ["a geometric mean is no likelihood ratio"]
 
 
 class Gepo(RewardObjective):
-    """Weight p(y) / E_q[q(y)] over the group, p(y) and q(y) geometric means (GEPO Eq. 9-12, 15).
+    """Weighs by p(y) / E_q[q(y)] over the group, geometric means (GEPO Eq. 9-12, 15).
 
     A = R - mean of the group (Eq. 5), no clip (Eq. 12) and no defensive term unless asked for; its
     `reduction` is sequence unless one is named. `trust: {type: clip}` is PPO's minimum, see there.
     """
 
+    source: ClassVar[str] = "GEPO Eq. 5, 9, 11-12, 15"
+    default_reduction: ClassVar[Reduction] = SequenceReduction()
+    one_ratio_a_response: ClassVar[bool] = True
+    replaces_ratio: ClassVar[bool] = True
     type: Literal["gepo"] = "gepo"
     advantage: RewardAdvantage = "group_mean"
-    """As in grpo."""
+    """How a response's advantage follows from rewards, as in grpo."""
     defensive: NonNegativeFloat = 0.0
-    """eps of Eq. 15 is min(1, defensive * Var(q) over the group); 0 = no defensive term."""
+    """Share of the student in the weight's denominator: eps of Eq. 15 is min(1, defensive * Var(q)
+    over the group). Raising it bounds the weight and biases it towards 1; 0 turns it off."""
+
+    @property
+    def reads_groups(self) -> bool:
+        """Whether the loss compares the responses of one prompt: its weight always does."""
+        return True
+
+    def weighed(self, use: Use) -> list[Line]:
+        """Lists the lines that say how a token or response is weighed."""
+        share = f"min(1, {self.defensive:g} Var(o(y)))" if self.defensive else "0"
+        return [
+            ("loss per token", f"L_t = - {self.trust.text('g', 'A')}"),
+            ("response's weight", "g = p(y) / (eps sg(p(y)) + (1 - eps) E[o])"),
+            ("group", f"E[o] = sum_i o(y_i)^2 / sum_i o(y_i); eps = {share}"),
+            ("response", "p(y), o(y): geometric means of the response's token probabilities"),
+        ]
+
+    def token_bias(self, use: Use) -> list[str]:
+        """Lists what correcting by tokens leaves out."""
+        return []
+
+    def ratio_bias(self) -> list[str]:
+        """Lists what the objective's own ratio biases."""
+        return ["E[g] != 1 (GEPO Eq. 22)"]
 
 
+class CustomObjective(Objective):
+    """The base of objectives from outside the package: `type` is an import path, MODULE:CLASS.
+
+    A subclass has its own keys, overrides `loss`, and says what it reads; docs/extending.md has an
+    example.
+    """
+
+    type: str
+
+    def loss(self, estimator: Any, cache: Any, limit: Any) -> Any:
+        """Returns the losses.terms.TermLoss of a mini-batch's cache (losses.cache.Cache)."""
+        raise NotImplementedError
+
+    def formula(self, use: Use) -> list[Line]:
+        """Lists the lines of its formula: label and text."""
+        return [("loss per token", f"as {self.type} computes it")]
+
+    @model_validator(mode="after")
+    def _has_a_loss(self) -> CustomObjective:
+        if type(self).loss is CustomObjective.loss:
+            raise ValueError(f"{self.type} must define the method `loss`")
+        return self
+
+
+_Custom = Annotated[
+    SerializeAsAny[CustomObjective], WrapValidator(validate_by_path(CustomObjective))
+]
 _Single = (
     Annotated[ReverseKl, Tag("reverse_kl")]
     | Annotated[SparseReverseKl, Tag("sparse_reverse_kl")]
@@ -272,8 +522,9 @@ _Single = (
     | Annotated[Grpo, Tag("grpo")]
     | Annotated[Gspo, Tag("gspo")]
     | Annotated[Gepo, Tag("gepo")]
+    | Annotated[_Custom, Tag("MODULE:CLASS")]
 )
-TermConfig = Annotated[_Single, Discriminator(type_or("reverse_kl"))]
+TermConfig = Annotated[_Single, Discriminator(tag_of("reverse_kl"))]
 
 
 class MixtureTerm(Section):
@@ -282,17 +533,17 @@ class MixtureTerm(Section):
     coefficient: PositiveFloat = 1.0
     """Multiplies the term's loss; raising it gives the term more of the gradient."""
     objective: TermConfig
-    """What is weighed."""
+    """What is weighed: an objective's section."""
 
 
 class Mixture(Section):
-    """A weighted sum of objectives on one support: KL directions, or distillation and reward."""
+    """Minimises a weighted sum of objectives on one support: KL directions, or KL and reward."""
 
     type: Literal["mixture"] = "mixture"
     terms: Annotated[tuple[MixtureTerm, ...], Field(min_length=1)]
-    """Each a coefficient and an objective."""
+    """The sum's terms, each a coefficient and an objective."""
 
 
 ObjectiveConfig = Annotated[
-    _Single | Annotated[Mixture, Tag("mixture")], Discriminator(type_or("reverse_kl"))
+    _Single | Annotated[Mixture, Tag("mixture")], Discriminator(tag_of("reverse_kl"))
 ]

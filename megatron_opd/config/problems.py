@@ -9,6 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from megatron_opd.config.import_path import BY_PATH
 from megatron_opd.config.section import Section
 from megatron_opd.config.wording import line, shown
 
@@ -41,7 +42,9 @@ def variants(annotation: Any) -> list[type[BaseModel]]:
 def type_of(section: type[BaseModel]) -> str | None:
     """The `type` of a variant, None for a section that has only one form."""
     field = section.model_fields.get("type")
-    return None if field is None else str(field.default)
+    if field is None:
+        return None
+    return BY_PATH if field.is_required() else str(field.default)
 
 
 def _resolve(

@@ -55,11 +55,13 @@ class DataConfig(Section):
     """Prompt files: JSONL or parquet with a `prompt` and an optional `answer` column."""
 
     train: FilePath
-    """Prompts to learn on."""
+    """Prompts to learn on: a JSONL or parquet file, or MODULE:FUNCTION, a function of your own that
+    returns the rows as mappings, the same ones every time."""
     heldout: FilePath | None = None
     """Problems to evaluate on."""
     task: str = "arithmetic"
-    """Names the verifier: arithmetic, exact, none."""
+    """Names the verifier: arithmetic, exact, none, or MODULE:FUNCTION, a function of your own that
+    takes a response and an answer and returns whether the response is right."""
     prompt_key: str = "prompt"
     """Column of the prompt."""
     answer_key: str = "answer"

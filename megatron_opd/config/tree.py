@@ -7,10 +7,11 @@ from functools import lru_cache
 
 from pydantic import Field
 
-from megatron_opd.config.corrections import CorrectionConfig, ReductionConfig, TokenReduction
+from megatron_opd.config.corrections import CorrectionConfig
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.objectives import ObjectiveConfig, ReverseKl
+from megatron_opd.config.reductions import ReductionConfig, TokenReduction
 from megatron_opd.config.section import (
     Section,
 )

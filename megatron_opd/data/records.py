@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_opd.config.import_path import is_import_path, load_object
 from megatron_opd.config.wording import line, shown
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -73,16 +75,20 @@ class Columns:
 
 
 def scan_records(path: Path, columns: Columns) -> Iterator[tuple[str, Record] | Fault]:
-    """(file:line, record) of every row, or its fault. Blank JSONL lines are no rows.
+    """Yields (file:line, record) of every row, or its fault. Blank JSONL lines are no rows.
 
-    Raises ValueError (one line) for a file that cannot be read at all.
+    path: a file, or the import path MODULE:FUNCTION of a user's own source. Raises ValueError (one
+    line) for what cannot be read at all.
     """
-    if not path.is_file():
-        raise ValueError(f"data file not found: {path}")
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path}: data files end with {' or '.join(SUFFIXES)}")
     wanted = list(dict.fromkeys((*columns.required, *columns.answers)))
-    rows = _jsonl(path) if path.suffix == ".jsonl" else _parquet(path, wanted, columns.required)
+    if is_source(path):
+        rows = _called(path)
+    elif not path.is_file():
+        raise ValueError(f"data file not found: {path}")
+    elif path.suffix not in SUFFIXES:
+        raise ValueError(f"{path}: data files end with {' or '.join(SUFFIXES)}")
+    else:
+        rows = _jsonl(path) if path.suffix == ".jsonl" else _parquet(path, wanted, columns.required)
     for row in rows:
         if isinstance(row, Fault):
             yield row
@@ -104,6 +110,31 @@ def read_records(path: Path, texts: Sequence[str]) -> list[dict[str, str]]:
     if not records:
         raise ValueError(f"{path} holds no rows")
     return records
+
+
+def is_source(path: Path) -> bool:
+    """Whether a data path names a function, MODULE:FUNCTION, and not a file."""
+    return is_import_path(str(path)) and not path.exists()
+
+
+def data_crc32(path: Path) -> int:
+    """Returns the checksum of a data file's bytes, or of the rows of a source."""
+    if not is_source(path):
+        return zlib.crc32(path.read_bytes())
+    crc = 0
+    for row in _called(path):
+        crc = zlib.crc32(json.dumps(row, sort_keys=True, default=str).encode(), crc)
+    return crc
+
+
+def _called(path: Path) -> Iterator[Located]:
+    """Yields the rows of a user's own source: a function that returns the same ones every time."""
+    source = load_object(str(path))
+    try:
+        for number, row in enumerate(source(), start=1):
+            yield f"{path}:{number}", dict(row)
+    except Exception as error:  # noqa: BLE001  whatever a user's function raises is told in one line
+        raise ValueError(f"{path} failed: {type(error).__name__}: {line(error)}") from None
 
 
 def _jsonl(path: Path) -> Iterator[Located | Fault]:

@@ -15,7 +15,6 @@ import torch
 from megatron_opd.config.corrections import (
     CorrectionConfig,
     ImportanceCorrection,
-    LevelledCorrection,
     MaskedCorrection,
     NoCorrection,
     TruncatedCorrection,
@@ -82,14 +81,14 @@ def correct(config: CorrectionConfig, actions: Actions, cache: Cache) -> Correct
     if config.prox:
         log_trust_n = floored(actions.student_n) - floored(_prox(actions))
     else:
-        if isinstance(config, ImportanceCorrection) and config.level == "token":
+        if config.keeps_whole_ratio:
             log_ratio_n = floored(actions.student_n) - actions.sampler_n
             ones_n = torch.ones_like(log_ratio_n)
             return Corrected(ones_n, log_ratio_n, torch.zeros_like(ones_n, dtype=torch.bool))
         log_trust_n = actions.student_n - actions.student_n.detach()
     log_ratio_n = log_ratio(config, actions, cache).detach()
     factor_n = FACTORS[type(config)](config, log_ratio_n)
-    cut_n = (factor_n != log_ratio_n.exp()) & (not isinstance(config, NoCorrection))
+    cut_n = (factor_n != log_ratio_n.exp()) & config.corrects
     return Corrected(factor_n, log_trust_n, cut_n)
 
 
@@ -98,7 +97,7 @@ def log_ratio(config: CorrectionConfig, actions: Actions, cache: Cache) -> torch
 
     A response's ratio is that of its sampled tokens, all of them, whichever actions are weighed.
     """
-    level = config.level if isinstance(config, LevelledCorrection) else "token"
+    level = config.ratio_level
     if level == "token":
         return _learner(config, actions) - actions.sampler_n
     path = cache.path()

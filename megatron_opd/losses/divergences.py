@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from megatron_opd.config.objectives import (
+    DivergenceObjective,
     ForwardKl,
     Jsd,
     Outside,
@@ -86,7 +87,7 @@ def skew_reverse_kl(config: SkewReverseKl) -> Divergence:
     return Divergence(lambda p, q: p.exp() * (p - _mix(p, q, alpha)), pull, alpha)
 
 
-DIVERGENCES: dict[type[Any], Callable[[Any], Divergence]] = {
+DIVERGENCES: dict[type[DivergenceObjective], Callable[[Any], Divergence]] = {
     SparseReverseKl: reverse_kl,
     ForwardKl: forward_kl,
     Jsd: jensen_shannon,

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_opd.config.estimator import Estimator, trust_of
-from megatron_opd.config.objectives import M2Trust
+from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.trust import M2Trust
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.diagnostics import diagnose
 from megatron_opd.losses.reduction import reduced
-from megatron_opd.losses.terms import TERMS, TermLoss
+from megatron_opd.losses.terms import TermLoss, term_loss
 from megatron_opd.losses.trust import second_moment_limit
 
 View = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -38,7 +38,7 @@ def evaluate(estimator: Estimator, cache: Cache) -> Evaluation:
     cache = cache.wide()
     limits = cache.m2_limits or tuple(m2_limit_of(estimator, cache, None))
     terms = tuple(
-        TERMS[type(term.objective)](term.objective, estimator, cache, limit)
+        term_loss(term.objective, estimator, cache, limit)
         for term, limit in zip(estimator.terms, limits, strict=True)
     )
     loss_T = torch.stack(
@@ -63,7 +63,7 @@ def m2_limit_of(
     views = m2_view(estimator, cache) if gathered is None else gathered
     limits: list[torch.Tensor | None] = []
     for term, view in zip(estimator.terms, views, strict=True):
-        trust = trust_of(term)
+        trust = term.objective.trust_region
         limits.append(second_moment_limit(*view, trust) if isinstance(trust, M2Trust) else None)
     return limits
 
@@ -74,9 +74,9 @@ def m2_view(estimator: Estimator, cache: Cache) -> list[View]:
     cache = cache.wide()
     views: list[View] = []
     for term in estimator.terms:
-        if isinstance(trust_of(term), M2Trust):
+        if isinstance(term.objective.trust_region, M2Trust):
             nothing_masked = cache.student_logp_N.new_tensor(torch.inf)
-            part = TERMS[type(term.objective)](term.objective, estimator, cache, nothing_masked)
+            part = term_loss(term.objective, estimator, cache, nothing_masked)
             views.append((part.log_r_n, part.advantage_n, part.measure_n))
         else:
             none = cache.student_logp_N.new_zeros(0)

@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_opd.config.objectives import KlDirection, KlPenalty
+from megatron_opd.config.penalty import KlDirection, KlPenalty
 from megatron_opd.losses.cache import Actions
 from megatron_opd.losses.corrections import LARGEST_LOG_FACTOR
 from megatron_opd.losses.divergences import floored

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_opd.config.corrections import (
+from megatron_opd.config.reductions import (
     FixedReduction,
     ReductionConfig,
     SequenceReduction,

@@ -1,8 +1,9 @@
-"""One function per objective: the loss of every response token, and how its actions were weighed.
+"""Computes the objectives: the loss of every response token, and how its actions were weighed.
 
-The functions are pure; TERMS chooses one by the type of its configuration. Formulas: p student now,
-o sampler, q teacher, w cache weight, rho = p / o, kappa the correction's factor, r the trust ratio,
-A the advantage, sg stop-gradient. Axes: T response tokens, B responses, n actions.
+The functions are pure; TERMS chooses one by the class of its configuration, or a base of it, and a
+CustomObjective brings its own. Formulas: p student now, o sampler, q teacher, w cache weight,
+rho = p / o, kappa the correction's factor, r the trust ratio, A the advantage, sg stop-gradient.
+Axes: T response tokens, B responses, n actions.
 """
 
 from __future__ import annotations
@@ -15,21 +16,16 @@ import torch
 
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.objectives import (
+    CustomObjective,
     DivergenceObjective,
-    ForwardKl,
     Gepo,
-    Grpo,
     Gspo,
-    Jsd,
-    KlPenalty,
-    Ppo,
-    Reinforce,
+    Objective,
     ReverseKl,
     RewardObjective,
-    SkewForwardKl,
-    SkewReverseKl,
-    SparseReverseKl,
 )
+from megatron_opd.config.penalty import KlPenalty
+from megatron_opd.config.trust import TrustConfig
 from megatron_opd.losses.cache import Actions, Cache
 from megatron_opd.losses.corrections import Corrected, correct
 from megatron_opd.losses.divergences import DIVERGENCES, floored, on_set, renormalised
@@ -76,7 +72,7 @@ def reverse_kl(config: ReverseKl, est: Estimator, cache: Cache, limit: Limit) ->
         actions = renormalised(actions, cache.num_tokens)
     reference_n = actions.student_n if config.advantage == "current" else actions.sampler_n
     advantage_n = (actions.teacher_n - reference_n).detach()
-    return _policy_gradient(config.trust, est, cache, actions, advantage_n, limit)
+    return policy_gradient(config.trust, est, cache, actions, advantage_n, limit)
 
 
 def divergence(config: DivergenceObjective, est: Estimator, cache: Cache, limit: Limit) -> TermLoss:
@@ -91,12 +87,12 @@ def divergence(config: DivergenceObjective, est: Estimator, cache: Cache, limit:
     """
     actions = cache.selected()
     chosen = DIVERGENCES[type(config)](config)
-    if est.is_set:
-        outside = (config.outside or "renormalise") if not est.support.covers else "drop"
+    if est.support.is_set:
+        outside = config.on_outside if not est.support.covers else "drop"
         loss_T = on_set(
             chosen, actions.student_n, actions.teacher_n, actions.row_n, cache.num_tokens, outside
         )
-        return _unweighed(loss_T)
+        return unweighed(loss_T)
     student_n, teacher_n = floored(actions.student_n), floored(actions.teacher_n)
     value_n = chosen.value(student_n, teacher_n).detach()
     pull_n = chosen.pull(student_n, teacher_n).detach()
@@ -105,7 +101,7 @@ def divergence(config: DivergenceObjective, est: Estimator, cache: Cache, limit:
         surrogate_n = weight_n * pull_n
         estimate_n = actions.weight_n * value_n * (-teacher_n).exp()
         loss_n = _valued(estimate_n, -surrogate_n)
-        return _unweighed(cache.per_token(loss_n, actions.row_n))
+        return unweighed(cache.per_token(loss_n, actions.row_n))
     weighed = correct(est.applied_correction, actions, cache)
     importance_n = weighed.factor_n * weighed.log_trust_n.exp()
     surrogate_n = actions.weight_n * importance_n * (pull_n - chosen.balance)
@@ -124,7 +120,7 @@ def token_reward(config: RewardObjective, est: Estimator, cache: Cache, limit: L
     """
     actions = cache.path()
     advantage_T = _advantage(cache)[cache.sample_T]
-    term = _policy_gradient(config.trust, est, cache, actions, advantage_T, limit)
+    term = policy_gradient(config.trust, est, cache, actions, advantage_T, limit)
     return _penalised(term, config.kl, actions)
 
 
@@ -172,29 +168,38 @@ def group_reward(config: Gepo, est: Estimator, cache: Cache, limit: Limit) -> Te
     return _penalised(term, config.kl, actions)
 
 
-TERMS: dict[type[Any], Callable[[Any, Estimator, Cache, Limit], TermLoss]] = {
+TERMS: dict[type[Objective], Callable[[Any, Estimator, Cache, Limit], TermLoss]] = {
     ReverseKl: reverse_kl,
-    SparseReverseKl: divergence,
-    ForwardKl: divergence,
-    Jsd: divergence,
-    SkewForwardKl: divergence,
-    SkewReverseKl: divergence,
-    Reinforce: token_reward,
-    Ppo: token_reward,
-    Grpo: token_reward,
+    DivergenceObjective: divergence,
+    RewardObjective: token_reward,
     Gspo: sequence_reward,
     Gepo: group_reward,
 }
 
 
-def _policy_gradient(
-    trust: Any,
+def term_loss(objective: Objective, est: Estimator, cache: Cache, limit: Limit) -> TermLoss:
+    """Computes one objective's loss; limit: see losses.trust.trusted."""
+    if isinstance(objective, CustomObjective):
+        return objective.loss(est, cache, limit)
+    for kind in type(objective).__mro__:
+        if kind in TERMS:
+            return TERMS[kind](objective, est, cache, limit)
+    raise TypeError(f"no function computes a {type(objective).__name__}")
+
+
+def policy_gradient(
+    trust: TrustConfig,
     est: Estimator,
     cache: Cache,
     actions: Actions,
     advantage_n: torch.Tensor,
     limit: Limit,
 ) -> TermLoss:
+    """Computes -w kappa trust(r, A) of every action, summed over those of a token.
+
+    The building block of policy-gradient objectives, also of ones from outside the package.
+    advantage_n: float64 [n], detached.
+    """
     weighed = correct(est.applied_correction, actions, cache)
     outcome = trusted(trust, weighed.log_trust_n, advantage_n, limit)
     loss_n = -actions.weight_n * weighed.factor_n * outcome.surrogate_n
@@ -221,7 +226,8 @@ def _weighed(
     )
 
 
-def _unweighed(loss_T: torch.Tensor) -> TermLoss:
+def unweighed(loss_T: torch.Tensor) -> TermLoss:
+    """Returns the loss of an objective that weighs no action by a ratio."""
     none = loss_T.new_zeros(0)
     nobody = none.bool()
     return TermLoss(loss_T, none, none, none, nobody, nobody, none, none)

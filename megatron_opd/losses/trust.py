@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_opd.config.objectives import ClipTrust, M2Trust, NoTrust, TrustConfig
+from megatron_opd.config.trust import ClipTrust, M2Trust, NoTrust, TrustConfig
 
 
 @dataclass(frozen=True)

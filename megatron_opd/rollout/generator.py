@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_opd.buffer.rejection import RolloutRejected
 from megatron_opd.config.sections import RolloutConfig
-from megatron_opd.config.supports import AtomsTailSupport, Support
+from megatron_opd.config.supports import Support
 from megatron_opd.data.seeds import ROLLOUT, derived_seed
 from megatron_opd.types import Draws, Prompt, Rollout, VersionSpan
 from sglang_bridge.errors import BadReply, RequestAborted
@@ -57,7 +57,7 @@ class RolloutGenerator:
         ours = support.owner == "student"
         self._num_atoms = support.num_atoms(vocab_size) if ours else 0
         self._num_draws = support.num_draws if ours else 0
-        self._thin = isinstance(support, AtomsTailSupport) and support.thin
+        self._thin = support.thins
         self._run_id = run_id
         self._stop_token_ids = stop_token_ids
         self._routed_experts = routed_experts

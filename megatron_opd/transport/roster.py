@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_opd.config.digests import differing_keys
+from megatron_opd.config.wording import shown
 from megatron_opd.transport.messages import Done, Failed, Hello, LearnerInfo, Reply, Result
 from sglang_bridge.errors import one_line
 
@@ -136,7 +137,7 @@ class Roster:
             ("rank", hello.rank, range(wanted.world_size)),
             ("data rank", hello.data_rank, (None, *range(wanted.data_ranks))),
             ("data-parallel size", info.data_parallel_size, (wanted.data_ranks,)),
-            ("dtype", one_line(info.dtype, 20), (wanted.dtype,)),
+            ("dtype", info.dtype, (wanted.dtype,)),
             (
                 "vocabulary",
                 info.vocab_size,
@@ -146,6 +147,6 @@ class Roster:
         for what, got, allowed in facts:
             if got not in allowed:
                 right = f"one of {len(allowed)}" if len(allowed) > 1 else allowed[0]
-                raise Breach(f"{who}: its {what} must be {right}, got {got}", answer=True)
+                raise Breach(f"{who}: its {what} must be {right}, got {shown(got)}", answer=True)
         if hello.data_rank in self.heads:
             raise Breach(f"{who}: data rank {hello.data_rank} is taken by another", answer=True)

@@ -10,7 +10,6 @@ import torch
 
 from megatron_opd.config.load import ConfigError, load_config
 from megatron_opd.config.schema import Config
-from megatron_opd.losses.biases import penalty_bias
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import evaluate
 from tests.figures import bounded
@@ -198,7 +197,7 @@ def test_penalties_without_a_sound_estimator_are_refused_in_one_line(
 def test_what_is_estimated_is_said():
     for kl in PENALTIES:
         objective: Any = penalised(kl).objective
-        said = penalty_bias(objective.kl)
+        said = objective.kl.estimates()
         reference = "q" if kl["to"] == "teacher" else "o"
         assert said.startswith("KL(o || p)" if kl in FORWARD else f"KL(p || {reference})")
         assert "value and gradient unbiased" in said

@@ -84,9 +84,9 @@ def save_some(
     kept = Checkpoints(dirs, config, learner, lambda: extras, lambda line: None, claim)
 
     async def main() -> None:
-        from megatron_opd.cli.resume import file_crc32
+        from megatron_opd.data.records import data_crc32
 
-        extras["train_crc32"] = file_crc32(config.data.train)
+        extras["train_crc32"] = data_crc32(config.data.train)
         for done in updates:
             await kept.after_update(done, lambda done=done: at(done))
         await kept.finish()

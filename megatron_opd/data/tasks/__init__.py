@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+from megatron_opd.config.import_path import is_import_path, load_object
 from megatron_opd.data.tasks.arithmetic import ARITHMETIC
 from megatron_opd.data.tasks.base import Problem, Task, Verifier
 from megatron_opd.data.tasks.exact import EXACT
@@ -12,14 +15,24 @@ TASKS: dict[str, Task] = {task.name: task for task in (ARITHMETIC, EXACT, Task("
 
 
 def get_task(name: str) -> Task:
-    """The task called `name`; ValueError with the choices when there is none."""
+    """Returns the task called `name`, or one whose verifier `name` imports (MODULE:FUNCTION).
+
+    ValueError: there is none; the line lists the choices.
+    """
+    if is_import_path(name):
+        found: Any = load_object(name)
+        if not callable(found):
+            raise ValueError(f"{name} must be a function of a response and an answer")
+        return Task(name, verify=cast(Verifier, found))
     if name not in TASKS:
-        raise ValueError(f"unknown task {name!r}; choices: {', '.join(sorted(TASKS))}")
+        raise ValueError(
+            f"unknown task {name!r}; choices: {', '.join(sorted(TASKS))}, or MODULE:FUNCTION"
+        )
     return TASKS[name]
 
 
 def get_verifier(name: str) -> Verifier:
-    """The verifier of task `name`; ValueError when it has none."""
+    """Returns the verifier of task `name`; ValueError when it has none."""
     verify = get_task(name).verify
     if verify is None:
         choices = ", ".join(sorted(task.name for task in TASKS.values() if task.verify))

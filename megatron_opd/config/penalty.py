@@ -1,0 +1,86 @@
+"""The KL penalty of objectives from rewards."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from megatron_opd.config.section import PositiveFloat, Section
+
+KlDirection = Literal["reverse", "forward"]
+
+
+class KlPenalty(Section):
+    """Adds coefficient * a divergence of student and reference, estimated on the sampled tokens.
+
+    The tokens come from the sampler o at the prefixes it visited, not from the student p. reverse:
+    KL(p || reference), each token weighed by p / o whatever `correction` is: nothing bounds that
+    weight when rollouts are old. forward, with `to: sampler` alone: KL(o || p), which needs no
+    weight. Value and gradient of every accepted combination are unbiased (losses/penalty.py;
+    docs/estimators.md shows it).
+    """
+
+    coefficient: PositiveFloat
+    """Weight of the penalty in the loss of a token. Higher keeps the student closer to the
+    reference and lets it learn less from the reward (GEPO trains with 0.005)."""
+    to: Literal["teacher", "sampler"] = "teacher"
+    """The reference: the teacher (any frozen model can serve as one), or the sampler's own
+    log-probs (CPPO)."""
+    direction: KlDirection | None = None
+    """reverse: KL of student and reference, an expectation over the student (mode-seeking);
+    forward: KL of sampler and student, an expectation over the sampler. Null: reverse to the
+    teacher, forward to the sampler."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How the divergence is estimated from one token. reverse: k1 is p/o times the log-ratio; k2
+    and k3 are the same and have no noise where student and reference agree. forward: k1 is the
+    log-ratio, k3 is never negative and pulls a token by p/o - 1; k2 does not exist."""
+
+    @property
+    def applied_direction(self) -> KlDirection:
+        """The direction in force."""
+        return self.direction or ("reverse" if self.to == "teacher" else "forward")
+
+    def text(self) -> str:
+        """Describes what the penalty adds to the loss of a token."""
+        reference = {"teacher": "q", "sampler": "o"}[self.to]
+        text = {
+            ("reverse", "k1"): "rho_t x, rho_t = p_t / o_t",
+            ("reverse", "k2"): "rho_t (exp(-x) - 1 + x), rho_t = p_t / o_t (k2 is k3)",
+            ("reverse", "k3"): "rho_t (exp(-x) - 1 + x), rho_t = p_t / o_t",
+            ("forward", "k1"): "(-x)",
+            ("forward", "k3"): "(exp(x) - 1 - x)",
+        }[self.applied_direction, self.estimator]
+        return f"{self.coefficient:g} {text}, x = log p_t - log {reference}_t"
+
+    def estimates(self) -> str:
+        """Names the divergence it estimates at the visited prefixes, and where it is unbiased.
+
+        losses/penalty.py has the proof.
+        """
+        reference = "q" if self.to == "teacher" else "o"
+        if self.applied_direction == "reverse":
+            covered = " (value: and q)" if self.to == "teacher" and self.estimator != "k1" else ""
+            return f"KL(p || {reference}); value and gradient unbiased where o covers p{covered}"
+        where = "" if self.estimator == "k1" else " where o covers p"
+        return f"KL(o || p); value and gradient unbiased{where}"
+
+    def sources(self) -> list[str]:
+        """Lists the papers it comes from."""
+        to_sampler = self.to == "sampler" and self.applied_direction == "forward"
+        return ["CPPO-KL (GEPO sec. 4.1)" if to_sampler else "GRPO's penalty, weighed by p / o"]
+
+    @model_validator(mode="after")
+    def _is_sound(self) -> KlPenalty:
+        if self.applied_direction == "forward" and self.to == "teacher":
+            raise ValueError(
+                "direction forward needs to sampler, got to teacher: tokens come from the sampler, "
+                "and KL(teacher || student) would weigh them by teacher / sampler; use "
+                "objective.type forward_kl on support.type teacher_topk, or direction reverse"
+            )
+        if self.applied_direction == "forward" and self.estimator == "k2":
+            raise ValueError(
+                "estimator k2 needs direction reverse, got forward: on the sampler's tokens the "
+                "gradient of (log p - log o)^2 / 2 is no divergence's; use estimator k3"
+            )
+        return self
