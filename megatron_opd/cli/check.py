@@ -89,8 +89,6 @@ def open_files_needed(config: Config) -> int:
     """Return how many files the controller holds open at most, rounded up a little.
 
     These are one connection for each request in flight, its connection pool, logs and libraries.
-
-    A connection for each request in flight, and those that hold its pool, logs and libraries.
     """
     rollouts = min(config.rollout.concurrency, config.buffer.permits)
     evaluated = rollouts if not config.evaluation.runs else config.rollout.concurrency

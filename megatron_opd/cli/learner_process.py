@@ -40,8 +40,8 @@ def learner_command(config_file: Path, learner: LearnerConfig, extra: Sequence[s
 class LearnerProcess:
     """Starts and ends one learner world, and sends the output of every rank to `log`.
 
-    With `log` None the ranks write to our own output. token: what the ranks show their controller;
-    it is not on the command line, which anyone on the machine may read.
+    log: None: the ranks write to our own output. token: what the ranks show their controller; it is
+    not on the command line, which anyone on the machine may read.
     """
 
     def __init__(

@@ -4,10 +4,6 @@ The run directory is locked from first to last. Once the directory belongs to th
 is always written and every process that was started here is ended, whatever happens. `opd control`
 takes the directory only when everything started elsewhere has joined, so a run that never began
 changes nothing.
-
-The run directory is locked from first to last. Whatever happens once it is this run's, summary.json
-is written and every process that was started here is ended; `opd control` makes it this run's only
-when all that was started elsewhere has joined, so a run that never began changes nothing.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 The server is a child, not this process itself, so that Ctrl-C reaches this process alone: each of
 SGLang's processes would answer it with a traceback.
-
-A child and not this process itself, so that Ctrl-C reaches this process alone: each of SGLang's
-processes would answer it with a traceback.
 """
 
 from __future__ import annotations
@@ -26,8 +23,6 @@ def serve_until_told(command: Sequence[str], environment: Mapping[str, str]) -> 
     """Run the server with our output until it ends or a signal ends it; return its exit code.
 
     No process of its group is left, whatever ends this function.
-
-    Nothing of its process group is left, whatever ends this function.
     """
     own_files = files.make()
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Tasks by name."""
+"""Looks up tasks by name."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ TASKS: dict[str, Task] = {task.name: task for task in (ARITHMETIC, EXACT, Task("
 
 
 def get_task(name: str) -> Task:
-    """The task called `name`; ValueError with the choices when there is none."""
+    """Return the task called `name`; ValueError with the choices when there is none."""
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}; choices: {', '.join(sorted(TASKS))}")
     return TASKS[name]
 
 
 def get_verifier(name: str) -> Verifier:
-    """The verifier of task `name`; ValueError when it has none."""
+    """Return the verifier of task `name`; ValueError when it has none."""
     verify = get_task(name).verify
     if verify is None:
         choices = ", ".join(sorted(task.name for task in TASKS.values() if task.verify))
