@@ -1,7 +1,7 @@
-"""What both directions of a conversion share: units over ranks, resumption, checksums, publication.
+"""Runs a conversion in either direction: units over ranks, resumption, checksums, final name.
 
 A unit is a file of the target. Ranks take units in turn; a unit that an earlier run finished is
-kept. Nothing is published before every tensor was read back from the target and its checksum found
+kept. The target gets its name only after every tensor was read back from it and its checksum found
 equal to that of what was written.
 """
 
@@ -48,7 +48,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Job:
-    """One direction. sizes: bytes of every unit.
+    """Describes one direction of a conversion. sizes: bytes of every unit.
 
     write: makes a unit and returns its record, whose `tensors` are {name: entry_of(tensor)}.
     finish: completes the directory from all records, in order. read_back: the tensors of a unit as
@@ -63,7 +63,7 @@ class Job:
 
 
 def run(job: Job, crew: Crew) -> Report:
-    """Do it, or what is left of it. ValueError, on every rank: see Crew.step."""
+    """Do the conversion, or what is left of it. ValueError, on every rank: see Crew.step."""
     started, part = time.perf_counter(), job.part
     crew.step(part.open, root_only=True)
     todo = [unit for unit in range(len(job.sizes)) if part.record(unit) is None]
@@ -108,13 +108,13 @@ def _known(part: PartDir, unit: int) -> Record:
 
 
 def entry_of(tensor: torch.Tensor) -> dict[str, str]:
-    """{dtype, digest}: what tells a tensor from a damaged one."""
+    """Return {dtype, digest}, which tells a tensor from a damaged one."""
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "digest": digest(data)}
 
 
 def require_same(name: str, tensor: torch.Tensor, expected: dict[str, str], where: Path) -> None:
-    """ValueError when the tensor is not the one that `expected` was made of."""
+    """Raise ValueError when the tensor is not the one that `expected` was made of."""
     found = entry_of(tensor)
     if found != expected:
         raise ValueError(
@@ -143,7 +143,7 @@ def bytes_of(spec: ModelSpec, key: Key, dtype: torch.dtype) -> int:
 
 
 def plan_of(source: Path, dtype: torch.dtype | None, **options: Any) -> dict[str, Any]:
-    """What tells one conversion from another: the source's files as they are, and the options."""
+    """Return what tells conversions apart: the source's files as they are, and the options."""
     files = sorted(path for path in source.iterdir() if path.is_file())
     return {
         "source": str(source.resolve()),
@@ -154,7 +154,7 @@ def plan_of(source: Path, dtype: torch.dtype | None, **options: Any) -> dict[str
 
 
 def copy_description(source: Path, target: Path, dtype: torch.dtype | None) -> None:
-    """The tokenizer, and the configuration with `dtype` as the weights'; None leaves it alone."""
+    """Copy the tokenizer, and the configuration with `dtype` as the weights' (None: unchanged)."""
     for name in ("config.json", *COPIED):
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
