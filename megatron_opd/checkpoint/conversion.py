@@ -35,7 +35,10 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did. units_kept: from an earlier run. peak_rss_bytes: of this rank."""
+    """Reports what a conversion did.
+
+    units_kept: units of an earlier run. peak_rss_bytes: of this rank.
+    """
 
     target: str
     tensor_bytes: int
@@ -126,7 +129,7 @@ def require_same(name: str, tensor: torch.Tensor, expected: dict[str, str], wher
 def grouped(
     keys: Iterable[Key], sizes: Iterable[int], homes: Iterable[int], limit: int
 ) -> Iterator[tuple[Key, ...]]:
-    """Units of at most `limit` bytes, or of one larger parameter; a unit has one home."""
+    """Group parameters into units of at most `limit` bytes or one larger one, each of one home."""
     held: dict[int, tuple[list[Key], int]] = {}
     for key, size, home in zip(keys, sizes, homes, strict=True):
         unit, total = held.get(home, ([], 0))

@@ -38,7 +38,7 @@ class NotTheHolder(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """What `run.lock` says. started: local time with its offset. token: hexadecimal, random."""
+    """Holds what `run.lock` says. started: local time with offset. token: random, hexadecimal."""
 
     pid: int
     host: str
@@ -48,13 +48,13 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The right to write into a run directory. lock: its run.lock, seen from this machine."""
+    """Grants the right to write into a run directory. lock: its run.lock, as seen from here."""
 
     lock: Path
     token: str
 
     def check(self) -> None:
-        """NotTheHolder: the directory is not, or no longer, that of this token's controller."""
+        """Raise NotTheHolder if the directory is not, or no longer, its controller's."""
         held = read_holder(self.lock)
         if held is None:
             raise NotTheHolder(

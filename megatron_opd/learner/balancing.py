@@ -28,7 +28,7 @@ GLOBAL = "global_aux_loss"  # one loss of all data-parallel ranks together
 
 @dataclass(frozen=True)
 class Balancing:
-    """settings: Megatron's, shared by all chunks. kinds, coefficients: as configured."""
+    """Holds Megatron's settings, shared by all chunks, and the configured coefficients."""
 
     settings: Any
     kinds: tuple[str, ...]

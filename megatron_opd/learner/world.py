@@ -53,7 +53,7 @@ class World:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's sums are added up: of those that compute the same loss, one's are."""
+        """Returns whether this rank's sums count: one of the ranks with the same loss does."""
         return self.last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     def pack_layout(self, fixed_tokens: int | None) -> PackLayout:

@@ -56,7 +56,7 @@ class ScoreShape:
         return cls(len(wide_T), float(wide_T.mean()), float(wide_T.std()), float(near_T.mean()))
 
     def problem(self, vocab_size: int) -> str | None:
-        """What is wrong with the scores, in words; None when nothing is, or rows are too few."""
+        """Return what is wrong with the scores, in words; None when nothing is, or rows are few."""
         if self.rows < MIN_ROWS:
             return None
         if self.near_uniform >= NEAR_UNIFORM_FRACTION:

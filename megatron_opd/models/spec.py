@@ -68,7 +68,7 @@ class ModelSpec:
         return any(self.moe_layers)
 
     def padded_vocab(self, tp: int) -> int:
-        """Rows of the embedding when `tp` ranks split it: the next multiple. Added rows are 0."""
+        """Return the embedding's rows when `tp` ranks split it; added rows are zeros."""
         return -(-self.vocab_size // tp) * tp
 
     def check_parallel(self, parallel: ParallelConfig, *, uneven: bool = False) -> None:

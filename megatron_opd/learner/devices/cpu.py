@@ -110,7 +110,7 @@ def _patch_grad_norm() -> None:
 
 
 def fix_megatron() -> None:
-    """Every MoE router names `te_general_gemm`, which only TransformerEngine defines (0.16.1)."""
+    """Define `te_general_gemm`, which every MoE router of 0.16.1 names, where it is missing."""
     from megatron.core.transformer.moe import moe_utils
 
     module: Any = moe_utils

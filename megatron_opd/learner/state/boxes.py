@@ -51,7 +51,7 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 
 def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
-    """Boxes of start..stop, which lies in row `index`."""
+    """Yield the boxes of start..stop, which lies in row `index`."""
     base = index * math.prod(shape[1:])
     for box in boxes(shape[1:], start - base, stop - base) if start < stop else ():
         yield Box((index, *box.offset), (1, *box.size), base + box.start)

@@ -109,7 +109,7 @@ class ShardWriter(TorchDistSaveShardedStrategy):
 
 
 def explained(error: BaseException, path: Path) -> str:
-    """In one line, with the space that is left: torch calls a full disk `unexpected pos`."""
+    """Return the error in one line with the free space: torch reports a full disk obscurely."""
     free_mb = shutil.disk_usage(path).free / 1e6
     return f"{one_line(error)} ({free_mb:.1f} MB are free there)"
 
