@@ -1,4 +1,4 @@
-"""`python -m megatron_opd` is `opd`."""
+"""Runs `opd` as `python -m megatron_opd`."""
 
 from megatron_opd.cli.main import main
 

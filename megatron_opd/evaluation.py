@@ -1,4 +1,4 @@
-"""avg@k of a model on held-out problems, through whatever can complete a prompt.
+"""Measures avg@k of a model on held-out problems, through anything that can complete a prompt.
 
 Invariant: every (problem, draw) is counted once, or the evaluation fails; a completion that was cut
 by the length limit or is malformed counts as wrong, it is never left out.
@@ -24,7 +24,7 @@ from sglang_bridge.protocol import RolloutRequest
 from sglang_bridge.retry import Backoff, is_lost_connection, retried
 
 Decoder = Callable[[Sequence[int]], str]
-"""Token ids -> text."""
+"""Turns token ids into text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +39,23 @@ class Judge:
     end_token_ids: Collection[int]
 
     def correct(self, response_ids: Sequence[int], answer: str) -> bool:
-        """Whether the response is right; one without an end token is judged as it stands."""
+        """Return whether the response is right; one without an end token is judged as it stands."""
         return self.verify(self.decode(response_ids[: self.end(response_ids)]), answer)
 
     def end(self, response_ids: Sequence[int]) -> int | None:
-        """Index of the first end token, None without one."""
+        """Return the index of the first end token, None without one."""
         return next(
             (i for i, token in enumerate(response_ids) if token in self.end_token_ids), None
         )
 
 
 class CompletionPort(Protocol):
-    """Something that samples from the model under evaluation."""
+    """Samples from the model under evaluation."""
 
     async def complete(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float, seed: int
     ) -> Sequence[int]:
-        """The sampled token ids, the end token included when it was sampled.
+        """Return the sampled token ids, the end token included when it was sampled.
 
         seed: the same one gives the same completion where completions are reproducible.
         """
@@ -63,7 +63,7 @@ class CompletionPort(Protocol):
 
 
 class FleetPort:
-    """Completions by SGLang servers. Requests have ids of their own and no draws.
+    """Completes prompts on SGLang servers, with request ids of its own and without draws.
 
     attempts: tries of a completion while connections to servers break.
     """
@@ -91,7 +91,7 @@ class FleetPort:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """How to sample.
+    """Says how to sample for an evaluation.
 
     samples: k, completions a problem. temperature: 0 = greedy. concurrency: completions in flight.
     seed: of all completions.
@@ -113,7 +113,7 @@ class EvaluationPlan:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """avg@k with its uncertainty.
+    """Reports avg@k with its uncertainty.
 
     accuracy_pct: 100 times the mean over problems of (correct completions / k) (AsyncOPD Eq. 14).
     stderr_pct: standard error of that mean over problems (sample deviation of the per-problem rates
@@ -129,12 +129,12 @@ class EvaluationReport:
     truncated_pct: float
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields by name; stderr_pct None where it is undefined, for JSON has no nan."""
+        """Return the fields by name; stderr_pct is None where undefined, since JSON has no nan."""
         fields = asdict(self)
         return fields | {"stderr_pct": None if math.isnan(self.stderr_pct) else self.stderr_pct}
 
     def line(self) -> str:
-        """One line for the terminal."""
+        """Return one line for the terminal."""
         return (
             f"avg@{self.samples} {self.accuracy_pct:.1f}% +- {self.stderr_pct:.1f} on "
             f"{self.problems} problems, {self.mean_response_tokens:.1f} tokens a response, "

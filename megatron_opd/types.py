@@ -1,4 +1,4 @@
-"""The nouns of the pipeline.
+"""Defines the records of the pipeline.
 
 Frozen: a stage returns a new record and never edits the one it was given.
 
@@ -22,7 +22,7 @@ ExpertArray = npt.NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One problem, tokenised. `uid` is unique in a run and rises in admission order.
+    """Holds one tokenised problem. `uid` is unique in a run and rises in admission order.
 
     token_ids_P: int32 [P], chat template already applied. answer: what the task's verifier compares
     with, if any. teacher: names the one that scores its rollouts.
@@ -38,7 +38,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Response tokens [start, stop) were sampled by the weights of publication `version`."""
+    """Says that response tokens [start, stop) were sampled by weight version `version`."""
 
     version: int
     start: int
@@ -47,7 +47,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The ragged draw cache of one response: row t holds the actions cached at response position t.
+    """Caches the draws of one response; row t holds the actions cached at response position t.
 
     By support: where it covers its owner's distribution pi(.|s_t) (the sampler's or the teacher's),
     sum over row t of weight * f(id) is an unbiased estimate of E_{a ~ pi}[f(a)] for any f; a top-k
@@ -71,18 +71,18 @@ class Draws:
 
     @property
     def num_tokens(self) -> int:
-        """Response positions, T."""
+        """Returns the number of response positions, T."""
         return len(self.offsets_T1) - 1
 
     @property
     def num_ids(self) -> int:
-        """Cached (token, action) pairs, N."""
+        """Returns the number of cached (token, action) pairs, N."""
         return len(self.ids_N)
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One student completion with its draw cache.
+    """Holds one student completion with its draw cache.
 
     response_ids_T: int32 [T], the end-of-sequence token included when it was sampled. spans: cover
     [0, T), versions rise. started_s, finished_s: monotonic clock. finish_reason: "stop" or
@@ -104,21 +104,21 @@ class Rollout:
 
     @property
     def num_response_tokens(self) -> int:
-        """Response tokens, T; over all samples for a batch."""
+        """Returns the number of response tokens, T."""
         return len(self.response_ids_T)
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response tokens, P + T."""
+        """Returns the number of prompt and response tokens, P + T."""
         return len(self.prompt.token_ids_P) + len(self.response_ids_T)
 
     @property
     def oldest_version(self) -> int:
-        """The version that sampled the stalest token."""
+        """Returns the version that sampled the stalest token."""
         return min(span.version for span in self.spans)
 
     def versions_T(self) -> IntArray:
-        """int32 [T]: the weight version that sampled each response token."""
+        """Return int32 [T]: the weight version that sampled each response token."""
         versions_T = np.empty(self.num_response_tokens, dtype=np.int32)
         for span in self.spans:
             versions_T[span.start : span.stop] = span.version
@@ -127,7 +127,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A scored rollout.
+    """Holds a scored rollout.
 
     teacher_logp_N: float32 [N], log q of every cached id; finite (a sample with NaN is dropped), or
     all NaN, and never read, where no teacher is asked. reward: the task's verifier on the response;
@@ -141,7 +141,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The samples of one learner update, in admission order.
+    """Holds the samples of one learner update, in admission order.
 
     update: 0-based; version: the learner's when it trains.
     """
@@ -152,5 +152,5 @@ class Batch:
 
     @property
     def num_response_tokens(self) -> int:
-        """Response tokens, T; over all samples for a batch."""
+        """Returns the number of response tokens over all samples."""
         return sum(sample.rollout.num_response_tokens for sample in self.samples)

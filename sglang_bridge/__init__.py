@@ -1,4 +1,4 @@
-"""What the pipeline needs of SGLang: an HTTP client and a plugin for the server.
+"""Connects the pipeline to SGLang: an HTTP client and a plugin for the server.
 
 Imports nothing of megatron_opd.
 """

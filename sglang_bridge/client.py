@@ -1,6 +1,6 @@
-"""One SGLang server: sample, score, and publish weights without losing work in flight.
+"""Talks to one SGLang server: samples, scores, and syncs weights without losing work in flight.
 
-Publication (keep-mode), every step before the next: pause("retract"), begin_weight_update,
+A weight sync (keep-mode), every step before the next: pause("retract"), begin_weight_update,
 update_bucket for each bucket (concurrently with the sender's broadcast), flush_cache,
 end_weight_update(version), resume. A retracted request keeps the tokens it has; its KV is rebuilt
 under the new weights after `resume`.
@@ -149,7 +149,7 @@ class ServerClient:
     # ------------------------------------------------------------ state
 
     async def info(self) -> ServerInfo:
-        """What the server is; also proves that its plugin answers."""
+        """Returns what the server is; also proves that its plugin answers."""
         limit_s = min(INFO_TIMEOUT_S, self._http.timeout_s)
         action = {"action": wire.MODEL_ACTION}
         server, model, models, plugin = await asyncio.gather(
@@ -163,7 +163,7 @@ class ServerClient:
         return info
 
     async def alive(self) -> bool:
-        """Whether the server answers, also while paused (/health generates, so it fails then).
+        """Returns whether the server answers, also while paused (unlike /health, which generates).
 
         Raises ServerUnreachable when it certainly does not: nobody listens.
         """
@@ -176,11 +176,11 @@ class ServerClient:
         return True
 
     async def version(self) -> int:
-        """Version of the weights it samples from; cheap, and answered also while paused."""
+        """Returns the version of the weights it samples from; answered also while paused."""
         return parse_version(self.url, await self._get("/model_info"))
 
     async def weight_digests(self) -> list[WeightPiece]:
-        """A digest of every slice of weights that every tensor-parallel rank holds now."""
+        """Returns a digest of every slice of weights that every tensor-parallel rank holds now."""
         body = {"action": wire.PIECE_ACTION}
         path = "/weights_checker"
         reply = await self._post(path, body, repeatable=True, max_bytes=sizes.DIGEST_BYTES)
@@ -273,7 +273,7 @@ class ServerClient:
         timeout_s: float | None = None,
         max_bytes: int = REPLY_BYTES,
     ) -> Any:
-        """repeatable: the server may receive the request twice."""
+        """Posts `body` to `path`. repeatable: the server may receive the request twice."""
         return await retried(
             lambda _: self._http.request(
                 "POST", path, body, timeout_s=timeout_s, max_bytes=max_bytes

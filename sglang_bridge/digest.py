@@ -1,4 +1,4 @@
-"""One digest for weights, so that a learner and a server can compare slices without moving them.
+"""Digests weights, so that learner and server can compare slices without moving them.
 
 Torch-free.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def digest(data: bytes | memoryview | np.ndarray) -> str:
-    """BLAKE2b of a contiguous buffer's bytes, in order: 16 hexadecimal digits.
+    """Returns BLAKE2b of a contiguous buffer's bytes, in order: 16 hexadecimal digits.
 
     For a torch tensor: `digest(tensor.contiguous().cpu().view(torch.uint8).numpy())`, which works
     for bfloat16 too.

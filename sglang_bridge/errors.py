@@ -1,4 +1,4 @@
-"""What can go wrong between the pipeline and SGLang.
+"""Defines what can go wrong between the pipeline and SGLang.
 
 Every message is one printable line and names the server.
 """
@@ -9,7 +9,7 @@ MESSAGE_LENGTH = 1000  # characters
 
 
 class BridgeError(Exception):
-    """Base of every error that this package raises on purpose.
+    """Is the base of every error that this package raises on purpose.
 
     What peers wrote is part of many messages, so each is made one printable line.
     """
@@ -19,7 +19,7 @@ class BridgeError(Exception):
 
 
 class ServerUnreachable(BridgeError):
-    """No answer: the connection failed, broke or timed out.
+    """Reports that no answer came: the connection failed, broke or timed out.
 
     sent: whether the request may have reached the server (then a repeat could apply it twice).
     """
@@ -30,12 +30,12 @@ class ServerUnreachable(BridgeError):
 
     @property
     def timed_out(self) -> bool:
-        """The server was silent for the whole wait; otherwise the connection failed or broke."""
+        """Returns whether the server was silent for the whole wait; else the connection broke."""
         return isinstance(self.__cause__, TimeoutError)
 
 
 class ServerRefused(BridgeError):
-    """The server answered, but not with 200. body: its explanation, on one line."""
+    """Reports an answer other than 200. body: the server's explanation, on one line."""
 
     def __init__(self, url: str, path: str, status: int, body: str) -> None:
         self.url, self.path, self.status, self.body = url, path, status, one_line(body)
@@ -43,7 +43,7 @@ class ServerRefused(BridgeError):
 
 
 class BadReply(BridgeError):
-    """The server answered 200 with a payload that is missing, misshapen or not finite.
+    """Reports an answer of 200 with a payload that is missing, misshapen or not finite.
 
     SGLang only logs a plugin that failed to load and serves without it: this error is what stops
     such a server.
@@ -51,15 +51,15 @@ class BadReply(BridgeError):
 
 
 class RequestAborted(BridgeError):
-    """The server ended a request that nobody cancelled; its tokens are incomplete."""
+    """Reports that the server ended a request that nobody cancelled; its tokens are incomplete."""
 
 
 class PublicationFailed(BridgeError):
-    """New weights did not reach every server: the fleet may hold a mixture and must stop."""
+    """Reports that new weights did not reach every server: the servers may differ, so stop."""
 
 
 class ServerDied(BridgeError):
-    """A server process ended (or never became ready) during start-up.
+    """Reports that a server process ended (or never became ready) during start-up.
 
     The message ends with its log's last lines, which are lines of their own.
     """
@@ -69,7 +69,7 @@ class ServerDied(BridgeError):
 
 
 class PortInUse(BridgeError):
-    """The port a server should listen on is taken."""
+    """Reports that the port a server should listen on is taken."""
 
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
@@ -77,7 +77,7 @@ class PortInUse(BridgeError):
 
 
 def printable(text: str) -> str:
-    r"""`text` with every control, format or unpaired character written out, as `\x1b`.
+    r"""Returns `text` with every control, format or unpaired character written out, as `\x1b`.
 
     What a peer sends reaches terminals and logs through here: escape sequences would act there, and
     bidirectional overrides would show another text than was sent. White space other than the plain
@@ -94,7 +94,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str, limit: int = 400) -> str:
-    """`text` with its white space collapsed, safe to print, cut to `limit` characters."""
+    """Returns `text` with white space collapsed, safe to print, cut to `limit` characters."""
     # a peer may send megabytes: what lies far behind the cut is not looked at
     flat = printable(" ".join(text[: 16 * limit].split()))
     return flat if len(flat) <= limit else flat[: limit - 3] + "..."

@@ -1,7 +1,7 @@
-"""Servers of one role: work goes to the least loaded, weights go to every one.
+"""Spreads work over the servers of one role, and syncs weights to all of them.
 
-A request for work is tried once; who repeats it (sglang_bridge.retry) reaches another server, for
-the one that failed rests.
+A request for work is tried once; who repeats it (sglang_bridge.retry) reaches another server,
+because the one that failed rests for a while.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Reply = TypeVar("Reply")
 
 @dataclass(frozen=True, slots=True)
 class WeightsWorld:
-    """Ranks of a weight-update group: 0 sends; server i's ranks start at rank_offsets[i]."""
+    """Describes a weight-update group: rank 0 sends; server i's ranks start at rank_offsets[i]."""
 
     size: int
     rank_offsets: tuple[int, ...]
 
 
 def weights_world(tp_sizes: Sequence[int]) -> WeightsWorld:
-    """The group of one sender and servers with these tensor-parallel sizes, in this order."""
+    """Returns the group of one sender and servers with these tensor-parallel sizes, in order."""
     offsets, size = [], 1
     for tp_size in tp_sizes:
         offsets.append(size)
@@ -50,7 +50,7 @@ def weights_world(tp_sizes: Sequence[int]) -> WeightsWorld:
 
 
 class _Server:
-    """A client and its load."""
+    """Holds a client and its load."""
 
     def __init__(self, client: ServerClient) -> None:
         self.client = client
@@ -59,10 +59,10 @@ class _Server:
 
 
 class Fleet:
-    """Servers that hold the same model.
+    """Represents servers that hold the same model.
 
-    Requests are spread; publication verbs address all servers at once. Call `start` before anything
-    else and `close` at the end, or use `async with`.
+    Requests are spread over them; the steps of a weight sync address all servers at once. Call
+    `start` before anything else and `close` at the end, or use `async with`.
     """
 
     def __init__(self, clients: Sequence[ServerClient]) -> None:
@@ -80,17 +80,17 @@ class Fleet:
 
     @property
     def clients(self) -> tuple[ServerClient, ...]:
-        """The servers' clients, in order."""
+        """Returns the servers' clients, in order."""
         return tuple(server.client for server in self._servers)
 
     @property
     def infos(self) -> tuple[ServerInfo, ...]:
-        """What each server said of itself at `start`."""
+        """Returns what each server said of itself at `start`."""
         return self._infos
 
     @property
     def in_flight(self) -> int:
-        """Requests being served by the whole fleet."""
+        """Returns the number of requests being served by all servers."""
         return sum(server.in_flight for server in self._servers)
 
     async def start(self) -> tuple[ServerInfo, ...]:
@@ -112,11 +112,11 @@ class Fleet:
     # ------------------------------------------------------------ work
 
     async def generate(self, request: RolloutRequest) -> RolloutReply:
-        """One completion from the least-loaded server, in one try."""
+        """Returns one completion from the least-loaded server, in one try."""
         return await self._dispatch(lambda client: client.generate(request))
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
-        """Scores from the least-loaded server, in one try."""
+        """Returns scores from the least-loaded server, in one try."""
         return await self._dispatch(lambda client: client.score(request))
 
     async def _dispatch(self, call: Callable[[ServerClient], Awaitable[Reply]]) -> Reply:
@@ -131,7 +131,7 @@ class Fleet:
 
     @staticmethod
     def _least_loaded(servers: list[_Server]) -> _Server:
-        """A resting server only when all rest, and then the one that failed first."""
+        """Returns the least-loaded server; if all rest, the one that failed first."""
         now_s = time.monotonic()
         return min(servers, key=lambda server: (max(server.rests_until_s, now_s), server.in_flight))
 
@@ -139,35 +139,35 @@ class Fleet:
 
     @property
     def world(self) -> WeightsWorld:
-        """The ranks of this fleet's weight-update group; known after `start`."""
+        """Returns the ranks of the weight-update group; known after `start`."""
         if not self._infos:
             raise RuntimeError("Fleet.start() comes first")
         return weights_world([info.tp_size for info in self._infos])
 
     async def pause(self, mode: PauseMode = "retract") -> None:
-        """ServerClient.pause on every server."""
+        """Pauses every server (see ServerClient.pause)."""
         await self._everywhere(lambda client: client.pause(mode))
 
     async def resume(self) -> None:
-        """ServerClient.resume on every server."""
+        """Resumes every server (see ServerClient.resume)."""
         await self._everywhere(ServerClient.resume)
 
     async def flush_cache(self) -> None:
-        """ServerClient.flush_cache on every server."""
+        """Flushes the cache of every server (see ServerClient.flush_cache)."""
         await self._everywhere(ServerClient.flush_cache)
 
     async def begin_weight_update(self) -> None:
-        """ServerClient.begin_weight_update on every server."""
+        """Begins a weight update on every server (see ServerClient.begin_weight_update)."""
         await self._everywhere(ServerClient.begin_weight_update)
 
     async def end_weight_update(self, version: int) -> None:
-        """ServerClient.end_weight_update on every server."""
+        """Ends the weight update on every server (see ServerClient.end_weight_update)."""
         await self._everywhere(lambda client: client.end_weight_update(version))
 
     async def init_weights_group(
         self, host: str, port: int, name: str, backend: str, timeout_s: float | None = None
     ) -> None:
-        """Every rank of every server joins the group of the sender at host:port (see `world`)."""
+        """Lets all servers' ranks join the group of the sender at host:port (see `world`)."""
         world = self.world
         offsets = dict(zip(self.clients, world.rank_offsets, strict=True))
         await self._everywhere(
@@ -177,34 +177,34 @@ class Fleet:
         )
 
     async def destroy_weights_group(self, name: str) -> None:
-        """ServerClient.destroy_weights_group on every server."""
+        """Leaves the group on every server (see ServerClient.destroy_weights_group)."""
         await self._everywhere(lambda client: client.destroy_weights_group(name))
 
     async def update_bucket(
         self, bucket: BucketSpec, group_name: str, timeout_s: float | None = None
     ) -> None:
-        """ServerClient.update_bucket on every server."""
+        """Receives a bucket on every server (see ServerClient.update_bucket)."""
         await self._everywhere(lambda client: client.update_bucket(bucket, group_name, timeout_s))
 
     async def versions(self) -> dict[str, int]:
-        """{server url: version of the weights it samples from}."""
+        """Returns {server url: version of the weights it samples from}."""
         versions = await self._everywhere(ServerClient.version)
         return dict(zip((client.url for client in self.clients), versions, strict=True))
 
     async def weight_digests(self) -> dict[str, list[WeightPiece]]:
-        """{server url: its ranks' weight digests}."""
+        """Returns {server url: its ranks' weight digests}."""
         digests = await self._everywhere(ServerClient.weight_digests)
         return dict(zip((client.url for client in self.clients), digests, strict=True))
 
     async def _everywhere(self, verb: Callable[[ServerClient], Awaitable[Any]]) -> list[Any]:
-        """A publication step: `_ask_all`, whose failure raises PublicationFailed."""
+        """Runs a step of a weight sync on every server; a failure raises PublicationFailed."""
         try:
             return await self._ask_all(verb)
         except BridgeError as error:
             raise PublicationFailed(str(error)) from error
 
     async def _ask_all(self, verb: Callable[[ServerClient], Awaitable[Any]]) -> list[Any]:
-        """Results in server order. The first failure cancels the rest and is raised."""
+        """Returns results in server order. The first failure cancels the rest and is raised."""
         tasks = [asyncio.ensure_future(verb(client)) for client in self.clients]
         try:
             return await asyncio.gather(*tasks)

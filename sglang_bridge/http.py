@@ -1,4 +1,4 @@
-"""HTTP to one server: one pool, one try a request, a limit on every wait and on every reply.
+"""Speaks HTTP to one server: one pool, one try a request, limits on every wait and reply.
 
 What answers is not trusted: replies are read up to a limit, compressed ones and redirects are
 refused, and whatever cannot be decoded raises BadReply. Nothing is repeated here, see
@@ -27,7 +27,7 @@ UNAUTHORIZED, FORBIDDEN = 401, 403
 
 
 class HttpConnection:
-    """Requests to `url`. timeout_s: the longest wait for a whole reply.
+    """Sends requests to `url`. timeout_s: the longest wait for a whole reply.
 
     api_key: sent as a bearer token; it appears in no message of ours.
     """
@@ -39,7 +39,7 @@ class HttpConnection:
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self, path: str, *, timeout_s: float | None = None) -> Any:
-        """GET; see `request`."""
+        """Sends a GET request; see `request`."""
         return await self.request("GET", path, None, timeout_s=timeout_s)
 
     async def request(
@@ -51,7 +51,7 @@ class HttpConnection:
         timeout_s: float | None = None,
         max_bytes: int = REPLY_BYTES,
     ) -> Any:
-        """The decoded JSON (None for an empty or non-JSON body) of at most `max_bytes`.
+        """Returns the decoded JSON (None for an empty or non-JSON body) of at most `max_bytes`.
 
         Raises ServerUnreachable, ServerRefused, BadReply.
         """
@@ -98,7 +98,7 @@ class HttpConnection:
         return ServerRefused(self.url, path, reply.status, text)
 
     def _open(self) -> aiohttp.ClientSession:
-        """The session, made inside the running loop on first use."""
+        """Returns the session, made inside the running loop on first use."""
         if self._session is None:
             headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
             if self._api_key is not None:
@@ -114,7 +114,7 @@ class HttpConnection:
 
 
 async def _read(url: str, reply: aiohttp.ClientResponse, max_bytes: int) -> bytearray:
-    """The body, read no further than `max_bytes`. Raises BadReply."""
+    """Reads the body, no further than `max_bytes`. Raises BadReply."""
     encoding = reply.headers.get("Content-Encoding", "identity")
     if encoding != "identity":
         raise BadReply(f"{url}: the reply is encoded as {encoding}, which nobody asked for")
@@ -130,7 +130,7 @@ async def _read(url: str, reply: aiohttp.ClientResponse, max_bytes: int) -> byte
 
 
 async def _read_some(reply: aiohttp.ClientResponse) -> bytes:
-    """The first EXPLANATION_BYTES of the body, or all of it."""
+    """Reads the first EXPLANATION_BYTES of the body, or all of it."""
     raw = bytearray()
     async for chunk in reply.content.iter_chunked(CHUNK_BYTES):
         raw += chunk
@@ -144,7 +144,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _explanation(raw: bytes) -> str:
-    """The message inside one of SGLang's error bodies, or the body itself."""
+    """Returns the message inside one of SGLang's error bodies, or the body itself."""
     text = raw.decode("utf-8", errors="replace")
     try:
         body = msgspec.json.decode(raw)

@@ -1,4 +1,4 @@
-"""Listening on one address alone. Torch-free.
+"""Listens on one address alone. Torch-free.
 
 torch's stores listen on every interface unless they are given a socket that is bound already; gloo
 and NCCL listen on the address that the machine's name resolves to unless they are given an
@@ -17,7 +17,10 @@ BACKLOG = 2048  # as torch's own store
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A TCP socket that listens on host:port (0: a free port). OSError: taken, or not ours."""
+    """Opens a TCP socket that listens on host:port (0: a free port).
+
+    OSError: taken, or not ours.
+    """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -31,7 +34,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def interface_of(host: str) -> str | None:
-    """The network interface that has this address; None: no interface of this machine has it."""
+    """Returns the network interface that has this address; None: none of this machine has it."""
     try:
         wanted = {ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except (OSError, ValueError):
@@ -46,7 +49,7 @@ def interface_of(host: str) -> str | None:
 
 
 def keep_groups_on(host: str, environment: MutableMapping[str, str]) -> None:
-    """Name `host`'s interface to gloo and NCCL; what the environment says already stays."""
+    """Sets `host`'s interface for gloo and NCCL; what the environment already says stays."""
     name = interface_of(host)
     if name is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -1,4 +1,4 @@
-"""As many open files as the machine allows: a connection is one, and shells give out 1,024."""
+"""Allows as many open files as the machine does: each connection is one, shells allow 1,024."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ UNLIMITED = resource.RLIM_INFINITY
 
 
 def limits() -> tuple[int, int]:
-    """(soft, hard) limit of open files of this process; UNLIMITED is none."""
+    """Returns the (soft, hard) limit of open files of this process; UNLIMITED means no limit."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 

@@ -1,4 +1,4 @@
-"""A reply is used only if it is whole: every array there, long enough, finite, consistent.
+"""Checks replies: one is used only if every array is there, long enough, finite, consistent.
 
 SGLang serves on without a plugin that failed to load, and a cut or shifted array looks like
 training data. So each payload is checked by absolute index against the request, and anything else
@@ -48,9 +48,9 @@ DIGEST_DIGITS = 16
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of a server, against which its replies are checked; None: not yet.
+    """Holds what is known of a server, against which its replies are checked; None: not yet.
 
-    version: the newest weights that were published to it.
+    version: the newest weights that were synced to it.
     """
 
     vocab_size: int = MAX_IDS
@@ -64,7 +64,7 @@ NOTHING_KNOWN = Known()
 def parse_rollout(
     url: str, reply: Any, request: RolloutRequest, known: Known = NOTHING_KNOWN
 ) -> RolloutReply:
-    """The reply of /generate to `request`.
+    """Parses the reply of /generate to `request`.
 
     Raises BadReply, or RequestAborted when the server gave up on it.
     """
@@ -104,7 +104,7 @@ def _output_ids(url: str, reply: Any, vocab_size: int) -> np.ndarray:
 
 
 def _check_length(url: str, tokens: int, kind: str, request: RolloutRequest, known: Known) -> None:
-    """At most as many tokens as asked for; fewer only where the model ended, or the context."""
+    """Requires at most as many tokens as asked for; fewer only at the model's or context's end."""
     most = request.max_new_tokens
     require(url, tokens <= most, f"asked for at most {most} tokens, got {tokens}")
     if kind == "length" and tokens < most:
@@ -117,7 +117,7 @@ def _check_length(url: str, tokens: int, kind: str, request: RolloutRequest, kno
 def parse_scores(
     url: str, reply: Any, request: ScoreRequest, known: Known = NOTHING_KNOWN
 ) -> ScoreReply:
-    """The reply of /generate to a scoring request.
+    """Parses the reply of /generate to a scoring request.
 
     Raises BadReply, also for a score that is not finite.
     """
@@ -136,7 +136,7 @@ def parse_scores(
 
 
 def empty_scores(request: ScoreRequest) -> ScoreReply:
-    """The reply to a request of no rows."""
+    """Returns the reply to a request of no rows."""
     ids, values = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
     if not request.selects:
         return ScoreReply(values)
@@ -145,7 +145,7 @@ def empty_scores(request: ScoreRequest) -> ScoreReply:
 
 
 def parse_pieces(url: str, reply: Any) -> list[WeightPiece]:
-    """The reply of /weights_checker to the action `bridge_pieces`: every rank's pieces."""
+    """Parses the reply of /weights_checker to `bridge_pieces`: every rank's pieces."""
     pieces: list[WeightPiece] = []
     for position, info in enumerate(_field(url, reply, "ranks", list)):
         checksums = _field(url, info, "checksums", dict)
@@ -167,7 +167,7 @@ def _piece(url: str, rank: int, key: str, digest: Any) -> WeightPiece:
 
 
 def parse_info(url: str, server: Any, model: Any, models: Any, plugin: Any) -> ServerInfo:
-    """The replies of /server_info, /model_info, /v1/models and of the plugin's `bridge_model`."""
+    """Parses the replies of /server_info, /model_info, /v1/models and `bridge_model`."""
     ranks = _field(url, plugin, "ranks", list)
     require(url, len(ranks) > 0, "no model description: is the server's plugin active?")
     described = _field(url, ranks[0], "checksums", dict)
@@ -190,7 +190,7 @@ def parse_info(url: str, server: Any, model: Any, models: Any, plugin: Any) -> S
 
 
 def parse_version(url: str, model: Any) -> int:
-    """The weight version in a reply of /model_info."""
+    """Returns the weight version in a reply of /model_info."""
     return _number(url, "weight version", _field(url, model, "weight_version", str))
 
 
@@ -236,9 +236,9 @@ def _experts(url: str, payload: dict[str, Any], inputs: int) -> ExpertArray:
 def _run_lengths(
     url: str, runs: Any, tokens: int, known: Known
 ) -> tuple[tuple[int, int, int], ...]:
-    """[[version, first token], ...] to (version, start, stop).
+    """Converts [[version, first token], ...] to (version, start, stop).
 
-    Weights only become newer while a response grows, and never newer than what was published.
+    Weights only become newer while a response grows, and never newer than what was synced.
     """
     require(url, isinstance(runs, list) and len(runs) > 0, "no versions")
     pairs = all(isinstance(run, Sequence) and len(run) == 2 for run in runs)
@@ -256,14 +256,14 @@ def _run_lengths(
 def _native_spans(
     url: str, meta: dict[str, Any], tokens: int, known: Known
 ) -> tuple[tuple[int, int, int], ...]:
-    """SGLang's own version spans; exact when weights change only under a retracting pause."""
+    """Reads SGLang's own version spans; exact if weights change only under a retracting pause."""
     spans = _field(url, meta, "weight_versions", list)
     runs = [[_field(url, span, "version", str), _count(url, span, "start")] for span in spans]
     return _run_lengths(url, [run for run in runs if run[1] < tokens], tokens, known)
 
 
 def _number(url: str, what: str, text: Any) -> int:
-    """A whole number >= 0, as labels hold it: decimal digits in a string, or a JSON number."""
+    """Reads a whole number >= 0, as labels hold it: decimal digits in a string, or a number."""
     if is_int(text) and 0 <= text < 10**MAX_DIGITS:
         return text
     shown = one_line(repr(text), 60)
@@ -276,7 +276,7 @@ def _is_number(text: str) -> bool:
 
 
 def _count(url: str, reply: Any, name: str, least: int = 0) -> int:
-    """A JSON number that is whole and >= `least`."""
+    """Reads a JSON number that is whole and >= `least`."""
     value = reply.get(name) if isinstance(reply, dict) else None
     if not is_int(value) or not least <= value < 10**MAX_DIGITS:
         raise BadReply(f"{url}: {name} must be a whole number >= {least}, got {value!r}")
@@ -284,7 +284,7 @@ def _count(url: str, reply: Any, name: str, least: int = 0) -> int:
 
 
 def _text(url: str, reply: Any, name: str) -> str:
-    """A string that can be printed."""
+    """Reads a string that can be printed."""
     value = _field(url, reply, name, str)
     require(url, value.isprintable(), f"{name} holds control characters: {value!r}")
     return value

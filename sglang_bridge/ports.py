@@ -1,4 +1,4 @@
-"""Ports for servers that are about to start.
+"""Finds ports for servers that are about to start.
 
 A port given out here is free now and bound a moment later by another process. The kernel picks the
 local ends of outgoing connections from its ephemeral range (from 32768 on Linux), so a port from
@@ -17,7 +17,7 @@ _random = random.SystemRandom()  # processes that start together must not ask fo
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port of `host` that nobody listens on now. Raises OSError when none was found."""
+    """Returns a TCP port of `host` that is free now. Raises OSError when none was found."""
     for _ in range(ATTEMPTS):
         port = _random.randint(FIRST, LAST)
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:

@@ -1,4 +1,4 @@
-"""The records that cross between the pipeline and SGLang. Frozen, torch-free.
+"""Defines the records that cross between the pipeline and SGLang. Frozen, torch-free.
 
 Axes, as name suffixes: T response tokens of one request, N flattened (token, cached action) pairs.
 """
@@ -26,7 +26,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class DrawCache:
-    """What the server selected at each response position: atoms, tail draws, the path token.
+    """Holds what the server selected at each response position: atoms, draws, the path token.
 
     The num_atoms likeliest ids of the behaviour distribution p (fewer where p has fewer) weigh
     p(id); num_draws iid draws from the rest, the tail, weigh tail mass / num_draws each, weights of
@@ -50,13 +50,13 @@ class DrawCache:
 
     @property
     def num_tokens(self) -> int:
-        """T, response tokens."""
+        """Returns the number of response tokens, T."""
         return len(self.offsets_T1) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRequest:
-    """One completion to sample.
+    """Asks for one completion.
 
     rid: unique. num_atoms (0..MAX_ATOMS), num_draws (0..MAX_DRAWS): what to cache at each position,
     see DrawCache; thin: at most that many, fewer where p is peaked (both must be asked for).
@@ -91,13 +91,13 @@ class RolloutRequest:
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether the reply has to hold a DrawCache."""
+        """Returns whether the reply has to hold a DrawCache."""
         return self.record or self.num_atoms > 0 or self.num_draws > 0
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutReply:
-    """output_ids_T: int32 [T], a sampled end-of-sequence token included.
+    """Holds one completion. output_ids_T: int32 [T], a sampled end-of-sequence token included.
 
     spans: (version, start, stop), covering [0, T). draws: None when the request asked for none.
     url: the server that sampled it. experts_XLk: uint8 or uint16 [P + T - 1, layers with experts,
@@ -114,7 +114,7 @@ class RolloutReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
-    """Ids to score after each prefix of a response. input_ids: prompt + response, P + T tokens.
+    """Asks to score ids after each prefix of a response. input_ids: prompt + response, P + T.
 
     Row t (offsets_T1[t]:offsets_T1[t + 1] of ids_N) is scored under q_t = softmax(logits /
     temperature) at absolute position P - 1 + t, which predicts response token t. num_atoms,
@@ -149,18 +149,18 @@ class ScoreRequest:
 
     @property
     def num_tokens(self) -> int:
-        """T, response tokens."""
+        """Returns the number of response tokens, T."""
         return len(self.offsets_T1) - 1
 
     @property
     def selects(self) -> bool:
-        """Whether the reply has to hold a Selection."""
+        """Returns whether the reply has to hold a Selection."""
         return self.num_atoms > 0 or self.num_draws > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Per response row, the union of the ids that were given and those selected from q.
+    """Holds per response row the union of the ids that were given and those selected from q.
 
     offsets_T1: int64 [T + 1]. ids_N: int32, strictly increasing inside a row. weight_N: float32,
     > 0 for every selected id (q(id) for an atom, tail mass * hits / num_draws for a draw), 0 for an
@@ -177,7 +177,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class ScoreReply:
-    """logp_N: float32 [N], log q(id | prefix) of the request's ids_N, in their order; finite.
+    """Holds scores. logp_N: float32 [N], log q(id | prefix) of the request's ids_N; finite.
 
     selection: None when the request selected nothing.
     """
@@ -188,7 +188,7 @@ class ScoreReply:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server says of itself.
+    """Describes a server by its own words.
 
     version: of its weights. context_length: in tokens. deterministic: see ServerSpec.
     """
@@ -207,7 +207,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """One flattened bucket of a publication: names (Hugging Face), torch dtype names, shapes.
+    """Describes one flattened bucket of a weight sync: names (Hugging Face), dtypes, shapes.
 
     The bytes on the wire are the tensors' raw bytes, end to end, without padding.
     """
@@ -226,7 +226,7 @@ class BucketSpec:
 
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
-    """A slice of one Hugging Face tensor as a tensor-parallel rank of a server holds it now.
+    """Describes a slice of one Hugging Face tensor as a rank of a server holds it now.
 
     The slice is rows [start, start + length) of dimension `dim`; a router or norm is one piece of
     dimension 0. dtype: torch's name, "float32". digest: `sglang_bridge.digest.digest` of the

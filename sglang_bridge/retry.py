@@ -1,4 +1,4 @@
-"""The one place where a request is repeated, and the one number of how often.
+"""Repeats requests, in this place alone, and counts the tries.
 
 Neither HttpConnection nor Fleet repeats anything: whoever sends a request for work counts its tries
 here. A fleet lets a server that failed rest, so that a repeat goes to another one if there is one.
@@ -20,7 +20,10 @@ TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """attempts: tries in all. first_wait_s: before the second; doubled each time to max_wait_s."""
+    """Says how often to try. first_wait_s: before the second; doubled each time to max_wait_s.
+
+    attempts: tries in all.
+    """
 
     attempts: int
     first_wait_s: float = 0.2
@@ -28,14 +31,14 @@ class Backoff:
 
 
 def is_transient(error: BridgeError) -> bool:
-    """Whether the same request may succeed later: no answer, overload, a server's own fault."""
+    """Returns whether the same request may succeed later: no answer, overload, a server's fault."""
     if isinstance(error, ServerRefused):
         return error.status == TOO_MANY_REQUESTS or error.status >= SERVER_ERROR
     return isinstance(error, ServerUnreachable | RequestAborted)
 
 
 def is_lost_connection(error: BridgeError) -> bool:
-    """Whether the connection failed or broke.
+    """Returns whether the connection failed or broke.
 
     Not when the server was silent for the whole wait: to repeat what took too long would choose by
     length alone.
@@ -44,7 +47,7 @@ def is_lost_connection(error: BridgeError) -> bool:
 
 
 def is_unsent(error: BridgeError) -> bool:
-    """Whether the request certainly did not reach the server."""
+    """Returns whether the request certainly did not reach the server."""
     return isinstance(error, ServerUnreachable) and not error.sent
 
 
@@ -53,9 +56,10 @@ async def retried(
     backoff: Backoff,
     repeat: Callable[[BridgeError], bool] = is_transient,
 ) -> Result:
-    """The result of the first try that succeeds; `call` is given the number of tries before it.
+    """Returns the result of the first try that succeeds.
 
-    Raises the last error when all tries failed, and any error that `repeat` does not allow at once.
+    `call` is given the number of tries before it. Raises the last error when all tries failed, and
+    at once any error that `repeat` does not allow.
     """
     wait_s = backoff.first_wait_s
     for earlier in range(backoff.attempts):

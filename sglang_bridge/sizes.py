@@ -1,4 +1,4 @@
-"""How large a server's reply may be, from what was asked: no reply is read further.
+"""Bounds how large a server's reply may be, from what was asked: no reply is read further.
 
 Generous: a whole reply of a sound server is a fraction of it, a flood is cut long before it fills
 the memory.
@@ -22,7 +22,7 @@ DIGEST_BYTES = 256 << 20
 
 
 def rollout_bytes(request: RolloutRequest) -> int:
-    """Largest reply to a request for one completion."""
+    """Returns the largest size of a reply to a request for one completion."""
     row = request.num_atoms + request.num_draws + 1
     size = BASE_BYTES + request.max_new_tokens * (TOKEN_BYTES + row * ID_BYTES)
     inputs = len(request.input_ids) + request.max_new_tokens
@@ -30,7 +30,7 @@ def rollout_bytes(request: RolloutRequest) -> int:
 
 
 def score_bytes(request: ScoreRequest) -> int:
-    """Largest reply to a request for scores."""
+    """Returns the largest size of a reply to a request for scores."""
     row = request.num_atoms + request.num_draws
     rows = request.num_tokens * (TOKEN_BYTES + row * ID_BYTES)
     return BASE_BYTES + rows + len(request.ids_N) * ID_BYTES

@@ -1,4 +1,4 @@
-"""Row tables of a reply: read, checked against what was asked for, joined with the ids given.
+"""Reads row tables of a reply, checks them against the request, and joins the ids given.
 
 Axes: T rows, N flattened ids.
 """
@@ -38,7 +38,7 @@ LEAST_WEIGHT = 1.2e-38
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
-    """Ragged rows of distinct rising ids, as in DrawCache and Selection."""
+    """Holds ragged rows of distinct rising ids, as in DrawCache and Selection."""
 
     offsets_T1: OffsetArray
     ids_N: IntArray
@@ -53,7 +53,7 @@ def read_rows(
     request: RolloutRequest | ScoreRequest,
     vocab_size: int,
 ) -> RowTable:
-    """The table of `payload`: `rows` rows of ids that rise, with finite weights and log-probs.
+    """Reads the table of `payload`: `rows` rows of rising ids, finite weights and log-probs.
 
     Raises BadReply. `check_weights` is the caller's, who knows which ids may weigh nothing.
     """
@@ -85,7 +85,7 @@ def read_rows(
 def check_weights(
     url: str, table: RowTable, num_atoms: int, num_draws: int, forced_N: np.ndarray
 ) -> None:
-    """Raises BadReply for weights that are no selection of num_atoms atoms and num_draws draws.
+    """Raises BadReply for weights that no selection of num_atoms and num_draws can have.
 
     forced_N: bool, ids that may weigh 0: they are there whatever was selected.
     """
@@ -120,7 +120,7 @@ def _check_atoms(url: str, weight_N: FloatArray, logp_N: FloatArray) -> None:
 
 
 def join(request: ScoreRequest, given_logp_N: FloatArray, selected: RowTable) -> Selection:
-    """Row by row the union of the request's ids and the selected ones."""
+    """Joins, row by row, the request's ids and the selected ones."""
     row_bits = np.int64(32)
     keys = np.concatenate(
         [
@@ -150,7 +150,7 @@ def check_logp(url: str, logp_N: FloatArray) -> None:
 
 
 def read_array(url: str, payload: Mapping[str, Any], name: str, dtype: str) -> np.ndarray:
-    """One array of a payload. Raises BadReply."""
+    """Reads one array of a payload. Raises BadReply."""
     try:
         return wire.unpack(payload.get(name), dtype)
     except ValueError as error:
@@ -158,7 +158,7 @@ def read_array(url: str, payload: Mapping[str, Any], name: str, dtype: str) -> n
 
 
 def is_int(value: Any) -> TypeGuard[int]:
-    """Whether a JSON value is a whole number; true and false are none."""
+    """Returns whether a JSON value is a whole number; true and false are not."""
     return type(value) is int
 
 

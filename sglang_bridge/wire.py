@@ -1,4 +1,4 @@
-"""How arrays travel inside SGLang's JSON: base64 of raw little-endian buffers.
+"""Packs arrays for SGLang's JSON: base64 of raw little-endian buffers.
 
 A list of JSON numbers costs about five times the bytes and 400 times the parsing. The request side
 rides in `sampling_params.custom_params` (flat scalars and strings), the reply side in `meta_info`.
@@ -47,13 +47,13 @@ PIECE_SEPARATOR = "|"
 
 
 def pack(array: np.ndarray | bytes | bytearray) -> str:
-    """Base64 of an array's buffer (little-endian on every machine this runs on)."""
+    """Returns base64 of an array's buffer (little-endian on every machine this runs on)."""
     raw = array if isinstance(array, bytes | bytearray) else np.ascontiguousarray(array).tobytes()
     return base64.b64encode(raw).decode("ascii")
 
 
 def unpack(text: Any, dtype: str) -> np.ndarray:
-    """The one-dimensional array of `pack`.
+    """Returns the one-dimensional array of `pack`.
 
     Raises ValueError when `text` is not base64 of whole items.
     """

@@ -1,1 +1,4 @@
-"""Batches of samples as micro-batches and columns for every data-parallel rank. Torch-free."""
+"""Turns batches of samples into micro-batches and columns for every data-parallel rank.
+
+Torch-free.
+"""

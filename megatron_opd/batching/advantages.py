@@ -1,4 +1,4 @@
-"""What the loss reads of a response as a whole: advantages, and GEPO's group expectation.
+"""Computes what the loss reads of a response as a whole: advantages, GEPO's group expectation.
 
 Computed once, over whole groups, before a batch is cut into shares; float64, numpy, torch-free. A
 group is the G responses to one prompt. Axes: B responses, C groups, T response tokens of one.
@@ -36,7 +36,7 @@ STD_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class GroupColumns:
-    """One row per response.
+    """Holds one row per response.
 
     advantage_B: float64, 0 when no reward is read. group_log_q_B: float64, log of GEPO's Eq. 11, 0
     when unused. defensive_B: float64 in [0, 1], eps of GEPO's Eq. 15. reward_B: float32, the
@@ -49,12 +49,12 @@ class GroupColumns:
     reward_B: npt.NDArray[np.float32]
 
     def rows(self, indices: Sequence[int]) -> GroupColumns:
-        """The columns of these responses."""
+        """Return the columns of these responses."""
         return GroupColumns(*(getattr(self, field.name)[list(indices)] for field in fields(self)))
 
 
 def group_columns(estimator: Estimator, samples: Sequence[Sample], group_size: int) -> GroupColumns:
-    """The columns of a batch; the group of a response is its uid // group_size.
+    """Compute the columns of a batch; the group of a response is its uid // group_size.
 
     Raises ValueError when the estimator reads rewards and a sample has none.
     """
@@ -70,7 +70,7 @@ def group_columns(estimator: Estimator, samples: Sequence[Sample], group_size: i
 def columns_of(
     estimator: Estimator, reward_B: Float64, logq_B: Float64, group_B: Index
 ) -> GroupColumns:
-    """The columns from rewards, mean sampler log-probs (nats) and the group of each response."""
+    """Compute the columns from rewards, mean sampler log-probs (nats) and each response's group."""
     zero_B = np.zeros(len(reward_B))
     columns = GroupColumns(zero_B, zero_B, zero_B, reward_B.astype(np.float32))
     reward = next(
@@ -89,15 +89,16 @@ def columns_of(
 
 
 def no_groups(count: int) -> GroupColumns:
-    """The columns of `count` responses when nothing reads a reward."""
+    """Return the columns of `count` responses when nothing reads a reward."""
     zero_B = np.zeros(count)
     return GroupColumns(zero_B, zero_B, zero_B, np.full(count, np.nan, np.float32))
 
 
 def geometric_logp(rollout: Rollout) -> float:
-    """Mean over T of the path's sampler_logp, nats: log of GEPO's Eq. 9; 0 for an empty response.
+    """Return the mean over T of the path's sampler_logp in nats, 0 for an empty response.
 
-    The log of the product itself reaches -1e5 for 30,000 tokens; it is never exponentiated.
+    It is the log of GEPO's Eq. 9. The log of the product itself reaches -1e5 for 30,000 tokens; it
+    is never exponentiated.
     """
     draws = rollout.draws
     if draws.num_tokens == 0:
@@ -106,7 +107,7 @@ def geometric_logp(rollout: Rollout) -> float:
 
 
 def log_group_expectation(logq_B: Float64, group_B: Index) -> Float64:
-    """Log of E_q[q] = logsumexp(2 l) - logsumexp(l) over each group, l = log q (GEPO Eq. 11).
+    """Return log E_q[q] = logsumexp(2 l) - logsumexp(l) over each group, l = log q (GEPO Eq. 11).
 
     It lies between the group's smallest and largest l; for a group of one it is l, and GEPO's
     weight is GSPO's.
@@ -115,7 +116,7 @@ def log_group_expectation(logq_B: Float64, group_B: Index) -> Float64:
 
 
 def defensive_share(logq_B: Float64, group_B: Index, scale: float) -> Float64:
-    """min(1, scale * Var(q)), the population variance over each group (eps of GEPO Eq. 15)."""
+    """Return min(1, scale * Var(q)), the population variance over each group (GEPO Eq. 15)."""
     variance_B = _mean(_centred(np.exp(logq_B), group_B) ** 2, group_B)
     return np.minimum(1.0, scale * variance_B)
 
@@ -159,7 +160,7 @@ def _mean(value_B: Float64, group_B: Index) -> Float64:
 
 
 def _mean_and_size(value_B: Float64, group_B: Index) -> tuple[Float64, Index]:
-    """(mean, number of members) of each response's group."""
+    """Return (mean, number of members) of each response's group."""
     _, row_B, size_C = np.unique(group_B, return_inverse=True, return_counts=True)
     return (np.bincount(row_B, value_B) / size_C)[row_B], size_C[row_B]
 

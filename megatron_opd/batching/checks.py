@@ -1,4 +1,4 @@
-"""What a learner's rank checks of a batch before it trains on it.
+"""Checks a batch on the learner's rank before it trains on it.
 
 The controller has checked its servers' replies already; this keeps a damaged or forged message from
 being read as numbers. Teacher scores may be NaN: the loss becomes NaN then and the run stops.
@@ -15,10 +15,10 @@ from megatron_opd.batching.rank_batch import RankBatch
 
 
 def check_batch(batch: RankBatch, *, vocab_size: int, num_experts: int, sampled: bool) -> None:
-    """ValueError: the columns cannot be a batch of this model; the line names the column.
+    """Raise ValueError naming the column when the columns cannot be a batch of this model.
 
-    sampled: the cached ids are the sampler's, so each has a log-prob of it; where the teacher chose
-    them, NaN stands for what nobody knows.
+    sampled: the cached ids are the sampler's, so each has its log-prob; where the teacher chose
+    them, NaN stands for an unknown log-prob.
     """
     samples = len(batch.prompt_B)
     planned = sorted(index for mini in batch.plan for micro in mini for index in micro)
@@ -56,7 +56,7 @@ def check_batch(batch: RankBatch, *, vocab_size: int, num_experts: int, sampled:
 
 
 def _response_ids(batch: RankBatch) -> npt.NDArray[Any]:
-    """Int32 [T]: `ids` without the prompts."""
+    """Return `ids` without the prompts, int32 [T]."""
     ends_B = np.cumsum(batch.prompt_B + batch.response_B)
     before_B = ends_B - np.cumsum(batch.response_B)  # prompt tokens up to here
     return batch.ids[np.repeat(before_B, batch.response_B) + np.arange(len(batch.path_T))]

@@ -1,8 +1,8 @@
-"""Which sample goes to which mini-batch, data-parallel rank and micro-batch. Pure and torch-free.
+"""Assigns each sample to a mini-batch, a data-parallel rank and a micro-batch. Torch-free.
 
 Invariants: every sample appears exactly once; a mini-batch holds consecutive samples (admission
-order); every rank holds as many samples and as many micro-batches as its peers, for they meet in
-collectives; no micro-batch is empty, and none exceeds the token budget unless one sample alone
+order); every rank holds as many samples and as many micro-batches as its peers, because they meet
+in collectives; no micro-batch is empty, and none exceeds the token budget unless one sample alone
 does.
 """
 
@@ -14,13 +14,13 @@ from megatron_opd.config.learner import LearnerConfig
 
 Micro = list[int]
 RankPlan = list[list[Micro]]
-"""One data-parallel rank's micro-batches, by mini-batch."""
+"""One data-parallel rank's micro-batches, listed by mini-batch."""
 BatchPlan = list[list[list[Micro]]]
-"""Every rank's micro-batches, by mini-batch and rank."""
+"""The micro-batches of every rank, listed by mini-batch and rank."""
 
 
 def learner_plan(lengths: Sequence[int], config: LearnerConfig) -> BatchPlan:
-    """The plan that a learner of this layout needs. lengths: see plan_batch.
+    """Make the plan that a learner of this layout needs. lengths: see plan_batch.
 
     Context-parallel ranks share a micro-batch, and each sample fills 2 * cp equal chunks of it; an
     interleaved pipeline needs at least pp micro-batches.
@@ -43,7 +43,7 @@ def plan_batch(
     token_budget: int,
     least_micros: int = 1,
 ) -> BatchPlan:
-    """plan[mini-batch][data-parallel rank][micro-batch] = ascending sample indices.
+    """Return plan[mini-batch][data-parallel rank][micro-batch] = ascending sample indices.
 
     lengths: tokens (prompt + response) of every sample, in admission order. token_budget: most
     tokens of a micro-batch. least_micros: of a rank in a mini-batch. Raises ValueError when the
@@ -95,7 +95,7 @@ def _plan_mini(
 
 
 def _share(samples: Sequence[int], lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Equal counts; token sums balanced greedily, the longest sample to the lightest open rank."""
+    """Split into equal counts; the longest sample goes to the rank with the fewest tokens."""
     each = len(samples) // ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -108,7 +108,7 @@ def _share(samples: Sequence[int], lengths: Sequence[int], ranks: int) -> list[l
 
 
 def _fit(share: Sequence[int], lengths: Sequence[int], budget: int) -> list[Micro]:
-    """First-fit decreasing bins of at most `budget` tokens; a longer sample is alone in its bin."""
+    """Pack first-fit decreasing bins of at most `budget` tokens; a longer sample is alone."""
     bins: list[Micro] = []
     free: list[int] = []
     for sample in sorted(share, key=lambda index: (-lengths[index], index)):
@@ -125,7 +125,7 @@ def _fit(share: Sequence[int], lengths: Sequence[int], budget: int) -> list[Micr
 def _balanced(
     share: Sequence[int], lengths: Sequence[int], count: int, budget: int
 ) -> list[Micro] | None:
-    """`count` micro-batches of nearly equal tokens: the longest sample to the lightest of them.
+    """Make `count` micro-batches of nearly equal tokens: the longest sample to the lightest.
 
     None when one would exceed what first-fit packing keeps: the budget, or one sample alone.
     Ranks meet in collectives micro-batch by micro-batch, so the heaviest sets the pace of all.

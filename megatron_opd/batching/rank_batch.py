@@ -1,4 +1,4 @@
-"""One data-parallel rank's share of a batch, as flat columns. Torch-free.
+"""Holds one data-parallel rank's share of a batch as flat columns. Torch-free.
 
 Axes: B samples, T response tokens of all samples, N cached (token, action) pairs of all samples, in
 sample order.
@@ -20,7 +20,7 @@ from megatron_opd.types import ExpertArray, FloatArray, IntArray, OffsetArray, S
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """Samples as columns.
+    """Holds samples as columns.
 
     plan[mini-batch][micro-batch] = sample indices. ids: prompt and response tokens, one sample
     after another; prompt_B, response_B: their lengths. count_T: cached ids per response token.
@@ -49,7 +49,7 @@ class RankBatch:
     experts_XLk: ExpertArray | None = None
 
     def experts_of(self, samples: Sequence[int]) -> ExpertArray | None:
-        """The routed experts of these samples, end to end."""
+        """Return the routed experts of these samples, end to end."""
         if self.experts_XLk is None:
             return None
         end_B = np.cumsum(self.prompt_B + self.response_B - 1)
@@ -64,7 +64,7 @@ def rank_batch(
     plan: RankPlan,
     groups: GroupColumns | None = None,
 ) -> RankBatch:
-    """Columns of `samples`; `plan` indexes into them. ValueError: a sample's arrays disagree.
+    """Return the columns of `samples`; `plan` indexes into them. ValueError: arrays disagree.
 
     groups: the rows of these samples; None where no reward is read.
     """
@@ -97,7 +97,10 @@ def rank_batch(
 
 
 def _experts(samples: Sequence[Sample]) -> ExpertArray | None:
-    """ValueError: some samples have routed experts and some have none, or of another kind."""
+    """Join the routed experts.
+
+    ValueError: only some samples have them, or they are of another kind.
+    """
     found = [sample.rollout.experts_XLk for sample in samples]
     arrays = [array for array in found if array is not None]
     if not arrays:
@@ -112,7 +115,7 @@ def _experts(samples: Sequence[Sample]) -> ExpertArray | None:
 
 
 def check_sample(sample: Sample) -> None:
-    """ValueError when a sample's cache does not fit its response."""
+    """Raise ValueError when a sample's cache does not fit its response."""
     rollout, draws = sample.rollout, sample.rollout.draws
     uid, tokens, ids = rollout.prompt.uid, rollout.num_response_tokens, draws.num_ids
     lengths = {

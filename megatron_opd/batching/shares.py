@@ -1,7 +1,7 @@
-"""A batch cut into one share per data-parallel rank: planned, with the columns its groups decide.
+"""Cuts a batch into one share per data-parallel rank, with the columns its groups decide.
 
-What depends on a whole group (advantages) is computed before the cut: a group's members may go to
-different ranks.
+Values that depend on a whole group (advantages) are computed before the cut, because a group's
+members may go to different ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_opd.types import Batch
 def shares(
     batch: Batch, config: LearnerConfig, estimator: Estimator, group_size: int
 ) -> list[RankBatch]:
-    """The shares in the order of the data-parallel ranks; each numbers its own samples from 0.
+    """Return the shares in the order of the data-parallel ranks; each numbers its samples from 0.
 
     ValueError: the batch cannot be shared out equally, or a sample is malformed.
     """

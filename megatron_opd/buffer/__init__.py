@@ -1,1 +1,1 @@
-"""Admission-ordered buffer and the permits that bound staleness. Torch-free."""
+"""Holds samples in admission order, and the permits that bound staleness. Torch-free."""

@@ -1,7 +1,7 @@
-"""Batches of exactly B samples in admission order; only the last of a finite run may be smaller.
+"""Cuts batches of exactly B samples in admission order; only the last of a run may be smaller.
 
-With hold_batches = h a batch leaves only when h more lie scored behind it (AsyncOPD App. B: the
-cache depth of a staleness study), until no more samples can come. Then what is left drains.
+With hold_batches = h a batch leaves only when h more wait scored behind it (AsyncOPD App. B: the
+cache depth of a staleness study), until no more samples can come. Then the rest drains.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from megatron_opd.types import Sample
 
 
 class Batcher:
-    """Cuts a SampleBuffer's line into batches.
+    """Cuts batches from the front of a SampleBuffer.
 
     Args:
         buffer: where samples arrive.
@@ -25,7 +25,7 @@ class Batcher:
         self._needed = (hold_batches + 1) * batch_size
 
     async def next_batch(self) -> tuple[Sample, ...]:
-        """The next B samples; fewer only when no more can come; empty when there are none left."""
+        """Return the next B samples: fewer only when no more can come, empty when none are left."""
         while self._buffer.ready < self._needed and not self._buffer.exhausted:
             await self._buffer.changed()
         return self._buffer.take(min(self._batch_size, self._buffer.ready))

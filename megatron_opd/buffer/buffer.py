@@ -1,4 +1,4 @@
-"""Samples leave in the order their prompts were admitted; nothing is evicted, drops leave no gap.
+"""Gives out samples in the order of their prompts' admission; a dropped sample leaves no gap.
 
 A prompt enters at admission, so the buffer knows the order before any result exists. Its sample
 arrives later, in any order, or never (drop). The front of the line moves as soon as its first
@@ -15,7 +15,7 @@ from megatron_opd.types import Sample
 
 
 class SampleBuffer:
-    """Admission-ordered line of samples. All methods are for one event loop."""
+    """Holds samples in admission order. All methods are for one event loop."""
 
     def __init__(self) -> None:
         # insertion order = admission order; None until scored
@@ -28,21 +28,21 @@ class SampleBuffer:
 
     @property
     def ready(self) -> int:
-        """Samples at the front of the line that can be taken now."""
+        """Returns the number of samples at the front of the line that can be taken now."""
         return len(self._ready)
 
     @property
     def scored(self) -> int:
-        """Scored samples held, those behind an unfinished one included."""
+        """Returns the number of scored samples held, those behind an unfinished one included."""
         return len(self._ready) + len(self._line) - self.waiting_for_score
 
     @property
     def exhausted(self) -> bool:
-        """Closed, and every admitted prompt is scored or dropped: `ready` will not grow."""
+        """Returns whether the buffer is closed and no prompt is unscored: `ready` cannot grow."""
         return self._closed and not self._line
 
     def admit(self, uid: int) -> None:
-        """A prompt joins the end of the line. Raises ValueError when it is already in it."""
+        """Append a prompt to the line. Raises ValueError when it is already in it."""
         if self._closed:
             raise ValueError(f"prompt {uid} was admitted after the buffer was closed")
         if uid in self._line:
@@ -51,7 +51,10 @@ class SampleBuffer:
         self.waiting_for_score += 1
 
     def put(self, sample: Sample) -> None:
-        """The sample of an admitted prompt. Raises ValueError when it is unknown or came before."""
+        """Store the sample of an admitted prompt.
+
+        Raises ValueError for an unknown or repeated one.
+        """
         uid = sample.rollout.prompt.uid
         self._must_be_unfinished(uid)
         self._line[uid] = sample
@@ -59,14 +62,17 @@ class SampleBuffer:
         self._advance()
 
     def drop(self, uid: int) -> None:
-        """The prompt will have no sample; those behind it move up."""
+        """Remove a prompt that will have no sample; those behind it move up."""
         self._must_be_unfinished(uid)
         del self._line[uid]
         self.waiting_for_score -= 1
         self._advance()
 
     def withdraw(self, uids: Collection[int]) -> list[int]:
-        """Scored samples among `uids` leave; those behind them move up. Returns who left."""
+        """Remove the scored samples among `uids`; those behind move up.
+
+        Returns the removed uids.
+        """
         ready = [sample.rollout.prompt.uid for sample in self._ready]
         gone = [uid for uid in ready if uid in uids]
         if gone:
@@ -79,7 +85,7 @@ class SampleBuffer:
         return gone + later
 
     def close(self) -> None:
-        """No more prompts will be admitted."""
+        """End admission: no more prompts are accepted."""
         self._closed = True
         self._advance()
 
@@ -90,7 +96,7 @@ class SampleBuffer:
         return tuple(self._ready.popleft() for _ in range(count))
 
     def in_line(self) -> list[tuple[int, Sample | None]]:
-        """Everything held, in admission order; None for what is not scored yet."""
+        """Return everything held, in admission order; None for what is not scored yet."""
         ready = [(sample.rollout.prompt.uid, sample) for sample in self._ready]
         return [*ready, *self._line.items()]
 

@@ -1,4 +1,4 @@
-"""A group is trained on as a whole or not at all: one dropped member takes the others along.
+"""Drops a group as a whole: when one member is dropped, the others are dropped with it.
 
 The group of a prompt is uid // size; its members are admitted one after another. Size 1 is a run in
 which no two samples depend on each other.
@@ -15,14 +15,14 @@ GROUP_INCOMPLETE = "group_incomplete"
 
 
 class GroupIncomplete(SampleRejected):
-    """Another member of the sample's group was dropped."""
+    """Reports that another member of the sample's group was dropped."""
 
     def __init__(self, uid: int) -> None:
         super().__init__(GROUP_INCOMPLETE, f"sample {uid} lost a member of its group")
 
 
 class Groups:
-    """Which groups are broken, and which are scored in full.
+    """Tracks which groups are broken, and which are scored in full.
 
     Args:
         size: G, samples of a group.
@@ -38,20 +38,20 @@ class Groups:
 
     @property
     def state(self) -> tuple[list[int], dict[int, int]]:
-        """`broken` and `scored` of a Groups that goes on from here."""
+        """Return the `broken` and `scored` arguments of a Groups that continues from here."""
         return sorted(self._broken), dict(self._scored)
 
     def broken(self, uid: int) -> bool:
-        """Whether the sample can only be dropped."""
+        """Return whether the sample can only be dropped."""
         return uid // self._size in self._broken
 
     def check(self, uid: int) -> None:
-        """Raises GroupIncomplete for a sample that can only be dropped."""
+        """Raise GroupIncomplete for a sample that can only be dropped."""
         if self.broken(uid):
             raise GroupIncomplete(uid)
 
     def complete(self, uid: int) -> bool:
-        """A member was scored; whether it is the last one that its group waited for."""
+        """Count a scored member; return whether it was the last one that its group waited for."""
         group = uid // self._size
         self._scored[group] += 1
         if self._scored[group] < self._size:
@@ -60,7 +60,7 @@ class Groups:
         return True
 
     def break_up(self, uid: int) -> range:
-        """A member was dropped: its group is broken. Returns the uids of all its members."""
+        """Mark the group of a dropped member as broken. Returns the uids of all its members."""
         group = uid // self._size
         self._broken.add(group)
         self._scored.pop(group, None)

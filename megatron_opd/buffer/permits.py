@@ -1,4 +1,4 @@
-"""Every admitted prompt holds one of (tau + 1) B permits until it is dropped, or trained and live.
+"""Bounds staleness: a prompt holds one of (tau + 1) B permits until dropped, or trained and live.
 
 Words: B is the batch size, tau the largest allowed staleness in versions, the *version* is the
 number of publications made so far. Update k (0-based) trains batch k and its publication makes
@@ -63,15 +63,15 @@ from megatron_opd.types import Batch, Sample
 
 
 class PermitError(RuntimeError):
-    """A permit was taken twice, or returned by one that holds none: the scheduler is broken."""
+    """Reports a permit taken twice, or returned by a prompt that holds none: a scheduler bug."""
 
 
 class StalenessExceeded(RuntimeError):
-    """A sample is older than the rule allows, or newer than the learner: a broken scheduler."""
+    """Reports a sample older than the rule allows, or newer than the learner: a scheduler bug."""
 
 
 class Permits:
-    """The (tau + 1) B permits, each held under the uid of its prompt.
+    """Holds the (tau + 1) B permits, each under the uid of its prompt.
 
     Args:
         batch_size: B, samples per update.
@@ -88,7 +88,7 @@ class Permits:
 
     @property
     def in_use(self) -> int:
-        """Permits held now."""
+        """Returns the number of permits held now."""
         return len(self._holders)
 
     async def acquire(self, uid: int) -> None:
@@ -108,12 +108,12 @@ class Permits:
 
 
 def staleness_versions(sample: Sample, learner_version: int) -> int:
-    """Learner version minus the version of the sample's oldest token."""
+    """Return the learner's version minus the version of the sample's oldest token."""
     return learner_version - sample.rollout.oldest_version
 
 
 def check_staleness(batch: Batch, max_staleness: int) -> None:
-    """Refuse a batch that breaks the bound. Raises StalenessExceeded naming the sample."""
+    """Reject a batch that breaks the bound. Raises StalenessExceeded naming the sample."""
     for sample in batch.samples:
         newest = max(span.version for span in sample.rollout.spans)
         staleness = staleness_versions(sample, batch.version)

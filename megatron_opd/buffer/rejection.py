@@ -1,10 +1,10 @@
-"""Why a sample leaves the pipeline without being trained on."""
+"""Defines why a sample leaves the pipeline without being trained on."""
 
 from __future__ import annotations
 
 
 class SampleRejected(Exception):
-    """One sample cannot be used; the run goes on. `reason` is a short word that is counted.
+    """Reports that one sample cannot be used while the run continues. `reason`: a word to count.
 
     detail: one line for the log: which engine, which value.
     """
@@ -16,8 +16,8 @@ class SampleRejected(Exception):
 
 
 class RolloutRejected(SampleRejected):
-    """The student fleet returned nothing to learn from (aborted request, empty response)."""
+    """Reports that the student's servers returned nothing to learn from (aborted or empty)."""
 
 
 class ScoreRejected(SampleRejected):
-    """The teacher fleet returned no usable score for a rollout."""
+    """Reports that the teacher servers returned no usable score for a rollout."""

@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints to and from Megatron shards."""
+"""Converts Hugging Face checkpoints to and from Megatron shards, and keeps a run's checkpoints."""

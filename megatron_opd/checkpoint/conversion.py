@@ -1,7 +1,7 @@
-"""What both directions of a conversion share: units over ranks, resumption, checksums, publication.
+"""Runs a conversion in either direction: units over ranks, resumption, checksums, final name.
 
 A unit is a file of the target. Ranks take units in turn; a unit that an earlier run finished is
-kept. Nothing is published before every tensor was read back from the target and its checksum found
+kept. The target gets its name only after every tensor was read back from it and its checksum found
 equal to that of what was written.
 """
 
@@ -35,7 +35,10 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did. units_kept: from an earlier run. peak_rss_bytes: of this rank."""
+    """Reports what a conversion did.
+
+    units_kept: units of an earlier run. peak_rss_bytes: of this rank.
+    """
 
     target: str
     tensor_bytes: int
@@ -48,7 +51,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Job:
-    """One direction. sizes: bytes of every unit.
+    """Describes one direction of a conversion. sizes: bytes of every unit.
 
     write: makes a unit and returns its record, whose `tensors` are {name: entry_of(tensor)}.
     finish: completes the directory from all records, in order. read_back: the tensors of a unit as
@@ -63,7 +66,7 @@ class Job:
 
 
 def run(job: Job, crew: Crew) -> Report:
-    """Do it, or what is left of it. ValueError, on every rank: see Crew.step."""
+    """Do the conversion, or what is left of it. ValueError, on every rank: see Crew.step."""
     started, part = time.perf_counter(), job.part
     crew.step(part.open, root_only=True)
     todo = [unit for unit in range(len(job.sizes)) if part.record(unit) is None]
@@ -108,13 +111,13 @@ def _known(part: PartDir, unit: int) -> Record:
 
 
 def entry_of(tensor: torch.Tensor) -> dict[str, str]:
-    """{dtype, digest}: what tells a tensor from a damaged one."""
+    """Return {dtype, digest}, which tells a tensor from a damaged one."""
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "digest": digest(data)}
 
 
 def require_same(name: str, tensor: torch.Tensor, expected: dict[str, str], where: Path) -> None:
-    """ValueError when the tensor is not the one that `expected` was made of."""
+    """Raise ValueError when the tensor is not the one that `expected` was made of."""
     found = entry_of(tensor)
     if found != expected:
         raise ValueError(
@@ -126,7 +129,7 @@ def require_same(name: str, tensor: torch.Tensor, expected: dict[str, str], wher
 def grouped(
     keys: Iterable[Key], sizes: Iterable[int], homes: Iterable[int], limit: int
 ) -> Iterator[tuple[Key, ...]]:
-    """Units of at most `limit` bytes, or of one larger parameter; a unit has one home."""
+    """Group parameters into units of at most `limit` bytes or one larger one, each of one home."""
     held: dict[int, tuple[list[Key], int]] = {}
     for key, size, home in zip(keys, sizes, homes, strict=True):
         unit, total = held.get(home, ([], 0))
@@ -143,7 +146,7 @@ def bytes_of(spec: ModelSpec, key: Key, dtype: torch.dtype) -> int:
 
 
 def plan_of(source: Path, dtype: torch.dtype | None, **options: Any) -> dict[str, Any]:
-    """What tells one conversion from another: the source's files as they are, and the options."""
+    """Return what tells conversions apart: the source's files as they are, and the options."""
     files = sorted(path for path in source.iterdir() if path.is_file())
     return {
         "source": str(source.resolve()),
@@ -154,7 +157,7 @@ def plan_of(source: Path, dtype: torch.dtype | None, **options: Any) -> dict[str
 
 
 def copy_description(source: Path, target: Path, dtype: torch.dtype | None) -> None:
-    """The tokenizer, and the configuration with `dtype` as the weights'; None leaves it alone."""
+    """Copy the tokenizer, and the configuration with `dtype` as the weights' (None: unchanged)."""
     for name in ("config.json", *COPIED):
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)

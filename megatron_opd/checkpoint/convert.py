@@ -1,4 +1,4 @@
-"""Fill a model's shards from a checkpoint, or from a fresh initialisation.
+"""Fills a model's shards from a checkpoint, or from a fresh initialisation.
 
 A rank reads only the slices it owns and casts them on the way in; no rank ever holds the whole
 checkpoint. A fresh initialisation depends on tensor name and seed alone: the same weights at every
@@ -21,7 +21,7 @@ from megatron_opd.models.spec import ModelSpec
 
 
 class FreshSource:
-    """Weights before training: norms 1, biases 0, everything else N(0, initializer_range)."""
+    """Makes weights before training: norms 1, biases 0, all else N(0, initializer_range)."""
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
         self.std, self.seed = spec.initializer_range, seed
@@ -29,7 +29,7 @@ class FreshSource:
     def read(
         self, name: str, shape: tuple[int, ...], dim: int, start: int, length: int
     ) -> torch.Tensor:
-        """One slice of the tensor that this name and seed always give."""
+        """Return one slice of the tensor that this name and seed always give."""
         if len(shape) == 1:
             return torch.zeros(length) if name.endswith(".bias") else torch.ones(length)
         digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
@@ -39,7 +39,7 @@ class FreshSource:
 
 
 def source_of(path: Path, spec: ModelSpec, seed: int | None) -> TensorSource:
-    """The checkpoint at `path`; a fresh initialisation when it has no weights and `seed` is given.
+    """Open the checkpoint at `path`; without weights there, a fresh initialisation from `seed`.
 
     ValueError: no weights and no seed.
     """

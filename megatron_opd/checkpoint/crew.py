@@ -1,4 +1,4 @@
-"""Ranks that share a job without a model: who does what, and one rank's failure told to all."""
+"""Shares a job among ranks without a model, and tells all of them when one fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_opd.models.ranks import all_gather_json
 
 @dataclass(frozen=True)
 class Crew:
-    """One of `size` ranks. Every rank takes the same steps in the same order."""
+    """Represents one of `size` ranks. Every rank takes the same steps in the same order."""
 
     rank: int = 0
     size: int = 1
@@ -23,7 +23,7 @@ class Crew:
 
     @classmethod
     def join(cls, environment: Mapping[str, str]) -> Crew:
-        """The world that torchrun describes; a world of one without it."""
+        """Join the world that torchrun describes; a world of one without it."""
         size = int(environment.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
@@ -32,7 +32,7 @@ class Crew:
         return cls(dist.get_rank(), size)
 
     def leave(self) -> None:
-        """The end of the world that `join` made."""
+        """End the world that `join` made."""
         if self.size > 1:
             dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Write a Hugging Face checkpoint from a stream of full tensors: atomic, in bounded memory."""
+"""Writes a Hugging Face checkpoint from a stream of full tensors: atomic, in bounded memory."""
 
 from __future__ import annotations
 

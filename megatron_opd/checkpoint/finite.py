@@ -1,4 +1,4 @@
-"""Whether a stored tensor holds only finite numbers, from its bytes alone. Torch-free.
+"""Checks whether a stored tensor holds only finite numbers, from its bytes alone. Torch-free.
 
 A floating-point number whose exponent bits are all ones is an infinity or not a number.
 """
@@ -19,9 +19,9 @@ _BITS = {
 
 
 def first_not_finite(stored: Stored) -> str | None:
-    """`NaN at element 7`, the first number that is not finite; None when all are.
+    """Return the first number that is not finite, as `NaN at element 7`; None when all are.
 
-    A dtype that no learner takes is not looked into. May raise OSError.
+    Types that no learner takes are not checked. May raise OSError.
     """
     if stored.dtype not in _BITS:
         return None

@@ -1,4 +1,4 @@
-"""What a Hugging Face checkpoint's safetensors files hold, from their headers alone. Torch-free.
+"""Reads what a Hugging Face checkpoint's safetensors files hold, from their headers alone.
 
 Format (huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON header
 {tensor: {dtype, shape, data_offsets}}, then the data those offsets end in.
@@ -38,7 +38,7 @@ IGNORED = ".rotary_emb.inv_freq"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file. offset: of its first byte in the file; dtype: safetensors' name."""
+    """Locates a tensor in a file. offset: of its first byte; dtype: safetensors' name."""
 
     file: Path
     dtype: str
@@ -52,7 +52,7 @@ class Stored:
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
-    """Every tensor of the checkpoint directory `path`.
+    """Return every tensor of the checkpoint directory `path`.
 
     ValueError, naming the file: none, cut short, unreadable, or not what the index says.
     """
@@ -88,7 +88,7 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
 
 
 def file_tensors(file: Path) -> dict[str, Stored]:
-    """The tensors of one file. ValueError: it is cut short or no safetensors file."""
+    """Return the tensors of one file. ValueError: it is cut short or no safetensors file."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -123,7 +123,7 @@ def file_tensors(file: Path) -> dict[str, Stored]:
 
 
 def _header(data: bytes) -> dict[str, Any]:
-    """The entries by tensor. ValueError: no such JSON, or a tensor that is there twice."""
+    """Return the header's entries by tensor. ValueError: not such JSON, or a tensor given twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):
@@ -143,7 +143,10 @@ def _header(data: bytes) -> dict[str, Any]:
 
 
 def _entry(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """(dtype, shape, first byte, end) of a tensor. ValueError names what is wrong with it."""
+    """Return (dtype, shape, first byte, end) of a tensor.
+
+    ValueError names what is wrong with it.
+    """
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {shown(name)} must have dtype, shape and data_offsets alone")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -160,7 +163,7 @@ def _entry(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def find(tensors: Mapping[str, Stored], name: str) -> Stored | None:
-    """The tensor published as `name`, in either spelling: a part of a larger one in the second."""
+    """Find the tensor `name` in either spelling; in the second it is a part of a larger one."""
     if name in tensors:
         return tensors[name]
     other = in_memory(name)
@@ -179,7 +182,7 @@ def find(tensors: Mapping[str, Stored], name: str) -> Stored | None:
 
 
 def check_shape(stored: Stored, shape: tuple[int, ...], path: Path, name: str) -> None:
-    """Raise ValueError for a tensor of the checkpoint `path` that config.json makes another."""
+    """Raise ValueError for a tensor of `path` whose shape differs from config.json's."""
     if stored.shape != shape:
         raise ValueError(
             f"{path}: tensor {name} must have shape {list(shape)} by config.json, "
@@ -196,7 +199,7 @@ def check_dtype(stored: Stored, path: Path, name: str) -> None:
 
 
 def check_tensors(tensors: Mapping[str, Stored], spec: ModelSpec, path: Path) -> None:
-    """The tensors are `spec`'s, no more and no less. ValueError names those that are not."""
+    """Check that the tensors are `spec`'s, no more and no less. ValueError names the others."""
     expected = expected_tensors(spec)
     missing: list[str] = []
     used: set[str] = set()
@@ -221,14 +224,14 @@ def check_tensors(tensors: Mapping[str, Stored], spec: ModelSpec, path: Path) ->
 
 
 def _is_name(value: object) -> bool:
-    """Whether it names a file of the checkpoint itself, on one line."""
+    """Return whether it names a file of the checkpoint itself, on one line."""
     if not isinstance(value, str) or len(value.encode("utf-8", "replace")) > 255:
         return False
     return value != "" and value == Path(value).name and value.isprintable()
 
 
 def _some(names: Iterable[str]) -> str:
-    """`2 tensors: a, b`; the first few of many."""
+    """Return `2 tensors: a, b`; the first few of many."""
     listed = sorted(names)
     first = ", ".join(map(line, listed[:SHOWN])) + (", ..." if len(listed) > SHOWN else "")
     return f"{len(listed)} tensor{'s' * (len(listed) > 1)}: {first}"

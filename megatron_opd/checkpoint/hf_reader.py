@@ -1,7 +1,7 @@
-"""Slices of the tensors of a Hugging Face checkpoint, read and never mapped.
+"""Reads slices of the tensors of a Hugging Face checkpoint, without mapping them.
 
-A memory map would do, but the pages it touches count as this process's own until the system wants
-them back, and a converter promises a bound.
+A memory map would also do, but the pages it touches count as this process's own until the system
+needs them back, and a converter promises a bound.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class SafetensorsSource:
-    """Tensors of a Hugging Face checkpoint: one model.safetensors, or several with an index.
+    """Reads a Hugging Face checkpoint: one model.safetensors, or several with an index.
 
     ValueError: see hf_files.stored_tensors.
     """
@@ -38,13 +38,16 @@ class SafetensorsSource:
 
     @staticmethod
     def exists(path: Path) -> bool:
-        """Whether `path` holds weights."""
+        """Return whether `path` holds weights."""
         return any((path / name).exists() for name in (SINGLE, INDEX))
 
     def read(
         self, name: str, shape: tuple[int, ...], dim: int, start: int, length: int
     ) -> torch.Tensor:
-        """One slice. ValueError: the tensor is missing, or has another shape or an odd dtype."""
+        """Read one slice.
+
+        ValueError: the tensor is missing, or has another shape or a wrong dtype.
+        """
         stored = find(self.tensors, name)
         if stored is None:
             raise ValueError(f"checkpoint {self.path} lacks the tensor {name}")
@@ -63,7 +66,7 @@ class SafetensorsSource:
 
 
 def read_rows(stored: Stored, start: int, length: int) -> torch.Tensor:
-    """Rows [start, start + length) of dimension 0, in memory of their own.
+    """Read rows [start, start + length) of dimension 0, into memory of their own.
 
     ValueError: the file ends before they do.
     """

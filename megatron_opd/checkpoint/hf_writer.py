@@ -1,4 +1,4 @@
-"""Safetensors files written one tensor after another: the header needs shapes and dtypes alone."""
+"""Writes safetensors files one tensor after another: the header needs shapes and dtypes alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a parameter lies in a Megatron distributed checkpoint. Torch-free.
+"""Knows where a parameter lies in a Megatron distributed checkpoint. Torch-free.
 
 Keys are those of `sharded_state_dict` with TransformerEngine's layers, which Megatron-Core keeps
 for its other layers too: a norm belongs to the linear layer after it, and an expert's index is
@@ -26,7 +26,7 @@ _MLP_NORM = "pre_mlp_layernorm.weight"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor of a checkpoint, or a part of one.
+    """Locates a tensor of a checkpoint, or a part of one.
 
     index: along the leading dimensions (layers, experts) of a stacked one. half: of dimension 0
     after them, 0 or 1; None for all of it.
@@ -38,13 +38,13 @@ class Place:
 
 
 def written_keys(spec: ModelSpec, key: Key) -> tuple[str, ...]:
-    """The checkpoint keys of a parameter: gate and up projection have one each."""
+    """Return the checkpoint keys of a parameter: gate and up projection have one each."""
     halves = ("_w", "_v") if row_of(spec.family, key).fusion == "gate_up" else ("",)
     return tuple(_paths(spec, key)[0] + half for half in halves)
 
 
 def state_keys(spec: ModelSpec, key: Key) -> tuple[str, ...]:
-    """Keys of the module states that Megatron asks for beside a parameter.
+    """Return the keys of the module states that Megatron asks for beside a parameter.
 
     TransformerEngine keeps the scales of fp8 in them, other layers nothing; a checkpoint without
     them does not load.
@@ -57,7 +57,7 @@ def state_keys(spec: ModelSpec, key: Key) -> tuple[str, ...]:
 
 
 def places(spec: ModelSpec, key: Key, part: int) -> Iterator[Place]:
-    """Where part `part` of `written_keys` may lie, by preference."""
+    """Yield where part `part` of `written_keys` may lie, by preference."""
     fused = row_of(spec.family, key).fusion == "gate_up"
     suffix = ("_w", "_v")[part] if fused else ""
     for path in _paths(spec, key):
@@ -69,7 +69,7 @@ def places(spec: ModelSpec, key: Key, part: int) -> Iterator[Place]:
 
 
 def _paths(spec: ModelSpec, key: Key) -> tuple[str, ...]:
-    """Spellings of the parameter, every layer and expert apart; the first is written."""
+    """Return the parameter's spellings, every layer and expert apart; the first is written."""
     row = row_of(spec.family, key)
     if key.layer < 0:
         return (row.mcore[0],)
@@ -85,7 +85,7 @@ def _paths(spec: ModelSpec, key: Key) -> tuple[str, ...]:
 
 
 def _stacked(path: str, key: Key) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Spellings without the expert's index, without the layer's, without both."""
+    """Yield spellings without the expert's index, without the layer's, without both."""
     layer, expert = f".layers.{key.layer}.", f".experts.{key.expert}."
     if key.expert >= 0:
         yield path.replace(expert, ".experts."), (key.expert,)

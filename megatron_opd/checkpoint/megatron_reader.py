@@ -1,4 +1,4 @@
-"""Hugging Face tensors out of a Megatron distributed checkpoint, one at a time, in one process.
+"""Reads Hugging Face tensors out of a Megatron distributed checkpoint, one at a time.
 
 Only the pieces that a tensor needs are read, so memory is bounded by the largest tensor.
 """
@@ -26,7 +26,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class MegatronSource:
-    """Tensors of a Megatron distributed checkpoint directory of the model `spec`.
+    """Reads tensors of a Megatron distributed checkpoint directory of the model `spec`.
 
     Keys may carry a common prefix, as in a checkpoint that holds an optimizer beside the model.
     ValueError: not such a directory, cut short, of another model, or with a `.metadata` that names
@@ -54,11 +54,14 @@ class MegatronSource:
 
     @staticmethod
     def exists(path: Path) -> bool:
-        """Whether `path` is a Megatron distributed checkpoint."""
+        """Return whether `path` is a Megatron distributed checkpoint."""
         return (path / DESCRIPTION).is_file() and (path / METADATA).is_file()
 
     def checked_keys(self) -> list[Key]:
-        """Every parameter of the model. ValueError names one that is missing or misshapen."""
+        """Return every parameter of the model.
+
+        ValueError names one that is missing or misshapen.
+        """
         keys = list(model_keys(self.spec))
         for key in keys:
             for part, name in enumerate(written_keys(self.spec, key)):
@@ -71,7 +74,7 @@ class MegatronSource:
         return self._tensors[place].properties.dtype
 
     def hf_tensors(self, key: Key) -> dict[str, torch.Tensor]:
-        """The Hugging Face tensors that a parameter holds, in memory of their own."""
+        """Return the Hugging Face tensors that a parameter holds, in memory of their own."""
         row, shapes = row_of(self.spec.family, key), hf_shapes(self.spec, key)
         parts = [
             self._region(*self._place(key, part, name))
@@ -99,7 +102,7 @@ class MegatronSource:
         return tensor.narrow(dim, start, length)
 
     def _place(self, key: Key, part: int, name: str) -> tuple[str, _Box]:
-        """The stored tensor and the box of it that holds part `part` of a parameter."""
+        """Find the stored tensor and the box of it that holds part `part` of a parameter."""
         row, spec = row_of(self.spec.family, key), self.spec
         shapes = list(hf_shapes(spec, key).values())
         first = sum(s[0] for s in shapes) if row.fusion == "qkv" else shapes[part][0]
@@ -118,7 +121,7 @@ class MegatronSource:
         raise ValueError(f"{self.path} lacks the tensor {name}")
 
     def _region(self, key: str, box: _Box) -> torch.Tensor:
-        """A box of a stored tensor, without its leading dimensions of size 1."""
+        """Read a box of a stored tensor, without its leading dimensions of size 1."""
         start, size, kept = box
         out = torch.empty(size, dtype=self._tensors[key].properties.dtype)
         filled = 0
@@ -166,7 +169,7 @@ _Box = tuple[tuple[int, ...], tuple[int, ...], int]
 def _box_of(
     place: Place, wanted: tuple[int, ...], stored: tuple[int, ...], *, padded: bool
 ) -> _Box | None:
-    """The box of a stored tensor that `place` names; None: it has another shape."""
+    """Return the box of a stored tensor that `place` names; None: it has another shape."""
     lead, own = stored[: len(place.index)], stored[len(place.index) :]
     scale = 1 if place.half is None else 2
     rows_fit = bool(own) and (own[0] == wanted[0] * scale or (padded and own[0] > wanted[0]))

@@ -1,4 +1,4 @@
-"""A Megatron distributed checkpoint written piece by piece, through torch's own writer.
+"""Writes a Megatron distributed checkpoint piece by piece, through torch's own writer.
 
 `megatron.core.dist_checkpointing.save` takes a state dict that is whole in memory. The directory it
 makes is torch.distributed.checkpoint's (`__0_0.distcp`, ..., and `.metadata`, which lists every
@@ -56,7 +56,7 @@ _DESCRIPTION = {
 
 @dataclass(frozen=True)
 class Target:
-    """How a model is stored. parallel: its tensors are cut into the pieces of these ranks.
+    """Says how a model is stored. parallel: its tensors are cut into the pieces of these ranks.
 
     dtype: of every tensor; None: as it comes.
     """
@@ -75,7 +75,7 @@ class Target:
         return shapes[0]
 
     def chunks_of(self, key: Key, size: tuple[int, ...]) -> list[ChunkStorageMetadata]:
-        """The pieces of a stored tensor: one a tensor-parallel rank."""
+        """Return the pieces of a stored tensor: one per tensor-parallel rank."""
         row = row_of(self.spec.family, key)
         count = self.parallel.expert_tp if row.expert else self.parallel.tp
         if row.dim is None or count == 1:
@@ -99,7 +99,7 @@ class _Streamed(DefaultSavePlanner):
         self.tensors: dict[str, dict[str, Any]] = {}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """A piece, in memory of its own: the writer stores all that lies behind a view."""
+        """Return a piece in memory of its own: the writer stores all that lies behind a view."""
         name, data = write_item.index.fqn, write_item.tensor_data
         if data is None:
             return _empty_state()
@@ -116,7 +116,7 @@ class _Streamed(DefaultSavePlanner):
         return piece if whole and piece.is_contiguous() else piece.clone()
 
     def _stored(self, key: Key) -> dict[str, torch.Tensor]:
-        """The stored tensors of a parameter, by name."""
+        """Return the stored tensors of a parameter, by name."""
         spec, row = self._target.spec, row_of(self._target.spec.family, key)
         parts: list[torch.Tensor] = []
         for name, shape in hf_shapes(spec, key).items():
@@ -182,7 +182,7 @@ def write_unit(
 
 
 def _empty_state() -> io.BytesIO:
-    """The state of one module that has none, in Megatron's form of a sharded object."""
+    """Return an empty module state, in Megatron's form of a sharded object."""
     data = io.BytesIO()
     torch.save([None], data)
     return data

@@ -1,4 +1,4 @@
-"""A directory that appears complete or not at all, filled in units that a later run can go on from.
+"""Fills a directory in units that a later run can continue; it appears complete or not at all.
 
 While it is filled it is called `NAME.part`. A unit counts as done once its record is there, and the
 record is written after the unit's data is on the disk.
@@ -17,7 +17,10 @@ _RECORDS = "units"
 
 
 class PartDir:
-    """`plan`: what is being made of what; JSON. Another plan never continues this one's work."""
+    """Holds the directory.
+
+    `plan`: what is made from what, JSON; another plan never continues it.
+    """
 
     def __init__(self, target: Path, plan: dict[str, Any]) -> None:
         self.target, self.plan = target.absolute(), plan
@@ -25,7 +28,7 @@ class PartDir:
         self._state = self.path / ".opd"
 
     def open(self) -> None:
-        """Make it, or accept what an earlier run left. ValueError: complete, or another plan's."""
+        """Make it, or accept an earlier run's. ValueError: it is complete, or of another plan."""
         if self.target.exists():
             raise ValueError(f"{self.target} exists already; remove it or choose another directory")
         plan = self._state / _PLAN
@@ -40,7 +43,7 @@ class PartDir:
         write_synced(plan, json.dumps(self.plan))
 
     def need_space(self, num_bytes: int) -> None:
-        """ValueError when the disk cannot take so many bytes."""
+        """Raise ValueError when the disk cannot hold this many bytes."""
         free = shutil.disk_usage(self.path).free
         if num_bytes > free:
             raise ValueError(
@@ -49,7 +52,7 @@ class PartDir:
             )
 
     def record(self, unit: int) -> dict[str, Any] | None:
-        """What `done` was told of a unit; None: it is still to do."""
+        """Return what `done` recorded of a unit; None: it is still to do."""
         file = self._state / _RECORDS / f"{unit}.json"
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 

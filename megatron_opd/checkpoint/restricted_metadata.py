@@ -1,4 +1,4 @@
-"""A distributed checkpoint's `.metadata`, read without running anything that it names.
+"""Reads a distributed checkpoint's `.metadata` without running anything that it names.
 
 Torch writes it as a pickle and reads it with `pickle.load`, which calls whatever the file says.
 Here a name outside a short list ends the reading before anything is called. What is on the list
@@ -63,11 +63,11 @@ OLD_NAMES: Mapping[tuple[str, str], type] = {
 
 
 class Refused(pickle.UnpicklingError):
-    """The pickle names something that no checkpoint needs."""
+    """Reports that the pickle names something that no checkpoint needs."""
 
 
 class _Records(pickle.Unpickler):
-    """A pickle can set attributes of whatever it names, classes of the library among it.
+    """Records attributes of allowed names: a pickle can set those of classes of the library too.
 
     unchanged: None, or what it changed; as it was then. Call it after `load`, however that ended.
     """
@@ -112,7 +112,7 @@ class _Records(pickle.Unpickler):
 
 
 def unpickle(stream: BinaryIO) -> Any:
-    """What a pickle of allowed records holds. Refused: it names anything else, or changes a class.
+    """Read a pickle of allowed records. Refused: it names anything else, or changes a class.
 
     A damaged pickle raises anything.
     """
@@ -127,7 +127,7 @@ def unpickle(stream: BinaryIO) -> Any:
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """What `directory`/.metadata says.
+    """Return what `directory`/.metadata says.
 
     ValueError, in one line that names the file: it cannot be read, names what is not allowed (the
     line says what), or is not what the module's invariant says.
@@ -151,7 +151,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def tensors_only(metadata: Metadata) -> Metadata:
-    """The same without pickled objects, which torch reads without restriction."""
+    """Return the metadata without pickled objects, which torch reads without restriction."""
     kept: dict[str, Any] = {
         key: stored
         for key, stored in metadata.state_dict_metadata.items()
@@ -162,7 +162,7 @@ def tensors_only(metadata: Metadata) -> Metadata:
 
 
 def _fault(found: Any) -> str | None:
-    """What is wrong with it, or None."""
+    """Return what is wrong with it, or None."""
     if not isinstance(found, Metadata):
         return f"it holds a {type(found).__name__}"
     pieces: set[tuple[str, torch.Size]] = set()
@@ -207,7 +207,7 @@ def _fault_in_pieces(key: str, stored: TensorStorageMetadata) -> str | None:
 
 
 def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether two of them share an element; n of them cost n squared small comparisons."""
+    """Return whether two of them share an element; n cost n squared small comparisons."""
     held = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     starts = np.array([list(chunk.offsets) for chunk in held])
     ends = starts + np.array([list(chunk.sizes) for chunk in held])

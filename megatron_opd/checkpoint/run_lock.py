@@ -1,10 +1,10 @@
-"""One controller at a time owns a run directory, and whoever writes there can prove it. Torch-free.
+"""Lets one controller at a time own a run directory, and its writers prove it. Torch-free.
 
 `run.lock` is locked with flock for as long as the controller lives: however it ends, the kernel
-lets go of it (over NFS the server does), so a file that stayed behind holds nobody up. In it stands
-who holds it and a random token. A writer elsewhere (a learner's rank) compares the token that its
-controller told it with the file's before it gives anything a name: one that an earlier controller
-left over finds another token, or none, and writes nothing.
+releases the lock (over NFS the server does), so a file that is left behind blocks nobody. The file
+names the holder and holds a random token. A writer elsewhere (a learner's rank) compares the token
+that its controller told it with the file's before it gives anything a name: a writer left over from
+an earlier controller finds another token, or none, and writes nothing.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _HELD = (errno.EAGAIN, errno.EACCES)
 
 
 class RunDirHeld(ValueError):
-    """Another controller holds the run directory. One line that says which."""
+    """Reports in one line which other controller holds the run directory."""
 
 
 class NotTheHolder(RuntimeError):
-    """Who wants to write into a run directory does not belong to its holder. One line."""
+    """Reports in one line that a writer does not belong to the holder of the run directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """What `run.lock` says. started: local time with its offset. token: hexadecimal, random."""
+    """Holds what `run.lock` says. started: local time with offset. token: random, hexadecimal."""
 
     pid: int
     host: str
@@ -48,13 +48,13 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The right to write into a run directory. lock: its run.lock, seen from this machine."""
+    """Grants the right to write into a run directory. lock: its run.lock, as seen from here."""
 
     lock: Path
     token: str
 
     def check(self) -> None:
-        """NotTheHolder: the directory is not, or no longer, that of this token's controller."""
+        """Raise NotTheHolder if the directory is not, or no longer, its controller's."""
         held = read_holder(self.lock)
         if held is None:
             raise NotTheHolder(
@@ -70,7 +70,7 @@ class Claim:
 
 
 class RunLock:
-    """A held lock; `release` ends it, and so does the end of this process."""
+    """Holds a lock; `release` ends it, and so does the end of this process."""
 
     def __init__(self, handle: int, path: Path, holder: Holder, made: tuple[Path, ...]) -> None:
         self._handle, self._made = handle, made
@@ -78,7 +78,7 @@ class RunLock:
 
     @classmethod
     def take(cls, run_dir: Path) -> RunLock:
-        """Hold `run_dir`, which is made if it is missing.
+        """Lock `run_dir`, which is made if it is missing.
 
         RunDirHeld: another process holds it. OSError: it cannot be made, or locked.
         """
@@ -102,11 +102,11 @@ class RunLock:
 
     @property
     def claim(self) -> Claim:
-        """What this process, and whoever it tells, writes with."""
+        """Returns the claim that this process, and whoever it tells, writes with."""
         return Claim(self.path, self.holder.token)
 
     def release(self) -> None:
-        """Let go. A directory that taking the lock made, and nothing was put into, goes too."""
+        """Release the lock. A directory that taking it made, if still empty, is removed too."""
         if self._handle < 0:
             return
         with contextlib.suppress(FileNotFoundError):
@@ -122,14 +122,14 @@ class RunLock:
 
 
 def refuse_if_held(run_dir: Path) -> None:
-    """RunDirHeld: another process holds `run_dir`. Changes nothing."""
+    """Raise RunDirHeld if another process holds `run_dir`. Changes nothing."""
     path = run_dir / LOCK
     if path.is_file():
         os.close(_locked(path))
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Who holds, or held, the lock; None: it cannot be told."""
+    """Return who holds, or held, the lock; None: it is not known."""
     try:
         raw = json.loads(path.read_bytes())
         held = Holder(raw["pid"], raw["host"], raw["started"], raw["token"])
@@ -144,7 +144,7 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def _locked(path: Path) -> int:
-    """A handle on the locked file of this name."""
+    """Open and lock the file of this name."""
     while True:
         # not inherited by child processes, which would hold the lock after this one's end; not
         # through a link, for the file that it names would be emptied

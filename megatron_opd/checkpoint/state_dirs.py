@@ -1,4 +1,4 @@
-"""Checkpoints of a run: directories `step-UPDATES`, complete or not there at all. Torch-free.
+"""Keeps a run's checkpoints in directories `step-UPDATES`, each complete or absent. Torch-free.
 
     step-000120/  manifest.json  controller.msgpack  run.json  learner/...
     step-000160.part/            being written, or left by a run that was killed while writing
@@ -34,34 +34,34 @@ _COMPLETE = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True, slots=True)
 class StepDirs:
-    """The checkpoints in `root`, a directory that may hold other things too."""
+    """Manages the checkpoints in `root`, a directory that may hold other files too."""
 
     root: Path
 
     def path(self, updates: int) -> Path:
-        """Where the checkpoint after `updates` updates is once it is complete."""
+        """Return where the checkpoint after `updates` updates is once it is complete."""
         return self.root / step_name(updates)
 
     def part(self, updates: int) -> Path:
-        """Where it is while it is written."""
+        """Return where it is while it is written."""
         return self.root / f"step-{updates:06d}.part"
 
     def complete(self) -> list[int]:
-        """Updates of the complete checkpoints, rising."""
+        """Return the updates of the complete checkpoints, rising."""
         names = [entry.name for entry in self.root.glob("step-*")]
         return sorted(int(m.group(1)) for name in names if (m := _COMPLETE.fullmatch(name)))
 
     def torn(self) -> list[Path]:
-        """What was being written, or removed, when a run ended."""
+        """Return what was being written, or removed, when a run ended."""
         return sorted(self.root.glob("step-*.part"))
 
     def discard(self, torn: Path) -> None:
-        """Remove what was not written, or not removed, to its end."""
+        """Remove what was not completely written, or not completely removed."""
         assert torn in self.torn(), torn
         shutil.rmtree(torn)
 
     def start(self, updates: int) -> Path:
-        """An empty directory to write to."""
+        """Make an empty directory to write to."""
         part = self.part(updates)
         if part.exists():
             shutil.rmtree(part)
@@ -147,7 +147,7 @@ def _entry(path: Path, name: str, size: Any, crc32: Any) -> FileSum:
 
 
 def step_name(updates: Any) -> str:
-    """Name of the complete checkpoint after `updates` updates."""
+    """Return the name of the complete checkpoint after `updates` updates."""
     return f"step-{updates:06d}" if type(updates) is int else ""
 
 

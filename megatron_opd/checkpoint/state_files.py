@@ -1,4 +1,4 @@
-"""Checksums of the files that one learner rank wrote, and their verification. Torch-free.
+"""Sums the files that one learner rank wrote, and verifies the checksums. Torch-free.
 
 Invariant: `sums-RANK.json` exists only when every file it names is whole on disk, so that a
 checkpoint is complete once each rank's is there.
@@ -22,7 +22,7 @@ MAX_NAME_BYTES, MAX_PATH = 255, 1024
 
 @dataclass(frozen=True, slots=True)
 class FileSum:
-    """What a whole file looks like. name: relative to the directory of the sums."""
+    """Describes a whole file. name: relative to the directory of the sums."""
 
     name: str
     size: int
@@ -30,7 +30,7 @@ class FileSum:
 
 
 def sum_file(directory: Path, name: str) -> FileSum:
-    """Size and checksum of a file."""
+    """Return size and checksum of a file."""
     size = crc = 0
     with (directory / name).open("rb") as stream:
         while chunk := stream.read(CHUNK_BYTES):
@@ -47,12 +47,12 @@ def write_sums(directory: Path, rank: int, names: Iterable[str]) -> None:
 
 
 def sums_name(rank: int) -> str:
-    """Name of a rank's checksums."""
+    """Return the name of a rank's checksums file."""
     return f"sums-{rank:05d}.json"
 
 
 def read_sums(directory: Path, ranks: int) -> list[FileSum]:
-    """What all ranks wrote, in an order that every reader agrees on.
+    """Return what all ranks wrote, in an order that every reader agrees on.
 
     ValueError: a rank's checksums are missing or unreadable.
     """
@@ -73,7 +73,10 @@ def _sum_of(row: Any) -> FileSum:
 
 
 def file_sum(name: Any, size: Any, crc32: Any) -> FileSum:
-    """What a checkpoint says of one of its files. ValueError: it is none of its own, or no sum."""
+    """Read what a checkpoint says of one of its files.
+
+    ValueError: not its own, or not a checksum.
+    """
     parts = PurePosixPath(name).parts if isinstance(name, str) else ()
     inside = len(parts) > 0 and parts[0] != "/" and ".." not in parts and name.isprintable()
     short = all(len(part.encode()) <= MAX_NAME_BYTES for part in parts) if inside else False
@@ -87,7 +90,7 @@ def _is_count(value: Any) -> bool:
 
 
 def check_size(directory: Path, entry: FileSum) -> None:
-    """ValueError: the file is missing or was cut short."""
+    """Raise ValueError if the file is missing or was cut short."""
     path = directory / entry.name
     size = path.stat().st_size if path.is_file() else None
     if size != entry.size:
@@ -98,7 +101,7 @@ def check_size(directory: Path, entry: FileSum) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a checkpoint. ValueError: it is missing or unreadable."""
+    """Read a JSON object of a checkpoint. ValueError: it is missing or unreadable."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

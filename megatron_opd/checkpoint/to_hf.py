@@ -1,4 +1,4 @@
-"""Megatron distributed checkpoints to Hugging Face checkpoints."""
+"""Converts Megatron distributed checkpoints to Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def megatron_to_hf(
     model: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Report:
-    """Write a Megatron distributed checkpoint as a Hugging Face checkpoint, in published names.
+    """Write a Megatron distributed checkpoint as a Hugging Face checkpoint, with its tensor names.
 
     model: where config.json and the tokenizer are; None: in the source itself. Where the source
     holds checksums of the tensors that it was made of, they are compared. dtype: None keeps each

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints to Megatron distributed checkpoints."""
+"""Converts Hugging Face checkpoints to Megatron distributed checkpoints."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def hf_to_megatron(
 
 
 def _home(spec: ModelSpec, parallel: ParallelConfig, key: Key) -> int:
-    """Which pipeline stage and expert-parallel rank need the parameter: its file is theirs.
+    """Return which pipeline stage and expert-parallel rank need the parameter: its file is theirs.
 
     Interleaved stages take turns: chunk c of pp * vpp is on stage c % pp.
     """
@@ -104,7 +104,7 @@ def _home(spec: ModelSpec, parallel: ParallelConfig, key: Key) -> int:
 
 
 def _check_tied(tensors: SafetensorsSource, spec: ModelSpec) -> None:
-    """A tied model's own lm_head.weight, which some checkpoints carry, is the embedding.
+    """Check that a tied model's own lm_head.weight, if there is one, equals the embedding.
 
     ValueError: config.json says tied, the tensors say not; nothing could hold both.
     """

@@ -1,1 +1,4 @@
-"""The `opd` program: the only place that wires concrete parts together and reads os.environ."""
+"""Holds the `opd` program.
+
+It is the only place that wires concrete parts together and reads os.environ.
+"""

@@ -1,4 +1,4 @@
-"""The accuracies that frame a run: student before and after, and the teachers it learns from."""
+"""Measures the accuracies before and after a run: of the student, and of its teachers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_bridge.fleet import Fleet
 
 
 def evaluation_plan(config: Config) -> EvaluationPlan:
-    """How `evaluation` in the config is carried out."""
+    """Return how the evaluation of the config is carried out."""
     return EvaluationPlan(
         samples=config.evaluation.samples,
         temperature=config.evaluation.temperature,
@@ -26,7 +26,7 @@ def evaluation_plan(config: Config) -> EvaluationPlan:
 
 
 def report_name(teacher: str) -> str:
-    """What a teacher's evaluation is called."""
+    """Return the name of a teacher's evaluation."""
     return teacher if teacher == DEFAULT_TEACHER else f"teacher {teacher}"
 
 
@@ -39,7 +39,10 @@ class Accuracies:
         self._teachers: tuple[str, ...] = ()
 
     async def before(self, student: Fleet, teachers: Mapping[str, Fleet]) -> list[str]:
-        """The student and every teacher, by name, before training; a line for each."""
+        """Evaluate the student and every teacher, by name, before training.
+
+        Returns a line for each.
+        """
         if not self._config.evaluation.before:
             return []
         self._teachers = tuple(teachers)
@@ -56,13 +59,13 @@ class Accuracies:
         self._teachers = tuple(teacher_roles(self._config))
 
     async def after(self, student: Fleet) -> list[str]:
-        """The student on the last published weights."""
+        """Evaluate the student on the weights of the last weight sync."""
         if not self._config.evaluation.after:
             return []
         return await self._evaluate("student after", student)
 
     def summary(self) -> dict[str, Any]:
-        """Keys of summary.json; null for what was not evaluated."""
+        """Return the keys of summary.json, null for what was not evaluated."""
         found = {name: report.accuracy_pct for name, report in self._reports.items()}
         by_name = {name: found.get(report_name(name)) for name in self._teachers}
         several = {} if set(by_name) <= {DEFAULT_TEACHER} else by_name

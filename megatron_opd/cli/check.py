@@ -1,4 +1,7 @@
-"""`opd check`: validate what can be validated without starting anything, then print the plan."""
+"""Runs `opd check`.
+
+It validates what can be validated without starting anything, then prints the plan.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.losses.formulas import formula
 from sglang_bridge import open_files
 
-# Files that a controller has open before it has connected to anything: measured 60, rounded up.
+# Files that a controller has open before it connects to anything: measured 60, rounded up.
 OWN_FILES = 128
 PER_SERVER_FILES, PER_RANK_FILES = 8, 4
 
@@ -29,7 +32,10 @@ FIRST_ROWS = 64
 
 
 def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[str, str]]:
-    """(what, value) lines of the plan, in the order of the data flow. models: by role."""
+    """Return the (what, value) lines of the plan, in the order of the data flow.
+
+    models: the facts of each role's model.
+    """
     parallel, buffer, rollout = config.learner.parallel, config.buffer, config.rollout
     group = f"{rollout.group_size} responses a prompt, " if rollout.group_size > 1 else ""
     return [
@@ -70,7 +76,7 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
 
 
 def routing_row(config: Config) -> list[tuple[str, str]]:
-    """Whose experts the learner's tokens visit, where that is not its own choice."""
+    """Return the line on routing replay, if the learner's routers do not choose by themselves."""
     sources = {
         "rollout": "the experts that the fleet's routers chose for every token (R3)",
         "current": "the experts that the learner's routers choose at each batch's start",
@@ -80,9 +86,9 @@ def routing_row(config: Config) -> list[tuple[str, str]]:
 
 
 def open_files_needed(config: Config) -> int:
-    """Files that the controller holds open at most, a little rounded up.
+    """Return how many files the controller holds open at most, rounded up a little.
 
-    A connection for each request in flight, and those that hold its pool, logs and libraries.
+    These are one connection for each request in flight, its connection pool, logs and libraries.
     """
     rollouts = min(config.rollout.concurrency, config.buffer.permits)
     evaluated = rollouts if not config.evaluation.runs else config.rollout.concurrency
@@ -97,7 +103,7 @@ def open_files_needed(config: Config) -> int:
 
 
 def open_files_row(config: Config) -> str:
-    """What a run opens beside what this machine allows."""
+    """Return how many files a run opens and how many this machine allows."""
     soft, hard = open_files.limits()
     needed = open_files_needed(config)
     allowed = "no limit" if hard == open_files.UNLIMITED else f"{hard} allowed"
@@ -108,14 +114,14 @@ def open_files_row(config: Config) -> str:
 
 
 def server_row(config: Config, role: Role) -> str:
-    """Where a role's servers come from and how each is sharded."""
+    """Return where a role's servers come from and how each is sharded."""
     section = section_of(config, role)
     where = ", ".join(section.urls) or f"{section.servers} started on {section.host}"
     return f"{where}; tp {section.tp} x ep {section.ep}, {section.dtype}"
 
 
 def data_rows(inputs: Inputs, limit: int) -> list[tuple[str, str]]:
-    """What was read of each data file. limit: tokens of the longest prompt that fits."""
+    """Return what was read of each data file. limit: tokens of the longest prompt that fits."""
     lines: list[tuple[str, str]] = []
     for key, found in (("data.train", inputs.train), ("data.heldout", inputs.heldout)):
         if found is None:
@@ -123,14 +129,14 @@ def data_rows(inputs: Inputs, limit: int) -> list[tuple[str, str]]:
         how = f"all {found.rows} rows" if found.whole else f"the first {found.rows} rows"
         tokens = f"longest prompt {found.longest} tokens, limit {limit}"
         if inputs.checked.tokenizer is None:
-            tokens = "not tokenised: the tokenizer is not here"
+            tokens = "not tokenised: no tokenizer on this machine"
         unusable = sum(found.skipped.values())
         lines.append((key, f"{found.path}: {how} read, {unusable} to be skipped; {tokens}"))
     return lines
 
 
 def check(config: Config, console: Console, *, data: bool = False) -> None:
-    """Raise UserError for the first problem, else print the plan and its memory tables.
+    """Raise UserError for the first problem, otherwise print the plan and its memory tables.
 
     data: read all rows and all weights instead of the first rows and the headers.
     """
@@ -138,7 +144,7 @@ def check(config: Config, console: Console, *, data: bool = False) -> None:
     first_rows = None if data else FIRST_ROWS
     inputs = read_inputs(config, plan=True, first_rows=first_rows, data=data)
     models = inputs.checked.models
-    if not inputs.absent:  # else the plan is for another machine
+    if not inputs.absent:  # otherwise the plan is for another machine
         check_place(config.run.dir)
     for role in models:
         check_extra_args(section_of(config, role), role)
@@ -160,7 +166,7 @@ def check(config: Config, console: Console, *, data: bool = False) -> None:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")  # a long path whole, over several lines
     for what, value in rows:
-        # a path or a value of the user's may hold brackets, which are no markup
+        # a path or a value of the user's may hold brackets, which are not markup
         table.add_row(f"[bold]{what}[/bold]", escape(value))
     console.print(table)
     for each in memory_tables(config, models):

@@ -1,4 +1,4 @@
-"""Writes a run's checkpoints while it goes on: the learner's part, the controller's, then the name.
+"""Writes a run's checkpoints while it trains: the learner's part, the controller's, then the name.
 
     snapshot (at once) -> learner copies its state -> training goes on
                                                    -> every rank's shards written -> manifest, name
@@ -32,11 +32,11 @@ POLL_S = 0.1
 
 
 class CheckpointFailed(RuntimeError):
-    """A checkpoint could not be written. One line."""
+    """Reports in one line that a checkpoint could not be written."""
 
 
 class SavingLearner(Protocol):
-    """The part of transport.zmq.RemoteLearner that checkpoints need."""
+    """Names the methods of transport.zmq.RemoteLearner that checkpoints need."""
 
     async def save_state(self, path: Path, updates: int, *, in_background: bool) -> None:
         """Write the learner's state, or copy it to be written."""
@@ -78,7 +78,10 @@ class Checkpoints:
         """Seconds from the snapshot to the checkpoint's name."""
 
     async def after_update(self, updates: int, state: Callable[[], ControllerState]) -> None:
-        """Save when it is time to. Raises CheckpointFailed, also for the checkpoint before."""
+        """Save if a checkpoint is due.
+
+        Raises CheckpointFailed, also for the previous checkpoint.
+        """
         if not self._due(updates):
             return
         started_s = self._last_s = time.monotonic()
@@ -96,20 +99,20 @@ class Checkpoints:
         self.waited_s.add(time.monotonic() - started_s)
 
     def _due(self, updates: int) -> bool:
-        """By count or by time. What is saved, and when, changes no update."""
+        """Return whether a checkpoint is due by count or by time; saving changes no update."""
         every, minutes = self._config.every, self._config.every_minutes
         by_count = every > 0 and updates % every == 0
         return by_count or (minutes > 0 and time.monotonic() - self._last_s >= 60 * minutes)
 
     async def abandon(self) -> None:
-        """Forget the checkpoint being written: the run ends for another reason."""
+        """Drop the checkpoint being written, because the run ends for another reason."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
 
     async def finish(self) -> None:
-        """Until the checkpoint being written is complete."""
+        """Wait until the checkpoint being written is complete."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             await writing
@@ -136,7 +139,7 @@ class Checkpoints:
 
     async def _learner_written(self, path: Path) -> None:
         deadline = time.monotonic() + self._timeout_s
-        # on a file system that all machines share there is nothing to be told by
+        # a rank on another machine can only report through the shared file system
         missing = [path / sums_name(rank) for rank in range(self._ranks)]
         while missing:
             failures = await asyncio.to_thread(_failures, path)
@@ -144,7 +147,7 @@ class Checkpoints:
                 raise CheckpointFailed(f"checkpoint {path.parent}: {failures[0]}")
             if time.monotonic() > deadline:
                 raise CheckpointFailed(
-                    f"checkpoint {path.parent}: {missing[0].name} is not there after "
+                    f"checkpoint {path.parent}: {missing[0].name} was not written within "
                     f"learner.timeout_s = {self._timeout_s:g}"
                 )
             await asyncio.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""One function per subcommand: load the config, call the part that does the work.
+"""Holds one function per subcommand: it loads the config and calls the part that does the work.
 
 Parts are imported where they are used, so that `opd --help` and config errors need no engine.
 """
@@ -18,12 +18,12 @@ from megatron_opd.config.sft import SftConfig
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`opd run`: everything on this machine."""
+    """Run `opd run`: servers, learner and controller on this machine."""
     return _pipeline(arguments, launch=True)
 
 
 def control(arguments: argparse.Namespace) -> int:
-    """`opd control`: the controller alone."""
+    """Run `opd control`: the controller alone."""
     return _pipeline(arguments, launch=False)
 
 
@@ -35,7 +35,9 @@ def _pipeline(arguments: argparse.Namespace, *, launch: bool) -> int:
     if not launch:
         for role in all_roles(config):
             if not section_of(config, role).urls:
-                raise UserError(f"opd control: {role}.urls must list the servers started elsewhere")
+                raise UserError(
+                    f"opd control: {role}.urls must list servers started elsewhere, got []"
+                )
         if config.learner.listen_port == 0:
             raise UserError("opd control: learner.listen_port must be a fixed port, got 0")
     return run_pipeline(
@@ -48,15 +50,18 @@ def _pipeline(arguments: argparse.Namespace, *, launch: bool) -> int:
 
 
 def accepted_changes(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """The keys of every --accept-changes. Raises UserError when there is nothing to resume."""
+    """Return the keys of every --accept-changes.
+
+    Raises UserError when there is nothing to resume.
+    """
     keys = [key.strip() for given in arguments.accept_changes for key in given.split(",")]
     if keys and not arguments.resume:
-        raise UserError("--accept-changes says what may differ on --resume, which is not given")
+        raise UserError("--accept-changes has no effect without --resume: add it")
     return tuple(dict.fromkeys(key for key in keys if key))
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """`opd serve`: one SGLang server, until it ends or this process is told to."""
+    """Run `opd serve`: one SGLang server, until it ends or this process is told to stop."""
     from megatron_opd.cli.keys import named_key
     from megatron_opd.cli.serve import serve_until_told
     from megatron_opd.cli.servers import server_spec
@@ -67,7 +72,7 @@ def serve(arguments: argparse.Namespace) -> int:
     if name is not None:
         role = key_of_teacher(name)
         if arguments.role == STUDENT:
-            raise UserError(f"opd serve: --name chooses among teachers, got {name!r} for a student")
+            raise UserError(f"opd serve: --name is for teachers only, got {name!r} for a student")
     section = section_of(config, role)
     if section.base_port == 0:
         raise UserError(f"opd serve: {role}.base_port must be a fixed port, got 0")
@@ -82,7 +87,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """`opd eval`: avg@k of one checkpoint through a server started for it."""
+    """Run `opd eval`: avg@k of one checkpoint through a server started for it."""
     from megatron_opd.cli.evaluate import evaluate_checkpoint
 
     config = load_config(Config, arguments.config, arguments.overrides)
@@ -92,7 +97,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """`opd check`: validate and print the plan."""
+    """Run `opd check`: validate the configuration and print the plan."""
     from rich.console import Console
 
     from megatron_opd.cli.check import check as check_config
@@ -103,14 +108,14 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def sft(arguments: argparse.Namespace) -> int:
-    """`opd sft`: supervised fine-tuning."""
+    """Run `opd sft`: supervised fine-tuning."""
     from megatron_opd.cli.sft import run_sft
 
     return run_sft(load_config(SftConfig, arguments.config, arguments.overrides))
 
 
 def objective(arguments: argparse.Namespace) -> int:
-    """`opd objective CASE.json`: the report as JSON."""
+    """Run `opd objective CASE.json`: print the report as JSON."""
     from megatron_opd.cli.objective import objective_report
 
     _print(json.dumps(objective_report(arguments.case), indent=2))
@@ -118,7 +123,7 @@ def objective(arguments: argparse.Namespace) -> int:
 
 
 def make_data(arguments: argparse.Namespace) -> int:
-    """`opd make-data`: write a built-in task's files."""
+    """Run `opd make-data`: write the files of a built-in task."""
     from megatron_opd.cli.prepare import checked
     from megatron_opd.data.writer import write_task
 

@@ -1,4 +1,4 @@
-"""`opd compare RUN_DIR RUN_DIR`: whether two runs made the same updates."""
+"""Runs `opd compare RUN_DIR RUN_DIR`, which says whether two runs made the same updates."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SHOWN = 12  # differing columns
 
 
 def add_parser(verbs: Any) -> None:
-    """The subcommand; `verbs` is argparse's action that holds subcommands."""
-    summary = "whether two runs made the same updates, column by column of their metrics.jsonl"
+    """Register the subcommand; `verbs` is argparse's action that holds subcommands."""
+    summary = "compare two runs' updates, column by column of their metrics.jsonl"
     verb = verbs.add_parser("compare", help=summary, description=summary)
     verb.add_argument("a", type=Path, metavar="RUN_DIR")
     verb.add_argument("b", type=Path, metavar="RUN_DIR")
@@ -28,13 +28,13 @@ def add_parser(verbs: Any) -> None:
         type=float,
         default=0.0,
         metavar="R",
-        help="relative difference that counts as equal; 0, the default, asks for the same bits",
+        help="relative difference that counts as equal; 0, the default, means the same bits",
     )
     verb.set_defaults(handler=compare)
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """Exit code 0: equal within the tolerance, 1: not."""
+    """Print the comparison; exit code 0: equal within the tolerance, 1: not."""
     tolerance: float = arguments.tolerance
     if not 0 <= tolerance < 1:
         raise UserError(f"--tolerance must be >= 0 and < 1, got {tolerance}")
@@ -48,7 +48,7 @@ def compare(arguments: argparse.Namespace) -> int:
 
 
 def report(found: Comparison, tolerance: float) -> list[str]:
-    """What is printed, a line each."""
+    """Return the printed lines of a comparison."""
     beyond = found.beyond(tolerance)
     what = f"{found.updates} updates, {len(found.columns)} columns"
     aside = f"{len(found.left_out)} columns of time, memory and queues left out"
@@ -69,12 +69,12 @@ def report(found: Comparison, tolerance: float) -> list[str]:
 
 def _how_far(found: Difference) -> str:
     if math.isinf(found.relative):
-        return "in some of them a number in one run alone"
+        return "in some of them only one run holds a number"
     return f"relative difference up to {found.relative:.1e}"
 
 
 def read_rows(run_dir: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run's metrics.jsonl. Raises UserError."""
+    """Read the complete lines of a run's metrics.jsonl. Raises UserError."""
     path = RunDir(run_dir).metrics
     try:
         lines = path.read_bytes().split(b"\n")[:-1]  # the last one is still being written
@@ -87,7 +87,7 @@ def read_rows(run_dir: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):  # no JSON, no text, or nested without end
             row = None
         if not isinstance(row, dict):
-            raise UserError(f"{path}:{number}: no JSON object")
+            raise UserError(f"{path}:{number}: not a JSON object")
         rows.append(row)
     if not rows:
         raise UserError(f"{path} holds no update yet")

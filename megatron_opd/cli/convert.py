@@ -1,4 +1,4 @@
-"""`opd convert`: Hugging Face checkpoints to Megatron distributed checkpoints, and back."""
+"""Runs `opd convert`: Hugging Face checkpoints to Megatron distributed checkpoints, and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_opd.checkpoint.crew import Crew
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Of the largest logit: float32 sums in another order, layer after layer.
+# Relative to the largest logit: float32 sums in another order, layer after layer.
 LOGIT_TOLERANCE = 1e-4
 GIB = 2**30
 MAX_SHARD_GIB = 1_000_000
@@ -59,7 +59,7 @@ def add_parser(verbs: Any) -> None:
         "ep": "expert-parallel ranks",
     }
     for name, what in degrees.items():
-        summary = f"cut and group the files for so many {what}"
+        summary = f"cut and group the files for this many {what}"
         to_megatron.add_argument(f"--{name}", type=_positive, default=1, metavar="N", help=summary)
     to_hf = way("megatron-to-hf", "write a Hugging Face checkpoint", megatron_to_hf)
     to_hf.add_argument(
@@ -73,7 +73,7 @@ def add_parser(verbs: Any) -> None:
         type=float,
         default=4.0,
         metavar="SIZE",
-        help="begin another safetensors file at this size (4)",
+        help="start a new safetensors file at this size (4)",
     )
 
 
@@ -85,7 +85,7 @@ def _positive(text: str) -> int:
 
 
 def hf_to_megatron(arguments: argparse.Namespace) -> int:
-    """`opd convert hf-to-megatron SRC DST`."""
+    """Run `opd convert hf-to-megatron SRC DST`."""
     from megatron_opd.checkpoint import to_megatron
     from megatron_opd.config.learner import ParallelConfig
 
@@ -103,7 +103,7 @@ def hf_to_megatron(arguments: argparse.Namespace) -> int:
 
 
 def megatron_to_hf(arguments: argparse.Namespace) -> int:
-    """`opd convert megatron-to-hf SRC DST`."""
+    """Run `opd convert megatron-to-hf SRC DST`."""
     from megatron_opd.checkpoint import to_hf
 
     if not 0 < arguments.max_shard_gib <= MAX_SHARD_GIB:  # nan is neither
@@ -168,7 +168,7 @@ def _convert(
 
 
 def _compare_logits(megatron: Path, hf: Path) -> dict[str, float]:
-    """In a process of its own, so that the models' memory is not the converter's. RunFailed."""
+    """Compare logits in a process of its own, whose memory ends with it. Raises RunFailed."""
     ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
     done = subprocess.run(
         [sys.executable, "-m", "megatron_opd.learner.verify", str(megatron), str(hf)],

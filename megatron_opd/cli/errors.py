@@ -1,14 +1,11 @@
-"""What a user did wrong, or what stopped a run, in one line."""
+"""Defines the errors of the program: what a user did wrong, and what stopped a run."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """Bad input. The message is one line naming the key, the rule and the value; exit code 2."""
+    """Reports bad input in one line naming the key, the rule and the value; exit code 2."""
 
 
 class RunFailed(Exception):
-    """A run that started and could not go on.
-
-    The message is one line naming the cause; exit code 1.
-    """
+    """Reports why a run that started could not continue, in one line; exit code 1."""

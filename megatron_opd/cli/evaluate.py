@@ -1,4 +1,4 @@
-"""`opd eval`: one checkpoint, one server started for it, avg@k on the held-out problems."""
+"""Runs `opd eval`: starts one server for one checkpoint and measures avg@k on held-out problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`extra_args` of a role's servers: only whole options of SGLang that no key of ours decides."""
+"""Checks a role's `extra_args`: only whole options of SGLang that no other key decides."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ DECIDED = {
     "enable_deterministic_inference": "run.deterministic",
     "api_key": "{role}.api_key_env: a key in a config would be in files and logs",
     "admin_api_key": "{role}.api_key_env: a key in a config would be in files and logs",
-    "config": "{role}.extra_args itself, one item an argument",
+    "config": "{role}.extra_args itself, one list item per argument",
 }
 
 
 def check_extra_args(section: ServerConfig, role: Role) -> None:
-    """Raise UserError for what is no option of SGLang's, or overrules other keys."""
+    """Raise UserError for what is not an option of SGLang, or overrides other keys."""
     key = f"{role}.extra_args"
     try:
         given = options.given(section.extra_args)
     except ValueError as error:
         raise UserError(
-            f"{key} must be whole options of SGLang, one item an argument: {error}"
+            f"{key} must be whole options of SGLang, one list item per argument: {error}"
         ) from None
     for option, setting in given.items():
         if setting in DECIDED:

@@ -1,4 +1,4 @@
-"""Whether this machine has an NVIDIA GPU, without the seconds that importing torch takes."""
+"""Finds out whether this machine has an NVIDIA GPU, without the seconds of importing torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pynvml
 
 
 def has_gpu() -> bool:
-    """Asks the driver; a machine without one has no GPU."""
+    """Return whether the driver reports a GPU; a machine without a driver has none."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

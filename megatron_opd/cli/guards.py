@@ -1,4 +1,4 @@
-"""What ends a run while nothing is asked of it: a process, an engine or a learner rank is gone."""
+"""Ends a run whose process, engine or learner rank is gone, even while nothing waits for it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ResultT = TypeVar("ResultT")
 
 
 class PartGone(RuntimeError):
-    """A part of the run is gone while the controller's loops do not run. One line."""
+    """Reports in one line that a part is gone while the controller's loops do not run."""
 
 
 async def while_alive(guard: Guard, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """The result of `work`, which nobody else guards: an evaluation, the last checkpoint.
+    """Await `work` that nothing else guards, such as an evaluation or the last checkpoint.
 
     Raises PartGone as soon as `guard` misses something, and what `work` raises.
     """
@@ -32,18 +32,18 @@ async def while_alive(guard: Guard, work: Coroutine[Any, Any, ResultT]) -> Resul
     finally:
         for task in (working, watching):
             task.cancel()
-        # heard out, or asyncio would print what they ended with
+        # awaited, or asyncio would print the exceptions they ended with
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
 class RunGuard:
-    """Health of processes and engines, and the learner's connections; a controller.ports.Guard."""
+    """Guards processes, engines and the learner's connections; a controller.ports.Guard."""
 
     def __init__(self, health: HealthGuard, learner: RemoteLearner) -> None:
         self._health, self._learner = health, learner
 
     async def watch(self) -> None:
-        """Run until cancelled; raise what is gone: a process rather than its connection."""
+        """Run until cancelled; raise what is gone, a process in preference to its connection."""
         health = asyncio.ensure_future(self._health.watch())
         learner = asyncio.ensure_future(self._learner.failed())
         try:
@@ -57,5 +57,5 @@ class RunGuard:
             await asyncio.gather(health, learner, return_exceptions=True)
 
     async def diagnose(self) -> Exception | None:
-        """After another loop failed: the process whose end explains it."""
+        """Return the ended process that explains why another loop failed, if there is one."""
         return await self._health.diagnose()

@@ -1,4 +1,4 @@
-"""Waiting for the parts of a run, saying what is waited for, and watching those that are there."""
+"""Waits for the parts of a run, says what it waits for, and watches the parts already there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STARTING_UP = 503
 
 
 async def answers(fleet: Fleet, timeout_s: float) -> tuple[ServerInfo, ...]:
-    """What a fleet's servers are, once all of them answer.
+    """Return what a fleet's servers are, once all of them answer.
 
     BridgeError: one answers something else, or there is no answer within `timeout_s`.
     """
@@ -35,10 +35,10 @@ async def answers(fleet: Fleet, timeout_s: float) -> tuple[ServerInfo, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a run waits for.
+    """Describes a part that a run waits for.
 
-    ready: returns once it is there, and raises if it will not be. watch: called then; raises once
-    the part is gone again, and never returns.
+    ready: returns once the part is there, and raises if it cannot be. watch: called after that;
+    raises once the part is gone again, and never returns.
     """
 
     ready: Awaitable[Any]
@@ -46,7 +46,7 @@ class Part:
 
 
 async def there() -> None:
-    """Be ready at once: for a part that is there already."""
+    """Return at once, for a part that is there already."""
 
 
 async def all_of(
@@ -54,7 +54,8 @@ async def all_of(
 ) -> None:
     """Wait for all parts, by name, and say what is still missing every `every_s`.
 
-    The first that fails, or is gone again while others are waited for, ends the rest; it is raised.
+    The first part that fails, or is gone again while others are awaited, ends the wait with its
+    error.
     """
     missing: dict[asyncio.Future[Any], str] = {
         asyncio.ensure_future(part.ready): name for name, part in parts.items()
@@ -73,5 +74,5 @@ async def all_of(
     finally:
         for task in (*missing, *watches):
             task.cancel()
-        # heard out, or asyncio would print what they ended with
+        # awaited, or asyncio would print the exceptions they ended with
         await asyncio.gather(*missing, *watches, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""API keys of servers: from the environment, or made for one run and held in memory alone.
+"""Provides the servers' API keys: from the environment, or made for one run and kept in memory.
 
 A key is never part of a configuration, a command line, a log or a message.
 """
@@ -16,20 +16,23 @@ KEY_BYTES = 32
 
 
 def named_key(section: ServerConfig, role: Role) -> str | None:
-    """The key that the role's api_key_env names; None where it names none. Raises UserError."""
+    """Return the key that the role's api_key_env names, None where it names none.
+
+    Raises UserError.
+    """
     name = section.api_key_env
     if name is None:
         return None
     key, where = os.environ.get(name, ""), f"{role}.api_key_env: the environment variable {name}"
     if not key:
-        raise UserError(f"{where} must hold the servers' API key, and is unset or empty")
+        raise UserError(f"{where} must hold the servers' API key, but is unset or empty")
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise UserError(f"{where} must hold printable ASCII without spaces; it is not shown here")
     return key
 
 
 def role_key(section: ServerConfig, role: Role) -> str | None:
-    """The key of a role's servers: those started here get one of their own. Raises UserError."""
+    """Return the key of a role's servers; those started here get a random one. Raises UserError."""
     key = named_key(section, role)
     if key is None and not section.urls:
         return secrets.token_urlsafe(KEY_BYTES)

@@ -1,4 +1,4 @@
-"""The learner as a child process: a torchrun world, ended by the ids of its process tree.
+"""Runs the learner as a child process: a torchrun world, ended by the ids of its process tree.
 
 Invariant: after `stop` returns no process of the tree is left, whatever state it was in.
 """
@@ -22,7 +22,7 @@ from sglang_bridge.ports import free_port
 
 
 def learner_command(config_file: Path, learner: LearnerConfig, extra: Sequence[str]) -> list[str]:
-    """`torchrun -m megatron_opd.learner CONFIG ...` for one machine, as an argument list."""
+    """Return `torchrun -m megatron_opd.learner CONFIG ...` for one machine, as an argument list."""
     return [
         sys.executable,
         "-m",
@@ -38,9 +38,10 @@ def learner_command(config_file: Path, learner: LearnerConfig, extra: Sequence[s
 
 
 class LearnerProcess:
-    """One learner world. `log` receives the output of every rank; None: our own output does.
+    """Starts and ends one learner world, and sends the output of every rank to `log`.
 
-    token: what the ranks show their controller; not on the command line, which anyone may read.
+    log: None: the ranks write to our own output. token: what the ranks show their controller; it is
+    not on the command line, which anyone on the machine may read.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class LearnerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of torchrun, the root of the world's process tree."""
+        """Returns the process id of torchrun, the root of the world's process tree."""
         assert self._process is not None, "not started"
         return self._process.pid
 
@@ -83,16 +84,16 @@ class LearnerProcess:
             )
 
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Return the exit code, None while it runs."""
         return None if self._process is None else self._process.poll()
 
     def wait(self) -> int:
-        """Block until torchrun ends; its exit code."""
+        """Block until torchrun ends and return its exit code."""
         assert self._process is not None, "not started"
         return self._process.wait()
 
     def stop(self, grace_s: float) -> None:
-        """SIGTERM torchrun, wait `grace_s`, then SIGKILL by id what is left of its process tree.
+        """Send SIGTERM to torchrun, wait `grace_s`, then SIGKILL what is left of its process tree.
 
         torchrun puts every rank in a session of its own, so the group of torchrun is not enough.
         """
@@ -109,7 +110,7 @@ class LearnerProcess:
 
 
 def process_tree(pid: int) -> list[psutil.Process]:
-    """The process and all its descendants, those that exist now."""
+    """Return the process and all its descendants that exist now."""
     try:
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]

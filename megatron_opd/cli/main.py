@@ -1,4 +1,7 @@
-"""Command line of `opd`. Exit codes: 0 done, 1 a run failed, 2 bad input, 130 interrupted."""
+"""Parses the command line of `opd` and runs the subcommand.
+
+Exit codes: 0 done, 1 a run failed, 2 bad input, 130 interrupted.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Every subcommand, each with the function that runs it in `handler`."""
+    """Build the parser of every subcommand, each with the function that runs it in `handler`."""
     parser = argparse.ArgumentParser(
         prog="opd", description="Asynchronous on-policy distillation on Megatron-Core and SGLang."
     )
@@ -43,13 +46,13 @@ def build_parser() -> argparse.ArgumentParser:
     _add_again(run)
     run.set_defaults(handler=commands.run)
 
-    control = with_config("control", "the controller alone; servers and learner started elsewhere")
+    control = with_config("control", "run the controller; servers and learner start elsewhere")
     _add_again(control)
     control.set_defaults(handler=commands.control)
 
     _add_serve(verbs)
 
-    evaluate = with_config("eval", "avg@k of a checkpoint on the held-out problems, through SGLang")
+    evaluate = with_config("eval", "measure avg@k of a checkpoint on the held-out problems")
     evaluate.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint")
     evaluate.add_argument("--json", action="store_true", help="print the report as JSON")
     evaluate.set_defaults(handler=commands.evaluate)
@@ -58,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--data",
         action="store_true",
-        help="read every row of the data files and every weight, not only the first and headers",
+        help="read all rows and all weights, instead of the first rows and the headers",
     )
     check.set_defaults(handler=commands.check)
 
@@ -73,41 +76,41 @@ def build_parser() -> argparse.ArgumentParser:
     objective.add_argument("case", type=Path, metavar="CASE.json")
     objective.set_defaults(handler=commands.objective)
 
-    sft = with_config("sft", "supervised fine-tuning on the Megatron learner")
+    sft = with_config("sft", "run supervised fine-tuning on the Megatron learner")
     sft.set_defaults(handler=commands.sft)
 
     convert.add_parser(verbs)
     compare.add_parser(verbs)
 
     data = verbs.add_parser("make-data", help="write a built-in task's train and held-out files")
-    data.add_argument("task")
-    data.add_argument("--out", type=Path, required=True)
-    data.add_argument("--train", type=int, default=4096, metavar="N")
-    data.add_argument("--heldout", type=int, default=256, metavar="N")
-    data.add_argument("--seed", type=int, default=0)
+    data.add_argument("task", help="name of the task, such as arithmetic")
+    data.add_argument("--out", type=Path, required=True, help="directory to write to")
+    data.add_argument("--train", type=int, default=4096, metavar="N", help="training problems")
+    data.add_argument("--heldout", type=int, default=256, metavar="N", help="held-out problems")
+    data.add_argument("--seed", type=int, default=0, help="seed of the problems")
     data.set_defaults(handler=commands.make_data)
     return parser
 
 
 def _add_serve(verbs: Any) -> None:
-    """`opd serve ROLE CONFIG.yaml`."""
-    serve = verbs.add_parser("serve", help="one SGLang server of a role")
+    """Add `opd serve ROLE CONFIG.yaml`."""
+    serve = verbs.add_parser("serve", help="start one SGLang server of a role")
     serve.add_argument("role", choices=("student", "teacher"))
     serve.add_argument("config", type=Path, metavar="CONFIG.yaml")
     serve.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
-    serve.add_argument("--name", help="which of `teachers`; without it the section `teacher`")
+    serve.add_argument("--name", help="a name in `teachers`; default: the section `teacher`")
     serve.add_argument("--index", type=int, default=0, help="server i listens on base_port + i")
     serve.set_defaults(handler=commands.serve)
 
 
 def _add_again(verb: argparse.ArgumentParser) -> None:
-    """What becomes of an earlier run in the same run.dir."""
+    """Add the options that say what happens to an earlier run in the same run.dir."""
     choice = verb.add_mutually_exclusive_group()
     choice.add_argument(
         "--overwrite", action="store_true", help="replace an earlier run in the same run.dir"
     )
     choice.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint in run.dir"
+        "--resume", action="store_true", help="continue from the newest checkpoint in run.dir"
     )
     verb.add_argument(
         "--accept-changes",
@@ -134,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_FAILED
     except KeyboardInterrupt:
-        for number in (signal.SIGTERM, signal.SIGINT):  # the exit has begun: one is enough
+        for number in (signal.SIGTERM, signal.SIGINT):  # already exiting
             signal.signal(number, signal.SIG_IGN)
         print("interrupted", file=sys.stderr)  # noqa: T201
         return EXIT_INTERRUPTED

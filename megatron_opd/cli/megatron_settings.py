@@ -1,4 +1,4 @@
-"""Megatron's own settings, checked before anything is started."""
+"""Checks Megatron's own settings before anything is started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_opd.models.spec import ModelSpec
 
 
 def check_megatron(spec: ModelSpec, config: LearnerConfig) -> None:
-    """Raise UserError for fields that Megatron does not have, or values that it refuses.
+    """Raise UserError for fields that Megatron does not have, or values that it rejects.
 
     Megatron takes seconds to import: a configuration without such fields does not wait for it.
     """
@@ -18,7 +18,7 @@ def check_megatron(spec: ModelSpec, config: LearnerConfig) -> None:
     if not own and config.routing_replay == "off":
         return
     try:
-        with warnings.catch_warnings():  # of what else could be installed, at Megatron's import
+        with warnings.catch_warnings():  # Megatron's import warns of what else could be installed
             warnings.simplefilter("ignore")
             from megatron_opd.learner.refusals import check_overrides_of
 

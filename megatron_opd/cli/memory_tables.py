@@ -1,4 +1,4 @@
-"""The tables of `opd check`: parameters, learner memory by stage, groups, servers."""
+"""Makes the tables of `opd check`: parameters, learner memory by stage, groups, servers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GPU_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def memory_tables(config: Config, models: Mapping[Role, ModelFacts]) -> Iterator[Table]:
-    """In the order they are printed."""
+    """Yield the tables in the order in which they are printed."""
     student = models[STUDENT]
     yield _models(models)
     yield _learner(config, student)
@@ -47,7 +47,7 @@ def memory_tables(config: Config, models: Mapping[Role, ModelFacts]) -> Iterator
 
 
 def kernels_here(config: Config) -> Kernels:
-    """Whose activations to count: a stated GPU size means GPUs with TransformerEngine."""
+    """Return the kernels to count activations for: a stated GPU size means TransformerEngine."""
     if config.learner.gpu_memory_gib is not None:
         return "transformer_engine"
     engine = GPU_DRIVER.exists() and find_spec("transformer_engine") is not None
@@ -115,7 +115,7 @@ def _learner(config: Config, student: ModelFacts) -> Table:
 
 
 def _shown(stages: Sequence[StageMemory], worst: StageMemory) -> list[StageMemory]:
-    """All stages, or the first, the worst and the last of many."""
+    """Return all stages, or of many the first, the worst and the last."""
     if len(stages) <= MOST_STAGES:
         return list(stages)
     return [stage for stage in stages if stage in (stages[0], worst, stages[-1])]
@@ -132,14 +132,14 @@ def _groups(groups: Sequence[Groups]) -> Table:
 
 
 def _ranks(members: Sequence[int]) -> str:
-    """`0 2 4 6`, or `0 2 .. 62` of many."""
+    """Return `0 2 4 6`, or `0 2 .. 62` for many ranks."""
     if len(members) <= 4:
         return " ".join(map(str, members))
     return f"{members[0]} {members[1]} .. {members[-1]}"
 
 
 def _step(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
-    """What one optimizer step reads and one version publishes."""
+    """Return what one optimizer step reads and what one weight sync sends."""
     student, learner = models[STUDENT], config.learner
     longest = longest_sample(config, student)
     samples = config.buffer.batch_size // learner.mini_batches
@@ -157,7 +157,7 @@ def _step(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
     table.add_row("model FLOPs a token, both passes", f"{flops / work.positions / 1e9:.3g} G")
     table.add_row("model FLOPs of an optimizer step", f"{flops * samples / 1e15:.3g} P")
     table.add_row("optimizer steps a version", str(learner.mini_batches))
-    table.add_row(f"bytes published to each of {ranks} server ranks", _bytes(published))
+    table.add_row(f"bytes of weights sent to each of {ranks} server ranks", _bytes(published))
     return table
 
 

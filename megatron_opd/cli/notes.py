@@ -1,4 +1,4 @@
-"""What a configuration allows and yet probably does not mean: said by `opd check` and by a run."""
+"""Notes what a configuration allows but probably does not mean, for `opd check` and for a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron_opd.config.schema import Config
 
 
 def notes(config: Config) -> list[str]:
-    """One line for each."""
+    """Return one line for each such setting."""
     return [line for line in (_trust(config), _teacher(config)) if line is not None]
 
 

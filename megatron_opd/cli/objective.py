@@ -1,4 +1,4 @@
-"""`opd objective`: any configured loss on a hand-written cache, to check against a formula."""
+"""Runs `opd objective`: any configured loss on a hand-written cache, to check against a formula."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from megatron_opd.losses.objective import evaluate
 
 PARTS = ("objective", "support", "correction", "reduction")
 ARRAYS = ("weight", "student_logp", "sampler_logp", "teacher_logp", "prox_logp")
-# Of any figure of a case: its square is a float64, and a count of it an int64.
+# Largest number in a case: its square is a float64, and as a count it is an int64.
 MOST = 1e12
 KEYS = (*PARTS, *ARRAYS, "offsets", "path", "lengths", "rewards", "groups")
 
 
 def objective_report(path: Path) -> dict[str, Any]:
-    """{loss, grad_student_logp, metrics} of the case in `path`. Raises UserError, ConfigError.
+    """Return {loss, grad_student_logp, metrics} of the case in `path`; UserError, ConfigError.
 
     loss: as the reduction says, by default the mean over response tokens. grad_student_logp: its
     gradient, one figure per cached pair.
@@ -45,7 +45,7 @@ def objective_report(path: Path) -> dict[str, Any]:
     (gradient_N,) = torch.autograd.grad(loss, cache.student_logp_N, materialize_grads=True)
     if not (loss.isfinite() and gradient_N.isfinite().all()):
         raise UserError(
-            f"{path}: the loss or its gradient leaves float64, loss {float(loss.detach())}; its "
+            f"{path}: the loss or its gradient exceeds float64, loss {float(loss.detach())}; its "
             "log-probs are too far apart"
         )
     return {
@@ -57,7 +57,7 @@ def objective_report(path: Path) -> dict[str, Any]:
 
 
 class _Case:
-    """The arrays of a case, checked against each other."""
+    """Holds the arrays of a case, checked against each other."""
 
     def __init__(self, path: Path, case: Mapping[str, Any], estimator: Estimator) -> None:
         self._path, self._case, self._estimator = path, case, estimator
@@ -66,7 +66,7 @@ class _Case:
         self._tokens = len(self._offsets) - 1
 
     def cache(self) -> Cache:
-        """As the learner would make it."""
+        """Return the cache as the learner would make it."""
         counts = np.diff(self._offsets)
         lengths = self._lengths()
         path_T = self._path_of_rows()
@@ -110,7 +110,7 @@ class _Case:
         return np.asarray(offsets, dtype=np.int64)
 
     def _path_of_rows(self) -> np.ndarray:
-        """Where each token's sampled id is; needed only where a row holds several."""
+        """Return where each token's sampled id is; needed only where a row holds several."""
         if "path" not in self._case:
             if self._estimator.reads_reward and (np.diff(self._offsets) != 1).any():
                 raise self._error(
@@ -210,7 +210,7 @@ def _tensor(values: list[float]) -> torch.Tensor:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys occur once: of two values the second would silently win."""
+    """Build an object whose keys occur once; json would silently take the second of two values."""
     for name, _ in pairs:
         if sum(name == other for other, _ in pairs) > 1:
             raise ValueError(f"key {shown(name)} is given twice")

@@ -1,4 +1,4 @@
-"""Checks made before anything is started.
+"""Checks a run's input before anything is started.
 
 A run that passes them fails later only for causes outside its input.
 """
@@ -40,7 +40,7 @@ SUPPORTED_ARCHITECTURES = tuple(family.architecture for family in FAMILIES.value
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a Hugging Face checkpoint's config.json says, as far as the checks need it."""
+    """Holds what a Hugging Face checkpoint's config.json says, as far as the checks need it."""
 
     path: Path
     architecture: str
@@ -74,7 +74,7 @@ def read_model(path: Path, key: str) -> ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class CheckedModels:
-    """Every role's model, the student's first, and the tokenizer that they share.
+    """Holds every role's model, the student's first, and the tokenizer that they share.
 
     tokenizer: None, and absent: a line for each, where `opd check` plans with what is not here.
     """
@@ -85,12 +85,12 @@ class CheckedModels:
 
     @property
     def student(self) -> ModelFacts:
-        """The student's model."""
+        """Returns the student's model."""
         return self.models[STUDENT]
 
 
 def check_models(config: Config, *, plan: bool = False) -> CheckedModels:
-    """Student and teachers exist, are supported, and share tokenizer and vocabulary.
+    """Check that student and teachers exist, are supported, and share tokenizer and vocabulary.
 
     plan: a model without weights here is checked as far as its files go, for it may be on another
     machine; a model with weights must be whole. Raises UserError.
@@ -122,7 +122,7 @@ def check_models(config: Config, *, plan: bool = False) -> CheckedModels:
 
 
 def read_models(config: Config) -> dict[Role, ModelFacts]:
-    """Every role's config.json, the student's first. Raises UserError."""
+    """Read every role's config.json, the student's first. Raises UserError."""
     models = {STUDENT: read_model(config.student.model, "student.model")}
     for role in teacher_roles(config).values():
         models[role] = read_model(section_of(config, role).model, f"{role}.model")
@@ -130,7 +130,7 @@ def read_models(config: Config) -> dict[Role, ModelFacts]:
 
 
 def check_memory(config: Config, models: Mapping[Role, ModelFacts]) -> None:
-    """Nothing is planned that a GPU of the stated size cannot hold. Raises UserError."""
+    """Check that each GPU can hold what is planned for it. Raises UserError."""
     longest = longest_sample(config, models[STUDENT])
     problem = planning_learner.refusal(models[STUDENT].spec, config.learner, longest)
     for role, facts in models.items():
@@ -142,12 +142,12 @@ def check_memory(config: Config, models: Mapping[Role, ModelFacts]) -> None:
 
 
 def longest_sample(config: Config, student: ModelFacts) -> int:
-    """Tokens of the longest prompt and response that a run may train on."""
+    """Return the tokens of the longest prompt and response that a run may train on."""
     return prompt_limit(config, student) + config.rollout.max_new_tokens
 
 
 def check_vocabulary_size(key: str, teachers: int, students: int) -> None:
-    """A teacher can score every id that the student may sample. key: what named its model.
+    """Check that a teacher scores every id that the student may sample. key: what named its model.
 
     It may have more ids. log q of the student's ids is then still that of the whole teacher, and
     KL(p || q) is exact, for p is 0 on the others. What the teacher selects itself is another
@@ -155,8 +155,8 @@ def check_vocabulary_size(key: str, teachers: int, students: int) -> None:
     """
     if teachers < students:
         raise UserError(
-            f"{key} must have a vocab_size of at least student.model's {students}, for it scores "
-            f"whatever the student samples, got {teachers}; pad its embedding and head to "
+            f"{key} must have a vocab_size of at least student.model's {students}, as it scores "
+            f"all that the student samples, got {teachers}; pad its embedding and head to "
             f"{students} rows"
         )
 
@@ -164,7 +164,7 @@ def check_vocabulary_size(key: str, teachers: int, students: int) -> None:
 def check_padding(
     key: str, teachers: int, students: int, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Ids that a teacher has and the student lacks are padding, which no text becomes."""
+    """Check that ids which a teacher has and the student lacks are padding, never used by text."""
     largest = max(tokenizer.get_vocab().values())
     if students <= largest < teachers:
         raise UserError(
@@ -174,16 +174,16 @@ def check_padding(
 
 
 def check_support(config: Config, student: ModelFacts) -> None:
-    """A whole distribution is cached only where it is small."""
+    """Check that a support of the whole vocabulary is used only where that is small."""
     if config.estimator.support.type == "exact" and student.vocab_size > MAX_ATOMS:
         raise UserError(
-            f"support.type exact caches the whole vocabulary, which must be of at most {MAX_ATOMS} "
+            f"support.type exact caches the whole vocabulary, which may have at most {MAX_ATOMS} "
             f"ids, got {student.vocab_size}; use support.type atoms_tail"
         )
 
 
 def check_context(config: Config, models: Mapping[Role, ModelFacts]) -> None:
-    """A prompt and a response of the longest allowed kind fit every model."""
+    """Check that the longest allowed prompt and response fit the context of every model."""
     limits: dict[Role, int] = {}
     for key, facts in models.items():
         section = section_of(config, key)
@@ -215,14 +215,14 @@ def check_context(config: Config, models: Mapping[Role, ModelFacts]) -> None:
 
 
 def check_addresses(config: Config) -> None:
-    """What this machine will listen on exists here and is free."""
+    """Check that the addresses to listen on exist on this machine and are free."""
     learner = config.learner
     require_free(learner.listen_host, learner.listen_port, "learner.listen_host, listen_port")
     require_free(config.weight_sync.host, 0, "weight_sync.host")
 
 
 def check_inputs_are_kept(config: Config) -> None:
-    """Nothing that a run reads lies where --overwrite removes an earlier run."""
+    """Check that no file that a run reads lies where --overwrite removes an earlier run."""
     run_dir = config.run.dir.resolve()
     teachers = config.all_teachers.items()
     for key, path in (
@@ -236,7 +236,7 @@ def check_inputs_are_kept(config: Config) -> None:
 
 
 def check_sharding(config: Config, models: Mapping[Role, ModelFacts]) -> None:
-    """The learner's layout and the servers' tp and ep cut the models into whole pieces."""
+    """Check that the learner's layout and the servers' tp and ep divide the models evenly."""
     try:
         models[STUDENT].spec.check_parallel(
             config.learner.parallel, uneven=config.learner.uneven_stages
@@ -266,7 +266,7 @@ def check_sharding(config: Config, models: Mapping[Role, ModelFacts]) -> None:
 
 
 def prompt_limit(config: Config, student: ModelFacts) -> int:
-    """Longest prompt, in tokens, that leaves room for a whole response, to sample and to score."""
+    """Return the longest prompt, in tokens, that leaves room to sample and score a response."""
     context = config.student.context_length or student.context_length
     room = context - RESERVED_TOKENS - config.rollout.max_new_tokens
     return min(config.data.max_prompt_tokens, room)
@@ -275,7 +275,7 @@ def prompt_limit(config: Config, student: ModelFacts) -> int:
 def check_served(
     key: str, info: ServerInfo, section: ServerConfig, vocab_size: int, *, deterministic: bool
 ) -> None:
-    """A server started elsewhere serves the model that the config names. Raises UserError.
+    """Check that a server started elsewhere serves the configured model. Raises UserError.
 
     deterministic: it must have been started so.
     """
@@ -295,13 +295,13 @@ def check_served(
             "run.deterministic is true"
         )
     served = Path(info.model_path)
-    # a path of another machine cannot be compared
+    # a path on another machine cannot be compared
     if served.exists() and served.resolve() != section.model.resolve():
         raise UserError(f"{key}: {info.url} must serve {section.model}, got {served}")
 
 
 def server_ports(section: ServerConfig, key: str) -> list[int]:
-    """The port of each server of a role; a fixed one that is taken is the user's error."""
+    """Return the port of each server of a role; a fixed port in use is a UserError."""
     if section.base_port == 0:
         try:
             return [free_port(section.host) for _ in range(section.servers)]

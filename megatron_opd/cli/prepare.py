@@ -1,4 +1,4 @@
-"""Everything a run needs that can be checked and loaded before a process is started.
+"""Checks and loads everything that a run needs before a process is started.
 
 One function reads it for `opd run` and for `opd check`, so that they cannot disagree.
 """
@@ -32,7 +32,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a run reads, checked.
+    """Holds what a run reads, checked.
 
     train, heldout: None where the file is not here (`opd check` of a plan) or not needed. judge:
     None when the task has no verifier or the tokenizer is not here. absent: what was not here to be
@@ -49,7 +49,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Checked input of a run.
+    """Holds the checked input of a run.
 
     vocab_sizes: ids of every role's model; a teacher may have more than the student.
     heldout: evaluation problems, empty when there is no evaluation. judge: None when the task has
@@ -117,7 +117,7 @@ def read_inputs(
 
 
 def seen_problems(train: PromptSet | None, heldout: PromptSet | None) -> list[str]:
-    """A line when held-out problems are trained on: their accuracy says nothing of others."""
+    """Return a line if held-out problems are trained on: their accuracy then says little."""
     if train is None or heldout is None:
         return []
     trained = {prompt.text for prompt in train.prompts}
@@ -131,7 +131,7 @@ def seen_problems(train: PromptSet | None, heldout: PromptSet | None) -> list[st
 
 
 def prompt_rules(config: Config, student: ModelFacts, *, heldout: bool) -> PromptRules:
-    """What a row of the training file, or of the held-out one, must be."""
+    """Return what a row of the training file, or of the held-out file, must be."""
     data = config.data
     # held-out problems are the student's own
     teacher_key = None if heldout else data.teacher_key
@@ -155,7 +155,7 @@ def prompt_rules(config: Config, student: ModelFacts, *, heldout: bool) -> Promp
 def make_judge(
     verify: Verifier | None, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
 ) -> Judge | None:
-    """The task's verifier on token ids; None without one. ends: ids that end a response."""
+    """Apply the task's verifier to token ids; None without one. ends: ids that end a response."""
     if verify is None:
         return None
     return Judge(verify, decode=lambda ids: str(tokenizer.decode(list(ids))), end_token_ids=ends)
@@ -186,7 +186,7 @@ def prepare(config: Config, cursor: int = 0) -> Prepared:
 
 
 def probes_of(prompts: Iterable[Prompt], teacher: str) -> tuple[Prompt, ...]:
-    """The first prompts that `teacher` is to score, again if they are few; any if it has none."""
+    """Return the first prompts that `teacher` scores, repeated if few; any if it has none."""
     every = tuple(prompts)
     own = [prompt for prompt in every if prompt.teacher == teacher]
     return tuple(islice(cycle(own or every), PROMPTS))

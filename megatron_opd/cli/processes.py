@@ -1,4 +1,4 @@
-"""Every process that a run starts on this machine, started together and stopped together.
+"""Starts and stops every process of a run on this machine, all together.
 
 Invariant: `stop` leaves none of them, in whatever state the start was when it failed.
 """
@@ -20,7 +20,7 @@ POLL_S = 0.2
 
 
 class LocalProcesses:
-    """The servers and the learner world of one run."""
+    """Starts, watches and stops the servers and the learner world of one run."""
 
     def __init__(self, servers: Sequence[ServerProcess], learner: LearnerProcess | None) -> None:
         self.servers = tuple(servers)
@@ -37,7 +37,7 @@ class LocalProcesses:
             self.learner.start()
 
     def parts(self, timeout_s: float) -> dict[str, Part]:
-        """What start-up waits for, by name: every server, and that the learner's process lives.
+        """Return what start-up waits for, by name: every server, and the learner's process.
 
         Each server has `timeout_s`. UserError, with the log's end, for what ends before it is up.
         """
@@ -61,18 +61,18 @@ class LocalProcesses:
         )
 
     def watched(self) -> list[WatchedProcess]:
-        """Every process, as the health guard polls it."""
+        """Return every process as the health guard polls it."""
         watched = [*map(_watched, self.servers)]
         if self.learner is not None:
             watched.append(WatchedProcess("the learner", self.learner.exit_code, self.learner.log))
         return watched
 
     async def explain(self, error: Exception) -> str:
-        """The process whose end explains a failure, in one line; else the failure itself."""
+        """Return in one line the process whose end explains a failure, otherwise the failure."""
         return one_line(str(await HealthGuard(self.watched()).diagnose() or error))
 
     async def stop(self) -> None:
-        """End everything at once, each by its own process ids."""
+        """End everything at once, each part by its own process ids."""
         stops = [asyncio.to_thread(server.stop, GRACE_S) for server in self.servers]
         if self.learner is not None:
             stops.append(asyncio.to_thread(self.learner.stop, GRACE_S))

@@ -1,4 +1,4 @@
-"""`--resume`: what a run goes on from, and what it must not have changed since.
+"""Finds what `--resume` continues from, and rejects what must not have changed since.
 
 The newest complete checkpoint of run.dir is taken; one that was being written when the run ended is
 left aside, and said so. One that is complete and damaged is refused: whether to go back to an older
@@ -60,20 +60,20 @@ MAY_CHANGE = (
     "weight_sync.bucket_bytes",
     "weight_sync.verify_first",
 )
-"""Keys that change neither what is sampled nor what is learnt from it, but for rounding."""
+"""Keys that change neither what is sampled nor what is learnt from it, except by rounding."""
 CANNOT_CHANGE = {
     "student.model": "the checkpoint's weights and samples are of that model",
     "learner.dtype": "the checkpoint's weights and optimizer are stored in it",
     "data.teacher_key": "the checkpoint's samples were scored by it",
     "objective.type": "the checkpoint's samples were scored for it",
     "objective.terms": "the checkpoint's samples were scored for them",
-    "support": "the checkpoint's samples are cached so",
-    "support.*": "the checkpoint's samples are cached so",
-    "rollout.group_size": "the checkpoint's samples are grouped so",
+    "support": "the checkpoint's samples were cached with it",
+    "support.*": "the checkpoint's samples were cached with it",
+    "rollout.group_size": "the checkpoint's samples were grouped by it",
     "buffer.*": "the checkpoint's samples were admitted under it",
     "learner.routing_replay": "the checkpoint's samples carry what it needs, or do not",
 }
-"""Keys whose change cannot work, and why."""
+"""Keys whose change cannot work, each with the reason."""
 EXTRAS: Mapping[str, type | tuple[type, ...]] = {
     "elapsed_s": (int, float),
     "wall_s": (int, float),
@@ -82,13 +82,13 @@ EXTRAS: Mapping[str, type | tuple[type, ...]] = {
     "totals": dict,
     "train_crc32": int,
 }
-"""What run.json holds: see PipelineRun."""
+"""Keys that run.json holds: see PipelineRun."""
 LONGEST_S = 1e12
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A key that a resumption was told to change. at_updates: where it went on."""
+    """Records a key whose change was accepted on resuming. at_updates: where the run continued."""
 
     at_updates: int
     key: str
@@ -97,14 +97,14 @@ class Change:
 
     @property
     def line(self) -> str:
-        """For the user."""
+        """Returns the line about the change for the user."""
         values = f"{json.dumps(self.before)} to {json.dumps(self.after)}"
         return f"resumed at {self.at_updates} updates with {self.key} changed from {values}"
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """Where a run goes on.
+    """Says where a run continues.
 
     extras: what Checkpoints was given to keep. changes: every accepted change of this resumption
     and of those before. notes: for the user.
@@ -118,12 +118,12 @@ class Resumption:
 
     @property
     def learner(self) -> Path:
-        """The learner's part."""
+        """Returns the learner's part of the checkpoint."""
         return self.path / LEARNER
 
 
 def find_resumption(config: Config, accepted: Sequence[str] = ()) -> Resumption:
-    """What `config` goes on from. Raises UserError with one line for whatever stands against it.
+    """Find what `config` continues from. Raises UserError with one line for any obstacle.
 
     accepted: keys that may differ from the run's although what is learnt depends on them.
     """
@@ -143,25 +143,25 @@ def find_resumption(config: Config, accepted: Sequence[str] = ()) -> Resumption:
         state = decode_state((path / CONTROLLER).read_bytes())
         extras = _read_extras(path)
         if state.updates != updates:
-            raise ValueError(f"checkpoint {path}: {CONTROLLER} is of {state.updates} updates")
+            raise ValueError(f"checkpoint {path}: {CONTROLLER} holds {state.updates} updates")
     except (ValueError, OSError) as error:
-        raise UserError(f"--resume: {error}; remove it to go on from an older one") from None
+        raise UserError(f"--resume: {error}; remove it to continue from an older one") from None
     if updates >= config.run.updates:
         raise UserError(
             f"--resume: run.updates must be above the {updates} updates of {path}, "
             f"got {config.run.updates}"
         )
     if extras["train_crc32"] != data_crc32(config.data.train):
-        raise UserError(f"--resume: data.train {config.data.train} is not the file it was")
-    notes = [f"{name} was not written to its end and is left aside" for name in torn]
-    notes.append(f"going on from {path} ({updates} updates)")
+        raise UserError(f"--resume: data.train {config.data.train} has changed since the run began")
+    notes = [f"{name} was not written completely and is ignored" for name in torn]
+    notes.append(f"continuing from {path} ({updates} updates)")
     now = tuple(Change(updates, key, *values) for key, values in changed.items())
     notes += [change.line for change in now]
     return Resumption(path, state, extras, tuple(notes), (*_earlier_changes(run_dir), *now))
 
 
 def _earlier_changes(run_dir: RunDir) -> tuple[Change, ...]:
-    """What resumptions before this one were told to change. Raises UserError."""
+    """Return what resumptions before this one were told to change. Raises UserError."""
     try:
         content = run_dir.changes.read_bytes() if run_dir.changes.exists() else b"[]"
         changes = tuple(Change(**change) for change in json.loads(content))
@@ -169,11 +169,11 @@ def _earlier_changes(run_dir: RunDir) -> tuple[Change, ...]:
             raise ValueError(changes)
         return changes
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"--resume: {run_dir.changes} is damaged: no list of changes") from None
+        raise UserError(f"--resume: {run_dir.changes} is damaged: not a list of changes") from None
 
 
 def reopen_run_dir(config: Config, updates: int, changes: Sequence[Change] = ()) -> RunDir:
-    """Make the run directory of `updates` updates ago. Raises UserError when it cannot.
+    """Reset the run directory to its state after `updates` updates. Raises UserError if impossible.
 
     metrics.jsonl is cut back to them; logs, trace and summary of the earlier attempt move to
     earlier/N/; the configuration becomes the new one, with a comment line for each accepted
@@ -194,7 +194,10 @@ def reopen_run_dir(config: Config, updates: int, changes: Sequence[Change] = ())
 
 
 def _read_extras(path: Path) -> dict[str, Any]:
-    """What PipelineRun keeps besides learner and controller. ValueError: not all of it is there."""
+    """Read what PipelineRun keeps besides learner and controller.
+
+    ValueError: something is missing.
+    """
     extras = read_json(path / RUN)
     for key, kind in EXTRAS.items():
         if not isinstance(extras.get(key), kind):
@@ -205,7 +208,7 @@ def _read_extras(path: Path) -> dict[str, Any]:
         all(type(n) in (int, float) and 0 <= n <= LONGEST_S for n in numbers)
         and all(type(n) is int for n in whole)
     ):
-        raise ValueError(f"checkpoint {path}: {RUN} holds times or updates that are none")
+        raise ValueError(f"checkpoint {path}: {RUN} holds malformed times or counts")
     try:
         restore_totals(RunTotals(), extras["totals"], 0.0)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
@@ -216,23 +219,27 @@ def _read_extras(path: Path) -> dict[str, Any]:
 def _changes(
     before: Config, now: Config, run_dir: RunDir, accepted: Sequence[str]
 ) -> dict[str, tuple[Any, Any]]:
-    """{accepted key: its value before and now}. Raises UserError for any other that differs."""
+    """Return {accepted key: (before, now)}. Raises UserError for any other key that differs."""
     old, new = flat(before), flat(now)
     differing = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     differing = [key for key in differing if not matches(key, MAY_CHANGE)]
     for key in accepted:
         if key not in differing:
-            same = "is what it was" if key in old.keys() | new.keys() else "is no key of this run"
+            same = (
+                "has not changed" if key in old.keys() | new.keys() else "is not a key of this run"
+            )
             raise UserError(
-                f"--accept-changes: {key} {same}, or may change anyway; name keys that differ from "
+                f"--accept-changes: {key} {same}, or may always change; name keys that differ from "
                 f"{run_dir.resolved_config} (differing: {', '.join(differing) or 'none'})"
             )
     for key in differing:
-        rule = f"{key} must be what it was in {run_dir.resolved_config}"
+        rule = f"{key} must be unchanged from {run_dir.resolved_config}"
         values = f"{json.dumps(old.get(key))}, got {json.dumps(new.get(key))}"
         reason = next((why for name, why in CANNOT_CHANGE.items() if fnmatchcase(key, name)), None)
         if reason is not None:
             raise UserError(f"--resume: {rule}, {values}: {reason}")
         if key not in accepted:
-            raise UserError(f"--resume: {rule}, {values}; or insist: --accept-changes {key}")
+            raise UserError(
+                f"--resume: {rule}, {values}; to change it anyway: --accept-changes {key}"
+            )
     return {key: (old.get(key), new.get(key)) for key in differing}

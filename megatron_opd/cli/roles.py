@@ -1,4 +1,4 @@
-"""Roles of SGLang servers, called as their config sections: student, teacher, teachers.NAME.
+"""Names the roles of SGLang servers after their config sections: student, teacher, teachers.NAME.
 
 A run has the teachers that its estimator reads: none of them when it learns from rewards alone.
 """
@@ -20,24 +20,24 @@ TEACHER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def teacher_roles(config: Config) -> dict[str, Role]:
-    """{name that prompts use: role} of the teachers that a run asks. Raises UserError."""
+    """Return {name that prompts use: role} for the teachers that a run asks. Raises UserError."""
     if not config.estimator.reads_teacher:
         return {}
     for name in config.all_teachers:
         if not TEACHER_NAME.fullmatch(name):
             raise UserError(
-                f"teachers: a name must be of letters, digits, '_', '.' and '-', got {name!r}"
+                f"teachers: a name must consist of letters, digits, '_', '.' and '-', got {name!r}"
             )
     return {name: key_of_teacher(name) for name in config.all_teachers}
 
 
 def all_roles(config: Config) -> tuple[Role, ...]:
-    """The student and every teacher of a run."""
+    """Return the student and every teacher of a run."""
     return (STUDENT, *teacher_roles(config).values())
 
 
 def section_of(config: Config, role: Role) -> ServerConfig:
-    """The role's section. Raises UserError when the config has none."""
+    """Return the role's section. Raises UserError when the config has none."""
     teachers = {key_of_teacher(name): section for name, section in config.all_teachers.items()}
     sections = {STUDENT: config.student} | teachers
     if role not in sections:

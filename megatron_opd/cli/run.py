@@ -1,8 +1,9 @@
-"""`opd run` and `opd control`: start, evaluate, train, evaluate, export, account for it, stop.
+"""Runs `opd run` and `opd control`: start, evaluate, train, evaluate, export, summarise, stop.
 
-The run directory is locked from first to last. Whatever happens once it is this run's, summary.json
-is written and every process that was started here is ended; `opd control` makes it this run's only
-when all that was started elsewhere has joined, so a run that never began changes nothing.
+The run directory is locked from first to last. Once the directory belongs to this run, summary.json
+is always written and every process that was started here is ended, whatever happens. `opd control`
+takes the directory only when everything started elsewhere has joined, so a run that never began
+changes nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ NOT_STARTED = Accounting(
 
 
 HEADLINE = ("status", "cause", "updates", "samples_consumed", "samples_dropped", "wall_s")
-"""What is printed of a summary that cannot be written."""
+"""Keys that are printed if the summary cannot be written."""
 
 
 def run_pipeline(
@@ -81,11 +82,11 @@ def run_pipeline(
     resume: bool = False,
     accepted: Sequence[str] = (),
 ) -> int:
-    """Run once. launch: start servers and learner here; else they were started elsewhere.
+    """Run once. launch: start servers and learner here; otherwise they were started elsewhere.
 
-    resume: go on from the newest checkpoint in run.dir; accepted: keys that may differ from its.
+    resume: continue from the newest checkpoint in run.dir; accepted: keys that may differ from its.
 
-    Raises UserError for bad input, RunFailed when a started run cannot go on, KeyboardInterrupt
+    Raises UserError for bad input, RunFailed when a started run cannot continue, KeyboardInterrupt
     after a clean stop by a signal.
     """
     open_files.raise_limit()
@@ -109,7 +110,10 @@ def run_pipeline(
 
 
 def _admission(config: Config, prepared: Prepared, lock: RunLock) -> Admission:
-    """Which learner is let in. ValueError: the environment's token is no secret."""
+    """Return which learner is admitted.
+
+    ValueError: the environment's token is not usable as a secret.
+    """
     return Admission(
         token=given_token() or lock.holder.token,
         digests=learner_digests(config),
@@ -119,7 +123,7 @@ def _admission(config: Config, prepared: Prepared, lock: RunLock) -> Admission:
 
 
 class PipelineRun:
-    """One run, from its processes to its summary."""
+    """Performs one run, from starting its processes to writing its summary."""
 
     def __init__(
         self,
@@ -154,7 +158,7 @@ class PipelineRun:
         self.started_s = time.monotonic()
 
     async def main(self) -> None:
-        """Everything; ends with summary.json written and nothing left running."""
+        """Perform the run; at its end summary.json is written and nothing is left running."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -176,13 +180,13 @@ class PipelineRun:
             cause = one_line(str(error))
             raise RunFailed(f"{cause}{self._see_logs()}") from error
         except Exception as error:
-            # an error nobody foresaw: one line for the user, all of it beside the other logs
+            # an unforeseen error: one line for the user, its traceback beside the other logs
             where = f" (run.dir {self.run_dir.path})" if isinstance(error, OSError) else ""
             cause = one_line(f"{type(error).__name__}: {error}{where}")
             raise RunFailed(f"{cause}; {self._keep_traceback()}") from error
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, lambda: None)  # we are stopping already
+                loop.add_signal_handler(number, lambda: None)  # the run is stopping already
             if self.checkpoints is not None:
                 await self.checkpoints.abandon()
             await self.processes.stop()
@@ -204,7 +208,7 @@ class PipelineRun:
             self._say(*(f"note: {line}" for line in self.prepared.notes))
             if self.launch:
                 for role in self.roles:
-                    if section_of(config, role).urls:  # before anything is started in vain
+                    if section_of(config, role).urls:  # checked before anything is started
                         await self._join(role, fleets[role])
                 self._open_run_dir()
                 self._start(remote.address)
@@ -268,7 +272,7 @@ class PipelineRun:
             await publisher.close()  # servers that outlive this run leave its group
 
     def _extras(self) -> dict[str, Any]:
-        """What a resumed run needs besides learner and controller."""
+        """Return what a resumed run needs besides learner and controller."""
         assert self.recorder is not None
         now_s = time.monotonic()
         return {
@@ -292,7 +296,7 @@ class PipelineRun:
         return [] if self.resumed is None else [asdict(change) for change in self.resumed.changes]
 
     def _open_run_dir(self) -> None:
-        """Make the directory this run's. Raises UserError."""
+        """Take over the directory for this run. Raises UserError."""
         if self.resumed is None:
             self.run_dir = prepare_run_dir(self.config.run.dir, self.config)
         else:
@@ -302,7 +306,7 @@ class PipelineRun:
         self.opened = True
 
     async def _wait_for_others(self, remote: RemoteLearner, fleets: Mapping[Role, Fleet]) -> None:
-        """Servers and learner started elsewhere, for at most startup_timeout_s."""
+        """Wait for servers and learner started elsewhere, for at most startup_timeout_s."""
         self._say(f"waiting for a learner: --controller {remote.address}")
         limits = {role: section_of(self.config, role).startup_timeout_s for role in self.roles}
         parts = {
@@ -339,7 +343,7 @@ class PipelineRun:
                 await self._join(role, fleets[role])
 
     def _elsewhere(self, fleets: Mapping[Role, Fleet]) -> Callable[[], Awaitable[None]]:
-        """What watches the servers of these roles that were started elsewhere."""
+        """Return what watches the servers of these roles that were started elsewhere."""
         return HealthGuard(engines=engines_elsewhere(self.processes, fleets)).watch
 
     async def _all_up(
@@ -389,7 +393,7 @@ class PipelineRun:
         return f"its traceback is in {log}"
 
     def _write_summary(self, status: str, cause: str | None) -> str | None:
-        """None, or why it could not be written."""
+        """Write summary.json; return None, or why it could not be written."""
         accounting = NOT_STARTED if self.controller is None else self.controller.accounting
         wall_s = time.monotonic() - self.started_s + self._earlier("wall_s", 0.0)
         summary: dict[str, Any] = {"status": status, "cause": cause}

@@ -1,4 +1,4 @@
-"""The run directory. Nothing that `opd` did not write is ever deleted from it."""
+"""Lays out the run directory, and never deletes anything from it that `opd` did not write."""
 
 from __future__ import annotations
 
@@ -33,57 +33,57 @@ OURS = (
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths of one run's products (design: one directory holds all a reader would quote)."""
+    """Names the paths of one run's products: one directory holds all that a reader would quote."""
 
     path: Path
 
     @property
     def resolved_config(self) -> Path:
-        """The configuration with every default filled in; child processes read this file."""
+        """Returns the configuration with every default filled in, which child processes read."""
         return self.path / RESOLVED
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per learner update."""
+        """Returns the file with one JSON object per learner update."""
         return self.path / "metrics.jsonl"
 
     @property
     def summary(self) -> Path:
-        """What a reader would quote of the whole run."""
+        """Returns the file with the figures of the whole run."""
         return self.path / "summary.json"
 
     @property
     def changes(self) -> Path:
-        """What resumptions were told to change; see cli/resume.py."""
+        """Returns the file of changes accepted when resuming; see cli/resume.py."""
         return self.path / "changes.json"
 
     @property
     def trace(self) -> Path:
-        """Perfetto / Chrome trace."""
+        """Returns the trace for Perfetto or Chrome."""
         return self.path / "trace.json"
 
     @property
     def logs(self) -> Path:
-        """One log file per process."""
+        """Returns the directory with one log file per process."""
         return self.path / "logs"
 
     @property
     def tensorboard(self) -> Path:
-        """Event files."""
+        """Returns the directory of TensorBoard event files."""
         return self.path / "tensorboard"
 
     @property
     def checkpoints(self) -> Path:
-        """Checkpoints of the run, and the final student."""
+        """Returns the directory of the run's checkpoints and the final student."""
         return self.path / "checkpoints"
 
     @property
     def final_checkpoint(self) -> Path:
-        """The trained student in Hugging Face format."""
+        """Returns the trained student in Hugging Face format."""
         return self.checkpoints / "final"
 
     def continue_from(self, config: Section, updates: int, notes: str = "") -> None:
-        """Become what it was after `updates` updates; see cli/resume.py.
+        """Reset the directory to its state after `updates` updates; see cli/resume.py.
 
         notes: comment lines for the head of the resolved configuration.
 
@@ -107,7 +107,7 @@ class RunDir:
         reserve_json(self.summary)
 
     def _rows_before(self, updates: int) -> str:
-        """The whole rows of metrics.jsonl of the first `updates` updates."""
+        """Return the complete rows of metrics.jsonl of the first `updates` updates."""
         content = self.metrics.read_bytes() if self.metrics.exists() else b""
         rows = content.split(b"\n")[:-1]  # what follows was cut short when the run was killed
         kept = ""
@@ -118,7 +118,7 @@ class RunDir:
             except (ValueError, TypeError, KeyError, RecursionError):
                 update = None
             if type(update) is not int or update < 0:
-                raise UserError(f"{self.metrics}:{number} is damaged: no row of figures")
+                raise UserError(f"{self.metrics}:{number} is damaged: not a row of metrics")
         return kept
 
 
@@ -137,7 +137,7 @@ def hold_run_dir(path: Path, *, resume: bool, overwrite: bool) -> RunLock:
 
 
 def check_run_dir(path: Path, *, resume: bool, overwrite: bool) -> None:
-    """Refuse a run directory that another run holds, or that holds what must not be replaced.
+    """Reject a run directory that another run holds, or that holds what must not be replaced.
 
     Changes nothing. Raises UserError.
     """
@@ -158,7 +158,7 @@ def check_run_dir(path: Path, *, resume: bool, overwrite: bool) -> None:
 
 
 def check_place(path: Path) -> None:
-    """Refuse a run directory that no run could use, now or with --overwrite, for `opd check`.
+    """Reject a run directory that no run could use, now or with --overwrite, for `opd check`.
 
     Changes nothing. Raises UserError.
     """
@@ -170,7 +170,7 @@ def check_place(path: Path) -> None:
 
 
 def _entries(path: Path) -> list[str]:
-    """What lies in a run directory besides its lock. UserError: it is none, or unreadable."""
+    """List a run directory except its lock. UserError: it is not a directory, or not readable."""
     try:
         for part in (path, *path.parents):
             if part.exists() and not part.is_dir():
@@ -190,7 +190,7 @@ def _refuse_strangers(path: Path, present: Sequence[str]) -> None:
 
 
 def prepare_run_dir(path: Path, config: Section) -> RunDir:
-    """Make `path` that of a new run, which holds its lock: an earlier run's products are removed.
+    """Prepare `path` for a new run that holds its lock: products of an earlier run are removed.
 
     Raises UserError.
     """

@@ -1,7 +1,7 @@
-"""`opd serve` in the foreground: one server as a child, ended with its whole process group.
+"""Runs `opd serve` in the foreground: one server as a child, ended with its whole process group.
 
-A child and not this process itself, so that Ctrl-C reaches this process alone: each of SGLang's
-processes would answer it with a traceback.
+The server is a child, not this process itself, so that Ctrl-C reaches this process alone: each of
+SGLang's processes would answer it with a traceback.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ GRACE_S = 5.0
 
 
 def serve_until_told(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run the server, its output ours, until it ends or a signal does; its exit code.
+    """Run the server with our output until it ends or a signal ends it; return its exit code.
 
-    Nothing of its process group is left, whatever ends this function.
+    No process of its group is left, whatever ends this function.
     """
     own_files = files.make()
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""From the configuration to the SGLang servers of one machine."""
+"""Turns the configuration into the SGLang servers of one machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_bridge.server.spec import ServerSpec, server_command
 
 
 def make_spec(config: Config, role: Role, port: int, index: int, model: Path) -> ServerSpec:
-    """What server `index` of a role is started with; each server draws from a seed of its own.
+    """Return what server `index` of a role is started with; each server has a seed of its own.
 
     Raises UserError when extra_args contradict the configuration.
     """
@@ -45,7 +45,7 @@ def make_spec(config: Config, role: Role, port: int, index: int, model: Path) ->
 
 
 def _check_for_device(spec: ServerSpec, role: Role) -> None:
-    """Raise UserError for what cannot be on the device of this machine."""
+    """Raise UserError for options that this machine's device does not support."""
     try:
         arguments_for_device(server_command(spec), cuda=has_gpu())
     except ValueError as error:
@@ -54,7 +54,7 @@ def _check_for_device(spec: ServerSpec, role: Role) -> None:
 
 
 def server_spec(config: Config, role: Role, index: int) -> ServerSpec:
-    """Server `index` of a role on its configured port. Raises UserError when the port is taken."""
+    """Return server `index` of a role on its configured port. Raises UserError if it is taken."""
     section = section_of(config, role)
     port = section.base_port + index
     require_free(section.host, port, f"{role}.base_port")
@@ -64,7 +64,7 @@ def server_spec(config: Config, role: Role, index: int) -> ServerSpec:
 def server_processes(
     config: Config, role: Role, logs: Path, api_key: str | None = None
 ) -> list[ServerProcess]:
-    """The role's servers of this machine, not started; none when its urls name others."""
+    """Return the role's servers of this machine, not started; none when its urls name others."""
     section = section_of(config, role)
     if section.urls:
         return []
@@ -79,5 +79,5 @@ def server_processes(
 
 
 def log_name(role: Role) -> str:
-    """What the logs of a role's servers start with: student, teacher, teacher-NAME."""
+    """Return the prefix of the log names of a role's servers: student, teacher, teacher-NAME."""
     return role.replace("teachers.", "teacher-")

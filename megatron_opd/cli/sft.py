@@ -1,4 +1,4 @@
-"""`opd sft`: the Megatron learner under torchrun, trained on prompt and response pairs."""
+"""Runs `opd sft`: the Megatron learner under torchrun, trained on prompt and response pairs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GRACE_S = 5.0
 
 
 def run_sft(config: SftConfig) -> int:
-    """Check the input, train in a child world whose output is ours, write the checkpoint."""
+    """Check the input, train in a child world that shares our output, and write the checkpoint."""
     parallel = config.learner.parallel
     if not (config.init / "config.json").is_file():
         raise UserError(f"init must be a directory with a config.json, got {config.init}")

@@ -1,4 +1,4 @@
-"""`scoring.guard`: a teacher that would teach nonsense is told before the first update."""
+"""Runs `scoring.guard`: finds a teacher whose scores make no sense before the first update."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_bridge.retry import Backoff
 async def check_teachers(
     config: Config, prepared: Prepared, servers: Mapping[str, Sequence[ProbedServer]]
 ) -> list[str]:
-    """Probe every server of every teacher, by name; lines for the user.
+    """Probe every server of every teacher, by name; returns lines for the user.
 
     With scoring.guard `refuse` a nonsense teacher is a UserError, with `warn` a line.
     """
@@ -50,7 +50,7 @@ async def check_teachers(
 
 
 def _verdicts(config: Config, role: str, found: Mapping[str, Probe], vocab_size: int) -> list[str]:
-    """A line for each bad server of a role, by url, and one for all the others."""
+    """Return a line for each bad server of a role, by url, and one for all the others."""
     lines: list[str] = []
     dtype = section_of(config, role).dtype
     problems = {url: each.problem(dtype, vocab_size) for url, each in found.items()}
@@ -72,7 +72,7 @@ def _verdicts(config: Config, role: str, found: Mapping[str, Probe], vocab_size:
 
 
 def make_teacher_watch(config: Config, vocab_sizes: Mapping[Role, int]) -> TeacherWatch | None:
-    """What looks at the scores during the run; None where no teacher is read."""
+    """Return what looks at the scores during the run; None where no teacher is read."""
     teachers = {name: vocab_sizes[role] for name, role in teacher_roles(config).items()}
     if not teachers:
         return None

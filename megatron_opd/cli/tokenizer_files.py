@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: whether it is there, and whether it is the model's.
+"""Loads a checkpoint's tokenizer, and checks that it is there and belongs to the model.
 
 Transformers makes an empty tokenizer of a directory without one; here that is an error.
 """
@@ -26,12 +26,12 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Whether `path` holds a vocabulary."""
+    """Return whether `path` holds a vocabulary."""
     return any((path / name).is_file() for name in FILES)
 
 
 def load_tokenizer(path: Path, key: str) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer, from local files only; `key` is the config key that named it.
+    """Load the checkpoint's tokenizer from local files; `key` is the config key that named it.
 
     Raises UserError: no vocabulary, a config.json or tokenizer that transformers refuses.
     """
@@ -45,12 +45,12 @@ def load_tokenizer(path: Path, key: str) -> PreTrainedTokenizerBase:
     _checked(f"{key}: transformers refuses {path / 'config.json'}", AutoConfig, path)
     tokenizer = _checked(f"{key}: cannot load the tokenizer in {path}", AutoTokenizer, path)
     if not tokenizer.get_vocab():
-        raise UserError(f"{key}: the tokenizer in {path} has no words")
+        raise UserError(f"{key}: the tokenizer in {path} has an empty vocabulary")
     return tokenizer
 
 
 def _check_ids(key: str, path: Path) -> None:
-    """UserError: it is no JSON, or an id of its vocabulary is beyond MOST_ID."""
+    """Raise UserError if tokenizer.json is not JSON or holds an id beyond MOST_ID."""
     try:
         tree: Any = msgspec.json.decode(path.read_bytes())
     except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
@@ -77,7 +77,7 @@ def _checked(problem: str, kind: Any, path: Path) -> Any:
 def end_tokens(
     key: str, raw: Mapping[str, Any], vocab_size: int, tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
-    """Ids that end a response: the tokenizer's and those of the model's config.json, `raw`.
+    """Return the ids that end a response: the tokenizer's and those of config.json, `raw`.
 
     Raises UserError for one that is no id of the model, and when there is none.
     """

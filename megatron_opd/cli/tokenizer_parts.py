@@ -1,4 +1,4 @@
-"""Whether two checkpoints cut text into the same ids, judged by content instead of by file.
+"""Checks whether two checkpoints cut text into the same ids, judged by content, not by file.
 
 How a tokenizer is found and loaded is tokenizer_files.py's.
 """
@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 Parts = Mapping[str, Any]
 
-# What decides which ids a text becomes. The post-processor adds ids that prompts carry already, the
-# decoder turns ids back into text, truncation and padding are settings of a moment.
+# The parts that decide which ids a text becomes. The post-processor adds ids that prompts hold
+# already, the decoder turns ids back into text, truncation and padding are set per call.
 PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
-# Told apart by name where they differ: a vocabulary is too long to print.
+# Parts reported by name only when they differ: a vocabulary is too long to print.
 TABLES = ("vocab", "merges")
-# Whether a token is shown when text is decoded; the ids are the same.
+# Decides whether a token is shown when text is decoded; the ids are the same.
 NO_MATTER = ("special",)
 
 
 def check_tokenizer(path: Path, key: str, ours: PreTrainedTokenizerBase, guard: Guard) -> None:
-    """Refuse a teacher whose ids are not the student's. key: the config key that named its `path`.
+    """Reject a teacher whose ids are not the student's. key: the config key that named its `path`.
 
     ours: the student's. guard: what becomes of tokenizers that have the same ids and cut text
     differently. Raises UserError.
@@ -56,12 +56,12 @@ def check_tokenizer(path: Path, key: str, ours: PreTrainedTokenizerBase, guard: 
         return
     told = f"student.model and {key} must cut text into the same ids; {other}"
     if guard == "refuse":
-        raise UserError(f"{told}; if that is meant, set scoring.guard to warn or off")
+        raise UserError(f"{told}; if that is intended, set scoring.guard to warn or off")
     logger.warning("%s", told)
 
 
 def tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> Parts:
-    """tokenizer.json as the library reads it, so that two spellings of one content are equal.
+    """Return tokenizer.json as the library reads it, so that spellings of one content are equal.
 
     A tokenizer that has none is its vocabulary alone.
     """
@@ -72,7 +72,7 @@ def tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> Parts:
 
 
 def difference(ours: Parts, theirs: Parts) -> str | None:
-    """The first part in which two tokenizers differ, and where; None: they are the same."""
+    """Return the first part in which two tokenizers differ, and where; None: they are the same."""
     for part in PARTS:
         a, b = ours.get(part), theirs.get(part)
         if part == "model" and isinstance(a, dict) and isinstance(b, dict):
@@ -97,7 +97,7 @@ def _of_models(a: Parts, b: Parts) -> str | None:
 
 
 def _rows(table: Any) -> Sequence[Any]:
-    """A vocabulary by rising id, merges and scores as they stand."""
+    """Return a vocabulary by rising id, and merges and scores in their order."""
     if isinstance(table, dict):
         return sorted(table.items(), key=lambda item: item[1])
     return table or []

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's safetensors files are whole and agree with its config.json."""
+"""Checks whether a checkpoint's safetensors files are complete and agree with its config.json."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_opd.models.tensors import expected_tensors
 
 
 def has_weights(path: Path) -> bool:
-    """Whether `path` holds safetensors files, whole or not."""
+    """Return whether `path` holds safetensors files, complete or not."""
     return (path / INDEX).exists() or (path / SINGLE).exists() or any(path.glob("*.safetensors"))
 
 
 def check_finite(path: Path, key: str) -> None:
-    """Read every weight. Raises UserError, naming the tensor, for one that is no finite number."""
+    """Read every weight. Raises UserError naming the tensor that holds a NaN or an infinity."""
     for name, stored in stored_tensors(path).items():
         if (found := first_not_finite(stored)) is not None:
             raise UserError(f"{key}: {path}: tensor {name} holds {found}")

@@ -1,4 +1,4 @@
-"""The concrete parts behind the controller's Protocols."""
+"""Builds the concrete parts behind the controller's Protocols."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from sglang_bridge.fleet import Fleet
 
 
 def make_fleet(section: ServerConfig, urls: Sequence[str], api_key: str | None = None) -> Fleet:
-    """Clients of a role's servers."""
+    """Make clients for a role's servers."""
     timeout_s = section.request_timeout_s
     return Fleet([ServerClient(url, timeout_s=timeout_s, api_key=api_key) for url in urls])
 
@@ -57,7 +57,7 @@ def make_recorder(
     resumed: Resumption | None,
     vocab_sizes: Mapping[Role, int],
 ) -> RunRecorder:
-    """The observer: files as configured, and a display."""
+    """Make the observer: files as configured, and a display."""
     metrics = config.metrics
     sinks: list[Sink] = [JsonlSink(run_dir.metrics)]
     if metrics.tensorboard:
@@ -88,7 +88,7 @@ def make_recorder(
 def engines_elsewhere(
     processes: LocalProcesses, fleets: Mapping[Role, Fleet]
 ) -> list[WatchedEngine]:
-    """The servers that were not started here: they are watched by asking them."""
+    """Return the servers that were not started here, which are watched by asking them."""
     ours = {server.spec.url for server in processes.servers}
     return [
         WatchedEngine(f"{role} server {client.url}", client.alive)
@@ -111,7 +111,7 @@ def make_guard(
 
 
 def make_reward(judge: Judge | None) -> Reward | None:
-    """The verifier as a reward: 1 for a right response, 0 for a wrong one."""
+    """Turn the verifier into a reward: 1 for a right response, 0 for a wrong one."""
     if judge is None:
         return None
 
@@ -126,13 +126,13 @@ def make_reward(judge: Judge | None) -> Reward | None:
 
 @dataclass(frozen=True, slots=True)
 class BatchLearner:
-    """The learner as the controller sees it: a batch is cut into shares, and those are sent."""
+    """Acts as the controller's learner: cuts a batch into shares and sends them."""
 
     config: Config
     remote: RemoteLearner
 
     async def train(self, batch: Batch) -> UpdateMetrics:
-        """Make one update. ValueError: the batch cannot be shared out."""
+        """Make one update. ValueError: the batch cannot be split into shares."""
         config = self.config
         group_size = config.rollout.group_size
         return await self.remote.train(shares(batch, config.learner, config.estimator, group_size))
@@ -149,7 +149,7 @@ def make_controller(
     keeper: Keeper,
     state: ControllerState,
 ) -> Controller:
-    """The controller of one run, going on from `state`."""
+    """Make the controller of one run, which continues from `state`."""
     run_id = uuid.uuid4().hex[:8]
     schedule = Schedule(
         updates=config.run.updates,

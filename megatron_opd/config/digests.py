@@ -1,4 +1,4 @@
-"""What a learner must have been given exactly as its controller was: one digest a key.
+"""Checks that a learner was given exactly what its controller was, with one digest per key.
 
 Every key of the configuration is compared unless NOT_THE_LEARNERS lists it, so that a new key is
 compared from the start.
@@ -46,17 +46,17 @@ NOT_THE_LEARNERS = (
     "learner.timeout_s",
     "learner.gpu_memory_gib",
 )
-"""Keys that a learner does not read, or may read otherwise than its controller."""
+"""Keys that a learner does not read, or that may differ between it and its controller."""
 SAMPLE_BYTES = 65_536
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """{dotted key: JSON value} of a configuration; an empty mapping is a value."""
+    """Return {dotted key: JSON value} of a configuration; an empty mapping is a value."""
     return dict(_leaves("", config.model_dump(mode="json")))
 
 
 def learner_digests(config: Config) -> dict[str, str]:
-    """{dotted key: digest of its value} of what a learner reads.
+    """Return {dotted key: digest of its value} for what a learner reads.
 
     MODEL stands for the content of the checkpoint, whose path may differ between machines.
     ValueError: the checkpoint cannot be read.
@@ -70,20 +70,21 @@ def learner_digests(config: Config) -> dict[str, str]:
 
 
 def differing_keys(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """Keys whose digests differ, or that only one side has, in order."""
+    """Return the keys whose digests differ, or that only one side has, in order."""
     return sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
 
 
 def matches(key: str, patterns: Sequence[str]) -> bool:
-    """Whether a dotted key is listed."""
+    """Return whether a dotted key is listed."""
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def model_digest(model: Path) -> str:
-    """Tell one checkpoint from another by config.json and samples of every file of weights.
+    """Return a digest that tells one checkpoint from another without reading all of it.
 
-    Their sizes, first and last SAMPLE_BYTES: the names, shapes and types of all tensors, and some
-    of the values. ValueError: no config.json can be read.
+    It covers config.json and, for every file of weights, its size and its first and last
+    SAMPLE_BYTES: the names, shapes and types of all tensors, and some of the values. ValueError: no
+    config.json can be read.
     """
     parts: list[bytes] = []
     try:

@@ -1,4 +1,4 @@
-"""Which kernels this machine gets. The one place that decides, and says why. Torch-free."""
+"""Decides which kernels this machine uses, in one place, and says why. It imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 @dataclass(frozen=True)
 class Kernels:
-    """What a learner of this machine is made of.
+    """Names the kernels that a learner on this machine uses.
 
     engine: TransformerEngine's layers, grouped expert products and packed attention; else local
     layers of Megatron with the norm, rotary embedding and attention of learner/attention.py.
@@ -22,7 +22,10 @@ class Kernels:
 
 
 def choose_kernels(cuda: bool) -> Kernels:
-    """cuda: whether the learner runs on GPUs. Looks at what is installed; imports none of it."""
+    """Choose the kernels from what is installed, without importing any of it.
+
+    cuda: whether the learner runs on GPUs.
+    """
     if not cuda:
         why = "no GPU: Megatron's local layers, torch attention over packed segments, gloo"
         return Kernels(False, False, (("layers here", why), ("optimizer here", "torch AdamW")))

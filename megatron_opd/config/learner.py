@@ -1,4 +1,4 @@
-"""The learner's section: how the model is spread, how it steps, how it listens."""
+"""Defines the learner's section: how the model is parallelised, how it steps, where it listens."""
 
 from __future__ import annotations
 
@@ -23,35 +23,42 @@ RoutingReplay = Annotated[Literal["off", "rollout", "current"], OFF_IS_A_WORD]
 
 
 class ParallelConfig(Section):
-    """Learner ranks = tp * cp * pp * dp, as in Megatron-Core.
+    """Splits the learner over tp * cp * pp * dp ranks, as in Megatron-Core.
 
     Experts have a layout of their own over the same ranks of a pipeline stage: ep * etp of them
     hold the experts once.
     """
 
     tp: Processes = 1
-    """Tensor-parallel ranks; sequence parallelism comes with them."""
+    """Tensor-parallel ranks; sequence parallelism is on above 1. Raising it splits weights and
+    activations and communicates in every layer: keep it within a node."""
     cp: Processes = 1
-    """Ranks that share a sequence's tokens."""
+    """Context-parallel ranks, which share the tokens of a sequence. Raising it splits activations
+    of long sequences and communicates in every attention layer."""
     pp: Processes = 1
-    """Pipeline stages."""
+    """Pipeline stages, each with a share of the layers. Raising it splits the weights; stages idle
+    at both ends of a mini-batch unless there are many micro-batches."""
     vpp: Processes = 1
-    """Model chunks of a stage: above 1 the pipeline is interleaved."""
+    """Model chunks per pipeline stage; above 1 the pipeline is interleaved. Raising it idles less
+    and communicates more."""
     dp: Processes = 1
-    """Ranks that see different samples."""
+    """Data-parallel ranks, which see different samples. Raising it shortens an update and splits
+    the optimizer state; buffer.batch_size must be a multiple of it."""
     ep: Processes = 1
-    """Ranks that split the experts; ep * etp must divide tp * cp * dp."""
+    """Expert-parallel ranks, which split the experts of an MoE model; ep * etp must divide tp * cp
+    * dp. Raising it splits expert weights and exchanges tokens in every MoE layer."""
     etp: Processes | None = None
-    """Tensor-parallel ranks of an expert; null: tp without ep, else 1."""
+    """Tensor-parallel ranks of an expert; null: tp if ep is 1, otherwise 1. Raising it splits each
+    expert's matrices."""
 
     @property
     def world_size(self) -> int:
-        """Learner ranks."""
+        """Returns the number of learner ranks."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
     def expert_tp(self) -> int:
-        """Tensor-parallel ranks of an expert."""
+        """Returns the number of tensor-parallel ranks of an expert."""
         if self.etp is not None:
             return self.etp
         return self.tp if self.ep == 1 else 1
@@ -61,12 +68,13 @@ class ParallelConfig(Section):
         ranks = self.tp * self.cp * self.dp
         if self.ep == 1 and self.expert_tp != self.tp:
             raise ValueError(
-                "etp must equal tp when ep is 1, or Megatron-Core 0.16.1 never adds up expert "
-                f"gradients over the tensor-parallel ranks; got etp={self.etp}, tp={self.tp}"
+                "etp must equal tp when ep is 1, because Megatron-Core 0.16.1 otherwise never sums "
+                "expert gradients over the tensor-parallel ranks, got "
+                f"etp={self.etp}, tp={self.tp}"
             )
         if ranks % (self.ep * self.expert_tp):
             raise ValueError(
-                "ep * etp must divide tp * cp * dp, the ranks that experts are spread over, got "
+                "ep * etp must divide tp * cp * dp, the ranks that hold the experts, got "
                 f"ep={self.ep} * etp={self.expert_tp} and tp={self.tp} * cp={self.cp} * "
                 f"dp={self.dp} = {ranks}"
             )
@@ -80,7 +88,7 @@ class ParallelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW with float32 main parameters.
+    """Configures AdamW, whose main parameters are float32.
 
     Any other key must be a field of Megatron-Core's OptimizerConfig (learner/overrides.py), such as
     optimizer_cpu_offload, use_precision_aware_optimizer or exp_avg_dtype.
@@ -92,26 +100,32 @@ class OptimizerConfig(Section):
     """Peak learning rate. AdamW moves a weight by about so much an update: higher learns faster and
     diverges sooner."""
     min_lr: NonNegativeFloat = 0.0
-    """Where cosine ends."""
+    """Learning rate that the cosine schedule ends at; at most lr. Not used by the constant
+    schedule."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """After warm-up: constant, or cosine down to min_lr at the last update."""
+    """Course of the learning rate after warm-up: constant, or cosine down to min_lr at the last
+    update."""
     warmup_updates: NonNegativeInt = 0
-    """Updates in which the learning rate rises linearly from 0 to lr; at most run.updates. More
-    start more gently and learn less."""
+    """Number of updates in which the learning rate rises linearly from 0 to lr; at most
+    run.updates. Raising it starts more gently and learns less."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """First moment."""
+    """Decay rate of AdamW's average of gradients. Raising it smooths steps over more updates and
+    reacts later."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Second moment."""
+    """Decay rate of AdamW's average of squared gradients. Raising it makes step sizes steadier and
+    slower to adapt."""
     eps: PositiveFloat = 1e-8
     """Added to AdamW's denominator; raising it damps steps where gradients are small."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled."""
+    """Decoupled weight decay: each update shrinks weights by lr * weight_decay. Raising it pulls
+    the student away from its starting point towards 0."""
     clip_grad: NonNegativeFloat = 1.0
-    """Global norm; 0 = off."""
+    """Largest global norm of the gradient; larger gradients are scaled down to it, 0: no clipping.
+    Lower means smaller steps after outliers."""
 
     @property
     def megatron(self) -> dict[str, Any]:
-        """The keys that are Megatron's alone."""
+        """Returns the keys that belong to Megatron-Core's OptimizerConfig."""
         return dict(self.model_extra or {})
 
     @model_validator(mode="after")
@@ -131,47 +145,56 @@ UNEVEN_STAGES = (
 
 
 class LearnerConfig(Section):
-    """The Megatron-Core learner; it starts from student.model."""
+    """Configures the Megatron-Core learner, which starts from student.model."""
 
     parallel: ParallelConfig = ParallelConfig()
+    """How the model and the batch are split over ranks."""
     dtype: Dtype = "bfloat16"
-    """Weights and activations; main parameters are float32 either way."""
+    """Number format of weights and activations; main parameters are float32 either way. float32
+    takes twice the memory and time and is exact enough for bitwise studies."""
     mini_batches: PositiveInt = 1
-    """Optimizer steps per batch."""
+    """Number of optimizer steps per batch. Raising it learns more from each batch, off-policy: from
+    the second step on, the ratio to the batch's start is no longer 1."""
     tokens_per_microbatch: PositiveInt = 8192
-    """Packing budget of one rank's micro-batch, prompts included; a longer sample gets one of its
-    own."""
+    """Packing budget of one rank's micro-batch in tokens, prompts included; a longer sample gets a
+    micro-batch of its own. Raising it needs fewer passes and more activation memory."""
     recompute: bool = False
-    """Recompute activations in the backward pass."""
+    """Recomputes activations in the backward pass instead of keeping them. Saves memory and costs
+    about one more forward pass."""
     logp: Literal["lean", "dense"] = "lean"
-    """How log-probs come from the LM head: lean never holds [tokens, vocabulary]; dense does, and
-    is what lean is checked against."""
+    """Way to compute log-probs from the LM head: lean never holds [tokens, vocabulary] and saves
+    that memory; dense does, and is the reference that lean is checked against."""
     routing_replay: RoutingReplay = "off"
-    """Which experts tokens of an MoE student visit. off: the learner's routers choose; rollout: as
-    they did when the fleet last computed the token (R3); current: as they do at the batch's start,
-    in all its mini-batches and recomputations."""
+    """Which experts the tokens of an MoE student visit in the learner. off: its own routers choose;
+    rollout: the experts that the sampler used when it last computed the token (R3); current: those
+    chosen at the batch's start, in all its mini-batches and recomputations. Replay brings learner
+    and sampler closer and sends the experts' ids with each token."""
     routing_compare_every: NonNegativeInt = 0
-    """Updates between those that also measure, in a forward pass of its own, how far from the
-    sampler the learner would be without replay (mismatch_free_*); 0 = never. Nothing is measured
-    with rollout.top_p below 1."""
+    """Number of updates between measurements of the learner-sampler mismatch without replay
+    (mismatch_free_*), each of which costs one more forward pass; 0: never. Nothing is measured with
+    rollout.top_p below 1."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW's settings and the course of the learning rate."""
     megatron: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Fields of Megatron-Core's TransformerConfig, such as moe_token_dispatcher_type,
+    """Further fields of Megatron-Core's TransformerConfig, such as moe_token_dispatcher_type,
     recompute_granularity or fp8; the model's config.json and learner.parallel set the rest."""
     ddp: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Fields of Megatron-Core's DistributedDataParallelConfig, such as overlap_grad_reduce,
+    """Further fields of Megatron-Core's DistributedDataParallelConfig, such as overlap_grad_reduce,
     overlap_param_gather or bucket_size."""
     listen_host: Host = "127.0.0.1"
-    """Name or IPv4 address on which the controller's ZeroMQ socket listens."""
+    """Host name or IPv4 address on which the controller waits for the learner's ranks. Any address
+    but 127.0.0.1 lets other machines connect."""
     listen_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """0 picks a free port."""
+    """Port of that address; 0 picks a free one."""
     threads: Processes | None = None
-    """CPU threads a rank; null leaves torch's choice."""
+    """CPU threads per rank; null leaves torch's choice. More than the cores divided by the ranks
+    slows all of them."""
     timeout_s: Seconds = 1800.0
-    """Longest wait for one reply of the learner."""
+    """Longest wait in seconds for one reply of the learner; then the run ends with an error. Raise
+    it for large batches on slow machines."""
     gpu_memory_gib: PositiveFloat | None = None
-    """Memory of one GPU in GiB (79 for an 80 GB H100, 139 for an H200): `opd check` refuses what
-    cannot fit; null: it only says what is needed."""
+    """Memory of one GPU in GiB (79 for an 80 GB H100, 139 for an H200): `opd check` rejects what
+    cannot fit; null: it only prints what is needed."""
 
     @model_validator(mode="after")
     def _compares_a_replay(self) -> LearnerConfig:
@@ -184,5 +207,5 @@ class LearnerConfig(Section):
 
     @property
     def uneven_stages(self) -> bool:
-        """Whether `megatron` says how many layers each pipeline stage holds."""
+        """Returns whether `megatron` says how many layers each pipeline stage holds."""
         return any(self.megatron.get(name) for name in UNEVEN_STAGES)

@@ -1,4 +1,4 @@
-"""YAML -> validated config.
+"""Loads YAML files into validated configurations.
 
 Every mistake becomes one line that names the key, the rule and the value.
 
@@ -24,11 +24,11 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 class ConfigError(ValueError):
-    """The user's configuration is wrong; the message is one line for the terminal."""
+    """Reports a mistake in the user's configuration in one line for the terminal."""
 
 
 def load_config(schema: type[SectionT], path: Path, overrides: Sequence[str] = ()) -> SectionT:
-    """Read `path`, apply `a.b=value` overrides (values parsed as YAML), validate.
+    """Read `path`, apply `a.b=value` overrides (values parsed as YAML) and validate the result.
 
     Raises ConfigError.
     """
@@ -47,7 +47,7 @@ def validate(schema: type[SectionT], tree: Mapping[str, Any], source: str) -> Se
 
 
 def dump_config(config: Section) -> str:
-    """The resolved configuration as YAML, defaults included; loading it gives an equal config."""
+    """Return the resolved configuration as YAML, defaults included; it loads as an equal one."""
     return dump_plain(config.model_dump(mode="json"))
 
 
@@ -69,7 +69,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             f"{path} is nested too deeply: a configuration has at most 5 levels"
         ) from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold a mapping of sections, got {type(tree).__name__}")
+        raise ConfigError(
+            f"{path} must hold a mapping of sections such as `data:` and `student:`, got "
+            f"{type(tree).__name__}"
+        )
     return cast(dict[str, Any], tree)
 
 
@@ -77,7 +80,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     dotted, separator, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not separator or not all(keys):
-        raise ConfigError(f"--set takes key=value with a dotted key, got {shown(override)}")
+        raise ConfigError(f"--set must be section.key=value, got {shown(override)}")
     try:
         value = load_plain(text, "the value")
     except DuplicateKey as error:

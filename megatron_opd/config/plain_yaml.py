@@ -1,4 +1,4 @@
-"""YAML as a configuration means it: keys once, and numbers that read as they look.
+"""Reads and writes YAML so that no key is given twice and numbers are what they look like.
 
 YAML 1.1 takes `1:30` for 90, `010` for 8 and `1e3` for text. Here a number is what JSON and YAML
 1.2 call one, with `_` between digits; whatever else looks like one stays text, which a strict
@@ -26,7 +26,7 @@ _MAX_DIGITS = 400
 
 
 class DuplicateKey(ValueError):
-    """A YAML key given twice: the second would silently win."""
+    """Reports a YAML key that is given twice, of which YAML would silently take the second."""
 
 
 # PyYAML writes these unquoted and reads them as line breaks.
@@ -38,11 +38,11 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that `_Loader` would read as something else."""
+    """Writes YAML, and quotes text that `_Loader` would read as something else."""
 
 
 def load_plain(text: str, name: str) -> Any:
-    """The one document of `text`; `name` is what errors call it.
+    """Parse the one document of `text`; `name` is what errors call it.
 
     Raises yaml.YAMLError, DuplicateKey, RecursionError (nested some hundred deep).
     """
@@ -52,7 +52,7 @@ def load_plain(text: str, name: str) -> Any:
 
 
 def dump_plain(tree: Any) -> str:
-    """YAML that `load_plain` reads as an equal tree, in the order of its keys."""
+    """Write YAML that `load_plain` reads as an equal tree, in the order of its keys."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -70,7 +70,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> Any:
-    """By its form, so that a tag such as !!int before text is an error of this line."""
+    """Build a number by its form: a tag such as !!int before text is an error of its line."""
     text = str(loader.construct_scalar(node))  # pyright: ignore[reportUnknownMemberType]
     plain = text.replace("_", "")
     if len(text) <= _MAX_DIGITS and _INT.fullmatch(text):

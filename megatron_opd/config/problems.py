@@ -1,4 +1,4 @@
-"""One line a user can act on, from what pydantic says of an invalid tree."""
+"""Turns what pydantic says of an invalid tree into one line that a user can act on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_opd.config.wording import line, shown
 
 
 def first_problem(schema: type[Section], error: ValidationError) -> str:
-    """The most useful problem: unknown keys first, for a typo also makes its twin "missing"."""
+    """Return the most useful problem: unknown keys first, as a typo makes another "missing"."""
     problem = min(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
     keys, section = _resolve(schema, problem["loc"], problem["type"] == "extra_forbidden")
     key = line(".".join(keys))
@@ -32,7 +32,7 @@ def first_problem(schema: type[Section], error: ValidationError) -> str:
 
 
 def variants(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a key may hold: one, or one for every `type`; none for a plain value."""
+    """Return the sections that a key may hold: one, or one per `type`; none for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     found = [variant for part in get_args(annotation) for variant in variants(part)]
@@ -40,7 +40,7 @@ def variants(annotation: Any) -> list[type[BaseModel]]:
 
 
 def type_of(section: type[BaseModel]) -> str | None:
-    """The `type` of a variant, None for a section that has only one form."""
+    """Return the `type` of a variant, or None for a section that has only one form."""
     field = section.model_fields.get("type")
     if field is None:
         return None
@@ -50,7 +50,7 @@ def type_of(section: type[BaseModel]) -> str | None:
 def _resolve(
     schema: type[BaseModel], location: Sequence[int | str], names_unknown: bool
 ) -> tuple[list[str], list[type[BaseModel]]]:
-    """(keys as the user wrote them, the sections that the last but one of them may be).
+    """Return the keys as the user wrote them, and the sections that the last but one may be.
 
     pydantic puts the chosen variant's `type` into a location; the user never wrote it there.
     """

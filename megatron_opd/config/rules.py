@@ -1,4 +1,4 @@
-"""Rules that involve several sections. Each returns one line naming every key it compares, or None.
+"""Checks the rules that involve several sections. Each returns one line naming every key, or None.
 
 A rule that compares parts of the estimator alone is in estimator.py.
 """
@@ -39,8 +39,9 @@ def _interleaved(config: ConfigTree) -> str | None:
     if parallel.vpp > 1 and batch // (minis * parallel.dp) < parallel.pp:
         return (
             "buffer.batch_size / (learner.mini_batches * learner.parallel.dp) must be at least "
-            "learner.parallel.pp with learner.parallel.vpp above 1, which needs a micro-batch a "
-            f"stage, got {batch} / ({minis} * {parallel.dp}) and pp={parallel.pp}"
+            "learner.parallel.pp with learner.parallel.vpp above 1, because an interleaved "
+            f"pipeline needs one micro-batch per stage, got {batch} / ({minis} * {parallel.dp}) "
+            f"and pp={parallel.pp}"
         )
     return None
 
@@ -68,33 +69,41 @@ def _urls(config: ConfigTree) -> str | None:
         shared = sorted(set(config.student.urls) & set(section.urls))
         if shared:
             return (
-                f"student.urls and {key_of_teacher(name)}.urls must name different servers, for "
-                f"every update changes the student's weights, got {shared[0]} in both"
+                f"student.urls and {key_of_teacher(name)}.urls must name different servers, "
+                f"because every update changes the student's weights, got {shared[0]} in both"
             )
     return None
 
 
 def key_of_teacher(name: str) -> str:
-    """The section's key: `teacher`, or `teachers.NAME`."""
+    """Return the section's key: `teacher`, or `teachers.NAME`."""
     return name if name == "teacher" else f"teachers.{name}"
 
 
 def _teachers(config: ConfigTree) -> str | None:
     estimator = config.estimator
     if estimator.reads_teacher and not config.all_teachers:
-        return f"missing key 'teacher': objective.type {config.objective.type} reads its log-probs"
+        return (
+            f"missing key 'teacher': objective.type {config.objective.type} reads its log-probs; "
+            "add a section teacher with a model or urls"
+        )
     if "teacher" in config.teachers:
-        return "teachers must not name one 'teacher', which is the section teacher"
+        return (
+            "teachers must not hold the name 'teacher', which means the section teacher; rename it"
+        )
     if config.teachers and not estimator.reads_teacher:
         return (
-            f"teachers has no use: objective.type {config.objective.type} reads no teacher; "
+            f"teachers has no effect: objective.type {config.objective.type} reads no teacher; "
             "leave it out"
         )
     if config.teachers and config.data.teacher_key is None:
-        return "data.teacher_key must name the column that chooses among teachers, got null"
+        return (
+            "data.teacher_key must name the column that says which of the teachers scores a "
+            "prompt, got null"
+        )
     if config.data.teacher_key is not None and not estimator.reads_teacher:
         return (
-            f"data.teacher_key {config.data.teacher_key} has no use: objective.type "
+            f"data.teacher_key {config.data.teacher_key} has no effect: objective.type "
             f"{config.objective.type} reads no teacher; leave it null"
         )
     return None
@@ -119,7 +128,7 @@ def _rewards(config: ConfigTree) -> str | None:
     if config.estimator.reads_reward and config.data.task == "none":
         return (
             f"data.task must name a verifier for objective.type {config.objective.type}, which "
-            "learns from rewards, got 'none'"
+            "learns from rewards, got 'none'; set arithmetic, exact or an objective without rewards"
         )
     return None
 
@@ -152,8 +161,8 @@ def _held(config: ConfigTree) -> str | None:
     hold, tau = config.buffer.hold_batches, config.buffer.max_staleness
     if hold > tau:
         return (
-            "buffer.hold_batches must be <= buffer.max_staleness, whose permits bound what can be "
-            f"scored ahead, got buffer.hold_batches={hold}, buffer.max_staleness={tau}"
+            "buffer.hold_batches must be <= buffer.max_staleness, whose permits limit how many "
+            f"samples are scored ahead, got buffer.hold_batches={hold}, buffer.max_staleness={tau}"
         )
     return None
 
@@ -162,14 +171,14 @@ def _deterministic(config: ConfigTree) -> str | None:
     hold, tau = config.buffer.hold_batches, config.buffer.max_staleness
     if config.run.deterministic and hold != tau:
         return (
-            "buffer.hold_batches must equal buffer.max_staleness with run.deterministic, else time "
-            f"decides which weights sample a token, got buffer.hold_batches={hold}, "
+            "buffer.hold_batches must equal buffer.max_staleness with run.deterministic, otherwise "
+            f"timing decides which weights sample a token, got buffer.hold_batches={hold}, "
             f"buffer.max_staleness={tau}"
         )
     if config.run.deterministic and config.learner.megatron.get("deterministic_mode") is False:
         return (
             "learner.megatron.deterministic_mode must not be false with run.deterministic, which "
-            "turns it on where there is a GPU"
+            "turns it on where there is a GPU; leave it out"
         )
     return None
 
@@ -179,11 +188,11 @@ def _warmup(config: ConfigTree) -> str | None:
 
 
 def warmup_problem(warmup: int, updates: int) -> str | None:
-    """Why a run of `updates` updates cannot warm up for `warmup`, or None."""
+    """Return why a run of `updates` updates cannot warm up for `warmup`, or None."""
     if warmup <= updates:
         return None
     return (
-        "learner.optimizer.warmup_updates must be <= run.updates, else the learning rate never "
+        "learner.optimizer.warmup_updates must be <= run.updates, or the learning rate never "
         f"reaches learner.optimizer.lr, got {warmup} and run.updates={updates}"
     )
 
@@ -194,7 +203,7 @@ def _offloaded(config: ConfigTree) -> str | None:
         return (
             "checkpoint.every and checkpoint.every_minutes must be 0 with "
             "learner.optimizer.optimizer_cpu_offload, whose state cannot be saved, got "
-            f"{checkpoint.every} and {checkpoint.every_minutes:g}"
+            f"{checkpoint.every} and {checkpoint.every_minutes:g}; set both 0, or no offload"
         )
     return None
 

@@ -1,4 +1,4 @@
-"""The configuration of a run: frozen, strict, torch-free.
+"""Defines the configuration of a run: frozen, strict, torch-free.
 
 Rules that involve one key are stated on the field (sections.py); rules that involve several are in
 rules.py and name every key they compare.
@@ -16,7 +16,7 @@ from megatron_opd.config.tree import ConfigTree
 
 
 class Config(ConfigTree):
-    """One run. See `opd check CONFIG.yaml` for a validated, resolved view."""
+    """Configures one run; `opd check CONFIG.yaml` prints it validated and resolved."""
 
     @model_validator(mode="before")
     @classmethod

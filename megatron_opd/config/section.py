@@ -1,4 +1,4 @@
-"""What every configuration section is made of: strict types, and numbers in ranges that work."""
+"""Defines what configuration sections are made of: strict types, numbers in ranges that work."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_opd.config.wording import shown
 
 # Counts travel as 32-bit integers through torch, NumPy and the servers.
 MAX_COUNT = 2**31 - 1
-# Ranks of a group, servers of a role: each is a process, and each is planned for by name.
+# Ranks of a group, servers of a role: each is a process that plans list one by one.
 MAX_PROCESSES = 65_536
-# Requests in flight: each holds a connection, of which an address has 65,535.
+# Requests in flight: each holds a connection, and an address has 65,535 ports for them.
 MAX_CONCURRENCY = 65_535
 # Timers count milliseconds in 32 bits: 2^31 ms are 24.8 days.
 MAX_TIMEOUT_S = 2_000_000
@@ -29,37 +29,41 @@ ByteCount = Annotated[int, Field(gt=0, le=MAX_BYTES)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
-# Below 0.01 the float32 rounding of a logit (2e-6 of one of 30) grows to 2e-4 nats and on, and from
-# 1e-6 SGLang samples greedily without saying so; above 100 every model is uniform.
+# Below 0.01 the float32 rounding of a logit (2e-6 for a logit of 30) grows beyond 2e-4 nats, and
+# at 1e-6 or less SGLang samples greedily without saying so; above 100 every model is uniform.
 Temperature = Annotated[float, Field(ge=0.01, le=100)]
 
 
 def _without_nul(value: Any) -> Any:
     if "\0" in str(value):
-        raise ValueError(f"must hold no NUL character, got {str(value)!r}")
+        raise ValueError(f"must not contain a NUL character, got {str(value)!r}")
     if any("\ud800" <= character <= "\udbff" for character in str(value)):
-        raise ValueError(f"must hold whole characters, got half of one in {str(value)!r}")
+        raise ValueError(
+            f"must contain whole characters, got half of a surrogate pair in {str(value)!r}"
+        )
     return value
 
 
-# Of a path as Linux takes it, less the byte that ends it.
+# The longest path that Linux accepts, without its ending NUL byte.
 MAX_PATH_BYTES = 4095
-# Of a name by DNS, which has no longer ones.
+# The longest name in DNS.
 MAX_HOST_LENGTH = 253
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?")
 
 
 def _names_a_path(value: Any) -> Any:
-    """Text that is blank would be the working directory, or a name that nobody can see."""
+    """Reject blank text, which would be the working directory or a name that nobody can see."""
     if isinstance(value, str) and not value.strip():
-        raise ValueError(f"must name a file or directory, got {value!r}; `.` is the working one")
+        raise ValueError(
+            f"must name a file or directory, got {value!r}; `.` is the working directory"
+        )
     if isinstance(value, str) and len(value.encode("utf-8", "surrogatepass")) > MAX_PATH_BYTES:
-        raise ValueError(f"must be of at most {MAX_PATH_BYTES} bytes, got {shown(value)}")
+        raise ValueError(f"must be at most {MAX_PATH_BYTES} bytes long, got {shown(value)}")
     return value
 
 
 def is_host(text: str) -> bool:
-    """Whether `text` is a host name or an IPv4 address and nothing more."""
+    """Return whether `text` is a host name or an IPv4 address and nothing more."""
     labels = text.split(".")
     if len(text) > MAX_HOST_LENGTH or not all(map(_LABEL.fullmatch, labels)):
         return False
@@ -71,7 +75,7 @@ def is_host(text: str) -> bool:
 def _names_a_host(value: str) -> str:
     if not is_host(value):
         raise ValueError(
-            "must be a host name or an IPv4 address, as 127.0.0.1, got "
+            "must be a host name or an IPv4 address such as 127.0.0.1, got "
             f"{shown(value)}; leave out scheme, port, path and blanks"
         )
     return value
@@ -89,7 +93,7 @@ Texts = tuple[Text, ...]
 
 
 class Section(BaseModel):
-    """Base of every section: immutable, and an unknown key is an error.
+    """Makes every section immutable and strict: an unknown key is an error.
 
     strict: `true` is no number, `"5"` is no number and 5.0 no count; a whole number is a float.
     """
@@ -106,12 +110,12 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _lists_are_tuples(cls, value: Any) -> Any:
-        """YAML has no tuples: lists stand for them."""
+        """Turn lists into tuples, which YAML does not have."""
         return tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
 def type_or(default: str) -> Callable[[Any], Any]:
-    """Tells the variants of a section apart by their `type`; without one it is `default`."""
+    """Tell the variants of a section apart by their `type`; without one it is `default`."""
 
     def tag(value: Any) -> Any:
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The sections of a run's configuration, each with the rules on its own keys.
+"""Defines the sections of a run's configuration, each with the rules on its own keys.
 
 Every value has its unit in its name or docstring. Nothing is written to a config after load;
 whatever can be derived is a property.
@@ -37,49 +37,59 @@ Guard = Annotated[Literal["refuse", "warn", "off"], OFF_IS_A_WORD]
 
 
 class RunConfig(Section):
-    """One run: where it writes, how long it is, what seeds it."""
+    """Says where a run writes, how many updates it makes and what seeds it."""
 
     dir: FilePath = Path("runs/run")
-    """The run directory."""
+    """Run directory: metrics, checkpoints, logs and the final model are written here. One run at a
+    time holds it."""
     updates: PositiveInt = 100
-    """Learner updates to make; each is published."""
+    """Number of learner updates to make. New weights go to the samplers after each of them. Raising
+    it trains longer, at the same cost per update."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
-    """Seeds every generator; server i of a role draws from seed + i."""
+    """Seeds every random generator of the run; server i of a role draws from seed + i."""
     deterministic: bool = False
-    """The same run twice, or interrupted and resumed, makes bitwise the same updates: what is
-    sampled depends on seed, prompt and weights alone. Needs buffer.hold_batches equal to
-    buffer.max_staleness, else time decides which weights sample what."""
+    """Makes a run repeatable: the same run twice, or interrupted and resumed, makes bitwise the
+    same updates, because what is sampled depends on seed, prompt and weights alone. Costs speed:
+    kernels with a fixed order of summation are used, and training waits for the batches in between.
+    Needs buffer.hold_batches equal to buffer.max_staleness, otherwise timing decides which weights
+    sample what."""
 
 
 class DataConfig(Section):
-    """Prompt files: JSONL or parquet with a `prompt` and an optional `answer` column."""
+    """Names the prompt files: JSONL or parquet with a `prompt` and an optional `answer` column."""
 
     train: FilePath
     """Prompts to learn on: a JSONL or parquet file, or MODULE:FUNCTION, a function of your own that
     returns the rows as mappings, the same ones every time."""
     heldout: FilePath | None = None
-    """Problems to evaluate on."""
+    """File of the problems to evaluate on; null: no evaluation. Keep them disjoint from
+    data.train."""
     task: str = "arithmetic"
-    """Names the verifier: arithmetic, exact, none, or MODULE:FUNCTION, a function of your own that
-    takes a response and an answer and returns whether the response is right."""
+    """Name of the verifier that computes rewards and evaluation scores: arithmetic, exact, none, or
+    MODULE:FUNCTION, a function of your own that takes a response and an answer and returns whether
+    the response is right."""
     prompt_key: str = "prompt"
-    """Column of the prompt."""
+    """Name of the column that holds the prompt."""
     answer_key: str = "answer"
-    """Column of the answer."""
+    """Name of the column that holds the reference answer."""
     teacher_key: str | None = None
-    """Column that names the teacher of a prompt (a key of `teachers`, or "teacher"); null: one
-    teacher for all."""
+    """Name of the column that names the teacher of a prompt (a key of `teachers`, or "teacher");
+    null: one teacher scores all prompts."""
     chat_template: bool = False
-    """Wrap each prompt as one user message through the tokenizer's chat template."""
+    """Wraps each prompt as one user message with the tokenizer's chat template. Turn it on for
+    models trained on chats; prompts become a few tokens longer."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longer prompts are counted and skipped."""
+    """Largest number of tokens of a prompt, with the chat template; longer prompts are counted and
+    skipped. Raising it keeps more prompts and needs more memory per sample."""
     max_bad_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """Largest share of a file's rows that may be unusable: malformed, an empty prompt, of a wrong
-    type, or without an answer where rewards or an evaluation need one. They are counted and skipped
-    before anything starts; above this share the file is refused. 0 refuses the first. Rows that
-    are only too long do not count. Raising it trains on what is left of a damaged file."""
+    """Largest share of a file's rows that may be unusable: malformed, an empty prompt, a wrong
+    type, or no answer where rewards or an evaluation need one. Such rows are counted and skipped
+    before anything starts; above this share the file is rejected. 0 rejects the file at the first
+    unusable row. Rows that are only too long do not count. Raising it trains on what is left of a
+    damaged file."""
     shuffle: bool = True
-    """A new order every epoch, by run.seed; otherwise file order."""
+    """Draws a new order of the prompts every epoch, from run.seed; false keeps the order of the
+    file."""
 
     @model_validator(mode="after")
     def _columns_differ(self) -> DataConfig:
@@ -93,50 +103,63 @@ class DataConfig(Section):
 
 
 class ServerConfig(Section):
-    """One role's SGLang servers."""
+    """Describes the SGLang servers of one role: the student (sampler) or a teacher."""
 
     model: FilePath
-    """Hugging Face checkpoint directory."""
+    """Hugging Face checkpoint directory that the servers load."""
     servers: Processes = 1
-    """Servers to start."""
+    """Number of servers to start here; each holds the whole model. More servers answer more
+    requests at once and take that many times the memory."""
     urls: Texts = ()
-    """Servers started elsewhere; then none are started here."""
+    """Base URLs of servers that were started elsewhere, http(s)://HOST:PORT; then none are started
+    here."""
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
     """Name of the environment variable that holds the servers' API key, sent with every request and
     given to servers started by `opd serve`; null: servers that `opd run` starts get a random key
     for that run, others are asked without one."""
     host: Host = "127.0.0.1"
-    """Name or IPv4 address on which they listen."""
+    """Host name or IPv4 address on which the servers listen. Any address but 127.0.0.1 lets other
+    machines reach them: set api_key_env as well."""
     base_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Server i listens on base_port + i; 0 picks free ports."""
+    """First port: server i listens on base_port + i; 0 picks free ports."""
     dtype: Dtype = "bfloat16"
-    """Weights and KV in the server."""
+    """Number format of weights and KV cache in the servers. float32 takes twice the memory of
+    bfloat16 and is slower, and brings sampler and learner closer."""
     tp: Processes = 1
-    """Tensor-parallel ranks of a server."""
+    """Tensor-parallel ranks per server, each a process (on a GPU node one GPU each). More ranks
+    hold larger models and communicate more."""
     ep: Processes = 1
-    """How many of them split the experts."""
+    """Expert-parallel ranks per server: how many of its tp ranks split the experts of an MoE model.
+    Must divide tp."""
     context_length: PositiveInt | None = None
-    """Tokens of prompt and response; null takes the model's."""
+    """Largest number of tokens of prompt and response together; null takes the model's own. Raising
+    it allows longer samples, each of which needs more of the KV cache."""
     max_total_tokens: PositiveInt | None = None
-    """KV pool in tokens; null lets a GPU use mem_fraction_static and a CPU take 65536."""
+    """Size of the KV cache in tokens; null derives it from mem_fraction_static on a GPU and takes
+    65536 on a CPU. Raising it keeps more requests in flight and takes more memory."""
     max_running_requests: PositiveInt = 64
-    """Requests a server batches at once."""
+    """Largest number of requests that one server batches at once; others wait in its queue. Raising
+    it increases throughput and memory, and slows each single request."""
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = 0.8
-    """GPU memory share for weights and KV."""
+    """Share of a GPU's memory for weights and KV cache together. Raising it leaves less for
+    activations; too high ends in an out-of-memory error."""
     gpu_memory_gib: PositiveFloat | None = None
-    """Memory of one GPU in GiB: `opd check` refuses weights and KV that cannot fit; null: it only
-    says what is needed."""
+    """Memory of one GPU in GiB: `opd check` rejects weights and KV cache that cannot fit; null: it
+    only prints what is needed."""
     startup_timeout_s: Seconds = 600.0
-    """Longest wait for a server to answer."""
+    """Longest wait in seconds for a started server to answer; then the run ends with an error.
+    Raise it for large models on slow disks."""
     request_timeout_s: Seconds = 600.0
-    """Longest wait for one reply."""
+    """Longest wait in seconds for one reply; then the request counts as failed. Raise it for long
+    responses on busy servers."""
     extra_args: Texts = ()
-    """Appended to the server's command line, one item an argument."""
+    """Further arguments for the server's command line, one list item per argument, such as
+    ["--attention-backend", "triton"]."""
 
     @field_validator("urls")
     @classmethod
     def _whole_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        """Normalised: one server must have one name, for requests are counted by it."""
+        """Normalise the URLs, so that one server has one name by which requests are counted."""
         named = tuple(url.strip().rstrip("/") for url in urls)
         for url in named:
             if not is_server_url(url):
@@ -168,155 +191,182 @@ class ServerConfig(Section):
 
     @property
     def ports(self) -> range:
-        """Fixed ports of the servers started here; empty when free ones are picked."""
+        """Returns the fixed ports of the servers started here; empty when free ports are picked."""
         count = self.servers if self.base_port and not self.urls else 0
         return range(self.base_port, self.base_port + count)
 
 
 class RolloutConfig(Section):
-    """How the student samples: the behaviour distribution, whose exact log-probs are cached."""
+    """Says how the student samples: the behaviour distribution, whose log-probs are cached."""
 
     temperature: Temperature = 1.0
-    """Divides the logits, in sampling and in the student's log-probs in the loss. Below 1 sharpens
-    what is sampled, and loses diversity; 0.01 is the least that float32 logits hold."""
+    """Divides the logits, in sampling and in the student's log-probs of the loss. Below 1 sharpens
+    the distribution and loses diversity; 0.01 is the least that float32 logits can represent."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Below 1 the sampler does not cover the student: refused wherever the loss has a ratio to the
-    sampler, and the learner-sampler mismatch is not measured."""
+    """Nucleus sampling: share of probability mass that is sampled from. Below 1 the sampler no
+    longer covers the student's distribution: rejected wherever the loss has an importance ratio to
+    the sampler, and the learner-sampler mismatch is not measured."""
     max_new_tokens: PositiveInt = 1024
-    """Response limit."""
+    """Largest number of tokens of a response; longer ones are cut off. Raising it costs sampling
+    time, memory and scoring in proportion."""
     concurrency: Concurrency = 64
-    """Rollouts in flight over the fleet; permits bound it too."""
+    """Largest number of rollouts in flight over all student servers; the staleness permits
+    (buffer.max_staleness) limit it too. Raising it increases throughput until the servers' queues
+    fill."""
     group_size: PositiveInt = 1
-    """G, rollouts of each prompt; objectives that compare responses need at least 2."""
+    """Number of responses sampled per prompt (G, the group of GRPO); objectives that compare
+    responses need at least 2. Raising it lowers the variance of group advantages and leaves fewer
+    prompts per batch."""
     attempts: PositiveInt = 3
-    """Tries per rollout while connections to servers break; then the run ends. Each is a new
-    sample, counted in rollouts_restarted."""
+    """Tries per rollout while connections to the servers break; then the run ends with an error.
+    Each try samples anew and is counted in rollouts_restarted. Raising it outlasts longer
+    outages."""
 
 
 class ScoringConfig(Section):
-    """How rollouts are sent to the teacher."""
+    """Says how rollouts are sent to the teachers for scoring."""
 
     concurrency: Concurrency = 32
-    """Scoring requests in flight over the teachers."""
+    """Largest number of scoring requests in flight over all teacher servers. Raising it keeps the
+    teachers busier and holds more memory there."""
     attempts: PositiveInt = 3
     """Tries per sample before it is dropped, and per request of the guard before the run ends.
-    Raising it outlasts longer outages and overload, and waits longer for a teacher that is gone."""
+    Raising it outlasts longer outages and overload, and waits longer for a teacher that has
+    gone."""
     temperature: Temperature = 1.0
     """Divides the teacher's logits: q is softmax(logits / temperature). Raising it flattens q."""
     guard: Guard = "refuse"
-    """What happens to a teacher that answers nonsense: another tokenizer than the student's, scores
-    that differ from the log-probs it samples with, scores that are constant or those of a uniform
-    distribution. refuse: not started, and stopped by guard_stop_after; warn: told in one line; off:
-    not looked at. The look before the first update costs each server 8 short responses. A model
-    with random weights may be nearly uniform: `warn` or `off` let it teach."""
+    """What to do about a teacher whose answers make no sense: a tokenizer other than the student's,
+    scores that differ from the log-probs it samples with, or scores that are constant or those of a
+    uniform distribution. refuse: the run does not start, or stops after guard_stop_after updates;
+    warn: one line on the terminal; off: no check. The check before the first update costs each
+    server 8 short responses. A model with random weights may be nearly uniform: use `warn` or `off`
+    to let it teach."""
     guard_stop_after: NonNegativeInt = 3
-    """Updates in a row with nonsense from a teacher after which the run stops, with guard refuse;
-    0: never, only the alarm is given."""
+    """Number of consecutive updates with senseless answers of a teacher after which the run stops,
+    with guard refuse; 0: it never stops and only warns. Raising it tolerates longer disturbances
+    and wastes more updates on a broken teacher."""
 
 
 class BufferConfig(Section):
-    """Batches, and how stale they may be (AsyncOPD App. G)."""
+    """Sizes the batches and bounds how stale their samples may be (AsyncOPD App. G)."""
 
     batch_size: PositiveInt = 64
-    """B, samples per learner update."""
+    """Samples per learner update (B). Raising it lowers the variance of the gradient and costs time
+    and memory per update in proportion."""
     max_staleness: NonNegativeInt = 1
-    """tau in versions, enforced by (tau + 1) B permits; 0 is synchronous."""
+    """Largest staleness in weight versions (tau), enforced by (tau + 1) B permits; 0 is
+    synchronous. Raising it keeps samplers and learner busy at the same time and trains on older
+    samples."""
     hold_batches: NonNegativeInt = 0
-    """Batches that must lie scored behind the one trained on (AsyncOPD App. B): the staleness of a
-    study, at most max_staleness; 0 trains as soon as a batch is there."""
+    """Number of scored batches that must wait behind the one trained on (AsyncOPD App. B); fixes
+    the staleness for studies, at most max_staleness. 0 trains as soon as a batch is complete.
+    Raising it makes samples staler."""
 
     @property
     def permits(self) -> int:
-        """(tau + 1) B."""
+        """Returns the number of permits, (tau + 1) B."""
         return (self.max_staleness + 1) * self.batch_size
 
 
 class WeightSyncConfig(Section):
-    """How new weights reach the student servers."""
+    """Says how new weights reach the student servers."""
 
     bucket_bytes: ByteCount = 512 * 2**20
-    """Largest flattened bucket."""
+    """Largest size in bytes of one flattened bucket of weights. Raising it sends fewer, larger
+    messages and takes that much more memory on each side."""
     timeout_s: Seconds = 300.0
-    """Longest wait of any step of a publication; then the run fails."""
+    """Longest wait in seconds for any step of a weight sync; then the run ends with an error. Raise
+    it for large models on slow networks."""
     host: Host = "127.0.0.1"
-    """Name or IPv4 address on which the learner's rank 0 listens for the servers' ranks."""
+    """Host name or IPv4 address on which the learner's rank 0 listens for the servers' ranks during
+    a weight sync."""
     round_to: Literal["int8", "fp8"] | None = None
-    """Publish weight matrices rounded to this format (a row's largest magnitude sets its scale):
-    a sampler of low precision, to study learner-sampler mismatch."""
+    """Rounds weight matrices to this format before they are sent (a row's largest magnitude sets
+    its scale), to study the mismatch between learner and a low-precision sampler; null sends them
+    unchanged. The learner keeps its own precision."""
     verify_first: bool = True
-    """After a run's first publication compare digests of every slice in the fleet with the
-    learner's export."""
+    """After the first weight sync of a run, compares digests of every weight slice on the servers
+    with the learner's export. Costs one pass over the weights and catches wrong names or
+    layouts."""
 
 
 class EvaluationConfig(Section):
-    """avg@k (AsyncOPD Eq. 14) on held-out problems."""
+    """Measures avg@k (AsyncOPD Eq. 14) on held-out problems before and after a run."""
 
     problems: NonNegativeInt = 64
-    """The first ones of data.heldout; 0 = no evaluation."""
+    """Number of problems, the first ones of data.heldout; 0: no evaluation. Raising it narrows the
+    error of the estimate and takes longer."""
     samples: PositiveInt = 4
-    """k, responses a problem."""
+    """Number of responses per problem (k of avg@k). Raising it lowers the variance of the estimate
+    and takes longer in proportion."""
     temperature: Literal[0] | Temperature = 1.0
-    """Divides the logits of evaluated samples; 0 = greedy."""
+    """Divides the logits of evaluated samples; 0 decodes greedily. Higher is more diverse."""
     max_new_tokens: PositiveInt | None = None
-    """Null takes rollout.max_new_tokens."""
+    """Largest number of tokens of an evaluated response; null takes rollout.max_new_tokens."""
     before: bool = True
-    """Student and teacher before a run."""
+    """Evaluates student and teachers before the first update. Costs problems * samples responses of
+    each."""
     after: bool = True
-    """Student after a run."""
+    """Evaluates the student after the last update. Costs problems * samples responses."""
 
     @property
     def runs(self) -> bool:
-        """Whether `opd run` evaluates at all."""
+        """Returns whether `opd run` evaluates at all."""
         return self.problems > 0 and (self.before or self.after)
 
 
 class CheckpointConfig(Section):
-    """What is kept of the student, and of the whole run."""
+    """Says which checkpoints are written and kept, and whether the final model is exported."""
 
     every: NonNegativeInt = 0
-    """Updates between checkpoints that `--resume` goes on from; 0: not by count. Lower loses less
-    work in a crash and writes more."""
+    """Number of updates between checkpoints that `--resume` can continue from; 0: not by count.
+    Lower loses less work in a crash and writes more."""
     every_minutes: NonNegativeFloat = 10.0
-    """Minutes after which, at the end of an update, one is written too; 0: not by time. Both 0: a
-    crash loses everything. Every learner rank must see run.dir."""
+    """Minutes after which a checkpoint is also written, at the end of an update; 0: not by time.
+    With both 0 a crash loses everything. Every learner rank must see run.dir."""
     keep_last: PositiveInt = 2
-    """Newest of them to keep."""
+    """Number of newest checkpoints to keep; older ones are deleted. Raising it takes more disk
+    space."""
     keep_every: NonNegativeInt = 0
-    """Besides, keep those after a multiple of so many updates; 0: none."""
+    """Also keeps the checkpoints after every multiple of this many updates; 0: none besides the
+    newest. Lower takes more disk space."""
     async_save: bool = True
-    """Training waits only while the state is copied to host memory, not while it is written."""
+    """Writes checkpoints in the background: training waits only while the state is copied to host
+    memory, which holds one more copy of it meanwhile."""
     export_hf: bool = True
-    """Write the final student as a Hugging Face checkpoint into the run directory."""
+    """Writes the final student as a Hugging Face checkpoint into the run directory. Costs the size
+    of the weights on disk."""
 
     @property
     def writes(self) -> bool:
-        """Whether checkpoints to go on from are written."""
+        """Returns whether checkpoints to resume from are written."""
         return self.every > 0 or self.every_minutes > 0
 
 
 class MetricsConfig(Section):
-    """What a run records besides metrics.jsonl and summary.json."""
+    """Says what a run records besides metrics.jsonl and summary.json."""
 
     tensorboard: bool = True
-    """Event files."""
+    """Writes event files for TensorBoard into the run directory."""
     trace: bool = True
-    """Time line for Perfetto."""
+    """Writes a time line for Perfetto (trace.json) into the run directory."""
     progress: bool = True
-    """Live panel, or a line per update."""
+    """Shows a live panel on a terminal, or prints a line per update elsewhere."""
     signal_patience: PositiveInt = 3
-    """Updates in a row that teach nothing (all rewards of every group equal, or a gradient of
-    exactly 0) before the terminal says so. Higher is quieter and later."""
+    """Number of consecutive updates that teach nothing (all rewards of every group equal, or a
+    gradient of exactly 0) before the terminal warns. Higher warns less often and later."""
 
 
 def is_server_url(url: str) -> bool:
-    """Whether `url` is http(s)://HOST[:PORT][/prefix] and nothing more."""
+    """Return whether `url` is http(s)://HOST[:PORT][/prefix] and nothing more."""
     try:
         parts = urlsplit(url)
         _ = parts.port  # raises ValueError when it is no port
     except ValueError:
         return False
     spaced = any(character.isspace() for character in url)
-    # a password in it would be in logs and summary; keys come from api_key_env
+    # a password in it would show in logs and summary; keys come from api_key_env
     plain = not (parts.query or parts.fragment or spaced or "@" in parts.netloc)
     host = parts.netloc.startswith("[") or is_host(parts.hostname or "")
     return parts.scheme in ("http", "https") and host and plain

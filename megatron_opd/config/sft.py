@@ -1,4 +1,4 @@
-"""The configuration of `opd sft`."""
+"""Defines the configuration of `opd sft`."""
 
 from __future__ import annotations
 
@@ -15,32 +15,38 @@ from megatron_opd.config.sections import RunConfig
 
 
 class SftConfig(Section):
-    """`opd sft`: supervised fine-tuning on the same learner."""
+    """Configures `opd sft`, supervised fine-tuning on the same learner."""
 
     run: RunConfig = RunConfig()
+    """Number of updates, seed and run directory, as in `opd run`."""
     init: FilePath
-    """Checkpoint to start from, or a directory with only config.json and the tokenizer (random
-    initialisation)."""
+    """Hugging Face checkpoint to start from, or a directory with only config.json and the
+    tokenizer, which starts from random weights."""
     output: FilePath
-    """Where the Hugging Face checkpoint is written."""
+    """Directory in which the fine-tuned Hugging Face checkpoint is written."""
     train: FilePath
-    """JSONL or parquet with a prompt and a response column."""
+    """JSONL or parquet file with a prompt and a response column, to train on."""
     prompt_key: str = "prompt"
-    """Column of the prompt."""
+    """Name of the column that holds the prompt."""
     response_key: str = "response"
-    """Column of the response."""
+    """Name of the column that holds the response; only its tokens are trained on."""
     batch_size: PositiveInt = 64
-    """Pairs per update."""
+    """Prompt-response pairs per update. Raising it lowers the variance of the gradient and costs
+    time per update in proportion."""
     validation: FilePath | None = None
-    """Pairs, in the form of `train`, whose loss is measured and which nothing learns from."""
+    """File of pairs, in the form of `train`, whose loss is measured and which are not trained on;
+    null: no validation."""
     validate_every: PositiveInt = 100
-    """Updates between two validations; one comes before the first update and one after the last."""
+    """Number of updates between two validations; one more comes before the first update and one
+    after the last. Lower measures more often and takes longer."""
     metrics: FilePath | None = None
-    """JSONL file of a row per update: loss, gradient norm, learning rate, validation loss; null:
+    """JSONL file with a row per update: loss, gradient norm, learning rate, validation loss; null:
     progress lines only."""
     learner: LearnerConfig = LearnerConfig()
+    """The learner, its parallel layout and its optimizer, as in `opd run`."""
     save_dtype: Dtype = "bfloat16"
-    """Number format in which the weights are written."""
+    """Number format in which the weights are written; float32 takes twice the disk space of
+    bfloat16."""
 
     @model_validator(mode="after")
     def _shares(self) -> SftConfig:
@@ -49,7 +55,7 @@ class SftConfig(Section):
         if self.batch_size % (minis * parallel.dp) or self.batch_size < minis * parallel.dp * least:
             raise ValueError(
                 "batch_size must be a multiple of learner.mini_batches * learner.parallel.dp and "
-                "hold learner.parallel.pp pairs for each of them with vpp above 1, got "
+                "with learner.parallel.vpp above 1 at least learner.parallel.pp times that, got "
                 f"{self.batch_size}, {minis} * {parallel.dp}, pp={parallel.pp}, vpp={parallel.vpp}"
             )
         return self

@@ -1,4 +1,4 @@
-"""All sections of a run together, before the rules that compare sections."""
+"""Joins all sections of a run, before the rules that compare sections."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megatron_opd.config.supports import SupportConfig
 
 @dataclass(frozen=True)
 class EstimatorParts:
-    """The sections of a run that make its estimator."""
+    """Holds the sections of a run that make its estimator."""
 
     support: SupportConfig | None
     objective: ObjectiveConfig
@@ -43,7 +43,7 @@ class EstimatorParts:
 
 @lru_cache(maxsize=64)
 def estimator_of(parts: EstimatorParts) -> Estimator:
-    """Validated once, for a config's estimator is read often.
+    """Build the estimator once for equal parts, since a config's estimator is read often.
 
     Kept by value: one kept in the model would be stale in a copy that changes a part.
     """
@@ -51,42 +51,61 @@ def estimator_of(parts: EstimatorParts) -> Estimator:
 
 
 class ConfigTree(Section):
-    """The sections of one run, each valid by itself; schema.Config is valid as a whole."""
+    """Holds the sections of one run, each valid by itself; schema.Config is valid as a whole."""
 
     run: RunConfig = RunConfig()
+    """Where the run writes, how long it is and its seed."""
     data: DataConfig
+    """The prompt files and how their rows are read."""
     student: ServerConfig
+    """The student's model and the servers that sample from it."""
     teacher: ServerConfig | None = None
-    """Not needed by objectives that only read rewards. It must have the student's tokenizer; its
-    vocabulary may have padding rows that the student's lacks, not the other way round."""
+    """The default teacher's servers; null for objectives that only read rewards. It must have the
+    student's tokenizer; its vocabulary may have padding rows that the student's lacks, but not the
+    other way round."""
     teachers: dict[str, ServerConfig] = Field(default_factory=dict[str, ServerConfig])
-    """More teachers by name; data.teacher_key says which of them scores a prompt."""
+    """More teachers by name, each with the keys of `teacher`; data.teacher_key says which of them
+    scores a prompt. Each one adds its servers' memory."""
     rollout: RolloutConfig = RolloutConfig()
+    """How responses are sampled from the student."""
     support: SupportConfig | None = None
-    """Null: path for objectives from rewards alone, topk for sparse_reverse_kl, else mc."""
+    """Token ids per position that the loss compares. Null: path for objectives that use rewards
+    alone, topk for sparse_reverse_kl, otherwise mc."""
     scoring: ScoringConfig = ScoringConfig()
+    """How teachers are asked for scores, and guarded."""
     buffer: BufferConfig = BufferConfig()
+    """Batch size and the bound on staleness."""
     objective: ObjectiveConfig = ReverseKl()
+    """The loss that the learner minimises; its `type` names the formula."""
     correction: CorrectionConfig | None = None
-    """Null: the importance ratio wherever the objective has one."""
+    """Correction for samples from older weights. Null: the importance ratio wherever the objective
+    has one."""
     reduction: ReductionConfig = TokenReduction()
-    """Left out: sequence for gspo and gepo (as published) and mixtures of nothing else, token for
-    all others."""
+    """Weighting of tokens and samples in the loss. Left out: sequence for gspo and gepo (as
+    published) and for mixtures of only these, token for all others."""
     learner: LearnerConfig = LearnerConfig()
+    """The Megatron-Core learner, its parallel layout and its optimizer."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
+    """How new weights reach the student's servers."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """What is measured on held-out problems, and when."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """Which checkpoints are written and kept."""
     metrics: MetricsConfig = MetricsConfig()
+    """What is recorded and shown besides the two metrics files."""
 
     @property
     def estimator(self) -> Estimator:
-        """The loss and the cache it needs; raises ValueError when its parts do not go together."""
+        """Returns the loss and the cache it needs.
+
+        Raises ValueError when its parts do not go together.
+        """
         return estimator_of(
             EstimatorParts(self.support, self.objective, self.correction, self.reduction)
         )
 
     @property
     def all_teachers(self) -> dict[str, ServerConfig]:
-        """Every teacher by name; the section `teacher` is named "teacher"."""
+        """Returns every teacher by name; the section `teacher` is named "teacher"."""
         default = {} if self.teacher is None else {DEFAULT_TEACHER: self.teacher}
         return default | self.teachers

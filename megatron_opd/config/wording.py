@@ -1,4 +1,4 @@
-"""Text of unknown origin, made fit for one line of a terminal."""
+"""Makes text of unknown origin safe for one line of a terminal."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ MOST = 240
 
 
 def line(text: object, most: int = MOST) -> str:
-    """`text` on one line of at most `most` characters, what a terminal would act on escaped."""
+    """Return `text` on one line of at most `most` characters, with control characters escaped."""
     words = " ".join(str(text)[: 4 * most].split())
     safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
     return safe if len(safe) <= most else safe[: most - 3] + "..."
 
 
 def shown(value: object, most: int = MOST) -> str:
-    """A value as Python writes it, cut to `most` characters."""
+    """Return a value as Python writes it, cut to `most` characters."""
     written = repr(value)
     return written if len(written) <= most else written[: most - 3] + "..."

@@ -1,1 +1,1 @@
-"""The controller: schedules rollouts, scoring, updates and publications. Torch-free."""
+"""Schedules rollouts, scoring, updates and weight syncs. Torch-free."""

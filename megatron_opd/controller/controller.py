@@ -1,4 +1,4 @@
-"""The scheduler of a run: loops under one TaskGroup; one that dies stops the run with its cause.
+"""Schedules a run: loops under one TaskGroup; one that fails stops the run with its cause.
 
     PromptSource --permit--> rollout --> scoring --> SampleBuffer --> Batcher --> Learner
          ^                (student fleet)  (teachers)  (versions)   (B samples)  (Megatron)
@@ -46,7 +46,7 @@ MIN_DROPS_IN_A_ROW = 16
 
 
 class Controller:
-    """Runs one schedule once, or goes on from `state`. Use from one event loop.
+    """Runs one schedule once, or continues from `state`. Use from one event loop.
 
     With a state its version must be live on every engine, and the prompts must start at next_uid.
     """
@@ -104,7 +104,7 @@ class Controller:
 
     @property
     def accounting(self) -> Accounting:
-        """Where every admitted prompt is now."""
+        """Returns where every admitted prompt is now."""
         done = self._num_consumed + self._dropped.total()
         return Accounting(
             updates=self._num_updates,
@@ -117,7 +117,7 @@ class Controller:
         )
 
     def snapshot(self) -> ControllerState:
-        """What a later controller goes on from; only between an update and the next."""
+        """Return what a later controller continues from; call only between two updates."""
         broken, scored = self._groups.state
         return ControllerState(
             updates=self._num_updates,

@@ -1,10 +1,10 @@
-"""What stops a run."""
+"""Defines the errors that stop a run."""
 
 from __future__ import annotations
 
 
 class LoopFailed(RuntimeError):
-    """A loop died. `loop` names it, `__cause__` is what it died of; the text is one line."""
+    """Reports a failed loop in one line: `loop` names it, `__cause__` is its exception."""
 
     def __init__(self, loop: str, cause: Exception) -> None:
         lines = str(cause).splitlines() or [""]
@@ -13,8 +13,8 @@ class LoopFailed(RuntimeError):
 
 
 class EverythingDropped(RuntimeError):
-    """Samples were dropped in a row, all permits' worth, and no group was scored in full."""
+    """Reports as many dropped samples in a row as there are permits, with no group scored."""
 
 
 class LearnerDiverged(RuntimeError):
-    """The learner's loss or gradient norm is not finite; such weights are never published."""
+    """Reports a loss or gradient norm that is not finite; such weights are never synced."""

@@ -15,19 +15,19 @@ from sglang_bridge.errors import ServerUnreachable
 
 
 class ProcessDied(RuntimeError):
-    """A watched process ended while it was needed. One line."""
+    """Reports in one line that a watched process ended while it was needed."""
 
 
 class EngineLost(RuntimeError):
-    """A watched engine stopped answering. One line."""
+    """Reports in one line that a watched engine stopped answering."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchedProcess:
-    """A process of this machine.
+    """Describes a process of this machine.
 
-    poll: returns None while it runs, else its exit code (as subprocess.Popen.poll does). log: shown
-    to the user. cause: which of its own processes ended it, if one did.
+    poll: returns None while it runs, otherwise its exit code (as subprocess.Popen.poll does). log:
+    shown to the user. cause: which of its own processes ended it, if one did.
     """
 
     name: str
@@ -38,10 +38,10 @@ class WatchedProcess:
 
 @dataclass(frozen=True, slots=True)
 class WatchedEngine:
-    """An engine started elsewhere.
+    """Describes an engine started elsewhere.
 
-    alive: asks it. False is no answer in time, which a busy engine gives too; OSError and
-    ServerUnreachable say that nobody is there.
+    alive: asks it. False means no answer in time, which a busy engine gives too; OSError and
+    ServerUnreachable say that nothing listens there.
     """
 
     name: str
@@ -89,7 +89,7 @@ class HealthGuard:
                 task.cancel()
 
     async def diagnose(self, grace_s: float = 1.0) -> ProcessDied | None:
-        """The process whose end explains a failure just seen elsewhere; None after `grace_s`.
+        """Return the process whose end explains a failure just seen; None after `grace_s`.
 
         A connection breaks a moment before the process behind it can be reaped.
         """
@@ -135,5 +135,5 @@ class HealthGuard:
 
 
 def exit_text(code: int) -> str:
-    """An exit code in words; negative codes are signals."""
+    """Return an exit code in words; negative codes are signals."""
     return f"exit code {code}" if code >= 0 else f"signal {-code}"

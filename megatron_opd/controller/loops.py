@@ -1,4 +1,4 @@
-"""What every loop of the controller shares."""
+"""Holds what every loop of the controller shares."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def start(
 
 
 async def named(name: str, loop: Awaitable[None]) -> None:
-    """Await `loop`; an exception is raised on under the loop's name."""
+    """Await `loop`; an exception is re-raised under the loop's name."""
     try:
         await loop
     except Exception as error:
@@ -27,6 +27,6 @@ async def named(name: str, loop: Awaitable[None]) -> None:
 
 
 def being_cancelled() -> bool:
-    """Whether the current task is asked to end."""
+    """Return whether the current task is being cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,4 +1,4 @@
-"""What the controller needs from its neighbours: `cli` wires real parts, tests wire fakes.
+"""Declares what the controller needs: `cli` passes the real parts, tests pass fakes.
 
 Every method may raise; an exception other than SampleRejected stops the run with it as the cause.
 """
@@ -15,31 +15,34 @@ from megatron_opd.types import Batch, Prompt, Rollout, Sample
 
 
 class RolloutEngine(Protocol):
-    """The student fleet."""
+    """Samples from the student's servers."""
 
     async def generate(self, prompt: Prompt) -> Rollout:
-        """One completion with its draw cache. Raises RolloutRejected to drop the sample."""
+        """Sample one completion with its draw cache. Raises RolloutRejected to drop the sample."""
         ...
 
 
 class TeacherScorer(Protocol):
-    """The teacher fleet."""
+    """Scores rollouts on the teachers' servers."""
 
     async def score(self, rollout: Rollout) -> Sample:
-        """Teacher log-probs of every cached id. Raises ScoreRejected to drop the sample."""
+        """Return the teacher log-probs of every cached id.
+
+        Raises ScoreRejected to drop the sample.
+        """
         ...
 
 
 class LearnerPort(Protocol):
-    """The learner. At most one call is in progress, and none while a publication is."""
+    """Trains; at most one call is in progress, and none while weights are synced."""
 
     async def train(self, batch: Batch) -> UpdateFigures:
-        """One update on `batch`."""
+        """Make one update on `batch`."""
         ...
 
 
 class Publisher(Protocol):
-    """Moves the learner's weights to the student fleet."""
+    """Syncs the learner's weights to the student's servers."""
 
     async def publish(self, version: int) -> PublicationReport:
         """Return when `version` is live on every engine.
@@ -57,60 +60,60 @@ class Guard(Protocol):
         ...
 
     async def diagnose(self) -> Exception | None:
-        """After another loop failed: the deeper cause, if something watched is gone."""
+        """Return the deeper cause after another loop failed, if something watched is gone."""
         ...
 
 
 class Observer(Protocol):
-    """Told what happened, in order, on the event loop. Must be quick; what it raises stops the run.
+    """Records what happens, in order, on the event loop. It must be quick; its errors stop the run.
 
     Times are on the event loop's clock (monotonic seconds).
     """
 
     def started(self, now_s: float, depths: Depths) -> None:
-        """The loops are about to start."""
+        """Record that the loops are about to start."""
         ...
 
     def admitted(self, prompt: Prompt) -> None:
-        """A prompt took a permit."""
+        """Record that a prompt took a permit."""
         ...
 
     def rolled_out(self, rollout: Rollout) -> None:
-        """A rollout finished."""
+        """Record that a rollout finished."""
         ...
 
     def scored(self, sample: Sample, started_s: float, finished_s: float) -> None:
-        """A teacher scored a rollout."""
+        """Record that a teacher scored a rollout."""
         ...
 
     def dropped(self, uid: int, reason: str, detail: str) -> None:
-        """A sample was dropped and its permit returned."""
+        """Record that a sample was dropped and its permit returned."""
         ...
 
     def trained(
         self, batch: Batch, figures: UpdateFigures, started_s: float, finished_s: float
     ) -> None:
-        """The learner made an update."""
+        """Record that the learner made an update."""
         ...
 
     def published(self, batch: Batch, report: PublicationReport, depths: Depths) -> None:
-        """The version that `batch` produced is live and its permits are returned."""
+        """Record that the version that `batch` produced is live and its permits are returned."""
         ...
 
     def moved(self, depths: Depths) -> None:
-        """The pipeline's filling changed (called often)."""
+        """Record that the number of samples in some stage changed (called often)."""
         ...
 
     def ended(self, accounting: Accounting, now_s: float) -> None:
-        """The loops have ended, by completion, failure or interruption."""
+        """Record that the loops have ended, by completion, failure or interruption."""
         ...
 
 
 class Keeper(Protocol):
-    """Keeps the state of a run, so that it can go on after a crash."""
+    """Keeps the state of a run, so that it can continue after a crash."""
 
     async def after_update(self, updates: int, state: Callable[[], ControllerState]) -> None:
-        """`updates` updates are made and the last one is live. No update is made until it returns.
+        """Keep the run's state once `updates` updates are live; the next update waits for it.
 
         state: what to keep now; it must be called before anything is awaited.
         """
@@ -119,7 +122,7 @@ class Keeper(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """The controller's neighbours."""
+    """Holds the controller's neighbours."""
 
     prompts: Iterable[Prompt]
     rollout: RolloutEngine

@@ -1,4 +1,4 @@
-"""A run as it is seen on a terminal: a live panel, or one plain line per update elsewhere."""
+"""Shows a run on a terminal: a live panel, or one plain line per update elsewhere."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ REFRESH_PER_S = 2
 
 
 class LivePanel:
-    """Refreshes a panel in place. For a terminal."""
+    """Refreshes a panel in place, for a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live: Live | None = None
 
     def start(self, snapshot: Callable[[], Snapshot]) -> None:
-        """Draw until stopped."""
+        """Draw the panel until stopped."""
         self._live = Live(
             get_renderable=lambda: panel(snapshot()),
             console=self._console,
@@ -33,7 +33,7 @@ class LivePanel:
         self._live.start()
 
     def updated(self, snapshot: Snapshot) -> None:
-        """The next refresh shows it."""
+        """Show the figures at the next refresh."""
 
     def stop(self) -> None:
         """Leave the last state on the screen."""
@@ -49,23 +49,23 @@ class PlainLines:
         self._console = console
 
     def start(self, snapshot: Callable[[], Snapshot]) -> None:
-        """Nothing is shown before the first update."""
+        """Print nothing before the first update."""
 
     def updated(self, snapshot: Snapshot) -> None:
-        """One line; it survives a narrow or redirected console unwrapped."""
+        """Print one line, which a narrow or redirected console does not wrap."""
         self._console.print(line(snapshot), soft_wrap=True, markup=False, highlight=False)
 
     def stop(self) -> None:
-        """Nothing to clean up."""
+        """Do nothing: there is nothing to clean up."""
 
 
 def make_display(console: Console) -> Display:
-    """The live panel on a terminal, plain lines elsewhere."""
+    """Return the live panel on a terminal, plain lines elsewhere."""
     return LivePanel(console) if console.is_terminal else PlainLines(console)
 
 
 def line(snapshot: Snapshot) -> str:
-    """One update as one line of text."""
+    """Return one update as one line of text."""
     depths = snapshot.depths
     name, figure, _ = learned(snapshot)
     return (
@@ -83,7 +83,7 @@ def line(snapshot: Snapshot) -> str:
 
 
 def panel(snapshot: Snapshot) -> Group:
-    """The live view: a bar and three rows of figures."""
+    """Return the live view: a bar and three rows of figures."""
     depths = snapshot.depths
     name, figure, unit = learned(snapshot)
     head = Table.grid(padding=(0, 2))
@@ -117,14 +117,14 @@ def panel(snapshot: Snapshot) -> Group:
 
 
 def learned(snapshot: Snapshot) -> tuple[str, float | None, str]:
-    """(name, value, unit) of what the run moves: KL to the teacher, or else the reward."""
+    """Return (name, value, unit) of what the run optimises: KL to the teacher, or the reward."""
     if snapshot.reverse_kl_nats is None and snapshot.reward_mean is not None:
         return "reward", snapshot.reward_mean, ""
     return "reverse KL", snapshot.reverse_kl_nats, " (nats)"
 
 
 def duration(seconds: float | None) -> str:
-    """`1:02:03`, `2:03`; `-` when unknown."""
+    """Return `1:02:03` or `2:03`, and `-` when unknown."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(round(seconds), 60)

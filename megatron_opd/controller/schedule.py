@@ -1,4 +1,4 @@
-"""How a controller schedules."""
+"""Defines how a controller schedules."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How the loops run.
+    """Says how many updates the loops make and how much is in flight.
 
     updates: learner updates to make. batch_size: B. max_staleness: tau in versions. rollout_slots,
     score_slots: requests in flight at once. group_size: G, samples that are trained on together or
-    not at all. hold_batches: h, batches that lie scored behind the one trained on.
+    not at all. hold_batches: h, batches that wait scored behind the one trained on.
     """
 
     updates: int

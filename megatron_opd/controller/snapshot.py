@@ -1,4 +1,4 @@
-"""What a controller needs to go on: where every admitted prompt is. Records alone.
+"""Records what a controller needs to continue: where every admitted prompt is.
 
 Invariant: a controller made from the state of another one accounts for the same samples: admitted =
 consumed + dropped + those in `line`, each of which holds a permit.
@@ -19,7 +19,7 @@ FORMAT = 1
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One admitted prompt that is neither trained on nor dropped; exactly one field is set."""
+    """Holds one admitted prompt that is not trained on or dropped; exactly one field is set."""
 
     prompt: Prompt | None = None
     rollout: Rollout | None = None
@@ -27,7 +27,7 @@ class Member(msgspec.Struct, frozen=True):
 
     @property
     def uid(self) -> int:
-        """Tell its prompt's number, whatever has become of it."""
+        """Returns the prompt's number, in whichever stage it is."""
         if self.prompt is not None:
             return self.prompt.uid
         if self.rollout is not None:
@@ -37,7 +37,7 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class ControllerState(msgspec.Struct, frozen=True):
-    """A controller between two updates.
+    """Holds the state of a controller between two updates.
 
     version: live on every engine. next_uid: the first prompt that was not considered yet. line: in
     admission order. broken_groups, scored_in_groups: see buffer/groups.py.
@@ -57,11 +57,11 @@ class ControllerState(msgspec.Struct, frozen=True):
 
 
 NOTHING_YET = ControllerState(0, 0, 0, 0, {}, 0, 0, [])
-"""A run that has not begun."""
+"""The state of a run that has not begun."""
 
 
 def place(found: Prompt | Rollout | Sample) -> Member:
-    """A place in the line."""
+    """Return the place in the line of a prompt, rollout or sample."""
     match found:
         case Prompt():
             return Member(prompt=found)

@@ -1,6 +1,7 @@
-"""Whether a controller's state is one that a controller can have been in. Torch-free.
+"""Checks whether a controller can have been in a given state. Torch-free.
 
-A checkpoint is read on trust of its checksums alone, and whoever can write one can write those too.
+A checkpoint is protected by checksums alone, and whoever can write a checkpoint can write those
+too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from megatron_opd.types import Rollout
 
 
 def state_fault(state: ControllerState) -> str | None:
-    """What cannot be, or None: see ControllerState and the records in its line."""
+    """Return what is impossible in a state, or None: see ControllerState and its records."""
     counts = (state.updates, state.version, state.admitted, state.consumed, state.next_uid)
     if min(*counts, state.dropped_in_a_row, *state.dropped.values()) < 0:
         return "a count is below 0"

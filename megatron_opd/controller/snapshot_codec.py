@@ -1,4 +1,4 @@
-"""A controller's state as bytes and back: msgpack with raw arrays, no pickle."""
+"""Encodes a controller's state as bytes and decodes it: msgpack with raw arrays, no pickle."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _DECODER = msgspec.msgpack.Decoder(ControllerState, dec_hook=_from_wire)
 
 
 def encode_state(state: ControllerState) -> bytes:
-    """The state as bytes; arrays are raw."""
+    """Encode the state as bytes, with arrays as raw bytes."""
     return _ENCODER.encode(state)
 
 
 def decode_state(content: bytes) -> ControllerState:
-    """The inverse. ValueError: it is no state of this format, or one that cannot have been."""
+    """Decode the state. ValueError: bytes of another format, or an impossible state."""
     try:
         state = _DECODER.decode(content)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -1,1 +1,1 @@
-"""Prompts, built-in tasks with verifiers, the tasks' tokenizer, and micro-batch packing."""
+"""Reads prompts, and provides built-in tasks with verifiers and their tokenizer."""

@@ -1,4 +1,4 @@
-"""Prompt files -> tokenised prompts -> an endless stream.
+"""Turns prompt files into tokenised prompts and those into an endless stream.
 
 Invariant: the n-th prompt of a stream depends only on the file, the seed and n, so that a stream
 resumed at a cursor continues exactly where the first one stopped.
@@ -27,7 +27,7 @@ TOO_LONG = "too_long"
 
 @dataclass(frozen=True, slots=True)
 class PromptRules:
-    """What a row must be to become a prompt.
+    """Says what a row must be to become a prompt.
 
     columns: see data/records.py; the first of its texts is the prompt, the first of its answers the
     answer. teacher_key: the column of `columns.choices` that names a prompt's teacher; None: the
@@ -46,7 +46,7 @@ class PromptRules:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """The usable prompts of one file, uid = position, and what became of the other rows.
+    """Holds the usable prompts of one file, uid = position, and what became of the other rows.
 
     rows: how many were read; whole: whether that is all of them. skipped: unusable rows by cause.
     first: the first of each cause, located. longest: tokens of the longest prompt read, skipped
@@ -63,7 +63,7 @@ class PromptSet:
 
     @property
     def skipped_line(self) -> str | None:
-        """One line with the count and the first row of each cause; None when all are usable."""
+        """Returns a line with count and first row of each cause; None when all rows are usable."""
         if not self.skipped:
             return None
         causes = "; ".join(
@@ -146,7 +146,7 @@ def _prompt(uid: int, text: str, ids: Sequence[int], record: Record, rules: Prom
 
 
 def _problem(found: PromptSet, rules: PromptRules) -> str | None:
-    """Why the file is refused, or None."""
+    """Return why the file is rejected, or None."""
     path, rows = found.path, found.rows
     if rows == 0:
         return f"{path} holds no rows"
@@ -176,7 +176,7 @@ def _check_ids(path: Path, token_ids: Sequence[Sequence[int]], vocab_size: int |
 
 
 class PromptSource:
-    """Endless stream over the prompts, epoch after epoch, each epoch in an order of its own.
+    """Streams prompts without end, epoch after epoch, each epoch in an order of its own.
 
     Every prompt is given out `group_size` times in a row: uid // group_size is its group. `cursor`
     is the number given out so far, and the uid of the next one; a source built with that cursor
@@ -208,7 +208,7 @@ class PromptSource:
 
     @property
     def epoch(self) -> int:
-        """Passes over the data completed so far."""
+        """Returns the number of completed passes over the data."""
         return self.cursor // (self._group_size * len(self._prompts))
 
     def _order_of(self, epoch: int) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Rows of JSONL and parquet files, with every mistake located: file, and line or row number.
+"""Reads rows of JSONL and parquet files, and locates every mistake by file and line or row.
 
 Invariant: a row is a record whose columns are what was asked for, or a `Fault` that says why it
 cannot be used; no row is lost, and no fault stops the reading of the rows after it.
@@ -27,7 +27,7 @@ Located = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a row cannot be used.
+    """Says why a row cannot be used.
 
     cause: what such rows are counted by. where: file and line (JSONL) or row (parquet), from 1.
     """
@@ -41,7 +41,7 @@ class Fault:
 
 
 class _Unusable(Exception):
-    """A fault of the row being read; only this module sees it."""
+    """Reports a fault of the row being read inside this module."""
 
     def __init__(self, cause: str, what: str) -> None:
         super().__init__(what)
@@ -50,7 +50,7 @@ class _Unusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which columns to read, and what they must hold.
+    """Says which columns to read, and what they must hold.
 
     texts: non-empty strings. answers: strings or finite numbers (which become text), None where
     missing, null or blank. needed: whether a row without an answer is a fault. choices: texts, and
@@ -64,18 +64,18 @@ class Columns:
 
     @property
     def required(self) -> tuple[str, ...]:
-        """Columns that a row must have."""
+        """Returns the columns that a row must have."""
         return (*self.texts, *self.choices, *(self.answers if self.needed else ()))
 
     def record(self, row: Mapping[str, Any]) -> Record:
-        """The named columns of `row`; raises _Unusable."""
+        """Return the named columns of `row`; raises _Unusable."""
         record: Record = {key: _text(row, key) for key in self.texts}
         record |= {key: _chosen(row, key, allowed) for key, allowed in self.choices.items()}
         return record | {key: _answer(row, key, needed=self.needed) for key in self.answers}
 
 
 def scan_records(path: Path, columns: Columns) -> Iterator[tuple[str, Record] | Fault]:
-    """Yields (file:line, record) of every row, or its fault. Blank JSONL lines are no rows.
+    """Yield (file:line, record) or the fault of every row. Blank JSONL lines are not rows.
 
     path: a file, or the import path MODULE:FUNCTION of a user's own source. Raises ValueError (one
     line) for what cannot be read at all.
@@ -101,7 +101,10 @@ def scan_records(path: Path, columns: Columns) -> Iterator[tuple[str, Record] | 
 
 
 def read_records(path: Path, texts: Sequence[str]) -> list[dict[str, str]]:
-    """The columns `texts` of every row, all usable: ValueError names the first row that is not."""
+    """Return the columns `texts` of every row.
+
+    ValueError names the first row that is not usable.
+    """
     records: list[dict[str, str]] = []
     for row in scan_records(path, Columns(texts)):
         if isinstance(row, Fault):
@@ -170,7 +173,7 @@ def _json_row(written: bytes, *, first: bool) -> dict[str, Any] | None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys occur once: of two values the second would silently win."""
+    """Build an object whose keys occur once; json would silently take the second of two values."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -211,7 +214,7 @@ def _text(row: Mapping[str, Any], key: str) -> str:
 
 
 def _names(columns: Collection[str]) -> str:
-    """The first few, for people."""
+    """Return the first few names, for people."""
     return ", ".join(shown(name, 40) for name in sorted(columns)[:8]) or "none"
 
 
@@ -244,7 +247,7 @@ def _answer(row: Mapping[str, Any], key: str, *, needed: bool) -> str | None:
 
 
 def _number(value: int | float, key: str) -> str:
-    """As a reader writes it: a column of floats, as pandas makes of gaps, holds 42 as 42.0."""
+    """Write a number as a reader does: a column of floats, as pandas makes, holds 42 as 42.0."""
     if not math.isfinite(value) if isinstance(value, float) else value.bit_length() > 4096:
         raise _Unusable("not_finite", f"{key!r} must be a finite number, got {str(value)[:20]}")
     if isinstance(value, float) and value.is_integer() and abs(value) <= WHOLE_FLOATS:

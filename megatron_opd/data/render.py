@@ -1,7 +1,7 @@
-"""Prompts -> token ids, through a chat template or as they stand.
+"""Turns prompts into token ids, through a chat template or as they are.
 
 Invariant: whatever a tokenizer or template of unknown origin raises becomes one ValueError line,
-and so does one that does not come to an end: they are programs of whoever made the checkpoint.
+and so does one that does not end: they are programs written by the checkpoint's author.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 # Two user messages that no template may render alike.
 PROBES = ("What is 2 + 3?", "Name a colour.")
 LEAST_S = 60.0
-"""Longest wait for a tokenizer and its template, whatever there is to read,"""
+"""Longest wait in seconds for a tokenizer and its template, however little there is to read,"""
 CHARACTERS_PER_S = 5_000
-"""and more by this many characters a second: a hundredth of what the demo's tokenizer reads."""
+"""plus one second for this many characters: a hundredth of the speed of the demo's tokenizer."""
 
 ResultT = TypeVar("ResultT")
 
@@ -29,7 +29,10 @@ ResultT = TypeVar("ResultT")
 def render_prompts(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, chat_template: bool
 ) -> list[list[int]]:
-    """The token ids of every text. ValueError: the tokenizer or its template fails, or hangs."""
+    """Return the token ids of every text.
+
+    ValueError: the tokenizer or its template fails, or hangs.
+    """
 
     def rendered() -> list[list[int]]:
         if not chat_template:
@@ -53,14 +56,14 @@ def render_prompts(
 
 
 class Unfinished(Exception):
-    """A call has not ended within its time."""
+    """Reports a call that has not ended within its time."""
 
 
 def within(limit_s: float, call: Callable[[], ResultT]) -> ResultT:
-    """What `call` returns or raises. Unfinished: it has not ended after `limit_s`.
+    """Return what `call` returns or raises. Unfinished: it has not ended after `limit_s`.
 
-    It is left running then, in a thread that does not keep the process from ending: nothing stops
-    foreign code from within.
+    The call is left running then, in a thread that does not keep the process from ending, because
+    foreign code cannot be stopped from inside the process.
     """
     future: Future[ResultT] = Future()
 
@@ -117,10 +120,10 @@ def _token_ids(
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether it is an error, or a panic of a Rust extension, and no signal or exit."""
+    """Return whether it is an error or a panic of a Rust extension, not a signal or an exit."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def said(error: BaseException) -> str:
-    """An error of a library on one line, its type included."""
+    """Return an error of a library on one line, its type included."""
     return f"{type(error).__name__}: {line(error)}"

@@ -1,4 +1,4 @@
-"""One seed for each random thing of a run, from the run's seed and what the thing is called."""
+"""Derives one seed for each random part of a run from the run's seed and the part's name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ ROLLOUT, SCORE, EVALUATION = "rollout", "score", "evaluation"
 
 
 def derived_seed(run_seed: int, kind: str, *index: int) -> int:
-    """A seed in [0, 2^63), the same in every process and version of Python.
+    """Return a seed in [0, 2^63), the same in every process and version of Python.
 
-    Two things of a run have the same one with probability 2^-63.
+    Two parts of a run get the same seed with probability 2^-63.
     """
     name = ":".join(map(str, (run_seed, kind, *index)))
     digest = hashlib.blake2b(name.encode("ascii"), digest_size=8).digest()

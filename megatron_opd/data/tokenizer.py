@@ -1,4 +1,4 @@
-"""Character tokenizer of the built-in tasks: one token per ASCII character, 128 ids.
+"""Builds the character tokenizer of the built-in tasks: one token per ASCII character, 128 ids.
 
 Invariant: text made of printable ASCII and newlines survives encode and decode unchanged, and the
 concatenation of two texts encodes to the concatenation of their encodings.
@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Ids 0, 1, 2 are <pad>, <eos>, <unk>; then newline, printable ASCII, and unused fillers."""
+    """Build the tokenizer: <pad>, <eos>, <unk>, newline, printable ASCII, and unused fillers."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 

@@ -12,7 +12,7 @@ from megatron_opd.data.tasks import TASKS, Problem, get_task
 
 @dataclass(frozen=True, slots=True)
 class WrittenData:
-    """The files written, and how many problems each holds."""
+    """Names the files written, and how many problems each holds."""
 
     train_file: Path
     heldout_file: Path

@@ -1,4 +1,4 @@
-"""The Megatron-Core learner."""
+"""Trains the student with Megatron-Core."""
 
 import os
 

@@ -1,4 +1,7 @@
-"""`torchrun --nproc-per-node=N -m megatron_opd.learner CONFIG.yaml --sft | --controller URL`."""
+"""Runs one rank of the learner, under torchrun.
+
+torchrun --nproc-per-node=N -m megatron_opd.learner CONFIG.yaml --sft | --controller URL
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments of every rank."""
+    """Build the parser of every rank's arguments."""
     parser = argparse.ArgumentParser(prog="python -m megatron_opd.learner")
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
@@ -43,7 +46,7 @@ def _address(text: str) -> str:
 
 
 def main() -> int:
-    """Exit code: 0 done, 2 bad input (one line on stderr)."""
+    """Run the rank. Exit code: 0 done, 2 bad input (one line on stderr)."""
     arguments = build_parser().parse_args()
     die_with_parent()
     # seconds of imports, so after the above

@@ -1,4 +1,4 @@
-"""Layer parts for packed sequences without TransformerEngine: norm, rotary embedding, attention.
+"""Implements layers for packed sequences without TransformerEngine: norm, rotary, attention.
 
 Invariant: a token of one segment never sees another segment, and its rotary angle is that of its
 position inside its own segment.
@@ -31,7 +31,7 @@ MAX_PADDING_WASTE = 2.0
 
 @dataclass(frozen=True)
 class Segments:
-    """Segments laid end to end.
+    """Describes segments laid end to end.
 
     lengths: tokens of each. padded_S: index of each token in the [B * L] padded layout; None: loop
     over segments.
@@ -42,14 +42,14 @@ class Segments:
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], padded: bool, device: torch.device) -> Segments:
-        """padded: whether one padded call is worth its waste."""
+        """Make the segments. padded: whether one padded call is worth its waste."""
         if not padded:
             return cls(lengths, None)
         segment_S, offset_S = _places(lengths)
         return cls(lengths, (segment_S * max(lengths) + offset_S).to(device))
 
     def pad(self, x_Shd: torch.Tensor) -> torch.Tensor:
-        """[B, L, h, d], zeros where a segment is shorter."""
+        """Return [B, L, h, d], with zeros where a segment is shorter."""
         assert self.padded_S is not None
         shape = len(self.lengths), max(self.lengths)
         out = x_Shd.new_zeros(shape[0] * shape[1], *x_Shd.shape[1:])
@@ -58,7 +58,7 @@ class Segments:
 
 @dataclass
 class EnginePacking(PackedSeqParams):
-    """Megatron's own description of the segments, for TransformerEngine's modules.
+    """Holds Megatron's description of the segments, for TransformerEngine's modules.
 
     routing: the learner.routing.MicroRouting of the micro-batch, if its routing is replayed; what a
     layer is given here it is given again when it is recomputed.
@@ -69,7 +69,7 @@ class EnginePacking(PackedSeqParams):
 
 @dataclass
 class Packing(PackedSeqParams):
-    """The segments of a micro-batch, for the modules of this file.
+    """Holds the segments of a micro-batch, for the modules of this file.
 
     qkv_format stays "sbhd": Megatron then keeps [S, 1, h, d] tensors and applies the rotary angles
     we give it per position, instead of looping over segments in every layer.
@@ -89,7 +89,7 @@ class Packing(PackedSeqParams):
     def of(
         cls, lengths: tuple[int, ...], device: torch.device, cp: int = 1, cp_rank: int = 0
     ) -> Packing:
-        """Segments of `lengths` tokens, one after another; with cp, multiples of 2 * cp."""
+        """Pack segments of `lengths` tokens, one after another; with cp, multiples of 2 * cp."""
         longest = max(lengths)
         waste = len(lengths) * longest**2 / sum(length**2 for length in lengths)
         padded = waste <= MAX_PADDING_WASTE
@@ -108,7 +108,7 @@ class Packing(PackedSeqParams):
 
 
 def _places(lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tell every packed token's segment, and its position inside that."""
+    """Return every packed token's segment, and its position inside the segment."""
     lengths_B = torch.tensor(lengths)
     start_B = lengths_B.cumsum(0) - lengths_B
     segment_S = torch.repeat_interleave(torch.arange(len(lengths)), lengths_B)
@@ -116,7 +116,7 @@ def _places(lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm in float32, as in transformers; takes Megatron's norm arguments.
+    """Normalises by root mean square in float32, as transformers does, with Megatron's arguments.
 
     Megatron's own torch norm refuses sequence parallelism, which MoE with tensor parallelism needs.
     """
@@ -141,27 +141,28 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedRotary(RotaryEmbedding):
-    """Rotary angles per packed position.
+    """Computes rotary angles per packed position.
 
     GPTModel asks for a sequence length and passes it on to `forward`; the packing travels in its
     place, so that every layer gets ready angles [S, 1, 1, d].
     """
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
-        """The packing itself (the fifth argument of GPTModel's call)."""
+        """Return the packing itself (the fifth argument of GPTModel's call)."""
         return args[4]
 
     def forward(self, packing: Packing, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        """float32 [s, 1, 1, d]."""
+        """Return the angles, float32 [s, 1, 1, d]."""
         assert packing.positions_s is not None
         angles = torch.outer(packing.positions_s.to(self.inv_freq), self.inv_freq)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
 def rotary_frequencies(rope: Rope, head_dim: int, device: torch.device) -> torch.Tensor:
-    """float32 [head_dim / 2], radians a position; transformers' ROPE_INIT_FUNCTIONS, bit for bit.
+    """Return float32 [head_dim / 2], radians per position, equal to transformers' bit for bit.
 
-    Megatron's RotaryEmbedding knows Llama 3's stretching with two of its four numbers fixed.
+    The counterpart is transformers' ROPE_INIT_FUNCTIONS; Megatron's RotaryEmbedding knows Llama 3's
+    stretching with two of its four numbers fixed.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     inv_freq = 1.0 / (rope.theta**exponent)
@@ -182,7 +183,7 @@ def rotary_frequencies(rope: Rope, head_dim: int, device: torch.device) -> torch
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention inside each segment; grouped queries; no dropout."""
+    """Computes causal attention inside each segment, with grouped queries and no dropout."""
 
     def __init__(
         self,
@@ -206,7 +207,7 @@ class PackedAttention(MegatronModule):
         packed_seq_params: Packing,
         **_: Any,
     ) -> torch.Tensor:
-        """[s, 1, h, d], twice [s, 1, h_kv, d] -> [s, 1, h * d]."""
+        """Map [s, 1, h, d] and twice [s, 1, h_kv, d] to [s, 1, h * d]."""
         packing = packed_seq_params
         queries, keys = packing.queries, packing.keys
         assert queries is not None
@@ -244,7 +245,7 @@ class PackedAttention(MegatronModule):
         v: torch.Tensor,
         place_BL: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[B, L, h, d], twice [B, L', h_kv, d] -> [B, L, h, d].
+        """Map [B, L, h, d] and twice [B, L', h_kv, d] to [B, L, h, d].
 
         place_BL: each query's position among the keys; None: its own, L equals L'.
         """
@@ -265,7 +266,7 @@ class PackedAttention(MegatronModule):
 
 
 def local_layer(num_experts: int | None, qk_norm: bool) -> ModuleSpec:
-    """One layer of Megatron's local modules with the norm and attention of this file."""
+    """Return one layer of Megatron's local modules with this file's norm and attention."""
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts, qk_layernorm=qk_norm, normalization="RMSNorm"
     )

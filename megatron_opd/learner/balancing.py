@@ -1,4 +1,4 @@
-"""Load-balancing losses of MoE routers, with the same weight at every layout.
+"""Weighs load-balancing losses of MoE routers equally at every layout.
 
 The objective is policy loss / count + sum over kinds of coefficient * mean over micro-batches of
 the kind's loss (Switch Transformer's over a micro-batch, a sequence, or, `global_aux_loss`, all
@@ -28,7 +28,7 @@ GLOBAL = "global_aux_loss"  # one loss of all data-parallel ranks together
 
 @dataclass(frozen=True)
 class Balancing:
-    """settings: Megatron's, shared by all chunks. kinds, coefficients: as configured."""
+    """Holds Megatron's settings, shared by all chunks, and the configured coefficients."""
 
     settings: Any
     kinds: tuple[str, ...]
@@ -70,7 +70,7 @@ class Balancing:
             self.settings.moe_z_loss_coeff = self.z_coefficient * own
 
     def mean_loss(self, micros: int) -> float:
-        """After a mini-batch: mean over layers and micro-batches of the first kind's loss.
+        """Return the first kind's mean loss over layers and micro-batches after a mini-batch.
 
         Unweighed: 1 when every expert gets the same share. Collective over the world.
         """

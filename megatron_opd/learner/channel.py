@@ -1,9 +1,9 @@
-"""A rank's connection to the controller.
+"""Connects a rank to the controller.
 
-Heads receive requests and hand them to the ranks that share their samples; every rank can report
+Heads receive requests and pass them to the ranks that share their samples; every rank can report
 its own failure. Invariant: a rank that was welcomed ends at most HEARTBEAT_MS and
 HEARTBEAT_TIMEOUT_MS after its controller, or the way to it, is gone, whatever it is doing then:
-messages may have been lost, so nothing is taken up again.
+messages may have been lost, so it does not reconnect.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ _LOST, _CLOSED = zmq.EVENT_DISCONNECTED, zmq.EVENT_MONITOR_STOPPED
 
 
 class ControllerLost(ConnectionError):
-    """There is no controller for this rank, which must end."""
+    """Reports that there is no controller for this rank, which must end."""
 
 
 class NotWelcome(ValueError):
-    """The controller does not take this rank. One line."""
+    """Reports in one line that the controller does not accept this rank."""
 
 
 def end_process(reason: str) -> None:
-    """Say why in one line and leave at once, also from the middle of a collective."""
+    """Say why in one line and exit at once, also from the middle of a collective."""
     sys.stderr.write(f"error: {reason}\n")
     sys.stderr.flush()
     os._exit(EXIT_LOST)
 
 
 class Channel:
-    """One DEALER socket to `address`.
+    """Opens one DEALER socket to `address`.
 
     token: asked for what the controller wants to see, which may not be there yet. max_bytes: the
     largest frame that is accepted. first_s: how long to wait for the controller to appear; it may
@@ -132,7 +132,7 @@ class Channel:
                 self._say(f"waiting for a controller at {self.address}: {self._lacking()}")
 
     def reply(self, message: Reply) -> None:
-        """Send to the controller."""
+        """Send a message to the controller."""
         self._socket.send(encode(message))
 
     def report(self, error: BaseException) -> None:
@@ -147,7 +147,10 @@ class Channel:
         self.reply(Failed(rank, one_line(f"{kind}{error}", 1000)))
 
     def receive(self, world: World) -> tuple[Request, list[memoryview]]:
-        """The next request and its raw frames, on every rank of the model copy. BadMessage."""
+        """Return the next request and its raw frames, on every rank of the model copy.
+
+        BadMessage.
+        """
         frames = self._receive_frames() if world.is_head else []
         frames = share_frames(frames, world)
         request = decode_request(frames[0])
@@ -156,7 +159,7 @@ class Channel:
         return request, frames[1:]
 
     def leave(self) -> None:
-        """From now on the controller may go."""
+        """Stop watching: from now on the controller may end."""
         self._leaving.set()
 
     def close(self) -> None:
@@ -170,7 +173,7 @@ class Channel:
         self._context.term()
 
     def _show_token(self) -> None:
-        """Connect with the token that is to be shown now, if it is known and another than before.
+        """Connect with the current token, if it is known and has changed.
 
         A refused connection is tried again by ZeroMQ, with the same token.
         """
@@ -186,7 +189,7 @@ class Channel:
         self._socket.connect(self.address)
 
     def _events(self, wait_s: float) -> list[int]:
-        """What happened to the connection, in order; waits for at most `wait_s`."""
+        """Return the connection's events, in order; waits for at most `wait_s`."""
         found: list[int] = []
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -207,7 +210,7 @@ class Channel:
         return answer
 
     def _watch(self) -> None:
-        """The monitor is this thread's from here on; it ends with `close`."""
+        """Watch the connection from a thread of its own, which ends with `close`."""
         while True:
             event = recv_monitor_message(self._monitor)["event"]
             if event == _CLOSED:
@@ -230,7 +233,7 @@ class Channel:
 
 
 def share_frames(frames: list[memoryview], world: World) -> list[memoryview]:
-    """The head's frames on every rank of its model copy; two broadcasts, raw bytes."""
+    """Send the head's frames to every rank of its model copy: two broadcasts of raw bytes."""
     if world.parallel.world_size == world.parallel.dp:
         return frames
     head, group = world.head, world.model_group

@@ -1,4 +1,4 @@
-"""Which tokens of a packed micro-batch lie on which context-parallel rank.
+"""Decides which tokens of a packed micro-batch lie on which context-parallel rank.
 
 Every segment is as long as a multiple of 2 * size and cut into 2 * size chunks; rank r holds chunks
 r and 2 * size - 1 - r of each, so that every rank attends to as much as its peers. It is the layout
@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 
 def share_of(lengths: Sequence[int], size: int, rank: int) -> np.ndarray:
-    """The packed positions of `rank`, in its own order: int64 [S / size].
+    """Return the packed positions of `rank`, in its own order: int64 [S / size].
 
     lengths: of the segments, each a multiple of 2 * size (any, for size 1).
     """
@@ -37,12 +37,12 @@ def share_of(lengths: Sequence[int], size: int, rank: int) -> np.ndarray:
 
 
 def packed_order(lengths: Sequence[int], size: int) -> np.ndarray:
-    """Where each packed position lies when all ranks' shares are joined in rank order: [S]."""
+    """Return [S]: where each packed position lies when ranks' shares are joined in rank order."""
     return np.argsort(np.concatenate([share_of(lengths, size, rank) for rank in range(size)]))
 
 
 def whole_sequence(x_s: torch.Tensor, order_S: torch.Tensor) -> torch.Tensor:
-    """Every rank's tokens in packed order: [s, ...] -> [S, ...]; gradients are added up."""
+    """Gather every rank's tokens in packed order, [s, ...] -> [S, ...]; gradients are summed."""
     group: Any = ps.get_context_parallel_group()
     joined = gather_from_sequence_parallel_region(
         x_s, tensor_parallel_output_grad=True, group=group

@@ -1,4 +1,4 @@
-"""Updates that are bitwise the same whenever they are made again (`run.deterministic`).
+"""Makes updates bitwise the same whenever they are made again (`run.deterministic`).
 
 On a CPU they are so by themselves: every sum has one order, which depends on the batch and the
 layout alone. On a GPU some kernels add in the order in which threads arrive.
@@ -23,10 +23,10 @@ ENVIRONMENT = {
 
 
 def deterministic(config: LearnerConfig) -> LearnerConfig:
-    """`config` for a process whose updates are to be repeatable; call before CUDA is used.
+    """Return `config` for a process with repeatable updates; call before CUDA is used.
 
     On a GPU an operation that cannot be repeated then raises RuntimeError, and what the user set in
-    the environment stands.
+    the environment is kept.
     """
     if not torch.cuda.is_available():
         return config

@@ -1,4 +1,4 @@
-"""Forward and backward over the micro-batches of a mini-batch, and the sums that come out of it."""
+"""Runs forward and backward over the micro-batches of a mini-batch, and sums their results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LossFn = Callable[[torch.Tensor, MicroT], tuple[torch.Tensor, Totals]]
 def sft_loss(
     out_1s: torch.Tensor, micro: SftMicro, *, head: StudentLogp
 ) -> tuple[torch.Tensor, Totals]:
-    """Negative log-likelihood of the response tokens, summed."""
+    """Return the negative log-likelihood of the response tokens, summed."""
     row_T = torch.arange(len(micro.response_T), device=out_1s.device)
     logp_T = head(out_1s, micro.rows, row_T, micro.response_T, 1.0).logp_N
     loss = -logp_T.sum(dtype=torch.float64)
@@ -46,7 +46,7 @@ def distil_loss(
     temperature: float,
     measure_mismatch: bool,
 ) -> tuple[torch.Tensor, Totals]:
-    """The configured loss, summed, with its metrics.
+    """Return the configured loss, summed, with its metrics.
 
     Student log-probs are those of softmax(logits / temperature), the distribution that the sampler
     drew from. measure_mismatch: whether the weights are still those of the batch's version, and the
@@ -88,7 +88,7 @@ def distil_loss(
 def _path_gap(
     path_logp_T: torch.Tensor, micro: DistilMicro, compared_T: torch.Tensor
 ) -> torch.Tensor:
-    """[T] |p_learner - p_sampler| of the path tokens; 0 where they are not to be compared."""
+    """Return [T] |p_learner - p_sampler| of the path tokens; 0 where not to be compared."""
     sampler_T = micro.sampler_logp_N[micro.path_T]
     return (path_logp_T.exp() - sampler_T.exp()).abs().masked_fill(~compared_T, 0)
 
@@ -100,7 +100,7 @@ def mismatch_totals(
     head: StudentLogp,
     temperature: float,
 ) -> Totals:
-    """A forward pass without gradient: the mismatch alone, as distil_loss measures it."""
+    """Measure the mismatch alone, as distil_loss does, in a forward pass without gradient."""
 
     def measure(out_1s: torch.Tensor, micro: DistilMicro) -> tuple[torch.Tensor, Totals]:
         row_T = torch.arange(len(micro.path_T), device=out_1s.device)
@@ -117,7 +117,7 @@ def mismatch_totals(
 
 
 def wants_prox(estimator: Estimator) -> bool:
-    """Whether the loss reads the learner's log-probs of the batch's start."""
+    """Return whether the loss reads the learner's log-probs of the batch's start."""
     return estimator.applied_correction.prox
 
 
@@ -128,7 +128,7 @@ def collect_caches(
     head: StudentLogp,
     temperature: float,
 ) -> list[Cache]:
-    """A forward pass without gradient: each micro-batch's cache with the student's log-probs now.
+    """Return each micro-batch's cache with the student's log-probs now, without gradient.
 
     Empty on ranks that compute no logits.
     """
@@ -151,7 +151,7 @@ def run_mini_batch(
     *,
     forward_only: bool = False,
 ) -> Totals:
-    """Gradients of the mini-batch's mean loss, into the buffers of the model's chunks.
+    """Compute gradients of the mini-batch's mean loss, into the buffers of the model's chunks.
 
     Megatron's schedule sums the micro-batches' losses and divides the gradient by the count of all
     ranks. Returns the global totals, the same on every rank.
@@ -199,7 +199,7 @@ def run_mini_batch(
 
 
 def _unrouted(rows: Rows, module: Any, world: World) -> torch.Tensor:
-    """Filler, which balancing losses leave out.
+    """Return the filler positions, which balancing losses leave out.
 
     With sequence parallelism Megatron cuts the mask on the first stage only.
     """
@@ -210,7 +210,7 @@ def _unrouted(rows: Rows, module: Any, world: World) -> torch.Tensor:
 
 
 def pipeline_group(num_micros: int, stages: int) -> int:
-    """Micro-batches that a chunk of an interleaved pipeline takes before the next chunk's turn.
+    """Return the micro-batches that a chunk of an interleaved pipeline takes in one turn.
 
     The least number that Megatron's schedule accepts: at least `stages`, and so is what remains.
     """
@@ -224,7 +224,7 @@ def pipeline_group(num_micros: int, stages: int) -> int:
 
 
 def _reduce(outputs: Sequence[Totals], micros: Sequence[MicroT], world: World) -> Totals:
-    """Global totals, on every rank; each sample counts once, however many ranks share it.
+    """Sum to global totals, on every rank; each sample counts once, however many ranks share it.
 
     Each rank has routers of its own.
     """
@@ -239,7 +239,7 @@ def _reduce(outputs: Sequence[Totals], micros: Sequence[MicroT], world: World) -
 
 
 def _routing_counts(micros: Sequence[MicroT], device: torch.device) -> Totals:
-    """What routing replay changed on this rank."""
+    """Count what routing replay changed on this rank."""
     moved = pairs = 0.0
     for micro in micros:
         routing = micro.rows.packing.routing

@@ -1,4 +1,4 @@
-"""How samples become the packed positions of one rank.
+"""Turns samples into the packed positions of one rank.
 
 Invariant: with context parallelism every segment is a multiple of 2 * cp, and what a rank holds is
 a multiple of tp, which sequence parallelism cuts it into.
@@ -22,7 +22,7 @@ from megatron_opd.learner.context_parallel import share_of
 
 @dataclass(frozen=True)
 class Rows:
-    """The packed inputs of a micro-batch and the positions that predict its response tokens.
+    """Holds a micro-batch's packed inputs and the positions that predict its response tokens.
 
     ids_1s: int64 [1, s]. packing: what the layers need to know of the segments. logit_row_t:
     position, among s, of row P - 1 + t of its sample, which predicts response token t. token_t:
@@ -43,7 +43,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class PackLayout:
-    """What packing depends on.
+    """Holds what packing depends on.
 
     engine: the layers are TransformerEngine's. fixed_tokens: S of every micro-batch, for token
     dispatchers that refuse variable lengths; None: as many as it takes.
@@ -58,7 +58,7 @@ class PackLayout:
 
     @property
     def segment_multiple(self) -> int:
-        """A segment's tokens are a multiple of it."""
+        """Returns the number that divides every segment's number of tokens."""
         return 2 * self.cp if self.cp > 1 else 1
 
     def pack(self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Rows:
@@ -97,7 +97,7 @@ class PackLayout:
         )
 
     def packing(self, lengths: tuple[int, ...], real: tuple[int, ...]) -> PackedSeqParams:
-        """The segments as the layers want them. real: tokens of each that are no filler."""
+        """Return the segments as the layers want them. real: tokens of each that are no filler."""
         if not self.engine:
             return Packing.of(lengths, self.device, self.cp, self.cp_rank)
         used = self._bounds(real)
@@ -113,7 +113,7 @@ class PackLayout:
         return packing
 
     def _filler(self, lengths: Sequence[int]) -> list[int]:
-        """Segments of nothing that make up the total; none longer than a real one."""
+        """Return segments of filler that complete the total; none longer than a real one."""
         total, unit = sum(lengths), self.segment_multiple * self.tp
         target = up_to(total, unit)
         if self.fixed_tokens is not None:
@@ -138,5 +138,5 @@ class PackLayout:
 
 
 def up_to(count: int, multiple: int) -> int:
-    """The least multiple that is not below `count`."""
+    """Return the least multiple that is not below `count`."""
     return -(-count // multiple) * multiple

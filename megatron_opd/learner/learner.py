@@ -1,4 +1,4 @@
-"""The learner: a Megatron-Core model, its optimizer, and the two things it does with them.
+"""Holds the learner: a Megatron-Core model and its optimizer; it trains and exports them.
 
 Invariant: every rank of the world calls the same methods in the same order with plans of the same
 shape, since each of them holds collectives.
@@ -49,12 +49,12 @@ from megatron_opd.transport.messages import LearnerInfo, UpdateMetrics
 
 
 class NotFinite(RuntimeError):
-    """A loss or gradient is NaN or infinite: the run cannot go on."""
+    """Reports a NaN or infinite loss or gradient, after which the run cannot continue."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step.
+    """Reports one optimizer step.
 
     totals: global. grad_norm: before clipping. balancing_loss: see Balancing.mean_loss.
     """
@@ -101,7 +101,7 @@ class MegatronLearner:
         self.full = FullTensors(self.model, self.spec, self.world)
 
     def info(self) -> LearnerInfo:
-        """What the controller needs to know."""
+        """Return what the controller needs to know."""
         return LearnerInfo(
             world_size=self.world.size,
             data_parallel_size=self.world.parallel.dp,
@@ -120,7 +120,7 @@ class MegatronLearner:
         *,
         truncated_sampler: bool = False,
     ) -> UpdateMetrics:
-        """One learner update: `batch.plan`'s mini-batches, an optimizer step each.
+        """Make one learner update: `batch.plan`'s mini-batches, an optimizer step each.
 
         temperature: the sampler's. truncated_sampler: it renormalises over a part of the vocabulary
         (top_p < 1), so that its probabilities are no measure of the learner's; the mismatch is not
@@ -156,12 +156,12 @@ class MegatronLearner:
         return self._with_speed(metrics, batch)
 
     def _compares_routing(self, update: int) -> bool:
-        """Whether the update also measures the mismatch that it would have without replay."""
+        """Return whether the update also measures the mismatch without replay."""
         every = self.config.routing_compare_every
         return every > 0 and update % every == 0
 
     def sft_step(self, micros: Sequence[SftMicro], update: int) -> StepResult:
-        """One supervised optimizer step."""
+        """Make one supervised optimizer step."""
         lr = learning_rate(self.config.optimizer, update, self.updates)
         loss = partial(sft_loss, head=self.head)
         count = sum(len(micro.response_T) for micro in micros)
@@ -169,7 +169,7 @@ class MegatronLearner:
         return self._step(run, lr, count, len(micros))
 
     def sft_loss(self, micros: Sequence[SftMicro]) -> Totals:
-        """The loss of supervised micro-batches, without learning from them. Collective."""
+        """Return the loss of supervised micro-batches, without learning from them. Collective."""
         loss = partial(sft_loss, head=self.head)
         with self._device_mode:
             for chunk in self.model:
@@ -209,7 +209,7 @@ class MegatronLearner:
     def _step(
         self, forward_backward: Callable[[World], Totals], lr: float, count: int, micros: int
     ) -> StepResult:
-        """count: what this rank's part of the loss counts. micros: its micro-batches."""
+        """Make one step. count: this rank's part of the loss's count. micros: its micro-batches."""
         started = time.perf_counter()
         with self._device_mode:
             if self.balancing is not None:
@@ -236,7 +236,7 @@ class MegatronLearner:
         return int(count)
 
     def _with_speed(self, metrics: UpdateMetrics, batch: RankBatch) -> UpdateMetrics:
-        """Model FLOPs of the update (planning/flops.py) over the time of its optimizer steps.
+        """Add the update's model FLOPs (planning/flops.py) over the time of its optimizer steps.
 
         Other forward passes (learner/passes.py) count neither as FLOPs nor as time.
         """

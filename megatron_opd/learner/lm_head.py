@@ -1,4 +1,4 @@
-"""The LM head: a vocabulary padded to its ranks, and a head that returns its input, not logits.
+"""Replaces the LM head: one for a padded vocabulary, and one that returns its input, not logits.
 
 The head's product moves into the loss (losses/lean.py), which needs it one block at a time. The
 parameters, their names and Megatron's marks on them (tensor parallel, shared embedding) stay as
@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import (
 
 
 class PaddedHead(ColumnParallelLinear):
-    """A ColumnParallelLinear some of whose last outputs are no ids: their logits are -inf.
+    """Masks a ColumnParallelLinear's last outputs that are not ids: their logits are -inf.
 
     Their probability is exactly 0, and no gradient reaches the rows of the weight that pad it.
     """
@@ -32,7 +32,7 @@ class PaddedHead(ColumnParallelLinear):
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits [S, B, v]."""
+        """Return logits [S, B, v]."""
         assert not runtime_gather_output, "num_ids counts this rank's slice alone"
         logits, bias = super().forward(input_, weight, runtime_gather_output)
         padding_v = torch.arange(logits.shape[-1], device=logits.device) >= self.num_ids
@@ -56,12 +56,12 @@ def hide_padded_ids(model: GPTModel, vocab_size: int) -> None:
 
 
 def real_vocab_size(model: GPTModel) -> int:
-    """Ids of the vocabulary, without those that pad it to the tensor-parallel ranks."""
+    """Return the vocabulary's ids, without those that pad it to the tensor-parallel ranks."""
     return int(model.real_vocab_size)  # type: ignore[arg-type]
 
 
 class LeanHead(ColumnParallelLinear):
-    """A ColumnParallelLinear that stops before its product."""
+    """Stops a ColumnParallelLinear before its product."""
 
     def forward(
         self,
@@ -69,7 +69,7 @@ class LeanHead(ColumnParallelLinear):
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """[S, B, H] on every tensor-parallel rank, from this rank's part of S or from all of it.
+        """Return [S, B, H] on every tensor-parallel rank, from this rank's part of S or all of it.
 
         Either region adds up, in the backward pass, the ranks' gradients of the input: each rank
         has the part of its own vocabulary shard. weight: the tied embedding, see `head_weight`.
@@ -102,7 +102,7 @@ def install_lean_head(model: GPTModel) -> None:
 
 
 def head_weight(model: GPTModel) -> torch.Tensor:
-    """This rank's [v, H] of the head, on the last pipeline stage.
+    """Return this rank's [v, H] of the head, on the last pipeline stage.
 
     The embedding's own parameter where it is tied; with more than one stage, the last stage's copy
     of it, whose gradient Megatron adds to the first stage's (finalize_model_grads).

@@ -1,4 +1,4 @@
-"""Micro-batches as tensors.
+"""Turns micro-batches into tensors.
 
 Axes: T response tokens, N cached (token, action) pairs of the micro-batch. With context parallelism
 every rank holds all of them: the loss is computed whole on each.
@@ -20,7 +20,7 @@ from megatron_opd.losses.cache import Cache
 
 @dataclass(frozen=True)
 class SftMicro:
-    """Supervised: response_T int64, the token that each logit row must predict."""
+    """Holds a supervised micro-batch: response_T int64, the token each logit row must predict."""
 
     rows: Rows
     response_T: torch.Tensor
@@ -28,7 +28,7 @@ class SftMicro:
 
 @dataclass(frozen=True)
 class DistilMicro:
-    """The draw cache of a micro-batch. Axis B: its responses.
+    """Holds the draw cache of a micro-batch. Axis B: its responses.
 
     row_N: index into T. path_T: index into N. sample_T: index into B. fresh_T: sampled by the
     current version. advantage_B, group_log_q_B, defensive_B: batching.advantages.GroupColumns.
@@ -51,7 +51,7 @@ class DistilMicro:
     m2_limits: tuple[torch.Tensor | None, ...] | None = None
 
     def cache(self, student_logp_N: torch.Tensor, prox_is_student: bool) -> Cache:
-        """With the student's log-probs now.
+        """Return the cache with the student's log-probs now.
 
         prox_is_student: before the first optimizer step of a batch its start is now.
         """
@@ -78,7 +78,7 @@ class DistilMicro:
 def sft_micro(
     prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], layout: PackLayout
 ) -> SftMicro:
-    """A supervised micro-batch."""
+    """Make a supervised micro-batch."""
     rows = layout.pack(prompts, responses)
     return SftMicro(rows, _tensor(np.concatenate(list(responses)), torch.int64, layout.device))
 
@@ -86,7 +86,7 @@ def sft_micro(
 def distil_micros(
     batch: RankBatch, mini: int, layout: PackLayout, routing: Routing | None = None
 ) -> list[DistilMicro]:
-    """The micro-batches of one mini-batch of this rank, in plan order.
+    """Make the micro-batches of one mini-batch of this rank, in plan order.
 
     ValueError: see Routing.micro.
     """

@@ -1,4 +1,4 @@
-"""A Megatron-Core GPTModel in this rank's chunks, each wrapped for data parallelism.
+"""Builds a Megatron-Core GPTModel in this rank's chunks, each wrapped for data parallelism.
 
 Its weights mean nothing until checkpoint.convert fills every one of them.
 """
@@ -39,7 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def transformer_config(
     spec: ModelSpec, config: LearnerConfig, kernels: Kernels, *, cuda: bool
 ) -> TransformerConfig:
-    """Megatron's configuration of `spec` at the parallel layout of `config`.
+    """Make Megatron's configuration of `spec` at the parallel layout of `config`.
 
     ValueError: `learner.megatron` has a field that it must not, or Megatron refuses the whole.
     """
@@ -97,7 +97,7 @@ def transformer_config(
 
 
 def _architecture(spec: ModelSpec) -> dict[str, Any]:
-    """What config.json says, in Megatron's words."""
+    """Return what config.json says, in Megatron's words."""
     moe: dict[str, Any] = {}
     if spec.is_moe:
         moe = {
@@ -128,7 +128,7 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
 def _layer_specs(
     spec: ModelSpec, config: TransformerConfig, engine: bool, vp_stage: int | None
 ) -> list[ModuleSpec]:
-    """The layers of one chunk of this pipeline stage."""
+    """Return the layers of one chunk of this pipeline stage."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage)
     kinds = {}
@@ -147,7 +147,7 @@ def _layer_specs(
 
 
 def ddp_config(config: LearnerConfig) -> DistributedDataParallelConfig:
-    """Megatron's data-parallel settings. ValueError: `learner.ddp` has a field it must not."""
+    """Make Megatron's data-parallel settings. ValueError: `learner.ddp` has a field it must not."""
     target = DistributedDataParallelConfig
     chosen = {"grad_reduce_in_fp32": True} | check_overrides("learner.ddp", target, config.ddp)
     return build("learner.ddp", target, chosen | {"use_distributed_optimizer": True})
@@ -156,7 +156,7 @@ def ddp_config(config: LearnerConfig) -> DistributedDataParallelConfig:
 def build_model(
     spec: ModelSpec, world: World, config: LearnerConfig
 ) -> list[DistributedDataParallel]:
-    """This rank's part of the model: vpp chunks. ValueError: see transformer_config."""
+    """Build this rank's part of the model: vpp chunks. ValueError: see transformer_config."""
     cuda = world.device.type == "cuda"
     megatron, ddp = transformer_config(spec, config, world.kernels, cuda=cuda), ddp_config(config)
     vpp = world.parallel.vpp

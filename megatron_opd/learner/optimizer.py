@@ -1,4 +1,4 @@
-"""AdamW with float32 main parameters, sharded over data-parallel ranks, and its schedule."""
+"""Builds AdamW with float32 main parameters, sharded over data-parallel ranks; its schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_opd.learner.overrides import build, check_overrides
 
 
 def learning_rate(config: OptimizerConfig, update: int, updates: int) -> float:
-    """Learning rate of `update` (0-based) out of `updates`.
+    """Return the learning rate of `update` (0-based) out of `updates`.
 
     Warm-up rises linearly from 0 and reaches the peak at update `warmup_updates`; no update is
     spent at 0. The cosine reaches min_lr at the last update.
@@ -33,7 +33,7 @@ def learning_rate(config: OptimizerConfig, update: int, updates: int) -> float:
 def build_optimizer(
     config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Megatron's DistributedOptimizer; parameters of one dimension get no weight decay."""
+    """Build Megatron's DistributedOptimizer; one-dimensional parameters get no weight decay."""
     overlap = chunks[0].ddp_config.overlap_param_gather
     return get_megatron_optimizer(optimizer_config(config, dtype, overlap), list(chunks))
 
@@ -41,7 +41,7 @@ def build_optimizer(
 def optimizer_config(
     config: OptimizerConfig, dtype: torch.dtype, overlap_param_gather: bool
 ) -> MegatronOptimizerConfig:
-    """Megatron's settings.
+    """Make Megatron's optimizer settings.
 
     ValueError: the section has a key that is neither ours nor Megatron's, or Megatron refuses it.
     """
@@ -82,6 +82,6 @@ def connect_schedule(
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
-    """Give every parameter group its rate."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)

@@ -1,4 +1,4 @@
-"""Any field of Megatron's own dataclasses, set from YAML and checked against the real classes.
+"""Sets any field of Megatron's own dataclasses from YAML, checked against the real classes.
 
 `learner.megatron.*` is TransformerConfig, `learner.ddp.*` DistributedDataParallelConfig, and what
 `learner.optimizer.*` holds beyond this project's keys OptimizerConfig. Fields that follow from
@@ -86,7 +86,7 @@ def _owner(target: type, name: str) -> str | None:
 def check_overrides(
     section: str, target: type, values: Mapping[str, Any], beside: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """`values` converted to the types of the fields of `target`.
+    """Return `values` converted to the types of the fields of `target`.
 
     section: the key they stand under. beside: keys of ours there, for the hint. ValueError, one
     line: no such field (with the nearest one), one that something else sets, or a value of another
@@ -134,7 +134,7 @@ def _converted(key: str, hint: Any, value: Any) -> Any:
 
 
 def _takes_code(hint: Any) -> bool:
-    """Whether a field holds functions or live objects, which a file cannot."""
+    """Return whether a field holds functions or live objects, which a file cannot."""
     kinds = (hint, *typing.get_args(hint))
     return any(typing.get_origin(kind) is Callable or kind is Callable for kind in kinds) or any(
         getattr(kind, "__name__", "") == "Callable" for kind in kinds
@@ -142,7 +142,7 @@ def _takes_code(hint: Any) -> bool:
 
 
 def build(section: str, target: Callable[..., T], values: Mapping[str, Any]) -> T:
-    """`target(**values)`; what its own checks refuse becomes one line under `section`."""
+    """Call `target(**values)`; what its own checks reject becomes one line under `section`."""
     try:
         return target(**values)
     except (ValueError, AssertionError) as error:

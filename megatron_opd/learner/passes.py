@@ -1,6 +1,6 @@
-"""Forward passes before the loss's own: what it needs to know, and what replay is compared with.
+"""Makes the forward passes before the loss's own, for what the loss needs or is compared with.
 
-That is the batch's start, M2PO's statistics, and the mismatch with the learner's own routing.
+These are the batch's start, M2PO's statistics, and the mismatch with the learner's own routing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_opd.losses.objective import View, m2_limit_of, m2_view
 
 @dataclass(frozen=True)
 class Passes:
-    """Every rank of the world calls the same methods: they hold collectives.
+    """Makes the passes. Every rank of the world calls the same methods: they hold collectives.
 
     record_routing: later mini-batches are to use the routing of the batch's start.
     """
@@ -43,7 +43,7 @@ class Passes:
     record_routing: bool = False
 
     def with_prox(self, minis: Sequence[Sequence[DistilMicro]]) -> list[list[DistilMicro]]:
-        """The mini-batches with the learner's log-probs of the batch's start, where they are read.
+        """Add the learner's log-probs of the batch's start to the mini-batches, where read.
 
         With one mini-batch they are the loss's own log-probs, and no pass is made. The pass also
         records the routing.
@@ -66,7 +66,7 @@ class Passes:
         ]
 
     def with_m2_limits(self, mini: Sequence[DistilMicro]) -> list[DistilMicro]:
-        """The mini-batch with M2PO's limits over all ranks, where a trust region has one."""
+        """Add M2PO's limits over all ranks to the mini-batch, where a trust region has one."""
         if not self.estimator.needs_statistics:
             return list(mini)
         caches = self._caches(mini)
@@ -88,7 +88,7 @@ class Passes:
         return [replace(micro, m2_limits=limits) for micro in mini]
 
     def mismatch_without_replay(self, mini: Sequence[DistilMicro]) -> Mismatch:
-        """What the mismatch would be if every router chose for itself.
+        """Return what the mismatch would be if every router chose for itself.
 
         The loss's own pass makes the same random choices (dropout, jitter) as if this one had not
         been.
@@ -103,14 +103,14 @@ class Passes:
 
 
 def _routed_freely(micro: DistilMicro) -> DistilMicro:
-    """Nothing given, nothing recorded."""
+    """Return the micro-batch with nothing given and nothing recorded."""
     packing = copy(micro.rows.packing)
     packing.routing = None
     return replace(micro, rows=replace(micro.rows, packing=packing))
 
 
 def _gathered(value_n: torch.Tensor) -> torch.Tensor:
-    """The values of every data-parallel rank, end to end; each rank holds another number."""
+    """Gather the values of every data-parallel rank, end to end; ranks hold different numbers."""
     group: Any = ps.get_data_parallel_group()
     size = dist.get_world_size(group)
     if size == 1:

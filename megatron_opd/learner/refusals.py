@@ -1,4 +1,4 @@
-"""What Megatron would refuse of a configuration, found before any process is started."""
+"""Finds what Megatron would reject of a configuration, before any process is started."""
 
 from __future__ import annotations
 

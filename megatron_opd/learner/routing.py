@@ -1,4 +1,4 @@
-"""Routing replay (R3): which experts a token visits is given, not chosen; what they weigh is not.
+"""Replays routing (R3): a token's experts are given, not chosen; their weights stay the router's.
 
 A gate stays the learner's own: the probabilities of the given experts come from its router's logits
 now, normalised as the model does it, so that gradients reach the router.
@@ -38,7 +38,7 @@ TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class MicroRouting:
-    """The experts of one micro-batch on this rank.
+    """Holds the experts of one micro-batch on this rank.
 
     given: by layer (index into L) int16 [m, k], -1 in rows that route freely; a layer that is not
     there yet is recorded when it is first computed. real_m: bool, no filler. moved: by layer, how
@@ -50,7 +50,7 @@ class MicroRouting:
     moved: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
 
     def experts(self, layer: int, own_mk: torch.Tensor) -> torch.Tensor:
-        """int64 [m, k]: what `layer` uses; own_mk: what its router would choose.
+        """Return int64 [m, k]: the experts `layer` uses; own_mk: what its router would choose.
 
         The same however often it is asked, and a recomputed layer counts once.
         """
@@ -65,13 +65,13 @@ class MicroRouting:
         return used_mk
 
     def counts(self) -> tuple[float, float]:
-        """(position, layer) pairs of this rank that moved, and that were replayed."""
+        """Return the (position, layer) pairs of this rank that moved, and that were replayed."""
         moved = sum(float(count) for count in self.moved.values())
         return moved, float(self.real_m.sum()) * len(self.moved)
 
 
 class LayerReplay(RouterReplay):
-    """What one router asks instead of taking its top k.
+    """Answers one router in place of its top k.
 
     alone: the expert layer is recomputed without the rest of its transformer layer.
     """
@@ -83,7 +83,7 @@ class LayerReplay(RouterReplay):
         self._recomputed_next: deque[MicroRouting | None] = deque()
 
     def enter(self, micro: MicroRouting | None) -> None:
-        """The transformer layer begins to compute this micro-batch."""
+        """Begin a micro-batch in the transformer layer."""
         self._micro = micro
         if self._alone and torch.is_grad_enabled():
             self._recomputed_next.append(micro)
@@ -96,7 +96,7 @@ class LayerReplay(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[m, k] scores of the experts to use, and the experts; scores: [m, experts]."""
+        """Return [m, k] scores of the experts to use, and the experts; scores: [m, experts]."""
         assert default_compute_topk is not None
         values_mk, own_mk = default_compute_topk(
             scores, topk, num_groups=num_groups, group_topk=group_topk
@@ -116,7 +116,7 @@ def _enter(replay: LayerReplay, layer: Any, args: Any, kwargs: dict[str, Any]) -
 
 @dataclass(frozen=True)
 class Routing:
-    """Replay over a model's chunks. layers: indices into L of this rank's."""
+    """Replays over a model's chunks. layers: indices into L of this rank's."""
 
     mode: RoutingReplay
     spec: ModelSpec
@@ -153,7 +153,7 @@ class Routing:
         return cls(mode, spec, tuple(layers), world.device, tp, world.tp_rank)
 
     def micro(self, experts_XLk: ExpertArray | None, source_s: np.ndarray) -> MicroRouting:
-        """The routing of a micro-batch, whose positions hold inputs source_s (layout.Rows).
+        """Return the routing of a micro-batch, whose positions hold inputs source_s (layout.Rows).
 
         experts_XLk: of its samples; read in the mode `rollout` alone. ValueError: missing, of
         another shape, or no k distinct experts of the model.

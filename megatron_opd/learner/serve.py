@@ -1,4 +1,4 @@
-"""A learner rank that serves a controller until it is told to stop."""
+"""Runs a learner rank that serves a controller until it is told to stop."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
 
 def serve(config: Config, address: str) -> int:
-    """Serve the controller at `address`; the process's exit code.
+    """Serve the controller at `address`; return the process's exit code.
 
     Whatever fails is reported to the controller in one line before this rank ends; the traceback
     goes to stderr. A controller that is gone, or that does not take this rank, is told on stderr.
@@ -73,7 +73,7 @@ def serve(config: Config, address: str) -> int:
 
 
 def _largest_frame(config: Config) -> int:
-    """Bytes of the largest frame that this rank takes."""
+    """Return the bytes of the largest frame that this rank accepts."""
     try:
         spec = read_model_spec(config.student.model)
     except ValueError:
@@ -83,7 +83,7 @@ def _largest_frame(config: Config) -> int:
 
 
 class RankServer:
-    """Requests to methods. All ranks execute every request; rank 0 answers."""
+    """Executes requests on all ranks; rank 0 answers."""
 
     def __init__(self, config: Config, channel: Channel) -> None:
         self.config, self.channel = config, channel
@@ -123,7 +123,7 @@ class RankServer:
                 return
 
     def _join(self) -> None:
-        """Be taken by the controller. NotTheHolder: this rank does not see its run directory."""
+        """Join the controller. NotTheHolder: this rank does not see its run directory."""
         world, info = self.learner.world, self.learner.info()
         data_rank = world.data_rank if world.is_head else None
         hello = Hello(world.rank, data_rank, info, learner_digests(self.config))

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the distillation learner: same packing, model, optimizer and export."""
+"""Fine-tunes on the distillation learner: same packing, model, optimizer and export."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from megatron_opd.types import IntArray
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One example: prompt tokens, and response tokens with the end-of-sequence token."""
+    """Holds one example: prompt tokens, and response tokens with the end-of-sequence token."""
 
     prompt_ids: IntArray
     response_ids: IntArray
 
     @property
     def num_tokens(self) -> int:
-        """Both together."""
+        """Returns the number of prompt and response tokens together."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 
@@ -65,7 +65,7 @@ def read_pairs(config: SftConfig, path: Path, max_tokens: int) -> list[Pair]:
 
 
 def batches(pairs: list[Pair], batch_size: int, seed: int) -> Iterator[list[Pair]]:
-    """Endless batches; every epoch is a fresh permutation, and a batch may span two epochs."""
+    """Yield batches without end; epochs are fresh permutations, a batch may span two of them."""
     rng = np.random.default_rng(seed)
     waiting: list[int] = []
     while True:
@@ -76,7 +76,7 @@ def batches(pairs: list[Pair], batch_size: int, seed: int) -> Iterator[list[Pair
 
 
 def rank_micros(batch: list[Pair], learner: MegatronLearner) -> Iterator[list[SftMicro]]:
-    """This rank's micro-batches, a list for every mini-batch."""
+    """Yield this rank's micro-batches, a list for every mini-batch."""
     plan = learner_plan([pair.num_tokens for pair in batch], learner.config)
     for ranks in plan:
         yield [
@@ -90,7 +90,7 @@ def rank_micros(batch: list[Pair], learner: MegatronLearner) -> Iterator[list[Sf
 
 
 class Validation:
-    """Mean negative log-likelihood of the response tokens of held-out pairs, in nats.
+    """Measures the mean negative log-likelihood of held-out response tokens, in nats.
 
     Data-parallel ranks take equal shares: pairs beyond the last multiple are left out.
     """
@@ -107,7 +107,7 @@ class Validation:
             )
 
     def loss(self) -> float:
-        """Collective."""
+        """Return the loss. Collective."""
         totals = [self._learner.sft_loss(m) for m in rank_micros(self._pairs, self._learner)]
         tokens = sum(each.sum("tokens") for each in totals)
         return sum(each.sum("loss") for each in totals) / tokens

@@ -1,4 +1,4 @@
-"""What `opd sft` prints, and its metrics file."""
+"""Prints the progress of `opd sft` and writes its metrics file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROGRESS_LINES = 100
 
 @dataclass(frozen=True)
 class Row:
-    """One update. update: 1-based, 0 before the first. Losses in nats per response token."""
+    """Holds one update. update: 1-based, 0 before the first. Losses in nats per response token."""
 
     update: int
     loss: float | None = None
@@ -25,9 +25,9 @@ class Row:
 
 
 class Report:
-    """A progress line now and then, every validation, and a row an update in config.metrics.
+    """Prints a progress line now and then and every validation, and writes a row per update.
 
-    shown: false on ranks that say nothing.
+    shown: false on ranks that print nothing.
     """
 
     def __init__(self, config: SftConfig, *, shown: bool) -> None:
@@ -39,7 +39,7 @@ class Report:
             self._path.write_text("", encoding="utf-8")
 
     def __call__(self, row: Row) -> None:
-        """One update."""
+        """Report one update."""
         if not self._shown:
             return
         if self._path is not None:

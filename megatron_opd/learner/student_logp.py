@@ -1,4 +1,4 @@
-"""The student's log-probs from what the model returns at its last stage.
+"""Computes the student's log-probs from what the model returns at its last stage.
 
 Axes: s packed positions of this rank, T response tokens, t those predicted on this rank, N (token,
 id) pairs, n pairs of this rank.
@@ -22,14 +22,14 @@ from megatron_opd.losses.vocab_parallel import gather_logp
 
 @dataclass(frozen=True)
 class Scored:
-    """logp_N: [N] float32. entropy_T: nats, where it comes for free."""
+    """Holds the scores. logp_N: [N] float32. entropy_T: nats, where it comes for free."""
 
     logp_N: torch.Tensor
     entropy_T: torch.Tensor | None
 
 
 class StudentLogp(Protocol):
-    """Log softmax(logits / temperature) of response positions at (row_N, id_N)."""
+    """Computes log softmax(logits / temperature) of response positions at (row_N, id_N)."""
 
     def __call__(
         self,
@@ -39,21 +39,21 @@ class StudentLogp(Protocol):
         id_N: torch.Tensor,
         temperature: float,
     ) -> Scored:
-        """out_1s: the model's output for all packed positions."""
+        """Score pairs. out_1s: the model's output for all packed positions."""
         ...
 
 
 def dense_logp(
     out_1s: torch.Tensor, rows: Rows, row_N: torch.Tensor, id_N: torch.Tensor, temperature: float
 ) -> Scored:
-    """From logits [1, s, v]: what LeanLogp is checked against."""
+    """Score from logits [1, s, v]: the reference that LeanLogp is checked against."""
     logits_tv = out_1s[0].index_select(0, rows.logit_row_t)
     group = _vocab_group()
     return Scored(gather_logp(logits_tv, row_N, id_N, temperature=temperature, group=group), None)
 
 
 class LeanLogp:
-    """From the LM head's input [1, s, H], never holding [T, V]. model: with a lean head."""
+    """Scores from the LM head's input [1, s, H], never holding [T, V]. model: with a lean head."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -81,10 +81,10 @@ class LeanLogp:
 
 
 class AcrossContext:
-    """Log-probs of all response tokens on every context-parallel rank, from each rank's own.
+    """Joins the log-probs of all response tokens on every context-parallel rank.
 
-    The loss is then computed whole on each of them: it may compare tokens that lie on different
-    ranks. Every rank takes back the gradient of its own log-probs alone, so nothing counts twice.
+    The loss is then computed whole on each rank, because it may compare tokens of different ranks.
+    Every rank takes back the gradient of its own log-probs alone, so nothing counts twice.
     """
 
     def __init__(self, head: StudentLogp, group: dist.ProcessGroup) -> None:
@@ -109,7 +109,7 @@ class AcrossContext:
         return Scored(logp_N, self._joined(scored.entropy_T, rows.token_t, rows.num_tokens))
 
     def _joined(self, value_n: torch.Tensor, place_n: torch.Tensor, length: int) -> torch.Tensor:
-        """Forward: sum of all ranks' values, each at its place. Backward: this rank's places."""
+        """Sum all ranks' values, each at its place; backward takes this rank's places."""
         spread = value_n.new_zeros(length).index_copy(0, place_n, value_n)
         return reduce_from_tensor_model_parallel_region(spread, group=self._group)  # type: ignore[arg-type]
 
@@ -120,7 +120,7 @@ def _vocab_group() -> dist.ProcessGroup:
 
 
 def make_student_logp(model: Any, kind: str) -> StudentLogp:
-    """The configured way; lean changes `model` so that it returns the LM head's input."""
+    """Make the configured scorer; lean changes `model` so that it returns the LM head's input."""
     head: StudentLogp = dense_logp
     if kind == "lean":
         install_lean_head(model)

@@ -1,4 +1,4 @@
-"""`python -m megatron_opd.learner.torchrun ARGUMENTS`: a torchrun that ends with its parent.
+"""Runs torchrun so that it ends with its parent: `python -m megatron_opd.learner.torchrun`.
 
 Ranks end with torchrun, torchrun with the process that started it (transport/lifetime.py): a run
 that is killed with SIGKILL leaves no learner behind. Its store listens on --master-addr alone, and

@@ -1,4 +1,4 @@
-"""What a mini-batch adds up to over micro-batches and ranks: one vector of sums, one of maxima.
+"""Adds up a mini-batch over micro-batches and ranks: one vector of sums, one of maxima.
 
 One fixed layout, so that ranks that compute no logits can join the reduction.
 """
@@ -31,7 +31,7 @@ MAXIMA = ("mismatch", "log_ratio")
 
 @dataclass(frozen=True)
 class Mismatch:
-    """|p_learner - p_sampler| (TIS) over `tokens` path tokens; None: there were none."""
+    """Measures |p_learner - p_sampler| (TIS) over `tokens` path tokens; None: there were none."""
 
     max_abs_dp: float | None
     mean_abs_dp: float | None
@@ -40,7 +40,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Totals:
-    """Float64 vectors; sums: [len(SUMS) + NUM_BINS], the importance-ratio histogram last.
+    """Holds float64 vectors; sums: [len(SUMS) + NUM_BINS], the importance-ratio histogram last.
 
     count: what the loss is divided by (losses/reduction.py). The rest: losses/diagnostics.py.
     """
@@ -50,7 +50,7 @@ class Totals:
 
     @classmethod
     def zero(cls, device: torch.device) -> Totals:
-        """The neutral element."""
+        """Return the neutral element of addition."""
         return cls(
             torch.zeros(len(SUMS) + NUM_BINS, dtype=torch.float64, device=device),
             torch.full((len(MAXIMA),), -torch.inf, dtype=torch.float64, device=device),
@@ -80,38 +80,38 @@ class Totals:
         return totals
 
     def plus(self, other: Totals) -> Totals:
-        """Both together."""
+        """Return the sum of two totals."""
         return Totals(self.sums + other.sums, self.maxima.maximum(other.maxima))
 
     def count(self) -> torch.Tensor:
-        """What the loss is divided by, an int32 scalar on the device."""
+        """Return what the loss is divided by, an int32 scalar on the device."""
         return self.sums[SUMS.index("count")].to(torch.int)
 
     def sum(self, name: str) -> float:
-        """One sum."""
+        """Return one sum by name."""
         return float(self.sums[SUMS.index(name)])
 
     def mean(self, name: str, count: str) -> float | None:
-        """One sum over another; None when nothing was counted."""
+        """Return one sum over another; None when nothing was counted."""
         counted = self.sum(count)
         return self.sum(name) / counted if counted else None
 
     def moments(self, name: str) -> tuple[float | None, float | None]:
-        """Mean and variance of a weight, as the cache weighs actions; None when there were none."""
+        """Return mean and variance of a weight, as the cache weighs actions; None without any."""
         mean = self.mean(name, "importance_weight")
         squared = self.mean(f"{name}_squared", "importance_weight")
         return mean, None if mean is None or squared is None else max(squared - mean**2, 0.0)
 
     def max(self, name: str) -> float:
-        """One maximum; -inf when nothing was measured."""
+        """Return one maximum; -inf when nothing was measured."""
         return float(self.maxima[MAXIMA.index(name)])
 
     def mismatch(self) -> Mismatch:
-        """How far learner and sampler are apart."""
+        """Return how far learner and sampler are apart."""
         tokens = int(self.sum("mismatch_tokens"))
         largest = self.max("mismatch") if tokens else None
         return Mismatch(largest, self.mean("mismatch", "mismatch_tokens"), tokens)
 
     def ratio_quantile(self, quantile: float) -> float:
-        """Quantile of the importance ratio, weighted as in the draw cache."""
+        """Return a quantile of the importance ratio, weighted as in the draw cache."""
         return ratio_quantile(self.sums[len(SUMS) :].cpu(), quantile)

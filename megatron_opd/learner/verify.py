@@ -1,7 +1,9 @@
-"""`python -m megatron_opd.learner.verify MEGATRON HF`: both checkpoints give the same logits.
+"""Checks that two checkpoints give the same logits, one of Megatron and one of transformers.
 
-The learner's model in float32, with the Megatron checkpoint's weights, against transformers' with
-the other's. Both are whole in memory, on this one process.
+python -m megatron_opd.learner.verify MEGATRON HF
+
+It compares the learner's model in float32, with the Megatron checkpoint's weights, with
+transformers' model of the other. Both are whole in memory, on this one process.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ NUM_TOKENS = 64
 
 
 def megatron_logits(path: Path, spec: ModelSpec, ids_1S: torch.Tensor) -> torch.Tensor:
-    """float32 [S, V] of one sequence, without the ids that pad the vocabulary."""
+    """Return float32 [S, V] of one sequence, without the ids that pad the vocabulary."""
     config = LearnerConfig.model_validate({"dtype": "float32"})
     with cpu.install():
         world = init_world(config.parallel, seed=0, threads=None, timeout_s=600.0)
@@ -39,7 +41,7 @@ def megatron_logits(path: Path, spec: ModelSpec, ids_1S: torch.Tensor) -> torch.
 
 
 def transformers_logits(path: Path, ids_1S: torch.Tensor) -> torch.Tensor:
-    """float32 [S, V]."""
+    """Return float32 [S, V] of one sequence."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)

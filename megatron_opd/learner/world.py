@@ -1,4 +1,4 @@
-"""The torchrun world: process groups, seeds, threads.
+"""Forms the torchrun world: process groups, seeds, threads.
 
 Ranks = tp * cp * pp * dp, see config/learner.py.
 """
@@ -24,7 +24,7 @@ from megatron_opd.transport.store import bound_store
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place.
+    """Describes this rank's place in the world.
 
     data_rank: which samples it sees, of parallel.dp. model_group: gloo group of the tp * cp * pp
     ranks that see the same samples; head: the first of them, which talks to the controller.
@@ -48,16 +48,16 @@ class World:
 
     @property
     def last_stage(self) -> bool:
-        """Whether this rank computes log-probs."""
+        """Returns whether this rank computes log-probs."""
         return self.pp_rank == self.parallel.pp - 1
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's sums are added up: of those that compute the same loss, one's are."""
+        """Returns whether this rank's sums count: one of the ranks with the same loss does."""
         return self.last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     def pack_layout(self, fixed_tokens: int | None) -> PackLayout:
-        """How this rank packs its micro-batches."""
+        """Return how this rank packs its micro-batches."""
         return PackLayout(
             self.device,
             tp=self.parallel.tp,
@@ -114,7 +114,7 @@ def init_world(parallel: ParallelConfig, seed: int, threads: int | None, timeout
 
 
 def _store_of_rank_0(size: int, timeout: timedelta) -> Store:
-    """Rank 0 listens on MASTER_ADDR alone; env:// would listen on every interface."""
+    """Make rank 0's store listen on MASTER_ADDR alone; env:// would use every interface."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ["RANK"] == "0":
         return bound_store(host, port, size, timeout)

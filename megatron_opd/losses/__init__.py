@@ -1,1 +1,1 @@
-"""Losses: functions of log-prob tensors alone."""
+"""Computes losses as functions of log-prob tensors alone."""

@@ -1,4 +1,4 @@
-"""Blocks of logits: which exist, which (row, id) pairs each holds, and the products made of them.
+"""Splits logits into blocks, says which (row, id) pairs each holds, and makes their products.
 
 Axes: T rows, N (row, id) pairs, H hidden, v this rank's slice of the vocabulary. One block: C rows,
 K ids, P pairs.
@@ -21,7 +21,7 @@ BLOCK_ROWS, BLOCK_ELEMENTS = 16_384, 2**25
 
 @dataclass(frozen=True)
 class Block:
-    """Rows x ids (local to this rank), and the pairs inside: their place in N, row and column."""
+    """Describes a block: rows x ids (local to this rank), its pairs' place in N, row and column."""
 
     rows: slice
     ids: slice
@@ -32,7 +32,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Every block of T x v, and which pairs each holds: pairs sorted by block, cut at `bounds`.
+    """Plans all blocks of T x v and their pairs: pairs sorted by block, cut at `bounds`.
 
     num_ids: ids of this rank; fewer than v where the vocabulary is padded to its ranks.
     """
@@ -55,7 +55,7 @@ class BlockPlan:
         group: dist.ProcessGroup | None,
         vocab_size: int | None = None,
     ) -> BlockPlan:
-        """Of the pairs whose ids this rank holds. shape: T, v. vocab_size: None for v a rank.
+        """Plan the pairs whose ids this rank holds. shape: T, v. vocab_size: None for v per rank.
 
         IndexError for a pair outside the whole [T, V].
         """
@@ -88,7 +88,7 @@ class BlockPlan:
         )
 
     def columns(self) -> Iterator[tuple[slice, Iterator[Block]]]:
-        """The blocks by slice of the vocabulary, so that a slice's weight gradient ends in one."""
+        """Yield the blocks by slice of the vocabulary, so that weight gradients finish by slice."""
         across = -(-self.num_rows // self.block_rows)
         for column, first in enumerate(range(0, self.num_ids, self.block_ids)):
             ids = slice(first, min(first + self.block_ids, self.num_ids))
@@ -104,12 +104,12 @@ class BlockPlan:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over the vocabulary of inputs of `dtype` are held in."""
+    """Return the type in which sums over the vocabulary of `dtype` inputs are held."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Products:
-    """Matrix products accumulated in `wide`, and the two block buffers that every block reuses.
+    """Multiplies matrices, accumulated in `wide`, with two buffers that every block reuses.
 
     Half-precision operands are multiplied as they are where the device returns float32 from that
     (CUDA), else widened a block at a time.
@@ -122,18 +122,18 @@ class Products:
         self._buffers = [like.new_empty(size, dtype=self.wide) for _ in range(2)]
 
     def operand(self, block: torch.Tensor) -> torch.Tensor:
-        """What the products take of a block of inputs."""
+        """Return a block of inputs in the form that the products take."""
         return block if self.native_half else block.to(self.wide)
 
     def buffer_CK(self, which: int, block: Block) -> torch.Tensor:
-        """A buffer of the block's shape, with anything in it."""
+        """Return a buffer of the block's shape, with arbitrary contents."""
         shape = block.rows.stop - block.rows.start, block.ids.stop - block.ids.start
         return self._buffers[which][: shape[0] * shape[1]].view(shape)
 
     def logits_CK(
         self, hidden_CH: torch.Tensor, weight_KH: torch.Tensor, temperature: float, block: Block
     ) -> torch.Tensor:
-        """The logits hidden weight^T / temperature, in buffer 0."""
+        """Compute the logits hidden weight^T / temperature, in buffer 0."""
         x_CK = self.buffer_CK(0, block)
         if self.native_half:
             torch.mm(hidden_CH, weight_KH.T, out_dtype=self.wide, out=x_CK)  # type: ignore[call-overload]
@@ -142,7 +142,7 @@ class Products:
         return x_CK if temperature == 1 else x_CK.div_(temperature)
 
     def add(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Total += left @ right, total in `wide`."""
+        """Add left @ right to `total`, in `wide`."""
         if self.native_half:
             torch.addmm(total, left, right, out_dtype=self.wide, out=total)  # type: ignore[call-overload]
         else:
@@ -150,7 +150,7 @@ class Products:
 
 
 def default_block(hidden_TH: torch.Tensor) -> tuple[int, int]:
-    """Rows x ids of a block, for this device and number of rows."""
+    """Return rows x ids of a block, for this device and number of rows."""
     if hidden_TH.device.type == "cpu":
         return CPU_BLOCK_ROWS, CPU_BLOCK_IDS
     rows = max(1, min(len(hidden_TH), BLOCK_ROWS))

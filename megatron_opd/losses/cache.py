@@ -1,4 +1,4 @@
-"""The log-probs a loss is a function of. Everything is float64 from here on: N is small.
+"""Holds the log-probs a loss is a function of. Everything is float64 from here on: N is small.
 
 Axes: T response tokens, N (token, cached action) pairs, B responses.
 """
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Actions:
-    """Some (token, action) pairs and what each weighs; n counts them.
+    """Holds some (token, action) pairs and the weight of each; n counts them.
 
     student_n: differentiable. weight_n: > 0. row_n: the token, in [0, T). prox_n: learner log-probs
     at the batch's start.
@@ -28,7 +28,7 @@ class Actions:
 
 @dataclass(frozen=True)
 class Cache:
-    """The scored draw cache of some responses, with the learner's log-probs.
+    """Holds the scored draw cache of some responses, with the learner's log-probs.
 
     student_logp_N: of the student now, differentiable. sampler_logp_N, teacher_logp_N, weight_N: as
     in types.Draws and types.Sample. prox_logp_N: the learner's at the batch's start. row_N: the
@@ -54,11 +54,11 @@ class Cache:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Returns the number of response tokens, T."""
         return len(self.path_T)
 
     def wide(self) -> Cache:
-        """The same in float64; gradients flow back in the original dtype."""
+        """Return the cache in float64; gradients flow back in the original dtype."""
 
         def up(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.double()
@@ -76,21 +76,21 @@ class Cache:
         )
 
     def selected(self) -> Actions:
-        """The pairs that the support selected and the teacher does not forbid.
+        """Return the pairs that the support selected and the teacher does not exclude.
 
-        A path token that no draw hit has weight 0 and leaves before any arithmetic: 0 * inf would
-        be nan in the gradient. So does an id of teacher log-prob -inf; `excluded` counts it. A
-        score that is not a number stays, and with it the loss is none: nothing may hide it.
+        A path token that no draw hit has weight 0 and is removed before any arithmetic: 0 * inf
+        would be NaN in the gradient. An id of teacher log-prob -inf is removed too; `excluded`
+        counts it. NaN scores are kept on purpose: the loss becomes NaN and the run stops.
         """
         chosen = (self.weight_N > 0) & (self.teacher_logp_N != -torch.inf)
         return self._at(chosen.nonzero()[:, 0], self.weight_N)
 
     def excluded(self) -> torch.Tensor:
-        """Selected ids of teacher log-prob -inf, a count."""
+        """Count the selected ids of teacher log-prob -inf."""
         return ((self.weight_N > 0) & (self.teacher_logp_N == -torch.inf)).sum()
 
     def path(self) -> Actions:
-        """The sampled tokens, one a token, each of weight 1."""
+        """Return the sampled tokens, one action per token, each of weight 1."""
         return self._at(self.path_T, torch.ones_like(self.weight_N))
 
     def _at(self, index_n: torch.Tensor, weight_N: torch.Tensor) -> Actions:
@@ -105,15 +105,15 @@ class Cache:
         )
 
     def per_token(self, term_n: torch.Tensor, row_n: torch.Tensor) -> torch.Tensor:
-        """float64 [T]: terms summed by token."""
+        """Sum terms by token: float64 [T]."""
         return term_n.new_zeros(self.num_tokens).index_add(0, row_n, term_n)
 
     def over_responses(self, value_T: torch.Tensor, *, mean: bool) -> torch.Tensor:
-        """[B]: sum, or mean, over each response's tokens; 0 for a response without tokens."""
+        """Return [B]: sum, or mean, over each response's tokens; 0 for one without tokens."""
         total_B = value_T.new_zeros(self.num_samples).index_add(0, self.sample_T, value_T)
         return total_B / self.lengths_B.clamp(min=1) if mean else total_B
 
     @property
     def lengths_B(self) -> torch.Tensor:
-        """Int64 [B]: tokens of each response."""
+        """Returns the tokens of each response, int64 [B]."""
         return torch.bincount(self.sample_T, minlength=self.num_samples)

@@ -1,4 +1,4 @@
-"""Learner-sampler correction: what a ratio of learner to sampler weighs (TIS; AsyncOPD Eq. 5).
+"""Weighs ratios of learner to sampler: the learner-sampler correction (TIS; AsyncOPD Eq. 5).
 
 One table; every entry maps a log-ratio to the factor that multiplies the loss. Axis n: actions.
 """
@@ -27,7 +27,7 @@ LARGEST_LOG_FACTOR = math.log(torch.finfo(torch.float32).max) / 2  # float32 hol
 
 @dataclass(frozen=True)
 class Corrected:
-    """How actions are weighed; the loss's ratio is factor * exp(log_trust).
+    """Says how actions are weighed; the loss's ratio is factor * exp(log_trust).
 
     factor_n: detached. log_trust_n: differentiable, what a trust region acts on. cut_n: where the
     correction changed the ratio.
@@ -39,12 +39,12 @@ class Corrected:
 
 
 def no_factor(config: NoCorrection, log_ratio_n: torch.Tensor) -> torch.Tensor:
-    """1: the sampler is taken for the learner. Biased towards the sampler."""
+    """Return 1: the sampler is taken for the learner. Biased towards the sampler."""
     return torch.ones_like(log_ratio_n)
 
 
 def importance_factor(config: ImportanceCorrection, log_ratio_n: torch.Tensor) -> torch.Tensor:
-    """Rho. Unbiased while the sampler covers the learner; its variance has no bound.
+    """Return rho. Unbiased while the sampler covers the learner; its variance has no bound.
 
     A response's ratio can exceed every float: exp(LARGEST_LOG_FACTOR) is its limit.
     """
@@ -52,12 +52,12 @@ def importance_factor(config: ImportanceCorrection, log_ratio_n: torch.Tensor) -
 
 
 def truncated_factor(config: TruncatedCorrection, log_ratio_n: torch.Tensor) -> torch.Tensor:
-    """min(rho, C) (TIS). Biased towards the sampler where rho > C, for at most C-fold variance."""
+    """Return min(rho, C) (TIS). Biased towards the sampler where rho > C; variance <= C-fold."""
     return log_ratio_n.clamp(max=math.log(config.max_ratio)).exp()
 
 
 def masked_factor(config: MaskedCorrection, log_ratio_n: torch.Tensor) -> torch.Tensor:
-    """Rho inside [min_ratio, max_ratio], else 0. Biased by the actions it leaves out."""
+    """Return rho inside [min_ratio, max_ratio], else 0. Biased by the actions it leaves out."""
     low = -math.inf if config.min_ratio == 0 else math.log(config.min_ratio)
     inside_n = (log_ratio_n >= low) & (log_ratio_n <= math.log(config.max_ratio))
     return torch.where(inside_n, log_ratio_n, -math.inf).exp()
@@ -72,7 +72,7 @@ FACTORS: dict[type[CorrectionConfig], Callable[[Any, torch.Tensor], torch.Tensor
 
 
 def correct(config: CorrectionConfig, actions: Actions, cache: Cache) -> Corrected:
-    """Factor and trust ratio of every action.
+    """Return factor and trust ratio of every action.
 
     With prox: factor T(prox / sampler), trust ratio student / prox (decoupled PPO; PPO-TIS).
     Without: the one ratio is student / sampler. `importance` keeps it whole and differentiable (a
@@ -93,9 +93,10 @@ def correct(config: CorrectionConfig, actions: Actions, cache: Cache) -> Correct
 
 
 def log_ratio(config: CorrectionConfig, actions: Actions, cache: Cache) -> torch.Tensor:
-    """Learner over sampler: of the action, or of its response: the sum, or mean (geometric).
+    """Return the log-ratio of learner to sampler, of the action or of its response.
 
-    A response's ratio is that of its sampled tokens, all of them, whichever actions are weighed.
+    A response's log-ratio is the sum, or mean (geometric), over all its sampled tokens, whichever
+    actions are weighed.
     """
     level = config.ratio_level
     if level == "token":

@@ -1,19 +1,7 @@
-"""Sums over a cache that say how far student, sampler and teacher are apart; they add up.
+"""Sums figures over a cache that say how far student, sampler and teacher are apart.
 
-Means and quantiles are taken by whoever has the global sums.
-
-Weights: the applied importance weight is the product of the correction kappa and the trust ratio r;
-each is also summed by itself. With prox, kappa holds the sampler's gap alone and r the student's
-own steps since the batch's start. Without prox there is one ratio: with `importance` at token level
-it is the trust ratio and kappa is 1, with every other correction it is kappa and r is 1.
-
-Log-ratios: x = log p - log o (student now over sampler) on the sampled tokens, with tokens of o.
-KL(o || p) has three estimators there: k1 = -x and k3 = exp(x) - 1 - x are unbiased, k2 = x^2 / 2 is
-biased by the third moment. start_k1 and start_k3 are the same of KL(o || prox), prox the learner at
-the batch's start: the sampler's gap without the batch's own steps. Between the learner's own two
-versions (prox and p now) the same k1 = log prox - log p is biased, for the tokens come from o and
-not from prox: it can be negative (TIS, "a case study on KL estimation"); weighed by prox / o it is
-unbiased.
+The sums add up over micro-batches and ranks; means and quantiles are taken by whoever has the
+global sums.
 """
 
 from __future__ import annotations
@@ -57,7 +45,7 @@ NAMES = (
 def diagnose(
     estimator: Estimator, cache: Cache, terms: Sequence[TermLoss]
 ) -> dict[str, torch.Tensor]:
-    """Float64 scalars by NAMES. reverse_kl, forward_kl: nats, estimates summed over *_tokens."""
+    """Return float64 scalars by NAMES. reverse_kl, forward_kl: nats, summed over *_tokens."""
     sums = dict.fromkeys(NAMES, cache.student_logp_N.new_zeros(()))
     if estimator.reads_teacher:
         sums["excluded_ids"] = cache.excluded().double()
@@ -80,7 +68,7 @@ def diagnose(
 
 
 def _divergences(estimator: Estimator, cache: Cache) -> dict[str, torch.Tensor]:
-    """Estimates whatever the objective: student-owned supports give KL(p || q), others KL(q || p).
+    """Estimate KL(p || q) on student-owned supports, KL(q || p) on others, for any objective.
 
     On top-k sets the sum stops at the set.
     """
@@ -94,7 +82,7 @@ def _divergences(estimator: Estimator, cache: Cache) -> dict[str, torch.Tensor]:
 
 
 def actions_tokens(cache: Cache) -> torch.Tensor:
-    """T as a float64 scalar beside the cache's tensors."""
+    """Return T as a float64 scalar on the device of the cache's tensors."""
     return cache.student_logp_N.new_tensor(float(cache.num_tokens))
 
 

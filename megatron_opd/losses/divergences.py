@@ -1,4 +1,4 @@
-"""Divergences of the next-token distributions p (student) and q (teacher), as sums over actions.
+"""Computes divergences of next-token distributions p (student), q (teacher) as sums over actions.
 
 Each is D = sum_a value(a) and its gradient sum_a p(a) * (-pull(a)) * grad log p(a), where pull may
 be shifted by any constant: sum_a p grad log p = 0. The shift `balance` makes pull 0 where p = q,
@@ -35,7 +35,7 @@ REST_FLOOR = math.log(2**-24)  # float32 log-probs cannot tell less mass outside
 
 @dataclass(frozen=True)
 class Divergence:
-    """value(p_log, q_log), pull(p_log, q_log) and the constant that makes pull 0 at p = q."""
+    """Holds value(p_log, q_log), pull(p_log, q_log) and the constant that makes pull 0 at p = q."""
 
     value: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     pull: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -43,17 +43,17 @@ class Divergence:
 
 
 def reverse_kl(config: Any) -> Divergence:
-    """Sum p (log p - log q) (AsyncOPD Eq. 2); pull = log q - log p, the advantage (Eq. 3)."""
+    """Return sum p (log p - log q) (AsyncOPD Eq. 2); pull = log q - log p, Eq. 3's advantage."""
     return Divergence(lambda p, q: p.exp() * (p - q), lambda p, q: q - p, 0.0)
 
 
 def forward_kl(config: Any) -> Divergence:
-    """Sum q (log q - log p) (AsyncOPD Eq. 1); pull = q / p."""
+    """Return sum q (log q - log p) (AsyncOPD Eq. 1); pull = q / p."""
     return Divergence(lambda p, q: q.exp() * (q - p), lambda p, q: (q - p).exp(), 1.0)
 
 
 def jensen_shannon(config: Jsd) -> Divergence:
-    """Beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p (GKD).
+    """Return beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p (GKD).
 
     pull = (1 - beta) log(m / p).
     """
@@ -67,7 +67,7 @@ def jensen_shannon(config: Jsd) -> Divergence:
 
 
 def skew_forward_kl(config: SkewForwardKl) -> Divergence:
-    """KL(q || m), m = alpha q + (1 - alpha) p (DistiLLM); pull = (1 - alpha) q / m."""
+    """Return KL(q || m), m = alpha q + (1 - alpha) p (DistiLLM); pull = (1 - alpha) q / m."""
     alpha = config.alpha
     return Divergence(
         lambda p, q: q.exp() * (q - _mix(q, p, alpha)),
@@ -77,7 +77,10 @@ def skew_forward_kl(config: SkewForwardKl) -> Divergence:
 
 
 def skew_reverse_kl(config: SkewReverseKl) -> Divergence:
-    """KL(p || m), m = alpha p + (1 - alpha) q (DistiLLM); pull = log(m / p) + alpha p / m."""
+    """Return KL(p || m), m = alpha p + (1 - alpha) q (DistiLLM).
+
+    pull = log(m / p) + alpha p / m.
+    """
     alpha = config.alpha
 
     def pull(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -104,7 +107,7 @@ def on_set(
     num_tokens: int,
     outside: Outside,
 ) -> torch.Tensor:
-    """[T]: the divergence on each row's set of ids, differentiable through the student.
+    """Return [T]: the divergence on each row's set of ids, differentiable through the student.
 
     outside: renormalise both distributions on the set (AsyncOPD Eq. 9-10); bucket adds one action
     that holds all that is outside (never negative, exact when nothing is outside); drop ignores it
@@ -123,7 +126,7 @@ def on_set(
 
 
 def renormalised(actions: Actions, num_tokens: int) -> Actions:
-    """The same actions with every distribution divided by its sum over the row's set (Eq. 9).
+    """Divide every distribution by its sum over the row's set of ids (Eq. 9).
 
     The weights too: on a set they are the sampler's probabilities.
     """
@@ -144,7 +147,7 @@ def renormalised(actions: Actions, num_tokens: int) -> Actions:
 
 
 def log_mass(logp_n: torch.Tensor, row_n: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """[T]: log of the summed probability of each row; LOG_FLOOR for a row without ids."""
+    """Return [T]: log of the summed probability of each row; LOG_FLOOR for a row without ids."""
     top_T = logp_n.new_full((num_tokens,), LOG_FLOOR)
     top_T = top_T.scatter_reduce(0, row_n, logp_n.detach(), "amax", include_self=False)
     mass_T = logp_n.new_zeros(num_tokens).index_add(0, row_n, (logp_n - top_T[row_n]).exp())
@@ -154,17 +157,17 @@ def log_mass(logp_n: torch.Tensor, row_n: torch.Tensor, num_tokens: int) -> torc
 
 
 def log_rest(log_mass_T: torch.Tensor) -> torch.Tensor:
-    """log(1 - exp(x)); REST_FLOOR, without a gradient, where rounding leaves no more."""
+    """Return log(1 - exp(x)); REST_FLOOR, without a gradient, where rounding leaves no more."""
     left_T = -torch.expm1(log_mass_T)
     some_T = left_T > math.exp(REST_FLOOR)
     return torch.where(some_T, torch.where(some_T, left_T, 1.0).log(), REST_FLOOR)
 
 
 def floored(logp_n: torch.Tensor) -> torch.Tensor:
-    """Not below LOG_FLOOR, with the gradient of logp itself."""
+    """Raise values to LOG_FLOOR at least, with the gradient of logp itself."""
     return logp_n + (logp_n.clamp(min=LOG_FLOOR) - logp_n).detach()
 
 
 def _mix(first_n: torch.Tensor, second_n: torch.Tensor, share: float) -> torch.Tensor:
-    """log(share * exp(first) + (1 - share) * exp(second))."""
+    """Return log(share * exp(first) + (1 - share) * exp(second))."""
     return torch.logaddexp(first_n + math.log(share), second_n + math.log1p(-share))

@@ -1,4 +1,4 @@
-"""Log-probs, log-normaliser and entropy straight from the LM head's input, never holding [T, V].
+"""Computes log-probs and entropy from the LM head's input, never holding logits [T, V].
 
 The logits exist one block of rows x ids at a time: forward folds every block into running sums per
 row, backward makes it again. That costs one matrix product more than dense logits do, and saves
@@ -22,7 +22,7 @@ from megatron_opd.losses.blocks import Block, BlockPlan, Products, default_block
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Of softmax(hidden weight^T / temperature), in nats; float32, or float64 for float64 inputs.
+    """Describes softmax(hidden weight^T / temperature), in nats; float32, or float64 as the inputs.
 
     logp_N: log-prob of each pair. log_normaliser_T: logsumexp of the row. entropy_T: of the row.
     """
@@ -40,7 +40,7 @@ def _sums(
     num_pairs: int,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per row of x = hidden weight^T / temperature, over the vocabulary of the whole group.
+    """Compute sums per row of x = hidden weight^T / temperature over the group's vocabulary.
 
     max_T of x; sum_T of exp(x - max); moment_T, the sum of exp(x - max) (x - max); chosen_N, x of
     each pair.
@@ -86,7 +86,7 @@ def _move_maximum(
 
 
 class _LeanLogp(torch.autograd.Function):
-    """x = hidden weight^T / temperature; p = softmax(x), s = logsumexp(x), H = -sum_a p_a log p_a.
+    """Defines x = hidden weight^T / temperature, p = softmax(x), s = logsumexp(x), H the entropy.
 
     Gradient with respect to x[t, a], of upstream gradients g_n (log-probs), g_s and g_H:
     sum over n in row t of g_n (1{id_n = a} - p_a) + g_s p_a - g_H p_a (log p_a + H).
@@ -158,7 +158,7 @@ class _LeanLogp(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _RowGradients:
-    """The gradient of x in terms of p, row by row: p (level - slope log p), and pair_N at pairs."""
+    """Holds x's gradient in terms of p, by row: p (level - slope log p), and pair_N at pairs."""
 
     normaliser_T: torch.Tensor
     level_T: torch.Tensor
@@ -166,7 +166,7 @@ class _RowGradients:
     pair_N: torch.Tensor | None
 
     def of_block(self, x_CK: torch.Tensor, other_CK: torch.Tensor, block: Block) -> torch.Tensor:
-        """The block of the gradient, in one of the two buffers given; x is overwritten."""
+        """Return the gradient's block, in one of the two buffers given; x is overwritten."""
         logp_CK, level_C = x_CK.sub_(self.normaliser_T[block.rows, None]), self.level_T[block.rows]
         if self.slope_T is None:
             grad_CK = logp_CK.exp_().mul_(level_C[:, None])
@@ -188,7 +188,7 @@ def _accumulate(
     grad_TH: torch.Tensor | None,
     target_vH: torch.Tensor | None,
 ) -> None:
-    """Make every block again and add its part to both gradients, in place; None: not wanted.
+    """Recompute every block and add its part to both gradients, in place; None: not wanted.
 
     A target in a narrower type than the sums' is written once a slice of the vocabulary, from a
     buffer of that slice, so that rounding does not depend on the number of row blocks.
@@ -226,7 +226,7 @@ def lean_logp(
     block: tuple[int, int] | None = None,
     vocab_size: int | None = None,
 ) -> LogProbs:
-    """Log softmax(hidden weight^T / temperature) at (row_N, id_N), log-normaliser and entropy.
+    """Return log softmax(hidden weight^T / temperature) at (row_N, id_N), normaliser and entropy.
 
     hidden_TH: the LM head's input; weight_vH: this rank's slice of the head, of the same dtype.
     row_N, id_N: int64; an id is global, in [0, V); a row may hold any number of pairs, also none.

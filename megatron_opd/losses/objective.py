@@ -1,4 +1,4 @@
-"""The loss of an estimator on a cache, and what can be said about it."""
+"""Evaluates the loss of an estimator on a cache, with its diagnostics."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megatron_opd.losses.terms import TermLoss, term_loss
 from megatron_opd.losses.trust import second_moment_limit
 
 View = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""(log r, A, weight) of some actions: what M2PO's limit is found from."""
+"""(log r, A, weight) of some actions, from which M2PO's limit is found."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """loss_sum: differentiable float64 scalar; count: what its global sum is divided by.
+    """Holds an evaluated loss: loss_sum, a float64 scalar, and count, its global sum's divisor.
 
-    sums: float64 scalars that add up over micro-batches and ranks, by name (diagnostics.py).
-    terms: one per term of the objective.
+    loss_sum is differentiable. sums: float64 scalars that add up over micro-batches and ranks, by
+    name (diagnostics.py). terms: one per term of the objective.
     """
 
     loss_sum: torch.Tensor
@@ -34,7 +34,7 @@ class Evaluation:
 
 
 def evaluate(estimator: Estimator, cache: Cache) -> Evaluation:
-    """The configured loss. All arithmetic is float64; gradients reach cache.student_logp_N."""
+    """Evaluate the configured loss in float64; gradients reach cache.student_logp_N."""
     cache = cache.wide()
     limits = cache.m2_limits or tuple(m2_limit_of(estimator, cache, None))
     terms = tuple(
@@ -55,7 +55,7 @@ def m2_limit_of(
     cache: Cache,
     gathered: Sequence[View] | None,
 ) -> list[torch.Tensor | None]:
-    """M2PO's limit of every term that has one.
+    """Return M2PO's limit of every term that has one.
 
     gathered: per term the (log r, A, weight) of the whole mini-batch, as m2_view gives them; None
     takes this cache for all of it.
@@ -70,7 +70,7 @@ def m2_limit_of(
 
 @torch.no_grad()
 def m2_view(estimator: Estimator, cache: Cache) -> list[View]:
-    """Per term (log r, A, weight) of every action, float64; empty for terms without M2PO."""
+    """Return per term (log r, A, weight) of every action, float64; empty for terms without M2PO."""
     cache = cache.wide()
     views: list[View] = []
     for term in estimator.terms:

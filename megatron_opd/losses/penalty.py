@@ -1,4 +1,4 @@
-"""KL penalties on the sampled tokens: every estimator is unbiased in value and gradient, or absent.
+"""Estimates KL penalties on the sampled tokens, each unbiased in value and gradient, or absent.
 
 The tokens a come from the sampler o at the prefixes that it visited, never from the student p. With
 reference f, x = log p(a) - log f(a), rho = p(a) / o(a), g = grad log p(a), and E over a ~ o:
@@ -33,17 +33,17 @@ from megatron_opd.losses.corrections import LARGEST_LOG_FACTOR
 from megatron_opd.losses.divergences import floored
 
 Estimate = tuple[torch.Tensor, torch.Tensor]
-"""(value_n, slope_n): the estimate, and what multiplies grad log p of the token; detached."""
+"""(value_n, slope_n): the estimate, and the detached factor of grad log p of the token."""
 
 
 def reverse_k1(x_n: torch.Tensor, log_rho_n: torch.Tensor) -> Estimate:
-    """Rho x; noisy even at p = f, where its gradient is rho g."""
+    """Return rho x; noisy even at p = f, where its gradient is rho g."""
     rho_n = _factor(log_rho_n)
     return rho_n * x_n, rho_n * (x_n + 1)
 
 
 def reverse_k3(x_n: torch.Tensor, log_rho_n: torch.Tensor) -> Estimate:
-    """Rho (exp(-x) - 1 + x) >= 0; value and gradient are 0 at p = f."""
+    """Return rho (exp(-x) - 1 + x) >= 0; value and gradient are 0 at p = f."""
     rho_n = _factor(log_rho_n)
     near_n = rho_n * (torch.expm1(-x_n.clamp(-1, 1)) + x_n)
     far_n = _factor(log_rho_n - x_n) + rho_n * (x_n - 1)  # rho exp(-x) = f / o
@@ -51,12 +51,12 @@ def reverse_k3(x_n: torch.Tensor, log_rho_n: torch.Tensor) -> Estimate:
 
 
 def forward_k1(x_n: torch.Tensor, log_rho_n: torch.Tensor) -> Estimate:
-    """-x: its gradient pulls every sampled token up alike."""
+    """Return -x, whose gradient pulls every sampled token up alike."""
     return -x_n, -torch.ones_like(x_n)
 
 
 def forward_k3(x_n: torch.Tensor, log_rho_n: torch.Tensor) -> Estimate:
-    """Exp(x) - 1 - x >= 0; a token's pull is never stronger than g upwards.
+    """Return exp(x) - 1 - x >= 0; a token's pull is never stronger than g upwards.
 
     Where the student gives a token over exp(LARGEST_LOG_FACTOR) times o's probability the value
     goes on along its tangent.
@@ -76,7 +76,7 @@ ESTIMATES: dict[tuple[KlDirection, str], Callable[[torch.Tensor, torch.Tensor], 
 
 
 def kl_penalty(config: KlPenalty, actions: Actions) -> torch.Tensor:
-    """[n]: coefficient * the estimated divergence, differentiable; the module says which.
+    """Return [n]: coefficient * the estimated divergence, differentiable; the module says which.
 
     Factors and slopes are cut at exp(LARGEST_LOG_FACTOR) = 2e19: the norm of a float32 gradient
     could not hold the square of more, and the run would end.

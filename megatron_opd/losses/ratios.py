@@ -1,4 +1,4 @@
-"""Quantiles of the importance ratio from a histogram: micro-batches and ranks simply add up.
+"""Computes quantiles of the importance ratio from a histogram that adds up over ranks.
 
 Bins are logarithmic in |log rho|, on both sides of 0: ratios near 1 and far from it are resolved
 alike, to RELATIVE_WIDTH of their logarithm.
@@ -17,7 +17,7 @@ _STEP = math.log(LARGEST / SMALLEST) / (PER_SIDE - 1)
 
 
 def ratio_histogram(log_ratio_N: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:
-    """float64 [NUM_BINS]: weight by bin of log rho; the middle bin holds |log rho| < SMALLEST."""
+    """Return float64 [NUM_BINS], weight by bin of log rho; the middle: |log rho| < SMALLEST."""
     size_N = log_ratio_N.double().abs().clamp(max=LARGEST)
     # Nearest bin centre: SMALLEST * exp(step * (bin - 1)).
     bin_N = (size_N.clamp(min=SMALLEST).log() - math.log(SMALLEST)).div_(_STEP).round_() + 1
@@ -27,7 +27,7 @@ def ratio_histogram(log_ratio_N: torch.Tensor, weight_N: torch.Tensor) -> torch.
 
 
 def ratio_quantile(histogram: torch.Tensor, quantile: float) -> float:
-    """The ratio below which `quantile` of the weight lies; 1 for an empty histogram."""
+    """Return the ratio below which `quantile` of the weight lies; 1 for an empty histogram."""
     total = float(histogram.sum())
     if total == 0:
         return 1.0

@@ -1,4 +1,4 @@
-"""From per-token losses to one number.
+"""Reduces per-token losses to one number.
 
 Sums and one count, never means: micro-batches and ranks hold different numbers of tokens, so a mean
 of means would weigh their tokens unequally. The division by the global count comes last.
@@ -26,12 +26,12 @@ def by_token(config: TokenReduction, loss_T: torch.Tensor, cache: Cache) -> torc
 
 
 def by_sequence(config: SequenceReduction, loss_T: torch.Tensor, cache: Cache) -> torch.Tensor:
-    """Sum over responses of their mean."""
+    """Sum over responses the mean of each."""
     return cache.over_responses(loss_T, mean=True).sum()
 
 
 def by_constant(config: FixedReduction, loss_T: torch.Tensor, cache: Cache) -> torch.Tensor:
-    """Sum over tokens, over the constant length."""
+    """Sum over tokens and divide by the constant length."""
     return loss_T.sum() / config.length
 
 
@@ -45,11 +45,11 @@ REDUCTIONS: dict[type[Any], Callable[[Any, torch.Tensor, Cache], torch.Tensor]] 
 def reduced(
     config: ReductionConfig, loss_T: torch.Tensor, cache: Cache
 ) -> tuple[torch.Tensor, int]:
-    """(loss sum, what the global sum is divided by)."""
+    """Return (loss sum, what the global sum is divided by)."""
     loss_sum = REDUCTIONS[type(config)](config, loss_T, cache)
     return loss_sum, count_of(config, cache.num_tokens, cache.num_samples)
 
 
 def count_of(config: ReductionConfig, num_tokens: int, num_samples: int) -> int:
-    """What a reduction counts: response tokens, or responses."""
+    """Return what a reduction counts: response tokens, or responses."""
     return num_tokens if isinstance(config, TokenReduction) else num_samples

@@ -1,4 +1,4 @@
-"""Trust regions: what is maximised in place of r A. Axis n: actions."""
+"""Applies trust regions: what is maximised in place of r A. Axis n: actions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_opd.config.trust import ClipTrust, M2Trust, NoTrust, TrustConfig
 
 @dataclass(frozen=True)
 class Trusted:
-    """surrogate_n: what is maximised. stopped_n: actions that got no gradient."""
+    """Holds surrogate_n, which is maximised, and stopped_n, the actions that got no gradient."""
 
     surrogate_n: torch.Tensor
     stopped_n: torch.Tensor
@@ -22,7 +22,7 @@ class Trusted:
 def unbounded(
     config: NoTrust, log_r_n: torch.Tensor, advantage_n: torch.Tensor, limit: torch.Tensor | None
 ) -> Trusted:
-    """R A (AsyncOPD Eq. 7, "no clip")."""
+    """Return r A (AsyncOPD Eq. 7, "no clip")."""
     surrogate_n = log_r_n.exp() * advantage_n
     return Trusted(surrogate_n, torch.zeros_like(advantage_n, dtype=torch.bool))
 
@@ -30,10 +30,11 @@ def unbounded(
 def clipped(
     config: ClipTrust, log_r_n: torch.Tensor, advantage_n: torch.Tensor, limit: torch.Tensor | None
 ) -> Trusted:
-    """min(r A, clip(r, 1 - low, 1 + high) A) (AsyncOPD Eq. 4); dual: max(that, dual A) if A < 0.
+    """Return min(r A, clip(r, 1 - low, 1 + high) A) (AsyncOPD Eq. 4), with PPO's dual clip.
 
-    A lower bound of r A, so biased: an action that has moved past an edge the way A pushes it has
-    no gradient. PPO's minimum, for every objective; GEPO Eq. 8 and 10 write clip(r) A alone.
+    dual: the maximum of that and dual A where A < 0. It is a lower bound of r A, so biased: an
+    action that has moved past an edge the way A pushes it has no gradient. PPO's minimum is used
+    for every objective; GEPO Eq. 8 and 10 write clip(r) A alone.
     """
     r_n = log_r_n.exp()
     bounded_n = r_n.clamp(1 - config.low, 1 + config.high) * advantage_n
@@ -52,7 +53,7 @@ def clipped(
 def second_moment(
     config: M2Trust, log_r_n: torch.Tensor, advantage_n: torch.Tensor, limit: torch.Tensor | None
 ) -> Trusted:
-    """R A, 0 where (log r)^2 >= limit and the action already moved the way A pushes it (M2PO).
+    """Return r A, 0 where (log r)^2 >= limit and the action already moved along A (M2PO).
 
     The authors' code keeps the value clip(r) A of a masked action; its gradient is 0 there too.
     """
@@ -73,19 +74,19 @@ TRUSTS: dict[type[TrustConfig], Callable[..., Trusted]] = {
 def trusted(
     config: Any, log_r_n: torch.Tensor, advantage_n: torch.Tensor, limit: torch.Tensor | None
 ) -> Trusted:
-    """The configured surrogate. limit: of (log r)^2 over the mini-batch, M2PO only."""
+    """Return the configured surrogate. limit: of (log r)^2 over the mini-batch, M2PO only."""
     return TRUSTS[type(config)](config, log_r_n, advantage_n, limit)
 
 
 def moved_along(log_r_n: torch.Tensor, advantage_n: torch.Tensor) -> torch.Tensor:
-    """Bool [n]: r > 1 with A > 0, or r < 1 with A < 0."""
+    """Return bool [n]: r > 1 with A > 0, or r < 1 with A < 0."""
     return log_r_n.detach() * advantage_n > 0
 
 
 def second_moment_limit(
     log_r_n: torch.Tensor, advantage_n: torch.Tensor, weight_n: torch.Tensor, config: M2Trust
 ) -> torch.Tensor:
-    """(log r)^2 from which candidates, the actions that moved along, are masked (M2PO Alg. 1).
+    """Return the (log r)^2 from which actions that moved along are masked (M2PO Alg. 1).
 
     Scalar float64; inf when none is. weight_n: of each action in the mean. `kept`: the largest
     limit such that the candidates below it average <= threshold. `capped`: the largest (log r)^2 of

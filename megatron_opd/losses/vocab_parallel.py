@@ -1,4 +1,4 @@
-"""Log-probs of chosen ids from vocabulary-sharded logits, with an exact gradient.
+"""Gathers log-probs of chosen ids from vocabulary-sharded logits, with an exact gradient.
 
 Axes: T rows of logits, N (row, id) pairs, v this rank's slice of the vocabulary: rank r of a group
 of size G holds the ids [r v, (r + 1) v).
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 class _GatherLogp(torch.autograd.Function):
-    """logp_n = x[row_n, id_n] / tau - logsumexp_V(x[row_n] / tau).
+    """Computes logp_n = x[row_n, id_n] / tau - logsumexp_V(x[row_n] / tau).
 
     Gradient with respect to x[t, a]: (sum over n in row t of g_n (1{id_n = a} - p(a))) / tau. Every
     rank of the group holds all of g, because logp is all-reduced and used alike on each; so the
@@ -68,7 +68,7 @@ def gather_logp(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """[N] log softmax(logits / temperature) at (row_N, id_N).
+    """Return [N] log softmax(logits / temperature) at (row_N, id_N).
 
     In float32, or float64 for float64 logits.
     row_N, id_N: int64; an id is global, in [0, V). group: the ranks that share the vocabulary, None

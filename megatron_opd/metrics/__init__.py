@@ -1,1 +1,1 @@
-"""What a run measures and where it is written. Torch-free."""
+"""Measures a run and writes the figures. Torch-free."""

@@ -1,4 +1,4 @@
-"""How large the draw cache is, per response token, for every support.
+"""Measures how large the draw cache is, per response token, for every support.
 
 Bytes are those of the arrays as they are kept and sent to the learner (types.Draws and Sample): a
 cached id costs 16 = 4 (id) + 4 (weight) + 4 (sampler log-prob) + 4 (teacher log-prob); a token
@@ -17,7 +17,7 @@ from megatron_opd.types import Batch, Sample
 
 
 class CacheSize:
-    """Totals over the batches added."""
+    """Totals the cache size over the batches added."""
 
     def __init__(self) -> None:
         self._tokens = Sum()
@@ -36,17 +36,17 @@ class CacheSize:
 
     @property
     def distinct_ids_per_token(self) -> float | None:
-        """Ids that the support selected (weight > 0), per response token."""
+        """Returns the ids that the support selected (weight > 0), per response token."""
         return self._per_token(self._selected_ids)
 
     @property
     def cached_ids_per_token(self) -> float | None:
-        """Ids kept, path tokens that nothing selected included, per response token."""
+        """Returns the ids kept per response token, including path tokens that nothing selected."""
         return self._per_token(self._cached_ids)
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of the cache per response token."""
+        """Returns the bytes of the cache per response token."""
         return self._per_token(self._bytes)
 
     def _per_token(self, total: Sum) -> float | None:
@@ -54,7 +54,7 @@ class CacheSize:
 
 
 def cache_bytes(sample: Sample) -> int:
-    """Bytes of one sample's arrays, its prompt excluded."""
+    """Return the bytes of one sample's arrays, its prompt excluded."""
     rollout = sample.rollout
     draws = rollout.draws
     arrays = (

@@ -1,6 +1,6 @@
-"""Whether two runs made the same updates: their rows of metrics.jsonl, column by column.
+"""Compares two runs: whether their rows of metrics.jsonl agree, column by column.
 
-What a row says of time, memory and queues is left out: no two runs agree in it.
+Columns of time, memory and queues are left out, because no two runs agree in them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _OF_THE_MACHINE = {
 
 
 def is_of_time(column: str) -> bool:
-    """Whether a column tells how fast a run was rather than what it learnt."""
+    """Return whether a column tells how fast a run was rather than what it learnt."""
     return column.endswith("_s") or column in _OF_THE_MACHINE
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One column that is not the same.
+    """Describes one column that differs.
 
     first_update: where it is not for the first time. updates: in how many rows. relative: the
     largest abs(a - b) / max(abs(a), abs(b)); infinite where one of the two is no finite number.
@@ -44,7 +44,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """updates: rows that both runs have. columns: those compared; differences: by first update."""
+    """Holds the result: updates both runs have, columns compared, differences by first update."""
 
     updates: int
     columns: tuple[str, ...]
@@ -52,12 +52,12 @@ class Comparison:
     differences: tuple[Difference, ...]
 
     def beyond(self, tolerance: float) -> tuple[Difference, ...]:
-        """The differences above a relative tolerance; 0 asks for bitwise equality."""
+        """Return the differences above a relative tolerance; 0 asks for bitwise equality."""
         return tuple(each for each in self.differences if each.relative > tolerance)
 
 
 def compare_rows(a: Sequence[Row], b: Sequence[Row]) -> Comparison:
-    """Row i of one run with row i of the other, as far as both go."""
+    """Compare row i of one run with row i of the other, as far as both go."""
     pairs = list(zip(a, b, strict=False))
     names = sorted({column for pair in pairs for row in pair for column in row})
     left_out = tuple(filter(is_of_time, names))

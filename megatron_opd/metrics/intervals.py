@@ -1,4 +1,4 @@
-"""Busy time of one worker: the merged union of its intervals, so that parallel requests count once.
+"""Measures a worker's busy time: the merged union of its intervals counts parallel work once.
 
 Intervals are kept merged as they arrive, in finishing order or nearly so; a worker that is always
 busy needs one entry, however long the run.
@@ -12,7 +12,7 @@ Interval = tuple[float, float]
 
 
 class BusyTime:
-    """Disjoint, rising intervals [start, stop] in seconds."""
+    """Holds disjoint, rising intervals [start, stop] in seconds."""
 
     def __init__(self, intervals: Iterable[Interval] = ()) -> None:
         self._merged: list[Interval] = []
@@ -35,16 +35,16 @@ class BusyTime:
 
     @property
     def intervals(self) -> tuple[Interval, ...]:
-        """The union, disjoint and rising."""
+        """Returns the union, disjoint and rising."""
         return tuple(self._merged)
 
     @property
     def seconds(self) -> float:
-        """Length of the union."""
+        """Returns the length of the union in seconds."""
         return sum(stop_s - start_s for start_s, stop_s in self._merged)
 
     def seconds_outside(self, other: BusyTime) -> float:
-        """Length of the part of this union that `other` does not cover."""
+        """Return the length of the part of this union that `other` does not cover, in seconds."""
         shared_s, index = 0.0, 0
         for start_s, stop_s in self._merged:
             while index < len(other._merged) and other._merged[index][1] <= start_s:

@@ -1,4 +1,4 @@
-"""Peak memory of this process and all its descendants, by sampling."""
+"""Samples the peak memory of this process and all its descendants."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_opd.metrics.types import Max
 
 
 class PeakMemory:
-    """Largest sum of resident set sizes seen, in bytes.
+    """Keeps the largest sum of resident set sizes seen, in bytes.
 
     Pages that processes share are counted once per process, so this is an upper bound.
     """
@@ -35,7 +35,7 @@ class PeakMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The largest sample so far; measures once when there is none."""
+        """Returns the largest sample so far; measures once when there is none."""
         if self._peak.value is None:
             self.sample()
         return int(self._peak.value or 0)

@@ -1,4 +1,4 @@
-"""Totals of a run as JSON and back, so that a resumed run's summary covers all of it.
+"""Saves the totals of a run as JSON, so that a resumed run's summary covers all of it.
 
 Times are kept relative to the moment of saving; the moment of restoring takes its place, so that
 the time in which no run existed counts neither as busy nor as idle.
@@ -25,7 +25,7 @@ _SKIPPED = ("group_size", "_group_size")
 
 
 def dump_totals(totals: RunTotals, now_s: float) -> dict[str, Any]:
-    """Everything counted so far."""
+    """Return everything counted so far."""
     return _dump(totals, now_s)
 
 

@@ -1,4 +1,4 @@
-"""The controller's observer: totals, one row per update, the time line, the live display.
+"""Observes the controller: totals, one row per update, the time line, the live display.
 
 It only counts and writes; it decides nothing.
 """
@@ -28,12 +28,15 @@ from megatron_opd.types import Batch, Prompt, Rollout, Sample
 logger = logging.getLogger(__name__)
 
 NOT_ALWAYS_MEASURED = ("mismatch_max_abs_dp", "mismatch_mean_abs_dp")
-"""Figures whose None is said of one update; any other None has no meaning in the whole run."""
+"""Columns whose null belongs to one update; in any other column null holds for the whole run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The run at one moment, for a live display. None: not known yet. eta_s: seconds left."""
+    """Describes the run at one moment for a live display.
+
+    None: not known yet. eta_s: seconds left.
+    """
 
     updates: int
     updates_total: int
@@ -58,11 +61,11 @@ class Display(Protocol):
         ...
 
     def updated(self, snapshot: Snapshot) -> None:
-        """An update was published."""
+        """Show an update whose weights are live."""
         ...
 
     def stop(self) -> None:
-        """The run has ended."""
+        """Stop, as the run has ended."""
         ...
 
 
@@ -111,17 +114,17 @@ class RunRecorder:
         self._shown: dict[str, Any] = {}
 
     def started(self, now_s: float, depths: Depths) -> None:
-        """The run's clock starts."""
+        """Start the run's clock."""
         self.started_s, self._done_s = now_s - self._elapsed_s, now_s
         self._depths = depths
         if self._display is not None:
             self._display.start(self.snapshot)
 
     def admitted(self, prompt: Prompt) -> None:
-        """The controller counts admissions."""
+        """Do nothing: the controller counts admissions."""
 
     def rolled_out(self, rollout: Rollout) -> None:
-        """Count and draw a rollout; the first one that was sampled anew is told to the user."""
+        """Count and draw a rollout; the user is told of the first one that was sampled anew."""
         if rollout.restarts and not self.totals.restarts:
             logger.warning(
                 "rollout %d was sampled anew: its connection to a server was lost; more of this "
@@ -139,7 +142,7 @@ class RunRecorder:
             self._timeline.score(sample, started_s, finished_s)
 
     def dropped(self, uid: int, reason: str, detail: str) -> None:
-        """Count and mark a drop; the first one for a reason is told to the user."""
+        """Count and mark a drop; the user is told of the first one for a reason."""
         self.totals.add_drop(reason)
         if self.totals.drops[reason] == 1:
             logger.warning(
@@ -152,7 +155,7 @@ class RunRecorder:
     def trained(
         self, batch: Batch, figures: UpdateFigures, started_s: float, finished_s: float
     ) -> None:
-        """Count and draw an update; its row waits for the publication."""
+        """Count and draw an update; its row waits for the weight sync."""
         self.totals.add_update(batch, figures, started_s, finished_s)
         if self._timeline is not None:
             self._timeline.update(batch, figures, started_s, finished_s)
@@ -181,7 +184,7 @@ class RunRecorder:
             self._teacher_watch.look(batch)  # may stop the run; the row is written all the same
 
     def _lacks_signal(self, figures: UpdateFigures) -> bool:
-        """Whether the update of the row taught nothing; a line when that begins or ends."""
+        """Return whether the update taught nothing; print a line when that begins or ends."""
         if self._signal is None:
             return False
         why, line = self._signal.add(figures, self._row["reward_uniform_group_fraction"])
@@ -191,7 +194,7 @@ class RunRecorder:
         return why is not None
 
     def published(self, batch: Batch, report: PublicationReport, depths: Depths) -> None:
-        """Count and draw a publication; write the update's row."""
+        """Count and draw a weight sync; write the update's row."""
         self.totals.add_publication(report)
         self._depths = depths
         self._updates, self._version = batch.update + 1, report.version
@@ -213,13 +216,13 @@ class RunRecorder:
             self._display.updated(self.snapshot())
 
     def moved(self, depths: Depths) -> None:
-        """Keep the filling for the display and draw it."""
+        """Keep the pipeline's depths for the display and draw them."""
         self._depths = depths
         if self._timeline is not None:
             self._timeline.depths(depths, self._clock())
 
     def ended(self, accounting: Accounting, now_s: float) -> None:
-        """Keep the accounting, write what an interruption left half-told, close everything."""
+        """Keep the accounting, write the unfinished row of an interruption, close everything."""
         self.accounting = accounting
         with ExitStack() as closing:  # each of them, whatever another one raises
             for sink in self._sinks:
@@ -231,7 +234,7 @@ class RunRecorder:
             self._write_row()
 
     def snapshot(self) -> Snapshot:
-        """The run now."""
+        """Return the state of the run now."""
         elapsed_s = self._clock() - self.started_s
         left = self._updates_total - self._updates
         return Snapshot(
@@ -258,7 +261,7 @@ class RunRecorder:
 
 
 def batch_columns(batch: Batch, group_size: int = 1) -> dict[str, float | int | None]:
-    """Columns that follow from the batch alone. staleness_*: per token, in versions."""
+    """Return the columns that follow from the batch alone. staleness_*: per token, in versions."""
     staleness, cache, rewards = StalenessCounts(), CacheSize(), RewardStats(group_size)
     staleness.add(batch)
     cache.add(batch)

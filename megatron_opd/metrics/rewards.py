@@ -1,4 +1,4 @@
-"""What the verifier said of the responses that were trained on, and how much groups differ.
+"""Summarises the rewards of the responses trained on, and how much groups differ.
 
 A group whose rewards are all equal gives advantages of 0: it costs a rollout and teaches nothing.
 """
@@ -14,7 +14,7 @@ from megatron_opd.types import Batch
 
 
 class RewardStats:
-    """Means over the batches added; None where there is nothing to average.
+    """Averages rewards over the batches added; None where there is nothing to average.
 
     Args:
         group_size: G; the group of a sample is its uid // G. 1: no groups, no group figures.
@@ -38,15 +38,15 @@ class RewardStats:
 
     @property
     def mean(self) -> float | None:
-        """Mean reward."""
+        """Returns the mean reward."""
         return self._reward.value
 
     @property
     def group_std(self) -> float | None:
-        """Population deviation inside a group, averaged over groups."""
+        """Returns the population deviation inside a group, averaged over groups."""
         return self._group_std.value
 
     @property
     def uniform_groups(self) -> float | None:
-        """Share of groups whose rewards are all equal."""
+        """Returns the share of groups whose rewards are all equal."""
         return self._uniform.value

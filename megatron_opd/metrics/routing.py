@@ -1,4 +1,4 @@
-"""What routing replay changed over a run, and what it was worth."""
+"""Measures what routing replay changed over a run, and how far it lowered the mismatch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RoutingTotals:
         self.free_max, self.free_mean = Max(), Mean()
 
     def add(self, batch: Batch, figures: UpdateFigures) -> None:
-        """The learner trained on `batch`."""
+        """Count a batch that the learner trained on."""
         if figures.routing_moved_fraction is not None:
             # Every layer routes every token that is an input, and the last one of a sample is none.
             inputs = sum(sample.rollout.num_tokens - 1 for sample in batch.samples)

@@ -1,7 +1,7 @@
-"""Whether updates teach anything: a run whose rewards are all equal prints a loss of 0 and goes on.
+"""Warns of updates that teach nothing: when all rewards are equal a run continues with loss 0.
 
-Invariant: a streak of updates without a signal is said once when it is `patience` long, and once
-when it ends; every such update is counted, said or not.
+Invariant: a streak of updates without a signal is reported once when it is `patience` long, and
+once when it ends; every such update is counted, reported or not.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from megatron_opd.metrics.types import UpdateFigures
 
 
 class SignalWatch:
-    """Counts updates that taught nothing, and says so once there are many in a row.
+    """Counts updates that taught nothing, and reports when there are many in a row.
 
     Args:
         reads_groups: whether the objective compares rewards inside groups, so that equal ones teach
@@ -25,7 +25,7 @@ class SignalWatch:
     def add(
         self, figures: UpdateFigures, uniform_groups: float | None
     ) -> tuple[str | None, str | None]:
-        """(why this update had no signal, a line for the terminal); None where there is none.
+        """Return (why this update had no signal, a line for the terminal), or None for each.
 
         uniform_groups: share of the batch's groups whose rewards are all equal; None without
         rewards.

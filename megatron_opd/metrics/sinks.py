@@ -1,4 +1,4 @@
-"""Where numbers are written. Files are complete after every update: a killed run keeps them."""
+"""Writes figures to files, which are complete after every update: a killed run keeps them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 RESERVED_BYTES = 65_536
-"""Space for one summary: a demo's takes 3 kB."""
+"""Space in bytes reserved for one summary: a demo's takes 3 kB."""
 
 
 class Sink(Protocol):
@@ -25,12 +25,12 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish; idempotent."""
+        """Finish writing; safe to call twice."""
         ...
 
 
 class JsonlSink:
-    """metrics.jsonl: one JSON object per line, written at once; not-a-number becomes null."""
+    """Writes metrics.jsonl: one JSON object per line, written at once; NaN becomes null."""
 
     def __init__(self, path: Path) -> None:
         self._file = RowFile(path)
@@ -45,7 +45,7 @@ class JsonlSink:
 
 
 class RowFile:
-    """A file that grows by whole rows: one that does not fit on the disk is not there at all."""
+    """Appends whole rows to a file: a row that does not fit on the disk is not written at all."""
 
     def __init__(self, path: Path) -> None:
         # unbuffered: what could not be written is not tried again when the file is closed
@@ -62,12 +62,12 @@ class RowFile:
             raise
 
     def close(self) -> None:
-        """Close it; idempotent."""
+        """Close the file; safe to call twice."""
         self._file.close()
 
 
 class TensorBoardSink:
-    """Scalars into an event file, one tag per numeric column, without torch or TensorFlow.
+    """Writes scalars into an event file, one tag per column, without torch or TensorFlow.
 
     Written by the caller's own thread: TensorBoard's EventFileWriter prints a traceback from its
     thread when the disk is full.
@@ -121,7 +121,7 @@ class TensorBoardSink:
 
 
 def json_ready(value: Any) -> Any:
-    """`value` with numpy scalars and non-finite floats turned into what JSON can hold."""
+    """Return `value` with numpy scalars and non-finite floats turned into what JSON can hold."""
     if isinstance(value, Mapping):
         return {str(key): json_ready(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -136,7 +136,7 @@ def json_ready(value: Any) -> Any:
 
 
 def reserve_json(path: Path) -> None:
-    """Set disk space aside, so that `write_json` can write `path` on a disk that is full by then.
+    """Reserve disk space, so that `write_json` can write `path` even if the disk is full by then.
 
     OSError: there is none.
     """

@@ -1,4 +1,4 @@
-"""How old the training data is, in versions, counted on the batches that were trained on.
+"""Measures how old the training data is, in versions, on the batches that were trained on.
 
 A token's staleness is the learner's version when it trains on it minus the version that sampled it.
 A sample's is that of its oldest token; a partial rollout has tokens of more than one version.
@@ -11,7 +11,7 @@ from megatron_opd.types import Batch
 
 
 class StalenessCounts:
-    """Histograms over tokens and samples of the batches added."""
+    """Counts staleness over tokens and samples of the batches added."""
 
     def __init__(self) -> None:
         self.tokens = Histogram()

@@ -1,4 +1,4 @@
-"""summary.json: everything a reader would quote of a run, with units in the key names."""
+"""Makes summary.json: everything a reader would quote of a run, with units in the key names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = {"torch": "torch", "megatron_core": "megatron-core", "sglang": "sglan
 def summarise(
     totals: RunTotals, accounting: Accounting, wall_s: float, max_staleness: int
 ) -> dict[str, Any]:
-    """The summary of one run. The accuracies are null until the command line fills them.
+    """Summarise one run. The accuracies are null until the command line fills them.
 
     wall_s: seconds that the reader waited. max_staleness: tau, the bound in versions. A figure that
     was never measured is null. mismatch_max_abs_dp, ratio_p99 and ratio_max are the largest over
@@ -88,7 +88,7 @@ def summarise(
 
 
 def versions() -> Mapping[str, str | None]:
-    """Installed versions of the engines, without importing them; null when one is absent."""
+    """Return installed versions of the engines, without importing them; null when one is absent."""
     found: dict[str, str | None] = {}
     for key, package in PACKAGES.items():
         try:
@@ -99,7 +99,7 @@ def versions() -> Mapping[str, str | None]:
 
 
 def commit() -> str | None:
-    """Commit of the checkout that this code runs from, with "-dirty" when tracked files differ."""
+    """Return the checkout's commit, with "-dirty" when tracked files differ; None without one."""
     here = Path(__file__).resolve().parent
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

@@ -1,4 +1,4 @@
-"""Whether a teacher's scores look like a teacher's: their mean, spread and how many are uniform.
+"""Checks whether a teacher's scores look plausible: their mean, spread and share of uniform ones.
 
 A score is log q of a sampled token, one a row. A server whose head is empty, whose weights were
 never loaded or whose reply is filled in says -ln V of everything (V: the vocabulary), or one number
@@ -20,25 +20,28 @@ from megatron_opd.types import Batch, FloatArray, IntArray
 logger = logging.getLogger(__name__)
 
 NEAR_NATS = 0.05
-"""A score this near to -ln V counts as uniform: a probability within 5% of 1 / V."""
+"""Largest distance in nats from -ln V at which a score counts as uniform: a probability within 5%
+of 1 / V."""
 NEAR_UNIFORM_FRACTION = 0.25
-"""This share of uniform rows and more is nonsense: one of four servers may be the broken one. A
-trained teacher has few (the demo's at most 0.001); a freshly initialised model can have as many."""
+"""Share of uniform rows from which scores count as wrong: one of four servers may be the broken
+one. A trained teacher has few (the demo's at most 0.001); a freshly initialised model can have as
+many."""
 FLAT_NATS = 1e-4
-"""Scores with a smaller standard deviation are one number."""
+"""Standard deviation in nats below which all scores count as one number."""
 SURE_NATS = 0.01
-"""A teacher that is sure of every token scores them all with about 0, which is no nonsense."""
+"""Distance from 0 in nats: a teacher that is sure of every token scores them all with about 0,
+which is plausible."""
 MIN_ROWS = 8
-"""Fewer rows than this say nothing."""
+"""Least number of rows to judge scores by."""
 
 
 class NonsenseTeacher(RuntimeError):
-    """A teacher's scores were nonsense for as many updates as scoring.guard_stop_after allows."""
+    """Reports that a teacher's scores were implausible for scoring.guard_stop_after updates."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreShape:
-    """The scores of some rows. rows: at least one; mean, std: in nats."""
+    """Describes the scores of some rows. rows: at least one; mean, std: in nats."""
 
     rows: int
     mean: float
@@ -47,13 +50,13 @@ class ScoreShape:
 
     @classmethod
     def of(cls, scores_T: FloatArray, vocab_size: int | IntArray) -> ScoreShape:
-        """The shape of finite scores, one a row. vocab_size: of the teacher, or of each row's."""
+        """Describe finite scores, one per row. vocab_size: of the teacher, or of each row's."""
         wide_T = scores_T.astype(np.float64)
         near_T = np.abs(wide_T + np.log(vocab_size)) < NEAR_NATS
         return cls(len(wide_T), float(wide_T.mean()), float(wide_T.std()), float(near_T.mean()))
 
     def problem(self, vocab_size: int) -> str | None:
-        """What is wrong with the scores, in words; None when nothing is, or rows are too few."""
+        """Return what is wrong with the scores, in words; None when nothing is, or rows are few."""
         if self.rows < MIN_ROWS:
             return None
         if self.near_uniform >= NEAR_UNIFORM_FRACTION:
@@ -67,7 +70,7 @@ class ScoreShape:
 
 
 def path_scores(batch: Batch) -> dict[str, FloatArray]:
-    """The scores of the sampled tokens, float32, by the teacher that gave them, names in order."""
+    """Return the sampled tokens' scores, float32, by the teacher that gave them, names in order."""
     found: dict[str, list[FloatArray]] = {}
     for sample in batch.samples:
         scores_T = sample.teacher_logp_N[sample.rollout.draws.path_T]
@@ -76,7 +79,7 @@ def path_scores(batch: Batch) -> dict[str, FloatArray]:
 
 
 class TeacherWatch:
-    """Looks at the scores of every batch; warns once an episode, and stops a run if asked to.
+    """Checks the scores of every batch; warns once an episode, and stops a run if asked to.
 
     Args:
         teachers: V of each, by name.
@@ -91,7 +94,7 @@ class TeacherWatch:
         self._bad_in_a_row = dict.fromkeys(teachers, 0)
 
     def columns(self, batch: Batch) -> dict[str, float]:
-        """teacher_score_mean_nats, teacher_score_std_nats, teacher_near_uniform_fraction.
+        """Return teacher_score_mean_nats, teacher_score_std_nats, teacher_near_uniform_fraction.
 
         Of all teachers together, and with several also of each, as COLUMN/NAME.
         """
@@ -107,7 +110,7 @@ class TeacherWatch:
         return columns
 
     def look(self, batch: Batch) -> None:
-        """Count and tell. Raises NonsenseTeacher."""
+        """Count and report implausible scores. Raises NonsenseTeacher."""
         if not self._alarm:
             return
         for name, scores_T in path_scores(batch).items():

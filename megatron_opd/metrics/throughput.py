@@ -1,4 +1,4 @@
-"""Speed of a run: training throughput, overlap and idle ratios, by AsyncOPD (2606.24143) App. G.
+"""Measures a run's speed: throughput, overlap and idle ratios, by AsyncOPD (2606.24143) App. G.
 
     throughput = sum_{j=6}^{J} n_j / (t_J - t_5)
     overlap    = (T_rollout + T_teacher + T_train) / T_wall
@@ -27,17 +27,17 @@ class Throughput:
         self._done_s: list[float] = []
 
     def add(self, response_tokens: int, done_s: float) -> None:
-        """One update was done at `done_s`."""
+        """Count one update that was done at `done_s`."""
         self._tokens.append(response_tokens)
         self._done_s.append(done_s)
 
     @property
     def updates(self) -> list[tuple[int, float]]:
-        """(n_j, t_j) of every update."""
+        """Returns (n_j, t_j) of every update."""
         return list(zip(self._tokens, self._done_s, strict=True))
 
     def tokens_per_s(self, warmup_updates: int = WARMUP_UPDATES) -> float | None:
-        """Response tokens trained on per second after the warm-up; None without a later update.
+        """Return response tokens per second after the warm-up; None without a later update.
 
         With warmup_updates=0 there is no t_0 to start from: the first update only starts the clock.
         """
@@ -49,7 +49,7 @@ class Throughput:
 
 
 class StageTimes:
-    """Busy times of every stage.
+    """Holds the busy times of every stage.
 
     Args:
         engines: names of the student engines; one that never finishes a rollout counts as idle.
@@ -63,12 +63,12 @@ class StageTimes:
         self.paused = BusyTime()
 
     def add_rollout(self, engine: str, start_s: float, stop_s: float) -> None:
-        """A rollout occupied `engine`."""
+        """Count a rollout that occupied `engine`."""
         self.rollout.setdefault(engine, BusyTime()).add(start_s, stop_s)
 
     @property
     def wall_s(self) -> float:
-        """First start to last end over rollout, teacher and train."""
+        """Returns the seconds from first start to last end over rollout, teacher and train."""
         spans = [
             interval
             for stage in (*self.rollout.values(), self.teacher, self.train)
@@ -80,19 +80,19 @@ class StageTimes:
 
     @property
     def rollout_s(self) -> float:
-        """Busy seconds of the average engine, publications excluded."""
+        """Returns the busy seconds of the average engine, weight syncs excluded."""
         busy = [engine.seconds_outside(self.paused) for engine in self.rollout.values()]
         return sum(busy) / len(busy) if busy else 0.0
 
     def overlap(self) -> float | None:
-        """Stages busy at once on average, in [0, 3]; None before anything happened."""
+        """Returns the stages busy at once on average, in [0, 3]; None before anything happened."""
         wall_s = self.wall_s
         if wall_s <= 0:
             return None
         return (self.rollout_s + self.teacher.seconds + self.train.seconds) / wall_s
 
     def learner_idle_ratio(self) -> float | None:
-        """Share of T_wall in which the learner neither trains nor sends weights."""
+        """Returns the share of T_wall in which the learner neither trains nor sends weights."""
         wall_s = self.wall_s
         if wall_s <= 0:
             return None
@@ -100,6 +100,6 @@ class StageTimes:
         return max(0.0, 1.0 - busy_s / wall_s)
 
     def fleet_idle_ratio(self) -> float | None:
-        """Share of T_wall in which the average student engine has no rollout or is paused."""
+        """Returns the share of T_wall in which the average student engine is idle or paused."""
         wall_s = self.wall_s
         return max(0.0, 1.0 - self.rollout_s / wall_s) if wall_s > 0 else None

@@ -1,4 +1,4 @@
-"""What happened in a run, drawn on a trace: a row per engine and stage, pauses and publications."""
+"""Draws a run on a trace: a row per engine and stage, with pauses and weight syncs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Timeline:
             trace.row(row)
 
     def rollout(self, rollout: Rollout) -> None:
-        """A span named after the versions that sampled the response."""
+        """Draw a span named after the versions that sampled the response."""
         first, last = rollout.spans[0].version, rollout.spans[-1].version
         name = f"rollout v{first}" if first == last else f"rollout v{first}-v{last}"
         details = {
@@ -44,14 +44,14 @@ class Timeline:
         self._trace.span(row, name, rollout.started_s, rollout.finished_s, details)
 
     def score(self, sample: Sample, started_s: float, finished_s: float) -> None:
-        """A span per scored sample."""
+        """Draw a span for a scored sample."""
         details = {"uid": sample.rollout.prompt.uid, "ids": sample.rollout.draws.num_ids}
         self._trace.span(TEACHER, "score", started_s, finished_s, details)
 
     def update(
         self, batch: Batch, figures: UpdateFigures, started_s: float, finished_s: float
     ) -> None:
-        """A span per learner update."""
+        """Draw a span for a learner update."""
         details = {
             "samples": len(batch.samples),
             "response_tokens": batch.num_response_tokens,
@@ -62,7 +62,7 @@ class Timeline:
         self._trace.span(LEARNER, f"update {batch.update}", started_s, finished_s, details)
 
     def publication(self, report: PublicationReport) -> None:
-        """The publication with its phases inside, and the pause on every engine's row."""
+        """Draw the weight sync with its phases inside, and the pause on every engine's row."""
         name = f"publish v{report.version}"
         details = {"bytes": report.num_bytes, "paused_s": round(report.paused_s, 6)}
         self._trace.span(SYNC, name, report.started_s, report.finished_s, details, lane=1)
@@ -73,11 +73,11 @@ class Timeline:
             self._trace.span(engine_row(engine), "paused", begin_s, end_s, details, lane=0)
 
     def drop(self, uid: int, reason: str, detail: str, now_s: float) -> None:
-        """A mark where a sample left."""
+        """Mark where a sample was dropped."""
         self._trace.instant(PIPELINE, f"drop: {reason}", now_s, {"uid": uid, "detail": detail})
 
     def depths(self, depths: Depths, now_s: float) -> None:
-        """Graphs of how full the pipeline is, at most every COUNTER_INTERVAL_S."""
+        """Draw how full the pipeline is, at most every COUNTER_INTERVAL_S."""
         if now_s - self._last_counter_s < COUNTER_INTERVAL_S:
             return
         self._last_counter_s = now_s
@@ -99,5 +99,5 @@ class Timeline:
 
 
 def engine_row(engine: str) -> str:
-    """The row of a student engine."""
+    """Return the row of a student engine."""
     return f"student {engine}"

@@ -1,4 +1,4 @@
-"""Totals of a whole run. Counts only: no file, no clock, no decision."""
+"""Totals a whole run. It only counts: no file, no clock, no decision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_opd.types import Batch, Rollout
 
 
 class RunTotals:
-    """Everything that summary.json is made of.
+    """Holds everything that summary.json is made of.
 
     Args:
         engines: names of the student engines.
@@ -46,7 +46,7 @@ class RunTotals:
         """Rollouts sampled anew because their connection was lost, once for every time."""
 
     def add_rollout(self, rollout: Rollout) -> None:
-        """A rollout finished."""
+        """Count a finished rollout."""
         self.times.add_rollout(rollout.engine, rollout.started_s, rollout.finished_s)
         self.rollout_s.add(rollout.finished_s - rollout.started_s)
         self.response_tokens.add(rollout.num_response_tokens)
@@ -54,18 +54,18 @@ class RunTotals:
         self.restarts += rollout.restarts
 
     def add_score(self, started_s: float, finished_s: float) -> None:
-        """A teacher scored a rollout."""
+        """Count a score."""
         self.times.teacher.add(started_s, finished_s)
         self.score_s.add(finished_s - started_s)
 
     def add_drop(self, reason: str) -> None:
-        """A sample was dropped."""
+        """Count a dropped sample."""
         self.drops[reason] += 1
 
     def add_update(
         self, batch: Batch, figures: UpdateFigures, started_s: float, finished_s: float
     ) -> None:
-        """The learner trained on `batch`."""
+        """Count an update of the learner on `batch`."""
         self.times.train.add(started_s, finished_s)
         self.train_s.add(finished_s - started_s)
         self.throughput.add(batch.num_response_tokens, finished_s)
@@ -82,7 +82,7 @@ class RunTotals:
         self.memory.sample()
 
     def add_publication(self, report: PublicationReport) -> None:
-        """A version went live."""
+        """Count a weight sync."""
         self.times.publish.add(report.started_s, report.finished_s)
         self.times.paused.add(report.paused_from_s, report.resumed_s)
         self.publish_s.add(report.seconds)

@@ -1,4 +1,4 @@
-"""A run on a time line: Chrome trace events that https://ui.perfetto.dev opens.
+"""Writes a run's time line as Chrome trace events, which https://ui.perfetto.dev opens.
 
 One process row per stage and engine. Inside a row, spans that overlap in time are put on separate
 lanes: a span goes to the lowest lane that was free when it started, so that nothing nests that did
@@ -36,7 +36,7 @@ class TraceWriter:
         self._empty = True
 
     def row(self, name: str) -> int:
-        """The process id of row `name`; rows are shown in the order of their first mention."""
+        """Return the process id of row `name`; rows are shown in order of first mention."""
         if name not in self._rows:
             pid = len(self._rows) + 1
             self._rows[name] = pid
@@ -55,7 +55,7 @@ class TraceWriter:
         details: Mapping[str, Any] | None = None,
         lane: int | None = None,
     ) -> None:
-        """Something lasted from start_s to stop_s. lane: None picks the lowest free one above 0.
+        """Draw a span from start_s to stop_s. lane: None picks the lowest free one above 0.
 
         Spans of a row must be added in the order in which they stopped (that is when they are
         known), which makes the last end of a lane its largest.
@@ -78,14 +78,14 @@ class TraceWriter:
     def instant(
         self, row: str, name: str, now_s: float, details: Mapping[str, Any] | None = None
     ) -> None:
-        """Something happened at one moment."""
+        """Draw an event of one moment."""
         pid = self.row(row)
         self._name_lane(pid, 0)
         event = {"ph": "i", "s": "p", "pid": pid, "tid": 0, "name": name}
         self._write(event | {"ts": self._ticks(now_s), "args": dict(details or {})})
 
     def counter(self, row: str, name: str, now_s: float, values: Mapping[str, float]) -> None:
-        """A graph: the values from now on."""
+        """Draw a graph: the values from now on."""
         pid = self.row(row)
         event = {"ph": "C", "pid": pid, "name": name, "ts": self._ticks(now_s)}
         self._write(event | {"args": dict(values)})

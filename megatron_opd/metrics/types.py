@@ -1,4 +1,4 @@
-"""Typed reducers and the records that stages report.
+"""Defines typed reducers and the records that stages report.
 
 A reducer says how values combine over a run, so that no reader has to guess: Mean is weighted
 (tokens, seconds), Max keeps the largest, Sum adds, Histogram counts integers. An empty Mean or Max
@@ -16,7 +16,7 @@ from typing import Protocol
 
 @dataclass(slots=True)
 class Mean:
-    """Weighted mean: sum(weight * value) / sum(weight)."""
+    """Averages with weights: sum(weight * value) / sum(weight)."""
 
     total: float = 0.0
     weight: float = 0.0
@@ -32,36 +32,36 @@ class Mean:
 
     @property
     def value(self) -> float | None:
-        """The mean, None before the first value."""
+        """Returns the mean, None before the first value."""
         return self.total / self.weight if self.weight else None
 
 
 @dataclass(slots=True)
 class Max:
-    """Largest value seen."""
+    """Keeps the largest value seen."""
 
     value: float | None = None
 
     def add(self, value: float) -> None:
-        """Keep the larger."""
+        """Keep the larger value."""
         if self.value is None or value > self.value:
             self.value = value
 
 
 @dataclass(slots=True)
 class Sum:
-    """Total."""
+    """Sums the values added."""
 
     value: float = 0.0
 
     def add(self, value: float) -> None:
-        """Add."""
+        """Add a value."""
         self.value += value
 
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of integer values, e.g. response tokens by staleness in versions."""
+    """Counts integer values, e.g. response tokens by staleness in versions."""
 
     counts: Counter[int] = field(default_factory=Counter)
 
@@ -72,23 +72,23 @@ class Histogram:
 
     @property
     def mean(self) -> float | None:
-        """Mean of the counted values, None when empty."""
+        """Returns the mean of the counted values, None when empty."""
         total = sum(self.counts.values())
         return sum(value * n for value, n in self.counts.items()) / total if total else None
 
     @property
     def max(self) -> int | None:
-        """Largest counted value, None when empty."""
+        """Returns the largest counted value, None when empty."""
         return max(self.counts, default=None)
 
     def as_json(self) -> dict[str, int]:
-        """{value: count} with rising values (JSON keys are strings)."""
+        """Return {value: count} with rising values (JSON keys are strings)."""
         return {str(value): self.counts[value] for value in sorted(self.counts)}
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One named step of a publication, on the monotonic clock."""
+    """Times one named step of a weight sync, on the monotonic clock."""
 
     name: str
     started_s: float
@@ -96,13 +96,13 @@ class Phase:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Returns how long it took, in seconds."""
         return self.finished_s - self.started_s
 
 
 @dataclass(frozen=True, slots=True)
 class PublicationReport:
-    """One weight publication. version: the one that is live now; phases: in order, without overlap.
+    """Reports one weight sync. version: the one now live; phases: in order, without overlap.
 
     num_bytes: bytes the learner sent once (each server receives all of them). paused_from_s,
     resumed_s: when the servers were told to pause, and when all had continued.
@@ -116,31 +116,31 @@ class PublicationReport:
 
     @property
     def started_s(self) -> float:
-        """Start of the first phase."""
+        """Returns the start of the first phase."""
         return self.phases[0].started_s
 
     @property
     def finished_s(self) -> float:
-        """End of the last phase."""
+        """Returns the end of the last phase."""
         return self.phases[-1].finished_s
 
     @property
     def seconds(self) -> float:
-        """Whole publication."""
+        """Returns the seconds of the whole weight sync."""
         return self.finished_s - self.started_s
 
     @property
     def paused_s(self) -> float:
-        """How long no server sampled."""
+        """Returns how long no server sampled, in seconds."""
         return self.resumed_s - self.paused_from_s
 
     def phase_seconds(self) -> Mapping[str, float]:
-        """Seconds by phase name."""
+        """Return the seconds by phase name."""
         return {phase.name: phase.seconds for phase in self.phases}
 
 
 class UpdateFigures(Protocol):
-    """What the learner reports of one update; every field also becomes a column of metrics.jsonl.
+    """Reports one update of the learner; every field also becomes a column of metrics.jsonl.
 
     A field that is None has no meaning for the estimator and becomes no column, but for
     mismatch_max_abs_dp and mismatch_mean_abs_dp: null in an update that had nothing to measure.
@@ -152,67 +152,67 @@ class UpdateFigures(Protocol):
 
     @property
     def loss(self) -> float:
-        """Mean over response tokens."""
+        """Returns the mean loss over response tokens."""
         ...
 
     @property
     def reverse_kl_nats(self) -> float | None:
-        """Estimate per response token; None without a teacher."""
+        """Returns the estimate per response token; None without a teacher."""
         ...
 
     @property
     def grad_norm(self) -> float:
-        """Global norm of the gradient, before clipping."""
+        """Returns the global norm of the gradient, before clipping."""
         ...
 
     @property
     def lr(self) -> float:
-        """Learning rate of the update."""
+        """Returns the learning rate of the update."""
         ...
 
     @property
     def num_response_tokens(self) -> int:
-        """Response tokens trained on."""
+        """Returns the number of response tokens trained on."""
         ...
 
     @property
     def mismatch_max_abs_dp(self) -> float | None:
-        """Largest, over the tokens measured; None without any."""
+        """Returns the largest mismatch over the tokens measured; None without any."""
         ...
 
     @property
     def mismatch_mean_abs_dp(self) -> float | None:
-        """Mean over the tokens measured; None without any."""
+        """Returns the mean mismatch over the tokens measured; None without any."""
         ...
 
     @property
     def mismatch_tokens(self) -> int:
-        """How many tokens were measured."""
+        """Returns how many tokens were measured."""
         ...
 
     @property
     def mismatch_free_max_abs_dp(self) -> float | None:
-        """mismatch_max_abs_dp with the learner's own routing; None where it was not compared."""
+        """Returns mismatch_max_abs_dp with the learner's own routing; None where not compared."""
         ...
 
     @property
     def mismatch_free_mean_abs_dp(self) -> float | None:
-        """mismatch_mean_abs_dp with the learner's own routing, over the same tokens."""
+        """Returns mismatch_mean_abs_dp with the learner's own routing, over the same tokens."""
         ...
 
     @property
     def routing_moved_fraction(self) -> float | None:
-        """Tell what share of replayed (position, layer) pairs moved elsewhere; None: no replay."""
+        """Returns the share of replayed (position, layer) pairs that moved; None: no replay."""
         ...
 
     @property
     def ratio_p99(self) -> float:
-        """99th percentile of the importance ratio."""
+        """Returns the 99th percentile of the importance ratio."""
         ...
 
     @property
     def ratio_max(self) -> float:
-        """Largest importance ratio p_learner / p_sampler of one action that weighs.
+        """Returns the largest importance ratio p_learner / p_sampler of an action with weight.
 
         A path token that no draw hit weighs 0 and is left out. In the demo it is 45 to 889 at
         staleness 1 (1.0001 at 0): a draw besides the path, met by one of 64 draws, that the update
@@ -224,7 +224,7 @@ class UpdateFigures(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Depths:
-    """How full the pipeline is at one moment, in samples.
+    """Counts how full the pipeline is at one moment, in samples.
 
     rolling: permits held by prompts that wait for or are in a rollout. scoring: rollouts that wait
     for or are at a teacher. buffered: scored samples not yet in a batch. permits_in_use of permits.
@@ -239,7 +239,7 @@ class Depths:
 
 @dataclass(frozen=True, slots=True)
 class Accounting:
-    """Where every admitted prompt went.
+    """Says where every admitted prompt went.
 
     in_flight: neither trained on nor dropped when the run ended.
     """

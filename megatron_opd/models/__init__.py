@@ -1,1 +1,1 @@
-"""What models are made of: families, shapes, and where every parameter lies."""
+"""Describes models: families, shapes, and where every parameter lies."""

@@ -1,4 +1,4 @@
-"""One table per model family: which Megatron parameter holds which Hugging Face tensors, how cut.
+"""Maps Megatron parameters to Hugging Face tensors and says how they are cut, per family.
 
 A row names the parameter inside a layer in both spellings of Megatron-Core (local modules, and
 TransformerEngine, which fuses a norm into the linear layer after it) and the Hugging Face tensors
@@ -18,7 +18,7 @@ Layers = Literal["all", "dense", "moe"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of parameter.
+    """Describes one kind of parameter.
 
     mcore: its spellings, relative to the layer (or the model, for top-level rows). hf: the tensors
     it holds, relative to the layer, in fusion order. `{e}` stands for the expert: local in `mcore`,
@@ -47,7 +47,7 @@ _TOP = (_EMBEDDING, _FINAL_NORM, _OUTPUT)
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture: `top` are the tensors outside the layers, `layer` those inside each.
+    """Describes an architecture: `top` holds tensors outside the layers, `layer` those inside.
 
     name: config.json's model_type. architecture: its class in transformers. qk_norm: queries and
     keys are normalised per head. qkv_bias: they and the values have a bias. moe: it has experts.
@@ -64,7 +64,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
-    """A parameter of the whole model.
+    """Identifies a parameter of the whole model.
 
     layer: global, -1 at top level. row: of the table. expert: global, -1 for none.
     """
@@ -114,7 +114,7 @@ _DENSE_MLP = (
 
 
 def _experts(router: str, expert: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """The rows of a mixture-of-experts layer, by their Hugging Face names."""
+    """Return the rows of a mixture-of-experts layer, by their Hugging Face names."""
     fc1 = ("mlp.experts.local_experts.{e}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{e}")
     fc2 = ("mlp.experts.local_experts.{e}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{e}")
     names = tuple(f"{expert}.{part}.weight" for part in (gate, up))
@@ -153,7 +153,7 @@ FAMILIES = {family.name: family for family in (LLAMA, MIXTRAL, QWEN2, QWEN3, QWE
 
 
 def family_of(model_type: str) -> Family:
-    """The table of a config.json's `model_type`; ValueError lists the known ones."""
+    """Return the table of a config.json's `model_type`; ValueError lists the known ones."""
     if model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ValueError(f"model_type must be one of {known}, got {model_type[:80]!r}")
@@ -162,7 +162,7 @@ def family_of(model_type: str) -> Family:
 
 @cache
 def _patterns(family: Family) -> tuple[tuple[re.Pattern[str], bool, int], ...]:
-    """(pattern, inside a layer, row index) of every spelling of every row."""
+    """Return (pattern, inside a layer, row index) of every spelling of every row."""
     found: list[tuple[re.Pattern[str], bool, int]] = []
     for in_layer, rows in ((False, family.top), (True, family.layer)):
         prefix = r"decoder\.layers\.(?P<layer>\d+)\." if in_layer else ""
@@ -174,7 +174,7 @@ def _patterns(family: Family) -> tuple[tuple[re.Pattern[str], bool, int], ...]:
 
 
 def locate(family: Family, name: str, layer_offset: int, expert_offset: int) -> Key:
-    """The key of a local Megatron parameter.
+    """Return the key of a local Megatron parameter.
 
     layer_offset, expert_offset: global index of this rank's first layer and expert. Raises
     KeyError: the table lacks the parameter, so that nothing is ever silently left out.
@@ -191,19 +191,19 @@ def locate(family: Family, name: str, layer_offset: int, expert_offset: int) -> 
 
 
 def row_of(family: Family, key: Key) -> Row:
-    """The table row of a key."""
+    """Return the table row of a key."""
     return (family.top if key.layer < 0 else family.layer)[key.row]
 
 
 def hf_names(family: Family, key: Key) -> tuple[str, ...]:
-    """The Hugging Face tensors of a key, in fusion order."""
+    """Return the Hugging Face tensors of a key, in fusion order."""
     prefix = "" if key.layer < 0 else f"model.layers.{key.layer}."
     return tuple(prefix + name.replace("{e}", str(key.expert)) for name in row_of(family, key).hf)
 
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """Where transformers 5 holds a published tensor in memory, and writes it when told to.
+    """Says where transformers 5 holds a checkpoint's tensor in memory, and writes it when told to.
 
     index: along a leading dimension of experts, None without. part of parts: along the next one.
     """
@@ -223,7 +223,7 @@ _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
 
 
 def in_memory(name: str) -> InMemory | None:
-    """The other spelling of a published name; None: there is none."""
+    """Return the other spelling of a checkpoint's tensor name; None: there is none."""
     found = _LAYER.fullmatch(name)
     if found is None:
         return None

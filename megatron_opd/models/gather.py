@@ -1,4 +1,4 @@
-"""Full Hugging Face tensors out of a sharded model, one at a time, on rank 0.
+"""Gathers full Hugging Face tensors out of a sharded model, one at a time, on rank 0.
 
 Every rank walks the same list in the same order: the owners of a tensor's pieces send, rank 0
 receives and joins, the others pass. At most one tensor is ever whole. The first rank that holds a
@@ -21,7 +21,7 @@ from megatron_opd.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter of the whole model. owners: the ranks of its pieces. shape: of one piece."""
+    """Describes a parameter of the whole model. owners: its pieces' ranks. shape: of one piece."""
 
     key: Key
     owners: tuple[int, ...]
@@ -29,7 +29,7 @@ class Entry:
 
 
 class FullTensors:
-    """The model as Hugging Face tensors. Building it is collective over the world.
+    """Provides the model as Hugging Face tensors. Building it is collective over the world.
 
     model: this rank's chunks, or its only one.
     """
@@ -63,7 +63,7 @@ class FullTensors:
         return entries
 
     def manifest(self) -> list[tuple[str, tuple[int, ...]]]:
-        """(name, full shape) of every tensor, in the order of `tensors`."""
+        """Return (name, full shape) of every tensor, in the order of `tensors`."""
         listed: list[tuple[str, tuple[int, ...]]] = []
         for entry in self.entries:
             pieces = [torch.empty(entry.shape, device="meta") for _ in entry.owners]
@@ -74,7 +74,7 @@ class FullTensors:
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) on rank 0, nothing elsewhere.
+        """Yield (name, tensor) on rank 0, nothing elsewhere.
 
         Collective: every rank must exhaust it. The tensors may share memory with the parameters.
         """

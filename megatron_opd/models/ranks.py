@@ -1,4 +1,4 @@
-"""Who holds what of a sharded model, and small values told to everyone."""
+"""Says which rank holds what of a sharded model, and shares small values among ranks."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from megatron_opd.config.learner import ParallelConfig
 
 
 class Ranks(Protocol):
-    """A world as far as its messages are concerned."""
+    """Describes a world as far as its messages need."""
 
     @property
     def rank(self) -> int:
-        """The index of this rank."""
+        """Returns the index of this rank."""
         ...
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Returns the number of ranks."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where collectives of this world want their tensors."""
+        """Returns the device on which collectives of this world want their tensors."""
         ...
 
 
 class Placement(Ranks, Protocol):
-    """Ranks that share one model, and this rank's place in it."""
+    """Describes ranks that share one model, and this rank's place among them."""
 
     @property
     def parallel(self) -> ParallelConfig:
-        """How the model is cut."""
+        """Returns how the model is cut."""
         ...
 
     @property
     def tp_rank(self) -> int:
-        """This rank's tensor-parallel slice."""
+        """Returns this rank's tensor-parallel slice."""
         ...
 
     @property
     def ep_rank(self) -> int:
-        """This rank's share of the experts."""
+        """Returns this rank's share of the experts."""
         ...
 
     @property
     def expert_tp_rank(self) -> int:
-        """This rank's tensor-parallel slice of an expert."""
+        """Returns this rank's tensor-parallel slice of an expert."""
         ...
 
 
 def all_gather_json(value: Any, world: Ranks) -> list[Any]:
-    """Every rank's value, in rank order; JSON rather than pickle travels."""
+    """Gather every rank's value, in rank order, as JSON rather than pickle."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = torch.zeros(world.size, dtype=torch.int64, device=world.device)
     sizes[world.rank] = len(data)

@@ -1,4 +1,4 @@
-"""How a Megatron parameter shard is cut out of Hugging Face tensors, and joined back. Bitwise.
+"""Cuts Megatron parameter shards out of Hugging Face tensors, and joins them back, bitwise.
 
 Axes: H hidden features; rows of q, k, v are (head, head_dim).
 """
@@ -18,18 +18,18 @@ from megatron_opd.models.spec import ModelSpec
 
 
 class TensorSource(Protocol):
-    """Where full Hugging Face tensors come from, slice by slice."""
+    """Provides full Hugging Face tensors, slice by slice."""
 
     def read(
         self, name: str, shape: tuple[int, ...], dim: int, start: int, length: int
     ) -> torch.Tensor:
-        """Slice [start, start + length) along `dim` of the tensor `name` of full size `shape`."""
+        """Read [start, start + length) along `dim` of tensor `name`, of full size `shape`."""
         ...
 
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's piece `index` of `count` of a parameter of the whole model."""
+    """Describes this rank's piece `index` of `count` of a parameter of the whole model."""
 
     key: Key
     row: Row
@@ -43,7 +43,7 @@ Chunks = torch.nn.Module | Sequence[torch.nn.Module]
 
 
 def local_shards(model: Chunks, spec: ModelSpec, world: Placement) -> dict[Key, Shard]:
-    """Every parameter of this rank, by its key. model: its chunks, or the only one.
+    """Return every parameter of this rank, by its key. model: its chunks, or the only one.
 
     KeyError: a parameter that the family's table lacks.
     """
@@ -72,14 +72,14 @@ def _shard(key: Key, parameter: torch.nn.Parameter, spec: ModelSpec, world: Plac
 
 
 def _unwrapped(chunk: Any) -> torch.nn.Module:
-    """The GPTModel inside wrappers such as DistributedDataParallel."""
+    """Return the GPTModel inside wrappers such as DistributedDataParallel."""
     while isinstance(getattr(chunk, "module", None), torch.nn.Module):
         chunk = chunk.module
     return chunk
 
 
 def _first_layer(chunk: Any) -> int:
-    """Global index of the first layer of a GPTModel: Megatron numbered them when it built them.
+    """Return the global index of a GPTModel's first layer, as Megatron numbered it.
 
     Chunks of an interleaved pipeline and uneven stages are right without arithmetic of ours.
     """
@@ -87,7 +87,7 @@ def _first_layer(chunk: Any) -> int:
 
 
 def cut(shard: Shard, spec: ModelSpec, source: TensorSource) -> torch.Tensor:
-    """This rank's piece, read from full tensors."""
+    """Read this rank's piece from full tensors."""
     shape = tuple(shard.parameter.shape)
     if shard.row.fusion == "qkv":
         return _cut_qkv(shard, spec, source, shape)
@@ -107,7 +107,7 @@ def cut(shard: Shard, spec: ModelSpec, source: TensorSource) -> torch.Tensor:
 def _cut_vocab(
     shard: Shard, spec: ModelSpec, source: TensorSource, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Rows of the vocabulary; those that pad it are 0."""
+    """Read rows of the vocabulary; those that pad it are 0."""
     full = (spec.vocab_size, *shape[1:])
     start = min(shard.index * shape[0], spec.vocab_size)
     length = min(shape[0], spec.vocab_size - start)
@@ -130,14 +130,14 @@ def _cut_qkv(
 
 
 def fuse(row: Row, spec: ModelSpec, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The whole Megatron parameter of the Hugging Face tensors, in the order of `row.hf`."""
+    """Join Hugging Face tensors, in the order of `row.hf`, to the whole Megatron parameter."""
     if row.fusion == "qkv":
         return _interleaved(spec, tensors)
     return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
 
 
 def _interleaved(spec: ModelSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of q, k and v (of any number of KV groups) as [q.., k, v] per group."""
+    """Interleave rows of q, k and v (of any number of KV groups) as [q.., k, v] per group."""
     groups = len(parts[1]) // spec.head_dim
     tail = parts[0].shape[1:]
     by_group = [part.reshape(groups, -1, *tail) for part in parts]
@@ -145,7 +145,7 @@ def _interleaved(spec: ModelSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor
 
 
 def join(row: Row, spec: ModelSpec, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The full Hugging Face tensors, in the order of `row.hf`, from all pieces in shard order."""
+    """Join all pieces, in shard order, to the Hugging Face tensors in the order of `row.hf`."""
     if row.fusion == "qkv":
         return _join_qkv(spec, torch.cat(list(pieces)))
     if row.fusion == "gate_up":

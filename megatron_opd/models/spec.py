@@ -1,4 +1,4 @@
-"""What config.json says about the model, checked once. Torch-free."""
+"""Reads what config.json says about the model, and checks it once. Torch-free."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RopeType = Literal["default", "linear", "llama3"]
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions. theta: base of the wavelengths. factor: what long ones are stretched by.
+    """Describes rotary positions. theta: base of the wavelengths. factor: stretches long ones.
 
     linear stretches all of them; llama3 those above original_max_position / low_freq_factor
     positions, none below original_max_position / high_freq_factor, and blends in between.
@@ -37,7 +37,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The architecture. moe_layers: which layers hold experts; hidden sizes in features.
+    """Describes the architecture. moe_layers: layers with experts; hidden sizes in features.
 
     norm_topk_prob: the chosen experts' probabilities are renormalised to sum 1. tied: the output
     layer shares the embedding. initializer_range: standard deviation of a fresh weight.
@@ -64,11 +64,11 @@ class ModelSpec:
 
     @property
     def is_moe(self) -> bool:
-        """Whether any layer holds experts."""
+        """Returns whether any layer holds experts."""
         return any(self.moe_layers)
 
     def padded_vocab(self, tp: int) -> int:
-        """Rows of the embedding when `tp` ranks split it: the next multiple. Added rows are 0."""
+        """Return the embedding's rows when `tp` ranks split it; added rows are zeros."""
         return -(-self.vocab_size // tp) * tp
 
     def check_parallel(self, parallel: ParallelConfig, *, uneven: bool = False) -> None:
@@ -98,7 +98,7 @@ class ModelSpec:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The JSON object in the file `path`. ValueError names what is wrong with it."""
+    """Read the JSON object in the file `path`. ValueError names what is wrong with it."""
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -168,7 +168,7 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, Any]:
-    """The fields of ModelSpec that say where experts are."""
+    """Return the fields of ModelSpec that say where experts are."""
     if not family.moe:
         return {"moe_layers": (False,) * layers}
     mixtral = family.name == "mixtral"
@@ -194,7 +194,7 @@ def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, A
 
 
 def _rope(config: dict[str, Any]) -> Rope:
-    """Transformers 5 writes all of it in rope_parameters, 4 rope_theta beside rope_scaling."""
+    """Read rotary settings: transformers 5 has rope_parameters, 4 rope_theta and rope_scaling."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters must be a mapping, got {shown(rope)}")

@@ -1,6 +1,6 @@
-"""Every tensor that a model has, by its config.json alone: keys, Hugging Face names and shapes.
+"""Lists every tensor that a model has, by its config.json: keys, Hugging Face names and shapes.
 
-The one place that knows a shape: checks of checkpoints, conversions, plans of memory and counts of
+Only this module knows a shape: checks of checkpoints, conversions, plans of memory and counts of
 FLOPs all ask here. Torch-free.
 """
 
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 def model_keys(spec: ModelSpec) -> Iterator[Key]:
-    """Every parameter once: the embedding, the layers in order, what follows them.
+    """Yield every parameter once: the embedding, the layers in order, what follows them.
 
     A tied LM head is the embedding, and no key of its own.
     """
@@ -31,7 +31,7 @@ def model_keys(spec: ModelSpec) -> Iterator[Key]:
 
 
 def layer_rows(spec: ModelSpec, layer: int) -> Iterator[tuple[int, Row]]:
-    """The rows of the family's table that `layer` holds, with their places in it."""
+    """Yield the rows of the family's table that `layer` holds, with their places in it."""
     kind = "moe" if spec.moe_layers[layer] else "dense"
     for index, row in enumerate(spec.family.layer):
         if row.layers in ("all", kind):
@@ -39,13 +39,13 @@ def layer_rows(spec: ModelSpec, layer: int) -> Iterator[tuple[int, Row]]:
 
 
 def hf_shapes(spec: ModelSpec, key: Key) -> dict[str, Shape]:
-    """The Hugging Face tensors of a key, in fusion order, with their shapes."""
+    """Return the Hugging Face tensors of a key, in fusion order, with their shapes."""
     row = row_of(spec.family, key)
     return dict(zip(hf_names(spec.family, key), row_shapes(spec, row), strict=True))
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
-    """Every tensor that a Hugging Face checkpoint of the model holds."""
+    """Return every tensor that a Hugging Face checkpoint of the model holds."""
     return {n: shape for key in model_keys(spec) for n, shape in hf_shapes(spec, key).items()}
 
 

@@ -1,1 +1,1 @@
-"""What a configuration costs, from config.json alone: no weights, no torch, no processes."""
+"""Computes what a configuration costs, from config.json alone: no weights, torch or processes."""

@@ -1,4 +1,4 @@
-"""Bytes that a micro-batch's forward pass keeps for its backward pass.
+"""Counts the bytes that a micro-batch's forward pass keeps for its backward pass.
 
 The method is that of "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti
 et al. 2022, sec. 4): add up what each operation saves. Its formula, s b h (34 + 5 a s / h) / t for
@@ -43,7 +43,7 @@ LEAN_BLOCK_BYTES: dict[Kernels, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What an activation's size depends on. tokens: of a micro-batch on one context-parallel rank.
+    """Holds what an activation's size depends on. tokens: of a micro-batch on one cp rank.
 
     element_bytes: of an activation.
     """
@@ -56,12 +56,12 @@ class Shapes:
 
     @property
     def local(self) -> bool:
-        """Megatron's local layers instead of TransformerEngine's."""
+        """Returns whether Megatron's local layers are used instead of TransformerEngine's."""
         return self.kernels == "local"
 
 
 def layer_bytes(shapes: Shapes, layer: int) -> float:
-    """Kept by one layer of a micro-batch, on one rank, without recomputation."""
+    """Count what one layer of a micro-batch keeps on one rank, without recomputation."""
     spec = shapes.spec
     moe = bool(spec.moe_layers) and spec.moe_layers[layer]
     per_token = 2 * _norm(shapes, spec.hidden_size) + _attention(shapes)
@@ -90,7 +90,7 @@ def head_bytes(shapes: Shapes, logp: Literal["lean", "dense"]) -> float:
 
 
 def _norm(shapes: Shapes, features: int) -> float:
-    """Input and output of a norm over `features`, with its reciprocal root mean square."""
+    """Count a norm's input and output over `features`, with its reciprocal root mean square."""
     size = shapes.element_bytes
     if shapes.local:
         return features * (4 + 2 * size) + 4

@@ -1,4 +1,4 @@
-"""Floating-point operations that a model's mathematics needs, and what a GPU could do at most.
+"""Counts the floating-point operations that a model needs, and knows what a GPU can do at most.
 
 Model FLOPs as in PaLM (Chowdhery et al. 2022, App. B): only matrix products count, 2 a b c for
 [a, b] times [b, c]; recomputation and filler do not count, however a learner is set. A forward pass
@@ -36,7 +36,7 @@ PEAK_BF16_TFLOPS: dict[str, float] = {
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a pass goes through: S positions, P (query, key) pairs of a layer, R scored positions.
+    """Counts a pass: S positions, P (query, key) pairs of a layer, R scored positions.
 
     The axes of the module's formula, without filler.
     """
@@ -57,7 +57,7 @@ class Work:
 
 
 def active_layer_elements(spec: ModelSpec) -> int:
-    """N: elements of all layers' matrices that one position is multiplied with."""
+    """Count N: elements of all layers' matrices that one position is multiplied with."""
     total = 0
     for layer in range(spec.num_layers):
         for _, row in layer_rows(spec, layer):
@@ -83,7 +83,7 @@ def train_flops(spec: ModelSpec, work: Work) -> int:
 
 
 def mfu(flops: float, seconds: float, gpus: int, peak_tflops: float | None) -> float | None:
-    """Model FLOP utilisation, of 1: `flops` in `seconds` against the peak of all GPUs.
+    """Return the model FLOP utilisation, of 1: `flops` in `seconds` against all GPUs' peak.
 
     None where no peak is known.
     """

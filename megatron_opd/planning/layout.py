@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage holds, and which ranks talk to each other.
+"""Says which layers a pipeline stage holds, and which ranks talk to each other.
 
 Rank order is Megatron's "tp-cp-ep-dp-pp", first the fastest: dense weights see the axes tp, cp, dp,
 pp, experts see etp, ep, expert dp, pp over the same ranks.
@@ -20,7 +20,7 @@ Axes = Sequence[tuple[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """All groups of one kind. use: what travels in them."""
+    """Lists all groups of one kind. use: what travels in them."""
 
     name: str
     use: str
@@ -28,14 +28,14 @@ class Groups:
 
     @property
     def size(self) -> int:
-        """Ranks of a group."""
+        """Returns the number of ranks of a group."""
         return len(self.members[0])
 
 
 def stage_layers(
     spec: ModelSpec, parallel: ParallelConfig, fields: Mapping[str, Any] | None = None
 ) -> list[list[range]]:
-    """Per stage its model chunks (one without interleaving), each a range of global layers.
+    """Return per stage its model chunks (one without interleaving), each a range of global layers.
 
     fields: learner.megatron; its uneven splits are Megatron's get_num_layers_to_build.
     """
@@ -55,7 +55,7 @@ def stage_layers(
 
 
 def _stage_counts(num_layers: int, pp: int, fields: Mapping[str, Any]) -> list[int]:
-    """Layers of each stage; the embedding and the loss count as one each where so chosen."""
+    """Count the layers of each stage; embedding and loss count as one each where so chosen."""
     ends = (
         fields.get("num_layers_in_first_pipeline_stage"),
         fields.get("num_layers_in_last_pipeline_stage"),
@@ -73,7 +73,7 @@ def _stage_counts(num_layers: int, pp: int, fields: Mapping[str, Any]) -> list[i
 
 
 def in_flight_chunks(parallel: ParallelConfig, stage: int) -> int:
-    """Model chunks whose activations a stage holds at most, given enough micro-batches.
+    """Count the model chunks whose activations a stage holds at most, given enough micro-batches.
 
     1F1B: pp - stage micro-batches (Narayanan et al. 2021, sec. 2.2.1). Interleaved: the warm-up of
     2 (pp - stage - 1) + (vpp - 1) pp chunks, and the one that is next.
@@ -84,13 +84,13 @@ def in_flight_chunks(parallel: ParallelConfig, stage: int) -> int:
 
 
 def expert_data_parallel(parallel: ParallelConfig) -> int:
-    """Ranks that hold the same experts, and share their optimizer state."""
+    """Count the ranks that hold the same experts, and share their optimizer state."""
     stage = parallel.tp * parallel.cp * parallel.dp
     return stage // (parallel.ep * parallel.expert_tp)
 
 
 def rank_groups(parallel: ParallelConfig, moe: bool) -> list[Groups]:
-    """Every kind of communication group that the learner forms and that has two ranks or more."""
+    """Return each kind of communication group of the learner that has two ranks or more."""
     dense: Axes = (
         ("tp", parallel.tp),
         ("cp", parallel.cp),
@@ -120,7 +120,7 @@ def rank_groups(parallel: ParallelConfig, moe: bool) -> list[Groups]:
 
 
 def _groups(axes: Axes, along: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Ranks that differ in the axes `along` alone. The first axis is the fastest."""
+    """Group the ranks that differ only in the axes `along`. The first axis is the fastest."""
     strides = {
         name: math.prod(size for _, size in axes[:place]) for place, (name, _) in enumerate(axes)
     }

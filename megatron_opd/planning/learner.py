@@ -1,4 +1,4 @@
-"""Memory of a learner rank, stage by stage, and what to change when it is too much.
+"""Plans the memory of a learner rank, stage by stage, and says what to change when it is too much.
 
 Weights and gradients lie in Megatron's buffers: an activation-dtype weight and a float32 gradient
 for each parameter of the rank. The distributed optimizer adds, for its share of them, two float32
@@ -35,7 +35,7 @@ USABLE_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of one rank of a pipeline stage.
+    """Counts the bytes of one rank of a pipeline stage.
 
     activations: of the micro-batches in flight. working: what is alive for one layer at a time (its
     gradients, or its recomputation) and, on the last stage, the LM head.
@@ -52,18 +52,18 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Returns the sum of all terms."""
         return sum(self.terms.values())
 
     @property
     def terms(self) -> dict[str, int]:
-        """Bytes by what they hold."""
+        """Returns the bytes by what they hold."""
         names = [field.name for field in fields(self)][3:]
         return {name: getattr(self, name) for name in names}
 
 
 def microbatch_tokens(config: LearnerConfig, longest_sample: int) -> int:
-    """Tokens of the largest micro-batch on one context-parallel rank.
+    """Count the tokens of the largest micro-batch on one context-parallel rank.
 
     longest_sample: prompt and response; a sample beyond the budget gets a micro-batch of its own.
     """
@@ -76,7 +76,7 @@ def learner_memory(
     longest_sample: int,
     kernels: Kernels = "transformer_engine",
 ) -> list[StageMemory]:
-    """By pipeline stage, at its peak, with as many micro-batches as stages or more."""
+    """Plan by pipeline stage, at its peak, with as many micro-batches as stages or more."""
     parallel = config.parallel
     tokens = microbatch_tokens(config, longest_sample)
     shapes = Shapes(spec, parallel, tokens, BYTES[config.dtype], kernels)
@@ -111,7 +111,7 @@ def _stage(shapes: Shapes, config: LearnerConfig, stage: int) -> StageMemory:
 
 
 def optimizer_bytes(held: Parameters, config: LearnerConfig) -> int:
-    """Main parameters (of 16-bit weights) and two moments of this rank's share, on the GPU."""
+    """Count main parameters (of 16-bit weights) and two moments of this rank's GPU share."""
     parallel, settings = config.parallel, Settings.of(config)
     share = math.ceil(held.dense / (parallel.dp * parallel.cp))
     share += math.ceil(held.expert / expert_data_parallel(parallel))
@@ -120,17 +120,17 @@ def optimizer_bytes(held: Parameters, config: LearnerConfig) -> int:
 
 
 def worst_stage(stages: list[StageMemory]) -> StageMemory:
-    """The one that needs most."""
+    """Return the stage that needs most."""
     return max(stages, key=lambda stage: stage.total)
 
 
 def usable_bytes(gpu_memory_gib: float) -> int:
-    """What a rank may plan to use of a GPU of this size."""
+    """Return what a rank may plan to use of a GPU of this size."""
     return int(gpu_memory_gib * GIB * USABLE_SHARE)
 
 
 def refusal(spec: ModelSpec, config: LearnerConfig, longest_sample: int) -> str | None:
-    """One line when a rank cannot fit learner.gpu_memory_gib, with a remedy; else None."""
+    """Return one line with a remedy when a rank cannot fit learner.gpu_memory_gib; else None."""
     if config.gpu_memory_gib is None:
         return None
     worst = worst_stage(learner_memory(spec, config, longest_sample))
@@ -147,7 +147,7 @@ def refusal(spec: ModelSpec, config: LearnerConfig, longest_sample: int) -> str 
 
 
 def _remedy(spec: ModelSpec, config: LearnerConfig, longest_sample: int, limit: int) -> str:
-    """The first single change that fits, in order of what it costs; else the one nearest to it."""
+    """Return the cheapest single change that fits; otherwise the one nearest to fitting."""
     tried: list[tuple[int, str]] = []
     for change, candidate in _candidates(spec, config, longest_sample):
         total = worst_stage(learner_memory(spec, candidate, longest_sample)).total
@@ -166,7 +166,7 @@ def _remedy(spec: ModelSpec, config: LearnerConfig, longest_sample: int, limit: 
 def _candidates(
     spec: ModelSpec, config: LearnerConfig, longest_sample: int
 ) -> Iterator[tuple[str, LearnerConfig]]:
-    """Changes that keep the batch as it is: cheapest first, more ranks last."""
+    """Yield changes that keep the batch as it is: cheapest first, more ranks last."""
     parallel = config.parallel
     if not config.recompute:
         yield "learner.recompute=true", config.model_copy(update={"recompute": True})

@@ -1,4 +1,4 @@
-"""Parameters of a model, and of one learner rank, counted from its family's table.
+"""Counts the parameters of a model, and of one learner rank, from its family's table.
 
 Invariant: a rank's count equals the number of elements that Megatron holds there (checked against
 built models at several layouts), because the table that says how weights are cut is the same.
@@ -18,7 +18,7 @@ from megatron_opd.models.tensors import layer_rows, row_shapes
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Elements. dense: replicated over data- and context-parallel ranks.
+    """Counts elements. dense: replicated over data- and context-parallel ranks.
 
     expert: of experts, replicated over expert-data-parallel ranks.
     """
@@ -28,7 +28,7 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """Both."""
+        """Returns the sum of dense and expert elements."""
         return self.dense + self.expert
 
     def __add__(self, other: Parameters) -> Parameters:
@@ -41,7 +41,7 @@ def model_parameters(spec: ModelSpec) -> Parameters:
 
 
 def active_parameters(spec: ModelSpec) -> int:
-    """Those that one token's forward pass uses: the chosen experts and everything dense."""
+    """Count those that one token's forward pass uses: the chosen experts and everything dense."""
     whole = model_parameters(spec)
     if not spec.num_experts:
         return whole.total

@@ -1,4 +1,4 @@
-"""Memory of one GPU of an SGLang server: its share of the weights, and the KV cache.
+"""Plans the memory of one GPU of an SGLang server: its share of the weights, and the KV cache.
 
 SGLang's own rule is kept: weights and KV cache together take mem_fraction_static of the GPU, the
 rest is for activations and CUDA graphs. Queries, feed-forward features, vocabulary and experts are
@@ -21,7 +21,7 @@ REPLICATED_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bia
 
 @dataclass(frozen=True, slots=True)
 class ServerMemory:
-    """What a server holds on one GPU.
+    """Describes what a server holds on one GPU.
 
     kv_tokens: tokens that its pool has room for; None: no GPU size is stated.
     """
@@ -32,12 +32,12 @@ class ServerMemory:
 
     @property
     def total(self) -> int:
-        """Weights and the whole pool."""
+        """Returns the bytes of the weights and the whole KV pool."""
         return self.weights + self.kv_token_bytes * (self.kv_tokens or 0)
 
 
 def server_memory(spec: ModelSpec, section: ServerConfig) -> ServerMemory:
-    """The pool is max_total_tokens, else what mem_fraction_static leaves of a stated GPU."""
+    """Plan a server: its KV pool is max_total_tokens, or what mem_fraction_static leaves."""
     size = BYTES[section.dtype]
     weights = size * server_parameters(spec, section.tp)
     heads = max(1, spec.num_kv_heads // section.tp)
@@ -49,7 +49,7 @@ def server_memory(spec: ModelSpec, section: ServerConfig) -> ServerMemory:
 
 
 def server_parameters(spec: ModelSpec, tp: int) -> int:
-    """Elements on one of `tp` ranks."""
+    """Count the elements on one of `tp` ranks."""
     total = 0
     for layer in range(spec.num_layers):
         for _, row in layer_rows(spec, layer):
@@ -67,7 +67,7 @@ def server_parameters(spec: ModelSpec, tp: int) -> int:
 
 
 def refusal(key: str, spec: ModelSpec, section: ServerConfig, context: int) -> str | None:
-    """One line when a GPU of `key`.gpu_memory_gib cannot hold the weights and the pool; else None.
+    """Return a line when `key`.gpu_memory_gib cannot hold weights and KV pool; else None.
 
     context: tokens that one request may take, which the pool must hold at least.
     """

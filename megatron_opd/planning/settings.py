@@ -1,4 +1,4 @@
-"""What Megatron's own fields in a configuration change about memory, and which are not read.
+"""Reads what Megatron's own fields change about memory, and lists the fields it does not read.
 
 Only these fields of learner.megatron, learner.ddp and learner.optimizer are read; the others are
 named by `unread`, so that a plan never passes over one in silence.
@@ -51,7 +51,7 @@ HARMLESS = (
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Bytes of an element of each kind. full_recompute: only layer inputs are kept.
+    """Holds the bytes of an element of each kind. full_recompute: only layer inputs are kept.
 
     offloaded: share of the optimizer's bytes in the host's memory.
     """
@@ -64,7 +64,7 @@ class Settings:
 
     @staticmethod
     def of(config: LearnerConfig) -> Settings:
-        """The defaults of this program, then the configuration's own fields."""
+        """Combine the defaults of this program with the configuration's own fields."""
         optimizer = config.optimizer.megatron
         precise = bool(optimizer.get("use_precision_aware_optimizer", False))
 
@@ -89,7 +89,7 @@ class Settings:
 
 
 def unread(config: LearnerConfig) -> list[str]:
-    """Keys of Megatron's fields that a plan does not read although they may change memory."""
+    """Return keys of Megatron that a plan does not read although they may change memory."""
     sections: Mapping[str, Mapping[str, Any]] = {
         "megatron": config.megatron,
         "ddp": config.ddp,

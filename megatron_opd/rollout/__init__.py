@@ -1,1 +1,1 @@
-"""Student rollouts through the inference fleet."""
+"""Samples student rollouts on the inference servers."""

@@ -1,4 +1,4 @@
-"""Prompt to Rollout through the student fleet: one request, its draw cache, its version spans."""
+"""Turns a prompt into a Rollout: one request to the student's servers, its draws, its versions."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ ABORTED, EMPTY = "aborted", "empty_response"
 
 
 class RolloutFleet(Protocol):
-    """The part of sglang_bridge.fleet.Fleet that sampling needs."""
+    """Names the method of sglang_bridge.fleet.Fleet that sampling needs."""
 
     async def generate(self, request: RolloutRequest) -> RolloutReply:
-        """One completion."""
+        """Return one completion."""
         ...
 
 
 class RolloutGenerator:
-    """Samples completions. How many are in flight is the caller's choice.
+    """Samples completions; the caller chooses how many are in flight.
 
     Args:
         fleet: the student servers.
@@ -65,7 +65,7 @@ class RolloutGenerator:
         self._backoff = Backoff(rollout.attempts)
 
     async def generate(self, prompt: Prompt) -> Rollout:
-        """One completion of `prompt`, in rollout.attempts tries over all servers.
+        """Return one completion of `prompt`, in rollout.attempts tries over all servers.
 
         A connection that breaks while its request is being served costs the tokens sampled so far:
         the rollout is sampled anew, by another server if there is one. What takes longer is lost
@@ -125,7 +125,10 @@ class RolloutGenerator:
 
 
 def weighted(cache: DrawCache) -> Draws:
-    """The server's weights; the path token is one draw where nothing was selected besides it."""
+    """Turn the server's cache into weighted draws.
+
+    The path token counts as one draw where nothing else was selected.
+    """
     selected = cache.num_atoms > 0 or cache.num_draws > 0
     weight_N = cache.weight_N if selected else np.ones(len(cache.ids_N), dtype=np.float32)
     return Draws(cache.offsets_T1, cache.ids_N, weight_N, cache.logp_N, cache.path_T)

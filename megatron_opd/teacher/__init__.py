@@ -1,1 +1,1 @@
-"""Teacher scores through the inference fleet."""
+"""Scores rollouts on the teachers' inference servers."""

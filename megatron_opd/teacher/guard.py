@@ -1,11 +1,11 @@
-"""Before the first update: does a teacher score what it samples as it samples it?
+"""Checks before the first update whether a teacher scores its own samples as it sampled them.
 
 Each server samples a few short responses and caches the likeliest ids at every token, with the
-log-probs that its decoding gives them; the same ids are then scored by the route that the run uses,
-which reads the response as a prompt. Both are log-probs of one model after the same prefixes, so
-that they agree but for rounding.
-Scores that are shifted by a row, of other ids, of another prompt or filled in do not; a model that
-is itself uniform agrees and is told by its scores' shape (metrics/teacher_health.py).
+log-probs that its decoding gives them; the same ids are then scored as the run scores them, which
+reads the response as a prompt. Both are log-probs of one model after the same prefixes, so they
+agree up to rounding. Scores that are shifted by a row, of other ids, of another prompt or made up
+do not agree; a uniform model agrees and is found by the distribution of its scores
+(metrics/teacher_health.py).
 """
 
 from __future__ import annotations
@@ -25,39 +25,40 @@ from sglang_bridge.protocol import RolloutReply, RolloutRequest, ScoreReply, Sco
 from sglang_bridge.retry import Backoff, retried
 
 PROMPTS = 8
-"""Prompts that a server answers."""
+"""Number of prompts that a server answers."""
 TOKENS = 16
-"""Length of an answer, at most."""
+"""Largest number of tokens of an answer."""
 ATOMS = 8
-"""Likeliest ids of every token. A teacher that is sure gives each sampled token about 0, whatever
-the row; what it finds unlikely tells the rows apart."""
+"""Number of likeliest ids cached per token. A confident teacher gives each sampled token about 0,
+whatever the row; its unlikely ids tell the rows apart."""
 BOUNDS_NATS: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.3}
-"""By the server's dtype, for the median difference: far above rounding, far below nonsense. The
-median, for in bfloat16 single tokens differ by 0.5 nats where experts flip between two kernels, and
-unlikely ids by a rounded logit. The demo's models: 1e-6 and 4e-3 at most, against 1.7 and more for
-shifted rows, another prompt and uniform scores (benchmarks/results/guard.json)."""
+"""Largest median difference in nats, by the server's dtype: far above rounding, far below wrong
+scores. It is the median because in bfloat16 single tokens differ by 0.5 nats where experts flip
+between two kernels, and unlikely ids by a rounded logit. The demo's models: 1e-6 and 4e-3 at most,
+against 1.7 and more for shifted rows, another prompt and uniform scores
+(benchmarks/results/guard.json)."""
 
 
 class ProbedServer(Protocol):
-    """The part of sglang_bridge.client.ServerClient that the guard needs."""
+    """Names the methods of sglang_bridge.client.ServerClient that the guard needs."""
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """Returns the server's address."""
         ...
 
     async def generate(self, request: RolloutRequest) -> RolloutReply:
-        """One completion."""
+        """Return one completion."""
         ...
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
-        """Log-probs of every id of the request."""
+        """Return the log-probs of every id of the request."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a server's own samples and their scores say.
+    """Compares what a server sampled with how it scores its own samples.
 
     gap_nats: median of abs(sampled - scored) over the cached ids; worst_nats: the largest. shape:
     of the sampled tokens' scores. temperature: of both.
@@ -71,7 +72,7 @@ class Probe:
     shape: ScoreShape
 
     def problem(self, dtype: str, vocab_size: int) -> str | None:
-        """What is wrong, in words, or None."""
+        """Return what is wrong, in words, or None."""
         # dividing logits by a small temperature multiplies their rounding
         bound = BOUNDS_NATS[dtype] * max(1.0, 1.0 / self.temperature)
         if not self.gap_nats <= bound:
@@ -92,14 +93,14 @@ async def probe(
     name: str,
     backoff: Backoff,
 ) -> Probe:
-    """Let `server` answer `prompts` and score its answers. Raises BridgeError's subclasses.
+    """Let `server` answer `prompts` and score its answers. Raises subclasses of BridgeError.
 
     temperature: of the scores, and so of the sampling. name: makes request names unique. backoff:
     how often each request is tried.
     """
 
     async def one(index: int, prompt: Prompt) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Log-probs [N] as sampled and as scored, and the path's scores [T]."""
+        """Return the log-probs [N] as sampled and as scored, and the path's scores [T]."""
 
         def sampled(earlier: int) -> Awaitable[RolloutReply]:
             request = RolloutRequest(

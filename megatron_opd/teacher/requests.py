@@ -1,4 +1,4 @@
-"""What a teacher is asked: the log-probs of the ids that were cached along a response."""
+"""Builds what a teacher is asked: log-probs of the ids that were cached along a response."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Rollout to Sample: the teacher's log-prob of every cached id, or the sample is dropped.
+"""Turns a Rollout into a Sample with the teacher's log-prob of every cached id, or drops it.
 
-A score that is missing, misshapen, infinite or not a number drops its sample with a counted reason;
-it never reaches the learner, where one NaN would spoil all weights. scoring.attempts counts every
-try of a sample, over all servers: nothing below repeats one.
+A score that is missing, misshapen, infinite or NaN drops its sample with a counted reason; it never
+reaches the learner, where one NaN would spoil all weights. scoring.attempts counts every try of a
+sample, over all servers; no lower layer retries.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ MISSHAPEN, NAN, INFINITE = "teacher_misshapen", "teacher_nan", "teacher_infinite
 NO_ANSWER = "no_answer"
 
 Reward = Callable[[Rollout], float | None]
-"""A verifier's judgement of a rollout; None when there is nothing to compare with."""
+"""Returns a verifier's judgement of a rollout; None when there is no answer to compare with."""
 
 
 class ScoreFleet(Protocol):
-    """The part of sglang_bridge.fleet.Fleet that scoring needs."""
+    """Names the method of sglang_bridge.fleet.Fleet that scoring needs."""
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
-        """Log-probs of every id of the request, and of those it asks to select."""
+        """Return the log-probs of every id of the request, and of those it asks to select."""
         ...
 
 
 class FleetScorer:
-    """Scores rollouts on the teacher fleets. How many are in flight is the caller's choice.
+    """Scores rollouts on the teachers' servers; the caller chooses how many are in flight.
 
     Args:
         fleets: the servers of every teacher, by the name that prompts know it by; empty where the
@@ -79,7 +79,9 @@ class FleetScorer:
         self._backoff = Backoff(scoring.attempts) if backoff is None else backoff
 
     async def score(self, rollout: Rollout) -> Sample:
-        """Log q of every id in rollout.draws, and the reward. Raises ScoreRejected.
+        """Return a Sample with log q of every id in rollout.draws, and the reward.
+
+        Raises ScoreRejected.
 
         Where the support is the teacher's, its selection replaces rollout.draws.
         """
@@ -120,7 +122,7 @@ class FleetScorer:
 
 
 def selected(path: Draws, selection: Selection) -> Draws:
-    """The teacher's selection joined with the path, which is all that `path` holds.
+    """Join the teacher's selection with the path, which is all that `path` holds.
 
     weight_N: of the selection (0 for a path token that it does not hold). sampler_logp_N: known on
     the path alone, NaN elsewhere. Raises ScoreRejected when the rows are not those of the path.
@@ -137,7 +139,7 @@ def selected(path: Draws, selection: Selection) -> Draws:
 
 
 def checked(logp_N: FloatArray, num_ids: int) -> FloatArray:
-    """`logp_N` as float32 [N]. Raises ScoreRejected when it is not N finite numbers.
+    """Return `logp_N` as float32 [N]. Raises ScoreRejected when it is not N finite numbers.
 
     Minus infinity is refused too: a teacher that masks ids would send log-ratios to infinity.
     """

@@ -1,1 +1,1 @@
-"""Controller to learner messages."""
+"""Carries messages between controller and learner."""

@@ -1,4 +1,4 @@
-"""A rank's share of a batch as raw frames, one a column, and back without a copy. Torch-free."""
+"""Encodes a rank's share of a batch as raw frames, one per column; decodes it without a copy."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from megatron_opd.config.schema import Config
 from megatron_opd.types import ExpertArray
 
 MIN_FRAME_BYTES = 64 * 2**20
-"""Room for requests that are no batch: the slices to digest of a model of a million tensors."""
+"""Smallest limit on a frame, for requests without a batch: the slices to digest of a model of a
+million tensors."""
 WIDEST_ITEM = 8
 
 
 def largest_frame_bytes(config: Config, vocab_size: int, experts_per_input: int) -> int:
-    """The largest column that a batch of this configuration can have.
+    """Return the size of the largest column that a batch of this configuration can have.
 
     experts_per_input: layers with experts times experts a token.
     """
@@ -51,7 +52,7 @@ PER_SAMPLE = ("response_B", "advantage_B", "group_log_q_B", "defensive_B", "rewa
 
 
 def to_frames(batch: RankBatch) -> list[memoryview]:
-    """The columns' raw bytes, not copied; last the routed experts, and what they are."""
+    """Return the columns' raw bytes, not copied; last the routed experts and their type."""
     frames = [memoryview(getattr(batch, name)).cast("B") for name in COLUMNS]
     experts = batch.experts_XLk
     if experts is None:
@@ -63,7 +64,7 @@ def to_frames(batch: RankBatch) -> list[memoryview]:
 def from_frames(
     update: int, version: int, plan: RankPlan, frames: Sequence[memoryview]
 ) -> RankBatch:
-    """The columns as views of the frames. ValueError: their number or lengths do not fit."""
+    """Return the columns as views of the frames. ValueError: their number or lengths do not fit."""
     if len(frames) != len(COLUMNS) + 2:
         raise ValueError(f"a batch has {len(COLUMNS) + 2} columns, got {len(frames)} frames")
     columns = {
@@ -95,7 +96,7 @@ def from_frames(
 
 
 def _read_experts(kind: memoryview, raw: memoryview) -> ExpertArray | None:
-    """Read the two frames of experts that to_frames wrote. ValueError: no whole rows."""
+    """Read the two frames of experts that to_frames wrote. ValueError: rows are incomplete."""
     if not len(kind):
         return None
     numbers = np.frombuffer(kind, dtype=np.int64).tolist()

@@ -1,8 +1,8 @@
-"""Who may speak to the controller's socket: peers that show the run's token.
+"""Admits to the controller's socket only peers that show the run's token.
 
-The token is checked while a connection is opened (ZMTP's PLAIN mechanism, answered here in the
-manner of ZeroMQ's RFC 27), so a stranger never gets a message through: nothing of it is buffered or
-decoded. PLAIN does not encrypt: it keeps others out, not eavesdroppers.
+The token is checked while a connection is opened (ZMTP's PLAIN mechanism, answered as in ZeroMQ's
+RFC 27), so no message of a stranger is buffered or decoded. PLAIN does not encrypt: it keeps others
+out, but does not stop eavesdroppers.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ REFUSALS = (
 
 
 class Refusals:
-    """Counts what was refused, and says so at most once in LOG_EVERY_S."""
+    """Counts rejected connections and frames, and logs them at most once in LOG_EVERY_S."""
 
     def __init__(self) -> None:
         self.count = 0
         self._said_s = -LOG_EVERY_S
 
     def add(self, reason: str) -> None:
-        """One more, for `reason`."""
+        """Count one more rejection for `reason`."""
         self.count += 1
         now_s = time.monotonic()
         if now_s - self._said_s >= LOG_EVERY_S:
@@ -56,7 +56,7 @@ class Refusals:
 
 
 def guard_socket(socket: zmq.Socket[Any], max_bytes: int) -> None:
-    """What every ZeroMQ socket of ours sets: limits, and heartbeats."""
+    """Set what every ZeroMQ socket of ours has: limits and heartbeats."""
     socket.set(zmq.MAXMSGSIZE, max_bytes)
     socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
@@ -100,7 +100,7 @@ class Gate:
             await self._zap.send_multipart([version, request, *verdict, b""])
 
     async def ended(self) -> list[int]:
-        """File descriptors of connections that ended, without waiting; at most EVENTS_A_TURN."""
+        """Return file descriptors of ended connections, without waiting; at most EVENTS_A_TURN."""
         descriptors: list[int] = []
         for _ in range(EVENTS_A_TURN):
             if not await self.monitor.poll(0):

@@ -1,4 +1,4 @@
-"""A rank must not outlive the process that started it."""
+"""Ends a rank together with the process that started it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import signal
 import sys
 
 PARENT_VARIABLE = "MEGATRON_OPD_PARENT"
-"""Process id of the parent, for a child to notice that it ended while the child's Python started:
-seconds, in which nothing here has been called yet."""
+"""Environment variable with the parent's process id, so that a child notices a parent that ended
+while the child's Python was still starting."""
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """On Linux: the kernel sends SIGTERM to this process when its parent ends, however it ends.
+    """Ask Linux to send SIGTERM to this process when its parent ends, in whatever way.
 
-    Exits at once when the parent that PARENT_VARIABLE names has ended already.
+    Exits at once when the parent that PARENT_VARIABLE names has already ended.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -1,4 +1,4 @@
-"""Records that travel between controller and learner. Torch-free; msgspec, never pickle.
+"""Defines the records that travel between controller and learner; msgspec, never pickle.
 
 A message is one header frame (a record below, tagged with its name) and, for Train, one raw frame
 per column of the RankBatch, in the order of rank_batch.COLUMNS. Whatever arrives is read by
@@ -16,7 +16,7 @@ from sglang_bridge.protocol import BucketSpec, WeightPiece
 
 
 class LearnerInfo(msgspec.Struct, frozen=True):
-    """What the learner says once it is ready. parameters: of the whole model."""
+    """Says what the learner is once it is ready. parameters: of the whole model."""
 
     world_size: int
     data_parallel_size: int
@@ -98,7 +98,7 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
-    """One update on the share of a batch that follows in raw frames.
+    """Asks for one update on the share of a batch that follows in raw frames.
 
     plan[mini-batch][micro-batch] = sample indices of this share.
     """
@@ -110,13 +110,13 @@ class Train(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetManifest(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the buckets of a publication."""
+    """Asks for the buckets of a weight sync."""
 
     call: int
 
 
 class ConnectWeights(msgspec.Struct, frozen=True, tag=True):
-    """Open the weight group as its rank 0, listening on host:port."""
+    """Asks rank 0 to open the weight group, listening on host:port."""
 
     call: int
     host: str
@@ -127,20 +127,20 @@ class ConnectWeights(msgspec.Struct, frozen=True, tag=True):
 
 
 class SendWeights(msgspec.Struct, frozen=True, tag=True):
-    """Broadcast every bucket once."""
+    """Asks to broadcast every bucket once."""
 
     call: int
 
 
 class DigestPieces(msgspec.Struct, frozen=True, tag=True):
-    """Ask for the digests of the same slices of the current weights."""
+    """Asks for the digests of the same slices of the current weights."""
 
     call: int
     pieces: list[WeightPiece]
 
 
 class ExportHf(msgspec.Struct, frozen=True, tag=True):
-    """Write the current weights as a Hugging Face checkpoint. dtype None: the learner's."""
+    """Asks to write the current weights as a Hugging Face checkpoint. dtype None: the learner's."""
 
     call: int
     path: str
@@ -148,7 +148,7 @@ class ExportHf(msgspec.Struct, frozen=True, tag=True):
 
 
 class SaveState(msgspec.Struct, frozen=True, tag=True):
-    """Write the whole state after `updates` updates to the new directory `path`.
+    """Asks to write the whole state after `updates` updates to the new directory `path`.
 
     in_background: answer once it is copied; each rank's sums file tells when it is written.
     """
@@ -160,23 +160,23 @@ class SaveState(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadState(msgspec.Struct, frozen=True, tag=True):
-    """Take over the state that SaveState wrote."""
+    """Asks to load the state that SaveState wrote."""
 
     call: int
     path: str
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Leave the world and exit 0."""
+    """Asks to leave the world and exit 0."""
 
     call: int
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The controller takes this rank. lock, claim: see checkpoint/run_lock.py.
+    """Tells a rank that the controller accepts it. lock, claim: see checkpoint/run_lock.py.
 
-    lock: absolute path of the run directory's run.lock, None for a controller without one.
-    shared: every rank writes checkpoints there, so every rank must see it; else rank 0 alone does.
+    lock: absolute path of the run directory's run.lock, None for a controller without one. shared:
+    every rank writes checkpoints there, so every rank must see it; otherwise rank 0 alone does.
     """
 
     lock: str | None
@@ -185,7 +185,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The controller does not take this rank, which ends. reason: one line."""
+    """Tells a rank that the controller does not accept it, so that it ends. reason: one line."""
 
     reason: str
 
@@ -204,7 +204,7 @@ Request = (
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A rank is ready; Welcome or Refused answers.
+    """Says that a rank is ready; Welcome or Refused answers.
 
     data_rank: which share it takes, if it is the head of its model copy. digests: of the
     configuration that it was given (config/digests.py).
@@ -217,33 +217,33 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, tag=True):
-    """Every bucket of a publication, in order."""
+    """Lists every bucket of a weight sync, in order."""
 
     buckets: list[BucketSpec]
 
 
 class Digests(msgspec.Struct, frozen=True, tag=True):
-    """One digest per piece asked for, in order."""
+    """Lists one digest per piece asked for, in order."""
 
     digests: list[str]
 
 
 class Nothing(msgspec.Struct, frozen=True, tag=True):
-    """Done, with nothing to say."""
+    """Answers a request that has no result."""
 
 
 Result = UpdateMetrics | Manifest | Digests | Nothing
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0's answer to `call`."""
+    """Carries rank 0's answer to `call`."""
 
     call: int
     result: Result
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A rank cannot go on; the learner ends. reason: one line."""
+    """Says that a rank cannot continue, so that the learner ends. reason: one line."""
 
     rank: int
     reason: str
@@ -252,7 +252,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 Reply = Hello | Done | Failed
 
 MAX_REPLY_BYTES = 64 * 2**20
-"""Longest message of a learner: the manifest of a model of a million tensors."""
+"""Longest message of a learner in bytes: the manifest of a model of a million tensors."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS = msgspec.msgpack.Decoder(Request | Welcome | Refused)
@@ -260,16 +260,16 @@ _REPLIES = msgspec.msgpack.Decoder(Reply)
 
 
 class BadMessage(ValueError):
-    """What arrived is no message of this protocol. One line."""
+    """Reports in one line that what arrived is not a message of this protocol."""
 
 
 def encode(message: Request | Reply | Welcome | Refused) -> bytes:
-    """The header frame."""
+    """Encode the header frame."""
     return _ENCODER.encode(message)
 
 
 def decode_request(frame: bytes | memoryview) -> Request | Welcome | Refused:
-    """Raises BadMessage on anything that is not what a controller sends."""
+    """Decode a request; BadMessage for anything that a controller does not send."""
     try:
         return _REQUESTS.decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -279,7 +279,7 @@ def decode_request(frame: bytes | memoryview) -> Request | Welcome | Refused:
 
 
 def decode_reply(frames: Sequence[bytes | memoryview]) -> Reply:
-    """Raises BadMessage on anything that is not one frame with a Reply."""
+    """Decode a reply; BadMessage for anything that is not one frame with a Reply."""
     if len(frames) != 1:
         raise BadMessage(f"a learner's message has 1 frame, got {len(frames)}")
     try:

@@ -1,8 +1,8 @@
-"""Who the learner's ranks are: a rank is the peer that said its first valid hello.
+"""Tracks the learner's ranks: a rank is the peer that sent its first valid hello.
 
-Pure: no socket, no clock. Invariant: a message either is what is due from that very rank, or it
-changes nothing but the count of what was refused, or it is a Breach that ends the run and names the
-rank. Peers have shown the run's token before any message of theirs arrives here (gate.py).
+It uses no socket and no clock. Invariant: a message either is the one expected from that rank, or
+it changes nothing but the count of rejected messages, or it is a Breach that ends the run and names
+the rank. Peers have shown the run's token before any message of theirs arrives here (gate.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAMED_KEYS = 8
 
 
 class Breach(Exception):
-    """A learner that the run cannot go on with. One line. answer: tell the rank why."""
+    """Reports in one line a learner that the run cannot use. answer: tell the rank why."""
 
     def __init__(self, reason: str, *, answer: bool = False) -> None:
         super().__init__(reason)
@@ -28,7 +28,7 @@ class Breach(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a learner must be. vocab_size None: not known here."""
+    """Says what a learner must be. vocab_size None: not known here."""
 
     world_size: int
     data_ranks: int
@@ -38,7 +38,7 @@ class Expected:
 
 
 class Roster:
-    """The ranks that have said hello, and the call that is open."""
+    """Holds the ranks that have said hello, and the open call."""
 
     def __init__(self, expected: Expected) -> None:
         self._expected = expected
@@ -50,32 +50,32 @@ class Roster:
 
     @property
     def complete(self) -> bool:
-        """Whether every rank has said hello."""
+        """Returns whether every rank has said hello."""
         return len(self._ranks) == self._expected.world_size
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not."""
+        """Return the ranks that have not said hello."""
         return sorted(set(range(self._expected.world_size)) - set(self._ranks.values()))
 
     def rank_of(self, identity: bytes) -> int | None:
-        """The rank behind a peer, None for a stranger."""
+        """Return the rank behind a peer, None for a stranger."""
         return self._ranks.get(identity)
 
     def next_call(self) -> int:
-        """Number the next request."""
+        """Return the number of the next request."""
         self._issued += 1
         return self._issued
 
     def result_of(self, call: int) -> Result | None:
-        """Rank 0's answer, once."""
+        """Return rank 0's answer, once."""
         if self._result is None or self._result[0] != call:
             return None
         result, self._result = self._result[1], None
         return result
 
     def accept(self, identity: bytes, reply: Reply) -> str | None:
-        """Take a message in. A string: it was ignored, and why. Raises Breach."""
+        """Process a message. Returns why it was ignored, or None. Raises Breach."""
         rank = self._ranks.get(identity)
         match reply:
             case Hello():
@@ -114,7 +114,7 @@ class Roster:
         return None
 
     def _check(self, hello: Hello) -> None:
-        """Raises Breach, with what to tell the rank."""
+        """Raise Breach, with what to tell the rank, if the rank does not fit."""
         wanted, info = self._expected, hello.info
         who = f"rank {hello.rank}"
         if info.world_size != wanted.world_size:

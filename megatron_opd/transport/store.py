@@ -1,4 +1,4 @@
-"""Listening on one address: torch's stores listen on every interface unless told otherwise."""
+"""Listens on one address, where torch's stores otherwise listen on every interface."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_bridge import listening
 def bound_store(
     host: str, port: int, world_size: int, timeout: timedelta, *, wait: bool = True
 ) -> TCPStore:
-    """The master's side of a store that listens on host:port alone.
+    """Open the master's side of a store that listens on host:port alone.
 
     wait: until all `world_size` members are there. OSError: the address is taken or not ours.
     """
@@ -30,7 +30,7 @@ def bound_store(
 
 
 def keep_groups_on(host: str) -> None:
-    """Make process groups of this process listen on `host`'s interface alone.
+    """Make process groups of this process listen only on the interface of `host`.
 
     A world of several machines, whose ranks must reach each other, is left as it is.
     """

@@ -1,4 +1,4 @@
-"""The secret that a learner shows to its controller.
+"""Provides the secret that a learner shows to its controller.
 
 `opd run` hands the learner that it starts the run's own through the environment. With `opd control`
 both sides take what the environment holds, or the learner reads the token that the controller wrote
@@ -14,11 +14,11 @@ from megatron_opd.checkpoint.run_lock import LOCK, read_holder
 
 TOKEN_VARIABLE = "MEGATRON_OPD_TOKEN"
 LEAST, MOST = 16, 255
-"""Characters of a token; ZeroMQ takes no longer password."""
+"""Least and most characters of a token; ZeroMQ accepts no longer password."""
 
 
 def given_token() -> str | None:
-    """The environment's. ValueError: it is too short to be a secret, or too long."""
+    """Return the environment's token. ValueError: it is too short to be a secret, or too long."""
     token = os.environ.get(TOKEN_VARIABLE)
     if token is not None and not (LEAST <= len(token.encode()) <= MOST):
         raise ValueError(
@@ -28,7 +28,10 @@ def given_token() -> str | None:
 
 
 def learners_token(run_dir: Path) -> str | None:
-    """What a learner shows now; None: its controller has not written one yet. ValueError: above."""
+    """Return what a learner shows now, None before its controller wrote one.
+
+    ValueError: as above.
+    """
     token = given_token()
     if token is not None:
         return token

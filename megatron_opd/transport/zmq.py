@@ -1,9 +1,9 @@
-"""The controller's side of the learner: one ROUTER socket, a DEALER per learner rank.
+"""Talks to the learner for the controller: one ROUTER socket here, a DEALER per learner rank.
 
 Each data-parallel head rank receives only its own share of a batch, as raw arrays; rank 0 answers.
-Who may speak is gate.py's, who is which rank and what is due from it roster.py's. Invariant: a call
-ends with the learner's answer, with LearnerError as soon as any rank reports a failure or its
-connection ends, or with LearnerError when its time is up; it never waits for ever.
+gate.py decides who may speak; roster.py knows the ranks and what each is expected to send.
+Invariant: a call ends with the learner's answer, with LearnerError as soon as any rank reports a
+failure or its connection ends, or with LearnerError when its time is up; it never waits for ever.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ ResultT = TypeVar("ResultT", bound=Result)
 
 
 class LearnerError(RuntimeError):
-    """The learner failed or did not answer in time; the message is one line."""
+    """Reports in one line that the learner failed or did not answer in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Which learner is let in.
+    """Says which learner is admitted.
 
     token: what it must show. digests, vocab_size: what it must have been given (roster.Expected).
-    claim: what it proves by that it writes into the right run directory; None: without a proof.
+    claim: proves that it writes into the right run directory; None: no proof is needed.
     """
 
     token: str
@@ -81,7 +81,7 @@ class Admission:
 
 
 class RemoteLearner:
-    """The learner, as the controller sees it. Binds at once; `address` is what ranks connect to.
+    """Represents the learner to the controller. Binds at once; `address` is what ranks connect to.
 
     Calls are made one at a time; a second one waits for the first.
     """
@@ -126,12 +126,12 @@ class RemoteLearner:
 
     @property
     def ready(self) -> bool:
-        """Whether every rank has said hello."""
+        """Returns whether every rank has said hello."""
         return self._roster.complete
 
     @property
     def frames_refused(self) -> int:
-        """Connections without the run's token, and messages that were none."""
+        """Returns the number of connections without the run's token and of malformed messages."""
         return self._refusals.count
 
     async def wait_ready(self, timeout_s: float) -> LearnerInfo:
@@ -141,7 +141,7 @@ class RemoteLearner:
         return self._roster.info
 
     async def failed(self) -> LearnerError:
-        """Wait until the learner has failed, or a rank of it is gone; why."""
+        """Wait until the learner has failed or one of its ranks is gone; return why."""
         while self._failure is None:
             self._changed.clear()
             await self._changed.wait()
@@ -160,7 +160,7 @@ class RemoteLearner:
         return await self._exchange(call, messages, UpdateMetrics, timeout_s, "train")
 
     async def manifest(self) -> list[BucketSpec]:
-        """The buckets of every publication, in the order in which `send_weights` sends them."""
+        """Return the buckets of every weight sync, in the order in which they are sent."""
         return (await self._ask(GetManifest(self._roster.next_call()), Manifest)).buckets
 
     async def connect_weights(self, host: str, port: int, world_size: int, group_name: str) -> None:
@@ -176,7 +176,7 @@ class RemoteLearner:
         )
 
     async def piece_digests(self, pieces: Sequence[WeightPiece]) -> list[str]:
-        """Digests of the same slices of the current weights, in order."""
+        """Return digests of the same slices of the current weights, in order."""
         request = DigestPieces(self._roster.next_call(), list(pieces))
         return (await self._ask(request, Digests)).digests
 
@@ -190,11 +190,11 @@ class RemoteLearner:
         await self._ask(request, Nothing)
 
     async def load_state(self, path: Path) -> None:
-        """Take over a saved state. LearnerError: it is damaged or of another model."""
+        """Load a saved state. LearnerError: it is damaged or of another model."""
         await self._ask(LoadState(self._roster.next_call(), _whole(path)), Nothing)
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """Ask the learner to exit, if it is there to hear it, and close the socket."""
+        """Ask the learner to exit, if it is still connected, and close the socket."""
         if self.ready and self._failure is None:
             self._leaving = True
             with contextlib.suppress(LearnerError, TimeoutError):
@@ -203,7 +203,7 @@ class RemoteLearner:
         self.close()
 
     def close(self) -> None:
-        """Close the socket without a word; safe to call twice."""
+        """Close the socket without a message; safe to call twice."""
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
@@ -299,7 +299,7 @@ class RemoteLearner:
             self._changed.set()
 
     async def _take(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
-        """One message of a peer that has shown the token."""
+        """Process one message of a peer that has shown the token."""
         rank = self._roster.rank_of(identity)
         try:
             reply = decode_reply([frame.buffer for frame in frames])
@@ -327,7 +327,7 @@ class RemoteLearner:
                 self._fail(f"learner rank {reply.rank} is gone: it left before its welcome")
 
     async def _answer(self, identity: bytes, message: Welcome | Refused) -> bool:
-        """Whether the peer is still there to be answered."""
+        """Answer a peer; returns whether it was still connected."""
         try:
             await self._socket.send_multipart([identity, encode(message)])
         except zmq.ZMQError as error:
@@ -341,13 +341,13 @@ class RemoteLearner:
             self._fail(f"{task.get_name()}: {type(error).__name__}: {one_line(str(error))}")
 
     def _fail(self, reason: str) -> None:
-        """The first reason names the cause; the others are its echo."""
+        """Record the first reason, which is the cause; later ones follow from it."""
         self._failure = self._failure or LearnerError(reason)
         self._changed.set()
 
 
 def _whole(path: Path) -> str:
-    """The learner may run in another working directory."""
+    """Return the absolute path, as the learner may run in another working directory."""
     return str(path.absolute())
 
 

@@ -1,1 +1,1 @@
-"""Publication of learner weights to the student fleet."""
+"""Syncs the learner's weights to the student's servers."""

@@ -1,4 +1,4 @@
-"""Weights as a sampler of low precision would hold them, to study learner-sampler mismatch (TIS).
+"""Rounds weights as a low-precision sampler would hold them, to study the mismatch (TIS).
 
 The matrices that such engines quantise (attention, MLP, experts) are rounded and written back in
 their own type; embeddings, LM head, routers and norms stay exact.
@@ -18,7 +18,7 @@ Format = Literal["int8", "fp8"]
 
 
 def rounded(name: str, tensor: torch.Tensor, format: Format | None) -> torch.Tensor:
-    """`tensor` with every row on the grid of `format`, if tensor `name` (Hugging Face) has one.
+    """Return `tensor` with every row on the grid of `format`, if tensor `name` has one.
 
     The grid's largest value is the row's largest magnitude: int8 has 255 equal steps, fp8 (e4m3)
     three bits of mantissa. A row of zeros stays zeros.

@@ -1,4 +1,4 @@
-"""The learner's side of a publication: full tensors in flattened buckets, broadcast to the fleet.
+"""Sends the learner's weights: full tensors in flattened buckets, broadcast to the servers.
 
 The wire format is SGLang's: /update_weights_from_distributed with load_format "flattened_bucket",
 the raw bytes of a bucket's tensors end to end. The group is the one that SGLang's
@@ -26,7 +26,7 @@ from sglang_bridge.protocol import BucketSpec, WeightPiece
 def plan_buckets(
     manifest: Sequence[tuple[str, tuple[int, ...]]], dtype: torch.dtype, bucket_bytes: int
 ) -> list[BucketSpec]:
-    """Consecutive tensors of at most `bucket_bytes` together; a larger tensor is alone."""
+    """Group consecutive tensors of at most `bucket_bytes` together; a larger tensor is alone."""
     groups: list[list[tuple[str, tuple[int, ...]]]] = []
     room = -1
     for name, shape in manifest:
@@ -48,9 +48,9 @@ def plan_buckets(
 
 
 class WeightSender:
-    """Publishes `full`. Every rank of the learner makes the same calls; rank 0 holds the group.
+    """Sends `full`. Every rank of the learner makes the same calls; rank 0 holds the group.
 
-    round_to: publish what a sampler of that precision would hold (weight_sync/rounding.py).
+    round_to: send what a sampler of that precision would hold (weight_sync/rounding.py).
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class WeightSender:
 
     @property
     def is_root(self) -> bool:
-        """Whether this rank talks to the fleet."""
+        """Returns whether this rank talks to the servers."""
         return self.full.world.rank == 0
 
     def connect(
@@ -115,7 +115,7 @@ class WeightSender:
             raise RuntimeError(f"tensor {name} belongs to no bucket")
 
     def piece_digests(self, pieces: Sequence[WeightPiece]) -> list[str]:
-        """Digests of slices of the current weights, in order; empty on ranks other than 0.
+        """Return digests of slices of the current weights, in order; empty on ranks other than 0.
 
         KeyError: a piece of a tensor that the model does not have.
         """

@@ -1,4 +1,4 @@
-"""Learner weights to the student fleet, in keep-mode: no request in flight is discarded.
+"""Syncs learner weights to the student's servers without discarding any request in flight.
 
     pause(retract) -> begin -> every bucket (POST to all servers while the learner broadcasts)
       -> flush cache -> end(version) -> [first time: compare digests] -> continue
@@ -30,27 +30,27 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class PublishingFleet(Protocol):
-    """The part of sglang_bridge.fleet.Fleet that publication needs."""
+    """Names the methods of sglang_bridge.fleet.Fleet that a weight sync needs."""
 
     @property
     def world(self) -> WeightsWorld:
-        """Ranks of the update group."""
+        """Returns the ranks of the update group."""
         ...
 
     async def versions(self) -> Mapping[str, int]:
-        """The version that each server holds, by server."""
+        """Return the version that each server holds, by server."""
         ...
 
     async def pause(self, mode: Literal["retract"] = "retract") -> None:
-        """Stop sampling everywhere."""
+        """Stop sampling on all servers."""
         ...
 
     async def resume(self) -> None:
-        """Continue sampling everywhere."""
+        """Continue sampling on all servers."""
         ...
 
     async def flush_cache(self) -> None:
-        """Forget prefixes that old weights computed."""
+        """Discard cached prefixes, which old weights computed."""
         ...
 
     async def begin_weight_update(self) -> None:
@@ -58,39 +58,39 @@ class PublishingFleet(Protocol):
         ...
 
     async def end_weight_update(self, version: int) -> None:
-        """Close the update and label what follows."""
+        """Close the update and label later tokens with its version."""
         ...
 
     async def init_weights_group(
         self, host: str, port: int, name: str, backend: str, timeout_s: float | None = None
     ) -> None:
-        """Every rank of every server joins the learner's group."""
+        """Let every rank of every server join the learner's group."""
         ...
 
     async def destroy_weights_group(self, name: str) -> None:
-        """Every server leaves the group."""
+        """Let every server leave the group."""
         ...
 
     async def update_bucket(
         self, bucket: BucketSpec, group_name: str, timeout_s: float | None = None
     ) -> None:
-        """Every server receives one bucket."""
+        """Let every server receive one bucket."""
         ...
 
     async def weight_digests(self) -> Mapping[str, Sequence[WeightPiece]]:
-        """What every rank of every server holds, by server."""
+        """Return what every rank of every server holds, by server."""
         ...
 
 
 class PublishingLearner(Protocol):
-    """The part of transport.zmq.RemoteLearner that publication needs."""
+    """Names the methods of transport.zmq.RemoteLearner that a weight sync needs."""
 
     async def manifest(self) -> Sequence[BucketSpec]:
-        """The buckets in the order in which send_weights sends them."""
+        """Return the buckets in the order in which send_weights sends them."""
         ...
 
     async def connect_weights(self, host: str, port: int, world_size: int, group_name: str) -> None:
-        """Rank 0 listens at host:port and returns when the group is complete."""
+        """Listen at host:port as rank 0 and return when the group is complete."""
         ...
 
     async def send_weights(self) -> object:
@@ -98,12 +98,12 @@ class PublishingLearner(Protocol):
         ...
 
     async def piece_digests(self, pieces: Sequence[WeightPiece]) -> Sequence[str]:
-        """Digests of the same slices of the learner's export, in order."""
+        """Return digests of the same slices of the learner's export, in order."""
         ...
 
 
 class PublicationSession:
-    """All publications of one run; implements controller.ports.Publisher.
+    """Performs all weight syncs of one run; implements controller.ports.Publisher.
 
     Args:
         fleet: the student servers.
@@ -168,7 +168,7 @@ class PublicationSession:
             raise
 
     async def close(self) -> None:
-        """The servers leave the group; for servers that outlive the run."""
+        """Make the servers leave the group, for servers that outlive the run."""
         await self._within("leave", self._fleet.destroy_weights_group(self._group))
 
     async def _publish(self, version: int) -> PublicationReport:
@@ -225,7 +225,7 @@ class PublicationSession:
         self._phases.append(Phase(name, started_s, clock()))
 
     async def _within(self, name: str, step: Awaitable[Any]) -> Any:
-        """`step`'s result; any failure or silence becomes PublicationFailed naming the step."""
+        """Return `step`'s result; a failure or timeout becomes PublicationFailed with its name."""
         limit = asyncio.timeout(self._config.timeout_s)
         try:
             async with limit:
@@ -256,7 +256,10 @@ async def both(learner: Awaitable[object], fleet: Awaitable[object]) -> None:
 
 
 def bucket_bytes(bucket: BucketSpec) -> int:
-    """Bytes of one flattened bucket. Raises ValueError for a dtype that is never published."""
+    """Return the bytes of one flattened bucket.
+
+    Raises ValueError for a dtype that is never sent.
+    """
     total = 0
     for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
         if dtype.removeprefix("torch.") not in ITEM_BYTES:

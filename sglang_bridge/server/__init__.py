@@ -1,1 +1,1 @@
-"""Runs beside and inside SGLang: how a server is started, and the plugin that draws and scores."""
+"""Runs beside and inside SGLang: starts a server, and plugs in draws and scores."""

@@ -1,4 +1,4 @@
-"""`python -m sglang_bridge.server [SGLang's arguments]`: prepares the machine, runs SGLang.
+"""Prepares the machine and runs SGLang: `python -m sglang_bridge.server [ARGUMENTS]`.
 
 Refuses to start when the plugin did not take hold: SGLang itself would only log that and serve
 without it.
@@ -72,7 +72,7 @@ def offer_standins() -> None:
 
 
 def value_of(option: str, arguments: list[str]) -> str | None:
-    """The last value given for an option, as `--option value` or `--option=value`."""
+    """Returns the last value given for an option, as `--option value` or `--option=value`."""
     found = None
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, joined, value = argument.partition("=")
@@ -82,7 +82,7 @@ def value_of(option: str, arguments: list[str]) -> str | None:
 
 
 def arguments_for_device(arguments: list[str], *, cuda: bool) -> list[str]:
-    """`arguments` with what the device demands; whatever the user gave stays.
+    """Returns `arguments` with what the device demands; whatever the user gave stays.
 
     Raises ValueError for what cannot be deterministic.
     """

@@ -1,4 +1,4 @@
-"""Every touch of SGLang's internals, in one place, for exactly one version of it.
+"""Touches SGLang's internals, in this one place, for exactly one version of it.
 
 SGLang's plugins fail open: a hook that does not fit is logged and skipped. So this module is the
 one to change for a new version, each of its functions has a test, and a server whose version or
@@ -83,7 +83,7 @@ def hook(target: str, function: Callable[..., Any], kind: str) -> None:
 
 
 def fork_workers() -> None:
-    """Schedulers and detokenizer become forks of this process; call before SGLang's run_server().
+    """Makes schedulers and detokenizer forks of this process; call before SGLang's run_server().
 
     SGLang spawns interpreters that import everything anew: a third of the CPU time of a start
     remains, and half of the memory. Not where CUDA is, which no fork survives. They are started
@@ -102,7 +102,7 @@ def fork_workers() -> None:
 
 
 def hide_keys() -> None:
-    """The API keys are in no log and no /server_info; call before SGLang's run_server().
+    """Keeps API keys out of logs and /server_info; call before SGLang's run_server().
 
     SGLang writes its resolved arguments to the log when it starts, keys included.
     """
@@ -119,7 +119,7 @@ def hide_keys() -> None:
 
 
 def keep_files_in(directory: str) -> None:
-    """Sockets of this server lie in `directory`; call before SGLang's run_server().
+    """Keeps this server's sockets in `directory`; call before SGLang's run_server().
 
     Its shared memory is named after the directory. SGLang removes neither when it is killed.
     """
@@ -140,9 +140,9 @@ def keep_files_in(directory: str) -> None:
 
 
 def bind_stores() -> None:
-    """Torch's stores listen on the host they are named by, and not on every interface.
+    """Makes torch's stores listen on the host they are named by, and not on every interface.
 
-    Of rendezvous by tcp:// and env://, and wherever SGLang makes a store itself.
+    It covers rendezvous by tcp:// and env://, and every store that SGLang makes itself.
     """
     # by name: the package holds a function called as the module
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
@@ -151,7 +151,7 @@ def bind_stores() -> None:
 
 
 class BoundStore(torch.distributed.TCPStore):  # pyright: ignore[reportPrivateImportUsage]
-    """A TCPStore whose server is bound to `host_name`; without one given, torch binds to all."""
+    """Binds a TCPStore's server to `host_name`; without one given, torch binds to all."""
 
     def __init__(
         self,
@@ -172,21 +172,21 @@ class BoundStore(torch.distributed.TCPStore):  # pyright: ignore[reportPrivateIm
 
 
 def is_output_rank() -> bool:
-    """Whether this process holds the whole batch's outputs: attention-TP rank 0."""
+    """Returns whether this process holds the whole batch's outputs: attention-TP rank 0."""
     from sglang.srt.runtime_context import get_parallel
 
     return get_parallel().attn_tp_rank == 0
 
 
 def weight_version() -> str:
-    """The version label of the weights this process computes with now."""
+    """Returns the version label of the weights this process computes with now."""
     from sglang.srt.runtime_context import get_serving
 
     return get_serving().weight_version
 
 
 def is_deterministic() -> bool:
-    """Whether this server was started with --enable-deterministic-inference."""
+    """Returns whether this server was started with --enable-deterministic-inference."""
     from sglang.srt.runtime_context import get_exec
 
     return bool(get_exec().deterministic.enable_deterministic_inference)
@@ -204,7 +204,7 @@ def allow_deterministic_attention(backend: str) -> None:
 
 
 def tp_rank() -> int:
-    """This process's tensor-parallel rank in its server."""
+    """Returns this process's tensor-parallel rank in its server."""
     from sglang.srt.runtime_context import get_parallel
 
     return get_parallel().tp_rank
@@ -214,13 +214,13 @@ def tp_rank() -> int:
 
 
 def custom_params(req: Any) -> dict[str, Any]:
-    """The request's custom_params; empty when it has none."""
+    """Returns the request's custom_params; empty when it has none."""
     params = req.sampling_params.custom_params
     return params if isinstance(params, dict) else {}
 
 
 def seed_of(req: Any) -> int:
-    """The seed of a request's random numbers, where the server is deterministic."""
+    """Returns the seed of a request's random numbers, where the server is deterministic."""
     seed = req.sampling_params.sampling_seed
     return DEFAULT_SEED if seed is None else seed
 
@@ -231,7 +231,7 @@ def next_positions(batch: Any) -> list[int]:
 
 
 def record_of(req: Any, name: str, make: Callable[[], Any]) -> Any:
-    """The object of ours kept on a request under `name`, made on first use.
+    """Returns our object kept on a request under `name`, made on first use.
 
     It survives retraction.
     """
@@ -243,12 +243,12 @@ def record_of(req: Any, name: str, make: Callable[[], Any]) -> Any:
 
 
 def find_record(req: Any, name: str) -> Any | None:
-    """The object kept by `record_of`, or None."""
+    """Returns the object kept by `record_of`, or None."""
     return req.__dict__.get(name)
 
 
 def experts_of(model: torch.nn.Module, config: Any) -> tuple[tuple[int, ...], int]:
-    """(layers that hold experts, experts of each). config: the runner's ModelConfig."""
+    """Returns (layers that hold experts, experts of each). config: the runner's ModelConfig."""
     from sglang.srt.layers.moe.topk import TopK
 
     layers = sorted({m.layer_id for m in model.modules() if isinstance(m, TopK)})
@@ -258,12 +258,12 @@ def experts_of(model: torch.nn.Module, config: Any) -> tuple[tuple[int, ...], in
 
 
 def keeps_experts(manager: Any) -> bool:
-    """Whether the server was started to keep routed experts."""
+    """Returns whether the server was started to keep routed experts."""
     return bool(manager.server_args.enable_return_routed_experts)
 
 
 def input_slots(batch: Any, index: int) -> torch.Tensor:
-    """The KV slots of the inputs of request `index` of a batch about to be computed.
+    """Returns the KV slots of the inputs of request `index` of a batch about to be computed.
 
     Of a prefill: of all up to its last one, a cached prefix included; of a decode step: of its one
     input. int64, on the device.
@@ -276,7 +276,7 @@ def input_slots(batch: Any, index: int) -> torch.Tensor:
 
 
 def routed_experts(slots: torch.Tensor) -> Any:
-    """What SGLang stored for these KV slots (host): int32 array [slots, all layers, experts]."""
+    """Returns what SGLang stored for these KV slots (host): int32 [slots, all layers, experts]."""
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
     capturer: Any = get_global_experts_capturer()
@@ -284,12 +284,12 @@ def routed_experts(slots: torch.Tensor) -> Any:
 
 
 def is_scoring_batch(batch: Any) -> bool:
-    """Whether a forward pass computes logits of prompt positions."""
+    """Returns whether a forward pass computes logits of prompt positions."""
     return bool(batch.forward_mode.is_extend() and batch.return_logprob)
 
 
 def logit_rows(batch: Any) -> Iterator[tuple[Any, int, int]]:
-    """(request, absolute position of its first row, rows) of the logits an extend batch computes.
+    """Yields (request, absolute position of its first row, rows) of an extend batch's logits.
 
     LogitsProcessor._get_pruned_states keeps, per request, the extended tokens from
     extend_logprob_start_len on, and at least the last one.
@@ -306,7 +306,7 @@ def logit_rows(batch: Any) -> Iterator[tuple[Any, int, int]]:
 
 
 def sampling_filters(info: Any) -> dict[str, torch.Tensor | None]:
-    """The truncations SGLang applies in this step, as `sampling.behaviour` takes them."""
+    """Returns the truncations SGLang applies in this step, as `sampling.behaviour` takes them."""
     return {
         "top_k_B": info.top_ks if info.need_top_k_sampling else None,
         "top_p_B": info.top_ps if info.need_top_p_sampling else None,
@@ -336,14 +336,14 @@ def wrap_delayed_sampling(result: Any, context: Callable[[], Any]) -> None:
 
 
 def row_log_normaliser(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-row (max, log-sum-exp minus max) in float32; one pass by SGLang's kernel on CUDA."""
+    """Returns per-row (max, log-sum-exp minus max) in float32; one pass by a kernel on CUDA."""
     from sglang.srt.layers.logprob_processor import compute_row_log_normalizer
 
     return compute_row_log_normalizer(logits)
 
 
 def streamer_class(payload_of: Callable[[Any], dict[str, Any] | None], key: str) -> type:
-    """An output streamer that adds `payload_of(request)` to meta_info[key] when it finishes."""
+    """Makes a streamer that adds `payload_of(request)` to meta_info[key] when it finishes."""
     from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
     class BridgeStreamer(SchedulerOutputStreamer):
@@ -352,14 +352,14 @@ def streamer_class(payload_of: Callable[[Any], dict[str, Any] | None], key: str)
         has_additional_customized_info = True
 
         def build_additional_customized_info(self, reqs: list[Any]) -> dict[str, list[Any]]:
-            """One list per request: empty, or the payload."""
+            """Returns one list per request: empty, or the payload."""
             payloads = [payload_of(req) if req.finished() else None for req in reqs]
             if not any(payloads):
                 return {}
             return {key: [[] if payload is None else [payload] for payload in payloads]}
 
         def is_request_level_customized_info_key(self, name: str) -> bool:
-            """The payload belongs to the request, not to single tokens."""
+            """Returns whether the payload belongs to the request, not to single tokens."""
             return name == key
 
     return BridgeStreamer
@@ -368,7 +368,7 @@ def streamer_class(payload_of: Callable[[Any], dict[str, Any] | None], key: str)
 def checksum_payload(
     checker: Any, answer: Callable[[torch.nn.Module], dict[str, str]], *, role: str
 ) -> dict[str, Any]:
-    """The shape WeightChecker.handle returns, with `answer(model)` as its checksums."""
+    """Returns what WeightChecker.handle returns, with `answer(model)` as its checksums."""
     return {
         "checksums": answer(checker._get_model()),
         "per_gpu_checksum": "",

@@ -1,4 +1,4 @@
-"""The platform class behind `sglang_bridge.server.platform`."""
+"""Defines the platform class behind `sglang_bridge.server.platform`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sglang.srt.platforms.interface import SRTPlatform
 def _allocate_unpinned(
     dims: tuple[int, ...], dtype: torch.dtype, device: str, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """A host buffer without cudaHostRegister, which needs CUDA."""
+    """Allocates a host buffer without cudaHostRegister, which needs CUDA."""
     return torch.empty(dims, dtype=dtype, device=device)
 
 
 class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """SGLang's CPU device operations with the torch-native attention backend.
+    """Runs SGLang's CPU device operations with the torch-native attention backend.
 
     SGLang's own CPU engine (SGLANG_USE_CPU_ENGINE) demands sgl_kernel's AVX-512 build; an
     out-of-tree platform with these defaults does not.
@@ -27,15 +27,15 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
 
     def get_default_attention_backend(self) -> str:
-        """Attention by torch.nn.functional.scaled_dot_product_attention."""
+        """Selects attention by torch.nn.functional.scaled_dot_product_attention."""
         return "torch_native"
 
     def get_compile_backend(self, mode: str | None = None) -> str:
-        """No compilation."""
+        """Selects no compilation."""
         return "eager"
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
-        """There is no accelerator to pin host memory for."""
+        """Returns False: there is no accelerator to pin host memory for."""
         return False
 
     def init_backend(self) -> None:

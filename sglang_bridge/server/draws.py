@@ -1,4 +1,4 @@
-"""Every sampled token is recorded once: its atoms and draws, their exact log-probs, its version.
+"""Records every sampled token once: atoms and draws, their exact log-probs, its version.
 
 A record hangs on SGLang's request object, so that it survives retraction: the sampled prefix stays,
 its KV is rebuilt, and later tokens are appended under the new version. Only the rank that streams
@@ -28,7 +28,7 @@ RECORD = "_bridge_draws"
 
 
 def support_of(req: Any) -> tuple[int, int] | None:
-    """(atoms, draws) a token that a request asked for, or None when it keeps no record."""
+    """Returns (atoms, draws) per token that a request asked for; None when it keeps no record."""
     params = compat.custom_params(req)
     if wire.NUM_DRAWS not in params:
         return None
@@ -37,7 +37,7 @@ def support_of(req: Any) -> tuple[int, int] | None:
 
 @dataclass(slots=True)
 class DrawRecord:
-    """The rows of one request so far, as growing raw buffers (12 bytes an id, 4 a token).
+    """Holds the rows of one request so far, as growing raw buffers (12 bytes an id, 4 a token).
 
     versions: [(version, index of its first token)], run-length coded.
     """
@@ -77,7 +77,7 @@ class DrawRecord:
         self.versions = [(version, start) for version, start in self.versions if start < length]
 
     def payload(self) -> dict[str, Any]:
-        """What the client parses: base64 of every buffer, and the version runs."""
+        """Returns what the client parses: base64 of every buffer, and the version runs."""
         return {
             **{name: wire.pack(bytes(getattr(self, name))) for name in wire.DRAW_FIELDS},
             "num_atoms": self.num_atoms,
@@ -88,7 +88,7 @@ class DrawRecord:
 
 @dataclass(frozen=True, slots=True)
 class HostRow:
-    """One token's row: ids int32, weights and logp float32, the column of the path token."""
+    """Holds one token's row: ids int32, weights and logp float32, the path token's column."""
 
     ids_R: np.ndarray
     weight_R: np.ndarray
@@ -98,7 +98,7 @@ class HostRow:
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """A step's rows after their copy to the host (SGLang's HostAuxiliaryOutput)."""
+    """Holds a step's rows after their copy to the host (SGLang's HostAuxiliaryOutput)."""
 
     tensors: dict[str, torch.Tensor]
     version: str
@@ -120,7 +120,7 @@ class HostRows:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """A step's rows on the device (SGLang's DeviceAuxiliaryOutput)."""
+    """Holds a step's rows on the device (SGLang's DeviceAuxiliaryOutput)."""
 
     tensors: dict[str, torch.Tensor]
     version: str
@@ -132,7 +132,7 @@ class DeviceRows:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the requests of a forward pass want at the tokens it predicts.
+    """Says what the requests of a forward pass want at the tokens it predicts.
 
     uniform_BM: float64, the numbers that choose the draws; None: the server's generator gives them.
     """
@@ -156,7 +156,7 @@ def sampling_step(step: Step | None) -> Iterator[None]:
 
 
 def step_of(batch: Any) -> Step | None:
-    """What a batch asks for at its next token, or None when nothing is to be recorded."""
+    """Returns what a batch asks for at its next token, or None when nothing is to be recorded."""
     supports = [support_of(req) for req in batch.reqs]
     if not any(support is not None for support in supports):
         return None
@@ -171,7 +171,7 @@ def step_of(batch: Any) -> Step | None:
 
 
 class DrawObserver:
-    """SGLang's SamplingObserver: draws before the sampler, records with the token it chose."""
+    """Observes SGLang's sampling: draws before the sampler, records with the token it chose."""
 
     def __init__(self, device: str, seed: int) -> None:
         self._device = torch.device(device)
@@ -179,11 +179,11 @@ class DrawObserver:
         self._generator.manual_seed(seed)
 
     def is_active(self, sampling_info: Any) -> bool:
-        """Whether the pass being sampled holds a request with a record."""
+        """Returns whether the pass being sampled holds a request with a record."""
         return _step is not None
 
     def before_grammar(self, logits_BV: torch.Tensor, info: Any) -> tuple[Behaviour, Selected]:
-        """The behaviour distribution and a selection (the sampler overwrites the logits)."""
+        """Returns the behaviour distribution and a selection, before the sampler runs."""
         assert _step is not None
         policy = behaviour(logits_BV, info.temperatures, **compat.sampling_filters(info))
         if _step.uniform_BM is None:
@@ -198,7 +198,7 @@ class DrawObserver:
     def after_sample(
         self, state: tuple[Behaviour, Selected], token_ids: torch.Tensor
     ) -> DeviceRows:
-        """Rows with the sampled token in them, stamped with the weights' version."""
+        """Returns rows with the sampled token in them, stamped with the weights' version."""
         policy, selected = state
         path_B = token_ids.to(torch.int64)
         rows = build_rows(selected, path_B[:, None])

@@ -1,4 +1,4 @@
-"""Expert parallelism for SGLang's torch-native experts, which expect to hold all of them."""
+"""Splits SGLang's torch-native experts over ranks; by themselves they expect to hold all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def local_experts_only(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """moe_forward_native where other ranks' experts arrive as id -1: sums only this rank's.
+    """Sums this rank's experts alone: moe_forward_native, with other ranks' experts as id -1.
 
     x_TH: [tokens, hidden]. The ranks' results are added by the caller's all-reduce. SiLU-gated
     experts without biases only (Qwen3-MoE); used on CPU, where the fused kernels do not exist.

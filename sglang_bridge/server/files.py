@@ -1,4 +1,4 @@
-"""What a server leaves on the machine when it is killed: sockets of its own, shared memory.
+"""Removes what a killed server leaves on the machine: its sockets and shared memory.
 
 A server's sockets lie in a directory that only its user can enter, and its shared memory is named
 after that directory or after one of its processes. So what is removed is certainly its own.
@@ -17,7 +17,7 @@ OBITUARY = "obituary"
 
 
 def make() -> str:
-    """A new directory for one server's files."""
+    """Makes a new directory for one server's files."""
     return tempfile.mkdtemp(prefix="opd-server-")
 
 
@@ -29,7 +29,7 @@ def remove(directory: str | None, pids: Iterable[int]) -> None:
 
 
 def remove_shared_memory(directory: str, pids: Iterable[int]) -> None:
-    """Removes what a server, of which these are processes, has in shared memory."""
+    """Removes what a server, given by its processes' ids, has in shared memory."""
     patterns = [f"sglang_loads_{Path(directory).name}_*.shm"]
     patterns += [f"sgl_shm_*_{pid}_*" for pid in pids]
     for pattern in patterns:
@@ -39,13 +39,13 @@ def remove_shared_memory(directory: str, pids: Iterable[int]) -> None:
 
 
 def write_obituary(directory: str, cause: str) -> None:
-    """Leaves word of why a server ended, for whoever started it."""
+    """Records why a server ended, for whoever started it."""
     with contextlib.suppress(OSError):
         (Path(directory) / OBITUARY).write_text(cause, encoding="utf-8")
 
 
 def obituary(directory: str | None) -> str | None:
-    """What `write_obituary` left, or None."""
+    """Returns what `write_obituary` left, or None."""
     if directory is None:
         return None
     try:

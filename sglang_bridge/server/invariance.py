@@ -1,4 +1,4 @@
-"""Matrix products on a CPU whose rows do not depend on how many rows there are.
+"""Multiplies matrices on a CPU so that rows do not depend on how many rows there are.
 
 A server batches what happens to arrive, so a request's log-probs are reproducible only if each row
 of a product is the same bits whatever stands beside it. MKL's float32 products are, from a few rows
@@ -27,11 +27,11 @@ _library: torch.library.Library | None = None  # registrations end with it
 
 
 class NotInvariant(RuntimeError):
-    """This machine's products depend on the number of rows."""
+    """Reports that this machine's products depend on the number of rows."""
 
 
 def enable() -> None:
-    """From now on in this process: every product of CPU matrices. Safe to repeat."""
+    """Makes every product of CPU matrices in this process invariant. Safe to repeat."""
     global _library
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
@@ -42,7 +42,7 @@ def enable() -> None:
 
 
 def check(weights: Iterable[torch.Tensor]) -> None:
-    """Multiply random inputs with a matrix of every shape and dtype among `weights`.
+    """Multiplies random inputs with a matrix of every shape and dtype among `weights`.
 
     weights: any number of dimensions; those with two are used as [outputs, inputs], those with
     three as one such matrix each. Raises NotInvariant naming the first shape that fails.

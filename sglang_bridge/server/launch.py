@@ -1,4 +1,4 @@
-"""A server process never outlives `stop`, nor its parent.
+"""Starts server processes that never outlive `stop`, nor their parent.
 
 Each server has a session (and so a process group) of its own, which `stop` signals by its id;
 SGLang's schedulers and detokenizer are in it. If the owner dies without stopping it, the server
@@ -42,7 +42,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def last_lines(path: Path, count: int = 20) -> str:
-    """The last `count` lines of a log file, or a note that it is empty."""
+    """Returns the last `count` lines of a log file, or a note that it is empty."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -51,7 +51,7 @@ def last_lines(path: Path, count: int = 20) -> str:
 
 
 class ServerProcess:
-    """One running SGLang server. Not thread-safe; every method may be called from any one thread.
+    """Runs one SGLang server. Not thread-safe; any one thread may call any method.
 
     log_path: receives the server's standard output and error. api_key: what every request to the
     server must bring, except those that ask whether it is there. files: the directory of the
@@ -69,7 +69,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id, which is its group's id too; None before start."""
+        """Returns the process id, which is its group's id too; None before start."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
@@ -90,15 +90,15 @@ class ServerProcess:
             )
 
     def exit_code(self) -> int | None:
-        """None while the process runs (and before start), else its exit code; negative = signal."""
+        """Returns the exit code, negative for a signal; None while it runs and before start."""
         return None if self._process is None else self._process.poll()
 
     def cause(self) -> str | None:
-        """Which of its workers ended the server; None where none did, or it runs."""
+        """Returns which of its workers ended the server; None where none did, or it runs."""
         return self._cause or files.obituary(self.files)
 
     def is_running(self) -> bool:
-        """Whether the process has been started and has not ended."""
+        """Returns whether the process has been started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
     def wait_ready(self, timeout_s: float) -> None:
@@ -172,7 +172,7 @@ class ServerProcess:
 
 
 def running_states(group: int) -> list[str]:
-    """Scheduler state letters of the running processes of a process group.
+    """Returns scheduler state letters of the running processes of a process group.
 
     Zombies are left out: they only wait for whoever adopted them to collect them.
     """

@@ -1,4 +1,4 @@
-"""SGLang's command-line options, read from a table instead of from SGLang.
+"""Reads SGLang's command-line options from a table instead of from SGLang.
 
 SGLang's own parser takes any unambiguous beginning of an option for it, reads more arguments from a
 file (--config), and needs SGLang to be installed. This one takes whole names alone, of the
@@ -26,12 +26,12 @@ class _Parser(argparse.ArgumentParser):
 
 @cache
 def names_by_option() -> dict[str, str]:
-    """{option as written: the name of the setting it makes}."""
+    """Returns {option as written: the name of the setting it makes}."""
     return {option: name for name, _, options in _rows() for option in options}
 
 
 def given(arguments: Sequence[str]) -> dict[str, str]:
-    """{option as written: the name of the setting it makes} of a command line.
+    """Returns {option as written: the name of the setting it makes} of a command line.
 
     Raises ValueError for what is no option of SGLang's, is abbreviated, or lacks its value.
     """

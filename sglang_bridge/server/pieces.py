@@ -1,4 +1,4 @@
-"""Which slices of which Hugging Face tensors a rank's live parameters hold; their digests.
+"""Says which slices of which Hugging Face tensors a rank's parameters hold; digests them.
 
 SGLang fuses q, k, v; gate and up; and all experts. A learner knows only Hugging Face names, so
 every fused parameter is taken apart into contiguous pieces {name, dim, start, length}: the same
@@ -21,7 +21,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`view`, live parameter memory, is [start, start + length) of dim `dim` of `hf_name`."""
+    """Describes `view`, live memory: [start, start + length) of dim `dim` of `hf_name`."""
 
     hf_name: str
     dim: int
@@ -31,30 +31,30 @@ class Piece:
 
     @property
     def key(self) -> str:
-        """Its description on the wire."""
+        """Returns its description on the wire."""
         dtype = str(self.view.dtype).removeprefix("torch.")
         fields = (self.hf_name, self.dim, self.start, self.length, dtype)
         return wire.PIECE_SEPARATOR.join(map(str, fields))
 
 
 def piece_digests(model: torch.nn.Module) -> dict[str, str]:
-    """{piece key: digest of its bytes} of every parameter of this rank."""
+    """Returns {piece key: digest of its bytes} of every parameter of this rank."""
     return {piece.key: tensor_digest(piece.view) for piece in pieces(model)}
 
 
 def model_facts(model: Any) -> dict[str, str]:
-    """What the client asks of a model; text, as the reply carries only text."""
+    """Returns what the client asks of a model; text, as the reply carries only text."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     return {"vocab_size": str(model.config.vocab_size), "dtype": dtype}
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Digest of a tensor's bytes in row-major order, on any device."""
+    """Digests a tensor's bytes in row-major order, on any device."""
     return digest(tensor.detach().contiguous().cpu().view(torch.uint8).numpy())
 
 
 def pieces(model: torch.nn.Module) -> list[Piece]:
-    """Every piece of every parameter; a tied parameter once.
+    """Lists every piece of every parameter; a tied parameter once.
 
     Raises TypeError for a layout that is not known.
     """
@@ -71,7 +71,7 @@ def pieces(model: torch.nn.Module) -> list[Piece]:
 def _pieces_of(
     module: torch.nn.Module, owner: str, leaf: str, data: torch.Tensor
 ) -> Iterator[Piece]:
-    """The pieces of one parameter, by the kind of layer it belongs to."""
+    """Yields the pieces of one parameter, by the kind of layer it belongs to."""
     from sglang.srt.layers import linear
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -99,7 +99,7 @@ def _pieces_of(
 
 
 def _qkv(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator[Piece]:
-    """[q of this rank, k, v] stacked; a rank beyond the KV heads holds a copy of its head."""
+    """Yields [q of this rank, k, v] stacked; ranks beyond the KV heads hold copies of a head."""
     rank = _rank(module.tp_group)
     kv_rank = _rank(module.kv_tp_group) // module.num_kv_head_replicas
     q, kv = module.q_proj_shard_size, module.kv_proj_shard_size
@@ -112,7 +112,7 @@ def _qkv(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator[Pie
 
 
 def _gate_up(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator[Piece]:
-    """[gate of this rank, up of this rank] stacked."""
+    """Yields [gate of this rank, up of this rank] stacked."""
     rank, world = _rank(module.tp_group), _world(module.tp_group)
     offset = 0
     for part, full in zip(("gate_proj", "up_proj"), module.output_sizes, strict=True):
@@ -124,7 +124,7 @@ def _gate_up(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator
 
 
 def _experts(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator[Piece]:
-    """[experts of this EP rank, ...]: w13 stacks gate and up of this MoE-TP rank, w2 is down."""
+    """Yields [experts of this EP rank, ...]: w13 stacks this rank's gate and up, w2 is down."""
     if module.num_fused_shared_experts:
         raise TypeError(f"{owner}: fused shared experts are not supported")
     first = module.moe_ep_rank * data.shape[0]

@@ -1,4 +1,4 @@
-"""SGLang on a plain CPU: PyTorch operators alone, no sgl_kernel.
+"""Runs SGLang on a plain CPU: PyTorch operators alone, no sgl_kernel.
 
 Active only where there is no CUDA. Entry-point group `sglang.srt.platforms`; SGLang asks `activate`
 for the dotted name of a class and imports that module only then, which keeps this one light on a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 def activate() -> str | None:
-    """The platform class to use, or None to leave SGLang's own choice (CUDA) alone."""
+    """Returns the platform class to use, or None to leave SGLang's own choice (CUDA) alone."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The entry point of the group `sglang.srt.plugins`: runs in every process of a server."""
+"""Registers the hooks: the entry point of `sglang.srt.plugins`, run in all processes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def model_experts() -> routing.Experts:
 
 
 def payload_of(req: Any) -> dict[str, Any] | None:
-    """What a finished request carries home, or None."""
+    """Returns what a finished request carries home, or None."""
     records = {
         wire.DRAWS: draws.RECORD,
         wire.SCORES: scoring.RECORD,
@@ -81,7 +81,7 @@ def payload_of(req: Any) -> dict[str, Any] | None:
 
 
 def streamer_class(scheduler: Any) -> type:
-    """SGLang's output streamer with our payload."""
+    """Returns SGLang's output streamer with our payload."""
     return compat.streamer_class(payload_of, wire.PAYLOAD)
 
 
@@ -131,7 +131,7 @@ def around_input_logprobs(
 def around_check_weights(
     original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Two more actions of /weights_checker: facts of the model, and digests of its pieces."""
+    """Adds two actions to /weights_checker: facts of the model, and digests of its pieces."""
     answers = {wire.PIECE_ACTION: pieces.piece_digests, wire.MODEL_ACTION: pieces.model_facts}
     if action not in answers:
         return original(checker, action, *args, **kwargs)
@@ -141,7 +141,7 @@ def around_check_weights(
 def around_validate(
     original: Callable[..., Any], manager: Any, obj: Any, input_ids: list[int]
 ) -> None:
-    """Refuses, with HTTP 400, what would crash a scheduler or make its draws wrong."""
+    """Rejects, with HTTP 400, what would crash a scheduler or make its draws wrong."""
     original(manager, obj, input_ids)
     params = (obj.sampling_params or {}).get("custom_params") or {}
     vocab_size = manager.model_config.vocab_size
@@ -160,7 +160,7 @@ def around_validate(
 
 
 def around_batch_invariant(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Products whose rows do not depend on the batch, on a CPU too."""
+    """Makes products' rows independent of the batch, on a CPU too."""
     if torch.cuda.is_available():
         original(*args, **kwargs)
     else:
@@ -170,7 +170,7 @@ def around_batch_invariant(original: Callable[..., None], *args: Any, **kwargs: 
 def around_seeded_choice(
     original: Callable[..., torch.Tensor], logprobs: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """SGLang's seeded sampling, on a CPU too."""
+    """Provides SGLang's seeded sampling, on a CPU too."""
     choose = original if logprobs.device.type == "cuda" else seeded.choose
     return choose(logprobs, *args, **kwargs)
 

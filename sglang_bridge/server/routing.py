@@ -1,4 +1,4 @@
-"""The experts that every input of a request visited, as they were when it was last computed.
+"""Records the experts that every input of a request visited when it was last computed.
 
 SGLang stores the experts of each input with the input's KV slot, and overwrites them when a prefix
 is computed again. A request's record follows: a decode step adds the row of the input that
@@ -27,26 +27,26 @@ RECORD = "_bridge_experts"
 
 
 def wants_experts(req: Any) -> bool:
-    """Whether a request asked for its routed experts."""
+    """Returns whether a request asked for its routed experts."""
     return bool(compat.custom_params(req).get(wire.WANTS_EXPERTS))
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A model's experts. layers: the global indices of those that hold experts."""
+    """Describes a model's experts. layers: the global indices of those that hold experts."""
 
     layers: tuple[int, ...]
     count: int
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The narrowest that holds an expert's index."""
+        """Returns the narrowest type that holds an expert's index."""
         return np.dtype(np.uint8 if self.count <= 256 else np.uint16)
 
 
 @dataclass(slots=True)
 class ExpertRecord:
-    """The rows of one request so far. num_prompt: tokens of its prompt."""
+    """Holds the rows of one request so far. num_prompt: tokens of its prompt."""
 
     experts: Experts
     num_prompt: int
@@ -55,7 +55,7 @@ class ExpertRecord:
     rows: bytearray = field(default_factory=bytearray)
 
     def append(self, index: int, rows_XLk: np.ndarray) -> None:
-        """The inputs up to the one that predicted output token `index`; the last ones alone do.
+        """Adds the inputs up to the one that predicted output token `index`; the last ones suffice.
 
         Rows already held are replaced; a gap is an error.
         """
@@ -73,7 +73,7 @@ class ExpertRecord:
         return len(self.experts.layers) * self.topk * self.experts.dtype.itemsize
 
     def payload(self) -> dict[str, Any]:
-        """What the client parses."""
+        """Returns what the client parses."""
         return {
             "experts": wire.pack(bytes(self.rows)),
             "layers": len(self.experts.layers),
@@ -84,7 +84,7 @@ class ExpertRecord:
 
 @dataclass(frozen=True, slots=True)
 class HostSlots:
-    """The KV slots of a step's inputs on the host (SGLang's HostAuxiliaryOutput).
+    """Holds the KV slots of a step's inputs on the host (SGLang's HostAuxiliaryOutput).
 
     count_B: how many of each request, its last input last.
     """
@@ -111,7 +111,7 @@ class HostSlots:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSlots:
-    """The same on the device (SGLang's DeviceAuxiliaryOutput)."""
+    """Holds the KV slots on the device (SGLang's DeviceAuxiliaryOutput)."""
 
     experts: Experts
     slots: torch.Tensor
@@ -123,7 +123,7 @@ class DeviceSlots:
 
 
 def slots_of(batch: Any, experts: Callable[[], Experts]) -> DeviceSlots | None:
-    """Where SGLang keeps the experts of a batch about to be computed; None: nobody asked."""
+    """Returns where SGLang keeps the experts of a batch about to be computed, if any asked."""
     wanted = [wants_experts(req) for req in batch.reqs]
     if not any(wanted):
         return None

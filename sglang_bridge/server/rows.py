@@ -1,4 +1,4 @@
-"""Selected ids of one step to ragged rows: sorted distinct ids, weights of equal ids added.
+"""Turns one step's selected ids into ragged rows: distinct ids, weights of equal ids added.
 
 No device sync. Axes: B rows, S selected columns, F forced ids, R = S + F columns.
 """
@@ -15,7 +15,7 @@ from sglang_bridge.server.selection import UNUSED, Selected
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Deduplicated rows.
+    """Holds deduplicated rows.
 
     ids_BR: int64, strictly increasing in the first length_B columns, UNUSED after. weight_BR:
     float32, 0 for a forced id that was not selected. length_B: int64, 0..R.
@@ -26,16 +26,16 @@ class Rows:
     length_B: torch.Tensor
 
     def column_of(self, ids_B: torch.Tensor) -> torch.Tensor:
-        """int64 [B]: where in its row each of these forced ids stands."""
+        """Returns int64 [B]: where in its row each of these forced ids stands."""
         return (self.ids_BR < ids_B[:, None]).sum(1)
 
     def logp(self, policy: Behaviour) -> torch.Tensor:
-        """float32 [B, R]: log-probs of the ids; without meaning in unused columns."""
+        """Returns float32 [B, R]: log-probs of the ids; without meaning in unused columns."""
         return policy.gather(self.ids_BR.clamp(max=policy.logp_BV.shape[1] - 1))
 
 
 def build_rows(selected: Selected, forced_BF: torch.Tensor | None = None) -> Rows:
-    """One row per row of `selected`; forced_BF: int64 ids that are in it whatever was selected."""
+    """Makes a row per row of `selected`; forced_BF: int64 ids that every row holds regardless."""
     ids_BR, weight_BR = selected.ids_BS, selected.weight_BS
     if forced_BF is not None:
         ids_BR = torch.cat([ids_BR, forced_BF], dim=1)

@@ -1,4 +1,4 @@
-"""The distribution SGLang really samples from, and iid draws from it.
+"""Computes the distribution SGLang really samples from, and makes iid draws from it.
 
 Pure torch, any device, no device sync. Axes: B rows of a step (one a request, or one a scored
 position), V vocabulary, M draws (the step's largest request), R columns of ids.
@@ -16,7 +16,7 @@ FLAT_VOCAB = 4096  # up to this vocabulary one level is cheaper
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
-    """The behaviour distribution of one step.
+    """Holds the behaviour distribution of one step.
 
     probs_BV: float32, proportional to it, exactly 0 outside its support. logp_BV: float32, log
     softmax of the tempered logits; minus norm_B (log of the mass that truncation kept) it is the
@@ -30,12 +30,12 @@ class Behaviour:
     norm_B: torch.Tensor | None = None
 
     def gather(self, ids_BR: torch.Tensor) -> torch.Tensor:
-        """float32 [B, R]: log-prob of ids of the support."""
+        """Returns float32 [B, R]: log-prob of ids of the support."""
         logp_BR = self.logp_BV.gather(1, ids_BR)
         return logp_BR if self.norm_B is None else logp_BR - self.norm_B[:, None]
 
     def likeliest(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(ids int64, log-probs) [B, count], likeliest first; -inf outside the support.
+        """Returns (ids int64, log-probs) [B, count], likeliest first; -inf outside the support.
 
         By log-prob: a float32 probability of 0 can still be a likely id's among 152k. Which of
         equal ids come first is torch.topk's choice, the same for the same logits.
@@ -54,7 +54,7 @@ def behaviour(
     top_p_B: torch.Tensor | None = None,
     min_p_B: torch.Tensor | None = None,
 ) -> Behaviour:
-    """SGLang's sampling distribution for these logits; the logits are not modified.
+    """Returns SGLang's sampling distribution for these logits, which are not modified.
 
     Its order: temper, softmax, then top-k and top-p together on the sorted untruncated mass, then
     min-p, then renormalise (sampler.py, top_k_top_p_min_p_sampling_from_probs_torch). A filter that
@@ -83,7 +83,7 @@ def behaviour(
 
 
 def draw(probs_BV: torch.Tensor, uniform_BM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(int64 [B, M] iid ids by inverse CDF, float64 [B, 1] sum of each row).
+    """Returns (int64 [B, M] iid ids by inverse CDF, float64 [B, 1] sum of each row).
 
     uniform_BM: float64 in [0, 1). Masses are accumulated in float64: a float32 CDF of 152k ids
     cannot reach those whose probability falls below its rounding near 1. An id of probability 0 is
@@ -107,7 +107,7 @@ def draw(probs_BV: torch.Tensor, uniform_BM: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _invert(mass: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(index of the item whose share of the cumulative mass holds the target, the mass before it).
+    """Returns (index of the item whose share of the cumulative mass holds the target, mass before).
 
     mass: [..., n]; target: [..., m], in [0, sum of mass). Rounding can leave a target past the last
     edge, and a parallel scan can order two equal edges badly: the heaviest item answers where the

@@ -1,4 +1,4 @@
-"""Scores of ragged per-position ids from the logits SGLang computes: no second LM head.
+"""Scores ragged ids by position from the logits SGLang computes, without a second LM head.
 
 Response row t is scored at absolute position P - 1 + t. However a prompt is split (chunked prefill,
 a cached prefix), each forward pass scores the rows of the positions whose logits it computes, and
@@ -24,7 +24,7 @@ from sglang_bridge.server.transfer import to_device
 
 @dataclass(frozen=True, slots=True)
 class HostScores:
-    """One forward pass's scores on the host (SGLang's HostAuxiliaryOutput)."""
+    """Holds one forward pass's scores on the host (SGLang's HostAuxiliaryOutput)."""
 
     parts: tuple[Part, ...]
     logp_K: torch.Tensor
@@ -41,7 +41,7 @@ class HostScores:
 
 
 class ScorePlan:
-    """Which ids of which logit rows one forward pass scores, and their scores on the device.
+    """Plans which ids of which logit rows one forward pass scores; holds scores on the device.
 
     SGLang computes the logits in chunks of rows; `take` sees each chunk once, in order.
     """
@@ -91,7 +91,7 @@ class ScorePlan:
         self.logp_K[low:high] = (logits_K - top_L[rows]) - log_sum_L[rows]
 
     def tap(self, get_logits: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """`get_logits` that also shows its result to `take`."""
+        """Wraps `get_logits` so that it also shows its result to `take`."""
 
         def tapped(*args: Any, **kwargs: Any) -> torch.Tensor:
             logits_LV = get_logits(*args, **kwargs)

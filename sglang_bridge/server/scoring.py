@@ -1,4 +1,4 @@
-"""What a scoring request asks for, and its scores so far: they hang on SGLang's request object.
+"""Keeps what a scoring request asks for, and its scores so far, on SGLang's request object.
 
 Axes: T response rows of a request, N its flattened ids.
 """
@@ -19,7 +19,7 @@ _LENGTH_BYTES = np.dtype(wire.ROW_FIELDS["length_T"]).itemsize
 
 
 class ScoreRecord:
-    """A request's ids and the scores so far.
+    """Holds a request's ids and the scores so far.
 
     start: absolute position of row 0; unscored entries are NaN. seed: of what is drawn, None: the
     server's generator draws.
@@ -38,17 +38,17 @@ class ScoreRecord:
 
     @property
     def stop(self) -> int:
-        """Absolute position after the last row."""
+        """Returns the absolute position after the last row."""
         return self.start + len(self.offsets_T1) - 1
 
     @property
     def selects(self) -> bool:
-        """Whether ids are to be selected besides."""
+        """Returns whether ids are to be selected besides."""
         return self.num_atoms > 0 or self.num_draws > 0
 
     @property
     def num_selected(self) -> int:
-        """Rows whose selection is held: they come in order."""
+        """Returns the number of rows whose selection is held: they come in order."""
         return len(self._selected["length_T"]) // _LENGTH_BYTES
 
     def append_selected(self, first: int, rows: Mapping[str, np.ndarray]) -> None:
@@ -65,7 +65,7 @@ class ScoreRecord:
             self._selected[name] += new.astype(dtype, copy=False).tobytes()
 
     def payload(self) -> dict[str, Any]:
-        """What the client parses."""
+        """Returns what the client parses."""
         scores: dict[str, Any] = {"logp_N": wire.pack(self.logp_N)}
         if self.selects:
             table = {name: wire.pack(raw) for name, raw in self._selected.items()}
@@ -75,19 +75,19 @@ class ScoreRecord:
 
 
 def wants_scores(req: Any) -> bool:
-    """Whether a request carries ids to score."""
+    """Returns whether a request carries ids to score."""
     return wire.SCORE_IDS in compat.custom_params(req)
 
 
 def new_record(req: Any) -> ScoreRecord:
-    """The record of a request that wants scores."""
+    """Makes the record of a request that wants scores."""
     seed = compat.seed_of(req) if compat.is_deterministic() else None
     return ScoreRecord(compat.custom_params(req), seed)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A request's share of a forward pass: its response rows [first, first + count).
+    """Describes a request's share of a forward pass: its response rows [first, first + count).
 
     row: the logit row of the first of them.
     """
@@ -99,13 +99,13 @@ class Part:
 
     @property
     def ids(self) -> slice:
-        """The part's ids in the record."""
+        """Returns the part's ids in the record."""
         offsets_T1 = self.record.offsets_T1
         return slice(int(offsets_T1[self.first]), int(offsets_T1[self.first + self.count]))
 
 
 def parts_of(batch: Any) -> tuple[tuple[Part, ...], int]:
-    """(the parts that an extend batch scores, in the order of its logit rows; logit rows)."""
+    """Returns (the parts that an extend batch scores, in order of its logit rows; logit rows)."""
     parts: list[Part] = []
     num_rows = 0
     for req, position, count in compat.logit_rows(batch):

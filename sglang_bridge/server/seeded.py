@@ -1,4 +1,4 @@
-"""Random numbers of a request and a position, whichever server computes them and beside whom.
+"""Makes random numbers of a request and a position, the same on any server and in any batch.
 
 With --enable-deterministic-inference every request has a seed (SGLang's `sampling_seed`), and what
 is drawn at a position is a function of seed and position alone. The numbers come from a counter
@@ -22,7 +22,7 @@ _WORDS = 4  # numbers a step of Philox's counter gives
 
 
 def row_uniforms(seed: int, stream: int, first: int, rows: int, columns: int) -> np.ndarray:
-    """float64 [R, M] in [0, 1): `columns` numbers at each of the positions first, first + 1, ..."""
+    """Returns float64 [R, M] in [0, 1): `columns` numbers at each position from `first` on."""
     steps = -(-columns // _WORDS)
     # As uint64 from the start: a list that holds 2^63 would become floats, and seeds equal.
     key = np.array([seed % 2**64, stream], dtype=np.uint64)
@@ -34,7 +34,7 @@ def row_uniforms(seed: int, stream: int, first: int, rows: int, columns: int) ->
 def step_uniforms(
     seed_B: Sequence[int], stream: int, position_B: Sequence[int], columns_B: Sequence[int]
 ) -> np.ndarray:
-    """float64 [B, max M]: each request's numbers at its position; 0 beyond its own M."""
+    """Returns float64 [B, max M]: each request's numbers at its position; 0 beyond its own M."""
     uniform_BM = np.zeros((len(seed_B), max(columns_B, default=0)))
     for row, (seed, position, columns) in enumerate(
         zip(seed_B, position_B, columns_B, strict=True)
@@ -44,7 +44,7 @@ def step_uniforms(
 
 
 def choose(logp_BV: torch.Tensor, seed_B: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
-    """int64 [B, 1]: an id of each row, drawn by inverse CDF.
+    """Returns int64 [B, 1]: an id of each row, drawn by inverse CDF.
 
     SGLang's `multinomial_with_seed` (the same arguments) for a CPU, where its hash needs
     sgl_kernel.

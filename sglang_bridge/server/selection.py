@@ -1,4 +1,4 @@
-"""A few ids of a distribution and weights, so that sum(weight * f) estimates E_p[f].
+"""Selects a few ids of a distribution and weights, so that sum(weight * f) estimates E_p[f].
 
 The k likeliest ids (atoms) weigh p(id), exactly. m iid draws from what is left (the tail,
 renormalised) weigh tail mass / m each. For every f, k >= 0 and m > 0:
@@ -31,7 +31,7 @@ LEAST_WEIGHT = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """How many atoms and draws each row asks for: int64 [B] on the host.
+    """Says how many atoms and draws each row asks for: int64 [B] on the host.
 
     thin_B: bool [B]; None = no row is thin.
     """
@@ -42,34 +42,34 @@ class Wanted:
 
     @property
     def max_atoms(self) -> int:
-        """K, before it is cut to the vocabulary."""
+        """Returns K, before it is cut to the vocabulary."""
         return int(self.atoms_B.max())
 
     @property
     def max_draws(self) -> int:
-        """M."""
+        """Returns M."""
         return int(self.draws_B.max())
 
     def rows(self, low: int, high: int) -> Wanted:
-        """Rows [low, high)."""
+        """Returns rows [low, high)."""
         thin_B = None if self.thin_B is None else self.thin_B[low:high]
         return Wanted(self.atoms_B[low:high], self.draws_B[low:high], thin_B)
 
     def to(self, device: torch.device) -> torch.Tensor:
-        """int64 [3, B, 1] on the device, by an asynchronous copy."""
+        """Returns int64 [3, B, 1] on the device, by an asynchronous copy."""
         thin_B = np.zeros_like(self.atoms_B) if self.thin_B is None else self.thin_B
         columns = np.stack([self.atoms_B, self.draws_B, thin_B.astype(np.int64)])
         return to_device(columns[..., None], device)
 
     @property
     def any_thin(self) -> bool:
-        """Whether some row is."""
+        """Returns whether some row is thin."""
         return self.thin_B is not None and bool(self.thin_B.any())
 
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """What was selected, in no order, equal ids not merged.
+    """Holds what was selected, in no order, equal ids not merged.
 
     ids_BS: int64, UNUSED where a row has no such atom or draw. weight_BS: float64, > 0 where ids_BS
     is used and 0 elsewhere.
@@ -80,7 +80,7 @@ class Selected:
 
 
 def select(policy: Behaviour, wanted: Wanted, uniform_BM: torch.Tensor) -> Selected:
-    """Atoms and tail draws of each row.
+    """Selects atoms and tail draws of each row.
 
     uniform_BM: float64 in [0, 1), M = wanted.max_draws; each number makes one draw.
     """
@@ -116,14 +116,14 @@ def select(policy: Behaviour, wanted: Wanted, uniform_BM: torch.Tensor) -> Selec
 def _drawn(
     tail_BV: torch.Tensor, ids_BM: torch.Tensor, draws_B1: torch.Tensor, share_B1: torch.Tensor
 ) -> Selected:
-    """The first draws_B1 of ids_BM share share_B1 equally; a tail without mass has no draws."""
+    """Weighs the first draws_B1 of ids_BM by share_B1; a tail without mass has no draws."""
     column_M = torch.arange(ids_BM.shape[1], device=ids_BM.device)
     is_drawn_BM = (column_M < draws_B1) & (tail_BV.gather(1, ids_BM) > 0)
     return _masked(ids_BM, (share_B1 / draws_B1.clamp(min=1)).expand(ids_BM.shape), is_drawn_BM)
 
 
 def _masked(ids_BS: torch.Tensor, weight_BS: torch.Tensor, used_BS: torch.Tensor) -> Selected:
-    """UNUSED and 0 where not used, at least LEAST_WEIGHT where used."""
+    """Sets UNUSED and 0 where not used, at least LEAST_WEIGHT where used."""
     return Selected(
         ids_BS.masked_fill(~used_BS, UNUSED),
         weight_BS.clamp(min=LEAST_WEIGHT).masked_fill(~used_BS, 0.0),

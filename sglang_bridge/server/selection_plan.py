@@ -1,4 +1,4 @@
-"""The teacher's own ids: what one forward pass selects from q at the positions it scores.
+"""Selects the teacher's own ids: what one forward pass takes from q at scored positions.
 
 Each row is selected once, from the logits that its given ids are scored with.
 
@@ -26,7 +26,7 @@ BLOCK_LOGITS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class HostSelections:
-    """One forward pass's selections on the host; tensors: "length" [R], others [R, S]."""
+    """Holds one forward pass's selections on the host: "length" [R], other tensors [R, S]."""
 
     parts: Sequence[Part]
     tensors: dict[str, torch.Tensor]
@@ -47,7 +47,7 @@ class HostSelections:
 
 
 class SelectionPlan:
-    """Which logit rows of a forward pass want atoms and draws, and what was selected there."""
+    """Plans which logit rows of a forward pass want atoms and draws; holds what was selected."""
 
     def __init__(self, parts: Sequence[Part], generator: torch.Generator) -> None:
         self._parts = [part for part in parts if part.record.selects]
@@ -73,7 +73,7 @@ class SelectionPlan:
         }
 
     def _uniforms(self, start: int, stop: int, columns: int, device: torch.device) -> torch.Tensor:
-        """float64 [stop - start, columns], for rows of this plan."""
+        """Returns float64 [stop - start, columns], for rows of this plan."""
         if self._seeded_RM is not None:
             return to_device(self._seeded_RM[start:stop, :columns].copy(), device)
         shape = (stop - start, columns)
@@ -105,7 +105,7 @@ class SelectionPlan:
 
 
 def _seeded(parts: Sequence[Part], columns: int) -> np.ndarray | None:
-    """float64 [R, columns]: the numbers of every row's draws; None without seeds."""
+    """Returns float64 [R, columns]: the numbers of every row's draws; None without seeds."""
     if any(part.record.seed is None for part in parts):
         return None
     uniform_RM = np.zeros((sum(part.count for part in parts), columns))

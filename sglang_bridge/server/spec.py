@@ -1,4 +1,4 @@
-"""What one SGLang server is started with. Pure: no SGLang, no torch, no processes."""
+"""Says what one SGLang server is started with. It needs no SGLang, torch or processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEEP_ALIVE_S = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSpec:
-    """One server of the fleet.
+    """Describes one server.
 
     role: names the log and, on GPU, keeps logits in float32 for both. port: 0 is not accepted, see
     `free_port`. tp, ep: tensor-parallel ranks and how many of them split the experts.
@@ -63,12 +63,12 @@ class ServerSpec:
 
     @property
     def url(self) -> str:
-        """Where clients reach the server."""
+        """Returns where clients reach the server."""
         return f"http://{self.host}:{self.port}"
 
 
 def server_command(spec: ServerSpec) -> list[str]:
-    """The command line; `python -m sglang_bridge.server` adds what depends on the device."""
+    """Returns the command line; `python -m sglang_bridge.server` adds what the device needs."""
     command = [sys.executable, "-m", "sglang_bridge.server"]
     command += ["--model-path", spec.model_path, "--host", spec.host, "--port", str(spec.port)]
     command += ["--dtype", spec.dtype, "--random-seed", str(spec.seed), "--weight-version", "0"]
@@ -96,7 +96,7 @@ def server_env(
     api_key: str | None = None,
     files: str | None = None,
 ) -> dict[str, str]:
-    """The environment of the process: `base` (default: this one's) and what the server needs.
+    """Returns the environment: `base` (default: this process's) and what the server needs.
 
     api_key: what every request must bring. files: a directory for the server's own files.
     """
@@ -121,7 +121,7 @@ def server_env(
 
 
 def _cores_by_rank(tp: int, threads: int) -> str:
-    """`0|1`: the cores of each rank, reused from the first when the machine has too few."""
+    """Returns `0|1`: each rank's cores, reused from the first when the machine has too few."""
     cores = sorted(os.sched_getaffinity(0))
     groups = []
     for rank in range(tp):

@@ -1,4 +1,4 @@
-"""Host arrays to the device that computes, without waiting for it."""
+"""Copies host arrays to the device that computes, without waiting for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy of `array`; to CUDA from pinned memory, so that nothing is waited for."""
+    """Copies `array`; to CUDA from pinned memory, so that nothing waits."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         tensor = tensor.pin_memory()

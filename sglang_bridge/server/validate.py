@@ -1,4 +1,4 @@
-"""Requests refused at the door: what would crash a scheduler, or make its draws wrong.
+"""Rejects requests early: what would crash a scheduler, or make its draws wrong.
 
 Every check raises ValueError, which SGLang answers with HTTP 400.
 """
@@ -19,7 +19,7 @@ UNOBSERVED = ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias")
 
 
 def check_draw_params(params: Mapping[str, Any], obj: Any, vocab_size: int) -> None:
-    """A request's cache must come from its sampling distribution."""
+    """Requires that a request's cache comes from its sampling distribution."""
     thin = params.get(wire.THIN, False)
     if not isinstance(thin, bool):
         raise ValueError(f"{wire.THIN} must be true or false, got {thin!r}")
@@ -32,7 +32,7 @@ def check_draw_params(params: Mapping[str, Any], obj: Any, vocab_size: int) -> N
 
 
 def check_score_params(params: Mapping[str, Any], num_input: int, vocab_size: int) -> None:
-    """Ids must not read outside the logits (on CUDA: a dead server)."""
+    """Requires that ids do not read outside the logits (on CUDA: a dead server)."""
     _check_support(params, wire.SCORE_ATOMS, wire.SCORE_DRAWS, vocab_size)
     record = ScoreRecord(params)
     check_temperature(record.temperature)

@@ -1,4 +1,4 @@
-"""A server whose scheduler or detokenizer has died ends at once, and says which one it was.
+"""Ends a server at once when its scheduler or detokenizer has died, and says which it was.
 
 SGLang itself notices within a second, and then waits a minute for core dumps of a GPU that need not
 be there: until then the server accepts requests that nobody answers.
@@ -23,7 +23,7 @@ POLL_S = 0.25
 TITLE = "sglang::"  # what SGLang's workers call themselves
 EXIT_WORKER_DIED = 70
 KILLED_S = 1.0
-"""Longest wait for the end of a killed process, which the system may be slow to free."""
+"""Longest wait in seconds for a killed process to end, which the system may free slowly."""
 TOLD_TO_END = "ended with exit code 0"
 
 
@@ -51,7 +51,7 @@ def end_with_workers(own_files: str, *, owned: bool = True, poll_s: float = POLL
 
 
 def titled_children() -> dict[int, str]:
-    """{pid: title} of this process's children that are SGLang's workers."""
+    """Returns {pid: title} of this process's children that are SGLang's workers."""
     found = {}
     for child in psutil.Process().children():
         try:
@@ -64,7 +64,7 @@ def titled_children() -> dict[int, str]:
 
 
 def cause_of_death(pid: int, handle: BaseProcess | None = None) -> str | None:
-    """How a child ended, in words; None while it runs. It stays for its parent to collect.
+    """Returns how a child ended, in words; None while it runs. Its parent still collects it.
 
     handle: the process as multiprocessing knows it. SGLang looks after its workers as well and may
     have collected this one already; only the handle then still knows how it ended.
@@ -81,7 +81,7 @@ def cause_of_death(pid: int, handle: BaseProcess | None = None) -> str | None:
 
 
 def _ending(code: int) -> str:
-    """In words. code: negative for a signal, as multiprocessing has it."""
+    """Describes an exit code in words; negative for a signal, as multiprocessing has it."""
     return f"ended with exit code {code}" if code >= 0 else f"ended with signal {-code}"
 
 
@@ -99,7 +99,7 @@ def end(cause: str, own_files: str, owned: bool) -> None:
 
 
 def kill_below() -> list[int]:
-    """Kills every process below this one and waits for their end; their ids."""
+    """Kills every process below this one, waits for their end and returns their ids."""
     below = psutil.Process().children(recursive=True)
     for process in below:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -109,7 +109,7 @@ def kill_below() -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids below `pid`, itself included."""
+    """Lists process ids below `pid`, itself included."""
     try:
         return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     except psutil.NoSuchProcess:
@@ -117,12 +117,12 @@ def descendants(pid: int) -> list[int]:
 
 
 def process_group(group: int) -> list[int]:
-    """Ids of the processes of a process group, zombies included (Linux /proc)."""
+    """Lists ids of the processes of a process group, zombies included (Linux /proc)."""
     return [pid for pid, state in group_states(group)]
 
 
 def group_states(group: int) -> list[tuple[int, str]]:
-    """(process id, scheduler state letter) of every process of a process group."""
+    """Lists (process id, scheduler state letter) of every process of a process group."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

@@ -118,8 +118,10 @@ def test_a_killed_run_goes_on(
     processes.append(second)
     output = second.communicate(timeout=LIMIT_S)[0]
     assert second.returncode == 0, output
-    assert f"{torn.name} was not written to its end and is left aside" in output
-    assert f"going on from {run_dir / 'checkpoints'}/step-{newest:06d} ({newest} updates)" in output
+    assert f"{torn.name} was not written completely and is ignored" in output
+    assert (
+        f"continuing from {run_dir / 'checkpoints'}/step-{newest:06d} ({newest} updates)" in output
+    )
     assert not torn.exists()
 
     after = rows(run_dir)

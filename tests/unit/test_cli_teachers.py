@@ -140,5 +140,5 @@ def test_serve_names_a_teacher(tmp_path: Path, config: dict, models: Path):
         serve("teacher", None)
     with pytest.raises(UserError, match=r"roles are: student, teacher, teachers\.math"):
         serve("teacher", "maths")
-    with pytest.raises(UserError, match="--name chooses among teachers"):
+    with pytest.raises(UserError, match="--name is for teachers only"):
         serve("student", "math")

@@ -96,7 +96,7 @@ def test_a_number_in_one_run_alone_is_said_to_be_so(tmp_path: Path, capsys: Any)
     a, b = write(tmp_path / "a", [row(reward_mean=0.5)]), write(tmp_path / "b", [row()])
     assert main(["compare", a, b]) == 1
     said = capsys.readouterr().out
-    assert "reward_mean: from update 0 on, in 1 rows, in some of them a number in one" in said
+    assert "reward_mean: from update 0 on, in 1 rows, in some of them only one run" in said
 
 
 def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -105,11 +105,11 @@ def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     empty = write(tmp_path / "empty", [], end='{"upd')
     refused(capsys, main(["compare", good, empty]), "no update yet", "empty")
     broken = write(tmp_path / "broken", [row()], end="[1]\n")
-    refused(capsys, main(["compare", broken, good]), "metrics.jsonl:2", "no JSON object")
+    refused(capsys, main(["compare", broken, good]), "metrics.jsonl:2", "not a JSON object")
     for name, content in (("binary", b"\xff\x00\n"), ("deep", b"[" * 100_000 + b"\n")):
         odd = write(tmp_path / name, [])
         (tmp_path / name / "metrics.jsonl").write_bytes(content)
-        refused(capsys, main(["compare", good, odd]), "metrics.jsonl:1", "no JSON object")
+        refused(capsys, main(["compare", good, odd]), "metrics.jsonl:1", "not a JSON object")
     code = main(["compare", good, good, "--tolerance", "-1"])
     refused(capsys, code, "--tolerance", ">= 0", "-1")
 

@@ -259,7 +259,7 @@ def test_a_password_in_a_url_is_refused_and_not_shown(tmp_path: Path):
 
 def test_half_a_character_is_refused(tmp_path: Path):
     message = error_of(write(tmp_path, MINIMAL), 'run.dir="\\ud800"')
-    assert "run.dir: must hold whole characters" in message
+    assert "run.dir: must contain whole characters" in message
 
 
 @pytest.mark.parametrize(

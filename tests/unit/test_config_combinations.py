@@ -348,7 +348,7 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
             "data.teacher_key=who",
             "teachers={maths: {model: there}}",
         ],
-        ["teachers has no use", "grpo"],
+        ["teachers has no effect", "grpo"],
         ["teachers={}", "data.teacher_key=null"],
     ),
     (

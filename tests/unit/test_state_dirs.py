@@ -134,7 +134,7 @@ def test_a_failure_to_write_is_raised_and_leaves_the_last_one(
     assert dirs.complete() == [2]
     found = find_resumption(config)
     assert found.state.updates == 2
-    assert found.notes[0] == "step-000004.part was not written to its end and is left aside"
+    assert found.notes[0] == "step-000004.part was not written completely and is ignored"
     assert "step-000002 (2 updates)" in found.notes[1]
 
 
@@ -206,7 +206,7 @@ def test_damage_is_named_before_anything_starts(tmp_path: Path, name, damage, sa
     with pytest.raises(UserError, match=said) as caught:
         find_resumption(config)
     assert "\n" not in str(caught.value)
-    assert "remove it to go on from an older one" in str(caught.value)
+    assert "remove it to continue from an older one" in str(caught.value)
 
 
 def test_a_renamed_checkpoint_is_not_that_of_its_new_name(tmp_path: Path) -> None:
@@ -255,12 +255,12 @@ def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
         ("learner", "mini_batches", 2),
     ):
         changed = make_config(tmp_path, **{section: {key: value}})
-        with pytest.raises(UserError, match=rf"--resume: {section}\.{key} must be what it was"):
+        with pytest.raises(UserError, match=rf"--resume: {section}\.{key} must be unchanged from"):
             find_resumption(changed)
     with pytest.raises(UserError, match=r"run\.updates must be above the 2 updates"):
         find_resumption(make_config(tmp_path, run={"updates": 2}))
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+2="}\n')
-    with pytest.raises(UserError, match="is not the file it was"):
+    with pytest.raises(UserError, match="has changed since the run began"):
         find_resumption(config)
 
 
@@ -269,7 +269,7 @@ def test_what_is_learnt_may_change_if_the_user_insists(tmp_path: Path) -> None:
     save_some(config, FakeLearner(), [2])
     slower = make_config(tmp_path, learner={"optimizer": {"lr": 1e-7}})
     key = "learner.optimizer.lr"
-    with pytest.raises(UserError, match=f"got 1e-07; or insist: --accept-changes {key}"):
+    with pytest.raises(UserError, match=f"got 1e-07; to change it anyway: --accept-changes {key}"):
         find_resumption(slower)
     found = find_resumption(slower, [key])
     line = f"resumed at 2 updates with {key} changed from 1e-06 to 1e-07"
@@ -294,9 +294,9 @@ def test_what_is_learnt_may_change_if_the_user_insists(tmp_path: Path) -> None:
         ({"student": {"model": "other"}}, "student.model", "weights and samples are of that model"),
         ({"learner": {"dtype": "float32"}}, "learner.dtype", "are stored in it"),
         ({"buffer": {"batch_size": 8}}, "buffer.batch_size", "were admitted under it"),
-        ({"support": {"type": "topk"}}, "support.type", "are cached so"),
-        ({}, "run.seed", "run.seed is what it was"),
-        ({}, "run.sed", "run.sed is no key of this run"),
+        ({"support": {"type": "topk"}}, "support.type", "were cached with it"),
+        ({}, "run.seed", "run.seed has not changed"),
+        ({}, "run.sed", "run.sed is not a key of this run"),
         ({"run": {"seed": 7}}, "learner.optimizer.lr", r"\(differing: run.seed\)"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tasks by name."""
+"""Looks up tasks by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TASKS: dict[str, Task] = {task.name: task for task in (ARITHMETIC, EXACT, Task("
 
 
 def get_task(name: str) -> Task:
-    """Returns the task called `name`, or one whose verifier `name` imports (MODULE:FUNCTION).
+    """Return the task called `name`, or one whose verifier `name` imports (MODULE:FUNCTION).
 
     ValueError: there is none; the line lists the choices.
     """
@@ -32,7 +32,7 @@ def get_task(name: str) -> Task:
 
 
 def get_verifier(name: str) -> Verifier:
-    """Returns the verifier of task `name`; ValueError when it has none."""
+    """Return the verifier of task `name`; ValueError when it has none."""
     verify = get_task(name).verify
     if verify is None:
         choices = ", ".join(sorted(task.name for task in TASKS.values() if task.verify))

@@ -1,4 +1,4 @@
-r"""Where a response states its final answer, and when two answers are written alike.
+r"""Finds the final answer of a response, and decides when two answers are written alike.
 
 Rules, in the order in which they are applied (docs/data.md shows each with examples). No rule
 computes: 1/2 and 0.5 are two answers.
@@ -43,7 +43,7 @@ _MAX_WRAPPERS = 16
 
 
 def final_answer(response: str) -> str:
-    """The final answer of a response as it is written; "" when there is none."""
+    """Return the final answer of a response as it is written; "" when there is none."""
     marked = marked_answer(response)
     if marked is not None:
         return marked
@@ -59,7 +59,7 @@ def final_answer(response: str) -> str:
 
 
 def marked_answer(text: str) -> str | None:
-    """What the last box or, without one, the last `####` holds; None without either."""
+    """Return what the last box or, without one, the last `####` holds; None without either."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed.strip()
@@ -71,7 +71,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}` whose braces close; None without one.
+    r"""Return the content of the last `\boxed{...}` whose braces close; None without one.
 
     A brace after a backslash is text, as in TeX.
     """
@@ -97,7 +97,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def normalised(answer: str) -> str:
-    """The answer as the rules of the module write it."""
+    """Return the answer normalised by the rules of the module."""
     text = " ".join(answer.split())
     for _ in range(_MAX_WRAPPERS):
         shorter = _unwrapped(text)
@@ -113,7 +113,7 @@ def normalised(answer: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """`text` without one pair of marks or one command around all of it."""
+    """Return `text` without one pair of marks or one command around all of it."""
     for opening, closing in _PAIRS:
         inner = text[len(opening) : len(text) - len(closing)]
         long_enough = len(text) > len(opening) + len(closing)
@@ -129,7 +129,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _balanced(text: str) -> bool:
-    """Whether every brace of `text` closes inside it."""
+    """Return whether every brace of `text` closes inside it."""
     depth, position = 0, 0
     while position < len(text):
         character = text[position]

@@ -1,4 +1,4 @@
-"""Column addition and subtraction, worked digit by digit with the carry or borrow written out.
+"""Makes column additions and subtractions, worked digit by digit with carries written out.
 
 A solution has one line per column, from the units up, and the result last:
 
@@ -33,7 +33,7 @@ _RESULT = re.compile(r"#(\d+)")
 def solve(
     left: int, operation: str, right: int, forgets: Callable[[], bool] | None = None
 ) -> Problem:
-    """The problem `left operation right` with its worked solution.
+    """Return the problem `left operation right` with its worked solution.
 
     forgets: asked at every column that carries or borrows whether to write 0 instead, and to go on
     and conclude from that (a careless solution); `answer` stays the true one. None: never.
@@ -65,14 +65,14 @@ def solve(
 
 
 def careless(problem: Problem, forget_rate: float, rng: random.Random) -> Problem:
-    """The same problem, each carry or borrow forgotten with probability `forget_rate`."""
+    """Return the same problem, each carry or borrow forgotten with probability `forget_rate`."""
     operation = next(sign for sign in OPERATIONS if sign in problem.prompt)
     left, right = problem.prompt.removesuffix("=\n").split(operation)
     return solve(int(left), operation, int(right), forgets=lambda: rng.random() < forget_rate)
 
 
 def verify(response: str, answer: str) -> bool:
-    """True when the last line before the end token is `#` and exactly the answer.
+    """Return whether the last line before the end token is `#` and exactly the answer.
 
     The working is not checked; what follows the end token is ignored; a malformed or unfinished
     response is wrong, never an error.
@@ -83,13 +83,13 @@ def verify(response: str, answer: str) -> bool:
 
 
 def bucket_size(digits: int) -> int:
-    """Pairs left >= right >= 0 whose larger operand has `digits` digits (no leading zero)."""
+    """Count pairs left >= right >= 0 whose larger operand has `digits` digits (no leading zero)."""
     low, high = 10 ** (digits - 1), 10**digits
     return (low + 1 + high) * (high - low) // 2
 
 
 def _pair(index: int, digits: int) -> tuple[int, int]:
-    """The `index`-th pair of the bucket: left rises from its smallest value, right from 0."""
+    """Return the bucket's `index`-th pair: left rises from its smallest value, right from 0."""
     low, high = 10 ** (digits - 1), 10**digits - 1
     while low < high:  # the largest left whose first pair is not after `index`
         middle = (low + high + 1) // 2
@@ -106,7 +106,7 @@ def _pairs_before(left: int, digits: int) -> int:
 
 
 def generate(train: int, heldout: int, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """`train` and `heldout` problems, each spread evenly over operations and lengths, shuffled.
+    """Make `train` and `heldout` shuffled problems, spread evenly over operations and lengths.
 
     Raises ValueError when a count is negative or a length has too few problems.
     """

@@ -1,4 +1,4 @@
-"""What a task is: a way to check a response and, for built-in tasks, a way to make problems."""
+"""Defines a task: a way to check a response and, for built-in tasks, a way to make problems."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem with its worked solution.
+    """Holds one problem with its worked solution.
 
     prompt: what the model reads. response: what a model trained on the task writes, without the
     end token. answer: what the verifier compares with.
@@ -20,15 +20,15 @@ class Problem:
 
 
 Verifier = Callable[[str, str], bool]
-"""(response text, answer) -> whether the response solves the problem. Never raises on any text."""
+"""Takes (response text, answer) and returns whether the response is right. Never raises."""
 
 Generator = Callable[[int, int, int], tuple[list[Problem], list[Problem]]]
-"""(train, heldout, seed) -> that many train and held-out problems; no prompt occurs twice."""
+"""Takes (train, heldout, seed) and returns that many problems; no prompt occurs twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A named task.
+    """Names a task and its functions.
 
     verify: None where no answer can be checked. generate: None without problems of its own.
     """

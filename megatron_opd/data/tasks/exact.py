@@ -1,4 +1,4 @@
-"""For data of one's own: the response's final answer must be the `answer` column's.
+"""Verifies data of one's own: the response's final answer must equal the `answer` column's.
 
 What counts as the final answer, and which ways to write one are alike, is in answers.py.
 """
@@ -10,7 +10,7 @@ from megatron_opd.data.tasks.base import Task
 
 
 def verify(response: str, answer: str) -> bool:
-    """Whether the final answer, normalised, is the answer, normalised; an empty one is wrong."""
+    """Return whether the normalised final answer equals the normalised answer and is not empty."""
     expected = marked_answer(answer) or answer
     given = normalised(final_answer(response))
     return given != "" and given == normalised(expected)

@@ -1,1 +1,1 @@
-"""Where the learner runs."""
+"""Adapts the learner to the device it runs on."""

@@ -1,4 +1,4 @@
-"""Megatron-Core 0.16.1 on plain CPU tensors over gloo; nothing happens where CUDA exists.
+"""Runs Megatron-Core 0.16.1 on plain CPU tensors over gloo; with CUDA it changes nothing.
 
 Megatron names CUDA in about sixty places that no configuration reaches: `device="cuda"` literals,
 `torch.cuda.current_device()`, type names such as `torch.cuda.FloatTensor` in its optimizers, CUDA
@@ -30,7 +30,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class CudaMeansCpu(TorchFunctionMode):
-    """Inside this mode `device="cuda"`, `Tensor.cuda()` and pinned memory mean ordinary CPU memory.
+    """Makes `device="cuda"`, `Tensor.cuda()` and pinned memory mean ordinary CPU memory.
 
     Thread-local: a thread that runs Megatron must enter a mode of its own.
     """
@@ -60,7 +60,7 @@ class CudaMeansCpu(TorchFunctionMode):
 
 
 class _NoStream:
-    """A CUDA stream or event where everything already runs in order: every method does nothing."""
+    """Stands in for a CUDA stream or event where all runs in order: every method does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -110,7 +110,7 @@ def _patch_grad_norm() -> None:
 
 
 def fix_megatron() -> None:
-    """Every MoE router names `te_general_gemm`, which only TransformerEngine defines (0.16.1)."""
+    """Define `te_general_gemm`, which every MoE router of 0.16.1 names, where it is missing."""
     from megatron.core.transformer.moe import moe_utils
 
     module: Any = moe_utils

@@ -1,4 +1,4 @@
-"""The norm of gradients on a CPU, summed so that millions of squares do not swallow each other.
+"""Computes the norm of gradients on a CPU without losing small squares to rounding.
 
 Without TransformerEngine and apex Megatron-Core 0.16.1 takes `torch.norm` of whole tensors. On a
 CPU that adds squares in one float32 run per vector lane; once the run is large, each further square
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 BLOCK = 4096
-"""Squares added in float32; what is left of a tensor is added in float64."""
+"""Number of squares added in float32; the sums of such blocks are added in float64."""
 
 
 def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
-    """Float64 scalar; inf and NaN stay what they are."""
+    """Return the sum as a float64 scalar; inf and NaN stay what they are."""
     flat = tensor.detach().reshape(-1)
     whole = flat.numel() // BLOCK * BLOCK
     blocks = flat[:whole].view(whole // BLOCK, BLOCK)
@@ -36,7 +36,7 @@ def multi_tensor_l2_norm(
     per_tensor: bool,
     *args: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Global norm as float32 [1], with the signature of Megatron's `local_multi_tensor_l2_norm`.
+    """Return the global norm as float32 [1]; replaces Megatron's `local_multi_tensor_l2_norm`.
 
     Float32 as from a rank without gradients, with which Megatron adds it up; rounding it costs
     6e-8. Norms of single tensors are not computed: Megatron's clipping never asks for them.

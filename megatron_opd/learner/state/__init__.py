@@ -1,1 +1,1 @@
-"""The whole state of a learner, saved and loaded at any layout."""
+"""Saves and loads the whole state of a learner, at any layout."""

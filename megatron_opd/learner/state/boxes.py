@@ -1,4 +1,4 @@
-"""A range of a flattened tensor as boxes of the tensor. Torch-free.
+"""Describes a range of a flattened tensor as boxes of the tensor. Torch-free.
 
 The distributed optimizer gives every data-parallel rank a range of a flat buffer, wherever it ends
 inside a parameter; a checkpoint knows boxes of whole tensors alone. A range that starts or ends
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Elements offset..offset+size of a tensor; they are start..start+numel of it flattened."""
+    """Covers elements offset..offset+size of a tensor; they are start..start+numel flattened."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -22,12 +22,12 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Returns the number of elements."""
         return math.prod(self.size)
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The boxes of elements start..stop of a row-major tensor, in rising order.
+    """Yield the boxes of elements start..stop of a row-major tensor, in rising order.
 
     Each is contiguous in the flattened tensor, they do not overlap, and together they are the
     range. None for an empty range.
@@ -51,7 +51,7 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 
 def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
-    """Boxes of start..stop, which lies in row `index`."""
+    """Yield the boxes of start..stop, which lies in row `index`."""
     base = index * math.prod(shape[1:])
     for box in boxes(shape[1:], start - base, stop - base) if start < stop else ():
         yield Box((index, *box.offset), (1, *box.size), base + box.start)

@@ -1,4 +1,4 @@
-"""What a learner's checkpoint says of itself: state.json. Torch-free."""
+"""Records what a learner's checkpoint says of itself: state.json. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATE = "state.json"
 
 @dataclass(frozen=True, slots=True)
 class LearnerFacts:
-    """What state.json says. updates: learner updates made. step: optimizer steps taken."""
+    """Holds what state.json says. updates: learner updates made. step: optimizer steps taken."""
 
     format: int
     updates: int
@@ -26,7 +26,7 @@ class LearnerFacts:
 
 
 def read_facts(path: Path) -> LearnerFacts:
-    """What a learner's checkpoint says of itself. ValueError: it is none that we can read."""
+    """Read what a learner's checkpoint says of itself. ValueError: it is not readable as one."""
     raw = state_files.read_json(path / STATE)
     if raw.get("format") != FORMAT:
         raise ValueError(

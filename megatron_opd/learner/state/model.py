@@ -1,4 +1,4 @@
-"""The weights of a learner as sharded tensors, written by all ranks that hold copies of them.
+"""Presents the learner's weights as sharded tensors, written by all ranks that hold copies.
 
 Invariant: of the ranks that hold the same piece of a weight, one writes it; which one follows from
 what all of them know, and each of a data-parallel group writes about as many bytes.
@@ -18,7 +18,7 @@ CONTENT = {"singleton_local_shards": True}
 
 
 def sharded_model(chunks: Sequence[DistributedDataParallel]) -> dict[str, dict[str, Any]]:
-    """Megatron's sharded tensors and objects of every chunk, by chunk and name."""
+    """Return Megatron's sharded tensors and objects of every chunk, by chunk and name."""
     model: dict[str, dict[str, Any]] = {
         str(index): module_of(chunk).sharded_state_dict(metadata=dict(CONTENT))
         for index, chunk in enumerate(chunks)
@@ -37,7 +37,7 @@ def sharded_model(chunks: Sequence[DistributedDataParallel]) -> dict[str, dict[s
 
 
 def _rotated(replica: tuple[int, ...], num_bytes: int, loads: list[int]) -> tuple[int, ...]:
-    """The replica number that makes the least loaded member the writer (all zeros).
+    """Return the replica number that makes the least loaded member the writer (all zeros).
 
     replica: Megatron's, whose last number is this rank's place in the group. loads: bytes that each
     member of the group writes; updated.
@@ -50,7 +50,7 @@ def _rotated(replica: tuple[int, ...], num_bytes: int, loads: list[int]) -> tupl
 def without_pickles(
     model: dict[str, dict[str, Any]],
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """(sharded tensors, what modules keep as pickles here): the latter are never read.
+    """Split into (sharded tensors, what modules keep as pickles here): the latter are never read.
 
     TransformerEngine's `_extra_state` is unpickled by the module that takes it over.
     """
@@ -64,5 +64,5 @@ def without_pickles(
 
 
 def module_of(chunk: DistributedDataParallel) -> Any:
-    """The model in Megatron's wrapper."""
+    """Return the model in Megatron's wrapper."""
     return cast(Any, chunk.module)

@@ -1,4 +1,4 @@
-"""The float32 optimizer of a learner as sharded tensors, whatever the layout.
+"""Presents the learner's float32 optimizer as sharded tensors, whatever the layout.
 
 Invariant: every rank writes and reads its own share of the optimizer, and nothing is gathered. What
 is stored belongs to places in whole tensors, so that any other layout finds its own share in it.
@@ -34,7 +34,7 @@ from megatron_opd.learner.state.boxes import boxes
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's elements start..stop of a flattened parameter, in one optimizer.
+    """Holds this rank's elements start..stop of a flattened parameter, in one optimizer.
 
     values: by kind (param, exp_avg, exp_avg_sq), flat tensors [stop - start]; the optimizer's own
     memory unless it keeps them in another precision.
@@ -48,7 +48,7 @@ class Share:
 
 
 def parts_of(optimizer: MegatronOptimizer) -> Sequence[DistributedOptimizer]:
-    """The chained optimizers that have parameters here."""
+    """Return the chained optimizers that have parameters here."""
     chained: list[Any] = (
         optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     )
@@ -56,7 +56,7 @@ def parts_of(optimizer: MegatronOptimizer) -> Sequence[DistributedOptimizer]:
 
 
 def shares_of(optimizer: MegatronOptimizer, *, loading: bool) -> list[Share]:
-    """What this rank keeps of the optimizer, in a fixed order.
+    """Return what this rank keeps of the optimizer, in a fixed order.
 
     loading: makes the moments if no step was taken yet; the caller overwrites all of it.
     """
@@ -72,7 +72,7 @@ def shares_of(optimizer: MegatronOptimizer, *, loading: bool) -> list[Share]:
 
 
 def sharded(shares: Sequence[Share], model: dict[str, Any]) -> dict[str, Any]:
-    """Sharded tensors whose data are views of the shares' values.
+    """Return sharded tensors whose data are views of the shares' values.
 
     model: sharded tensors of the model, which say where a parameter lies in its whole tensor.
     """
@@ -85,7 +85,7 @@ def sharded(shares: Sequence[Share], model: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_over(shares: Sequence[Share], step: int) -> None:
-    """The shares' values were loaded: let the optimizers go on from them, after `step` steps."""
+    """Let the optimizers continue from the shares' loaded values, after `step` steps."""
     for share in shares:
         # Otherwise the values are its own memory.
         if share.part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
@@ -101,7 +101,7 @@ def take_over(shares: Sequence[Share], step: int) -> None:
 
 
 def step_count(optimizer: MegatronOptimizer) -> int:
-    """Optimizer steps taken, the same for all parameters."""
+    """Return the optimizer steps taken, the same for all parameters."""
     counts: set[int] = set()
     for part in parts_of(optimizer):
         counts |= {int(s["step"]) for s in part.optimizer.state.values() if "step" in s}
@@ -111,7 +111,7 @@ def step_count(optimizer: MegatronOptimizer) -> int:
 
 
 def _ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, Any]]:
-    """Parameters of which this rank updates something, and which range of each, flattened."""
+    """Yield the parameters of which this rank updates something, and the flattened range."""
     for by_dtype in part.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
@@ -145,7 +145,7 @@ def _pieces(share: Share, base: Any) -> Iterator[ShardedTensor]:
 
 
 def _stored_tensors(base: Any) -> list[tuple[ShardedTensor, int]]:
-    """What a parameter is stored as, and where in the flattened parameter each tensor starts."""
+    """Return what a parameter is stored as, and where in it, flattened, each tensor starts."""
     if isinstance(base, ShardedTensor):
         found = [(base, 0)]
     else:

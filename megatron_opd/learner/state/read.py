@@ -1,4 +1,4 @@
-"""Reading the shards of a Megatron distributed checkpoint, tensors and nothing else.
+"""Reads the shards of a Megatron distributed checkpoint: tensors and nothing else.
 
 Invariant: nothing of the directory is unpickled without restriction. `.metadata` goes through
 restricted_metadata.py, tensors through torch's weights-only loader; `common.pt` and pickled objects
@@ -48,14 +48,14 @@ def read_shards(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 class _NoCommonState(TorchCommonLoadStrategy):
-    """All that is loaded is sharded."""
+    """Stands in for common.pt, as all that is loaded is sharded."""
 
     def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
         return {}
 
 
 class _Files(FileSystemReader):
-    """The files of a checkpoint whose metadata was read already."""
+    """Reads the files of a checkpoint whose metadata was read already."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
@@ -66,7 +66,7 @@ class _Files(FileSystemReader):
 
 
 class _ShardReader(TorchDistLoadShardedStrategy):
-    """Megatron's load strategy for one directory. ValueError: see read_metadata."""
+    """Implements Megatron's load strategy for one directory. ValueError: see read_metadata."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class _ShardReader(TorchDistLoadShardedStrategy):
         return self.load_tensors_metadata(checkpoint_dir, self._metadata)
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """Called by Megatron with sharded tensors alone."""
+        """Load; Megatron calls it with sharded tensors alone."""
         tensors: list[ShardedTensor] = list(nested_values(sharded_state_dict))
         flat, paths, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         targets: dict[str, Any] = mcore_to_pyt_state_dict(flat, True)

@@ -1,4 +1,4 @@
-"""The whole state of a learner as a Megatron distributed checkpoint, and back at any layout.
+"""Saves a learner's whole state as a Megatron distributed checkpoint; loads it at any layout.
 
     .metadata  __RANK_N.distcp  common.pt  metadata.json     torch_dist: weights and optimizer
     state.json  rng-RANK.safetensors  sums-RANK.json         ours
@@ -102,7 +102,7 @@ class LearnerState:
                 raise SaveFailed(explained(error, path)) from error
 
     def wait(self) -> None:
-        """Until what was saved in the background is on disk; raises what it failed with."""
+        """Wait until the background save is on disk; raises what it failed with."""
         if self._writer is not None:
             self._writer.wait()
 
@@ -128,7 +128,7 @@ class LearnerState:
         return facts
 
     def _load_tensors(self, path: Path, shares: Sequence[Share]) -> None:
-        """Weights and the optimizer's values. ValueError: `path` is of another model."""
+        """Load weights and the optimizer's values. ValueError: `path` is of another model."""
         model, pickled = without_pickles(sharded_model(self._chunks))
         wanted = {"model": model, "optimizer": sharded(shares, model)}
         try:
@@ -151,7 +151,7 @@ class LearnerState:
         return self._world.parallel.model_dump(mode="json")
 
     def _finish(self, path: Path) -> None:
-        """Every rank's shards are on disk: sign for this rank's. Raises NotTheHolder."""
+        """Write this rank's sums once every rank's shards are on disk. Raises NotTheHolder."""
         self._check_claim()
         rank = self._world.rank
         mine = [file.name for file in path.glob(f"__{rank}_*")] + [_rng_name(rank)]
@@ -164,7 +164,7 @@ class LearnerState:
             self.claim.check()
 
     def _verify(self, path: Path, facts: LearnerFacts) -> None:
-        """Check every file's size and, shared out over the ranks, its checksum."""
+        """Check every file's size and, shared among the ranks, its checksum."""
         entries = state_files.read_sums(path, facts.world_size)
         for entry in entries:
             state_files.check_size(path, entry)
@@ -209,5 +209,5 @@ def _rng_name(rank: int) -> str:
 
 
 def _tracker() -> Any:
-    """Megatron's random states of tensor-parallel regions."""
+    """Return Megatron's random states of tensor-parallel regions."""
     return get_cuda_rng_tracker()

@@ -1,4 +1,4 @@
-"""Writing the shards of a Megatron distributed checkpoint, while training waits or behind its back.
+"""Writes the shards of a Megatron distributed checkpoint, at once or in the background.
 
 Invariant: what is written is the state at the call of `save`; later updates do not reach it. Files
 are fsynced before `done` is called, and `done` is called on a rank only when every rank has written
@@ -37,11 +37,11 @@ BACKEND, VERSION = "torch_dist", 1
 
 
 class SaveFailed(RuntimeError):
-    """A checkpoint could not be written. One line."""
+    """Reports in one line that a checkpoint could not be written."""
 
 
 class ShardWriter(TorchDistSaveShardedStrategy):
-    """Megatron's save strategy; one save at a time.
+    """Implements Megatron's save strategy; one save at a time.
 
     timeout_s: longest that a rank waits for the others while they write.
     """
@@ -59,7 +59,7 @@ class ShardWriter(TorchDistSaveShardedStrategy):
         self._done, self._in_background = done, in_background
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        """Called by Megatron. Returns when the state is copied or written, as prepared."""
+        """Save for Megatron. Returns when the state is copied or written, as prepared."""
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         if self._in_background:
             _detach_from_training(flat)
@@ -73,7 +73,7 @@ class ShardWriter(TorchDistSaveShardedStrategy):
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the last save is written. Raises what it failed with, once."""
+        """Wait until the last save is written. Raises what it failed with, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -109,7 +109,7 @@ class ShardWriter(TorchDistSaveShardedStrategy):
 
 
 def explained(error: BaseException, path: Path) -> str:
-    """In one line, with the space that is left: torch calls a full disk `unexpected pos`."""
+    """Return the error in one line with the free space: torch reports a full disk obscurely."""
     free_mb = shutil.disk_usage(path).free / 1e6
     return f"{one_line(error)} ({free_mb:.1f} MB are free there)"
 
@@ -122,7 +122,7 @@ def _safely_explained(error: BaseException, path: Path) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """What happened; of what torch collects from all ranks the lowest rank's, not its traceback."""
+    """Return what happened; of torch's errors of all ranks the lowest rank's, without traceback."""
     if isinstance(error, CheckpointException):
         error = min(error.failures.items(), key=lambda failure: failure[0])[1][0]
     return " ".join(f"{type(error).__name__}: {error}".split())[:1000]

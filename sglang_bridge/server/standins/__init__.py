@@ -1,1 +1,1 @@
-"""Modules that SGLang names without using them for text; on a CPU server's PYTHONPATH."""
+"""Holds modules that SGLang names without using for text; on a CPU server's PYTHONPATH."""

@@ -1,4 +1,4 @@
-"""A stand-in for torchvision on machines without CUDA.
+"""Stands in for torchvision on machines without CUDA.
 
 The torchvision wheel on PyPI is linked against CUDA builds of torch and cannot be loaded beside a
 CPU build. SGLang and transformers only name its image transforms in annotations and constants; a
@@ -16,7 +16,7 @@ __path__: list[str] = []  # a package, so that `import torchvision.transforms` f
 
 
 class _Name(type):
-    """A class that answers any public attribute with its own qualified spelling."""
+    """Answers any public attribute with its own qualified spelling."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -28,7 +28,7 @@ class _Name(type):
 
 
 class _Module(types.ModuleType):
-    """A module whose missing attributes are `_Name` classes."""
+    """Makes missing attributes of a module `_Name` classes."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
