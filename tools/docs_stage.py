@@ -1,4 +1,4 @@
-"""The pages of the documentation site in one folder, with every file of the repository they link to.
+"""The pages of the documentation site in one folder, with every file of ours that they link to.
 
 Sphinx wants its pages in one folder, while the pages of docs/ link to code and to records, which a
 reader of the site must be able to open too. So the pages are copied, and each link to another file
