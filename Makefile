@@ -1,6 +1,7 @@
 # setup  make .venv with every package pinned; reused as long as the pins match
 # demo   the main job: a student learns from a teacher through the real engines on this machine
 # test   the whole suite          check  lint and types          bench  benchmarks, JSON to stdout
+# docs   the documentation site, in site/
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +11,7 @@ PYTEST_ARGS ?=
 # two workers: one runs the tests with SGLang servers, the other all else (tests/conftest.py)
 WORKERS := -n 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test check bench docs clean
 
 setup:
 	@$(PYTHON) tools/setup_venv.py $(VENV) $(PINS)
@@ -29,5 +30,13 @@ check: setup
 bench: setup
 	@$(BIN)/python -m benchmarks
 
+.venv-docs/ready: requirements/docs.lock
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+docs: .venv-docs/ready
+	@.venv-docs/bin/python tools/docs_site.py site
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .venv-docs build site *.egg-info
