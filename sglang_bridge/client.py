@@ -193,7 +193,7 @@ class ServerClient:
         await self._post("/pause_generation", {"mode": mode}, repeatable=True)
 
     async def resume(self) -> None:
-        """Continues generation."""
+        """Continues generation after a pause."""
         await self._post("/continue_generation", {}, repeatable=True)
 
     async def flush_cache(self) -> None:
@@ -237,7 +237,7 @@ class ServerClient:
         await self._post("/init_weights_update_group", body, timeout_s=timeout_s, repeatable=False)
 
     async def destroy_weights_group(self, name: str) -> None:
-        """Leaves a group."""
+        """Leaves the update group called `name`."""
         body = {"group_name": name}
         await self._post("/destroy_weights_update_group", body, repeatable=False)
 

@@ -9,7 +9,7 @@ MESSAGE_LENGTH = 1000  # characters
 
 
 class BridgeError(Exception):
-    """Is the base of every error that this package raises on purpose.
+    """Serves as the base of every error that this package raises on purpose.
 
     What peers wrote is part of many messages, so each is made one printable line.
     """

@@ -106,7 +106,7 @@ class Fleet:
         return self._infos
 
     async def close(self) -> None:
-        """Closes every client."""
+        """Closes the connections to every server."""
         await asyncio.gather(*(client.close() for client in self.clients))
 
     # ------------------------------------------------------------ work

@@ -160,7 +160,7 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Holds per response row the union of the ids that were given and those selected from q.
+    """Holds for each response row the union of the ids that were given and those selected from q.
 
     offsets_T1: int64 [T + 1]. ids_N: int32, strictly increasing inside a row. weight_N: float32,
     > 0 for every selected id (q(id) for an atom, tail mass * hits / num_draws for a draw), 0 for an

@@ -44,7 +44,7 @@ class SafetensorsSource:
     def read(
         self, name: str, shape: tuple[int, ...], dim: int, start: int, length: int
     ) -> torch.Tensor:
-        """Read one slice.
+        """Read one slice of a tensor.
 
         ValueError: the tensor is missing, or has another shape or a wrong dtype.
         """

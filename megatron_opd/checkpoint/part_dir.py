@@ -17,9 +17,9 @@ _RECORDS = "units"
 
 
 class PartDir:
-    """Holds the directory.
+    """Fills one directory, which a later run with the same plan can continue.
 
-    `plan`: what is made from what, JSON; another plan never continues it.
+    `plan`: what is made from what, as JSON.
     """
 
     def __init__(self, target: Path, plan: dict[str, Any]) -> None:

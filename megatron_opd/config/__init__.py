@@ -1,1 +1,1 @@
-"""Strict YAML configuration."""
+"""Defines and loads the strict YAML configuration."""

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 # Two user messages that no template may render alike.
 PROBES = ("What is 2 + 3?", "Name a colour.")
 LEAST_S = 60.0
-"""Longest wait in seconds for a tokenizer and its template, however little there is to read,"""
+"""Seconds that a tokenizer and its template may take, however little there is to read."""
 CHARACTERS_PER_S = 5_000
-"""plus one second for this many characters: a hundredth of the speed of the demo's tokenizer."""
+"""Characters that allow one more second: a hundredth of the demo tokenizer's speed."""
 
 ResultT = TypeVar("ResultT")
 

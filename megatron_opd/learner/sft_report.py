@@ -39,7 +39,7 @@ class Report:
             self._path.write_text("", encoding="utf-8")
 
     def __call__(self, row: Row) -> None:
-        """Report one update."""
+        """Print and write one update's figures."""
         if not self._shown:
             return
         if self._path is not None:
@@ -51,7 +51,7 @@ class Report:
             self.say(self._line(row))
 
     def say(self, line: str) -> None:
-        """Print a line."""
+        """Print a line on the terminal, unless this rank is silent."""
         if self._shown:
             sys.stdout.write(line + "\n")
             sys.stdout.flush()

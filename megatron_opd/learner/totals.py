@@ -65,7 +65,7 @@ class Totals:
         maxima: Mapping[str, torch.Tensor | float] | None = None,
         ratios: torch.Tensor | None = None,
     ) -> Totals:
-        """Copies of the values (the schedule scales the loss in place); absent ones are neutral."""
+        """Copy the values (the schedule scales the loss in place); absent ones are neutral."""
         totals = cls.zero(device)
         for names, vector, values in (
             (SUMS, totals.sums, sums),

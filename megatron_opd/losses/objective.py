@@ -70,7 +70,7 @@ def m2_limit_of(
 
 @torch.no_grad()
 def m2_view(estimator: Estimator, cache: Cache) -> list[View]:
-    """Return per term (log r, A, weight) of every action, float64; empty for terms without M2PO."""
+    """Return (log r, A, weight) of every action by term, float64; empty without M2PO."""
     cache = cache.wide()
     views: list[View] = []
     for term in estimator.terms:

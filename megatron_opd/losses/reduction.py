@@ -21,7 +21,7 @@ from megatron_opd.losses.cache import Cache
 
 
 def by_token(config: TokenReduction, loss_T: torch.Tensor, cache: Cache) -> torch.Tensor:
-    """Sum over tokens."""
+    """Sum the losses of all tokens."""
     return loss_T.sum()
 
 

@@ -7,7 +7,7 @@ from megatron_opd.types import Batch
 
 
 class RoutingTotals:
-    """Counts of the updates that replayed routing.
+    """Counts the tokens and mismatches of updates that replayed routing.
 
     replayed_*, free_*: the mismatch with replay and with the learner's own routing, each over the
     same tokens: those of the updates that measured both.

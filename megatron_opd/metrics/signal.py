@@ -1,4 +1,4 @@
-"""Warns of updates that teach nothing: when all rewards are equal a run continues with loss 0.
+"""Warns when updates teach nothing: with equal rewards a run continues at a loss of 0.
 
 Invariant: a streak of updates without a signal is reported once when it is `patience` long, and
 once when it ends; every such update is counted, reported or not.

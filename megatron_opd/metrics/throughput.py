@@ -20,7 +20,7 @@ WARMUP_UPDATES = 5
 
 
 class Throughput:
-    """Collects (n_j, t_j)."""
+    """Collects (n_j, t_j): tokens and finishing time of every update."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []

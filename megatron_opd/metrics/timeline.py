@@ -14,7 +14,7 @@ COUNTER_INTERVAL_S = 0.05
 
 
 class Timeline:
-    """Draws pipeline events.
+    """Draws the events of the pipeline on a trace.
 
     Args:
         trace: where to draw.
@@ -94,7 +94,7 @@ class Timeline:
         self._trace.flush()
 
     def close(self) -> None:
-        """Complete the file."""
+        """Complete the trace file."""
         self._trace.close()
 
 

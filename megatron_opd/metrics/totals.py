@@ -54,7 +54,7 @@ class RunTotals:
         self.restarts += rollout.restarts
 
     def add_score(self, started_s: float, finished_s: float) -> None:
-        """Count a score."""
+        """Count a scored sample and the time it took."""
         self.times.teacher.add(started_s, finished_s)
         self.score_s.add(finished_s - started_s)
 

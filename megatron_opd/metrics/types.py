@@ -55,7 +55,7 @@ class Sum:
     value: float = 0.0
 
     def add(self, value: float) -> None:
-        """Add a value."""
+        """Add `value` to the sum."""
         self.value += value
 
 

@@ -118,7 +118,7 @@ def _cut_vocab(
 def _cut_qkv(
     shard: Shard, spec: ModelSpec, source: TensorSource, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Interleave per KV group: [q.. of the group, k, v]."""
+    """Interleave by KV group: [q.. of the group, k, v]."""
     groups = spec.num_kv_heads // shard.count
     ratio = spec.num_heads // spec.num_kv_heads
     parts: list[torch.Tensor] = []

@@ -35,7 +35,7 @@ class Groups:
 def stage_layers(
     spec: ModelSpec, parallel: ParallelConfig, fields: Mapping[str, Any] | None = None
 ) -> list[list[range]]:
-    """Return per stage its model chunks (one without interleaving), each a range of global layers.
+    """Return each stage's model chunks (one without interleaving), as ranges of global layers.
 
     fields: learner.megatron; its uneven splits are Megatron's get_num_layers_to_build.
     """

@@ -23,7 +23,7 @@ class RolloutFleet(Protocol):
     """Names the method of sglang_bridge.fleet.Fleet that sampling needs."""
 
     async def generate(self, request: RolloutRequest) -> RolloutReply:
-        """Return one completion."""
+        """Return one sampled completion with its draws."""
         ...
 
 

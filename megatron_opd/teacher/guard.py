@@ -48,7 +48,7 @@ class ProbedServer(Protocol):
         ...
 
     async def generate(self, request: RolloutRequest) -> RolloutReply:
-        """Return one completion."""
+        """Return one sampled completion with its draws."""
         ...
 
     async def score(self, request: ScoreRequest) -> ScoreReply:

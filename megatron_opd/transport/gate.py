@@ -113,7 +113,7 @@ class Gate:
         return descriptors
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop answering connections and close the gate's own sockets."""
         if not self._socket.closed:
             self._socket.disable_monitor()
         self.monitor.close(linger=0)

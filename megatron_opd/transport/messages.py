@@ -28,7 +28,7 @@ class LearnerInfo(msgspec.Struct, frozen=True):
 
 
 class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
-    """What one learner update reports.
+    """Reports the figures of one learner update.
 
     None: the estimator has no such figure. loss: as reduced; the *_nats: means per response token.
     reverse_kl_nats, forward_kl_nats: estimates of KL(student || teacher) and KL(teacher || student)

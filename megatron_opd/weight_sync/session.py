@@ -54,7 +54,7 @@ class PublishingFleet(Protocol):
         ...
 
     async def begin_weight_update(self) -> None:
-        """Open the update."""
+        """Open the update on all servers."""
         ...
 
     async def end_weight_update(self, version: int) -> None:
@@ -94,7 +94,7 @@ class PublishingLearner(Protocol):
         ...
 
     async def send_weights(self) -> object:
-        """Broadcast every bucket."""
+        """Broadcast every bucket to the servers."""
         ...
 
     async def piece_digests(self, pieces: Sequence[WeightPiece]) -> Sequence[str]:

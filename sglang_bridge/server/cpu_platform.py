@@ -31,7 +31,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "torch_native"
 
     def get_compile_backend(self, mode: str | None = None) -> str:
-        """Selects no compilation."""
+        """Selects the eager backend: nothing is compiled."""
         return "eager"
 
     def is_pin_memory_available(self, device: Any = None) -> bool:

@@ -15,7 +15,7 @@ from sglang_bridge.server.selection import UNUSED, Selected
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Holds deduplicated rows.
+    """Holds rows of distinct ids.
 
     ids_BR: int64, strictly increasing in the first length_B columns, UNUSED after. weight_BR:
     float32, 0 for a forced id that was not selected. length_B: int64, 0..R.

@@ -42,12 +42,12 @@ class Wanted:
 
     @property
     def max_atoms(self) -> int:
-        """Returns K, before it is cut to the vocabulary."""
+        """Returns K, the largest number of atoms, before it is cut to the vocabulary."""
         return int(self.atoms_B.max())
 
     @property
     def max_draws(self) -> int:
-        """Returns M."""
+        """Returns M, the largest number of draws."""
         return int(self.draws_B.max())
 
     def rows(self, low: int, high: int) -> Wanted:

@@ -23,7 +23,7 @@ KEEP_ALIVE_S = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSpec:
-    """Describes one server.
+    """Says how one server is started.
 
     role: names the log and, on GPU, keeps logits in float32 for both. port: 0 is not accepted, see
     `free_port`. tp, ep: tensor-parallel ranks and how many of them split the experts.
