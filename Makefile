@@ -1,16 +1,23 @@
-# setup  make .venv with every package pinned; reused as long as the pins match
-# demo   the main job: a student learns from a teacher through the real engines on this machine
-# test   the whole suite          check  lint and types          bench  benchmarks, JSON to stdout
+# setup      make .venv with every package pinned; reused as long as the pins match
+# demo       the main job: a student learns from a teacher through the real engines on this machine
+# test       the whole suite         check  lint and types         bench  benchmarks, JSON to stdout
+# setup-gpu  make .venv-gpu for a node with NVIDIA GPUs, from requirements/gpu.lock
+# gpu-check  what works on this machine's GPU and how fast; GPU_OUT holds the record
+#            gpu-check-dry: the same code at a tiny size on the CPU
+# gpu-lock   resolve requirements/gpu.lock anew
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PINS := requirements/cpu.lock setup.py pyproject.toml
+GPU_VENV := .venv-gpu
+GPU_PINS := requirements/gpu.lock setup.py pyproject.toml
+GPU_OUT ?= gpu-check.json
 RUN_DIR ?= runs/demo
 PYTEST_ARGS ?=
 # two workers: one runs the tests with SGLang servers, the other all else (tests/conftest.py)
 WORKERS := -n 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test check bench setup-gpu gpu-check gpu-check-dry gpu-lock clean
 
 setup:
 	@$(PYTHON) tools/setup_venv.py $(VENV) $(PINS)
@@ -29,5 +36,20 @@ check: setup
 bench: setup
 	@$(BIN)/python -m benchmarks
 
+setup-gpu:
+	@$(PYTHON) tools/setup_venv.py $(GPU_VENV) $(GPU_PINS)
+
+gpu-check: setup-gpu
+	@$(GPU_VENV)/bin/python -m benchmarks gpu --budget-s 540 --out $(GPU_OUT)
+
+gpu-check-dry: setup
+	@$(BIN)/python -m benchmarks gpu --budget-s 540 --out $(GPU_OUT) --dry
+
+# no index address stands in the lock; hashes hold whichever index serves a file
+gpu-lock: setup
+	@$(BIN)/uv pip compile requirements/gpu.in --output-file requirements/gpu.lock --quiet \
+	  --python-version 3.11 --python-platform x86_64-manylinux_2_34 --generate-hashes \
+	  --no-emit-package megatron-opd --no-annotate --custom-compile-command "make gpu-lock"
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(GPU_VENV) build *.egg-info
