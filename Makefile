@@ -45,11 +45,13 @@ gpu-check: setup-gpu
 gpu-check-dry: setup
 	@$(BIN)/python -m benchmarks gpu --budget-s 540 --out $(GPU_OUT) --dry
 
-# no index address stands in the lock; hashes hold whichever index serves a file
+# No index address stands in the lock; a hash holds whichever index serves a file. Left out: this
+# project, and the CUDA 12 core, which TransformerEngine's source names until torch's CUDA is known.
 gpu-lock: setup
 	@$(BIN)/uv pip compile requirements/gpu.in --output-file requirements/gpu.lock --quiet \
-	  --python-version 3.11 --python-platform x86_64-manylinux_2_34 --generate-hashes \
-	  --no-emit-package megatron-opd --no-annotate --custom-compile-command "make gpu-lock"
+	  --python-version 3.11 --python-platform x86_64-manylinux_2_34 --generate-hashes --no-annotate \
+	  --no-emit-package megatron-opd --no-emit-package transformer-engine-cu12 \
+	  --custom-compile-command "make gpu-lock"
 
 clean:
 	rm -rf $(VENV) $(GPU_VENV) build *.egg-info

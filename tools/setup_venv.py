@@ -35,8 +35,10 @@ run PIP_FIND_LINKS=FOLDER make setup"""
 
 NO_NVCC = """\
 setup: no CUDA compiler (nvcc) was found on PATH or in CUDA_HOME/bin: TransformerEngine's torch \
-extension has no wheel and is compiled here. Install the CUDA 13 toolkit and cuDNN, or use the \
-Dockerfile"""
+extension has no wheel and is compiled here. Install the CUDA 13 toolkit with the headers of cuDNN \
+and NCCL, or use the Dockerfile"""
+# TransformerEngine's build would take a ready wheel from elsewhere, which the lock has no hash of.
+BUILD = {"NVTE_PYTORCH_FORCE_BUILD": "TRUE"}
 GLIBC = (2, 34)  # SGLang's wheels are manylinux_2_34
 
 
@@ -69,7 +71,8 @@ MACHINES = {
     "gpu": Machine(
         cpu_torch=False,
         compiled=("transformer-engine-torch",),
-        runs="import torch, soundfile, transformer_engine_torch; assert torch.version.cuda",
+        runs="import torch, soundfile; from importlib.util import find_spec; "
+        "assert torch.version.cuda and find_spec('transformer_engine_torch')",
         size="15 GB; TransformerEngine's extension is compiled, which takes minutes",
     ),
 }
@@ -230,9 +233,20 @@ def install(venv: Path, lock: Path, machine: Machine) -> None:
             part = venv / f"{lock.stem}-{index}.txt"
             part.write_text(text)
             built = ["--no-build-isolation"] if index else []
-            subprocess.run([*command, *built, "-r", str(part), *chosen], check=True)
+            run = [*command, *built, "-r", str(part), *chosen]
+            subprocess.run(run, env={**BUILD, **os.environ}, check=True)
         chosen = []
     subprocess.run([*command, "--no-build-isolation", "-e", "."], check=True)
+
+
+def check_runs(venv: Path, code: str) -> None:
+    """Run what fails where a wheel was taken that does not suit this machine."""
+    python = str(venv / "bin" / "python")
+    done = subprocess.run([python, "-c", code], stderr=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise SetupError(f"setup: the packages were installed but do not run: {last}; see whether "
+                         f"one of pip's indexes serves wheels for another machine")  # fmt: skip
 
 
 def main() -> int:
@@ -250,7 +264,7 @@ def main() -> int:
             require_gpu_machine()
         create(venv)
         install(venv, pins[0], machine)
-        subprocess.run([str(venv / "bin" / "python"), "-c", machine.runs], check=True)
+        check_runs(venv, machine.runs)
     except SetupError as error:
         print(error, file=sys.stderr)
         return 1

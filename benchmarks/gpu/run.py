@@ -18,7 +18,7 @@ from sglang_bridge.server.launch import last_lines
 
 CONFIG = "examples/arithmetic/demo.yaml"
 DRY = (
-    "run.updates=2",
+    "run.updates=5",
     "buffer.batch_size=8",
     "rollout.max_new_tokens=16",
     "evaluation.problems=0",
@@ -72,5 +72,6 @@ def measure(limit_s: float, *, dry: bool) -> dict[str, Any]:
             logs = sorted((run_dir / "logs").glob("*.log"))
             figures["output"] = list(said)
             figures["logs"] = {log.name: last_lines(log, LAST_LINES).splitlines() for log in logs}
-            raise PartFailed(f"opd run ended with exit code {exit_code}", figures)
+            last = said[-1] if said else "no output"
+            raise PartFailed(f"opd run ended with exit code {exit_code}: {last}", figures)
     return figures
