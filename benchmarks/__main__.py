@@ -42,11 +42,13 @@ def main() -> int:
             parser.error(f"unknown benchmark {name!r}; choices: {', '.join(NAMES)}")
     if options and not (len(names) == 1 and names[0] in WITH_OPTIONS):
         parser.error(f"unknown options {options}: only {', '.join(WITH_OPTIONS)} alone takes any")
+    failed = False
     for name in names:
         measure = importlib.import_module(f"benchmarks.{name}").measure
         figures = measure(options) if options else measure()
         print(json.dumps(header(name, options) | figures, indent=2), flush=True)
-    return 0
+        failed = failed or bool(figures.get("failed"))
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ class Part:
 
 
 PARTS = (
-    Part("installed", least_s=5, most_s=60),
-    Part("tests", least_s=20, most_s=150),
+    Part("installed", least_s=5, most_s=30),
+    Part("tests", least_s=20, most_s=120),
     Part("lean", least_s=20, most_s=90),
     Part("sampling", least_s=15, most_s=60),
     Part("step", least_s=45, most_s=150),
