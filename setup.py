@@ -2,26 +2,27 @@
 
 from setuptools import find_packages, setup
 
-# Everything the controller and the client side need; no deep-learning stack.
+# Everything the controller and the client side need; no deep-learning stack. Ranges, from the
+# oldest version that is tested: the locks in requirements/ pin every package exactly.
 CORE = [
-    "aiohttp==3.14.5",
-    "matplotlib==3.11.2",
-    "msgspec==0.22.0",
-    "numpy==2.4.6",
-    "nvidia-ml-py==13.615.71",
-    "psutil==7.2.2",
-    "pyarrow==26.0.1",
-    "pydantic==2.14.3",
-    "pyyaml==6.0.3",
-    "pyzmq==27.3.0",
-    "rich==15.0.0",
-    "safetensors==0.8.0",
-    "tensorboard==2.21.0",
-    "tokenizers==0.23.2",
-    "transformers==5.19.0",
-    "xxhash==4.1.0",
+    "aiohttp>=3.14.5,<4",
+    "msgspec>=0.22.0,<1",
+    "numpy>=2.3.5,<3",
+    "nvidia-ml-py>=13.615.71",
+    "psutil>=7.2.2,<8",
+    "pyarrow>=26.0.1,<27",
+    "pydantic>=2.14.3,<3",
+    "pyyaml>=6.0.3,<7",
+    "pyzmq>=27.3.0,<28",
+    "rich>=15.0.0,<16",
+    "safetensors>=0.8.0,<1",
+    "tensorboard>=2.21.0,<3",
+    "tokenizers>=0.23.2,<1",
+    "transformers>=5.19.0,<6",
+    "xxhash>=4.1.0,<5",
 ]
-ENGINES = ["megatron-core==0.16.1", "torch==2.13.0"]
+# The engines are exact: this project reaches into them.
+MEGATRON = "megatron-core==0.16.1"
 
 setup(
     name="megatron-opd",
@@ -40,17 +41,24 @@ setup(
     extras_require={
         # SGLang itself is installed from requirements/cpu.lock with --no-deps: its declared
         # requirements are CUDA builds that a plain CPU cannot use.
-        "cpu": ENGINES,
+        "cpu": [MEGATRON, "torch==2.13.0"],
         # Without NVIDIA apex on purpose: it is optional, built from its source, and the `apex`
-        # on PyPI is another project.
-        # TransformerEngine: the versions that megatron-core 0.16.1's own metadata names.
-        "gpu": [*ENGINES, "sglang==0.5.23", "transformer-engine[pytorch]>=2.9.0,<2.12.0"],
+        # on PyPI is another project. torch: what this SGLang demands. TransformerEngine: the
+        # versions that megatron-core 0.16.1's own metadata names, for torch's CUDA 13.
+        "gpu": [
+            MEGATRON,
+            "sglang==0.5.23",
+            "torch==2.14.1",
+            "transformer-engine[core_cu13,pytorch]>=2.9.0,<2.12.0",
+        ],
+        "plots": ["matplotlib>=3.11.2,<4"],  # tools/plot_*.py draw the figures of docs
         "ray": ["ray>=2.40"],
         "test": [
             "hypothesis==6.170.15",
             "pyright[nodejs]==1.1.414",
             "pytest==9.2.0",
             "pytest-timeout==2.4.0",
+            "pytest-xdist==3.8.0",
             "ruff==0.17.5",
         ],
     },

@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
-import platform
-from typing import Any
 
-from megatron_opd.metrics.summary import commit, versions
+from benchmarks.header import header
 
 BENCHMARKS = ("draws", "learner", "lean_logp")
 # Minutes to hours: run when named.
@@ -28,20 +25,10 @@ STUDIES = (
     "noticing",
     "step",
     "fuzz",
+    "gpu",
 )
-WITH_OPTIONS = ("step", "mismatch", "staleness", "fuzz", "noticing")
+WITH_OPTIONS = ("step", "mismatch", "staleness", "fuzz", "noticing", "gpu")
 NAMES = (*BENCHMARKS, *STUDIES)
-
-
-def machine() -> dict[str, Any]:
-    """What a reader needs to know to compare."""
-    with open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
-        models = [line.partition(":")[2].strip() for line in cpuinfo if "model name" in line]
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-    }
 
 
 def main() -> int:
@@ -55,18 +42,13 @@ def main() -> int:
             parser.error(f"unknown benchmark {name!r}; choices: {', '.join(NAMES)}")
     if options and not (len(names) == 1 and names[0] in WITH_OPTIONS):
         parser.error(f"unknown options {options}: only {', '.join(WITH_OPTIONS)} alone takes any")
+    failed = False
     for name in names:
         measure = importlib.import_module(f"benchmarks.{name}").measure
         figures = measure(options) if options else measure()
-        header = {
-            "benchmark": name,
-            "command": " ".join(["python -m benchmarks", name, *options]),
-            "commit": commit(),
-            "machine": machine(),
-            "versions": versions(),
-        }
-        print(json.dumps(header | figures, indent=2), flush=True)
-    return 0
+        print(json.dumps(header(name, options) | figures, indent=2), flush=True)
+        failed = failed or bool(figures.get("failed"))
+    return int(failed)
 
 
 if __name__ == "__main__":

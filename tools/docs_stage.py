@@ -20,7 +20,7 @@ from tools.docs_links import Link, broken, replaced, rewritten  # noqa: E402
 
 DOCS = ROOT / "docs"
 NAVIGATION = {
-    "Start": ("index", "architecture"),
+    "Start": ("index", "install", "architecture"),
     "What is learned": ("losses", "estimators", "studies", "data", "extending"),
     "Training": ("learner", "layouts", "routing", "reproducible"),
     "Running": ("cluster", "cluster_plans", "checkpoints", "convert", "metrics"),

@@ -3,8 +3,8 @@
     python3 tools/setup_venv.py VENV PINS...
 
 Standard library only: it runs before anything is installed. The first file of PINS is the lock
-file. A digest of all PINS and of the interpreter is left in the environment; when it matches,
-nothing is done.
+file, whose name says for which machine: cpu.lock or gpu.lock. A digest of all PINS and of the
+interpreter is left in the environment; when it matches, nothing is done.
 
 Packages are installed by uv, which pip fetches first; where the package index has no uv, by pip.
 uv does not read pip's configuration, so it is given pip's indexes and find-links here.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -26,16 +27,55 @@ from pathlib import Path
 STAMP = "opd-pins.sha256"
 OLDEST, TESTED = (3, 11), (3, 11)
 PIPS_INDEX = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
-# What breaks when a wheel of the wrong kind was taken: CUDA's libraries, a bundled C library.
-RUNS = "import torch, soundfile; assert torch.version.cuda is None"
 NO_CPU_TORCH = """\
 setup: no CPU build of torch {version} was found: pip's indexes and find-links have none, and \
 PyTorch's own index does not answer. Put its wheel, torch-{version}+cpu-*.whl, into a folder and \
 run PIP_FIND_LINKS=FOLDER make setup"""
 
 
+NO_NVCC = """\
+setup: no CUDA compiler (nvcc) was found on PATH or in CUDA_HOME/bin: TransformerEngine's torch \
+extension has no wheel and is compiled here. Install the CUDA 13 toolkit with the headers of cuDNN \
+and NCCL, or use the Dockerfile"""
+# TransformerEngine's build would take a ready wheel from elsewhere, which the lock has no hash of.
+BUILD = {"NVTE_PYTORCH_FORCE_BUILD": "TRUE"}
+GLIBC = (2, 34)  # SGLang's wheels are manylinux_2_34
+
+
 class SetupError(Exception):
     """What is printed as the last line."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What differs between machines; the lock's name chooses.
+
+    cpu_torch: take a +cpu build of torch. compiled: packages without a wheel, which are compiled
+    against the others, so after them. runs: fails where a wheel of the wrong kind was taken, by
+    CUDA's libraries or by a C library that should be bundled. size: of the environment.
+    """
+
+    cpu_torch: bool
+    compiled: tuple[str, ...]
+    runs: str
+    size: str
+
+
+MACHINES = {
+    "cpu": Machine(
+        cpu_torch=True,
+        compiled=(),
+        runs="import torch, soundfile; assert torch.version.cuda is None",
+        size="3 GB",
+    ),
+    "gpu": Machine(
+        cpu_torch=False,
+        compiled=("transformer-engine-torch",),
+        runs="import torch, soundfile; from importlib.util import find_spec; "
+        "assert torch.version.cuda and find_spec('transformer_engine_torch')",
+        size="15 GB; TransformerEngine's extension is compiled, which takes minutes",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -114,9 +154,10 @@ def create(venv: Path) -> None:
               f"build for it, run make setup PYTHON=python{tested}", flush=True)  # fmt: skip
     if (venv / "bin" / "python").exists():
         return
+    uv = shutil.which("uv")
     if sys.version_info[:2] >= OLDEST:
         command = [sys.executable, "-m", "venv", str(venv)]
-    elif (uv := shutil.which("uv")) is not None:
+    elif uv is not None:
         command = [uv, "venv", "--seed", "--python", tested, str(venv)]
     else:
         raise SetupError(f"setup: Python {tested} or newer is needed, this is {version}; install "
@@ -140,45 +181,90 @@ def cpu_torch(uv: list[str], version: str) -> list[str]:
     raise SetupError(NO_CPU_TORCH.format(version=version))
 
 
-def install(venv: Path, lock: Path) -> None:
-    """Install the lock file and this project into `venv`; --no-deps: see the lock file's head."""
+def require_gpu_machine() -> None:
+    """Say what a GPU environment lacks before gigabytes are fetched for it."""
+    machine = f"{sys.platform} {platform.machine()}"
+    if machine != "linux x86_64":
+        raise SetupError(f"setup: requirements/gpu.lock is for Linux x86-64, this is {machine}")
+    name, version = platform.libc_ver()
+    if name == "glibc" and tuple(map(int, version.split(".")[:2])) < GLIBC:
+        raise SetupError(f"setup: glibc {version} is too old: SGLang's wheels need 2.34 or newer "
+                         f"(Ubuntu 22.04, Debian 12, RHEL 9)")  # fmt: skip
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"
+    if shutil.which("nvcc") is None and not (toolkit / "nvcc").exists():
+        raise SetupError(NO_NVCC)
+
+
+def split_lock(lock: Path, later: tuple[str, ...]) -> tuple[str, str]:
+    """The lock's text without the packages `later`, and theirs; a package's hashes stay with it."""
+    text = re.sub(r"\\\n\s*", "", lock.read_text())  # one line a package
+    lines = [line for line in text.splitlines() if line and not line.lstrip().startswith("#")]
+    of_later = [line for line in lines if line.partition("==")[0] in later]
+    first = [line for line in lines if line not in of_later]
+    return "\n".join(first) + "\n", "\n".join(of_later) + "\n"
+
+
+def install(venv: Path, lock: Path, machine: Machine) -> None:
+    """Install the lock file and this project into `venv`.
+
+    --no-deps: the lock is complete, and what else some packages ask for is left out on purpose.
+    """
     python = str(venv / "bin" / "python")
     pip = [python, "-m", "pip", "--disable-pip-version-check"]
     sources = read_sources(python)
-    torch = pinned(lock, "torch")
+    torch = pinned(lock, "torch") if machine.cpu_torch else None
     uv_version = pinned(lock, "uv")
-    bootstrap = [*pip, "install", "--quiet", f"uv=={uv_version}"]
+    bootstrap = [*pip, "install", "--quiet", "--no-deps", f"uv=={uv_version}"]
     if uv_version and subprocess.run(bootstrap).returncode == 0:
         uv = [str(venv / "bin" / "uv"), "pip", "install", "--python", python, "--quiet"]
         uv += sources.uv_options()
         os.environ.update(sources.environment())
         chosen = cpu_torch(uv, torch) if torch else []
-        uv += ["--no-deps", "--compile-bytecode"]
-        subprocess.run([*uv, "-r", str(lock), *chosen], check=True)
-        subprocess.run([*uv, "--no-build-isolation", "-e", "."], check=True)
-        return
-    print("setup: the package index has no uv; pip takes minutes", flush=True)
-    wanted = [f"torch=={torch}+cpu"] if torch and sys.platform.startswith("linux") else []
-    install = [*pip, "install", "--quiet", "--no-deps"]
-    if wanted and subprocess.run([*install, *wanted]).returncode != 0:
-        raise SetupError(NO_CPU_TORCH.format(version=torch))
-    subprocess.run([*install, "-r", str(lock)], check=True)
-    subprocess.run([*install, "--no-build-isolation", "-e", "."], check=True)
+        command = [*uv, "--no-deps", "--compile-bytecode"]
+    else:
+        print("setup: the package index has no uv; pip takes minutes", flush=True)
+        chosen, command = [], [*pip, "install", "--quiet", "--no-deps"]
+        wanted = f"torch=={torch}+cpu"
+        linux = sys.platform.startswith("linux")
+        if torch and linux and subprocess.run([*command, wanted]).returncode != 0:
+            raise SetupError(NO_CPU_TORCH.format(version=torch))
+    for index, text in enumerate(split_lock(lock, machine.compiled)):
+        if text.strip():
+            part = venv / f"{lock.stem}-{index}.txt"
+            part.write_text(text)
+            built = ["--no-build-isolation"] if index else []
+            run = [*command, *built, "-r", str(part), *chosen]
+            subprocess.run(run, env={**BUILD, **os.environ}, check=True)
+        chosen = []
+    subprocess.run([*command, "--no-build-isolation", "-e", "."], check=True)
+
+
+def check_runs(venv: Path, code: str) -> None:
+    """Run what fails where a wheel was taken that does not suit this machine."""
+    python = str(venv / "bin" / "python")
+    done = subprocess.run([python, "-c", code], stderr=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise SetupError(f"setup: the packages were installed but do not run: {last}; see whether "
+                         f"one of pip's indexes serves wheels for another machine")  # fmt: skip
 
 
 def main() -> int:
     """Entry point."""
     venv, *pins = (Path(argument) for argument in sys.argv[1:])
+    machine = MACHINES[pins[0].stem]
     digest, stamp = pins_digest(pins), venv / STAMP
     if stamp.exists() and stamp.read_text().strip() == digest:
         return 0
-    print(f"setup: installing pinned packages into {venv} (3 GB)", flush=True)
+    print(f"setup: installing pinned packages into {venv} ({machine.size})", flush=True)
     started = time.monotonic()
     stamp.unlink(missing_ok=True)
     try:
+        if not machine.cpu_torch:
+            require_gpu_machine()
         create(venv)
-        install(venv, pins[0])
-        subprocess.run([str(venv / "bin" / "python"), "-c", RUNS], check=True)
+        install(venv, pins[0], machine)
+        check_runs(venv, machine.runs)
     except SetupError as error:
         print(error, file=sys.stderr)
         return 1
