@@ -166,7 +166,7 @@ def test_the_table_covers_every_rule_of_an_estimator():
         message = line_of(tree)
         est = Estimator.model_construct(**_parts(tree))
         for number, rule in enumerate(estimator_module.RULES):
-            said = [rule.says(term, est) for term in est.terms if rule.broken(term, est)]
+            said = [rule.says(one, est) for one in est.objectives if rule.broken(one, est)]
             if message in said:
                 broken.add(number)
     assert broken == set(range(len(estimator_module.RULES)))

@@ -88,7 +88,7 @@ def difference(
 
 @pytest.mark.parametrize("est", UNBIASED, ids=name_of)
 def test_unbiased_in_value_and_gradient(est: Estimator):
-    assert bias_of(est.terms[0], est).startswith("none")
+    assert bias_of(est.objectives[0], est).startswith("none")
     for seed in range(2):
         value, gradient = difference(est, one(seed))
         bounded("expectation over all caches: value", abs(value), 1e-12)
@@ -116,14 +116,14 @@ def test_draws_of_a_teacher_need_not_cover_the_student_but_draws_of_the_sampler_
     blind = replace(case, teacher_TV=without(case.teacher_TV, action))
     for m in (1, 3):
         est = estimator(support={"type": "teacher_mc", "m": m}, objective=objective)
-        assert bias_of(est.terms[0], est) == "none, whatever q covers"
+        assert bias_of(est.objectives[0], est) == "none, whatever q covers"
         cached = possible(est, blind)
         assert all(action not in row for _, row in cached)
         value, gradient = difference(est, blind, cached)
         bounded("expectation over all caches: value", abs(value), 1e-12)
         bounded("expectation over all caches: gradient", gradient, 1e-12)
     drawn = estimator(support={"type": "mc", "m": 2}, objective=objective)
-    assert bias_of(drawn.terms[0], drawn) == "none where o covers p and q"
+    assert bias_of(drawn.objectives[0], drawn) == "none where o covers p and q"
     case = replace(case, sampler_TV=without(case.sampler_TV, action))
     assert difference(drawn, case, possible(drawn, case))[1] > 1e-3
 
@@ -184,7 +184,7 @@ def check_bias(est: Estimator, case: Problem, formula: torch.Tensor) -> None:
     _, gradient = expectation(est, case)
     torch.testing.assert_close(gradient, formula, rtol=1e-10, atol=1e-12)
     assert float((formula - exact(est.objective, case)[1]).abs().max()) > 1e-3, "no bias to show"
-    assert not bias_of(est.terms[0], est).startswith("none")
+    assert not bias_of(est.objectives[0], est).startswith("none")
 
 
 @pytest.mark.parametrize("support", COVERING[:5], ids=lambda s: s["type"])
@@ -253,7 +253,7 @@ def test_renormalised_top_k_is_the_restricted_divergence_itself():
         slope = (gradient - truth).abs().max()
         bounded("renormalised top-k: gradient against Eq. 10", slope, 1e-12)
         assert float((truth - exact(policy.objective, case)[1]).abs().max()) > 1e-3, "no bias"
-        assert "blind" in bias_of(policy.terms[0], policy)
+        assert "blind" in bias_of(policy.objectives[0], policy)
         dropped, _ = expectation(estimator(support={"type": "topk", "k": 2}), case)
         assert abs(dropped - value) > 1e-3, "the other reading is another number"
 
@@ -268,7 +268,7 @@ def test_sets_are_biased_by_what_is_outside(kind: str, outside: str, objective: 
     )
     value, gradient = difference(est, case)
     assert gradient > 1e-3
-    assert not bias_of(est.terms[0], est).startswith("none")
+    assert not bias_of(est.objectives[0], est).startswith("none")
     if outside == "bucket":
         assert value < -1e-4, "joined actions differ less"
 
@@ -298,7 +298,7 @@ def test_clipping_gives_a_pessimistic_surrogate_and_a_biased_gradient():
     )
     assert expectation(clip, case)[0] > expectation(free, case)[0] + 1e-4
     assert difference(clip, case)[1] > 1e-3
-    assert "clipped" in bias_of(clip.terms[0], clip)
+    assert "clipped" in bias_of(clip.objectives[0], clip)
 
 
 # --- rewards: whole responses ---------------------------------------------------------------
@@ -323,7 +323,7 @@ def test_a_sequence_ratio_makes_reinforce_unbiased_and_a_token_ratio_does_not():
         est = of_rewards("reward", level)
         biased, _ = expected_group(est, case, 1, worth)
         assert float((biased - truth).abs().max()) > 1e-2
-        assert not bias_of(est.terms[0], est).startswith("none")
+        assert not bias_of(est.objectives[0], est).startswith("none")
 
 
 def test_leave_one_out_is_unbiased_and_the_group_mean_shrinks_the_gradient():
@@ -345,7 +345,7 @@ def test_gspo_and_gepo_are_biased(kind: str):
     truth = policy_gradient(case, worth)
     cosine = float((got * truth).sum() / (got.norm() * truth.norm()))
     assert 0.3 < cosine < 1 - 1e-3
-    assert not bias_of(est.terms[0], est).startswith("none")
+    assert not bias_of(est.objectives[0], est).startswith("none")
 
 
 # --- what the metrics say ----------------------------------------------------------------------
