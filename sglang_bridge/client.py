@@ -186,7 +186,7 @@ class ServerClient:
         reply = await self._post(path, body, repeatable=True, max_bytes=sizes.DIGEST_BYTES)
         return parse_pieces(self.url, reply)
 
-    # ------------------------------------------------------------ publication
+    # ------------------------------------------------------------ weight sync
 
     async def pause(self, mode: PauseMode = "retract") -> None:
         """Stops generation; "retract" puts running requests back in the queue with their tokens."""

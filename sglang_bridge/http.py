@@ -76,7 +76,7 @@ class HttpConnection:
         try:
             return msgspec.json.decode(raw)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise BadReply(f"{url}: the reply is no JSON ({error})") from error
+            raise BadReply(f"{url}: the reply is not JSON ({error})") from error
 
     async def close(self) -> None:
         """Closes the pool. The connection can be used again after."""
@@ -117,7 +117,7 @@ async def _read(url: str, reply: aiohttp.ClientResponse, max_bytes: int) -> byte
     """Reads the body, no further than `max_bytes`. Raises BadReply."""
     encoding = reply.headers.get("Content-Encoding", "identity")
     if encoding != "identity":
-        raise BadReply(f"{url}: the reply is encoded as {encoding}, which nobody asked for")
+        raise BadReply(f"{url}: the reply is encoded as {encoding}, which was not requested")
     too_large = BadReply(f"{url}: the reply is larger than {max_bytes} bytes")
     if (reply.content_length or 0) > max_bytes:
         raise too_large

@@ -249,7 +249,7 @@ def _run_lengths(
     require(url, rising, f"versions do not cover {tokens} tokens: {runs}")
     require(url, versions == sorted(versions), f"versions fall: {versions}")
     newest = versions[-1] if known.version is None else known.version
-    require(url, versions[-1] <= newest, f"version {versions[-1]} was not published, {newest} was")
+    require(url, versions[-1] <= newest, f"version {versions[-1]} was not synced yet, {newest} was")
     return tuple((v, a, b) for v, (a, b) in zip(versions, pairwise(edges), strict=True))
 
 

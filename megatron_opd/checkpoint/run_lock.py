@@ -58,9 +58,9 @@ class Claim:
         held = read_holder(self.lock)
         if held is None:
             raise NotTheHolder(
-                f"{self.lock} is not there or not readable: nothing is written for a controller "
-                "that no longer holds its run directory (every rank must see the same run.dir, "
-                "or checkpoint.every and checkpoint.every_minutes be 0)"
+                f"{self.lock} is missing or not readable, so nothing is written: every rank must "
+                "see the same run.dir of a running controller, or checkpoint.every and "
+                "checkpoint.every_minutes must be 0"
             )
         if not secrets.compare_digest(held.token, self.token):
             raise NotTheHolder(

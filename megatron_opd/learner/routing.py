@@ -213,5 +213,5 @@ def check_replay(mode: RoutingReplay, spec: ModelSpec, settings: Any) -> None:
         if bypasses:
             raise ValueError(
                 f"learner.megatron.{name} must not be {getattr(settings, name)!r} with "
-                f"learner.routing_replay={mode}: routers would not ask which experts to use"
+                f"learner.routing_replay={mode}: with it routers ignore the replayed experts"
             )

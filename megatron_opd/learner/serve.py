@@ -115,7 +115,7 @@ class RankServer:
             result = self.handle(request, frames)
             if isinstance(request, Stop):
                 self.channel.leave()
-                # Nobody leaves while another rank still needs it.
+                # Another rank may still be in a collective that needs this one.
                 dist.barrier()
             if world.rank == 0:
                 self.channel.reply(Done(request.call, result))

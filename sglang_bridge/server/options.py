@@ -40,7 +40,10 @@ def given(arguments: Sequence[str]) -> dict[str, str]:
     unknown += [argument for argument in arguments if argument == "--"]
     if unknown:
         # without its value, which may be a secret
-        raise ValueError(f"{unknown[0].partition('=')[0]!r} is none (nothing may be abbreviated)")
+        raise ValueError(
+            f"{unknown[0].partition('=')[0]!r} is not an option of SGLang "
+            "(abbreviations are not accepted)"
+        )
     written = (argument.partition("=")[0] for argument in arguments if argument.startswith("--"))
     return {option: known[option] for option in written if option in known}
 

@@ -82,7 +82,7 @@ def test_a_user_s_value_wins_over_a_default_and_nothing_else(tmp_path):
     [
         (
             {"megatron": {"moe_router_enable_expert_bias": True}},
-            "learner.megatron: Megatron refuses",
+            "learner.megatron: Megatron rejects it",
         ),
         ({"ddp": {"overlap_grad_reduc": True}}, "learner.ddp.overlap_grad_reduc .*overlap_grad"),
         ({"optimizer": {"beta3": 0.9}}, "learner.optimizer.beta3 .* did you mean beta"),
