@@ -96,7 +96,7 @@ def _output_ids(url: str, reply: Any, vocab_size: int) -> np.ndarray:
     require(url, len(ids) > 0, "output_ids is empty")
     # first of all by type: bool, float, str, None and lists are no ids, whatever they compare to
     odd = next((token for token in ids if not is_int(token)), None)
-    require(url, all(map(is_int, ids)), f"output_ids holds {odd!r}, which is no id")
+    require(url, all(map(is_int, ids)), f"output_ids holds {odd!r}, which is not an id")
     low, high = min(ids), max(ids)
     require(url, low >= 0, f"output_ids holds {low}, and an id is not negative")
     require(url, high < vocab_size, f"output_ids holds {high}, the vocabulary has {vocab_size}")

@@ -81,8 +81,7 @@ class Controller:
         """Make the updates, drain, and account for every prompt.
 
         Raises LoopFailed when a loop or the guard fails. Cancellation (Ctrl-C) ends every loop and
-        is raised on; in all cases `accounting` is complete afterwards and the observer has been
-        told.
+        is re-raised; in all cases `accounting` is complete afterwards and the observer informed.
         """
         clock = asyncio.get_running_loop().time
         self._ports.observer.started(clock(), self._depths())

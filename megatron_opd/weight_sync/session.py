@@ -241,7 +241,7 @@ async def both(learner: Awaitable[object], fleet: Awaitable[object]) -> None:
     """Run the two sides of one exchange; the first failure cancels the other side and is raised.
 
     When both have failed by then, the fleet's is raised: a server that refuses is the cause of a
-    learner that waits in vain.
+    learner that keeps waiting.
     """
     tasks = [asyncio.ensure_future(fleet), asyncio.ensure_future(learner)]
     try:

@@ -33,7 +33,7 @@ def names_by_option() -> dict[str, str]:
 def given(arguments: Sequence[str]) -> dict[str, str]:
     """Returns {option as written: the name of the setting it makes} of a command line.
 
-    Raises ValueError for what is no option of SGLang's, is abbreviated, or lacks its value.
+    Raises ValueError for what is not an option of SGLang, is abbreviated, or lacks its value.
     """
     known = names_by_option()
     _, unknown = _parser().parse_known_args(list(arguments))

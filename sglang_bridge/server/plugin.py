@@ -32,7 +32,7 @@ _runner: Any = None  # SGLang's model runner, on the output rank
 def register() -> None:
     """Registers every hook with SGLang.
 
-    Raises for another SGLang than the supported one (SGLang logs it and goes on).
+    Raises for another SGLang than the supported one (SGLang logs it and continues).
     """
     compat.require_supported_version()
     compat.bind_stores()

@@ -4,7 +4,7 @@
     state.json  rng-RANK.safetensors  sums-RANK.json         ours
 
 Invariant: at the layout that saved it, the next updates of a learner that loaded a checkpoint are
-bitwise those of the one that went on; at another layout they differ by rounding only.
+bitwise those of the one that was not interrupted; at another layout they differ by rounding only.
 
 The learning rate is a function of the update's index, so the schedule has no state but that.
 Files of ours hold no pickle; those of torch and Megatron are read as read.py says.
@@ -174,7 +174,7 @@ class LearnerState:
             for index in range(world.rank, len(entries), world.size)
             if state_files.sum_file(path, entries[index].name) != entries[index]
         ]
-        # All ranks name the same file, and none goes on to wait for one that stopped.
+        # All ranks name the same file, and none waits for one that has stopped.
         first = torch.tensor(bad[0] if bad else len(entries), device=world.device)
         dist.all_reduce(first, dist.ReduceOp.MIN)
         if int(first) < len(entries):
