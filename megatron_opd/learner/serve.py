@@ -47,7 +47,7 @@ def serve(config: Config, address: str) -> int:
     """Serve the controller at `address`; return the process's exit code.
 
     Whatever fails is reported to the controller in one line before this rank ends; the traceback
-    goes to stderr. A missing controller, or one that does not accept this rank, is reported on stderr.
+    goes to stderr. So does the report of a controller that is gone or rejects this rank.
     """
     given_token()  # a bad one is this machine's mistake: before anything waits for it
     channel = Channel(
