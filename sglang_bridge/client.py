@@ -41,7 +41,7 @@ ALIVE_TIMEOUT_S = 5.0
 # What a server is it says at once, also while it works: one that takes a connection and is silent
 # is not waited for as for a long generation.
 INFO_TIMEOUT_S = 60.0
-# Of what changes or tells a server's state: a run ends when one of these fails for good.
+# For requests that change or report a server's state: a run ends when one fails for good.
 CONTROL_BACKOFF = Backoff(attempts=4, first_wait_s=0.25)
 PauseMode = Literal["retract", "in_place", "abort"]
 

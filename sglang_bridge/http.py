@@ -19,9 +19,9 @@ from sglang_bridge.errors import BadReply, ServerRefused, ServerUnreachable
 KEEPALIVE_S = 2.0
 CONNECT_TIMEOUT_S = 10.0
 CHUNK_BYTES = 1 << 16
-# of an answer whose size the request does not decide
+# Limit on an answer whose size the request does not decide.
 REPLY_BYTES = 16 << 20
-# of the explanation of a refusal
+# Limit on the explanation of an error status.
 EXPLANATION_BYTES = 1 << 16
 UNAUTHORIZED, FORBIDDEN = 401, 403
 

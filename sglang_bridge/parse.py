@@ -40,7 +40,7 @@ from sglang_bridge.tables import (
 
 # SGLang ends a response this near to the context's end, with the reason "length".
 CONTEXT_SLACK = 8
-MAX_IDS = 2**31  # of a vocabulary whose size is not known: what int32 holds
+MAX_IDS = 2**31  # for a vocabulary of unknown size: what int32 holds
 MAX_EXPERTS = 2**16
 MAX_DIGITS = 15
 DIGEST_DIGITS = 16

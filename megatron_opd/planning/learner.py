@@ -28,8 +28,8 @@ from megatron_opd.planning.settings import Settings
 
 GIB = 2**30
 
-# Of the stated GPU memory. The rest is left to the CUDA context, NCCL's buffers, gaps between
-# blocks, and experts that are not evenly loaded.
+# Share of the stated GPU memory to plan with. The rest is left to the CUDA context, NCCL's buffers,
+# gaps between blocks, and experts that are not evenly loaded.
 USABLE_SHARE = 0.9
 
 

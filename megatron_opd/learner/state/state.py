@@ -98,7 +98,7 @@ class LearnerState:
                 )
             except SaveFailed:
                 raise
-            except (RuntimeError, OSError) as error:  # of Megatron's common.pt
+            except (RuntimeError, OSError) as error:  # raised by Megatron's common.pt
                 raise SaveFailed(explained(error, path)) from error
 
     def wait(self) -> None:
@@ -139,7 +139,7 @@ class LearnerState:
                 f"checkpoint {path} is not of this model, or damaged: {reason}"
             ) from error
         for index, chunk in enumerate(self._chunks):
-            # Of what modules keep as pickles, each gets what it has.
+            # Each module keeps the pickled state that it already has.
             state = loaded["model"][str(index)] | pickled[str(index)]
             module_of(chunk).load_state_dict(state)
 
