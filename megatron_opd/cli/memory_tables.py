@@ -107,7 +107,7 @@ def _learner(config: Config, student: ModelFacts) -> Table:
     if learner.gpu_memory_gib is not None:
         limit = usable_bytes(learner.gpu_memory_gib) / GIB
         notes.append(
-            f"fits {USABLE_SHARE:.0%} of a GPU of {learner.gpu_memory_gib:g} GiB, which is "
+            f"fits into {USABLE_SHARE:.0%} of a GPU of {learner.gpu_memory_gib:g} GiB, which is "
             f"{limit:.1f} GiB"
         )
     table.caption = "\n".join(notes)

@@ -200,7 +200,7 @@ def check_context(config: Config, models: Mapping[Role, ModelFacts]) -> None:
             if wanted >= limit - RESERVED_TOKENS:
                 raise UserError(
                     f"{asking}.max_new_tokens must be < the {key}'s context of {limit} tokens, "
-                    f"less {RESERVED_TOKENS} that SGLang keeps free, got {wanted}"
+                    f"minus {RESERVED_TOKENS} that SGLang keeps free, got {wanted}"
                 )
         if section.max_total_tokens is not None and section.max_total_tokens < limit:
             raise UserError(

@@ -140,8 +140,8 @@ def refusal(spec: ModelSpec, config: LearnerConfig, longest_sample: int) -> str 
     largest = sorted(worst.terms.items(), key=lambda term: -term[1])[:3]
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
     return (
-        f"learner.gpu_memory_gib must hold a rank within {USABLE_SHARE:.0%} of it, got "
-        f"{config.gpu_memory_gib:g} and {worst.total / GIB:.1f} GiB on pipeline stage "
+        f"learner.gpu_memory_gib must hold a rank in {USABLE_SHARE:.0%} of it, got "
+        f"{config.gpu_memory_gib:g} for {worst.total / GIB:.1f} GiB needed by pipeline stage "
         f"{worst.stage} ({parts}); {_remedy(spec, config, longest_sample, limit)}"
     )
 
