@@ -21,7 +21,7 @@ BLOCK = 4096
 
 
 def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum as a float64 scalar; inf and NaN stay what they are."""
+    """Return the sum of squares as a float64 scalar; inf and NaN stay what they are."""
     flat = tensor.detach().reshape(-1)
     whole = flat.numel() // BLOCK * BLOCK
     blocks = flat[:whole].view(whole // BLOCK, BLOCK)
