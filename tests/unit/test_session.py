@@ -319,7 +319,7 @@ def test_a_server_of_an_earlier_run_is_refused():
 
 def test_publishing_before_opening_is_refused():
     publications, _ = session(Wire())
-    with pytest.raises(PublicationFailed, match="before open"):
+    with pytest.raises(PublicationFailed, match="before the update group was opened"):
         run_virtual(publications.publish(1))
 
 
