@@ -52,8 +52,8 @@ class HealthGuard:
     """Polls processes and engines; implements controller.ports.Guard.
 
     Args:
-        processes: of this machine.
-        engines: elsewhere.
+        processes: those on this machine.
+        engines: those started elsewhere.
         interval_s: seconds between two polls of the processes.
         engine_interval_s: seconds between two questions to an engine.
         engine_misses: an engine is lost after this many unanswered questions in a row,

@@ -37,7 +37,7 @@ USABLE_SHARE = 0.9
 class StageMemory:
     """Counts the bytes of one rank of a pipeline stage.
 
-    activations: of the micro-batches in flight. working: what is alive for one layer at a time (its
+    activations: those of the micro-batches in flight. working: what is alive for one layer at a time (its
     gradients, or its recomputation) and, on the last stage, the LM head.
     """
 

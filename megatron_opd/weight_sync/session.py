@@ -109,7 +109,7 @@ class PublicationSession:
         fleet: the student servers.
         learner: where the weights are.
         config: host of the learner's rank 0, limits, verification.
-        backend: of the update group.
+        backend: torch.distributed's, for the update group.
     """
 
     def __init__(
