@@ -94,7 +94,7 @@ class EvaluationPlan:
     """Says how to sample for an evaluation.
 
     samples: k, completions a problem. temperature: 0 = greedy. concurrency: completions in flight.
-    seed: of all completions.
+    seed: seeds all completions.
     """
 
     samples: int

@@ -59,7 +59,7 @@ class Draws:
     int32, strictly increasing inside a row. weight_N: float32 >= 0, a row sums to 1 (MC: count /
     m), a top-k row to the mass of its ids. sampler_logp_N: float32, log of the true sampling
     distribution (after temperature and truncation) at draw time; where the teacher selected the
-    ids, NaN but for the path's, and never read. path_T: int64 [T], index into N of the path token
+    ids, NaN except the path's, and never read. path_T: int64 [T], index into N of the path token
     of each row.
     """
 
@@ -88,7 +88,7 @@ class Rollout:
     [0, T), versions rise. started_s, finished_s: monotonic clock. finish_reason: "stop" or
     "length". restarts: earlier tries whose connection was lost. experts_XLk: uint8 or uint16
     [P + T - 1, layers with experts, experts a token], the experts that each input of the model
-    visited when it was last computed in the fleet; None where nobody asked.
+    visited when it was last computed in the fleet; None unless asked for.
     """
 
     prompt: Prompt

@@ -41,7 +41,7 @@ ALIVE_TIMEOUT_S = 5.0
 # What a server is it says at once, also while it works: one that takes a connection and is silent
 # is not waited for as for a long generation.
 INFO_TIMEOUT_S = 60.0
-# Of what changes or tells a server's state: a run ends when one of these fails for good.
+# For requests that change or report a server's state: a run ends when one fails for good.
 CONTROL_BACKOFF = Backoff(attempts=4, first_wait_s=0.25)
 PauseMode = Literal["retract", "in_place", "abort"]
 
@@ -49,8 +49,8 @@ PauseMode = Literal["retract", "in_place", "abort"]
 class ServerClient:
     """Talks to the server at `url`. timeout_s: the longest wait for any one reply.
 
-    api_key: the server's, if it has one. Work (generate, score) is tried once, for who sends it
-    counts its tries; what concerns the server's state is repeated where that does no harm. Once
+    api_key: the server's, if it has one. Work (generate, score) is tried once, because the caller
+    counts the tries; what concerns the server's state is repeated where that does no harm. Once
     `info` has told what the server is, replies are checked against it too.
 
     Use inside one event loop; `close` (or `async with`) when done. Every method raises
@@ -109,7 +109,7 @@ class ServerClient:
         return parse_rollout(self.url, reply, request, self._known)
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
-        """Scores every id of `request` with log q, in one try. An empty response asks nobody.
+        """Scores every id of `request` with log q, in one try. An empty response sends no request.
 
         A second try selects anew (a deterministic server: the same).
         """
@@ -165,7 +165,7 @@ class ServerClient:
     async def alive(self) -> bool:
         """Returns whether the server answers, also while paused (unlike /health, which generates).
 
-        Raises ServerUnreachable when it certainly does not: nobody listens.
+        Raises ServerUnreachable when it certainly does not, as nothing listens.
         """
         try:
             await self._http.get("/model_info", timeout_s=ALIVE_TIMEOUT_S)
@@ -186,7 +186,7 @@ class ServerClient:
         reply = await self._post(path, body, repeatable=True, max_bytes=sizes.DIGEST_BYTES)
         return parse_pieces(self.url, reply)
 
-    # ------------------------------------------------------------ publication
+    # ------------------------------------------------------------ weight sync
 
     async def pause(self, mode: PauseMode = "retract") -> None:
         """Stops generation; "retract" puts running requests back in the queue with their tokens."""

@@ -135,7 +135,7 @@ class Fleet:
         now_s = time.monotonic()
         return min(servers, key=lambda server: (max(server.rests_until_s, now_s), server.in_flight))
 
-    # ------------------------------------------------------------ publication
+    # ------------------------------------------------------------ weight sync
 
     @property
     def world(self) -> WeightsWorld:

@@ -19,9 +19,9 @@ from sglang_bridge.errors import BadReply, ServerRefused, ServerUnreachable
 KEEPALIVE_S = 2.0
 CONNECT_TIMEOUT_S = 10.0
 CHUNK_BYTES = 1 << 16
-# of an answer whose size the request does not decide
+# Limit on an answer whose size the request does not decide.
 REPLY_BYTES = 16 << 20
-# of the explanation of a refusal
+# Limit on the explanation of an error status.
 EXPLANATION_BYTES = 1 << 16
 UNAUTHORIZED, FORBIDDEN = 401, 403
 
@@ -76,7 +76,7 @@ class HttpConnection:
         try:
             return msgspec.json.decode(raw)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise BadReply(f"{url}: the reply is no JSON ({error})") from error
+            raise BadReply(f"{url}: the reply is not JSON ({error})") from error
 
     async def close(self) -> None:
         """Closes the pool. The connection can be used again after."""
@@ -117,7 +117,7 @@ async def _read(url: str, reply: aiohttp.ClientResponse, max_bytes: int) -> byte
     """Reads the body, no further than `max_bytes`. Raises BadReply."""
     encoding = reply.headers.get("Content-Encoding", "identity")
     if encoding != "identity":
-        raise BadReply(f"{url}: the reply is encoded as {encoding}, which nobody asked for")
+        raise BadReply(f"{url}: the reply is encoded as {encoding}, which was not requested")
     too_large = BadReply(f"{url}: the reply is larger than {max_bytes} bytes")
     if (reply.content_length or 0) > max_bytes:
         raise too_large

@@ -40,7 +40,7 @@ from sglang_bridge.tables import (
 
 # SGLang ends a response this near to the context's end, with the reason "length".
 CONTEXT_SLACK = 8
-MAX_IDS = 2**31  # of a vocabulary whose size is not known: what int32 holds
+MAX_IDS = 2**31  # for a vocabulary of unknown size: what int32 holds
 MAX_EXPERTS = 2**16
 MAX_DIGITS = 15
 DIGEST_DIGITS = 16
@@ -96,7 +96,7 @@ def _output_ids(url: str, reply: Any, vocab_size: int) -> np.ndarray:
     require(url, len(ids) > 0, "output_ids is empty")
     # first of all by type: bool, float, str, None and lists are no ids, whatever they compare to
     odd = next((token for token in ids if not is_int(token)), None)
-    require(url, all(map(is_int, ids)), f"output_ids holds {odd!r}, which is no id")
+    require(url, all(map(is_int, ids)), f"output_ids holds {odd!r}, which is not an id")
     low, high = min(ids), max(ids)
     require(url, low >= 0, f"output_ids holds {low}, and an id is not negative")
     require(url, high < vocab_size, f"output_ids holds {high}, the vocabulary has {vocab_size}")
@@ -249,7 +249,7 @@ def _run_lengths(
     require(url, rising, f"versions do not cover {tokens} tokens: {runs}")
     require(url, versions == sorted(versions), f"versions fall: {versions}")
     newest = versions[-1] if known.version is None else known.version
-    require(url, versions[-1] <= newest, f"version {versions[-1]} was not published, {newest} was")
+    require(url, versions[-1] <= newest, f"version {versions[-1]} was not synced yet, {newest} was")
     return tuple((v, a, b) for v, (a, b) in zip(versions, pairwise(edges), strict=True))
 
 

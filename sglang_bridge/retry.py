@@ -1,7 +1,8 @@
 """Repeats requests, in this place alone, and counts the tries.
 
-Neither HttpConnection nor Fleet repeats anything: whoever sends a request for work counts its tries
-here. A fleet lets a server that failed rest, so that a repeat goes to another one if there is one.
+Neither HttpConnection nor Fleet repeats anything: the caller that sends a request for work counts
+its tries here. A fleet lets a server that failed rest, so that a repeat goes to another one if
+there is one.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sglang_bridge.protocol import RolloutRequest, ScoreRequest
 
-# of the envelope: names, finish reason, version spans
+# The envelope: names, finish reason, version spans.
 BASE_BYTES = 1 << 20
 # A token in JSON: its id, its share of the text (a character escaped costs 12 bytes), and the
 # log-prob entry that SGLang adds to a scored one.

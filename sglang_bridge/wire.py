@@ -62,5 +62,5 @@ def unpack(text: Any, dtype: str) -> np.ndarray:
     raw = base64.b64decode(text, validate=True)
     size = np.dtype(dtype).itemsize
     if len(raw) % size:
-        raise ValueError(f"{len(raw)} bytes are no whole number of {dtype} items")
+        raise ValueError(f"{len(raw)} bytes are not a whole number of {dtype} items")
     return np.frombuffer(raw, dtype=dtype)

@@ -12,7 +12,7 @@ With r the reward and the sums over the group of a response:
 The sample deviation divides by G - 1: torch.std, as in verl (compute_grpo_outcome_advantage, whose
 epsilon is 1e-6 too) and TRL (GRPOTrainer, epsilon 1e-4). The population one divides by G and gives
 advantages sqrt(G / (G - 1)) times as large: 7 % at G = 8. GRPO's paper says std and not which.
-A response that is alone in its group has nothing to be compared with: A = 0 but for `reward`.
+A response that is alone in its group has nothing to be compared with: A = 0 except for `reward`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bounds staleness: a prompt holds one of (tau + 1) B permits until dropped, or trained and live.
 
 Words: B is the batch size, tau the largest allowed staleness in versions, the *version* is the
-number of publications made so far. Update k (0-based) trains batch k and its publication makes
+number of weight syncs made so far. Update k (0-based) trains batch k and its weight sync makes
 version k + 1 live.
 
 Rules:

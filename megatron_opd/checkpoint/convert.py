@@ -57,8 +57,8 @@ def load_weights(model: Chunks, spec: ModelSpec, world: Placement, source: Tenso
     """Fill every parameter of this rank, cast to the parameter's dtype. model: see local_shards.
 
     Call before the optimizer is built: it takes its float32 main parameters from the model.
-    ValueError: a tensor is missing, misshapen, or holds what is no finite number; the last is said
-    by every rank, whichever of them found it.
+    ValueError: a tensor is missing, misshapen, or holds NaN or infinity; the last is raised on
+    every rank, whichever of them found it.
     """
     bad: list[str] = []
     for shard in local_shards(model, spec, world).values():

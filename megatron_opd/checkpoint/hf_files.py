@@ -94,7 +94,7 @@ def file_tensors(file: Path) -> dict[str, Stored]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
-                raise ValueError("its header is not whole")
+                raise ValueError("its header is incomplete")
             header = _header(stream.read(length))
         entries = {name: _entry(name, entry) for name, entry in header.items()}
     except (OSError, ValueError, RecursionError) as error:
@@ -109,7 +109,7 @@ def file_tensors(file: Path) -> dict[str, Stored]:
         end = stop
     if size != 8 + length + end:
         raise ValueError(
-            f"{file} is not whole: its header describes {8 + length + end} bytes, got {size}"
+            f"{file} is incomplete: its header describes {8 + length + end} bytes, got {size}"
         )
     tensors: dict[str, Stored] = {}
     for name, (dtype, shape, start, stop) in entries.items():
@@ -131,9 +131,11 @@ def _header(data: bytes) -> dict[str, Any]:
         return dict(pairs)
 
     if data[:1] != b"{":
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     header = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
-    json.dumps(header, ensure_ascii=False).encode("utf-8")  # an escaped half character is no text
+    json.dumps(header, ensure_ascii=False).encode(
+        "utf-8"
+    )  # half of an escaped surrogate pair is not text
     metadata: Any = header.pop("__metadata__", None)
     if metadata is None:
         return header
@@ -148,7 +150,9 @@ def _entry(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     ValueError names what is wrong with it.
     """
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"tensor {shown(name)} must have dtype, shape and data_offsets alone")
+        raise ValueError(
+            f"tensor {shown(name)} must have dtype, shape and data_offsets and nothing else"
+        )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise ValueError(f"tensor {shown(name)} has the dtype {shown(dtype)}")

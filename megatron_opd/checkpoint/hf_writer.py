@@ -23,7 +23,7 @@ def write_safetensors(
 ) -> None:
     """Write `tensors`, which come in the order of `layout`; on return the file is on the disk.
 
-    The file has its name only once it is whole. OSError: the disk is full, for one.
+    The file has its name only once it is whole. OSError: for example, the disk is full.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -183,6 +183,6 @@ def _box_of(
 def _metadata_of(path: Path) -> Metadata:
     if not MegatronSource.exists(path):
         raise ValueError(
-            f"{path} is no Megatron distributed checkpoint: it lacks {DESCRIPTION} or {METADATA}"
+            f"{path} is not a Megatron distributed checkpoint: it lacks {DESCRIPTION} or {METADATA}"
         )
     return read_metadata(path)

@@ -58,7 +58,7 @@ _DESCRIPTION = {
 class Target:
     """Says how a model is stored. parallel: its tensors are cut into the pieces of these ranks.
 
-    dtype: of every tensor; None: as it comes.
+    dtype: cast every tensor to it; None: keep each tensor's own.
     """
 
     spec: ModelSpec

@@ -67,7 +67,7 @@ class Refused(pickle.UnpicklingError):
 
 
 class _Records(pickle.Unpickler):
-    """Records attributes of allowed names: a pickle can set those of classes of the library too.
+    """Unpickles and notices changed classes: a pickle can set attributes of whatever it names.
 
     unchanged: None, or what it changed; as it was then. Call it after `load`, however that ended.
     """

@@ -58,9 +58,9 @@ class Claim:
         held = read_holder(self.lock)
         if held is None:
             raise NotTheHolder(
-                f"{self.lock} is not there or not readable: nothing is written for a controller "
-                "that no longer holds its run directory (every rank must see the same run.dir, "
-                "or checkpoint.every and checkpoint.every_minutes be 0)"
+                f"{self.lock} is missing or not readable, so nothing is written: every rank must "
+                "see the same run.dir of a running controller, or checkpoint.every and "
+                "checkpoint.every_minutes must be 0"
             )
         if not secrets.compare_digest(held.token, self.token):
             raise NotTheHolder(
@@ -111,7 +111,7 @@ class RunLock:
             return
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(self.path.stat(), os.fstat(self._handle)):
-                self.path.unlink()  # while it is held: nobody else's
+                self.path.unlink()  # still held, so no other process's
         os.close(self._handle)
         self._handle = -1
         for directory in self._made:
@@ -147,7 +147,7 @@ def _locked(path: Path) -> int:
     """Open and lock the file of this name."""
     while True:
         # not inherited by child processes, which would hold the lock after this one's end; not
-        # through a link, for the file that it names would be emptied
+        # through a link, because the file that it names would be emptied
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         handle = os.open(path, flags, 0o600)
         try:

@@ -120,12 +120,13 @@ def verify(path: Path) -> None:
     manifest = read_json(path / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise ValueError(
-            f"checkpoint {path} is another version's: its format must be {FORMAT}, got "
+            f"checkpoint {path} was written by another version: its format must be {FORMAT}, got "
             f"{shown(manifest.get('format'))}"
         )
     if path.name != step_name(manifest.get("updates")):
         raise ValueError(
-            f"checkpoint {path} was renamed: it is that of {shown(manifest.get('updates'))} updates"
+            f"checkpoint {path} was renamed: it is the one after "
+            f"{shown(manifest.get('updates'))} updates"
         )
     sizes = _table(path, manifest, "sizes")
     for name, size in sizes.items():

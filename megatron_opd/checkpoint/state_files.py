@@ -81,7 +81,9 @@ def file_sum(name: Any, size: Any, crc32: Any) -> FileSum:
     inside = len(parts) > 0 and parts[0] != "/" and ".." not in parts and name.isprintable()
     short = all(len(part.encode()) <= MAX_NAME_BYTES for part in parts) if inside else False
     if not (short and len(name) <= MAX_PATH and _is_count(size) and _is_count(crc32)):
-        raise ValueError(f"no name of a file in it, size and checksum: {line([name, size, crc32])}")
+        raise ValueError(
+            f"not a file name in it, a size and a checksum: {line([name, size, crc32])}"
+        )
     return FileSum(name, size, crc32)
 
 

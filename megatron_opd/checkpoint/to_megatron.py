@@ -30,7 +30,7 @@ from megatron_opd.models.families import Key, row_of
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.models.tensors import hf_shapes, model_keys
 
-# Of a Megatron file; torch's writer holds the tensors of the file that it writes.
+# Size of a Megatron file; torch's writer holds in memory the tensors of the file it writes.
 UNIT_BYTES = 256 * 2**20
 
 

@@ -37,7 +37,7 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
     models: the facts of each role's model.
     """
     parallel, buffer, rollout = config.learner.parallel, config.buffer, config.rollout
-    group = f"{rollout.group_size} responses a prompt, " if rollout.group_size > 1 else ""
+    group = f"{rollout.group_size} responses per prompt, " if rollout.group_size > 1 else ""
     return [
         *(
             (role, f"{facts.architecture}, vocabulary {facts.vocab_size}, {facts.path}")

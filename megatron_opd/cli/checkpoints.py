@@ -1,6 +1,6 @@
 """Writes a run's checkpoints while it trains: the learner's part, the controller's, then the name.
 
-    snapshot (at once) -> learner copies its state -> training goes on
+    snapshot (at once) -> learner copies its state -> training continues
                                                    -> every rank's shards written -> manifest, name
 
 Implements controller.ports.Keeper. At most one checkpoint is being written; the next one waits for

@@ -20,7 +20,7 @@ class PartGone(RuntimeError):
 async def while_alive(guard: Guard, work: Coroutine[Any, Any, ResultT]) -> ResultT:
     """Await `work` that nothing else guards, such as an evaluation or the last checkpoint.
 
-    Raises PartGone as soon as `guard` misses something, and what `work` raises.
+    Raises PartGone as soon as `guard` reports a part as gone, and what `work` raises.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(guard.watch())

@@ -70,7 +70,7 @@ def _table(title: str, columns: Sequence[str], text_columns: int = 1) -> Table:
 
 
 def _models(models: Mapping[Role, ModelFacts]) -> Table:
-    table = _table("parameters", ("model", "total", "a token uses", "experts", "in bfloat16"))
+    table = _table("parameters", ("model", "total", "used by a token", "experts", "in bfloat16"))
     for role, facts in models.items():
         total = model_parameters(facts.spec)
         table.add_row(
@@ -92,7 +92,7 @@ def _learner(config: Config, student: ModelFacts) -> Table:
     layers = "TransformerEngine" if kernels == "transformer_engine" else "Megatron's local"
     tokens = microbatch_tokens(learner, longest)
     table = _table(
-        f"learner memory, {name} a rank",
+        f"learner memory, {name} per rank",
         ("stage", "layers", "parameters", *(HEADS.get(t, t) for t in worst.terms), "total"),
     )
     for stage in _shown(stages, worst):
@@ -107,7 +107,7 @@ def _learner(config: Config, student: ModelFacts) -> Table:
     if learner.gpu_memory_gib is not None:
         limit = usable_bytes(learner.gpu_memory_gib) / GIB
         notes.append(
-            f"fits {USABLE_SHARE:.0%} of a GPU of {learner.gpu_memory_gib:g} GiB, which is "
+            f"fits into {USABLE_SHARE:.0%} of a GPU of {learner.gpu_memory_gib:g} GiB, which is "
             f"{limit:.1f} GiB"
         )
     table.caption = "\n".join(notes)
@@ -148,22 +148,22 @@ def _step(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
     ranks = (len(section.urls) or section.servers) * section.tp
     work = Work.of([(prompt_limit(config, student), config.rollout.max_new_tokens)])
     flops = train_flops(student.spec, work)
-    table = _table("a step and a version", ("what", "most"))
+    table = _table("an optimizer step and a weight sync", ("what", "most"))
     table.add_row("samples of an optimizer step", f"{samples:,}")
     table.add_row("tokens of an optimizer step", f"{samples * longest:,}")
     table.add_row(
         "of them on one data-parallel rank", f"{samples * longest // learner.parallel.dp:,}"
     )
-    table.add_row("model FLOPs a token, both passes", f"{flops / work.positions / 1e9:.3g} G")
+    table.add_row("model FLOPs per token, both passes", f"{flops / work.positions / 1e9:.3g} G")
     table.add_row("model FLOPs of an optimizer step", f"{flops * samples / 1e15:.3g} P")
-    table.add_row("optimizer steps a version", str(learner.mini_batches))
+    table.add_row("optimizer steps per weight sync", str(learner.mini_batches))
     table.add_row(f"bytes of weights sent to each of {ranks} server ranks", _bytes(published))
     return table
 
 
 def _servers(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
-    columns = ("servers", "GPUs", "weights", "KV a token", "KV tokens", "KV pool", "limit")
-    table = _table("server memory a GPU", columns)
+    columns = ("servers", "GPUs", "weights", "KV per token", "KV tokens", "KV pool", "limit")
+    table = _table("server memory per GPU", columns)
     for role, facts in models.items():
         section = section_of(config, role)
         memory = server_memory(facts.spec, section)

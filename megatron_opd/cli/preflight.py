@@ -92,7 +92,7 @@ class CheckedModels:
 def check_models(config: Config, *, plan: bool = False) -> CheckedModels:
     """Check that student and teachers exist, are supported, and share tokenizer and vocabulary.
 
-    plan: a model without weights here is checked as far as its files go, for it may be on another
+    plan: a model without weights here is checked as far as its files go, as it may be on another
     machine; a model with weights must be whole. Raises UserError.
     """
     models = read_models(config)
@@ -150,7 +150,7 @@ def check_vocabulary_size(key: str, teachers: int, students: int) -> None:
     """Check that a teacher scores every id that the student may sample. key: what named its model.
 
     It may have more ids. log q of the student's ids is then still that of the whole teacher, and
-    KL(p || q) is exact, for p is 0 on the others. What the teacher selects itself is another
+    KL(p || q) is exact, since p is 0 on the others. What the teacher selects itself is another
     matter: see FleetScorer.
     """
     if teachers < students:
@@ -200,7 +200,7 @@ def check_context(config: Config, models: Mapping[Role, ModelFacts]) -> None:
             if wanted >= limit - RESERVED_TOKENS:
                 raise UserError(
                     f"{asking}.max_new_tokens must be < the {key}'s context of {limit} tokens, "
-                    f"less {RESERVED_TOKENS} that SGLang keeps free, got {wanted}"
+                    f"minus {RESERVED_TOKENS} that SGLang keeps free, got {wanted}"
                 )
         if section.max_total_tokens is not None and section.max_total_tokens < limit:
             raise UserError(

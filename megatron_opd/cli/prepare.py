@@ -155,7 +155,7 @@ def prompt_rules(config: Config, student: ModelFacts, *, heldout: bool) -> Promp
 def make_judge(
     verify: Verifier | None, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
 ) -> Judge | None:
-    """Apply the task's verifier to token ids; None without one. ends: ids that end a response."""
+    """Make the judge that applies `verify` to token ids. ends: ids that end a response."""
     if verify is None:
         return None
     return Judge(verify, decode=lambda ids: str(tokenizer.decode(list(ids))), end_token_ids=ends)

@@ -1,8 +1,8 @@
 """Finds what `--resume` continues from, and rejects what must not have changed since.
 
 The newest complete checkpoint of run.dir is taken; one that was being written when the run ended is
-left aside, and said so. One that is complete and damaged is refused: whether to go back to an older
-one is the user's choice.
+ignored, with a note. A complete but damaged one is rejected: whether to go back to an older one is
+the user's choice.
 """
 
 from __future__ import annotations

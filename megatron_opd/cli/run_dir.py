@@ -100,7 +100,7 @@ class RunDir:
                 product.rename(aside / product.name)
         self.logs.mkdir()
         if self.final_checkpoint.exists():
-            shutil.rmtree(self.final_checkpoint)  # of the shorter run
+            shutil.rmtree(self.final_checkpoint)  # exported by the shorter run
         if self.metrics.exists():
             write_synced(self.metrics, kept)
         write_synced(self.resolved_config, notes + dump_config(config))

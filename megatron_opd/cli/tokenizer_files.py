@@ -79,7 +79,7 @@ def end_tokens(
 ) -> frozenset[int]:
     """Return the ids that end a response: the tokenizer's and those of config.json, `raw`.
 
-    Raises UserError for one that is no id of the model, and when there is none.
+    Raises UserError for one that is not an id of the model, and when there is none.
     """
     named = raw.get("eos_token_id")
     from_config: list[Any] = named if isinstance(named, list) else [named]

@@ -78,7 +78,10 @@ def _number(loader: _Loader, node: yaml.ScalarNode) -> Any:
     if len(text) <= _MAX_DIGITS and _FLOAT.fullmatch(text):
         return float(re.sub(r"\.(?=[iInN])", "", plain))  # Python writes .inf as inf
     raise yaml.constructor.ConstructorError(
-        None, None, f"{shown(text)} is no number of at most {_MAX_DIGITS} digits", node.start_mark
+        None,
+        None,
+        f"{shown(text)} is not a number of at most {_MAX_DIGITS} digits",
+        node.start_mark,
     )
 
 

@@ -95,7 +95,7 @@ Texts = tuple[Text, ...]
 class Section(BaseModel):
     """Makes every section immutable and strict: an unknown key is an error.
 
-    strict: `true` is no number, `"5"` is no number and 5.0 no count; a whole number is a float.
+    strict: `true` and `"5"` are not numbers and 5.0 is not a count; a whole number is a float.
     """
 
     model_config = ConfigDict(

@@ -362,7 +362,7 @@ def is_server_url(url: str) -> bool:
     """Return whether `url` is http(s)://HOST[:PORT][/prefix] and nothing more."""
     try:
         parts = urlsplit(url)
-        _ = parts.port  # raises ValueError when it is no port
+        _ = parts.port  # raises ValueError when it is not a port
     except ValueError:
         return False
     spaced = any(character.isspace() for character in url)

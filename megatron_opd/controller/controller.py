@@ -11,13 +11,13 @@
 | admit     | prompts          | a permit            | a version going live, a dropped sample  |
 | rollout-i | admitted prompts | an engine slot (i)  | a rollout finishing                     |
 | score-i   | rollouts         | a teacher slot (i)  | a score finishing                       |
-| learn     | scored samples   | (h + 1) B, in order | score; the publication of its update    |
+| learn     | scored samples   | (h + 1) B, in order | score; the weight sync of its update    |
 | sync      | updated weights  | the optimizer step  | learn                                   |
 
 Invariants: every admitted prompt is trained on, dropped with a counted reason, or reported as in
 flight at the end; it holds one permit until then (buffer/permits.py); no more prompts are admitted
 than the remaining updates can consume, so a run that ends by itself has nothing in flight; a drop
-takes the rest of its group along (buffer/groups.py). Learner and publication alternate: both use
+takes the rest of its group along (buffer/groups.py). Updates and weight syncs alternate: both use
 the learner's only set of weights.
 """
 
@@ -41,7 +41,7 @@ from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Membe
 from megatron_opd.metrics.types import Accounting, Depths
 from megatron_opd.types import Batch, Prompt, Rollout
 
-# fewer dropped samples in a row than this never stop a run, however few permits it has
+# fewer drops in a row than this never stop a run, however few permits it has
 MIN_DROPS_IN_A_ROW = 16
 
 
@@ -81,8 +81,7 @@ class Controller:
         """Make the updates, drain, and account for every prompt.
 
         Raises LoopFailed when a loop or the guard fails. Cancellation (Ctrl-C) ends every loop and
-        is raised on; in all cases `accounting` is complete afterwards and the observer has been
-        told.
+        is re-raised; in all cases `accounting` is complete afterwards and the observer informed.
         """
         clock = asyncio.get_running_loop().time
         self._ports.observer.started(clock(), self._depths())
@@ -94,7 +93,7 @@ class Controller:
             raise
         except BaseExceptionGroup as failures:
             if being_cancelled():
-                # what loops say while Ctrl-C tears their connections down is no failure of the run
+                # errors of loops whose connections Ctrl-C closes are no failure of the run
                 self._interrupted = True
                 raise asyncio.CancelledError from failures
             raise await self._deepest_cause(failures) from failures
@@ -230,7 +229,7 @@ class Controller:
         for other in self._buffer.withdraw(self._groups.break_up(uid)):
             self._forget(other, GroupIncomplete(other))
         self._moved()
-        # what a drop takes along says nothing new
+        # samples dropped with another one are not counted again
         self._dropped_in_a_row += not isinstance(rejection, GroupIncomplete)
         if self._dropped_in_a_row >= max(self._permits.total, MIN_DROPS_IN_A_ROW):
             raise EverythingDropped(
@@ -254,14 +253,15 @@ class Controller:
             figures = await self._ports.learner.train(batch)
             if not (math.isfinite(figures.loss) and math.isfinite(figures.grad_norm)):
                 raise LearnerDiverged(
-                    f"update {update}: loss {figures.loss}, gradient norm {figures.grad_norm}"
+                    f"update {update}: loss {figures.loss}, gradient norm {figures.grad_norm}: "
+                    "both must be finite"
                 )
             self._num_updates += 1
             self._num_consumed += len(samples)
             self._ports.observer.trained(batch, figures, started_s, clock())
             self._trained.put_nowait(batch)
             await self._trained.join()
-        # what is left only waits for work that will never come
+        # the remaining loops wait for work that will never come
         for task in self._serving:
             task.cancel()
 
@@ -289,7 +289,7 @@ class Controller:
         self._ports.observer.moved(self._depths())
 
     async def _deepest_cause(self, failures: BaseExceptionGroup[BaseException]) -> LoopFailed:
-        # the first failure cancelled the rest; what they say on the way out is noise
+        # the first failure cancelled the other loops; their errors follow from it
         first = failures.exceptions[0]
         assert isinstance(first, LoopFailed), repr(first)
         if self._ports.guard is not None and first.loop != "health":

@@ -52,12 +52,12 @@ class HealthGuard:
     """Polls processes and engines; implements controller.ports.Guard.
 
     Args:
-        processes: of this machine.
-        engines: elsewhere.
+        processes: those on this machine.
+        engines: those started elsewhere.
         interval_s: seconds between two polls of the processes.
         engine_interval_s: seconds between two questions to an engine.
         engine_misses: an engine is lost after this many unanswered questions in a row,
-        engine_refusals: or after so many connections in a row that nobody took.
+        engine_refusals: or after this many refused connections in a row.
         on_tick: called at every poll of the processes (memory sampling).
     """
 
@@ -119,7 +119,7 @@ class HealthGuard:
             except (OSError, ServerUnreachable):
                 refusals += 1
         if refusals == self._engine_refusals:
-            return EngineLost(f"{engine.name} is gone: nobody listens there any more")
+            return EngineLost(f"{engine.name} is gone: nothing listens there any more")
         return EngineLost(f"{engine.name} did not answer {misses} times in a row")
 
     def _first_dead(self) -> ProcessDied | None:

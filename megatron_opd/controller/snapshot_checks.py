@@ -40,7 +40,7 @@ def _member_fault(member: Member) -> str | None:
     if rollout is None:
         return None
     if sample is not None and len(sample.teacher_logp_N) != rollout.draws.num_ids:
-        return f"{len(sample.teacher_logp_N)} scores of {rollout.draws.num_ids} ids"
+        return f"{len(sample.teacher_logp_N)} scores for {rollout.draws.num_ids} ids"
     return _rollout_fault(rollout)
 
 
@@ -48,10 +48,10 @@ def _rollout_fault(rollout: Rollout) -> str | None:
     draws, tokens = rollout.draws, rollout.num_response_tokens
     lengths = {len(draws.ids_N), len(draws.weight_N), len(draws.sampler_logp_N)}
     if tokens < 1 or draws.num_tokens != tokens or len(draws.path_T) != tokens:
-        return f"its cache is not of its {tokens} response tokens"
+        return f"its cache does not cover its {tokens} response tokens"
     starts_T, stops_T = draws.offsets_T1[:-1], draws.offsets_T1[1:]
     if starts_T[0] != 0 or bool((starts_T >= stops_T).any()) or lengths != {int(stops_T[-1])}:
-        return "its rows are not those of its cache"
+        return "its rows do not match its cache"
     if bool(np.logical_or(draws.path_T < starts_T, draws.path_T >= stops_T).any()):
         return "a path token is not in its row"
     edges = [0, *(span.stop for span in rollout.spans)]
@@ -61,5 +61,5 @@ def _rollout_fault(rollout: Rollout) -> str | None:
         return "its version spans do not cover the response"
     experts = rollout.experts_XLk
     if experts is not None and len(experts) != rollout.num_tokens - 1:
-        return f"routed experts of {len(experts)} inputs, it has {rollout.num_tokens - 1}"
+        return f"it has {rollout.num_tokens - 1} inputs and routed experts for {len(experts)}"
     return None

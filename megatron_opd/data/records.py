@@ -18,7 +18,7 @@ from megatron_opd.config.import_path import is_import_path, load_object
 from megatron_opd.config.wording import line, shown
 
 SUFFIXES = (".jsonl", ".parquet")
-# Above it a float no longer holds every whole number, and its digits are not what was written.
+# Above it a float cannot hold every whole number, so its digits may differ from the file's.
 WHOLE_FLOATS = 2**53
 
 Record = dict[str, str | None]
@@ -190,7 +190,7 @@ def _parquet(path: Path, wanted: Sequence[str], required: Sequence[str]) -> Iter
         present: list[str] = parquet.read_schema(path).names
         for key in wanted:
             if present.count(key) > 1:
-                raise ValueError(f"column {key!r} is there {present.count(key)} times")
+                raise ValueError(f"column {key!r} occurs {present.count(key)} times")
         table = parquet.read_table(path, columns=[key for key in wanted if key in present])
         table.validate(full=True)  # offsets beyond the data would be read
         rows = table.to_pylist()
@@ -259,5 +259,5 @@ def _unicode(text: str, key: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
-        raise _Unusable("wrong_type", f"{key!r} is no valid Unicode ({error.reason})") from None
+        raise _Unusable("wrong_type", f"{key!r} is not valid Unicode ({error.reason})") from None
     return text

@@ -51,7 +51,8 @@ def render_prompts(
         what = "tokenizer's chat template" if chat_template else "tokenizer"
         raise ValueError(
             f"student.model: its {what} must read {len(texts)} prompts of {characters} characters "
-            f"within {limit_s:.0f} s, and has not; look for an endless loop or expression in it"
+            f"within {limit_s:.0f} s, and has not finished; look for an "
+            "endless loop or expression in it"
         ) from None
 
 

@@ -38,7 +38,7 @@ class Balancing:
 
     @classmethod
     def of(cls, chunks: Sequence[torch.nn.Module], moe_layers: int) -> Balancing | None:
-        """Take over the routers' weights; None when no balancing loss is configured."""
+        """Take over the weights of the routers' losses; None when no such loss is configured."""
         settings: Any = chunks[0].config
         kinds, values = settings.moe_router_load_balancing_type, settings.moe_aux_loss_coeff
         kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)

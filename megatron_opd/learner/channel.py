@@ -98,7 +98,7 @@ class Channel:
     def join(self, hello: Hello) -> Welcome:
         """Say hello until the controller answers.
 
-        ControllerLost: there is none for `first_s`. NotWelcome: it wants another token, other
+        ControllerLost: there is none for `first_s`. NotWelcome: it expects another token, other
         settings, or has this rank already.
         """
         started_s = said_s = time.monotonic()
@@ -122,11 +122,11 @@ class Channel:
             now_s = time.monotonic()
             if wrong_since_s is not None and now_s - wrong_since_s > TOKEN_GRACE_S:
                 raise NotWelcome(
-                    f"the controller at {self.address} wants another token: start both with the "
+                    f"the controller at {self.address} expects another token: start both with the "
                     "same MEGATRON_OPD_TOKEN, or let the learner see the controller's run.dir"
                 )
             if now_s - started_s > self._first_s:
-                raise ControllerLost(f"no controller at {self.address} for {self._first_s:g} s")
+                raise ControllerLost(f"no controller at {self.address} within {self._first_s:g} s")
             if hello.rank == 0 and now_s - said_s > SAY_EVERY_S:
                 said_s = now_s
                 self._say(f"waiting for a controller at {self.address}: {self._lacking()}")
@@ -225,7 +225,7 @@ class Channel:
         return f"the controller at {self.address} is gone: this rank ends"
 
     def _lacking(self) -> str:
-        return "no run.lock in run.dir yet" if self._shown is None else "nobody answers"
+        return "no run.lock in run.dir yet" if self._shown is None else "no answer"
 
     def _say(self, line: str) -> None:
         sys.stderr.write(f"{line}\n")

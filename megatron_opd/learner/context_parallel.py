@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 def share_of(lengths: Sequence[int], size: int, rank: int) -> np.ndarray:
     """Return the packed positions of `rank`, in its own order: int64 [S / size].
 
-    lengths: of the segments, each a multiple of 2 * size (any, for size 1).
+    lengths: tokens of the segments, each a multiple of 2 * size (any, for size 1).
     """
     if size == 1:
         return np.arange(sum(lengths))

@@ -15,7 +15,7 @@ from megatron_opd.config.learner import LearnerConfig
 ENVIRONMENT = {
     # TransformerEngine: no kernels whose backward pass adds atomically
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    # cuBLAS: workspaces of fixed size, else concurrent streams share one
+    # cuBLAS: workspaces of fixed size, because concurrent streams otherwise share one
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     # one order of addition, whatever the message's size
     "NCCL_ALGO": "Ring",

@@ -88,13 +88,13 @@ def install_lean_head(model: GPTModel) -> None:
     """
     if model.config.mtp_num_layers:
         raise ValueError(
-            f"a head without logits needs mtp_num_layers None, got {model.config.mtp_num_layers}: "
-            "multi-token prediction computes losses of its own from this head's logits"
+            "learner.megatron.mtp_num_layers must be null with learner.logp lean, got "
+            f"{model.config.mtp_num_layers}: multi-token prediction needs this head's logits"
         )
     if model.config.defer_embedding_wgrad_compute:
         raise ValueError(
-            "a head without logits needs defer_embedding_wgrad_compute False, got True: "
-            "its weight gradient is added in the loss's backward pass"
+            "learner.megatron.defer_embedding_wgrad_compute must be false with learner.logp lean, "
+            "got true: the loss's backward pass adds the head's weight gradient"
         )
     if model.post_process:
         # Not a new module: the weight, its marks and sharded_state_dict stay Megatron's own.

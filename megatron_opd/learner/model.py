@@ -73,7 +73,7 @@ def transformer_config(
     if parallel.vpp > 1 and parallel.pp == 2 and not chosen["overlap_p2p_comm"]:
         raise ValueError(
             "learner.megatron.overlap_p2p_comm must be true with learner.parallel.vpp above 1 and "
-            "pp 2, or what goes forward and what goes back are swapped between the two stages"
+            "pp 2, or the two stages swap activations and gradients; leave it out"
         )
     fixed = _architecture(spec) | {
         "params_dtype": dtype,

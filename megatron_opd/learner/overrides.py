@@ -104,7 +104,7 @@ def check_overrides(
             near = difflib.get_close_matches(name, known, n=1)
             hinted = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(
-                f"{section}.{name} is no field of Megatron's {target.__name__} that YAML can set"
+                f"{section}.{name} is not a field of Megatron's {target.__name__} that YAML can set"
                 f"{hinted}"
             )
     return {
@@ -147,4 +147,4 @@ def build(section: str, target: Callable[..., T], values: Mapping[str, Any]) -> 
         return target(**values)
     except (ValueError, AssertionError) as error:
         told = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{section}: Megatron refuses it: {told}") from error
+        raise ValueError(f"{section}: Megatron rejects it: {told}") from error

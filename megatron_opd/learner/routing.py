@@ -71,7 +71,7 @@ class MicroRouting:
 
 
 class LayerReplay(RouterReplay):
-    """Answers one router in place of its top k.
+    """Chooses the experts for one router, which asks it instead of taking its own top k.
 
     alone: the expert layer is recomputed without the rest of its transformer layer.
     """
@@ -83,7 +83,7 @@ class LayerReplay(RouterReplay):
         self._recomputed_next: deque[MicroRouting | None] = deque()
 
     def enter(self, micro: MicroRouting | None) -> None:
-        """Begin a micro-batch in the transformer layer."""
+        """Begin this micro-batch, as its transformer layer begins to compute it."""
         self._micro = micro
         if self._alone and torch.is_grad_enabled():
             self._recomputed_next.append(micro)
@@ -213,5 +213,5 @@ def check_replay(mode: RoutingReplay, spec: ModelSpec, settings: Any) -> None:
         if bypasses:
             raise ValueError(
                 f"learner.megatron.{name} must not be {getattr(settings, name)!r} with "
-                f"learner.routing_replay={mode}: routers would not ask which experts to use"
+                f"learner.routing_replay={mode}: with it routers ignore the replayed experts"
             )

@@ -47,7 +47,7 @@ def serve(config: Config, address: str) -> int:
     """Serve the controller at `address`; return the process's exit code.
 
     Whatever fails is reported to the controller in one line before this rank ends; the traceback
-    goes to stderr. A controller that is gone, or that does not take this rank, is told on stderr.
+    goes to stderr. So does the report of a controller that is gone or rejects this rank.
     """
     given_token()  # a bad one is this machine's mistake: before anything waits for it
     channel = Channel(
@@ -62,7 +62,7 @@ def serve(config: Config, address: str) -> int:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_BAD_INPUT if isinstance(error, NotWelcome) else EXIT_FAILED
     except Exception as error:  # noqa: BLE001  every failure must reach the controller
-        channel.leave()  # the controller ends once it has heard this: no reason to end before it
+        channel.leave()  # the controller ends once it has this answer, which is no failure here
         channel.report(error)
         traceback.print_exc(file=sys.stderr)
         return EXIT_FAILED
@@ -115,7 +115,7 @@ class RankServer:
             result = self.handle(request, frames)
             if isinstance(request, Stop):
                 self.channel.leave()
-                # Nobody leaves while another rank still needs it.
+                # Another rank may still be in a collective that needs this one.
                 dist.barrier()
             if world.rank == 0:
                 self.channel.reply(Done(request.call, result))

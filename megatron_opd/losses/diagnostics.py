@@ -1,6 +1,6 @@
 """Sums figures over a cache that say how far student, sampler and teacher are apart.
 
-The sums add up over micro-batches and ranks; means and quantiles are taken by whoever has the
+The sums add up over micro-batches and ranks; means and quantiles are taken by the code that has the
 global sums.
 """
 

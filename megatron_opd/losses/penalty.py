@@ -59,7 +59,7 @@ def forward_k3(x_n: torch.Tensor, log_rho_n: torch.Tensor) -> Estimate:
     """Return exp(x) - 1 - x >= 0; a token's pull is never stronger than g upwards.
 
     Where the student gives a token over exp(LARGEST_LOG_FACTOR) times o's probability the value
-    goes on along its tangent.
+    continues along its tangent.
     """
     bounded_n = x_n.clamp(max=LARGEST_LOG_FACTOR)
     slope_n = torch.expm1(bounded_n)

@@ -20,7 +20,7 @@ from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Histogram, Max, Mean, Sum
 
 _CONTAINERS = (RunTotals, StageTimes, StalenessCounts, CacheSize, RewardStats, RoutingTotals)
-# of this process, or of the configuration
+# Belong to this process or to the configuration, not to the run's totals.
 _SKIPPED = ("group_size", "_group_size")
 
 
@@ -78,7 +78,7 @@ def _restore(target: Any, saved: Any, now_s: float) -> None:
             target.update(saved)
         case dict():
             engines = list(cast(dict[str, BusyTime], target).values())
-            engines += [BusyTime() for _ in saved[len(engines) :]]  # of a fleet that was larger
+            engines += [BusyTime() for _ in saved[len(engines) :]]  # there were more servers then
             for engine, busy in zip(engines, saved, strict=False):
                 _restore(engine, busy, now_s)
         case _:

@@ -79,7 +79,7 @@ class RunRecorder:
         timeline: drawn on and closed, if given.
         display: started and stopped, if given.
         clock: the event loop's clock (seconds).
-        elapsed_s: what earlier attempts of a resumed run took, up to where it goes on.
+        elapsed_s: what earlier attempts of a resumed run took, up to where it continues.
         updates: updates that they made.
         teacher_watch: looks at the scores of every batch; None where no teacher is read.
         signal: tells the user when updates teach nothing, if given.

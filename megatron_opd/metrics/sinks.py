@@ -154,7 +154,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         temporary.replace(path)
         reserved.unlink(missing_ok=True)
     except OSError:
-        temporary.unlink(missing_ok=True)  # nobody would: its name is this process's
+        temporary.unlink(missing_ok=True)  # no other process uses this name
         if not (reserved.exists() and len(content) <= reserved.stat().st_size):
             raise
         with reserved.open("r+b") as stream:  # in place: these blocks are ours already

@@ -142,7 +142,7 @@ class PublicationReport:
 class UpdateFigures(Protocol):
     """Reports one update of the learner; every field also becomes a column of metrics.jsonl.
 
-    A field that is None has no meaning for the estimator and becomes no column, but for
+    A field that is None has no meaning for the estimator and becomes no column, except
     mismatch_max_abs_dp and mismatch_mean_abs_dp: null in an update that had nothing to measure.
     Units as in the names; reverse_kl_nats is per response token; mismatch_*_abs_dp is
     |p_learner - p_sampler| on path tokens that the current version sampled (TIS), over

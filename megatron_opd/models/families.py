@@ -66,7 +66,7 @@ class Family:
 class Key:
     """Identifies a parameter of the whole model.
 
-    layer: global, -1 at top level. row: of the table. expert: global, -1 for none.
+    layer: global, -1 at top level. row: index into the table. expert: global, -1 for none.
     """
 
     layer: int

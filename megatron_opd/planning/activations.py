@@ -45,7 +45,7 @@ LEAN_BLOCK_BYTES: dict[Kernels, int] = {
 class Shapes:
     """Holds what an activation's size depends on. tokens: of a micro-batch on one cp rank.
 
-    element_bytes: of an activation.
+    element_bytes: bytes of one element of an activation.
     """
 
     spec: ModelSpec

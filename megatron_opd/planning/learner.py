@@ -28,8 +28,8 @@ from megatron_opd.planning.settings import Settings
 
 GIB = 2**30
 
-# Of the stated GPU memory. The rest is left to the CUDA context, NCCL's buffers, gaps between
-# blocks, and experts that are not evenly loaded.
+# Share of the stated GPU memory to plan with. The rest is left to the CUDA context, NCCL's buffers,
+# gaps between blocks, and experts that are not evenly loaded.
 USABLE_SHARE = 0.9
 
 
@@ -37,7 +37,7 @@ USABLE_SHARE = 0.9
 class StageMemory:
     """Counts the bytes of one rank of a pipeline stage.
 
-    activations: of the micro-batches in flight. working: what is alive for one layer at a time (its
+    activations: those of the micro-batches in flight. working: what is alive for one layer at a time (its
     gradients, or its recomputation) and, on the last stage, the LM head.
     """
 
@@ -140,8 +140,8 @@ def refusal(spec: ModelSpec, config: LearnerConfig, longest_sample: int) -> str 
     largest = sorted(worst.terms.items(), key=lambda term: -term[1])[:3]
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
     return (
-        f"learner.gpu_memory_gib must hold a rank within {USABLE_SHARE:.0%} of it, got "
-        f"{config.gpu_memory_gib:g} and {worst.total / GIB:.1f} GiB on pipeline stage "
+        f"learner.gpu_memory_gib must hold a rank in {USABLE_SHARE:.0%} of it, got "
+        f"{config.gpu_memory_gib:g} for {worst.total / GIB:.1f} GiB needed by pipeline stage "
         f"{worst.stage} ({parts}); {_remedy(spec, config, longest_sample, limit)}"
     )
 

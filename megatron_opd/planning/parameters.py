@@ -20,7 +20,7 @@ from megatron_opd.models.tensors import layer_rows, row_shapes
 class Parameters:
     """Counts elements. dense: replicated over data- and context-parallel ranks.
 
-    expert: of experts, replicated over expert-data-parallel ranks.
+    expert: elements of experts, replicated over expert-data-parallel ranks.
     """
 
     dense: int = 0

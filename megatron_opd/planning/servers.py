@@ -79,8 +79,8 @@ def refusal(key: str, spec: ModelSpec, section: ServerConfig, context: int) -> s
         return None
     return (
         f"{key}.gpu_memory_gib * mem_fraction_static must hold weights and KV cache, got "
-        f"{section.gpu_memory_gib:g} * {section.mem_fraction_static:g} = {limit / GIB:.1f} GiB and "
-        f"weights {memory.weights / GIB:.1f} + KV {(needed - memory.weights) / GIB:.1f} GiB a GPU; "
+        f"{section.gpu_memory_gib:g} * {section.mem_fraction_static:g} = {limit / GIB:.1f} GiB for "
+        f"weights {memory.weights / GIB:.1f} + KV {(needed - memory.weights) / GIB:.1f} GiB; "
         f"{_remedy(key, spec, section, context, limit)}"
     )
 

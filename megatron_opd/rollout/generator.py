@@ -68,14 +68,13 @@ class RolloutGenerator:
         """Return one completion of `prompt`, in rollout.attempts tries over all servers.
 
         A connection that breaks while its request is being served costs the tokens sampled so far:
-        the rollout is sampled anew, by another server if there is one. What takes longer is lost
-        more often, so that this favours short responses (but from deterministic servers, which
-        sample the same again); Rollout.restarts counts it, and where it is rare beside the rollouts
-        so is the bias. A request that ran out of time is not repeated:
-        that would choose by length alone.
+        the rollout is sampled anew, by another server if there is one. Longer responses are lost
+        more often, so this favours short ones (except on deterministic servers, which sample the
+        same again); Rollout.restarts counts it, and where restarts are rare the bias is small. A
+        request that ran out of time is not repeated: that would select by length alone.
 
         Raises RolloutRejected for a request that the server aborted or an empty response. Every
-        other failure is raised on, as is the last try's: a fleet that answers wrongly or not at all
+        other failure is re-raised, as is the last try's: servers that answer wrongly or not at all
         must stop the run.
         """
         return await retried(

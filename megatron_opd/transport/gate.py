@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 USER = b"learner"
 HANDSHAKE_MS = 10_000
-# A host that vanished is missed after HEARTBEAT_MS + HEARTBEAT_TIMEOUT_MS. ZeroMQ's own threads
+# A host that vanished is noticed after HEARTBEAT_MS + HEARTBEAT_TIMEOUT_MS. ZeroMQ's own threads
 # send and answer heartbeats: a peer whose Python is busy is not taken for dead.
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 6_000
 LOG_EVERY_S = 1.0
-# handled before messages have their turn: strangers that connect faster than they are counted
-# would keep the learner waiting
+# rejections handled before messages are read again: strangers that connect faster than they are
+# counted would otherwise keep the learner waiting
 EVENTS_A_TURN = 256
 REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL

@@ -82,13 +82,13 @@ class Roster:
                 return self._hello(identity, rank, reply)
             case Failed(rank=named, reason=reason):
                 if rank is None and not 0 <= named < self._expected.world_size:
-                    return "a failure of a rank that there is not"
+                    return "a failure report of an unknown rank"
                 raise Breach(f"rank {named if rank is None else rank}: {one_line(reason)}")
             case Done(call=call, result=result):
                 if rank is None:
                     return "an answer of a peer that never said hello"
                 if rank != 0:
-                    raise Breach(f"rank {rank} answered call {call}, which only rank 0 does")
+                    raise Breach(f"rank {rank} answered call {call}, which only rank 0 may do")
                 if not 0 < call <= self._issued:
                     raise Breach(f"rank 0 answered call {call}, which was never made")
                 if call == self._issued:  # else a late answer: its caller has given up
@@ -99,7 +99,7 @@ class Roster:
         if known is not None:
             raise Breach(f"rank {known} said hello twice")
         if hello.rank in self._ranks.values():
-            return f"rank {hello.rank} is another peer, which said hello first"
+            return f"rank {hello.rank} is already taken by another peer"
         self._check(hello)
         self._ranks[identity] = hello.rank
         if hello.data_rank is not None:

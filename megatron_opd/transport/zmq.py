@@ -55,7 +55,7 @@ from sglang_bridge.protocol import BucketSpec, WeightPiece
 
 # The learner reports its own timeout; wait a little longer than it, to hear the cause.
 MARGIN_S = 5.0
-# for the last words to a rank that is refused
+# to send the reason to a rank that is refused
 LINGER_MS = 500
 LAST_WORDS_S = 1.0
 
@@ -241,7 +241,7 @@ class RemoteLearner:
                         [self._roster.heads[rank], *frames], copy=False
                     )
             except zmq.ZMQError as error:
-                # its process ended between two calls; its last words may still be on their way
+                # its process ended between two calls; its last message may still be on its way
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LAST_WORDS_S):
                         raise await self.failed() from None

@@ -4,7 +4,7 @@
       -> flush cache -> end(version) -> [first time: compare digests] -> continue
 
 A retracted request keeps the tokens it has; its KV is rebuilt under the new weights. If any step
-fails or is silent for longer than the limit, publication fails and the servers are not continued:
+fails or is silent for longer than the limit, the sync fails and the servers are not resumed:
 they may hold a mixture of versions. The learner's broadcast cannot end when a server refuses its
 bucket, so the first failure on either side ends the step.
 """
@@ -109,7 +109,7 @@ class PublicationSession:
         fleet: the student servers.
         learner: where the weights are.
         config: host of the learner's rank 0, limits, verification.
-        backend: of the update group.
+        backend: torch.distributed's, for the update group.
     """
 
     def __init__(
@@ -158,9 +158,9 @@ class PublicationSession:
         Raises PublicationFailed; the servers stay paused then, and every later call fails too.
         """
         if not self._buckets:
-            raise PublicationFailed("publish was called before open")
+            raise PublicationFailed("weights were sent before the update group was opened")
         if self._failed is not None:
-            raise PublicationFailed(f"an earlier publication failed: {self._failed}")
+            raise PublicationFailed(f"an earlier weight sync failed: {self._failed}")
         try:
             return await self._publish(version)
         except PublicationFailed as error:
@@ -215,7 +215,7 @@ class PublicationSession:
                     raise PublicationFailed(
                         f"{url} rank {piece.rank}: {piece.hf_name} "
                         f"[{piece.start}:{piece.start + piece.length}] of dimension {piece.dim} "
-                        "differs from the learner's after the first publication"
+                        "differs from the learner's after the first weight sync"
                     )
 
     async def _phase(self, name: str, step: Awaitable[object]) -> None:
@@ -241,7 +241,7 @@ async def both(learner: Awaitable[object], fleet: Awaitable[object]) -> None:
     """Run the two sides of one exchange; the first failure cancels the other side and is raised.
 
     When both have failed by then, the fleet's is raised: a server that refuses is the cause of a
-    learner that waits in vain.
+    learner that keeps waiting.
     """
     tasks = [asyncio.ensure_future(fleet), asyncio.ensure_future(learner)]
     try:

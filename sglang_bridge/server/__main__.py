@@ -44,7 +44,7 @@ GPU_FLAGS = ("--enable-fp32-lm-head",)
 def end_with_parent(parent: int, own_files: str | None = None, poll_s: float = 0.5) -> None:
     """Kills this process group once `parent` is no longer our parent, and removes `own_files`.
 
-    The workers go first, for what they have open is to be removed too, and this process last.
+    The workers end first, because their open files are removed too, and this process last.
     Polled rather than PR_SET_PDEATHSIG, which fires when the parent's *thread* ends, not its
     process.
     """

@@ -141,7 +141,7 @@ class Step:
     uniform_BM: np.ndarray | None = None
 
 
-_step: Step | None = None  # of the forward pass being launched; the scheduler runs one at a time
+_step: Step | None = None  # for the forward pass being launched; one runs at a time
 
 
 @contextmanager

@@ -174,6 +174,6 @@ class ServerProcess:
 def running_states(group: int) -> list[str]:
     """Returns scheduler state letters of the running processes of a process group.
 
-    Zombies are left out: they only wait for whoever adopted them to collect them.
+    Zombies are left out: they only wait to be collected by the process that adopted them.
     """
     return [state for _, state in group_states(group) if state != "Z"]

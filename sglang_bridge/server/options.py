@@ -33,14 +33,17 @@ def names_by_option() -> dict[str, str]:
 def given(arguments: Sequence[str]) -> dict[str, str]:
     """Returns {option as written: the name of the setting it makes} of a command line.
 
-    Raises ValueError for what is no option of SGLang's, is abbreviated, or lacks its value.
+    Raises ValueError for what is not an option of SGLang, is abbreviated, or lacks its value.
     """
     known = names_by_option()
     _, unknown = _parser().parse_known_args(list(arguments))
     unknown += [argument for argument in arguments if argument == "--"]
     if unknown:
         # without its value, which may be a secret
-        raise ValueError(f"{unknown[0].partition('=')[0]!r} is none (nothing may be abbreviated)")
+        raise ValueError(
+            f"{unknown[0].partition('=')[0]!r} is not an option of SGLang "
+            "(abbreviations are not accepted)"
+        )
     written = (argument.partition("=")[0] for argument in arguments if argument.startswith("--"))
     return {option: known[option] for option in written if option in known}
 

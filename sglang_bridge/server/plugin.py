@@ -24,15 +24,15 @@ from sglang_bridge.server import (
 from sglang_bridge.server.experts import local_experts_only
 from sglang_bridge.server.spec import GROUP_TIMEOUT_VARIABLE, SEED_VARIABLE
 
-_plan: score_plan.ScorePlan | None = None  # of the forward pass being launched
-_generator: torch.Generator | None = None  # of the teacher's draws
+_plan: score_plan.ScorePlan | None = None  # for the forward pass being launched
+_generator: torch.Generator | None = None  # for the teacher's draws
 _runner: Any = None  # SGLang's model runner, on the output rank
 
 
 def register() -> None:
     """Registers every hook with SGLang.
 
-    Raises for another SGLang than the supported one (SGLang logs it and goes on).
+    Raises for another SGLang than the supported one (SGLang logs it and continues).
     """
     compat.require_supported_version()
     compat.bind_stores()

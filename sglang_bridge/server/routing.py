@@ -3,7 +3,7 @@
 SGLang stores the experts of each input with the input's KV slot, and overwrites them when a prefix
 is computed again. A request's record follows: a decode step adds the row of the input that
 predicted its token, a prefill gives the rows of everything up to there, from the cached prefix too.
-So after a publication has rebuilt a prefix, its rows are those of the KV that later tokens attended
+So after a weight sync has rebuilt a prefix, its rows are those of the KV that later tokens attended
 to: replayed, they make those tokens' log-probs again. The rows that the rebuilt tokens were sampled
 with are gone, as is their KV.
 

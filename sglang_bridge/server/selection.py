@@ -24,7 +24,7 @@ import torch
 from sglang_bridge.server.sampling import Behaviour, draw
 from sglang_bridge.server.transfer import to_device
 
-UNUSED = torch.iinfo(torch.int32).max  # of a column without an id; sorts after every id
+UNUSED = torch.iinfo(torch.int32).max  # marks a column without an id; sorts after every id
 # A selected id weighs more than 0, also where its probability is below what float32 holds.
 LEAST_WEIGHT = torch.finfo(torch.float32).tiny
 

@@ -261,7 +261,7 @@ def test_damage_is_refused_with_the_file_s_name(runs, models, batches, tmp_path)
     assert "it is missing" in said["gone"]
     assert sums_name(1) in said["unsigned"]
     assert "state.json" in said["no-facts"]
-    assert "is another version's: its format must be 2, got 1" in said["old"]
+    assert "was written by another version: its format must be 2, got 1" in said["old"]
     assert "is not of this model" in said["other-model"]
 
 

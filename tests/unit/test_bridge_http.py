@@ -138,7 +138,7 @@ def test_redirects_are_named_and_not_followed(status: int):
     ids=["cut", "bytes", "latin", "deep", "nan", "rest", "surrogate", "zero"],
 )
 def test_what_is_no_json_is_a_bad_reply(raw: bytes):
-    with pytest.raises(BadReply, match="the reply is no JSON"):
+    with pytest.raises(BadReply, match="the reply is not JSON"):
         ask(body(raw))
 
 

@@ -133,7 +133,7 @@ def set_array(name: str, values: list) -> Callable[[dict[str, Any]], None]:
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "array missing": (lambda p: p.pop("logp_N"), "logp_N: expected base64"),
     "not base64": (lambda p: p.update(ids_N="***"), "ids_N"),
-    "half an item": (lambda p: p.update(ids_N=wire.pack(b"abcde")), "no whole number"),
+    "half an item": (lambda p: p.update(ids_N=wire.pack(b"abcde")), "not a whole number"),
     "fewer rows": (set_array("length_T", [2, 1]), "rows of 2 of 3 tokens"),
     "fewer paths": (set_array("path_T", [0, 0]), "path of 2 of 3"),
     "shorter ids": (set_array("ids_N", [5, 7, 9, 2, 5]), "differ in length"),

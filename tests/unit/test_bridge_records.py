@@ -255,7 +255,7 @@ def test_other_rows_than_planned_are_an_error():
         (0, [1], [20], "ids to score must be in"),
         (0, [1], [-1], "ids to score must be in"),
         (5, [1, 1, 1], [1, 2, 3], "do not lie in the input"),
-        (0, [2, -1], [1], "must not fall"),
+        (0, [2, -1], [1], "must not decrease"),
         (0, [1], [1, 2], "must run from 0 to N=2"),
         (0, [], [], "must run from 0 to N=0"),
     ],

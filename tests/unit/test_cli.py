@@ -101,7 +101,7 @@ def _cut(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda d: _cut(d / "model.safetensors"), ["model.safetensors", "not whole"]),
+        (lambda d: _cut(d / "model.safetensors"), ["model.safetensors", "is incomplete"]),
         (lambda d: (d / "model.safetensors").write_bytes(b""), ["not a readable safetensors"]),
         (lambda d: (d / "model.safetensors").write_bytes(b"version https://git-lfs"), ["header"]),
         (lambda d: (d / "model.safetensors").unlink(), ["neither model.safetensors nor"]),

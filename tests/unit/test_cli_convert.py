@@ -103,7 +103,7 @@ def test_refusals_are_one_line(llama: Path, tmp_path: Path, capsys: pytest.Captu
         ("hf-to-megatron", tmp_path / "no", tmp_path / "m", "SRC must be a checkpoint directory"),
         ("hf-to-megatron", tmp_path / "there", tmp_path / "m", "has no config.json"),
         ("hf-to-megatron", llama, tmp_path / "there", "exists already"),
-        ("megatron-to-hf", llama, tmp_path / "m", "is no Megatron distributed checkpoint"),
+        ("megatron-to-hf", llama, tmp_path / "m", "is not a Megatron distributed checkpoint"),
         ("megatron-to-hf", tmp_path, tmp_path / "m", "without --model must hold config.json"),
     )
     for way, source, target, message in cases:

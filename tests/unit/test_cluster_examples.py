@@ -63,7 +63,7 @@ def test_check_prints_the_plan_of_each(
 ):
     assert main(["check", str(CLUSTER / example / "config.yaml")]) == 0
     printed = capsys.readouterr().out
-    for word in [*words, "learner memory, GiB a rank"]:
+    for word in [*words, "learner memory, GiB per rank"]:
         assert word in printed, word
     flat = " ".join(printed.split())
     assert "weights and tokenizer not here; opd run needs it" in flat

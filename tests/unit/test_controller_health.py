@@ -107,7 +107,7 @@ def test_an_engine_where_nobody_listens_is_lost_at_once(error):
         raise error
 
     said, after_s = lost_after(alive)
-    assert said == "teacher server http://far:1 is gone: nobody listens there any more"
+    assert said == "teacher server http://far:1 is gone: nothing listens there any more"
     assert after_s <= 5
 
 

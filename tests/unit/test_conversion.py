@@ -279,8 +279,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "architecture": (_config(model_type="gpt2"), r"one of llama, mixtral, qwen2, qwen3, qwen3_moe"),
     "no config": (lambda p: (p / "config.json").unlink(), r"has no config\.json"),
     "no weights": (lambda p: (p / SINGLE).unlink(), r"holds neither model\.safetensors nor"),
-    "cut": (lambda p: _cut(p / SINGLE, 1), r"is not whole: its header describes"),
-    "header cut": (lambda p: _cut(p / SINGLE, None), r"its header is not whole"),
+    "cut": (lambda p: _cut(p / SINGLE, 1), r"is incomplete: its header describes"),
+    "header cut": (lambda p: _cut(p / SINGLE, None), r"its header is incomplete"),
     "missing": (_tensors(lambda t: t.pop(NORM)), r"lacks 1 tensor: model\.norm\.weight"),
     "several missing": (
         _tensors(lambda t: [t.pop(n) for n in list(t) if "q_proj" in n or "gate" in n]),

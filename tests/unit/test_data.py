@@ -77,7 +77,7 @@ def test_other_column_names_numbers_and_a_byte_order_mark(tmp_path, tokenizer):
         (['{"prompt": "a", "answer": NaN}\n'], r"'answer' must be a finite number, got nan"),
         (['{"prompt": "a", "answer": -1e999}\n'], r"'answer' must be a finite number, got -inf"),
         (['{"prompt": " \\n"}\n'], r":1: 'prompt' is empty"),
-        (['{"prompt": "\\ud800"}\n'], r":1: 'prompt' is no valid Unicode"),
+        (['{"prompt": "\\ud800"}\n'], r":1: 'prompt' is not valid Unicode"),
         (["[" * 100_000 + "\n"], r":1: malformed JSON"),
         ([], r"a\.jsonl holds no rows"),
         (["\n \n"], r"a\.jsonl holds no rows"),

@@ -75,7 +75,7 @@ def test_a_second_learner_with_the_token_is_told_that_the_rank_is_taken():
             second = connect(context, remote.address)
             await second.send(m.encode(hello()))
             answer = m.decode_request(await second.recv())
-            assert answer == m.Refused("rank 0 is another peer, which said hello first")
+            assert answer == m.Refused("rank 0 is already taken by another peer")
             await second.send(m.encode(m.Done(1, FIGURES)))
             await refused(remote, 2)
             second.close()

@@ -45,7 +45,7 @@ def test_an_enum_is_named():
         (TransformerConfig, "num_layers", 2, "set by config.json of the model; leave it out"),
         (TransformerConfig, "tensor_model_parallel_size", 2, "set by learner.parallel"),
         (TransformerConfig, "bf16", True, "set by learner.dtype"),
-        (TransformerConfig, "init_method", "x", "no field .* that YAML can set"),
+        (TransformerConfig, "init_method", "x", "not a field .* that YAML can set"),
         (TransformerConfig, "fp8", "e5m2", "s.fp8: .*'e5m2'"),
         (TransformerConfig, "autocast_dtype", "float3", "must name a torch dtype.*'float3'"),
         (MegatronOptimizerConfig, "adam_beta1", 0.5, "set by learner.optimizer.beta1"),
@@ -82,7 +82,7 @@ def test_a_user_s_value_wins_over_a_default_and_nothing_else(tmp_path):
     [
         (
             {"megatron": {"moe_router_enable_expert_bias": True}},
-            "learner.megatron: Megatron refuses",
+            "learner.megatron: Megatron rejects it",
         ),
         ({"ddp": {"overlap_grad_reduc": True}}, "learner.ddp.overlap_grad_reduc .*overlap_grad"),
         ({"optimizer": {"beta3": 0.9}}, "learner.optimizer.beta3 .* did you mean beta"),

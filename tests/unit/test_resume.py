@@ -190,8 +190,11 @@ def broken(**changes):
         ({"consumed": -1, "admitted": 0}, "a count is below 0"),
         ({"next_uid": 5}, "the line is not in order of admission"),
         ({"line": [Member()]}, "it must hold one of prompt, rollout and sample"),
-        ({"sample": {"teacher_logp_N": np.zeros(3, np.float32)}}, "3 scores of 8 ids"),
-        ({"rollout": {"response_ids_T": np.zeros(3, np.int32)}}, "not of its 3 response tokens"),
+        ({"sample": {"teacher_logp_N": np.zeros(3, np.float32)}}, "3 scores for 8 ids"),
+        (
+            {"rollout": {"response_ids_T": np.zeros(3, np.int32)}},
+            "does not cover its 3 response tokens",
+        ),
         ({"rollout": {"spans": ()}}, "its version spans do not cover the response"),
     ],
 )

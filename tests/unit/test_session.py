@@ -191,7 +191,7 @@ def test_a_failing_step_fails_the_publication_at_once_and_leaves_servers_paused(
         assert step == "pause" or not wire.running
         assert step == "continue" or "continue" not in wire.log
         before = len(wire.log)
-        with pytest.raises(PublicationFailed, match=r"an earlier publication failed: .*HTTP 400"):
+        with pytest.raises(PublicationFailed, match=r"an earlier weight sync failed: .*HTTP 400"):
             await publications.publish(2)
         assert len(wire.log) == before
         assert len(asyncio.all_tasks()) == 1, "no broadcast is left waiting"
@@ -319,7 +319,7 @@ def test_a_server_of_an_earlier_run_is_refused():
 
 def test_publishing_before_opening_is_refused():
     publications, _ = session(Wire())
-    with pytest.raises(PublicationFailed, match="before open"):
+    with pytest.raises(PublicationFailed, match="before the update group was opened"):
         run_virtual(publications.publish(1))
 
 

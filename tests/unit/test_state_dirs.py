@@ -214,7 +214,7 @@ def test_a_renamed_checkpoint_is_not_that_of_its_new_name(tmp_path: Path) -> Non
     save_some(config, FakeLearner(), [2, 4])
     dirs = StepDirs(config.run.dir / "checkpoints")
     dirs.path(2).rename(dirs.path(6))
-    with pytest.raises(UserError, match="step-000006 was renamed: it is that of 2 updates"):
+    with pytest.raises(UserError, match="step-000006 was renamed: it is the one after 2 updates"):
         find_resumption(config)
 
 
@@ -433,7 +433,7 @@ def test_what_a_learner_says_of_itself_are_counts(tmp_path: Path, key: str, valu
 def test_checksums_are_of_files_in_the_checkpoint(tmp_path: Path, row: Any):
     """Before: files elsewhere, true as a size, escape codes and 5,000 characters in the line."""
     (tmp_path / "sums-00000.json").write_text(json.dumps([row]))
-    with pytest.raises(ValueError, match="no name of a file in it, size and checksum") as told:
+    with pytest.raises(ValueError, match="not a file name in it, a size and a checksum") as told:
         read_sums(tmp_path, 1)
     assert str(told.value).isprintable()
     assert len(str(told.value)) < 1000

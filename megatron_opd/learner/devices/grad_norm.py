@@ -5,7 +5,7 @@ CPU that adds squares in one float32 run per vector lane; once the run is large,
 is rounded, and the norm reads low: by 3.6e-4 (relative) for 10 M normal numbers, 1.4e-2 for 136 M,
 7e-5 for the gradient of a pretrained 135 M-parameter model. Clipping divides by that norm, so it
 clipped less than `learner.optimizer.clip_grad` asked for, by the same fraction, and by another
-fraction at every layout, for each cuts tensors differently. Here runs are BLOCK long and added up
+fraction at every layout, as each cuts tensors differently. Here runs are BLOCK long and added up
 in float64: 2.5e-9 for the 136 M, at the same speed.
 """
 
@@ -21,7 +21,7 @@ BLOCK = 4096
 
 
 def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum as a float64 scalar; inf and NaN stay what they are."""
+    """Return the sum of squares as a float64 scalar; inf and NaN stay what they are."""
     flat = tensor.detach().reshape(-1)
     whole = flat.numel() // BLOCK * BLOCK
     blocks = flat[:whole].view(whole // BLOCK, BLOCK)

@@ -30,13 +30,13 @@ def read_facts(path: Path) -> LearnerFacts:
     raw = state_files.read_json(path / STATE)
     if raw.get("format") != FORMAT:
         raise ValueError(
-            f"checkpoint {path} is another version's: its format must be {FORMAT}, got "
+            f"checkpoint {path} was written by another version: its format must be {FORMAT}, got "
             f"{shown(raw.get('format'))}"
         )
     try:
         facts = LearnerFacts(**raw)
     except TypeError as error:
-        raise ValueError(f"checkpoint {path}: {STATE} is not whole: {line(error)}") from None
+        raise ValueError(f"checkpoint {path}: {STATE} is incomplete: {line(error)}") from None
     for name, least in (("updates", 0), ("step", 0), ("world_size", 1)):
         value = getattr(facts, name)
         if type(value) is not int or value < least:

@@ -4,7 +4,7 @@
     state.json  rng-RANK.safetensors  sums-RANK.json         ours
 
 Invariant: at the layout that saved it, the next updates of a learner that loaded a checkpoint are
-bitwise those of the one that went on; at another layout they differ by rounding only.
+bitwise those of the one that was not interrupted; at another layout they differ by rounding only.
 
 The learning rate is a function of the update's index, so the schedule has no state but that.
 Files of ours hold no pickle; those of torch and Megatron are read as read.py says.
@@ -98,7 +98,7 @@ class LearnerState:
                 )
             except SaveFailed:
                 raise
-            except (RuntimeError, OSError) as error:  # of Megatron's common.pt
+            except (RuntimeError, OSError) as error:  # raised by Megatron's common.pt
                 raise SaveFailed(explained(error, path)) from error
 
     def wait(self) -> None:
@@ -139,7 +139,7 @@ class LearnerState:
                 f"checkpoint {path} is not of this model, or damaged: {reason}"
             ) from error
         for index, chunk in enumerate(self._chunks):
-            # Of what modules keep as pickles, each gets what it has.
+            # Each module keeps the pickled state that it already has.
             state = loaded["model"][str(index)] | pickled[str(index)]
             module_of(chunk).load_state_dict(state)
 
@@ -174,7 +174,7 @@ class LearnerState:
             for index in range(world.rank, len(entries), world.size)
             if state_files.sum_file(path, entries[index].name) != entries[index]
         ]
-        # All ranks name the same file, and none goes on to wait for one that stopped.
+        # All ranks name the same file, and none waits for one that has stopped.
         first = torch.tensor(bad[0] if bad else len(entries), device=world.device)
         dist.all_reduce(first, dist.ReduceOp.MIN)
         if int(first) < len(entries):
