@@ -11,6 +11,14 @@ that is cut short keeps what it found.
 --dry runs every part's code at a tiny size on the CPU and says nothing about a GPU.
 """
 
-from benchmarks.gpu.check import measure
+from __future__ import annotations
 
-__all__ = ["measure"]
+from collections.abc import Sequence
+from typing import Any
+
+
+def measure(options: Sequence[str] = ()) -> dict[str, Any]:
+    """Check this machine. options: the command line's."""
+    from benchmarks.gpu.check import check_machine
+
+    return check_machine(options)

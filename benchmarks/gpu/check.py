@@ -22,7 +22,7 @@ NO_GPU = "gpu: no NVIDIA GPU is here; --dry runs every part at a tiny size on th
 RunPart = Callable[[Part, float], Result]
 
 
-def measure(options: Sequence[str] = ()) -> dict[str, Any]:
+def check_machine(options: Sequence[str] = ()) -> dict[str, Any]:
     """Check this machine. options: the command line's. Exits with 2 where there is no GPU."""
     arguments = _arguments(options)
     if not arguments.dry and not has_gpu():

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.gpu import check as checks
 from benchmarks.gpu import child
-from benchmarks.gpu.check import check, measure
+from benchmarks.gpu.check import check, check_machine
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.process import run
 from benchmarks.gpu.record import PartFailed, Record, Result
@@ -159,7 +159,7 @@ def test_without_a_gpu_one_line_says_so(
 ):
     monkeypatch.setattr(checks, "has_gpu", lambda: False)
     with pytest.raises(SystemExit) as ended:
-        measure(["--out", str(tmp_path / "out.json")])
+        check_machine(["--out", str(tmp_path / "out.json")])
     assert ended.value.code == 2
     assert capsys.readouterr().err == checks.NO_GPU + "\n"
     assert os.listdir(tmp_path) == []
