@@ -67,7 +67,7 @@ class Refused(pickle.UnpicklingError):
 
 
 class _Records(pickle.Unpickler):
-    """Unpickles and notices changed classes: a pickle can set attributes of whatever it names.
+    """Reads a pickle and notices changed classes: it can set attributes of whatever it names.
 
     unchanged: None, or what it changed; as it was then. Call it after `load`, however that ended.
     """

@@ -24,7 +24,7 @@ from megatron_opd.losses.blocks import Block, BlockPlan, Products, default_block
 class LogProbs:
     """Describes softmax(hidden weight^T / temperature), in nats; float32, or float64 as the inputs.
 
-    logp_N: log-prob of each pair. log_normaliser_T: logsumexp of the row. entropy_T: the row's entropy.
+    logp_N: log-prob of each pair. log_normaliser_T: logsumexp of the row. entropy_T: entropy.
     """
 
     logp_N: torch.Tensor

@@ -37,8 +37,8 @@ USABLE_SHARE = 0.9
 class StageMemory:
     """Counts the bytes of one rank of a pipeline stage.
 
-    activations: those of the micro-batches in flight. working: what is alive for one layer at a time (its
-    gradients, or its recomputation) and, on the last stage, the LM head.
+    activations: those of the micro-batches in flight. working: what is alive for one layer at a
+    time (its gradients, or its recomputation) and, on the last stage, the LM head.
     """
 
     stage: int
