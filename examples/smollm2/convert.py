@@ -23,9 +23,10 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def read_model(gguf: Path) -> LlamaForCausalLM:
-    """De-quantise the weights. Through transformers' reader, not from_pretrained: that asks for one
-    more package (accelerate) and does the same.
-    """  # noqa: D205
+    """De-quantise the weights.
+
+    By transformers' reader itself: from_pretrained calls it too, but demands one more package.
+    """
     config = LlamaConfig(**load_gguf_checkpoint(str(gguf))["config"])
     config.architectures = ["LlamaForCausalLM"]
     model = LlamaForCausalLM(config)

@@ -53,13 +53,23 @@ def logp_TV(model: PreTrainedModel, prompt: list[int], response: list[int]) -> t
     return logits.log_softmax(-1)
 
 
+def nll_T(model: PreTrainedModel, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """Return the negative log-prob [T] of each token of the response."""
+    return -logp_TV(model, prompt, response).gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+
+@torch.no_grad()
 def read_texts(path: Path, teacher: PreTrainedModel, prompts: list[list[int]], tokens: int) -> Any:
-    """Return what the teacher writes, greedy and sampled; made once, the same for every student."""
+    """Return what the teacher writes, greedy and sampled; made once, the same for every student.
+
+    perplexity: of the sampled texts to the teacher itself.
+    """
     if not path.exists():
-        made = {
-            "greedy": complete(teacher, prompts, tokens, greedy=True),
-            "sampled": complete(teacher, prompts, tokens, greedy=False),
-        }
+        greedy = complete(teacher, prompts, tokens, greedy=True)
+        sampled = complete(teacher, prompts, tokens, greedy=False)
+        own = [nll_T(teacher, *pair) for pair in zip(prompts, sampled, strict=True)]
+        perplexity = torch.cat(own).mean().exp().item()
+        made = {"greedy": greedy, "sampled": sampled, "perplexity": perplexity}
         path.write_text(json.dumps(made), encoding="utf-8")
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -75,13 +85,12 @@ def measure(
     """Return the figures of one student.
 
     reverse_kl_nats: KL(student || teacher) along the student's own samples at temperature 1, mean
-    over tokens; its stderr is that over prompts. forward_kl_nats: KL(teacher || student) along the
-    teacher's samples. teacher_text_perplexity: of these samples. greedy_agreement: share of the
-    tokens of the teacher's greedy answers that are the student's first choice too.
+    over tokens; its stderr is that over prompts. greedy_agreement: share of the tokens of the
+    teacher's greedy answers that are the student's first choice too. teacher_text_perplexity: of
+    what the teacher wrote at temperature 1, to the student.
     """
     samples = complete(student, prompts, tokens, greedy=False)
     reverse: list[torch.Tensor] = []
-    forward: list[torch.Tensor] = []
     nll: list[torch.Tensor] = []
     same: list[torch.Tensor] = []
     for prompt, own, sampled, greedy in zip(
@@ -89,16 +98,13 @@ def measure(
     ):
         p_TV, q_TV = logp_TV(student, prompt, own), logp_TV(teacher, prompt, own)
         reverse.append((p_TV.exp() * (p_TV - q_TV)).sum(-1))
-        p_TV, q_TV = logp_TV(student, prompt, sampled), logp_TV(teacher, prompt, sampled)
-        forward.append((q_TV.exp() * (q_TV - p_TV)).sum(-1))
-        nll.append(-p_TV.gather(-1, torch.tensor(sampled)[:, None])[:, 0])
+        nll.append(nll_T(student, prompt, sampled))
         first_T = logp_TV(student, prompt, greedy).argmax(-1)
         same.append((first_T == torch.tensor(greedy)).float())
     by_prompt = [row.mean().item() for row in reverse]
     return {
         "reverse_kl_nats": torch.cat(reverse).mean().item(),
         "reverse_kl_stderr_nats": stdev(by_prompt) / math.sqrt(len(by_prompt)),
-        "forward_kl_nats": torch.cat(forward).mean().item(),
         "greedy_agreement": torch.cat(same).mean().item(),
         "teacher_text_perplexity": torch.cat(nll).mean().exp().item(),
         "response_tokens": fmean(map(len, samples)),
@@ -119,11 +125,13 @@ def main() -> None:
     teacher, student = load(options.teacher), load(options.student)
     texts = read_texts(options.texts, teacher, prompts, options.tokens)
     figures: dict[str, Any] = measure(student, teacher, prompts, texts, options.tokens)
+    figures["teacher_perplexity"] = texts["perplexity"]
     answers = complete(student, prompts[:SHOWN], options.tokens, greedy=True)
+    theirs = tokenizer.batch_decode(texts["greedy"][:SHOWN], skip_special_tokens=True)
+    ours = tokenizer.batch_decode(answers, skip_special_tokens=True)
     figures["answers"] = [
-        {"prompt": prompt, "teacher": decoded(theirs), "student": decoded(ours)}
-        for decoded in [lambda ids: tokenizer.decode(ids, skip_special_tokens=True)]
-        for prompt, theirs, ours in zip(asked, texts["greedy"], answers, strict=False)
+        dict(zip(("prompt", "teacher", "student"), row, strict=True))
+        for row in zip(asked[:SHOWN], theirs, ours, strict=True)
     ]
     options.out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 

@@ -57,7 +57,9 @@ def overlaps(source: dict[str, Any], train: list[str], heldout: list[str]) -> li
     found = [f"in both: {prompt}" for prompt in sorted(set(train) & set(heldout))]
     for ours, theirs in (("train", heldout), ("heldout", train)):
         for topic in (topic for kind in kinds for topic in kind[ours]):
-            found += [f"{ours} topic {topic!r} in: {text}" for text in theirs if _holds(text, topic)]
+            found += [
+                f"{ours} topic {topic!r} in: {text}" for text in theirs if _holds(text, topic)
+            ]
     return found
 
 
