@@ -98,7 +98,9 @@ def lines(recorded: dict[str, Any]) -> list[str]:
     said += ["", f"{'held-out prompts':<46}{'before':>10}{'after':>10}"]
     for title, key, form in ROWS:
         said.append(f"{title:<46}{form.format(before[key]):>10}{form.format(after[key]):>10}")
-    said.append(f"(that text has a perplexity of {before['teacher_perplexity']:.2f} to the teacher)")
+    said.append(
+        f"(that text has a perplexity of {before['teacher_perplexity']:.2f} to the teacher)"
+    )
     summary = recorded["summary"]
     kept = summary["cache_bytes_per_token"]
     said += [

@@ -39,7 +39,11 @@ def complete(
     longest = max(map(len, prompts))
     ids = torch.tensor([[end] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    sampling = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0, "top_p": 1.0}
+    sampling = (
+        {"do_sample": False}
+        if greedy
+        else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    )
     made = model.generate(
         ids, attention_mask=mask, max_new_tokens=tokens, pad_token_id=end, **sampling
     )
@@ -49,7 +53,8 @@ def complete(
 
 def logp_TV(model: PreTrainedModel, prompt: list[int], response: list[int]) -> torch.Tensor:
     """Return the log-probs [T, V] that predict each token of the response."""
-    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    ids = torch.tensor([prompt + response])
+    logits = model(ids, logits_to_keep=len(response) + 1).logits[0, :-1]
     return logits.log_softmax(-1)
 
 
@@ -116,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("student", "teacher", "texts", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--problems", type=int, default=32, help="held-out prompts to use")
+    parser.add_argument("--problems", type=int, default=24, help="held-out prompts to use")
     parser.add_argument("--tokens", type=int, default=64, help="longest response")
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.teacher)

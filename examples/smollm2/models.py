@@ -14,7 +14,7 @@ from examples.smollm2.convert import convert
 from examples.smollm2.fetch import fetch
 from examples.smollm2.prune import prune
 
-REMOVED_LAYERS = tuple(range(13, 21))
+REMOVED_LAYERS = tuple(range(13, 19))
 """Layers of the teacher, counted from 0, that the student lacks."""
 
 
