@@ -19,11 +19,10 @@ from typing import Any
 
 from benchmarks.__main__ import machine
 from examples.smollm2.memory import PeakMemory
-from examples.smollm2.models import REMOVED_LAYERS
+from examples.smollm2.settings import BUILD, REMOVED_LAYERS, RUN
 from megatron_opd.metrics.summary import commit, versions
 
 HERE = Path(__file__).resolve().parent
-BUILD, RUN = Path("build/smollm2"), Path("runs/demo-real")
 TEACHER_TEXTS = BUILD / "teacher_texts.json"
 DENSE_BYTES = 64 * 12
 """A token in a cache of 64 draws that keeps equal ids repeatedly: id and two log-probs each."""
@@ -63,7 +62,7 @@ def measure() -> dict[str, Any]:
     seconds: dict[str, float] = {}
     with PeakMemory() as memory:
         with step("models", seconds):
-            python("-m", "examples.smollm2.models", str(BUILD))
+            python("-m", "examples.smollm2.models")
         TEACHER_TEXTS.unlink(missing_ok=True)
         with step("evaluation before", seconds):
             before = evaluate(BUILD / "student", BUILD / "before.json")

@@ -1,21 +1,18 @@
 """Makes the two models of this example: SmolLM2-135M-Instruct, and the same without some layers.
 
-python -m examples.smollm2.models OUT
+python -m examples.smollm2.models
 """
 
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from examples.smollm2.convert import convert
 from examples.smollm2.fetch import fetch
 from examples.smollm2.prune import prune
-
-REMOVED_LAYERS = tuple(range(13, 19))
-"""Layers of the teacher, counted from 0, that the student lacks."""
+from examples.smollm2.settings import BUILD, REMOVED_LAYERS
 
 
 def make_models(out: Path) -> None:
@@ -36,4 +33,4 @@ def _once(target: Path, make: Callable[[Path], None]) -> None:
 
 
 if __name__ == "__main__":
-    make_models(Path(sys.argv[1]))
+    make_models(BUILD)
