@@ -39,7 +39,7 @@ class Correction(Section):
 
     @property
     def keeps_whole_ratio(self) -> bool:
-        """Whether the loss is weighed by the token's full, differentiable ratio p / o."""
+        """Tell whether the loss is weighed by the token's full, differentiable ratio p / o."""
         return False
 
     def text(self, rho: str) -> str:
@@ -84,7 +84,7 @@ class ImportanceCorrection(LevelledCorrection):
 
     @property
     def keeps_whole_ratio(self) -> bool:
-        """Whether the loss is weighed by the token's full, differentiable ratio p / o."""
+        """Tell whether the loss is weighed by the token's full, differentiable ratio p / o."""
         return self.level == "token" and not self.prox
 
 

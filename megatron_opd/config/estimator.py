@@ -1,4 +1,4 @@
-"""An estimator: support, objective, correction and reduction that go together.
+"""Join support, objective, correction and reduction into an estimator.
 
 Every combination that the tables accept has a meaning and an implementation; every other is refused
 with the reason and the nearest choice that works.
@@ -40,7 +40,7 @@ from megatron_opd.config.use import Use
 
 
 def objective_class(kind: str) -> type[Objective]:
-    """The class of an objective's type; an unknown one gets reverse_kl's until it is refused."""
+    """Return the class of an objective's type; for an unknown one reverse_kl's."""
     if is_import_path(kind):
         try:
             found = load_object(kind)
@@ -53,7 +53,7 @@ def objective_class(kind: str) -> type[Objective]:
 
 
 def natural_support(kinds: Sequence[str]) -> Support:
-    """The support of objectives of these types when none is named: the widest of their own."""
+    """Return the support of objectives of these types when none is named: the widest."""
     own = [objective_class(kind).default_support for kind in kinds]
     for widest in (TopkSupport, McSupport, PathSupport):
         for support in own:
@@ -63,7 +63,7 @@ def natural_support(kinds: Sequence[str]) -> Support:
 
 
 def natural_reduction(kinds: Sequence[str]) -> Reduction:
-    """The reduction of objectives of these types when none is named: their own where they agree.
+    """Return the reduction of these types when none is named: theirs where they agree.
 
     sequence where every term has one ratio a response, as GSPO and GEPO publish it; token for a
     mixture with any other.
@@ -73,7 +73,7 @@ def natural_reduction(kinds: Sequence[str]) -> Reduction:
 
 
 def kinds_of(objective: Any) -> list[str]:
-    """The types of an objective's terms, of a section or of the tree it will be made from."""
+    """List the types of an objective's terms, of a section or of the tree for one."""
     terms = _part(objective, "terms")
     if isinstance(terms, list | tuple) and terms:
         parts = [_part(term, "objective") for term in cast(Sequence[Any], terms)]
@@ -83,7 +83,7 @@ def kinds_of(objective: Any) -> list[str]:
 
 
 def with_natural_parts(parts: Any, *keys: str) -> Any:
-    """A tree of parts in which those of `keys` that are not named are the objective's natural ones.
+    """Fill in those of `keys` that are not named with the objective's natural parts.
 
     What is no mapping stays, for the validation to refuse.
     """
@@ -96,74 +96,78 @@ def with_natural_parts(parts: Any, *keys: str) -> Any:
 
 
 class Estimator(Section):
-    """All that decides a loss: what is cached, minimised, corrected, and how it is averaged.
+    """Decides a loss: what is cached, minimised and corrected, and how it is averaged.
 
     Without a support or a reduction it takes the objective's natural one.
     """
 
     support: SupportConfig = McSupport()
+    """Which ids the draw cache holds at each response position."""
     objective: ObjectiveConfig = ReverseKl()
+    """What is minimised: an objective, or a mixture of several."""
     correction: CorrectionConfig | None = None
+    """How the gap between learner and sampler is corrected; null: by the importance ratio."""
     reduction: ReductionConfig = TokenReduction()
+    """How the losses of tokens become one number."""
 
     @property
     def terms(self) -> tuple[MixtureTerm, ...]:
-        """The objective as weighted terms; one of coefficient 1 when it is no mixture."""
+        """Return the objective as weighted terms; one of coefficient 1 without a mixture."""
         if isinstance(self.objective, Mixture):
             return self.objective.terms
         return (MixtureTerm(objective=self.objective),)
 
     @property
     def objectives(self) -> tuple[Objective, ...]:
-        """The objectives of all terms."""
+        """Return the objectives of all terms."""
         return tuple(term.objective for term in self.terms)
 
     @property
     def applied_correction(self) -> CorrectionConfig:
-        """The correction in force: importance unless one is named."""
+        """Return the correction in force: importance unless one is named."""
         return ImportanceCorrection() if self.correction is None else self.correction
 
     @property
     def use(self) -> Use:
-        """What the objectives are used with."""
+        """Return what the objectives are used with."""
         return Use(self.support, self.applied_correction)
 
     @property
     def reads_teacher(self) -> bool:
-        """Whether any term needs the teacher's log-probs."""
+        """Tell whether any term needs the teacher's log-probs."""
         return any(objective.reads_teacher for objective in self.objectives)
 
     @property
     def reads_reward(self) -> bool:
-        """Whether any term needs the verifier."""
+        """Tell whether any term needs the verifier."""
         return any(objective.reads_reward for objective in self.objectives)
 
     @property
     def reads_groups(self) -> bool:
-        """Whether any term compares the responses of one prompt."""
+        """Tell whether any term compares the responses of one prompt."""
         return any(objective.reads_groups for objective in self.objectives)
 
     @property
     def uses_ratio(self) -> bool:
-        """Whether a ratio of learner to sampler weighs anything in the loss."""
+        """Tell whether a ratio of learner to sampler weighs anything in the loss."""
         if all(objective.is_direct(self.use) for objective in self.objectives):
             return False
         return self.applied_correction.corrects
 
     @property
     def penalises(self) -> bool:
-        """Whether there is a KL penalty: all of them compare the learner with the sampler."""
+        """Tell whether there is a KL penalty: all of them compare the learner with the sampler."""
         return any(objective.penalises for objective in self.objectives)
 
     @property
     def reads_sampler(self) -> bool:
-        """Whether the loss is a function of the sampler's log-probs at all."""
+        """Tell whether the loss is a function of the sampler's log-probs at all."""
         own = any(objective.reads_sampler for objective in self.objectives)
         return self.uses_ratio or self.penalises or own
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether a mini-batch must be looked at as a whole before its loss is known (M2PO)."""
+        """Tell whether the loss depends on a mini-batch as a whole (M2PO)."""
         return any(objective.trust_region.whole_mini_batch for objective in self.objectives)
 
     @model_validator(mode="before")
@@ -181,7 +185,7 @@ class Estimator(Section):
 
 
 def _part(tree: Any, key: str) -> Any:
-    """A key of a section or of the tree it will be made from; None when it is not there."""
+    """Return a key of a section or of the tree for one; None when it is not there."""
     if isinstance(tree, dict):
         return cast(dict[str, Any], tree).get(key)
     return getattr(tree, key, None)
@@ -189,7 +193,7 @@ def _part(tree: Any, key: str) -> Any:
 
 @dataclass(frozen=True)
 class Rule:
-    """broken: whether an objective of an estimator breaks it. says: reason and remedy."""
+    """Says when an objective breaks it (`broken`), and the reason and remedy (`says`)."""
 
     broken: Callable[[Objective, Estimator], bool]
     says: Callable[[Objective, Estimator], str]

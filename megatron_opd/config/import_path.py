@@ -21,7 +21,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def is_import_path(text: str) -> bool:
-    """Whether `text` has the form MODULE:NAME."""
+    """Tell whether `text` has the form MODULE:NAME."""
     return _PATH.fullmatch(text) is not None
 
 

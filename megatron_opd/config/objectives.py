@@ -26,7 +26,7 @@ Outside = Literal["renormalise", "bucket", "drop"]
 
 
 class Objective(Section):
-    """What every objective says of itself.
+    """Says what an objective reads, where it comes from, and what it is used with.
 
     source: papers and equations. default_support, default_reduction: taken when none is named.
     reads_reward, reads_teacher: what its loss is a function of. one_ratio_a_response: its trust
@@ -47,26 +47,26 @@ class Objective(Section):
 
     @property
     def reads_teacher(self) -> bool:
-        """Whether the loss needs the teacher's log-probs."""
+        """Tell whether the loss needs the teacher's log-probs."""
         return not self.reads_reward
 
     @property
     def reads_groups(self) -> bool:
-        """Whether the loss compares the responses of one prompt."""
+        """Tell whether the loss compares the responses of one prompt."""
         return False
 
     @property
     def reads_sampler(self) -> bool:
-        """Whether the loss reads the sampler's log-probs besides the correction's ratio."""
+        """Tell whether the loss reads the sampler's log-probs besides the correction's ratio."""
         return False
 
     @property
     def penalises(self) -> bool:
-        """Whether a KL penalty is added."""
+        """Tell whether a KL penalty is added."""
         return False
 
     def is_direct(self, use: Use) -> bool:
-        """Whether no ratio is corrected: it is differentiated through the student."""
+        """Tell whether no ratio is corrected: it is differentiated through the student."""
         return False
 
     def formula(self, use: Use) -> list[Line]:
@@ -108,7 +108,7 @@ class ReverseKl(Objective):
 
     @property
     def reads_sampler(self) -> bool:
-        """Whether the loss reads the sampler's log-probs besides the correction's ratio."""
+        """Tell whether the loss reads the sampler's log-probs besides the correction's ratio."""
         return self.advantage == "rollout"
 
     def formula(self, use: Use) -> list[Line]:
@@ -149,7 +149,7 @@ class ReverseKl(Objective):
 
 
 class DivergenceObjective(Objective):
-    """A divergence of student and teacher: taken on a set of ids, or estimated from draws."""
+    """Minimises a divergence of student and teacher on a set of ids, or from draws."""
 
     outside: Outside | None = None
     """How the mass outside the cached set counts, as in sparse_reverse_kl; for top-k supports."""
@@ -163,7 +163,7 @@ class DivergenceObjective(Objective):
         return f"- sum_k w_k (p_k / q_k) {self.parts()[2]} grad log p_k"
 
     def is_direct(self, use: Use) -> bool:
-        """Whether no ratio is corrected: summed over a set, or weighed by the teacher's draws."""
+        """Tell whether no ratio is corrected: on a set, or on the teacher's draws."""
         return use.on_set or use.on_teacher_draws
 
     def formula(self, use: Use) -> list[Line]:
@@ -211,7 +211,7 @@ class SparseReverseKl(DivergenceObjective):
     all of it, drop ignores it (the value can then be negative)."""
 
     def is_direct(self, use: Use) -> bool:
-        """Whether no ratio is corrected: it never is."""
+        """Tell whether no ratio is corrected: it never is."""
         return True
 
     def parts(self) -> tuple[str, str, str, float]:
@@ -302,7 +302,7 @@ ADVANTAGE_TEXTS: dict[RewardAdvantage, str] = {
 
 
 class RewardObjective(Objective):
-    """An objective from rewards: the advantage of a response is shared by its tokens."""
+    """Learns from rewards: the advantage of a response is shared by its tokens."""
 
     default_support: ClassVar[Support] = PathSupport()
     reads_reward: ClassVar[bool] = True
@@ -325,17 +325,17 @@ class RewardObjective(Objective):
 
     @property
     def reads_teacher(self) -> bool:
-        """Whether the loss needs the teacher's log-probs."""
+        """Tell whether the loss needs the teacher's log-probs."""
         return self.kl is not None and self.kl.to == "teacher"
 
     @property
     def reads_groups(self) -> bool:
-        """Whether the loss compares the responses of one prompt."""
+        """Tell whether the loss compares the responses of one prompt."""
         return self.advantage != "reward"
 
     @property
     def penalises(self) -> bool:
-        """Whether a KL penalty is added."""
+        """Tell whether a KL penalty is added."""
         return self.kl is not None
 
     def weighed(self, use: Use) -> list[Line]:
@@ -461,7 +461,7 @@ class Gepo(RewardObjective):
 
     @property
     def reads_groups(self) -> bool:
-        """Whether the loss compares the responses of one prompt: its weight always does."""
+        """Tell whether the loss compares the responses of one prompt: its weight always does."""
         return True
 
     def weighed(self, use: Use) -> list[Line]:
@@ -484,7 +484,7 @@ class Gepo(RewardObjective):
 
 
 class CustomObjective(Objective):
-    """The base of objectives from outside the package: `type` is an import path, MODULE:CLASS.
+    """Lets objectives come from outside the package: `type` is an import path, MODULE:CLASS.
 
     A subclass has its own keys, overrides `loss`, and says what it reads; docs/extending.md has an
     example.
@@ -528,7 +528,7 @@ TermConfig = Annotated[_Single, Discriminator(tag_of("reverse_kl"))]
 
 
 class MixtureTerm(Section):
-    """One term of a mixture."""
+    """Weighs one objective of a mixture."""
 
     coefficient: PositiveFloat = 1.0
     """Multiplies the term's loss; raising it gives the term more of the gradient."""

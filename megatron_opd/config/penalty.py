@@ -1,4 +1,4 @@
-"""The KL penalty of objectives from rewards."""
+"""Define the KL penalty of objectives from rewards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class KlPenalty(Section):
 
     @property
     def applied_direction(self) -> KlDirection:
-        """The direction in force."""
+        """Return the direction in force."""
         return self.direction or ("reverse" if self.to == "teacher" else "forward")
 
     def text(self) -> str:

@@ -38,12 +38,12 @@ class Support(Section):
 
     @property
     def thins(self) -> bool:
-        """Whether fewer draws are made where less probability is left to draw from."""
+        """Tell whether fewer draws are made where less probability is left to draw from."""
         return False
 
     @property
     def is_set(self) -> bool:
-        """Whether the ids are a fixed set on which divergences are summed: nothing is random."""
+        """Tell whether the ids are a fixed set to sum over: nothing is random."""
         return not self.covers
 
     def text(self) -> str:
@@ -131,7 +131,7 @@ class AtomsTailSupport(Support):
 
     @property
     def thins(self) -> bool:
-        """Whether fewer draws are made where less probability is left to draw from."""
+        """Tell whether fewer draws are made where less probability is left to draw from."""
         return self.thin
 
     def text(self) -> str:
@@ -156,7 +156,7 @@ class ExactSupport(Support):
 
     @property
     def is_set(self) -> bool:
-        """Whether the ids are a fixed set on which divergences are summed: nothing is random."""
+        """Tell whether the ids are a fixed set to sum over: nothing is random."""
         return True
 
     def text(self) -> str:

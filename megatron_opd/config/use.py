@@ -1,4 +1,4 @@
-"""What an objective is used with, and the lines of a formula that follow from it."""
+"""Hold what an objective is used with, and derive lines of its formula from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_opd.config.trust import Line
 
 @dataclass(frozen=True)
 class Use:
-    """The support and the correction that an objective is used with."""
+    """Holds the support and the correction that an objective is used with."""
 
     support: Support
     correction: Correction
@@ -23,12 +23,12 @@ class Use:
 
     @property
     def on_set(self) -> bool:
-        """Whether divergences are summed over the cached ids: nothing is random."""
+        """Tell whether divergences are summed over the cached ids: nothing is random."""
         return self.support.is_set
 
     @property
     def on_teacher_draws(self) -> bool:
-        """Whether the teacher chose the cached ids."""
+        """Tell whether the teacher chose the cached ids."""
         return self.support.owner == "teacher"
 
     def kappa(self, index: str) -> str:

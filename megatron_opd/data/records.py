@@ -116,7 +116,7 @@ def read_records(path: Path, texts: Sequence[str]) -> list[dict[str, str]]:
 
 
 def is_source(path: Path) -> bool:
-    """Whether a data path names a function, MODULE:FUNCTION, and not a file."""
+    """Tell whether a data path names a function, MODULE:FUNCTION, and not a file."""
     return is_import_path(str(path)) and not path.exists()
 
 

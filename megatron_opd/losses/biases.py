@@ -1,4 +1,4 @@
-"""What an estimator is biased by, and where it comes from: one sentence for each. Torch-free.
+"""Say what an estimator is biased by, and where it comes from. Torch-free.
 
 The statements are about the gradient, in expectation over the cache, at the visited prefixes: those
 come from the sampler, which no cached action corrects; tests/unit/test_estimator_bias.py shows it.

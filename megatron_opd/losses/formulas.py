@@ -1,4 +1,4 @@
-"""The formula of an estimator in plain text, term by term as the code computes it. Torch-free.
+"""Write the formula of an estimator as plain text, as the code computes it. Torch-free.
 
 Symbols as everywhere: p the student now, o the sampler, q the teacher, p0 the student at the
 batch's start (prox), sg stop-gradient, k a cached action of token t, w its weight in the cache, A

@@ -35,10 +35,11 @@ from megatron_opd.losses.trust import Trusted, trusted
 
 @dataclass(frozen=True)
 class TermLoss:
-    """loss_T: float64, differentiable. The rest is detached and says how actions were weighed.
+    """Holds a term's loss (loss_T, float64, differentiable) and how its actions were weighed.
 
-    importance_n: kappa r, the applied importance weight; kappa_n: the correction's part of it, 1
-    where the only ratio is the trust region's; measure_n: the cache weight both are averaged with.
+    All but loss_T is detached. importance_n: kappa r, the applied importance weight; kappa_n: the
+    correction's part of it, 1 where the only ratio is the trust region's; measure_n: the cache
+    weight both are averaged with.
     cut_n: the correction changed its ratio. stopped_n: the trust region stopped its gradient.
     log_r_n, advantage_n: what the trust region saw.
     """
@@ -57,7 +58,7 @@ Limit = torch.Tensor | None
 
 
 def reverse_kl(config: ReverseKl, est: Estimator, cache: Cache, limit: Limit) -> TermLoss:
-    """-sum_k w_k kappa_k trust(r_k, sg(A_k)) (AsyncOPD Eq. 4-7, 15).
+    """Compute -sum_k w_k kappa_k trust(r_k, sg(A_k)) (AsyncOPD Eq. 4-7, 15).
 
     A = log q - log p (current) or log q - log o (rollout). Without a trust region and with the
     importance correction its value estimates KL(p || q) and its gradient the KL's gradient,
@@ -76,7 +77,7 @@ def reverse_kl(config: ReverseKl, est: Estimator, cache: Cache, limit: Limit) ->
 
 
 def divergence(config: DivergenceObjective, est: Estimator, cache: Cache, limit: Limit) -> TermLoss:
-    """A divergence of p and q: on a set of ids, from teacher draws, or from sampler draws.
+    """Compute a divergence of p and q: on a set of ids, from teacher or from sampler draws.
 
     Set (top-k, exact): differentiated through the student (AsyncOPD Eq. 8-10; losses/divergences).
     Teacher draws: value sum w d / q, gradient -sum w (p / q) pull grad log p. Unbiased whatever q
@@ -114,7 +115,7 @@ def divergence(config: DivergenceObjective, est: Estimator, cache: Cache, limit:
 
 
 def token_reward(config: RewardObjective, est: Estimator, cache: Cache, limit: Limit) -> TermLoss:
-    """-kappa_t trust(r_t, A) on the sampled tokens: REINFORCE, PPO, GRPO (GEPO Eq. 6).
+    """Compute -kappa_t trust(r_t, A) on the sampled tokens: REINFORCE, PPO, GRPO (GEPO Eq. 6).
 
     A: of the response (batching/advantages.py).
     """
@@ -125,7 +126,7 @@ def token_reward(config: RewardObjective, est: Estimator, cache: Cache, limit: L
 
 
 def sequence_reward(config: Gspo, est: Estimator, cache: Cache, limit: Limit) -> TermLoss:
-    """-kappa trust(s, A), s = exp(mean_t log r_t) of the response (GSPO; GEPO Eq. 7, 9-10).
+    """Compute -kappa trust(s, A), s = exp(mean_t log r_t) (GSPO; GEPO Eq. 7, 9-10).
 
     Every token carries its response's term, so that a reduction weighs responses as it says.
     """
@@ -141,7 +142,7 @@ def sequence_reward(config: Gspo, est: Estimator, cache: Cache, limit: Limit) ->
 
 
 def group_reward(config: Gepo, est: Estimator, cache: Cache, limit: Limit) -> TermLoss:
-    """-trust(w, A), w = p(y) / (eps sg(p(y)) + (1 - eps) E_q[q]) (GEPO Eq. 9, 11, 12, 15).
+    """Compute -trust(w, A), w = p(y) / (eps sg(p(y)) + (1 - eps) E_q[q]) (GEPO Eq. 9-15).
 
     p(y): geometric mean of the response's token probabilities. All in log space, so that neither
     30k-token responses nor unlikely ones under- or overflow. Biased: E[w] != 1 (GEPO Eq. 22). A
@@ -234,7 +235,7 @@ def unweighed(loss_T: torch.Tensor) -> TermLoss:
 
 
 def _valued(value_n: torch.Tensor, surrogate_n: torch.Tensor) -> torch.Tensor:
-    """The value of one with the gradient of the other."""
+    """Return the value of one with the gradient of the other."""
     return value_n.detach() + surrogate_n - surrogate_n.detach()
 
 

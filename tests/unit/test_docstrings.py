@@ -20,18 +20,12 @@ from pydantic import BaseModel
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted([*ROOT.glob("megatron_opd/**/*.py"), *ROOT.glob("sglang_bridge/**/*.py")])
 
-# Their words change together with their code; until then only the share below counts them.
-PENDING = {
-    *(f"megatron_opd/config/{n}.py" for n in ("objectives", "corrections", "supports")),
-    "megatron_opd/config/estimator.py",
-    *(f"megatron_opd/losses/{n}.py" for n in ("formulas", "biases", "terms")),
-}
-LEAST_SHARE = 0.9
 SENTENCE_ENDS = (".", ":", "?")
 
 # Every verb that a first line may begin with, as an imperative or in the third person. A word that
 # is missing here counts as no verb, so that the share is never too high.
 VERB_WORDS = """
+clip correct import learn minimise
 act adapt add admit allocate allow answer append apply ask assign average await begin bind block
 bound broadcast build cache call carry change check choose close collect combine compare complete
 compute concatenate configure connect continue convert copy count cover cut decide declare decode
@@ -140,18 +134,14 @@ def test_the_heuristic(line: str, verb: bool):
 
 
 def test_no_docstring_begins_with_of():
-    assert not [str(d) for d in settled() if d.first_line.startswith("Of ")]
-
-
-def settled() -> list[Docstring]:
-    return [found for found in docstrings() if found.path not in PENDING]
+    assert not [str(d) for d in docstrings() if d.first_line.startswith("Of ")]
 
 
 def test_public_first_lines_are_whole():
-    public = [d for d in settled() if d.public and d.kind != "attribute"]
+    public = [d for d in docstrings() if d.public and d.kind != "attribute"]
     assert len(public) > 1000
     assert not [str(d) for d in public if not d.first_line.endswith(SENTENCE_ENDS)]
-    assert not [str(d) for d in settled() if len(d.text.split()) < 3]
+    assert not [str(d) for d in docstrings() if len(d.text.split()) < 3]
 
 
 def test_first_lines_are_sentences_with_a_verb():
@@ -164,15 +154,13 @@ def test_first_lines_are_sentences_with_a_verb():
         f"\n{len(docstrings())} docstrings, {of} begin with 'Of', {short} have three words or "
         f"fewer; {share:.1%} of {len(lines)} first lines begin with a verb\n"
     )
-    assert share >= LEAST_SHARE, "\n".join(without)
-    elsewhere = [line for line in without if line.partition(":")[0] not in PENDING]
-    assert not elsewhere, "\n".join(elsewhere)
+    assert not without, "\n".join(without)
 
 
 def config_sections() -> list[type[BaseModel]]:
     paths = [path for path in SOURCES if path.parent.name == "config"]
     names = [str(path.relative_to(ROOT)) for path in paths]
-    modules = [n.removesuffix(".py").replace("/", ".") for n in names if n not in PENDING]
+    modules = [n.removesuffix(".py").replace("/", ".") for n in names]
     found: list[type[BaseModel]] = []
     for name in modules:
         module = importlib.import_module(name.removesuffix(".__init__"))
@@ -191,8 +179,3 @@ def test_every_config_field_is_described():
         if name != "type"  # names the variant, whose class says what it is
     }
     assert not {name: text for name, text in fields.items() if len(text.split()) < 5}
-
-
-def test_pending_files_exist():
-    """A file that is renamed or settled leaves the list."""
-    assert not [name for name in PENDING if not (ROOT / name).is_file()]
