@@ -13,13 +13,13 @@ from typing import Any, cast
 from pydantic import model_validator
 
 from megatron_opd.config.corrections import CorrectionConfig, ImportanceCorrection
+from megatron_opd.config.custom import CustomObjective
 from megatron_opd.config.import_path import is_import_path, load_object
+from megatron_opd.config.objective import Objective
 from megatron_opd.config.objectives import (
-    CustomObjective,
     Jsd,
     Mixture,
     MixtureTerm,
-    Objective,
     ObjectiveConfig,
     ReverseKl,
     SkewReverseKl,

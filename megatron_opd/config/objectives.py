@@ -9,77 +9,22 @@ ratio a trust region acts on, w the weights of the draw cache, k a cached action
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Discriminator, Field, SerializeAsAny, Tag, WrapValidator, model_validator
+from pydantic import Discriminator, Field, SerializeAsAny, Tag, WrapValidator
 
+from megatron_opd.config.custom import CustomObjective
 from megatron_opd.config.import_path import tag_of, validate_by_path
+from megatron_opd.config.objective import Objective
 from megatron_opd.config.penalty import KlPenalty
-from megatron_opd.config.reductions import Reduction, SequenceReduction, TokenReduction
+from megatron_opd.config.reductions import Reduction, SequenceReduction
 from megatron_opd.config.section import NonNegativeFloat, PositiveFloat, Section
-from megatron_opd.config.supports import McSupport, PathSupport, Support, TopkSupport
+from megatron_opd.config.supports import PathSupport, Support, TopkSupport
 from megatron_opd.config.trust import ClipTrust, Line, NoTrust, TrustConfig
 from megatron_opd.config.use import Use
 
 OpenUnit = Annotated[float, Field(gt=0, lt=1)]
 Outside = Literal["renormalise", "bucket", "drop"]
-
-
-class Objective(Section):
-    """Says what an objective reads, where it comes from, and what it is used with.
-
-    source: papers and equations. default_support, default_reduction: taken when none is named.
-    reads_reward, reads_teacher: what its loss is a function of. one_ratio_a_response: its trust
-    region acts on responses, not tokens. replaces_ratio: it has a weight in place of p / o.
-    """
-
-    source: ClassVar[str] = ""
-    default_support: ClassVar[Support] = McSupport()
-    default_reduction: ClassVar[Reduction] = TokenReduction()
-    reads_reward: ClassVar[bool] = False
-    one_ratio_a_response: ClassVar[bool] = False
-    replaces_ratio: ClassVar[bool] = False
-
-    @property
-    def trust_region(self) -> TrustConfig:
-        """Returns what bounds how far one batch moves the student."""
-        return NoTrust()
-
-    @property
-    def reads_teacher(self) -> bool:
-        """Tell whether the loss needs the teacher's log-probs."""
-        return not self.reads_reward
-
-    @property
-    def reads_groups(self) -> bool:
-        """Tell whether the loss compares the responses of one prompt."""
-        return False
-
-    @property
-    def reads_sampler(self) -> bool:
-        """Tell whether the loss reads the sampler's log-probs besides the correction's ratio."""
-        return False
-
-    @property
-    def penalises(self) -> bool:
-        """Tell whether a KL penalty is added."""
-        return False
-
-    def is_direct(self, use: Use) -> bool:
-        """Tell whether no ratio is corrected: it is differentiated through the student."""
-        return False
-
-    def formula(self, use: Use) -> list[Line]:
-        """Lists the lines of its formula: label and text."""
-        raise NotImplementedError
-
-    def bias(self, use: Use) -> list[str]:
-        """Lists what biases its gradient besides support and correction."""
-        return self.trust_region.bias()
-
-    def sources(self, use: Use) -> list[str]:
-        """Lists papers and equations, those of its trust region included."""
-        return [self.source, *self.trust_region.sources()]
 
 
 class ReverseKl(Objective):
@@ -481,30 +426,6 @@ class Gepo(RewardObjective):
     def ratio_bias(self) -> list[str]:
         """Lists what the objective's own ratio biases."""
         return ["E[g] != 1 (GEPO Eq. 22)"]
-
-
-class CustomObjective(Objective):
-    """Lets objectives come from outside the package: `type` is an import path, MODULE:CLASS.
-
-    A subclass has its own keys, overrides `loss`, and says what it reads; docs/extending.md has an
-    example.
-    """
-
-    type: str
-
-    def loss(self, estimator: Any, cache: Any, limit: Any) -> Any:
-        """Returns the losses.terms.TermLoss of a mini-batch's cache (losses.cache.Cache)."""
-        raise NotImplementedError
-
-    def formula(self, use: Use) -> list[Line]:
-        """Lists the lines of its formula: label and text."""
-        return [("loss per token", f"as {self.type} computes it")]
-
-    @model_validator(mode="after")
-    def _has_a_loss(self) -> CustomObjective:
-        if type(self).loss is CustomObjective.loss:
-            raise ValueError(f"{self.type} must define the method `loss`")
-        return self
 
 
 _Custom = Annotated[

@@ -8,7 +8,8 @@ Objectives, corrections and trust regions say their own (megatron_opd/config).
 from __future__ import annotations
 
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.config.objectives import DivergenceObjective, Objective
+from megatron_opd.config.objective import Objective
+from megatron_opd.config.objectives import DivergenceObjective
 
 
 def bias_of(objective: Objective, est: Estimator) -> str:

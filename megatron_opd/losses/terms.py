@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from megatron_opd.config.custom import CustomObjective
 from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.objective import Objective
 from megatron_opd.config.objectives import (
-    CustomObjective,
     DivergenceObjective,
     Gepo,
     Gspo,
-    Objective,
     ReverseKl,
     RewardObjective,
 )
