@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -18,7 +17,7 @@ def convert(gguf: Path, out: Path) -> None:
     """
     logging.disable_progress_bar()
     model = read_model(gguf)
-    model.to(torch.bfloat16).save_pretrained(out)
+    model.bfloat16().save_pretrained(out)
     read_tokenizer(gguf).save_pretrained(str(out))
 
 
