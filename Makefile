@@ -1,6 +1,6 @@
 # setup      make .venv with every package pinned; reused as long as the pins match
 # demo       the main job: a student learns from a teacher through the real engines on this machine
-# demo-real  a pretrained model of 135 M parameters loses layers and recovers (15 minutes, 92 MB)
+# demo-real  a pretrained model of 135 M parameters loses layers and is distilled (92 MB)
 # test       the whole suite         check  lint and types         bench  benchmarks, JSON to stdout
 # setup-gpu  make .venv-gpu for a node with NVIDIA GPUs, from requirements/gpu.lock
 # gpu-check  what works on this machine's GPU and how fast; GPU_OUT holds the record

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-from transformers.utils import logging
 
 
 def convert(gguf: Path, out: Path) -> None:
@@ -16,9 +14,8 @@ def convert(gguf: Path, out: Path) -> None:
 
     Raises ValueError when a tensor of the model is missing in the file.
     """
-    logging.disable_progress_bar()
     model = read_model(gguf)
-    model.to(torch.bfloat16).save_pretrained(out)
+    model.bfloat16().save_pretrained(out)
     read_tokenizer(gguf).save_pretrained(str(out))
 
 

@@ -9,6 +9,7 @@ with `opd run`, measures it again, prints both side by side.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -35,7 +36,8 @@ ROWS = (
 
 def python(*words: str) -> None:
     """Run a program of this project. Raises CalledProcessError when it fails."""
-    subprocess.run([sys.executable, *words], check=True)
+    quiet = {**os.environ, "TQDM_DISABLE": "1"}  # transformers' progress bars
+    subprocess.run([sys.executable, *words], check=True, env=quiet)
 
 
 @contextmanager
