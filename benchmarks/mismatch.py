@@ -36,11 +36,11 @@ METHODS = {
 }
 INT8_METHODS = ("none", "tis_2")
 SIZE = {
-    "run.updates": "48",
+    "run.max_steps": "48",
     "buffer.max_staleness": "0",
     "evaluation.problems": "64",
     "evaluation.samples": "2",
-    "learner.mini_batches": "2",
+    "learner.num_mini_batches": "2",
     "checkpoint.export_hf": "false",
     "student.base_port": "21700",  # below the range from which the system hands out ports
     "student.startup_timeout_s": "180",

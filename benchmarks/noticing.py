@@ -30,7 +30,7 @@ CONFIG = "examples/arithmetic/demo.yaml"
 LIMIT_S = 90.0  # what is not noticed by then is recorded as such
 STARTUP_S = 240.0
 OPD = [sys.executable, "-m", "megatron_opd"]
-SETTINGS = ("run.updates=100000", "rollout.max_new_tokens=32")
+SETTINGS = ("run.max_steps=100000", "rollout.max_new_tokens=32")
 STAGES = {
     "training": (("evaluation.problems=0",), "update 3"),
     # of about two minutes

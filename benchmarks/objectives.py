@@ -43,7 +43,7 @@ TOPK_RENORMALISED = {
 }
 FROM_REWARDS = ("grpo", "gspo", "gepo")
 SIZE = {
-    "run.updates": "20",
+    "run.max_steps": "20",
     "evaluation.problems": "128",
     "evaluation.samples": "4",
     "checkpoint.export_hf": "false",
@@ -54,7 +54,7 @@ REPORTED = (
     "student_accuracy_after_pct",
     "distinct_ids_per_token",
     "cache_bytes_per_token",
-    "mismatch_max_abs_dp",
+    "probs_diff_max",
     "wall_s",
 )
 

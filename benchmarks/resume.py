@@ -80,7 +80,7 @@ def figures(a: Path, b: Path) -> dict[str, Any]:
     }
 
 
-SHOWN = ("loss", "grad_norm", "num_ids", "mismatch_mean_abs_dp")
+SHOWN = ("loss", "grad_norm", "num_ids", "probs_diff_mean")
 
 
 def first_of(found: Comparison) -> int | None:

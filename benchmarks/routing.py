@@ -27,7 +27,7 @@ SAMPLERS = {
     "fp8": {"weight_sync.round_to": "fp8"},
 }
 SIZE = {
-    "run.updates": "20",
+    "run.max_steps": "20",
     "learner.routing_replay": "rollout",
     "learner.routing_compare_every": "1",
     "evaluation.problems": "0",
@@ -39,10 +39,10 @@ REPORTED = (
     "routing_moved_fraction",
     "routing_compared_updates",
     "mismatch_compared_tokens",
-    "mismatch_replayed_mean_abs_dp",
-    "mismatch_free_mean_abs_dp",
-    "mismatch_replayed_max_abs_dp",
-    "mismatch_free_max_abs_dp",
+    "probs_diff_replayed_mean",
+    "probs_diff_free_mean",
+    "probs_diff_replayed_max",
+    "probs_diff_free_max",
 )
 
 
@@ -66,7 +66,7 @@ def entry(row: dict[str, Any]) -> dict[str, Any]:
     figures = {key: row["summary"].get(key) for key in REPORTED}
     ratios = {
         f"free_over_replayed_{kind}": _ratio(
-            figures[f"mismatch_free_{kind}_abs_dp"], figures[f"mismatch_replayed_{kind}_abs_dp"]
+            figures[f"probs_diff_free_{kind}"], figures[f"probs_diff_replayed_{kind}"]
         )
         for kind in ("mean", "max")
     }

@@ -27,7 +27,7 @@ SEEDS = (1, 2, 3)
 METHODS = ("grpo", "gspo", "gepo")
 LARGEST_DELAY, MIDDLE_DELAY = 64, 8
 SIZE = {
-    "run.updates": "96",
+    "run.max_steps": "96",
     "buffer.batch_size": "32",
     # at the examples' 2e-4, 64 updates on what version 0 sampled leave no student to compare
     "learner.optimizer.lr": "5.0e-5",
@@ -42,14 +42,14 @@ COMMON = {
     "objective.advantage": "group_mean",
     "objective.trust": "{type: clip, low: 0.2, high: 0.2}",
     "correction": "{type: importance}",
-    "reduction": "{type: sequence}",
+    "reduction": "{type: sequence_mean}",
 }
 CPPO_KL = {"objective.kl": "{coefficient: 0.005, to: sampler}"}
 FACTORS = {  # what one run changes of its method at the largest delay
     "gepo_group_std": ("gepo", {"objective.advantage": "group_std"}),
     "gepo_no_clip": ("gepo", {"objective.trust": "{type: none}"}),
     "gepo_no_penalty": ("gepo", {"objective.kl": "null"}),
-    "gepo_token_reduction": ("gepo", {"reduction": "{type: token}"}),
+    "gepo_token_reduction": ("gepo", {"reduction": "{type: token_mean}"}),
     "gepo_defensive": ("gepo", {"objective.defensive": "1.0"}),
     "gspo_narrow_clip": ("gspo", {"objective.trust": "{type: clip, low: 0.03, high: 0.03}"}),
 }

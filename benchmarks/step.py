@@ -77,7 +77,7 @@ class Size:
 
     models: dict[str, Tree]
     shape: Shape
-    tokens_per_microbatch: int
+    max_tokens_per_microbatch: int
     warm_up: int
     steps: int
 
@@ -86,7 +86,7 @@ SIZES = {
     "full": Size(
         {"qwen3-1.7b": QWEN3_1_7B, "qwen3-moe-1.6b": QWEN3_MOE_1_6B},
         Shape(samples=32, prompt=512, response=1536, least_ids=4, most_ids=8),
-        tokens_per_microbatch=16_384,
+        max_tokens_per_microbatch=16_384,
         warm_up=2,
         steps=5,
     ),
@@ -98,7 +98,7 @@ SIZES = {
             | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
         },
         Shape(samples=8, prompt=4, response=12, least_ids=4, most_ids=8),
-        tokens_per_microbatch=64,
+        max_tokens_per_microbatch=64,
         warm_up=1,
         steps=2,
     ),
@@ -127,7 +127,7 @@ def measure(options: Sequence[str] = ()) -> Tree:
         for variant in chosen:
             for name, model in models.items():
                 learner = {"parallel": layout.model_dump(), "dtype": "bfloat16", **variant}
-                learner["tokens_per_microbatch"] = size.tokens_per_microbatch
+                learner["max_tokens_per_microbatch"] = size.max_tokens_per_microbatch
                 left_s = arguments.budget_s - (time.perf_counter() - started)
                 figures = _case(Path(scratch), model, learner, size, left_s)
                 figures = _with_utilisation(figures, arguments.peak_tflops)
@@ -138,7 +138,7 @@ def measure(options: Sequence[str] = ()) -> Tree:
         "size": arguments.size,
         "layout": arguments.layout,
         "dtype": "bfloat16, float32 main parameters",
-        "batch": asdict(size.shape) | {"tokens_per_microbatch": size.tokens_per_microbatch},
+        "batch": asdict(size.shape) | {"max_tokens_per_microbatch": size.max_tokens_per_microbatch},
         "warm_up": size.warm_up,
         "steps": size.steps,
         "models": parameters,

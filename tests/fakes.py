@@ -143,11 +143,11 @@ class Figures:
     num_response_tokens: int = 8
     num_ids: int = 16
     num_samples: int = 2
-    mismatch_max_abs_dp: float | None = 1e-6
-    mismatch_mean_abs_dp: float | None = 1e-7
+    probs_diff_max: float | None = 1e-6
+    probs_diff_mean: float | None = 1e-7
     mismatch_tokens: int = 8
-    mismatch_free_max_abs_dp: float | None = None
-    mismatch_free_mean_abs_dp: float | None = None
+    probs_diff_free_max: float | None = None
+    probs_diff_free_mean: float | None = None
     routing_moved_fraction: float | None = None
     ratio_p50: float = 1.0
     ratio_p99: float = 1.1
@@ -186,7 +186,7 @@ class Learner:
         )
         if self.measures_mismatch(batch.update):
             return figures
-        nothing = {"mismatch_max_abs_dp": None, "mismatch_mean_abs_dp": None}
+        nothing = {"probs_diff_max": None, "probs_diff_mean": None}
         return replace(figures, mismatch_tokens=0, **nothing)
 
 

@@ -214,9 +214,9 @@ SUPPORTS: list[dict[str, Any]] = [
     {"type": "teacher_mc", "m": 3},
 ]
 REDUCTIONS: list[dict[str, Any]] = [
-    {"type": "token"},
-    {"type": "sequence"},
-    {"type": "fixed", "length": 5},
+    {"type": "token_mean"},
+    {"type": "sequence_mean"},
+    {"type": "fixed_length", "length": 5},
 ]
 MIXTURES: list[dict[str, Any]] = [
     {"type": "mixture", "terms": [{"coefficient": c, "objective": o} for c, o in parts]}

@@ -109,7 +109,9 @@ def gradient_bias(est: Estimator) -> float:
     """|E[g] - g| / |g|: the gradient's expectation over all caches against the exact gradient."""
     if isinstance(est.objective, RewardObjective):
         case = problem(8, lengths=(2,), vocab=3)
-        fixed = estimator(**(est.model_dump() | {"reduction": {"type": "fixed", "length": 1}}))
+        fixed = estimator(
+            **(est.model_dump() | {"reduction": {"type": "fixed_length", "length": 1}})
+        )
         got, truth = expected_group(fixed, case, 2, worth)[0], policy_gradient(case, worth)
     else:
         case = problem(2, lengths=(1,))

@@ -86,9 +86,9 @@ class Oracle:
         kind, total = self.est.reduction.type, ZERO
         for members in self.responses:
             own = sum((tokens[t][which] for t in members), ZERO)
-            if kind == "token":
+            if kind == "token_mean":
                 total = total + own / len(tokens)
-            elif kind == "sequence":
+            elif kind == "sequence_mean":
                 total = total + own / max(len(members), 1) / len(self.responses)
             else:
                 total = total + own / self.est.reduction.length / len(self.responses)

@@ -150,7 +150,7 @@ def ratio_section() -> list[str]:
         tree = {"support": {"type": support["type"]}, "objective": {"type": "forward_kl"}}
         lines.append(f"| `{support['type']}` | {shown(cases.estimator(**tree))['cache']} |")
     lines += ["", "| reduction | loss |", "|---|---|"]
-    for kind in ("token", "sequence", "fixed"):
+    for kind in ("token_mean", "sequence_mean", "fixed_length"):
         lines.append(f"| `{kind}` | {shown(cases.estimator(reduction={'type': kind}))['loss']} |")
     return lines
 

@@ -18,13 +18,13 @@ from sglang_bridge.server.launch import last_lines
 
 CONFIG = "examples/arithmetic/demo.yaml"
 DRY = (
-    "run.updates=5",
+    "run.max_steps=5",
     "buffer.batch_size=8",
     "rollout.max_new_tokens=16",
     "evaluation.problems=0",
 )
 ON_GPU = (
-    "run.updates=20",
+    "run.max_steps=20",
     "evaluation.problems=64",
     "learner.dtype=bfloat16",
     *(

@@ -56,7 +56,7 @@ def row_figures(row: dict[str, Any]) -> dict[str, float | None]:
         figures[f"{key}_over_run"] = statistics.fmean(known) if known else None
         # a single token's ratio can make up the whole mean of a variance
         figures[f"{key}_median"] = statistics.median(known) if known else None
-    figures["mismatch_max_abs_dp_run_max"] = summary["mismatch_max_abs_dp"]
+    figures["probs_diff_max_run_max"] = summary["probs_diff_max"]
     return figures
 
 

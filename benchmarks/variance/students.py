@@ -37,7 +37,7 @@ class Training:
     rollouts: int = 256
     max_new_tokens: int = 64
     lr: float = 5e-4
-    warmup_updates: int = 5
+    warmup_steps: int = 5
     betas: tuple[float, float] = (0.9, 0.99)
     clip_grad: float = 1.0
     support: Split = TRAINED_ON
@@ -146,7 +146,7 @@ class Classroom:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.student.parameters(), config.clip_grad)
         for group in optimizer.param_groups:
-            group["lr"] = config.lr * min(1.0, (number + 1) / config.warmup_updates)
+            group["lr"] = config.lr * min(1.0, (number + 1) / config.warmup_steps)
         optimizer.step()
         return float(loss.detach())
 

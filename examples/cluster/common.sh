@@ -12,7 +12,7 @@
 #   HOSTS           addresses of the nodes, separated by spaces, on the network that they share
 #   STUDENT_MODEL TEACHER_MODEL    Hugging Face checkpoints, at the same path on every node
 #   TRAIN HELDOUT   prompt files, for the controller; default: what the configuration says
-#   SETTINGS        more --set values, separated by spaces: "run.updates=10 run.seed=2"
+#   SETTINGS        more --set values, separated by spaces: "run.max_steps=10 run.seed=2"
 #   OVERWRITE=1     replace an earlier run in the same run.dir
 #   OPD TORCHRUN    the programs; default: opd, torchrun
 #   CONFIG          default: config.yaml beside launch.sh

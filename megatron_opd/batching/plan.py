@@ -29,16 +29,16 @@ def learner_plan(lengths: Sequence[int], config: LearnerConfig) -> BatchPlan:
     unit = 2 * parallel.cp if parallel.cp > 1 else 1
     return plan_batch(
         [-(-length // unit) * unit for length in lengths],
-        config.mini_batches,
+        config.num_mini_batches,
         parallel.dp,
-        config.tokens_per_microbatch * parallel.cp,
+        config.max_tokens_per_microbatch * parallel.cp,
         least_micros=parallel.pp if parallel.vpp > 1 else 1,
     )
 
 
 def plan_batch(
     lengths: Sequence[int],
-    mini_batches: int,
+    num_mini_batches: int,
     data_parallel: int,
     token_budget: int,
     least_micros: int = 1,
@@ -49,13 +49,13 @@ def plan_batch(
     tokens of a micro-batch. least_micros: of a rank in a mini-batch. Raises ValueError when the
     samples cannot be shared out equally, or are fewer than least_micros.
     """
-    shares = mini_batches * data_parallel
+    shares = num_mini_batches * data_parallel
     if not lengths or len(lengths) % shares:
         raise ValueError(
-            "a batch must hold a positive multiple of mini_batches * data-parallel size samples, "
-            f"got {len(lengths)} and {mini_batches} * {data_parallel}"
+            "a batch must hold a positive multiple of num_mini_batches * data-parallel size "
+            f"samples, got {len(lengths)} and {num_mini_batches} * {data_parallel}"
         )
-    per_mini = len(lengths) // mini_batches
+    per_mini = len(lengths) // num_mini_batches
     if per_mini < least_micros * data_parallel:
         raise ValueError(
             f"a rank's share of a mini-batch must hold at least {least_micros} samples, "

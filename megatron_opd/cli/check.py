@@ -65,9 +65,9 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
         *choose_kernels(has_gpu()).reasons,
         (
             "updates",
-            f"{config.run.updates} of {buffer.batch_size} samples in "
-            f"{config.learner.mini_batches} mini-batches, "
-            f"micro-batches of <= {config.learner.tokens_per_microbatch} tokens",
+            f"{config.run.max_steps} of {buffer.batch_size} samples in "
+            f"{config.learner.num_mini_batches} mini-batches, "
+            f"micro-batches of <= {config.learner.max_tokens_per_microbatch} tokens",
         ),
         *((f"{role} servers", server_row(config, role)) for role in models),
         ("open files", open_files_row(config)),

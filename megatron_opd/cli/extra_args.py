@@ -21,7 +21,7 @@ DECIDED = {
     "max_running_requests": "{role}.max_running_requests",
     "mem_fraction_static": "{role}.mem_fraction_static",
     "random_seed": "run.seed",
-    "weight_version": "run.updates, which are counted as versions",
+    "weight_version": "run.max_steps, which are counted as versions",
     "enable_return_routed_experts": "learner.routing_replay: rollout",
     "enable_deterministic_inference": "run.deterministic",
     "api_key": "{role}.api_key_env: a key in a config would be in files and logs",

@@ -142,7 +142,7 @@ def _step(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
     """Return what one optimizer step reads and what one weight sync sends."""
     student, learner = models[STUDENT], config.learner
     longest = longest_sample(config, student)
-    samples = config.buffer.batch_size // learner.mini_batches
+    samples = config.buffer.batch_size // learner.num_mini_batches
     published = model_parameters(student.spec).total * BYTES[learner.dtype]
     section = config.student
     ranks = (len(section.urls) or section.servers) * section.tp
@@ -156,7 +156,7 @@ def _step(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
     )
     table.add_row("model FLOPs per token, both passes", f"{flops / work.positions / 1e9:.3g} G")
     table.add_row("model FLOPs of an optimizer step", f"{flops * samples / 1e15:.3g} P")
-    table.add_row("optimizer steps per weight sync", str(learner.mini_batches))
+    table.add_row("optimizer steps per weight sync", str(learner.num_mini_batches))
     table.add_row(f"bytes of weights sent to each of {ranks} server ranks", _bytes(published))
     return table
 

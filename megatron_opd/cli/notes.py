@@ -14,10 +14,10 @@ def notes(config: Config) -> list[str]:
 def _trust(config: Config) -> str | None:
     estimator = config.estimator
     bounded = any(objective.trust_region.bounds for objective in estimator.objectives)
-    if bounded and estimator.applied_correction.prox and config.learner.mini_batches == 1:
+    if bounded and estimator.applied_correction.prox and config.learner.num_mini_batches == 1:
         return (
-            "objective.trust has no effect: with correction.prox and learner.mini_batches 1 the "
-            "ratio it bounds is always 1; use more mini-batches, or trust.type none"
+            "objective.trust has no effect: with correction.prox and learner.num_mini_batches 1 "
+            "the ratio it bounds is always 1; use more mini-batches, or trust.type none"
         )
     return None
 

@@ -32,7 +32,7 @@ from megatron_opd.metrics.totals import RunTotals
 
 MAY_CHANGE = (
     "run.dir",
-    "run.updates",
+    "run.max_steps",
     "metrics.*",
     "checkpoint.*",
     "evaluation.*",
@@ -54,7 +54,7 @@ MAY_CHANGE = (
     "scoring.guard_stop_after",
     "learner.parallel.*",
     "learner.recompute",
-    "learner.tokens_per_microbatch",
+    "learner.max_tokens_per_microbatch",
     "learner.listen_host",
     "learner.listen_port",
     "weight_sync.bucket_bytes",
@@ -146,10 +146,10 @@ def find_resumption(config: Config, accepted: Sequence[str] = ()) -> Resumption:
             raise ValueError(f"checkpoint {path}: {CONTROLLER} holds {state.updates} updates")
     except (ValueError, OSError) as error:
         raise UserError(f"--resume: {error}; remove it to continue from an older one") from None
-    if updates >= config.run.updates:
+    if updates >= config.run.max_steps:
         raise UserError(
-            f"--resume: run.updates must be above the {updates} updates of {path}, "
-            f"got {config.run.updates}"
+            f"--resume: run.max_steps must be above the {updates} updates of {path}, "
+            f"got {config.run.max_steps}"
         )
     if extras["train_crc32"] != data_crc32(config.data.train):
         raise UserError(f"--resume: data.train {config.data.train} has changed since the run began")

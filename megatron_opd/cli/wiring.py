@@ -71,7 +71,7 @@ def make_recorder(
         elapsed_s, updates = resumed.extras["elapsed_s"], resumed.state.updates
         restore_totals(totals, resumed.extras["totals"], time.monotonic())
     return RunRecorder(
-        config.run.updates,
+        config.run.max_steps,
         totals,
         sinks,
         timeline,
@@ -152,7 +152,7 @@ def make_controller(
     """Make the controller of one run, which continues from `state`."""
     run_id = uuid.uuid4().hex[:8]
     schedule = Schedule(
-        updates=config.run.updates,
+        updates=config.run.max_steps,
         batch_size=config.buffer.batch_size,
         max_staleness=config.buffer.max_staleness,
         rollout_slots=config.rollout.concurrency,

@@ -65,7 +65,7 @@ def natural_support(kinds: Sequence[str]) -> Support:
 def natural_reduction(kinds: Sequence[str]) -> Reduction:
     """Return the reduction of these types when none is named: theirs where they agree.
 
-    sequence where every term has one ratio a response, as GSPO and GEPO publish it; token for a
+    sequence_mean where every term has one ratio a response, as GSPO and GEPO publish it; token_mean
     mixture with any other.
     """
     first, *others = [objective_class(kind).default_reduction for kind in kinds]

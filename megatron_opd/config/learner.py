@@ -102,12 +102,12 @@ class OptimizerConfig(Section):
     min_lr: NonNegativeFloat = 0.0
     """Learning rate that the cosine schedule ends at; at most lr. Not used by the constant
     schedule."""
-    schedule: Literal["constant", "cosine"] = "constant"
+    lr_scheduler: Literal["constant", "cosine"] = "constant"
     """Course of the learning rate after warm-up: constant, or cosine down to min_lr at the last
     update."""
-    warmup_updates: NonNegativeInt = 0
+    warmup_steps: NonNegativeInt = 0
     """Number of updates in which the learning rate rises linearly from 0 to lr; at most
-    run.updates. Raising it starts more gently and learns less."""
+    run.max_steps. Raising it starts more gently and learns less."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay rate of AdamW's average of gradients. Raising it smooths steps over more updates and
     reacts later."""
@@ -152,10 +152,10 @@ class LearnerConfig(Section):
     dtype: Dtype = "bfloat16"
     """Number format of weights and activations; main parameters are float32 either way. float32
     takes twice the memory and time and is exact enough for bitwise studies."""
-    mini_batches: PositiveInt = 1
+    num_mini_batches: PositiveInt = 1
     """Number of optimizer steps per batch. Raising it learns more from each batch, off-policy: from
     the second step on, the ratio to the batch's start is no longer 1."""
-    tokens_per_microbatch: PositiveInt = 8192
+    max_tokens_per_microbatch: PositiveInt = 8192
     """Packing budget of one rank's micro-batch in tokens, prompts included; a longer sample gets a
     micro-batch of its own. Raising it needs fewer passes and more activation memory."""
     recompute: bool = False
@@ -171,8 +171,8 @@ class LearnerConfig(Section):
     and sampler closer and sends the experts' ids with each token."""
     routing_compare_every: NonNegativeInt = 0
     """Number of updates between measurements of the learner-sampler mismatch without replay
-    (mismatch_free_*), each of which costs one more forward pass; 0: never. Nothing is measured with
-    rollout.top_p below 1."""
+    (probs_diff_free_*), each of which costs one more forward pass; 0: never. Nothing is measured
+    with rollout.top_p below 1."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW's settings and the course of the learning rate."""
     megatron: dict[str, Any] = Field(default_factory=dict[str, Any])

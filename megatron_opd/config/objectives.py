@@ -359,7 +359,7 @@ class Grpo(RewardObjective):
 class Gspo(RewardObjective):
     """Clips one ratio a response, the geometric mean of its tokens' (GSPO; GEPO Eq. 7, 9-10).
 
-    Its `reduction` is sequence unless one is named, as published: one term a response.
+    Its `reduction` is sequence_mean unless one is named, as published: one term a response.
     """
 
     source: ClassVar[str] = "GSPO (arXiv 2507.18071); GEPO Eq. 7, 9"
@@ -390,7 +390,7 @@ class Gepo(RewardObjective):
     """Weighs by p(y) / E_q[q(y)] over the group, geometric means (GEPO Eq. 9-12, 15).
 
     A = R - mean of the group (Eq. 5), no clip (Eq. 12) and no defensive term unless asked for; its
-    `reduction` is sequence unless one is named. `trust: {type: clip}` is PPO's minimum, see there.
+    `reduction` is sequence_mean unless one is named. `trust: {type: clip}` is PPO's minimum.
     """
 
     source: ClassVar[str] = "GEPO Eq. 5, 9, 11-12, 15"

@@ -13,6 +13,21 @@ from megatron_opd.config.import_path import BY_PATH
 from megatron_opd.config.section import Section
 from megatron_opd.config.wording import line, shown
 
+RENAMED = {
+    "run.updates": "run.max_steps",
+    "learner.mini_batches": "learner.num_mini_batches",
+    "learner.tokens_per_microbatch": "learner.max_tokens_per_microbatch",
+    "learner.optimizer.schedule": "learner.optimizer.lr_scheduler",
+    "learner.optimizer.warmup_updates": "learner.optimizer.warmup_steps",
+}
+"""{earlier name of a key: its name now}."""
+RENAMED_VALUES = {
+    ("reduction", "token"): "token_mean",
+    ("reduction", "sequence"): "sequence_mean",
+    ("reduction", "fixed"): "fixed_length",
+}
+"""{(section, earlier `type`): its `type` now}."""
+
 
 def first_problem(schema: type[Section], error: ValidationError) -> str:
     """Return the most useful problem: unknown keys first, as a typo makes another "missing"."""
@@ -20,6 +35,8 @@ def first_problem(schema: type[Section], error: ValidationError) -> str:
     keys, section = _resolve(schema, problem["loc"], problem["type"] == "extra_forbidden")
     key = line(".".join(keys))
     if problem["type"] == "extra_forbidden":
+        if key in RENAMED:
+            return f"unknown key {key!r}: it is now {RENAMED[key]!r}"
         return f"unknown key {key!r}{_nearest_key(section, keys)}"
     if problem["type"] == "missing":
         return f"missing key {key!r}"
@@ -89,6 +106,9 @@ def _wrong_type(key: str, sections: list[type[BaseModel]], problem: ErrorDetails
     if not isinstance(given, dict):
         return f"{key} must be a mapping with a `type`, got {shown(given)}"
     chosen = str(given.get("type"))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    renamed = RENAMED_VALUES.get((key, chosen))
+    if renamed is not None:
+        return f"{key}.type {shown(chosen)} is now {renamed!r}"
     close = difflib.get_close_matches(chosen, names, n=1, cutoff=0.0)
     return (
         f"{key}.type must be one of {', '.join(names)}, got {shown(chosen)}; "

@@ -20,7 +20,7 @@ class Reduction(Section):
 class TokenReduction(Reduction):
     """Averages over all response tokens of the mini-batch."""
 
-    type: Literal["token"] = "token"
+    type: Literal["token_mean"] = "token_mean"
 
     def text(self) -> str:
         """Describes the reduction in one line; L_t is the loss of a token."""
@@ -33,7 +33,7 @@ class SequenceReduction(Reduction):
     A token of a short response weighs more.
     """
 
-    type: Literal["sequence"] = "sequence"
+    type: Literal["sequence_mean"] = "sequence_mean"
 
     def text(self) -> str:
         """Describes the reduction in one line; L_t is the loss of a token."""
@@ -46,7 +46,7 @@ class SequenceReduction(Reduction):
 class FixedReduction(Reduction):
     """Averages over responses the sum of their tokens divided by a constant (Dr. GRPO)."""
 
-    type: Literal["fixed"] = "fixed"
+    type: Literal["fixed_length"] = "fixed_length"
     length: PositiveInt = 1024
     """Divisor of a response's sum, in tokens. Raising it lowers every gradient in proportion."""
 
@@ -56,8 +56,8 @@ class FixedReduction(Reduction):
 
 
 ReductionConfig = Annotated[
-    Annotated[TokenReduction, Tag("token")]
-    | Annotated[SequenceReduction, Tag("sequence")]
-    | Annotated[FixedReduction, Tag("fixed")],
-    Discriminator(type_or("token")),
+    Annotated[TokenReduction, Tag("token_mean")]
+    | Annotated[SequenceReduction, Tag("sequence_mean")]
+    | Annotated[FixedReduction, Tag("fixed_length")],
+    Discriminator(type_or("token_mean")),
 ]

@@ -22,23 +22,23 @@ def _estimator(config: ConfigTree) -> str | None:
 
 
 def _shares(config: ConfigTree) -> str | None:
-    batch, minis = config.buffer.batch_size, config.learner.mini_batches
+    batch, minis = config.buffer.batch_size, config.learner.num_mini_batches
     dp = config.learner.parallel.dp
     if batch % (minis * dp):
         return (
             "buffer.batch_size must be a multiple of "
-            "learner.mini_batches * learner.parallel.dp, "
+            "learner.num_mini_batches * learner.parallel.dp, "
             f"got {batch} and {minis} * {dp}"
         )
     return None
 
 
 def _interleaved(config: ConfigTree) -> str | None:
-    batch, minis = config.buffer.batch_size, config.learner.mini_batches
+    batch, minis = config.buffer.batch_size, config.learner.num_mini_batches
     parallel = config.learner.parallel
     if parallel.vpp > 1 and batch // (minis * parallel.dp) < parallel.pp:
         return (
-            "buffer.batch_size / (learner.mini_batches * learner.parallel.dp) must be at least "
+            "buffer.batch_size / (learner.num_mini_batches * learner.parallel.dp) must be at least "
             "learner.parallel.pp with learner.parallel.vpp above 1, because an interleaved "
             f"pipeline needs one micro-batch per stage, got {batch} / ({minis} * {parallel.dp}) "
             f"and pp={parallel.pp}"
@@ -184,7 +184,7 @@ def _deterministic(config: ConfigTree) -> str | None:
 
 
 def _warmup(config: ConfigTree) -> str | None:
-    return warmup_problem(config.learner.optimizer.warmup_updates, config.run.updates)
+    return warmup_problem(config.learner.optimizer.warmup_steps, config.run.max_steps)
 
 
 def warmup_problem(warmup: int, updates: int) -> str | None:
@@ -192,8 +192,8 @@ def warmup_problem(warmup: int, updates: int) -> str | None:
     if warmup <= updates:
         return None
     return (
-        "learner.optimizer.warmup_updates must be <= run.updates, or the learning rate never "
-        f"reaches learner.optimizer.lr, got {warmup} and run.updates={updates}"
+        "learner.optimizer.warmup_steps must be <= run.max_steps, or the learning rate never "
+        f"reaches learner.optimizer.lr, got {warmup} and run.max_steps={updates}"
     )
 
 

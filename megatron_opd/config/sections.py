@@ -42,7 +42,7 @@ class RunConfig(Section):
     dir: FilePath = Path("runs/run")
     """Run directory: metrics, checkpoints, logs and the final model are written here. One run at a
     time holds it."""
-    updates: PositiveInt = 100
+    max_steps: PositiveInt = 100
     """Number of learner updates to make. New weights go to the samplers after each of them. Raising
     it trains longer, at the same cost per update."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234

@@ -50,19 +50,19 @@ class SftConfig(Section):
 
     @model_validator(mode="after")
     def _shares(self) -> SftConfig:
-        minis, parallel = self.learner.mini_batches, self.learner.parallel
+        minis, parallel = self.learner.num_mini_batches, self.learner.parallel
         least = parallel.pp if parallel.vpp > 1 else 1
         if self.batch_size % (minis * parallel.dp) or self.batch_size < minis * parallel.dp * least:
             raise ValueError(
-                "batch_size must be a multiple of learner.mini_batches * learner.parallel.dp and "
-                "with learner.parallel.vpp above 1 at least learner.parallel.pp times that, got "
+                "batch_size must be a multiple of learner.num_mini_batches * learner.parallel.dp "
+                "and with learner.parallel.vpp above 1 at least learner.parallel.pp times that, got "
                 f"{self.batch_size}, {minis} * {parallel.dp}, pp={parallel.pp}, vpp={parallel.vpp}"
             )
         return self
 
     @model_validator(mode="after")
     def _warms_up(self) -> SftConfig:
-        problem = warmup_problem(self.learner.optimizer.warmup_updates, self.run.updates)
+        problem = warmup_problem(self.learner.optimizer.warmup_steps, self.run.max_steps)
         if problem is not None:
             raise ValueError(problem)
         return self

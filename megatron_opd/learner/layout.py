@@ -121,8 +121,8 @@ class PackLayout:
         missing = target - total
         if missing < 0:
             raise ValueError(
-                "learner.tokens_per_microbatch must hold every sample when token dispatchers need "
-                f"equal lengths, got {self.fixed_tokens} and samples of {total} packed tokens"
+                "learner.max_tokens_per_microbatch must hold every sample when token dispatchers "
+                f"need equal lengths, got {self.fixed_tokens} and samples of {total} packed tokens"
             )
         filler: list[int] = []
         while missing:

@@ -97,7 +97,7 @@ class MegatronLearner:
         self.balancing = Balancing.of(self.model, sum(self.spec.moe_layers))
         self.routing = Routing.of(config.routing_replay, self.model, self.spec, self.world)
         fixed = not self.model[0].config.variable_seq_lengths
-        self.layout = self.world.pack_layout(config.tokens_per_microbatch if fixed else None)
+        self.layout = self.world.pack_layout(config.max_tokens_per_microbatch if fixed else None)
         self.full = FullTensors(self.model, self.spec, self.world)
 
     def info(self) -> LearnerInfo:
@@ -289,11 +289,11 @@ class MegatronLearner:
             num_response_tokens=int(totals.sum("tokens")),
             num_ids=int(totals.sum("ids")),
             num_samples=samples,
-            mismatch_max_abs_dp=mismatch.max_abs_dp,
-            mismatch_mean_abs_dp=mismatch.mean_abs_dp,
+            probs_diff_max=mismatch.max_abs_dp,
+            probs_diff_mean=mismatch.mean_abs_dp,
             mismatch_tokens=mismatch.tokens,
-            mismatch_free_max_abs_dp=free.max_abs_dp if free else None,
-            mismatch_free_mean_abs_dp=free.mean_abs_dp if free else None,
+            probs_diff_free_max=free.max_abs_dp if free else None,
+            probs_diff_free_mean=free.mean_abs_dp if free else None,
             routing_moved_fraction=totals.mean("routing_moved", "routing_pairs"),
             ratio_p50=totals.ratio_quantile(0.5),
             ratio_p99=totals.ratio_quantile(0.99),

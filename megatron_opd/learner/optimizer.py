@@ -18,15 +18,15 @@ from megatron_opd.learner.overrides import build, check_overrides
 def learning_rate(config: OptimizerConfig, update: int, updates: int) -> float:
     """Return the learning rate of `update` (0-based) out of `updates`.
 
-    Warm-up rises linearly from 0 and reaches the peak at update `warmup_updates`; no update is
+    Warm-up rises linearly from 0 and reaches the peak at update `warmup_steps`; no update is
     spent at 0. The cosine reaches min_lr at the last update.
     """
-    if update < config.warmup_updates:
-        return config.lr * (update + 1) / (config.warmup_updates + 1)
-    if config.schedule == "constant":
+    if update < config.warmup_steps:
+        return config.lr * (update + 1) / (config.warmup_steps + 1)
+    if config.lr_scheduler == "constant":
         return config.lr
-    span = max(1, updates - 1 - config.warmup_updates)
-    progress = min(1.0, (update - config.warmup_updates) / span)
+    span = max(1, updates - 1 - config.warmup_steps)
+    progress = min(1.0, (update - config.warmup_steps) / span)
     return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
 

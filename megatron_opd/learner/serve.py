@@ -92,7 +92,7 @@ class RankServer:
         self.learner = MegatronLearner(
             config.student.model,
             settings,
-            updates=config.run.updates,
+            updates=config.run.max_steps,
             seed=config.run.seed,
         )
         self.state = LearnerState(

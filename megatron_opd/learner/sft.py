@@ -97,13 +97,13 @@ class Validation:
 
     def __init__(self, pairs: list[Pair], learner: MegatronLearner) -> None:
         parallel = learner.config.parallel
-        share = learner.config.mini_batches * parallel.dp
+        share = learner.config.num_mini_batches * parallel.dp
         least = share * (parallel.pp if parallel.vpp > 1 else 1)
         self._learner, self._pairs = learner, pairs[: len(pairs) // share * share]
         if len(self._pairs) < least:
             raise ValueError(
-                "validation must hold at least learner.mini_batches * learner.parallel.dp pairs "
-                f"(times pp with vpp above 1), got {len(pairs)} and {least}"
+                "validation must hold at least learner.num_mini_batches * learner.parallel.dp "
+                f"pairs (times pp with vpp above 1), got {len(pairs)} and {least}"
             )
 
     def loss(self) -> float:
@@ -114,11 +114,11 @@ class Validation:
 
 
 def run_sft(config: SftConfig) -> None:
-    """Train for `run.updates` updates and write the checkpoint to `config.output`.
+    """Train for `run.max_steps` updates and write the checkpoint to `config.output`.
 
     ValueError: bad input, before anything is trained.
     """
-    updates = config.run.updates
+    updates = config.run.max_steps
     learner = MegatronLearner(
         config.init,
         config.learner,

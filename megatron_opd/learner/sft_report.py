@@ -31,7 +31,7 @@ class Report:
     """
 
     def __init__(self, config: SftConfig, *, shown: bool) -> None:
-        self._updates, self._path, self._shown = config.run.updates, config.metrics, shown
+        self._updates, self._path, self._shown = config.run.max_steps, config.metrics, shown
         self._every = max(1, self._updates // PROGRESS_LINES)
         self._started_s, self._tokens = time.perf_counter(), 0
         if shown and self._path is not None:

@@ -27,7 +27,7 @@ from megatron_opd.types import Batch, Prompt, Rollout, Sample
 
 logger = logging.getLogger(__name__)
 
-NOT_ALWAYS_MEASURED = ("mismatch_max_abs_dp", "mismatch_mean_abs_dp")
+NOT_ALWAYS_MEASURED = ("probs_diff_max", "probs_diff_mean")
 """Columns whose null belongs to one update; in any other column null holds for the whole run."""
 
 

@@ -25,10 +25,10 @@ class RoutingTotals:
             # Every layer routes every token that is an input, and the last one of a sample is none.
             inputs = sum(sample.rollout.num_tokens - 1 for sample in batch.samples)
             self.moved.add(figures.routing_moved_fraction, inputs)
-        largest, mean = figures.mismatch_max_abs_dp, figures.mismatch_mean_abs_dp
+        largest, mean = figures.probs_diff_max, figures.probs_diff_mean
         free_largest, free_mean = (
-            figures.mismatch_free_max_abs_dp,
-            figures.mismatch_free_mean_abs_dp,
+            figures.probs_diff_free_max,
+            figures.probs_diff_free_mean,
         )
         if largest is None or mean is None or free_largest is None or free_mean is None:
             return

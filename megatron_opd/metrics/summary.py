@@ -21,10 +21,10 @@ def summarise(
     """Summarise one run. The accuracies are null until the command line fills them.
 
     wall_s: seconds that the reader waited. max_staleness: tau, the bound in versions. A figure that
-    was never measured is null. mismatch_max_abs_dp, ratio_p99 and ratio_max are the largest over
-    the updates; mismatch_mean_abs_dp is the mean over the tokens measured; reward_* are over all
-    samples trained on (metrics/rewards.py). mismatch_replayed_* and mismatch_free_*: with routing
-    replay and without, over the same mismatch_compared_tokens (metrics/routing.py).
+    was never measured is null. probs_diff_max, ratio_p99 and ratio_max are the largest over
+    the updates; probs_diff_mean is the mean over the tokens measured; reward_* are over all
+    samples trained on (metrics/rewards.py). probs_diff_replayed_* and probs_diff_free_*: with
+    routing replay and without, over the same mismatch_compared_tokens (metrics/routing.py).
     """
     times, staleness, cache = totals.times, totals.staleness, totals.cache
     routing = totals.routing
@@ -52,16 +52,16 @@ def summarise(
         "partial_rollouts": staleness.partial_rollouts,
         "learner_idle_ratio": times.learner_idle_ratio(),
         "fleet_idle_ratio": times.fleet_idle_ratio(),
-        "mismatch_max_abs_dp": totals.mismatch_max.value,
-        "mismatch_mean_abs_dp": totals.mismatch_mean.value,
+        "probs_diff_max": totals.mismatch_max.value,
+        "probs_diff_mean": totals.mismatch_mean.value,
         "mismatch_tokens": int(totals.mismatch_mean.weight),
         "routing_moved_fraction": routing.moved.value,
         "routing_compared_updates": routing.compared_updates,
         "mismatch_compared_tokens": int(routing.free_mean.weight),
-        "mismatch_replayed_max_abs_dp": routing.replayed_max.value,
-        "mismatch_replayed_mean_abs_dp": routing.replayed_mean.value,
-        "mismatch_free_max_abs_dp": routing.free_max.value,
-        "mismatch_free_mean_abs_dp": routing.free_mean.value,
+        "probs_diff_replayed_max": routing.replayed_max.value,
+        "probs_diff_replayed_mean": routing.replayed_mean.value,
+        "probs_diff_free_max": routing.free_max.value,
+        "probs_diff_free_mean": routing.free_mean.value,
         "ratio_p99": totals.ratio_p99.value,
         "ratio_max": totals.ratio_max.value,
         "reward_mean": totals.rewards.mean,

@@ -72,10 +72,10 @@ class RunTotals:
         self.staleness.add(batch)
         self.cache.add(batch)
         self.rewards.add(batch)
-        if figures.mismatch_max_abs_dp is not None:
-            self.mismatch_max.add(figures.mismatch_max_abs_dp)
-        if figures.mismatch_mean_abs_dp is not None:
-            self.mismatch_mean.add(figures.mismatch_mean_abs_dp, figures.mismatch_tokens)
+        if figures.probs_diff_max is not None:
+            self.mismatch_max.add(figures.probs_diff_max)
+        if figures.probs_diff_mean is not None:
+            self.mismatch_mean.add(figures.probs_diff_mean, figures.mismatch_tokens)
         self.routing.add(batch, figures)
         self.ratio_p99.add(figures.ratio_p99)
         self.ratio_max.add(figures.ratio_max)

@@ -143,10 +143,10 @@ class UpdateFigures(Protocol):
     """Reports one update of the learner; every field also becomes a column of metrics.jsonl.
 
     A field that is None has no meaning for the estimator and becomes no column, except
-    mismatch_max_abs_dp and mismatch_mean_abs_dp: null in an update that had nothing to measure.
-    Units as in the names; reverse_kl_nats is per response token; mismatch_*_abs_dp is
+    probs_diff_max and probs_diff_mean: null in an update that had nothing to measure.
+    Units as in the names; reverse_kl_nats is per response token; probs_diff_* is
     |p_learner - p_sampler| on path tokens that the current version sampled (TIS), over
-    mismatch_tokens tokens, and mismatch_free_* the same without routing replay; ratio_* are
+    mismatch_tokens tokens, and probs_diff_free_* the same without routing replay; ratio_* are
     quantiles of the importance ratio.
     """
 
@@ -176,12 +176,12 @@ class UpdateFigures(Protocol):
         ...
 
     @property
-    def mismatch_max_abs_dp(self) -> float | None:
+    def probs_diff_max(self) -> float | None:
         """Returns the largest mismatch over the tokens measured; None without any."""
         ...
 
     @property
-    def mismatch_mean_abs_dp(self) -> float | None:
+    def probs_diff_mean(self) -> float | None:
         """Returns the mean mismatch over the tokens measured; None without any."""
         ...
 
@@ -191,13 +191,13 @@ class UpdateFigures(Protocol):
         ...
 
     @property
-    def mismatch_free_max_abs_dp(self) -> float | None:
-        """Returns mismatch_max_abs_dp with the learner's own routing; None where not compared."""
+    def probs_diff_free_max(self) -> float | None:
+        """Returns probs_diff_max with the learner's own routing; None where not compared."""
         ...
 
     @property
-    def mismatch_free_mean_abs_dp(self) -> float | None:
-        """Returns mismatch_mean_abs_dp with the learner's own routing, over the same tokens."""
+    def probs_diff_free_mean(self) -> float | None:
+        """Returns probs_diff_mean with the learner's own routing, over the same tokens."""
         ...
 
     @property

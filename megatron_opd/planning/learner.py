@@ -67,7 +67,7 @@ def microbatch_tokens(config: LearnerConfig, longest_sample: int) -> int:
 
     longest_sample: prompt and response; a sample beyond the budget gets a micro-batch of its own.
     """
-    return -(-max(config.tokens_per_microbatch, longest_sample) // config.parallel.cp)
+    return -(-max(config.max_tokens_per_microbatch, longest_sample) // config.parallel.cp)
 
 
 def learner_memory(
@@ -170,11 +170,11 @@ def _candidates(
     parallel = config.parallel
     if not config.recompute:
         yield "learner.recompute=true", config.model_copy(update={"recompute": True})
-    tokens = max(config.tokens_per_microbatch // 2, longest_sample)
-    if tokens < config.tokens_per_microbatch:
-        change = {"tokens_per_microbatch": tokens, "recompute": True}
+    tokens = max(config.max_tokens_per_microbatch // 2, longest_sample)
+    if tokens < config.max_tokens_per_microbatch:
+        change = {"max_tokens_per_microbatch": tokens, "recompute": True}
         yield (
-            f"learner.tokens_per_microbatch={tokens} with learner.recompute=true",
+            f"learner.max_tokens_per_microbatch={tokens} with learner.recompute=true",
             config.model_copy(update=change),
         )
     for name in ("ep", "tp", "pp", "dp"):

@@ -35,10 +35,11 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     from the cache, whatever the objective (on top-k supports of the part inside). entropy_nats: of
     the student. balancing_loss: of the MoE routers, unweighed, mean over layers and micro-batches;
     1 when every expert gets the same share. grad_norm: before clipping, of the last mini-batch.
-    mismatch_max_abs_dp, mismatch_mean_abs_dp: |p_learner - p_sampler| (TIS) over the
+    probs_diff_max, probs_diff_mean: |p_learner - p_sampler| (TIS) over the
     mismatch_tokens path tokens that the batch's own version sampled, in the first mini-batch (later
-    ones train on changed weights); None when there were none. mismatch_free_*: over the same tokens
-    with the learner's own routing in place of the replayed one; None where it was not measured.
+    ones train on changed weights); None when there were none. probs_diff_free_*: over the same
+    tokens with the learner's own routing in place of the replayed one; None where it was not
+    measured.
     routing_moved_fraction: of (position, layer) pairs with replayed routing, those whose router
     would have chosen other experts. ratio_*: student over sampler, over cached ids as the cache
     weighs them (path tokens where the teacher chose the ids). sampler_k*_nats, prox_k1*_nats:
@@ -60,8 +61,8 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     num_response_tokens: int
     num_ids: int
     num_samples: int
-    mismatch_max_abs_dp: float | None
-    mismatch_mean_abs_dp: float | None
+    probs_diff_max: float | None
+    probs_diff_mean: float | None
     mismatch_tokens: int
     ratio_p50: float
     ratio_p99: float
@@ -88,8 +89,8 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     trust_ratio_variance: float | None = None
     effective_sample_fraction: float | None = None
     routing_moved_fraction: float | None = None
-    mismatch_free_max_abs_dp: float | None = None
-    mismatch_free_mean_abs_dp: float | None = None
+    probs_diff_free_max: float | None = None
+    probs_diff_free_mean: float | None = None
     truncated_fraction: float | None = None
     stopped_fraction: float | None = None
     excluded_ids: int = 0

@@ -64,13 +64,13 @@ LAYOUTS = {
 BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
 # packed: several samples a micro-batch, other ones at every layout. alone: one.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "packed": {"tokens_per_microbatch": 64},
-    "alone": {"tokens_per_microbatch": 1},
-    "recompute": {"tokens_per_microbatch": 64, "recompute": True},
+    "packed": {"max_tokens_per_microbatch": 64},
+    "alone": {"max_tokens_per_microbatch": 1},
+    "recompute": {"max_tokens_per_microbatch": 64, "recompute": True},
     # One sample a micro-batch, so that every layout balances over the same tokens.
-    "balanced": {"tokens_per_microbatch": 1, "megatron": BALANCED},
+    "balanced": {"max_tokens_per_microbatch": 1, "megatron": BALANCED},
     # For batches that carry routed experts (caches.with_experts).
-    "replayed": {"tokens_per_microbatch": 64, "recompute": True, "routing_replay": "rollout"},
+    "replayed": {"max_tokens_per_microbatch": 64, "recompute": True, "routing_replay": "rollout"},
 }
 
 
@@ -84,7 +84,7 @@ def config_of(layout: Layout, variant: str) -> dict[str, Any]:
 def possible(layout: Layout, variant: str) -> bool:
     """A dispatcher that needs equal lengths needs room for more than one sample."""
     equal = layout.more.get("megatron", {}).get("moe_token_dispatcher_type") == "allgather"
-    return not (equal and VARIANTS[variant]["tokens_per_microbatch"] == 1)
+    return not (equal and VARIANTS[variant]["max_tokens_per_microbatch"] == 1)
 
 
 def run(

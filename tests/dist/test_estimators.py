@@ -39,7 +39,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     "grpo": {
         "objective": {"type": "grpo", "trust": CLIP, "kl": {"coefficient": 0.1}},
         "support": {"type": "path"},
-        "reduction": {"type": "sequence"},
+        "reduction": {"type": "sequence_mean"},
     },
     "gspo": {
         "objective": {"type": "gspo", "trust": CLIP},
@@ -58,7 +58,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
             "kl": {"coefficient": 0.1, "to": "sampler"},
         },
         "support": {"type": "path"},
-        "reduction": {"type": "fixed", "length": 8},
+        "reduction": {"type": "fixed_length", "length": 8},
     },
     "mixture": {
         "objective": {
@@ -71,13 +71,13 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     },
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {"tokens_per_microbatch": 10_000}),
-    "dense": (1, {"tokens_per_microbatch": 64, "logp": "dense"}),
-    "tp2": (2, {"parallel": {"tp": 2}, "tokens_per_microbatch": 64}),
-    "pp2": (2, {"parallel": {"pp": 2}, "tokens_per_microbatch": 64}),
-    "cp2": (2, {"parallel": {"cp": 2}, "tokens_per_microbatch": 32}),
-    "vpp2": (2, {"parallel": {"pp": 2, "vpp": 2}, "tokens_per_microbatch": 64}),
-    "dp2": (2, {"parallel": {"dp": 2}, "tokens_per_microbatch": 64}),
+    "one": (1, {"max_tokens_per_microbatch": 10_000}),
+    "dense": (1, {"max_tokens_per_microbatch": 64, "logp": "dense"}),
+    "tp2": (2, {"parallel": {"tp": 2}, "max_tokens_per_microbatch": 64}),
+    "pp2": (2, {"parallel": {"pp": 2}, "max_tokens_per_microbatch": 64}),
+    "cp2": (2, {"parallel": {"cp": 2}, "max_tokens_per_microbatch": 32}),
+    "vpp2": (2, {"parallel": {"pp": 2, "vpp": 2}, "max_tokens_per_microbatch": 64}),
+    "dp2": (2, {"parallel": {"dp": 2}, "max_tokens_per_microbatch": 64}),
 }
 COMPARED = (
     "loss",
@@ -118,7 +118,7 @@ def test_every_layout_makes_the_same_update(name, model, batch, tmp_path):
             size,
             tmp_path / layout,
             model=model,
-            config=config | {"optimizer": ADAM, "mini_batches": 2},
+            config=config | {"optimizer": ADAM, "num_mini_batches": 2},
             batches=[batch],
             estimator=ESTIMATORS[name],
             group_size=GROUP,

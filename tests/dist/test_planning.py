@@ -73,7 +73,7 @@ def case(
 ) -> tuple[str, Path, LearnerConfig, list[dict[str, Any]]]:
     """(name, model, configuration, figures by rank)."""
     kind, tree = CASES[request.param]
-    config = LearnerConfig.model_validate(tree | {"tokens_per_microbatch": 1})
+    config = LearnerConfig.model_validate(tree | {"max_tokens_per_microbatch": 1})
     batch = Batch(0, 0, tuple(plain_sample(uid) for uid in range(4 * config.parallel.dp)))
     out = tmp_path_factory.mktemp("world")
     size = config.parallel.world_size
@@ -82,7 +82,7 @@ def case(
         size,
         out,
         model=models[kind],
-        config=tree | {"tokens_per_microbatch": 1},
+        config=tree | {"max_tokens_per_microbatch": 1},
         batch=batch,
     )
     ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(size)]

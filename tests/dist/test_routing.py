@@ -29,40 +29,40 @@ from tests.models import tiny_qwen3, tiny_qwen3_moe
 pytestmark = pytest.mark.dist
 
 VOCAB, EXPERTS, TOPK, MOE_LAYERS = 512, 8, 3, 3
-FREE = ("mismatch_free_max_abs_dp", "mismatch_free_mean_abs_dp")
+FREE = ("probs_diff_free_max", "probs_diff_free_mean")
 NOISE = {"hidden_dropout": 0.1, "moe_input_jitter_eps": 0.01}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {"tokens_per_microbatch": 10_000}),
-    "recompute": (1, {"tokens_per_microbatch": 32, "recompute": True}),
+    "one": (1, {"max_tokens_per_microbatch": 10_000}),
+    "recompute": (1, {"max_tokens_per_microbatch": 32, "recompute": True}),
     "recomputed experts": (
         1,
         {
-            "tokens_per_microbatch": 32,
+            "max_tokens_per_microbatch": 32,
             "megatron": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
         },
     ),
-    "tp2": (2, {"parallel": {"tp": 2}, "tokens_per_microbatch": 64, "recompute": True}),
-    "pp2": (2, {"parallel": {"pp": 2}, "tokens_per_microbatch": 32}),
+    "tp2": (2, {"parallel": {"tp": 2}, "max_tokens_per_microbatch": 64, "recompute": True}),
+    "pp2": (2, {"parallel": {"pp": 2}, "max_tokens_per_microbatch": 32}),
     "pp2 recompute": (
         2,
-        {"parallel": {"pp": 2}, "tokens_per_microbatch": 32, "recompute": True},
+        {"parallel": {"pp": 2}, "max_tokens_per_microbatch": 32, "recompute": True},
     ),
     "vpp2": (
         2,
-        {"parallel": {"pp": 2, "vpp": 2}, "tokens_per_microbatch": 32, "recompute": True},
+        {"parallel": {"pp": 2, "vpp": 2}, "max_tokens_per_microbatch": 32, "recompute": True},
     ),
     "vpp2 recomputed experts": (
         2,
         {
             "parallel": {"pp": 2, "vpp": 2},
-            "tokens_per_microbatch": 32,
+            "max_tokens_per_microbatch": 32,
             "megatron": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
         },
     ),
-    "cp2": (2, {"parallel": {"cp": 2}, "tokens_per_microbatch": 32, "recompute": True}),
-    "ep2": (2, {"parallel": {"dp": 2, "ep": 2}, "tokens_per_microbatch": 64}),
-    "tp2ep2": (2, {"parallel": {"tp": 2, "ep": 2}, "tokens_per_microbatch": 64}),
-    "tp2cp2": (4, {"parallel": {"tp": 2, "cp": 2}, "tokens_per_microbatch": 32}),
+    "cp2": (2, {"parallel": {"cp": 2}, "max_tokens_per_microbatch": 32, "recompute": True}),
+    "ep2": (2, {"parallel": {"dp": 2, "ep": 2}, "max_tokens_per_microbatch": 64}),
+    "tp2ep2": (2, {"parallel": {"tp": 2, "ep": 2}, "max_tokens_per_microbatch": 64}),
+    "tp2cp2": (4, {"parallel": {"tp": 2, "cp": 2}, "max_tokens_per_microbatch": 32}),
 }
 
 
@@ -189,7 +189,7 @@ def test_forced_experts_equal_float64_autograd(kind, models, batches, tmp_path, 
 def look(
     model: Path, batch: Batch, out: Path, **config: Any
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    settings = {"optimizer": ADAM, "tokens_per_microbatch": 64} | config
+    settings = {"optimizer": ADAM, "max_tokens_per_microbatch": 64} | config
     result = run_world(
         routing_jobs.look_and_train, 1, out, model=model, config=settings, batch=batch, estimator={}
     )
@@ -247,9 +247,9 @@ def test_the_mismatch_with_replay_and_without(models, batches, tmp_path):
     others = update(model, batch, tmp_path / "others", config=compare)
     fresh = sum(len(sample.rollout.response_ids_T) for sample in batch.samples[4:])
     assert others["mismatch_tokens"] == fresh < batch.num_response_tokens
-    bounded("max |dp| to float64, routing free", others["mismatch_free_max_abs_dp"], 1e-6)
-    assert others["mismatch_max_abs_dp"] > 1e3 * others["mismatch_free_max_abs_dp"]
-    assert others["mismatch_mean_abs_dp"] > 1e3 * others["mismatch_free_mean_abs_dp"]
+    bounded("max |dp| to float64, routing free", others["probs_diff_free_max"], 1e-6)
+    assert others["probs_diff_max"] > 1e3 * others["probs_diff_free_max"]
+    assert others["probs_diff_mean"] > 1e3 * others["probs_diff_free_mean"]
     look(model, batch, tmp_path / "current", routing_replay="current")
     own = with_experts(batch, np.load(tmp_path / "current" / "experts.npy"))
     recorded = update(model, own, tmp_path / "own", config=compare)
@@ -266,7 +266,7 @@ def test_the_mismatch_with_replay_and_without(models, batches, tmp_path):
 @pytest.mark.parametrize(
     ("size", "config"),
     [
-        (1, {"recompute": True, "mini_batches": 2, "megatron": NOISE}),
+        (1, {"recompute": True, "num_mini_batches": 2, "megatron": NOISE}),
         (2, {"parallel": {"tp": 2}, "megatron": NOISE}),
         (2, {"parallel": {"dp": 2, "ep": 2}, "ddp": OVERLAP}),
         (1, {"megatron": BALANCED}),
@@ -278,7 +278,7 @@ def test_training_does_not_notice_the_comparison(size, config, models, batches, 
     settings = {
         "optimizer": ADAM,
         "routing_replay": "rollout",
-        "tokens_per_microbatch": 64,
+        "max_tokens_per_microbatch": 64,
     } | config
     rows = {}
     for every in (0, 2):
@@ -303,7 +303,7 @@ def test_training_does_not_notice_the_comparison(size, config, models, batches, 
 def test_current_keeps_the_routing_of_the_batchs_start(models, batches, tmp_path):
     """Bitwise what its own recording replayed does in both mini-batches; off goes other ways."""
     model, batch = models["post"], batches["post"]
-    fast = {"optimizer": ADAM | {"lr": 3e-2}, "mini_batches": 2}
+    fast = {"optimizer": ADAM | {"lr": 3e-2}, "num_mini_batches": 2}
     current, _ = look(model, batch, tmp_path / "current", routing_replay="current", **fast)
     own = with_experts(batch, np.load(tmp_path / "current" / "experts.npy"))
     rollout, _ = look(model, own, tmp_path / "rollout", routing_replay="rollout", **fast)

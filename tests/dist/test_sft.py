@@ -41,9 +41,9 @@ def weightless(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_config(
     init: Path, data: Path, output: Path, updates: int, **learner: Any
 ) -> dict[str, Any]:
-    optimizer = {"lr": 3e-3, "warmup_updates": 2, "schedule": "cosine", "eps": 1e-4}
+    optimizer = {"lr": 3e-3, "warmup_steps": 2, "lr_scheduler": "cosine", "eps": 1e-4}
     return {
-        "run": {"updates": updates, "seed": 5},
+        "run": {"max_steps": updates, "seed": 5},
         "init": str(init),
         "output": str(output),
         "train": str(data),

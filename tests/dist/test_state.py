@@ -29,8 +29,8 @@ pytestmark = pytest.mark.dist
 # (step count, moments, main parameters) shows in the next update.
 STEP = {
     "optimizer": {"lr": 1e-3, "eps": 1e-3, "clip_grad": 0.5, "weight_decay": 0.1},
-    "tokens_per_microbatch": 64,
-    "mini_batches": 2,
+    "max_tokens_per_microbatch": 64,
+    "num_mini_batches": 2,
 }
 LAYOUTS: dict[str, dict[str, dict[str, int]]] = {
     "tied": {"one": {}, "pp2": {"pp": 2}},

@@ -29,7 +29,7 @@ def write_config(root: Path, student: Path, teacher: Path) -> Path:
     (root / "train.jsonl").write_text("\n".join(lines) + "\n")
     server = {"dtype": "float32", "max_total_tokens": 8192, "context_length": 256}
     tree: dict[str, Any] = {
-        "run": {"dir": str(root / "run"), "updates": UPDATES, "seed": 3, "deterministic": True},
+        "run": {"dir": str(root / "run"), "max_steps": UPDATES, "seed": 3, "deterministic": True},
         "data": {"train": str(root / "train.jsonl"), "task": "exact"},
         "student": {**server, "model": str(student)},
         "teacher": {**server, "model": str(teacher)},
@@ -38,7 +38,7 @@ def write_config(root: Path, student: Path, teacher: Path) -> Path:
         "buffer": {"batch_size": BATCH, "max_staleness": HELD, "hold_batches": HELD},
         "learner": {
             "dtype": "float32",
-            "tokens_per_microbatch": 256,
+            "max_tokens_per_microbatch": 256,
             "threads": 1,
             "optimizer": {"lr": 0.001},
         },

@@ -31,8 +31,7 @@ def fake(calls: list[str], causes: dict[str, str] | None = None) -> Launch:
         summary = dict.fromkeys(SUMMARY, seed) | {"cause": cause, "commit": "abc"}
         (run_dir / "summary.json").write_text(json.dumps(summary))
         rows = [
-            dict.fromkeys(CURVES, seed + update)
-            | ({} if update % 2 else {"mismatch_mean_abs_dp": None})
+            dict.fromkeys(CURVES, seed + update) | ({} if update % 2 else {"probs_diff_mean": None})
             for update in range(6)
         ]
         (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -81,7 +80,7 @@ def test_a_row_of_other_losses_or_configuration_is_made_again(
     config = tmp_path / "y.yaml"
     config.write_text("run: {}")
     before = Trial("s", "m", 1, config).fingerprint
-    config.write_text("run: {updates: 3}")
+    config.write_text("run: {max_steps: 3}")
     assert Trial("s", "m", 1, config).fingerprint != before
 
 
@@ -136,7 +135,7 @@ def test_methods_of_the_delayed_rollout_study_differ_in_the_weight_alone(
             assert objective["advantage"] == "group_mean"
             assert objective["trust"] == {"type": "clip", "low": 0.2, "high": 0.2, "dual": None}
             assert objective.get("defensive", 0) == 0
-            assert parts["reduction"] == {"type": "sequence"}
+            assert parts["reduction"] == {"type": "sequence_mean"}
             assert parts["buffer"]["hold_batches"] == parts["buffer"]["max_staleness"] == delay
             penalty = None if objective["kl"] is None else objective["kl"]["coefficient"]
             assert penalty == (None if delay == 0 else 0.005)
@@ -189,7 +188,7 @@ def test_means_over_seeds_and_their_intervals(tmp_path: Path):
     # 2, 3, 4, 5, 6, 7: each point the mean of the last five
     assert entry["curves"]["grad_norm"]["mean"] == [2, 2.5, 3, 3.5, 4, 5]
     nothing = None  # no token was measured
-    measured = entry["curves"]["mismatch_mean_abs_dp"]["mean"]
+    measured = entry["curves"]["probs_diff_mean"]["mean"]
     assert measured == [nothing, 3, 3, 4, 4, 5]
     assert interval([None, 4.0]) == {"mean": 4.0, "half_width_95": None, "n": 1}
     assert interval([None])["mean"] is None
@@ -203,10 +202,10 @@ def test_the_study_of_replay_says_how_much_closer_the_learner_is(tmp_path: Path)
     assert (first["sampler"], first["staleness"]) == ("float32", "staleness_0")
     assert first["free_over_replayed_mean"] == 1
     summary = dict.fromkeys(SUMMARY) | {
-        "mismatch_replayed_mean_abs_dp": 0.5,
-        "mismatch_free_mean_abs_dp": 2.0,
-        "mismatch_replayed_max_abs_dp": 0.0,
-        "mismatch_free_max_abs_dp": 1.0,
+        "probs_diff_replayed_mean": 0.5,
+        "probs_diff_free_mean": 2.0,
+        "probs_diff_replayed_max": 0.0,
+        "probs_diff_free_max": 1.0,
     }
     row = {"setting": "s", "method": "m", "command": "c", "status": "finished", "summary": summary}
     told = routing.entry(row)

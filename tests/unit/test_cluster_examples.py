@@ -119,7 +119,7 @@ def dry_run(example: str, tmp_path: Path) -> list[list[str]]:
         "DRY_RUN": "1",
         "STUDENT_MODEL": "/models/student",
         "TEACHER_MODEL": "/models/with space",
-        "SETTINGS": "run.updates=17 run.seed=9",
+        "SETTINGS": "run.max_steps=17 run.seed=9",
     }
     done = subprocess.run(
         ["bash", CLUSTER / example / "job.slurm"], capture_output=True, text=True, env=environment
@@ -160,7 +160,7 @@ def test_every_command_is_one_that_the_programs_take(example: str, tmp_path: Pat
         assert loaded.learner == config.learner.model_copy(
             update={"listen_host": loaded.learner.listen_host}
         )
-        assert (loaded.run.updates, loaded.run.seed) == (17, 9)
+        assert (loaded.run.max_steps, loaded.run.seed) == (17, 9)
         assert str(loaded.student.model) == "/models/student"
         assert str(loaded.teacher and loaded.teacher.model) == "/models/with space"
         for role, section in (("student", loaded.student), ("teacher", loaded.teacher)):

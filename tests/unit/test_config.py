@@ -66,7 +66,14 @@ def test_defaults_fill_in_and_the_dump_loads_to_an_equal_config(tmp_path: Path):
         ("objective={trust: {type: clip, dual: 1}}", ["objective.trust.dual", "greater than 1"]),
         ("correction={type: truncated, cap: 2}", ["correction.cap", "max_ratio"]),
         ("correction={type: masked, min_ratio: 3}", ["min_ratio", "max_ratio=2.0"]),
-        ("reduction.type=sum", ["reduction.type", "token, sequence, fixed", "'sum'"]),
+        (
+            "reduction.type=sum",
+            ["reduction.type", "token_mean, sequence_mean, fixed_length", "'sum'"],
+        ),
+        ("reduction.type=token", ["reduction.type", "'token' is now 'token_mean'"]),
+        ("run.updates=5", ["'run.updates'", "it is now 'run.max_steps'"]),
+        ("learner.mini_batches=2", ["'learner.mini_batches'", "'learner.num_mini_batches'"]),
+        ("learner.optimizer.schedule=cosine", ["it is now 'learner.optimizer.lr_scheduler'"]),
         ("buffer.max_staleness=-1", ["buffer.max_staleness", "-1"]),
         ("learner.dtype=fp8", ["learner.dtype", "fp8"]),
         (
@@ -98,7 +105,7 @@ def test_rules_across_sections_name_all_their_keys(tmp_path: Path):
     message = error_of(
         write(tmp_path, MINIMAL), "buffer.batch_size=6", "learner.parallel={ep: 2, dp: 4}"
     )
-    for word in ("buffer.batch_size", "learner.mini_batches", "learner.parallel", "6", "4"):
+    for word in ("buffer.batch_size", "learner.num_mini_batches", "learner.parallel", "6", "4"):
         assert word in message
 
 
@@ -161,7 +168,7 @@ def test_batch_rule_accepts_exactly_the_divisible(batch: int, minis: int, dp: in
     tree = {
         **MINIMAL,
         "buffer": {"batch_size": batch},
-        "learner": {"mini_batches": minis, "parallel": {"dp": dp}},
+        "learner": {"num_mini_batches": minis, "parallel": {"dp": dp}},
     }
     if batch % (minis * dp):
         with pytest.raises(ValueError, match="multiple of"):

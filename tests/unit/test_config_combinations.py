@@ -248,18 +248,18 @@ def test_every_objective_is_valid_by_its_name_alone(kind: str):
 @pytest.mark.parametrize(
     ("objective", "reduction"),
     [
-        ({"type": "gspo"}, "sequence"),
-        ({"type": "gepo"}, "sequence"),
-        ({"type": "grpo"}, "token"),
-        ({"type": "reverse_kl"}, "token"),
-        ({"advantage": "rollout"}, "token"),
-        ({"type": "mixture", "terms": [{"objective": {"type": "gepo"}}]}, "sequence"),
+        ({"type": "gspo"}, "sequence_mean"),
+        ({"type": "gepo"}, "sequence_mean"),
+        ({"type": "grpo"}, "token_mean"),
+        ({"type": "reverse_kl"}, "token_mean"),
+        ({"advantage": "rollout"}, "token_mean"),
+        ({"type": "mixture", "terms": [{"objective": {"type": "gepo"}}]}, "sequence_mean"),
         (
             {
                 "type": "mixture",
                 "terms": [{"objective": {"type": "gspo"}}, {"objective": {"type": "forward_kl"}}],
             },
-            "token",
+            "token_mean",
         ),
     ],
     ids=str,
@@ -275,8 +275,8 @@ def test_a_reduction_that_is_not_named_is_that_of_the_paper_and_is_written_down(
     config = load_config(Config, path)
     assert config.reduction.type == config.estimator.reduction.type == reduction
     assert yaml.safe_load(dump_config(config))["reduction"]["type"] == reduction
-    named = load_config(Config, path, ["reduction.type=fixed"])
-    assert named.reduction.type == named.estimator.reduction.type == "fixed"
+    named = load_config(Config, path, ["reduction.type=fixed_length"])
+    assert named.reduction.type == named.estimator.reduction.type == "fixed_length"
 
 
 def test_advantages_and_clips_are_those_of_the_papers_by_default():
@@ -317,7 +317,7 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
     ),
     (
         ["buffer.batch_size=6", "learner.parallel={ep: 2, dp: 4}"],
-        ["buffer.batch_size", "learner.mini_batches", "6", "4"],
+        ["buffer.batch_size", "learner.num_mini_batches", "6", "4"],
         ["buffer.batch_size=8"],
     ),
     (
@@ -410,9 +410,9 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["learner.megatron.deterministic_mode=true"],
     ),
     (
-        ["learner.optimizer.warmup_updates=6", "run.updates=5"],
-        ["learner.optimizer.warmup_updates must be <= run.updates", "got 6 and run.updates=5"],
-        ["run.updates=6"],
+        ["learner.optimizer.warmup_steps=6", "run.max_steps=5"],
+        ["learner.optimizer.warmup_steps must be <= run.max_steps", "got 6 and run.max_steps=5"],
+        ["run.max_steps=6"],
     ),
     (
         ["checkpoint.every=5", "learner.optimizer.optimizer_cpu_offload=true"],

@@ -309,7 +309,7 @@ def of_rewards(advantage: str, level: str = "sequence", kind: str = "reinforce")
         support={"type": "path"},
         objective={"type": kind, "advantage": advantage, "trust": {"type": "none"}},
         correction={"type": "importance", "level": level},
-        reduction={"type": "fixed", "length": 1},
+        reduction={"type": "fixed_length", "length": 1},
     )
 
 

@@ -65,7 +65,7 @@ def test_the_recorded_errors_are_within_the_limits_and_the_biases_where_they_are
             ["0.02", "log o_t"],
         ),
         ({"objective": {"type": "gepo", "defensive": 5}}, "group", ["5 Var"]),
-        ({"reduction": {"type": "fixed", "length": 77}}, "loss", ["77"]),
+        ({"reduction": {"type": "fixed_length", "length": 77}}, "loss", ["77"]),
         ({"support": {"type": "atoms_tail", "k": 3, "m": 9}}, "cache", ["3 likeliest", "9 draws"]),
     ],
     ids=str,

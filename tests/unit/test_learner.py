@@ -62,7 +62,7 @@ def test_positions_restart_in_every_segment():
 
 @given(st.integers(0, 20), st.integers(1, 60), st.sampled_from(["constant", "cosine"]))
 def test_schedule(warmup: int, updates: int, schedule: str):
-    config = OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_updates=warmup, schedule=schedule)
+    config = OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=warmup, lr_scheduler=schedule)
     rates = [learning_rate(config, update, updates) for update in range(updates)]
     assert all(0 < rate <= 1e-3 for rate in rates), "no update is wasted at 0"
     rising, rest = rates[: warmup + 1], rates[warmup:]

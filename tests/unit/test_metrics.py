@@ -191,25 +191,25 @@ def test_figures_without_a_meaning_become_no_column(tmp_path):
 def test_an_update_that_measured_no_mismatch_says_null_and_leaves_the_summary_alone(tmp_path):
     recorder, _ = record(tmp_path, learner=Learner(measures_mismatch=lambda update: update % 3 > 0))
     rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for key, value in (("mismatch_max_abs_dp", 1e-6), ("mismatch_mean_abs_dp", 1e-7)):
+    for key, value in (("probs_diff_max", 1e-6), ("probs_diff_mean", 1e-7)):
         nothing = None
         assert [row[key] for row in rows] == [nothing, value, value] * 2 + [nothing]
     summary = summarise(recorder.totals, recorder.accounting, 1.0, 2)
-    assert summary["mismatch_max_abs_dp"] == 1e-6
-    assert summary["mismatch_mean_abs_dp"] == pytest.approx(1e-7)
+    assert summary["probs_diff_max"] == 1e-6
+    assert summary["probs_diff_mean"] == pytest.approx(1e-7)
     assert summary["mismatch_tokens"] == 4 * Figures().mismatch_tokens
 
 
 def test_a_run_that_never_measured_a_mismatch_has_none(tmp_path):
     recorder, _ = record(tmp_path, learner=Learner(measures_mismatch=lambda update: False))
     summary = summarise(recorder.totals, recorder.accounting, 1.0, 2)
-    assert summary["mismatch_max_abs_dp"] is None
-    assert summary["mismatch_mean_abs_dp"] is None
+    assert summary["probs_diff_max"] is None
+    assert summary["probs_diff_mean"] is None
 
 
 def routed(update):
     """Replayed in every update, compared in every second one."""
-    free = {"mismatch_free_max_abs_dp": 2e-6 * (1 + update), "mismatch_free_mean_abs_dp": 3e-7}
+    free = {"probs_diff_free_max": 2e-6 * (1 + update), "probs_diff_free_mean": 3e-7}
     return {"routing_moved_fraction": 0.1 * update} | (free if update % 2 == 0 else {})
 
 
@@ -217,16 +217,16 @@ def test_replay_is_compared_over_the_same_updates(tmp_path):
     learner = Learner(measures_mismatch=lambda update: update != 4, routing=routed)
     recorder, learner = record(tmp_path, learner=learner)
     rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["update"] for row in rows if "mismatch_free_max_abs_dp" in row] == [0, 2, 4, 6]
+    assert [row["update"] for row in rows if "probs_diff_free_max" in row] == [0, 2, 4, 6]
     summary = summarise(recorder.totals, recorder.accounting, 1.0, 2)
     # update 4 had no token to measure
     assert summary["routing_compared_updates"] == 3
     assert summary["mismatch_compared_tokens"] == 3 * Figures().mismatch_tokens
     assert summary["mismatch_tokens"] == 6 * Figures().mismatch_tokens
-    assert summary["mismatch_replayed_max_abs_dp"] == Figures().mismatch_max_abs_dp
-    assert summary["mismatch_replayed_mean_abs_dp"] == pytest.approx(1e-7)
-    assert summary["mismatch_free_max_abs_dp"] == pytest.approx(14e-6)
-    assert summary["mismatch_free_mean_abs_dp"] == pytest.approx(3e-7)
+    assert summary["probs_diff_replayed_max"] == Figures().probs_diff_max
+    assert summary["probs_diff_replayed_mean"] == pytest.approx(1e-7)
+    assert summary["probs_diff_free_max"] == pytest.approx(14e-6)
+    assert summary["probs_diff_free_mean"] == pytest.approx(3e-7)
     inputs = [sum(s.rollout.num_tokens - 1 for s in batch.samples) for batch in learner.batches]
     moved = sum(0.1 * update * count for update, count in enumerate(inputs)) / sum(inputs)
     assert summary["routing_moved_fraction"] == pytest.approx(moved)
@@ -252,8 +252,8 @@ def test_a_run_without_replay_compares_nothing(tmp_path):
     assert summary["routing_compared_updates"] == summary["mismatch_compared_tokens"] == 0
     for key in (
         "routing_moved_fraction",
-        "mismatch_free_max_abs_dp",
-        "mismatch_replayed_max_abs_dp",
+        "probs_diff_free_max",
+        "probs_diff_replayed_max",
     ):
         assert summary[key] is None
 
@@ -315,7 +315,7 @@ def test_tensorboard_reads_back_what_was_written(tmp_path):
     losses = events.Scalars("opd/loss")
     assert [(event.step, event.value) for event in losses] == [(k, 0.5) for k in range(7)]
     assert losses[0].wall_time > 1e9
-    measured = events.Scalars("opd/mismatch_max_abs_dp")
+    measured = events.Scalars("opd/probs_diff_max")
     assert [event.step for event in measured] == [1, 3, 5], "what is null is no point"
 
 
@@ -332,7 +332,7 @@ def test_summary_of_a_run(tmp_path):
     assert 0 <= summary["learner_idle_ratio"] <= 1
     assert 0 <= summary["fleet_idle_ratio"] <= 1
     assert summary["publish_s_mean"] == pytest.approx(0.2)
-    assert summary["mismatch_max_abs_dp"] == 1e-6
+    assert summary["probs_diff_max"] == 1e-6
     assert summary["peak_rss_bytes"] > 2**20
     tokens = sum(batch.num_response_tokens for batch in learner.batches[5:])
     assert summary["train_tokens_per_s"] == pytest.approx(

@@ -71,7 +71,9 @@ def test_an_unequal_share_is_refused(count: int, minis: int, ranks: int):
 def test_the_learner_s_plan_fits_its_layout(lengths, stages, cp, budget):
     """Interleaved stages get a micro-batch each; samples fill 2 * cp chunks of one budget."""
     parallel = {"pp": stages, "vpp": 2, "cp": cp} if stages > 1 else {"cp": cp}
-    config = LearnerConfig.model_validate({"parallel": parallel, "tokens_per_microbatch": budget})
+    config = LearnerConfig.model_validate(
+        {"parallel": parallel, "max_tokens_per_microbatch": budget}
+    )
     ((micros,),) = learner_plan(lengths, config)
     assert sorted(i for micro in micros for i in micro) == list(range(len(lengths)))
     assert len(micros) >= stages

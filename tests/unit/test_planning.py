@@ -225,7 +225,7 @@ LARGE = {
             "Qwen3-30B-A3B",
             {
                 "parallel": {"tp": 2, "pp": 2, "dp": 4, "ep": 8},
-                "tokens_per_microbatch": 18432,
+                "max_tokens_per_microbatch": 18432,
                 "gpu_memory_gib": 79,
             },
             ["stage 0", "activations", "learner.recompute=true would fit"],

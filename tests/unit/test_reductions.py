@@ -20,7 +20,7 @@ from tests.loss_cases import (
     student_logp,
 )
 
-KINDS = [{"type": "token"}, {"type": "sequence"}, {"type": "fixed", "length": 7}]
+KINDS = [{"type": "token_mean"}, {"type": "sequence_mean"}, {"type": "fixed_length", "length": 7}]
 lengths = st.lists(st.integers(0, 5), min_size=1, max_size=5)
 
 
@@ -72,7 +72,11 @@ def test_what_a_token_weighs(kind: dict):
     )
     result = evaluate(estimator(support={"type": "path"}, reduction=kind), cache)
     (result.loss_sum / result.count).backward()
-    expected = {"token": [1 / 5] * 5, "sequence": [1 / 3] + [1 / 12] * 4, "fixed": [1 / 21] * 5}
+    expected = {
+        "token_mean": [1 / 5] * 5,
+        "sequence_mean": [1 / 3] + [1 / 12] * 4,
+        "fixed_length": [1 / 21] * 5,
+    }
     assert cache.student_logp_N.grad is not None
     assert cache.student_logp_N.grad.tolist() == pytest.approx(expected[kind["type"]])
 
@@ -87,7 +91,7 @@ def test_a_batch_of_no_tokens_is_zero(support: dict):
         result = evaluate(est, cache_of(est, case, [], student_N))
         result.loss_sum.backward()
         assert float(result.loss_sum.detach()) == 0
-        assert result.count == (0 if kind["type"] == "token" else len(sizes))
+        assert result.count == (0 if kind["type"] == "token_mean" else len(sizes))
 
 
 @settings(deadline=None)

@@ -15,7 +15,7 @@ from tests.figures import bounded
 from tests.loss_cases import cache_of, draw_rows, estimator, problem, student_logp
 
 FREE = {"type": "none"}
-ROWS_PER = {"type": "sequence"}
+ROWS_PER = {"type": "sequence_mean"}
 
 
 def reward(kind: str, **changes):

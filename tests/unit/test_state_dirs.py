@@ -57,7 +57,7 @@ def make_config(tmp_path: Path, **sections: Any) -> Config:
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n')
     server = {"model": "unused", "dtype": "float32"}
     tree: dict[str, Any] = {
-        "run": {"dir": str(tmp_path / "run"), "updates": 20},
+        "run": {"dir": str(tmp_path / "run"), "max_steps": 20},
         "data": {"train": str(tmp_path / "train.jsonl")},
         "student": server,
         "teacher": server,
@@ -238,7 +238,7 @@ def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
     save_some(config, FakeLearner(), [2])
     harmless = make_config(
         tmp_path,
-        run={"updates": 40},
+        run={"max_steps": 40},
         checkpoint={"every": 5, "keep_last": 9},
         student={"servers": 2, "base_port": 30000, "api_key_env": "OPD_STUDENT_KEY"},
         learner={"parallel": {"tp": 2}, "threads": 3},
@@ -252,13 +252,13 @@ def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
         ("buffer", "batch_size", 8),
         ("rollout", "temperature", 0.5),
         ("student", "model", "other"),
-        ("learner", "mini_batches", 2),
+        ("learner", "num_mini_batches", 2),
     ):
         changed = make_config(tmp_path, **{section: {key: value}})
         with pytest.raises(UserError, match=rf"--resume: {section}\.{key} must be unchanged from"):
             find_resumption(changed)
     with pytest.raises(UserError, match=r"run\.updates must be above the 2 updates"):
-        find_resumption(make_config(tmp_path, run={"updates": 2}))
+        find_resumption(make_config(tmp_path, run={"max_steps": 2}))
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+2="}\n')
     with pytest.raises(UserError, match="has changed since the run began"):
         find_resumption(config)

@@ -75,7 +75,7 @@ def silent(request: m.Request) -> None:
 
 
 def test_each_head_receives_exactly_its_own_samples():
-    settings = {"mini_batches": 2, "tokens_per_microbatch": 30}
+    settings = {"num_mini_batches": 2, "max_tokens_per_microbatch": 30}
     whole = make_shares(parallel={"dp": 2}, **settings)
 
     async def body(remote: RemoteLearner) -> None:

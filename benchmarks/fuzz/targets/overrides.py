@@ -12,7 +12,7 @@ from megatron_opd.config.schema import Config
 
 DEMO = EXAMPLE / "demo.yaml"
 CORPUS = (
-    *(b"run.updates=5", b"rollout.temperature=0.5", b"objective={type: jsd, beta: 0.3}"),
+    *(b"run.max_steps=5", b"rollout.temperature=0.5", b"objective={type: jsd, beta: 0.3}"),
     *(b"learner.parallel={tp: 2, pp: 2}", b"student.urls=['http://a:1']", b"run.seed=1_000"),
     *(
         b"support={type: atoms_tail, k: 16, m: 48}",
@@ -21,7 +21,7 @@ CORPUS = (
     ),
 )
 KEYS = (
-    "run.updates",
+    "run.max_steps",
     "rollout.temperature",
     "student.host",
     "learner.threads",
