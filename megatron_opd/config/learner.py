@@ -129,6 +129,14 @@ class OptimizerConfig(Section):
         return dict(self.model_extra or {})
 
     @model_validator(mode="after")
+    def _no_earlier_names(self) -> OptimizerConfig:
+        # any other key would be taken for one of Megatron's
+        for earlier, now in (("schedule", "lr_scheduler"), ("warmup_updates", "warmup_steps")):
+            if earlier in self.megatron:
+                raise ValueError(f"{earlier} is now {now}")
+        return self
+
+    @model_validator(mode="after")
     def _min_below_peak(self) -> OptimizerConfig:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr must be <= lr, got min_lr={self.min_lr}, lr={self.lr}")

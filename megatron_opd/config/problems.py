@@ -17,8 +17,6 @@ RENAMED = {
     "run.updates": "run.max_steps",
     "learner.mini_batches": "learner.num_mini_batches",
     "learner.tokens_per_microbatch": "learner.max_tokens_per_microbatch",
-    "learner.optimizer.schedule": "learner.optimizer.lr_scheduler",
-    "learner.optimizer.warmup_updates": "learner.optimizer.warmup_steps",
 }
 """{earlier name of a key: its name now}."""
 RENAMED_VALUES = {
