@@ -55,8 +55,8 @@ class SftConfig(Section):
         if self.batch_size % (minis * parallel.dp) or self.batch_size < minis * parallel.dp * least:
             raise ValueError(
                 "batch_size must be a multiple of learner.num_mini_batches * learner.parallel.dp "
-                "and with learner.parallel.vpp above 1 at least learner.parallel.pp times that, got "
-                f"{self.batch_size}, {minis} * {parallel.dp}, pp={parallel.pp}, vpp={parallel.vpp}"
+                "and with learner.parallel.vpp above 1 at least learner.parallel.pp times that, "
+                f"got {self.batch_size}, {minis} * {parallel.dp}, pp={parallel.pp}, vpp={parallel.vpp}"
             )
         return self
 
