@@ -56,7 +56,8 @@ class SftConfig(Section):
             raise ValueError(
                 "batch_size must be a multiple of learner.num_mini_batches * learner.parallel.dp "
                 "and with learner.parallel.vpp above 1 at least learner.parallel.pp times that, "
-                f"got {self.batch_size}, {minis} * {parallel.dp}, pp={parallel.pp}, vpp={parallel.vpp}"
+                f"got {self.batch_size}, {minis} * {parallel.dp}, pp={parallel.pp}, "
+                f"vpp={parallel.vpp}"
             )
         return self
 
