@@ -46,7 +46,7 @@ def test_check_prints_the_plan(tmp_path: Path, config: dict, capsys: pytest.Capt
         ("student.context_length=5000", ["student.context_length", "2048", "5000"]),
         ("data.chat_template=true", ["chat template"]),
         ("data.max_prompt_tokens=1", ["all 1 usable prompts", "limit of 1"]),
-        ("rollout.max_new_tokens=2041", ["rollout.max_new_tokens", "less 7", "2041"]),
+        ("rollout.max_new_tokens=2041", ["rollout.max_new_tokens", "minus 7", "2041"]),
         ("student.context_length=81 data.train=long", ["longer than the limit of 10 tokens"]),
         ("evaluation.max_new_tokens=2048", ["evaluation.max_new_tokens", "2048"]),
         ("student.max_total_tokens=100", ["student.max_total_tokens", "2048", "100"]),
