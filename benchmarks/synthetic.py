@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_opd.batching.plan import learner_plan
-from megatron_opd.batching.rank_batch import RankBatch, rank_batch
+from megatron_opd.batching.rank_batch import RankBatch
+from megatron_opd.batching.shares import shares
 from megatron_opd.checkpoint.convert import FreshSource
 from megatron_opd.checkpoint.hf_files import SINGLE
 from megatron_opd.checkpoint.hf_writer import write_safetensors
+from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.models.tensors import expected_tensors
-from megatron_opd.types import Draws, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.types import Batch, Draws, Prompt, Rollout, Sample, VersionSpan
 
 
 def write_model(path: Path, config: Mapping[str, Any]) -> Path:
@@ -85,8 +86,5 @@ def share(
     samples: Sequence[Sample], config: LearnerConfig, data_rank: int, update: int
 ) -> RankBatch:
     """What one data-parallel rank gets of an update's batch, planned as the controller plans."""
-    plan = learner_plan([each.rollout.num_tokens for each in samples], config)
-    mine = [mini[data_rank] for mini in plan]
-    held = sorted(index for mini in mine for micro in mini for index in micro)
-    local = [[[held.index(index) for index in micro] for micro in mini] for mini in mine]
-    return rank_batch(update, update, [samples[index] for index in held], local)
+    batch = Batch(update, update, tuple(samples))
+    return shares(batch, config, Estimator(), group_size=1)[data_rank]

@@ -14,7 +14,7 @@ from pydantic import model_validator
 
 from megatron_opd.config.corrections import CorrectionConfig, ImportanceCorrection
 from megatron_opd.config.custom import CustomObjective
-from megatron_opd.config.import_path import is_import_path, load_object
+from megatron_opd.config.import_path import is_import_path, load_class
 from megatron_opd.config.objective import Objective
 from megatron_opd.config.objectives import (
     Jsd,
@@ -38,18 +38,22 @@ from megatron_opd.config.supports import (
 from megatron_opd.config.trust import M2Trust
 from megatron_opd.config.use import Use
 
+OBJECTIVES: dict[str | None, type[Objective]] = {
+    type_of(section): section
+    for section in variants(ObjectiveConfig)
+    if issubclass(section, Objective)
+}
+"""{type: class} of the package's own objectives."""
+
 
 def objective_class(kind: str) -> type[Objective]:
     """Return the class of an objective's type; for an unknown one reverse_kl's."""
     if is_import_path(kind):
         try:
-            found = load_object(kind)
+            return load_class(kind, CustomObjective)
         except ValueError:
             return CustomObjective  # validation says what is wrong with it
-        return found if isinstance(found, type) and issubclass(found, Objective) else ReverseKl
-    known = {type_of(section): section for section in variants(ObjectiveConfig)}
-    section = known.get(kind, ReverseKl)
-    return section if issubclass(section, Objective) else ReverseKl
+    return OBJECTIVES.get(kind, ReverseKl)
 
 
 def natural_support(kinds: Sequence[str]) -> Support:
@@ -66,7 +70,7 @@ def natural_reduction(kinds: Sequence[str]) -> Reduction:
     """Return the reduction of these types when none is named: theirs where they agree.
 
     sequence_mean where every term has one ratio a response, as GSPO and GEPO publish it; token_mean
-    mixture with any other.
+    for a mixture with any other.
     """
     first, *others = [objective_class(kind).default_reduction for kind in kinds]
     return first if all(other == first for other in others) else TokenReduction()

@@ -49,6 +49,14 @@ def load_object(path: str) -> Any:
     return getattr(module, name)
 
 
+def load_class(path: str, base: type[SectionT]) -> type[SectionT]:
+    """Imports a subclass of `base`. ValueError: see load_object, or it is none."""
+    found = load_object(path)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{path} must be a subclass of {base.__module__}:{base.__name__}")
+    return found
+
+
 def tag_of(default: str) -> Callable[[Any], Any]:
     """Tells variants apart by `type`; one that is an import path has the tag BY_PATH."""
     by_type = type_or(default)
@@ -68,10 +76,6 @@ def validate_by_path(
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> SectionT:
         if isinstance(value, base):
             return value
-        path = str(value["type"])
-        found = load_object(path)
-        if not (isinstance(found, type) and issubclass(found, base)):
-            raise ValueError(f"{path} must be a subclass of {base.__module__}:{base.__name__}")
-        return found.model_validate(value)
+        return load_class(str(value["type"]), base).model_validate(value)
 
     return validate

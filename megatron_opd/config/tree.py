@@ -12,9 +12,7 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.objectives import ObjectiveConfig, ReverseKl
 from megatron_opd.config.reductions import ReductionConfig, TokenReduction
-from megatron_opd.config.section import (
-    Section,
-)
+from megatron_opd.config.section import Section
 from megatron_opd.config.sections import (
     DEFAULT_TEACHER,
     BufferConfig,
@@ -81,8 +79,8 @@ class ConfigTree(Section):
     """Correction for samples from older weights. Null: the importance ratio wherever the objective
     has one."""
     reduction: ReductionConfig = TokenReduction()
-    """Weighting of tokens and samples in the loss. Left out: sequence for gspo and gepo (as
-    published) and for mixtures of only these, token for all others."""
+    """Weighting of tokens and samples in the loss. Left out: sequence_mean for gspo and
+    gepo (as published) and for mixtures of only these, token_mean for all others."""
     learner: LearnerConfig = LearnerConfig()
     """The Megatron-Core learner, its parallel layout and its optimizer."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()

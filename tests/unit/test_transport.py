@@ -15,7 +15,7 @@ from megatron_opd.batching.rank_batch import RankBatch, rank_batch
 from megatron_opd.batching.shares import shares
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.learner import channel as channel_module
-from megatron_opd.learner.channel import ControllerLost, NotWelcome
+from megatron_opd.learner.channel import Channel, ControllerLost, NotWelcome
 from megatron_opd.transport import messages as m
 from megatron_opd.transport.frames import COLUMNS, from_frames, to_frames
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
@@ -423,19 +423,28 @@ def test_a_rank_that_is_refused_is_told_why_and_the_controller_fails():
     asyncio.run(main())
 
 
+def join(rank: Channel, socket: zmq.Socket[bytes]) -> None:
+    """The rank joins and `socket` welcomes it."""
+    answer = threading.Thread(target=lambda: welcome(socket))
+    answer.start()
+    rank.join(hello())
+    answer.join()
+
+
+def assert_told_of_the_end(rank: Channel, lost: queue.Queue[str]) -> None:
+    try:
+        assert lost.get(timeout=5) == f"the controller at {rank.address} is gone: this rank ends"
+    finally:
+        rank.close()
+
+
 def test_a_controller_that_is_gone_is_noticed_by_a_rank_that_does_not_listen():
     """Its process ends: the kernel closes the connection."""
     lost = queue.Queue[str]()
     with router() as (socket, address):
         rank = channel(address, on_lost=lost.put)
-        answer = threading.Thread(target=lambda: welcome(socket))
-        answer.start()
-        rank.join(hello())
-        answer.join()
-    try:
-        assert lost.get(timeout=5) == f"the controller at {address} is gone: this rank ends"
-    finally:
-        rank.close()
+        join(rank, socket)
+    assert_told_of_the_end(rank, lost)
 
 
 def test_a_controller_that_is_gone_before_its_welcome_was_read_is_noticed(
@@ -456,11 +465,5 @@ def test_a_controller_that_is_gone_before_its_welcome_was_read_is_noticed(
             return found
 
         monkeypatch.setattr(rank, "_events", slow_events)
-        answer = threading.Thread(target=lambda: welcome(socket))
-        answer.start()
-        rank.join(hello())
-        answer.join()
-    try:
-        assert lost.get(timeout=5) == f"the controller at {address} is gone: this rank ends"
-    finally:
-        rank.close()
+        join(rank, socket)
+    assert_told_of_the_end(rank, lost)
