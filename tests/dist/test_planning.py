@@ -12,7 +12,8 @@ from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.planning.activations import BYTES, Shapes, boundary_bytes, layer_bytes
 from megatron_opd.planning.layout import in_flight_chunks, rank_groups, stage_layers
 from megatron_opd.planning.learner import learner_memory
-from megatron_opd.types import Batch, Draws, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
+from sglang_bridge.protocol import DrawCache
 from tests.dist import planning_jobs
 from tests.dist.worlds import run_world
 from tests.figures import bounded, relative
@@ -44,7 +45,7 @@ def plain_sample(uid: int) -> Sample:
     """A prompt of 57 tokens and a response of 200, one cached action a token."""
     count = 200
     ids_N = np.arange(count, dtype=np.int32) + 2
-    draws = Draws(
+    draws = DrawCache(
         np.arange(count + 1, dtype=np.int64),
         ids_N,
         np.ones(count, np.float32),

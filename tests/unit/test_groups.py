@@ -19,7 +19,8 @@ from megatron_opd.batching.advantages import (
     log_group_expectation,
 )
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.types import Draws, Sample, VersionSpan
+from megatron_opd.types import Sample, VersionSpan
+from sglang_bridge.protocol import DrawCache
 from tests.fakes import make_prompt, make_rollout
 from tests.figures import bounded
 
@@ -140,7 +141,13 @@ def test_a_response_of_thirty_thousand_tokens_stays_finite():
 
 def test_an_empty_response_has_an_empty_product():
     none, zeros = np.zeros(0, np.int64), np.zeros(0, np.float32)
-    draws = Draws(np.zeros(1, np.int64), none.astype(np.int32), zeros, zeros, none)
+    draws = DrawCache(
+        offsets_T1=np.zeros(1, np.int64),
+        ids_N=none.astype(np.int32),
+        path_T=none,
+        weight_N=zeros,
+        sampler_logp_N=zeros,
+    )
     rollout = make_rollout(make_prompt(0), (VersionSpan(0, 0, 1),))
     assert geometric_logp(replace(rollout, draws=draws)) == 0.0
 

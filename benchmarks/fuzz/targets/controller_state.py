@@ -14,12 +14,13 @@ from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree
 from megatron_opd.controller.snapshot import ControllerState, place
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
-from megatron_opd.types import Draws, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.types import Prompt, Rollout, Sample, VersionSpan
+from sglang_bridge.protocol import DrawCache
 
 
 def rollout(uid: int, experts: bool = False) -> Rollout:
     """Three tokens, two cached ids each."""
-    draws = Draws(
+    draws = DrawCache(
         np.array([0, 2, 4, 6]),
         np.array([4, 9] * 3, np.int32),
         np.array([1, 0] * 3, np.float32),
