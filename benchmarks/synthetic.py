@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_opd.batching.rank_batch import RankBatch
 from megatron_opd.batching.shares import shares
 from megatron_opd.checkpoint.convert import FreshSource
 from megatron_opd.checkpoint.hf_files import SINGLE
 from megatron_opd.checkpoint.hf_writer import write_safetensors
+from megatron_opd.columns import RankBatch
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.models.spec import read_model_spec

@@ -8,6 +8,7 @@ in its axis: N one value per cached id, T one per response token.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -33,11 +34,17 @@ class DrawColumns(Generic[Float32s]):
     sampler_logp_N: Float32s
 
 
+@cache
 def dtypes(record: type[Any]) -> dict[str, np.dtype[Any]]:
     """Return {column: type of its numbers} of a dataclass: its fields that are flat arrays."""
     hints = get_type_hints(record)
     found = {field.name: _dtype(hints[field.name]) for field in fields(record)}
     return {name: np.dtype(dtype) for name, dtype in found.items() if dtype is not None}
+
+
+def arrays_of(record: Any, kind: type[Any]) -> dict[str, Any]:
+    """Return {column: values} of those columns of `record` that `kind` declares."""
+    return {name: getattr(record, name) for name in dtypes(kind)}
 
 
 def axis_of(column: str) -> str:

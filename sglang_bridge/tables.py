@@ -38,7 +38,7 @@ LEAST_WEIGHT = 1.2e-38
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
-    """Views ragged rows of distinct rising ids, while a DrawCache or a Selection is checked."""
+    """Holds ragged rows of distinct rising ids, while a DrawCache or a Selection is checked."""
 
     offsets_T1: OffsetArray
     ids_N: IntArray
@@ -55,7 +55,7 @@ def read_rows(
     request: RolloutRequest | ScoreRequest,
     vocab_size: int,
 ) -> RowTable:
-    """Views `columns` of `payload` as `rows` rows of rising ids, finite weights and log-probs.
+    """Reads `columns` of `payload` as `rows` rows of rising ids, finite weights and log-probs.
 
     logp: the name of the log-probs. Raises BadReply. `check_weights` is the caller's, who knows
     which ids may weigh nothing.

@@ -90,7 +90,6 @@ class _Case:
             row_N=torch.from_numpy(np.repeat(np.arange(self._tokens), counts)),
             path_T=torch.from_numpy(path_T),
             sample_T=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
-            num_samples=len(lengths),
             prox_logp_N=None if prox is None else _tensor(self._column("prox_logp", needed=True)),
             advantage_B=_tensor(groups.advantage_B.tolist()),
             group_log_q_B=_tensor(groups.group_log_q_B.tolist()),

@@ -69,11 +69,11 @@ def make_batch(
         weight[unhit] = 0
         weight /= np.repeat(np.add.reduceat(weight, offsets[:-1]), counts)
         draws = DrawCache(
-            offsets,
-            np.concatenate(ids).astype(np.int32),
-            weight.astype(np.float32),
-            np.zeros(offsets[-1], np.float32),
-            path,
+            offsets_T1=offsets,
+            ids_N=np.concatenate(ids).astype(np.int32),
+            path_T=path,
+            weight_N=weight.astype(np.float32),
+            sampler_logp_N=np.zeros(offsets[-1], np.float32),
         )
         rollout = Rollout(
             Prompt(uid, "", rng.integers(2, vocab, num_prompt).astype(np.int32)),

@@ -46,11 +46,11 @@ def plain_sample(uid: int) -> Sample:
     count = 200
     ids_N = np.arange(count, dtype=np.int32) + 2
     draws = DrawCache(
-        np.arange(count + 1, dtype=np.int64),
-        ids_N,
-        np.ones(count, np.float32),
-        np.full(count, -3, np.float32),
-        np.arange(count),
+        offsets_T1=np.arange(count + 1, dtype=np.int64),
+        ids_N=ids_N,
+        path_T=np.arange(count),
+        weight_N=np.ones(count, np.float32),
+        sampler_logp_N=np.full(count, -3, np.float32),
     )
     prompt = Prompt(uid, "", np.arange(57, dtype=np.int32) + 2)
     rollout = Rollout(prompt, ids_N, draws, (VersionSpan(0, 0, count),), "stop", 0.0, 1.0)

@@ -15,7 +15,14 @@ from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.divergences import DIVERGENCES, LOG_FLOOR, on_set
 from megatron_opd.losses.objective import evaluate
 from tests.figures import bounded
-from tests.loss_cases import cache_of, draw_rows, estimator, problem, student_logp
+from tests.loss_cases import (
+    cache_of,
+    draw_rows,
+    estimator,
+    problem,
+    student_logp,
+    ungrouped_cache,
+)
 from tests.loss_oracles import divergence_term, exact, pull
 
 DIRECT = [
@@ -41,7 +48,7 @@ def tiny_cache(
     teacher_N = torch.tensor(teacher, dtype=torch.float64)
     weight_N = torch.ones_like(teacher_N) if weight is None else torch.tensor(weight).double()
     zero = torch.zeros(1, dtype=torch.int64)
-    return Cache(
+    return ungrouped_cache(
         student_logp_N=student_N,
         sampler_logp_N=teacher_N.clamp(min=-50.0),
         teacher_logp_N=teacher_N,

@@ -17,6 +17,7 @@ from megatron_opd.batching.advantages import (
     geometric_logp,
     group_columns,
     log_group_expectation,
+    rows_of,
 )
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.types import Sample, VersionSpan
@@ -157,18 +158,9 @@ def test_groups_are_runs_of_uids():
     columns = group_columns(estimator(type="grpo", advantage="leave_one_out"), batch, 2)
     assert columns.advantage_B.tolist() == [0.0, 0.0, 1.0, -1.0]
     assert columns.group_log_q_B.tolist() == columns.defensive_B.tolist() == [0.0] * 4
-    assert columns.reward_B.tolist() == [0.0, 0.0, 1.0, 0.0]
-    rows = columns.rows([2, 0])
+    rows = rows_of(columns, [2, 0])
     assert rows.advantage_B.tolist() == [1.0, 0.0]
-    assert rows.reward_B.dtype == np.float32
-
-
-def test_distillation_carries_rewards_for_the_metrics_alone():
-    batch = [sample(0, [-0.5], 1.0), sample(1, [-0.5], None)]
-    columns = group_columns(Estimator(), batch, 1)
-    assert columns.advantage_B.tolist() == [0.0, 0.0]
-    assert columns.reward_B[0] == 1
-    assert np.isnan(columns.reward_B[1])
+    assert rows.defensive_B.tolist() == [0.0, 0.0]
 
 
 def mixture(*terms: dict[str, object]) -> Estimator:

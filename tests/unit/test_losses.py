@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import evaluate
 from megatron_opd.losses.ratios import NUM_BINS, ratio_histogram, ratio_quantile
 from megatron_opd.losses.vocab_parallel import gather_logp
@@ -25,6 +24,7 @@ from tests.loss_cases import (
     estimator,
     problem,
     student_logp,
+    ungrouped_cache,
 )
 from tests.loss_oracles import oracle
 
@@ -199,7 +199,7 @@ def test_histograms_add_up_and_empty_means_one():
 def test_a_teacher_score_that_is_no_number_spoils_the_loss():
     """Hidden, it would look like a batch that teaches nothing."""
     logp_N = torch.tensor([-0.5, -1.0], dtype=torch.float64)
-    cache = Cache(
+    cache = ungrouped_cache(
         student_logp_N=logp_N.clone().requires_grad_(),
         sampler_logp_N=logp_N,
         teacher_logp_N=torch.tensor([-0.5, torch.nan], dtype=torch.float64),
