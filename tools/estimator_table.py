@@ -30,8 +30,8 @@ from megatron_opd.losses.formulas import SYMBOLS, formula
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the oracles live with the tests
-cases: Any = importlib.import_module("tests.loss_cases")
-measured: Any = importlib.import_module("tests.loss_measurements")
+cases: Any = importlib.import_module("tests.support.loss_cases")
+measured: Any = importlib.import_module("tests.support.loss_measurements")
 
 PAGE = ROOT / "docs" / "estimators.md"
 RECORD = ROOT / "benchmarks" / "results" / "estimators.json"
@@ -255,7 +255,7 @@ them anew). `opd check CONFIG.yaml` prints the formula that a run will use.
 ## Errors and bias
 
 Value and gradient errors: the largest absolute difference to an independent float64 oracle
-(`tests/loss_oracles.py`: loops, autograd, no project code), over every accepted combination of
+(`tests/support/loss_oracles.py`: loops, autograd, no project code), over every accepted combination of
 correction, level, prox, trust region, penalty and reduction in turn. TP errors: the largest
 relative difference of two tensor-parallel ranks to one, through gathered logits and through the
 blockwise operation, of the loss and of the gradients of hidden states and LM head. Measured bias:

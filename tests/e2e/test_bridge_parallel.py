@@ -27,9 +27,9 @@ from tests.e2e.publication import differing, join, load_tensors, perturbed_copy,
 from tests.e2e.test_bridge_publication import requests_of, span_error
 from tests.e2e.test_bridge_routing import wrong_rows
 from tests.e2e.test_bridge_scores import check_selection, expected_scores, ragged_request
-from tests.figures import bounded
-from tests.oracles import load_reference
-from tests.sockets import listening, open_to_others
+from tests.support.figures import bounded
+from tests.support.oracles import load_reference
+from tests.support.sockets import listening, open_to_others
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 TOLERANCE = 1e-5

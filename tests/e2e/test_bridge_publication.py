@@ -13,8 +13,8 @@ from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import RolloutReply, RolloutRequest
 from sglang_bridge.server.launch import ServerProcess
 from tests.e2e.publication import differing, join, load_tensors, perturbed_copy, publish
-from tests.figures import bounded
-from tests.oracles import load_reference, log_softmax, reference_logits
+from tests.support.figures import bounded
+from tests.support.oracles import load_reference, log_softmax, reference_logits
 
 pytestmark = pytest.mark.e2e
 TOLERANCE = 1e-5

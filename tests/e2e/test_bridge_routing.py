@@ -18,7 +18,7 @@ from sglang_bridge.protocol import RolloutReply, RolloutRequest
 from sglang_bridge.server.launch import ServerProcess
 from tests.e2e.publication import join, load_tensors, perturbed_copy, publish
 from tests.e2e.test_bridge_publication import requests_of
-from tests.oracles import load_reference
+from tests.support.oracles import load_reference
 
 pytestmark = pytest.mark.e2e
 NEAR_TIE = 1e-4  # routers closer than this between the last chosen and the next may differ

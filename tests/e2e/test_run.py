@@ -24,8 +24,8 @@ from sglang_bridge.client import ServerClient
 from sglang_bridge.protocol import WeightPiece
 from tests.e2e.conftest import Sections
 from tests.e2e.publication import differing, give, load_tensors
-from tests.figures import bounded
-from tests.sockets import listening
+from tests.support.figures import bounded
+from tests.support.sockets import listening
 
 pytestmark = pytest.mark.e2e
 

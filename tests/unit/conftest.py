@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli_cases import small_config, tiny_models
+from tests.support.cli_cases import small_config, tiny_models
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,8 @@ from benchmarks.variance.exact import Enumerated, Split
 from benchmarks.variance.report import study
 from benchmarks.variance.students import Training
 from benchmarks.variance.synthetic import FAMILIES, Sweep, entropy, scaled_to, sweep
-from tests.figures import bounded
-from tests.models import tiny_qwen3, tiny_qwen3_moe
+from tests.support.figures import bounded
+from tests.support.models import tiny_qwen3, tiny_qwen3_moe
 
 VOCAB = 6
 

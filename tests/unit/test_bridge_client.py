@@ -13,7 +13,7 @@ from sglang_bridge.fleet import Fleet, weights_world
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec
 from sglang_bridge.retry import Backoff
-from tests.unit.bridge_replies import (
+from tests.support.bridge_replies import (
     REQUEST,
     SCORE_REQUEST,
     SELECT_REQUEST,

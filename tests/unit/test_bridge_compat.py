@@ -18,7 +18,7 @@ import torch
 from sglang_bridge.ports import free_port
 from sglang_bridge.server import compat
 from sglang_bridge.server.__main__ import offer_standins
-from tests.sockets import listening, open_to_others
+from tests.support.sockets import listening, open_to_others
 
 ENGINE = "sglang.srt.entrypoints.engine"
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_bridge.errors import ServerRefused, one_line, printable
-from tests.sockets import listening, open_to_others
+from tests.support.sockets import listening, open_to_others
 
 
 @pytest.mark.parametrize(

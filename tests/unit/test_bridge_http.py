@@ -16,7 +16,7 @@ from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BadReply, BridgeError, ServerRefused, ServerUnreachable
 from sglang_bridge.http import REPLY_BYTES, HttpConnection
 from sglang_bridge.retry import Backoff
-from tests.unit.bridge_replies import REQUEST, SCORE_REQUEST, FakeServer, Handler, answering
+from tests.support.bridge_replies import REQUEST, SCORE_REQUEST, FakeServer, Handler, answering
 
 ONCE = Backoff(attempts=1)
 DEEP = b"[" * 200_000 + b"]" * 200_000

@@ -11,7 +11,7 @@ from megatron_opd.cli.keys import named_key, role_key
 from megatron_opd.cli.main import build_parser
 from megatron_opd.config.sections import ServerConfig
 from sglang_bridge.server.spec import API_KEY_VARIABLE, ServerSpec, server_command, server_env
-from tests.cli_cases import call, refused, small_config, tiny_models
+from tests.support.cli_cases import call, refused, small_config, tiny_models
 
 NAME = "OPD_TEST_KEY"
 

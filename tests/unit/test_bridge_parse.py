@@ -13,7 +13,7 @@ from sglang_bridge import wire
 from sglang_bridge.errors import BadReply, RequestAborted
 from sglang_bridge.parse import parse_info, parse_pieces, parse_rollout, parse_scores
 from sglang_bridge.protocol import RolloutRequest, ScoreRequest, WeightPiece
-from tests.unit.bridge_replies import (
+from tests.support.bridge_replies import (
     REQUEST,
     SCORE_REQUEST,
     SELECT_REQUEST,

@@ -15,7 +15,7 @@ from sglang_bridge.errors import BadReply, RequestAborted
 from sglang_bridge.parse import Known, parse_info, parse_pieces, parse_rollout, parse_scores
 from sglang_bridge.parse import parse_version as read_version
 from sglang_bridge.protocol import RolloutRequest
-from tests.unit.bridge_replies import (
+from tests.support.bridge_replies import (
     REQUEST,
     SELECT_REQUEST,
     URL,

@@ -17,8 +17,8 @@ from megatron_opd.teacher.scorer import FleetScorer
 from megatron_opd.types import VersionSpan
 from sglang_bridge.errors import ServerRefused, ServerUnreachable
 from sglang_bridge.fleet import Fleet
-from tests.fakes import make_prompt, make_rollout
-from tests.unit.bridge_replies import FakeServer, Handler, answering, breaking
+from tests.support.bridge_replies import FakeServer, Handler, answering, breaking
+from tests.support.fakes import make_prompt, make_rollout
 
 ROLLOUT = make_rollout(make_prompt(5), (VersionSpan(0, 0, 3),))
 BROKEN, BUSY = breaking(10**9, answering({})), answering({"message": "busy"}, 503)

@@ -15,7 +15,7 @@ from sglang_bridge.protocol import RolloutRequest
 from sglang_bridge.server import compat, routing
 from sglang_bridge.server.routing import ExpertRecord, Experts, HostSlots
 from sglang_bridge.server.spec import ServerSpec, server_command
-from tests.unit.bridge_replies import REQUEST, draws_payload, rollout_reply
+from tests.support.bridge_replies import REQUEST, draws_payload, rollout_reply
 
 URL = "http://host:1"
 MODEL = Experts(layers=(0, 2), count=8)

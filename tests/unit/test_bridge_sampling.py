@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sglang_bridge.server.sampling import BLOCK, FLAT_VOCAB, behaviour, draw
-from tests.oracles import behaviour_logp, chi_square_per_df
+from tests.support.oracles import behaviour_logp, chi_square_per_df
 
 
 def uniform(rows: int, draws: int, seed: int = 0) -> torch.Tensor:

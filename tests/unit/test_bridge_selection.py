@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from sglang_bridge.server.rows import Rows, build_rows
 from sglang_bridge.server.sampling import Behaviour, behaviour
 from sglang_bridge.server.selection import LEAST_WEIGHT, UNUSED, Selected, Wanted, select
-from tests.figures import bounded
-from tests.oracles import behaviour_logp
+from tests.support.figures import bounded
+from tests.support.oracles import behaviour_logp
 
 SLACK = 1e-6
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_opd.buffer.batcher import Batcher
 from megatron_opd.buffer.buffer import SampleBuffer
-from tests.fakes import make_sample, run_virtual
+from tests.support.fakes import make_sample, run_virtual
 
 
 def uids(samples):

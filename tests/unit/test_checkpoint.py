@@ -13,7 +13,7 @@ from megatron_opd.checkpoint.export import export_hf
 from megatron_opd.checkpoint.hf_reader import SafetensorsSource
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.spec import Rope, read_model_spec
-from tests.models import tiny_qwen3, tiny_qwen3_moe
+from tests.support.models import tiny_qwen3, tiny_qwen3_moe
 
 
 @pytest.fixture(scope="module")

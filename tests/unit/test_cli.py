@@ -20,8 +20,8 @@ from megatron_opd.cli.preflight import check_served
 from megatron_opd.config.sections import ServerConfig
 from megatron_opd.transport.lifetime import PARENT_VARIABLE
 from sglang_bridge.protocol import ServerInfo
-from tests.cli_cases import call, refused
-from tests.models import write_tokenizer
+from tests.support.cli_cases import call, refused
+from tests.support.models import write_tokenizer
 
 
 def test_check_prints_the_plan(tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str]):

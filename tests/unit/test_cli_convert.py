@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from megatron_opd.cli import convert
 from megatron_opd.cli.main import main
-from tests.models import tiny_llama
+from tests.support.models import tiny_llama
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from megatron_opd.cli.extra_args import DECIDED, check_extra_args
 from megatron_opd.config.sections import ServerConfig
 from sglang_bridge.server import options
 from sglang_bridge.server.spec import ServerSpec, server_command
-from tests.cli_cases import call, refused, small_config, tiny_models
+from tests.support.cli_cases import call, refused, small_config, tiny_models
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megatron_opd.cli.main import main
-from tests.cli_cases import call, refused
+from tests.support.cli_cases import call, refused
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> str:

@@ -20,8 +20,8 @@ from megatron_opd.cli.roles import all_roles, section_of, teacher_roles
 from megatron_opd.cli.servers import server_processes
 from megatron_opd.config.schema import Config
 from megatron_opd.evaluation import EvaluationReport
-from tests.cli_cases import call, refused
-from tests.models import write_tokenizer
+from tests.support.cli_cases import call, refused
+from tests.support.models import write_tokenizer
 
 
 def with_teachers(tmp_path: Path, config: dict, models: Path, named: list[str | None]) -> dict:

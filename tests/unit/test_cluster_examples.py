@@ -15,7 +15,7 @@ from megatron_opd.cli.main import build_parser, main
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.__main__ import build_parser as learner_parser
-from tests.cli_cases import refused
+from tests.support.cli_cases import refused
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "examples" / "cluster"

@@ -10,7 +10,7 @@ import pytest
 from megatron_opd.cli.compare import read_rows
 from megatron_opd.cli.main import main
 from megatron_opd.metrics.compare import compare_rows, is_of_time
-from tests.cli_cases import refused
+from tests.support.cli_cases import refused
 
 
 def row(**values: Any) -> dict[str, Any]:

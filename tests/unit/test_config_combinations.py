@@ -15,7 +15,7 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.load import ConfigError, dump_config, load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.losses.formulas import formula
-from tests.loss_cases import products
+from tests.support.loss_cases import products
 
 Tree = dict[str, Any]
 PATH: Tree = {"type": "path"}
@@ -184,7 +184,7 @@ def _parts(tree: Tree) -> Tree:
     return dict(Loose.model_validate(tree))
 
 
-# of tests/loss_cases.products(), by objective; a rule that changes must change these knowingly
+# of tests/support/loss_cases.products(), by objective; a rule that changes must change these knowingly
 ACCEPTED = {
     "reverse_kl": 444,
     "forward_kl": 49,

@@ -12,7 +12,7 @@ from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
-from tests.fakes import Fleet, Learner, Publisher, Teacher, Witness, prompts, run_virtual
+from tests.support.fakes import Fleet, Learner, Publisher, Teacher, Witness, prompts, run_virtual
 
 
 class Pipeline:

@@ -18,7 +18,7 @@ from megatron_opd.controller.health import (
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.server.spec import ServerSpec
-from tests.fakes import run_virtual
+from tests.support.fakes import run_virtual
 
 
 def sleeper(code="import time; time.sleep(60)"):

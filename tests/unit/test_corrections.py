@@ -19,7 +19,7 @@ from megatron_opd.config.corrections import (
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.corrections import FACTORS, correct
 from megatron_opd.losses.objective import evaluate
-from tests.loss_cases import accepted, cache_of, draw_rows, estimator, problem, student_logp
+from tests.support.loss_cases import accepted, cache_of, draw_rows, estimator, problem, student_logp
 
 HUGE, TINY = 1e30, 1e-30
 EVERY = 5  # of the accepted estimators: enough of each kind

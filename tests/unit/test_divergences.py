@@ -14,9 +14,9 @@ from megatron_opd.config.objectives import Jsd, SkewForwardKl, SkewReverseKl
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.divergences import DIVERGENCES, LOG_FLOOR, on_set
 from megatron_opd.losses.objective import evaluate
-from tests.figures import bounded
-from tests.loss_cases import cache_of, draw_rows, estimator, problem, student_logp
-from tests.loss_oracles import divergence_term, exact, pull
+from tests.support.figures import bounded
+from tests.support.loss_cases import cache_of, draw_rows, estimator, problem, student_logp
+from tests.support.loss_oracles import divergence_term, exact, pull
 
 DIRECT = [
     {"type": "sparse_reverse_kl"},

@@ -1,6 +1,6 @@
 """Which estimators are unbiased, exactly; and the bias of the others, shown and not hidden.
 
-Expectations enumerate every draw of a small vocabulary (tests/loss_expectations.py): differences
+Expectations enumerate every draw of a small vocabulary (tests/support/loss_expectations.py): differences
 of 1e-12 are errors and need no statistics. One z-test follows with a large vocabulary and m = 64.
 """
 
@@ -14,8 +14,8 @@ import torch
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.losses.biases import bias_of
 from megatron_opd.losses.objective import evaluate
-from tests.figures import bounded
-from tests.loss_cases import (
+from tests.support.figures import bounded
+from tests.support.loss_cases import (
     Problem,
     Row,
     cache_of,
@@ -25,7 +25,7 @@ from tests.loss_cases import (
     problem,
     student_logp,
 )
-from tests.loss_expectations import (
+from tests.support.loss_expectations import (
     Outcomes,
     expectation,
     expected_group,
@@ -34,7 +34,7 @@ from tests.loss_expectations import (
     repeated,
     worth,
 )
-from tests.loss_oracles import exact
+from tests.support.loss_oracles import exact
 
 REVERSE = {"type": "reverse_kl"}
 SAMPLED: list[dict] = [

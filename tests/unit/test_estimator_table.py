@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_opd.losses.formulas import formula
-from tests.loss_cases import estimator
+from tests.support.loss_cases import estimator
 
 ROOT = Path(__file__).resolve().parents[2]
 

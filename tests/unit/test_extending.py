@@ -17,8 +17,8 @@ from megatron_opd.data.records import Columns, data_crc32, scan_records
 from megatron_opd.data.tasks import get_verifier
 from megatron_opd.losses.formulas import formula
 from megatron_opd.losses.objective import evaluate
-from tests.cli_cases import call, refused, small_config, tiny_models
-from tests.loss_cases import cache_of, draw_rows, problem, student_logp
+from tests.support.cli_cases import call, refused, small_config, tiny_models
+from tests.support.loss_cases import cache_of, draw_rows, problem, student_logp
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "extending"
 OBJECTIVE = {"type": "my_parts:SquaredGap", "scale": 0.5}

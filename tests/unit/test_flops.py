@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.planning.flops import Work, forward_flops, mfu, train_flops
-from tests.figures import bounded, relative
-from tests.models import tiny_llama, tiny_mixtral, tiny_qwen3, tiny_qwen3_moe
+from tests.support.figures import bounded, relative
+from tests.support.models import tiny_llama, tiny_mixtral, tiny_qwen3, tiny_qwen3_moe
 
 PROMPT, RESPONSE = 23, 41
 MIXED = {"num_hidden_layers": 3, "mlp_only_layers": [1], "intermediate_size": 96}

@@ -16,8 +16,8 @@ import zmq.asyncio
 from megatron_opd.transport import gate
 from megatron_opd.transport import messages as m
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
+from tests.support.wire import TOKEN, Rank, channel, config, connect, drive, hello
 from tests.unit.test_transport import FIGURES, done, make_shares
-from tests.wire import TOKEN, Rank, channel, config, connect, drive, hello
 
 
 def silent(request: m.Request) -> None:

@@ -31,9 +31,9 @@ from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import DrawCache, RolloutReply
-from tests import fakes
-from tests.fakes import make_prompt, prompts, run_virtual
-from tests.unit.bridge_replies import FakeServer, breaking, rollout_reply
+from tests.support import fakes
+from tests.support.bridge_replies import FakeServer, breaking, rollout_reply
+from tests.support.fakes import make_prompt, prompts, run_virtual
 
 CACHE = DrawCache(
     offsets_T1=np.array([0, 2, 5]),
@@ -213,7 +213,7 @@ def test_a_rollout_whose_connection_breaks_is_sampled_anew_by_another_server():
 
 
 class Flaky:
-    """Rollouts of tests/fakes.Fleet through a generator: `lost` tries of every third break."""
+    """Rollouts of tests/support/fakes.Fleet through a generator: `lost` tries of every third break."""
 
     def __init__(self, lost: int, dead: list[int]) -> None:
         self.lost, self.dead, self.tries = lost, dead, {}

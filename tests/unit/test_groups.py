@@ -20,8 +20,8 @@ from megatron_opd.batching.advantages import (
 )
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.types import Draws, Sample, VersionSpan
-from tests.fakes import make_prompt, make_rollout
-from tests.figures import bounded
+from tests.support.fakes import make_prompt, make_rollout
+from tests.support.figures import bounded
 
 EXPECTATION = "log of GEPO's E_q[q], float64 against 60 digits"
 

@@ -10,7 +10,7 @@ from megatron_opd.cli import joining
 from megatron_opd.cli.joining import Part, all_of, answers, there
 from sglang_bridge.errors import BadReply, ServerRefused, ServerUnreachable
 from sglang_bridge.ports import free_port
-from tests.cli_cases import call, refused, small_config, tiny_models
+from tests.support.cli_cases import call, refused, small_config, tiny_models
 
 
 class Starting:

@@ -15,7 +15,7 @@ from megatron_opd.learner.lm_head import head_weight, install_lean_head
 from megatron_opd.losses.blocks import default_block
 from megatron_opd.losses.lean import LogProbs, lean_logp
 from megatron_opd.losses.vocab_parallel import gather_logp
-from tests.figures import bounded
+from tests.support.figures import bounded
 
 Operation = Callable[..., LogProbs]
 

@@ -15,8 +15,8 @@ from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import evaluate
 from megatron_opd.losses.ratios import NUM_BINS, ratio_histogram, ratio_quantile
 from megatron_opd.losses.vocab_parallel import gather_logp
-from tests.figures import bounded
-from tests.loss_cases import (
+from tests.support.figures import bounded
+from tests.support.loss_cases import (
     Problem,
     Row,
     accepted,
@@ -26,7 +26,7 @@ from tests.loss_cases import (
     problem,
     student_logp,
 )
-from tests.loss_oracles import oracle
+from tests.support.loss_oracles import oracle
 
 ROWS, VOCAB = 5, 7
 ALL = tuple(accepted())

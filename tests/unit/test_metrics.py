@@ -36,7 +36,7 @@ from megatron_opd.metrics.throughput import StageTimes, Throughput
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Depths, Histogram, Max, Mean, Sum
 from megatron_opd.types import Batch, VersionSpan
-from tests.fakes import (
+from tests.support.fakes import (
     Figures,
     Fleet,
     Learner,
@@ -48,7 +48,7 @@ from tests.fakes import (
     prompts,
     run_virtual,
 )
-from tests.recorded_run import record
+from tests.support.recorded_run import record
 
 
 def test_reducers():

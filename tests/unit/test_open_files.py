@@ -10,14 +10,14 @@ from rich.console import Console
 from megatron_opd.cli.check import check, open_files_needed
 from megatron_opd.config.schema import Config
 from sglang_bridge import open_files
-from tests.cli_cases import small_config, tiny_models
+from tests.support.cli_cases import small_config, tiny_models
 
 CLIENT = """
 import asyncio, resource, sys
 from sglang_bridge import open_files
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BridgeError
-from tests.unit.bridge_replies import REQUEST
+from tests.support.bridge_replies import REQUEST
 
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
@@ -42,7 +42,7 @@ SERVER = """
 import asyncio
 from aiohttp import web
 from sglang_bridge import open_files
-from tests.unit.bridge_replies import FakeServer, rollout_reply
+from tests.support.bridge_replies import FakeServer, rollout_reply
 
 open_files.raise_limit()
 

@@ -14,7 +14,7 @@ from megatron_opd.learner.model import _architecture, transformer_config
 from megatron_opd.learner.overrides import _OWNERS, check_overrides
 from megatron_opd.learner.refusals import check_overrides_of
 from megatron_opd.models.spec import read_model_spec
-from tests.models import tiny_qwen3_moe
+from tests.support.models import tiny_qwen3_moe
 
 
 @pytest.mark.parametrize(

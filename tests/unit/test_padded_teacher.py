@@ -7,8 +7,8 @@ import pytest
 
 from megatron_opd.cli.preflight import check_models
 from megatron_opd.config.schema import Config
-from tests.cli_cases import call, refused
-from tests.models import tiny_qwen3, tiny_qwen3_moe, write_tokenizer
+from tests.support.cli_cases import call, refused
+from tests.support.models import tiny_qwen3, tiny_qwen3_moe, write_tokenizer
 
 
 def with_teacher(tmp_path: Path, config: dict[str, Any], vocab_size: int) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from megatron_opd.config.load import ConfigError, load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import evaluate
-from tests.figures import bounded
-from tests.loss_cases import Problem, estimator
-from tests.loss_expectations import (
+from tests.support.figures import bounded
+from tests.support.loss_cases import Problem, estimator
+from tests.support.loss_expectations import (
     PENALTIES,
     PENALTY_COEFFICIENT,
     exact_penalty,

@@ -21,7 +21,7 @@ from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
 from megatron_opd.types import Batch
-from tests.fakes import (
+from tests.support.fakes import (
     Fleet,
     Learner,
     Publisher,

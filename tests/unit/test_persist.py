@@ -8,7 +8,7 @@ from megatron_opd.metrics.persist import dump_totals, restore_totals
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Phase, PublicationReport
-from tests.recorded_run import record
+from tests.support.recorded_run import record
 
 SHIFT_S = 1000.0
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import evaluate
-from tests.loss_cases import (
+from tests.support.loss_cases import (
     SUPPORTS,
     Problem,
     cache_of,

@@ -39,7 +39,7 @@ from megatron_opd.checkpoint.restricted_metadata import (
     unpickle,
 )
 from megatron_opd.models.spec import read_model_spec
-from tests.models import tiny_qwen3
+from tests.support.models import tiny_qwen3
 
 
 class Calls:

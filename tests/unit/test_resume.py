@@ -19,7 +19,7 @@ from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member, place
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
-from tests.fakes import (
+from tests.support.fakes import (
     Fleet,
     Learner,
     Publisher,
@@ -29,7 +29,7 @@ from tests.fakes import (
     make_sample,
     run_virtual,
 )
-from tests.wire import config
+from tests.support.wire import config
 
 
 class Keeper:

@@ -11,8 +11,8 @@ import torch
 from megatron_opd.batching.advantages import columns_of, log_group_expectation
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import evaluate
-from tests.figures import bounded
-from tests.loss_cases import cache_of, draw_rows, estimator, problem, student_logp
+from tests.support.figures import bounded
+from tests.support.loss_cases import cache_of, draw_rows, estimator, problem, student_logp
 
 FREE = {"type": "none"}
 ROWS_PER = {"type": "sequence_mean"}

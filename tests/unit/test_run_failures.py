@@ -19,8 +19,8 @@ from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.ports import free_port
 from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.server.spec import ServerSpec
-from tests.cli_cases import call
-from tests.fakes import run_virtual
+from tests.support.cli_cases import call
+from tests.support.fakes import run_virtual
 
 
 def test_an_unforeseen_error_before_the_directory_is_ours_is_printed(

@@ -21,7 +21,7 @@ from megatron_opd.checkpoint.run_lock import (
     read_holder,
     refuse_if_held,
 )
-from tests.cli_cases import call, refused, small_config, tiny_models
+from tests.support.cli_cases import call, refused, small_config, tiny_models
 
 HOLDS = """
 import sys, time

@@ -14,7 +14,7 @@ from megatron_opd.types import Draws, VersionSpan
 from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
 from sglang_bridge.protocol import ScoreReply, Selection
 from sglang_bridge.retry import Backoff, retried
-from tests.fakes import make_prompt, make_rollout, run_virtual
+from tests.support.fakes import make_prompt, make_rollout, run_virtual
 
 ROLLOUT = make_rollout(make_prompt(5), (VersionSpan(0, 0, 3),))
 GOOD = np.linspace(-3, -0.1, 6).astype(np.float32)

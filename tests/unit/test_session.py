@@ -10,7 +10,7 @@ from megatron_opd.weight_sync.session import PublicationSession, bucket_bytes
 from sglang_bridge.errors import PublicationFailed, ServerRefused
 from sglang_bridge.fleet import weights_world
 from sglang_bridge.protocol import BucketSpec, WeightPiece
-from tests.fakes import run_virtual
+from tests.support.fakes import run_virtual
 
 BUCKETS = (
     BucketSpec(("embed", "norm"), ("float32", "float32"), ((10, 4), (4,))),

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.package_index import (
+from tests.support.package_index import (
     ANY,
     environment_with_pip,
     hash_of,

@@ -11,7 +11,7 @@ from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting, Depths, Phase, PublicationReport
 from megatron_opd.types import Batch
-from tests.fakes import Figures, make_sample
+from tests.support.fakes import Figures, make_sample
 
 
 @dataclass(frozen=True)

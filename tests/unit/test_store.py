@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from megatron_opd.transport.store import bound_store, keep_groups_on
 from sglang_bridge.listening import interface_of
 from sglang_bridge.ports import free_port
-from tests.sockets import listening
+from tests.support.sockets import listening
 
 LIMIT = timedelta(seconds=20)
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -28,8 +28,8 @@ from sglang_bridge.protocol import (
     ScoreRequest,
 )
 from sglang_bridge.retry import Backoff
-from tests.cli_cases import small_config
-from tests.fakes import make_prompt
+from tests.support.cli_cases import small_config
+from tests.support.fakes import make_prompt
 
 V = 64
 PROMPTS = tuple(make_prompt(uid, 2 + uid % 3) for uid in range(8))

@@ -11,7 +11,7 @@ from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.teacher_health import NonsenseTeacher, ScoreShape, TeacherWatch
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.types import Batch, Sample
-from tests.fakes import Figures, make_sample
+from tests.support.fakes import Figures, make_sample
 
 V = 100
 RNG = np.random.default_rng(0)

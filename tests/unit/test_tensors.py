@@ -14,7 +14,7 @@ from megatron_opd.learner.attention import rotary_frequencies
 from megatron_opd.models.families import FAMILIES
 from megatron_opd.models.spec import Rope, read_model_spec
 from megatron_opd.models.tensors import expected_tensors
-from tests.models import tiny_llama, tiny_mixtral, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from tests.support.models import tiny_llama, tiny_mixtral, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 
 MAKERS: dict[str, Callable[..., Path]] = {
     "llama": tiny_llama,

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.tokenizer_files import load_tokenizer
 from megatron_opd.cli.tokenizer_parts import difference, tokenizer_parts
-from tests.cli_cases import call, refused, small_config, tiny_models
+from tests.support.cli_cases import call, refused, small_config, tiny_models
 
 VOCAB = {"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "c": 4, "ab": 5, "bc": 6}
 MERGES = [("a", "b"), ("b", "c")]

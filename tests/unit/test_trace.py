@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.metrics.trace import TraceWriter
-from tests.recorded_run import record
+from tests.support.recorded_run import record
 
 
 def read(path):

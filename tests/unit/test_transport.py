@@ -21,7 +21,7 @@ from megatron_opd.transport.frames import COLUMNS, from_frames, to_frames
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.types import Batch, Draws, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import BucketSpec, WeightPiece
-from tests.wire import TOKEN, Rank, channel, config, drive, hello, router
+from tests.support.wire import TOKEN, Rank, channel, config, drive, hello, router
 
 FIGURES = m.UpdateMetrics(0, *(1.5,) * 3, 1, 1, 1, 0.0, 0.0, 0, *(1.0,) * 5, 1)
 
@@ -55,7 +55,7 @@ def make_batch(count: int = 8) -> Batch:
 def make_shares(
     batch: Batch | None = None, sections: dict[str, object] | None = None, **learner: object
 ) -> list[RankBatch]:
-    """A batch as the learner of `tests.wire.config` with these settings gets it."""
+    """A batch as the learner of `tests.support.wire.config` with these settings gets it."""
     tree = config(sections, **learner)
     group_size = tree.rollout.group_size
     return shares(batch or make_batch(), tree.learner, tree.estimator, group_size)

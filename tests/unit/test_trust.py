@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_opd.config.trust import ClipTrust, M2Trust, NoTrust
 from megatron_opd.losses.objective import evaluate, m2_limit_of, m2_view
 from megatron_opd.losses.trust import moved_along, second_moment_limit, trusted
-from tests.loss_cases import accepted, cache_of, draw_rows, estimator, problem, student_logp
+from tests.support.loss_cases import accepted, cache_of, draw_rows, estimator, problem, student_logp
 
 EVERY = 3  # of the accepted estimators: enough of each kind
 actions = st.lists(

@@ -20,8 +20,8 @@ from megatron_opd.transport.frames import (
     to_frames,
 )
 from megatron_opd.transport.roster import Breach, Expected, Roster
+from tests.support.wire import config, hello
 from tests.unit.test_transport import FIGURES, make_batch
-from tests.wire import config, hello
 
 VALID_REPLIES = [
     hello(),

@@ -11,7 +11,7 @@ from megatron_opd.metrics.sinks import JsonlSink, TensorBoardSink
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
-from tests.fakes import Fleet, Learner, Publisher, Teacher, prompts, run_virtual
+from tests.support.fakes import Fleet, Learner, Publisher, Teacher, prompts, run_virtual
 
 
 def record(tmp_path, *, updates=7, display=None, drop=(), learner=None):

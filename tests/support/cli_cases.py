@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from megatron_opd.cli.main import main
-from tests.models import tiny_qwen3, tiny_qwen3_moe
+from tests.support.models import tiny_qwen3, tiny_qwen3_moe
 
 
 def tiny_models(root: Path) -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.loss_cases import Problem, Row
+from tests.support.loss_cases import Problem, Row
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 ZERO = torch.zeros((), dtype=torch.float64)

@@ -16,8 +16,8 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.objectives import RewardObjective
 from megatron_opd.losses.objective import evaluate
 from megatron_opd.metrics.summary import commit, versions
-from tests.loss_cases import accepted, cache_of, draw_rows, estimator, problem, student_logp
-from tests.loss_expectations import (
+from tests.support.loss_cases import accepted, cache_of, draw_rows, estimator, problem, student_logp
+from tests.support.loss_expectations import (
     PENALTIES,
     PENALTY_COEFFICIENT,
     exact_penalty,
@@ -28,7 +28,7 @@ from tests.loss_expectations import (
     unrewarded,
     worth,
 )
-from tests.loss_oracles import exact, oracle
+from tests.support.loss_oracles import exact, oracle
 
 PATH = {"type": "path"}
 MC = {"type": "mc", "m": 3}

@@ -12,7 +12,7 @@ import torch
 
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.losses.objective import Evaluation, evaluate
-from tests.loss_cases import Problem, Row, cache_of, estimator, problem, student_logp
+from tests.support.loss_cases import Problem, Row, cache_of, estimator, problem, student_logp
 
 Outcomes = list[tuple[float, Row]]
 """(probability, cache) of every outcome of a token's draws."""
