@@ -19,8 +19,9 @@ from megatron_opd.losses.formulas import formula
 from megatron_opd.losses.objective import evaluate
 from tests.support.cli_cases import call, refused, small_config, tiny_models
 from tests.support.loss_cases import cache_of, draw_rows, problem, student_logp
+from tests.support.paths import ROOT
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "extending"
+EXAMPLE = ROOT / "examples" / "extending"
 OBJECTIVE = {"type": "my_parts:SquaredGap", "scale": 0.5}
 
 

@@ -13,8 +13,7 @@ from benchmarks.grid.statistics import aggregated, interval
 from benchmarks.grid.trials import CURVES, SUMMARY, Launch, Trial, run_trials
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
 
 
 def fake(calls: list[str], causes: dict[str, str] | None = None) -> Launch:

@@ -3,14 +3,12 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from megatron_opd.losses.formulas import formula
 from tests.support.loss_cases import estimator
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
 
 
 def text_of(**tree: object) -> dict[str, str]:

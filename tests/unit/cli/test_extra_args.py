@@ -13,8 +13,7 @@ from megatron_opd.config.sections import ServerConfig
 from sglang_bridge.server import options
 from sglang_bridge.server.spec import ServerSpec, server_command
 from tests.support.cli_cases import call, refused, small_config, tiny_models
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
 
 
 def check(*extra_args: str) -> None:

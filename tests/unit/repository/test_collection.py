@@ -1,11 +1,12 @@
 """No folder of tests is passed over: pytest's own default skips folders named `dist`."""
 
 from fnmatch import fnmatch
-from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).resolve().parents[1]
+from tests.support.paths import ROOT
+
+TESTS = ROOT / "tests"
 
 
 def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config):

@@ -18,8 +18,9 @@ from megatron_opd.planning.activations import Shapes, head_bytes, layer_bytes
 from megatron_opd.planning.layout import expert_data_parallel, rank_groups, stage_layers
 from megatron_opd.planning.parameters import active_parameters, model_parameters
 from megatron_opd.planning.settings import unread
+from tests.support.paths import ROOT
 
-MODELS = Path(__file__).resolve().parents[2] / "examples" / "cluster" / "models"
+MODELS = ROOT / "examples" / "cluster" / "models"
 GIB = 2**30
 
 

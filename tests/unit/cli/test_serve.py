@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from sglang_bridge.ports import free_port
+from tests.support.paths import ROOT
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "arithmetic"
+EXAMPLE = ROOT / "examples" / "arithmetic"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -16,8 +16,8 @@ from megatron_opd.config.objectives import ForwardKl, ReverseKl
 from megatron_opd.config.plain_yaml import DuplicateKey, dump_plain, load_plain
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sft import SftConfig
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = {
     "data": {"train": "train.jsonl"},
     "student": {"model": "student"},

@@ -21,7 +21,7 @@ from megatron_opd.transport.frames import (
 )
 from megatron_opd.transport.roster import Breach, Expected, Roster
 from tests.support.wire import config, hello
-from tests.unit.test_transport import FIGURES, make_batch
+from tests.unit.transport.test_zmq import FIGURES, make_batch
 
 VALID_REPLIES = [
     hello(),

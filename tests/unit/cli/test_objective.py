@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_opd.cli.main import main
+from tests.support.paths import ROOT
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "objective"
+EXAMPLES = ROOT / "examples" / "objective"
 
 
 def report(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:

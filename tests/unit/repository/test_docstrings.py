@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
+
 SOURCES = sorted([*ROOT.glob("megatron_opd/**/*.py"), *ROOT.glob("sglang_bridge/**/*.py")])
 
 SENTENCE_ENDS = (".", ":", "?")

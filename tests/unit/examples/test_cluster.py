@@ -16,8 +16,8 @@ from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.__main__ import build_parser as learner_parser
 from tests.support.cli_cases import refused
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
 NODES = {"one_node": 1, "four_nodes": 4, "sixteen_nodes": 16}
 SCRIPTS = sorted([*CLUSTER.glob("*.sh"), *CLUSTER.glob("*/launch.sh"), *CLUSTER.glob("*/*.slurm")])

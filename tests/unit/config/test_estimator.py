@@ -184,7 +184,7 @@ def _parts(tree: Tree) -> Tree:
     return dict(Loose.model_validate(tree))
 
 
-# of tests/support/loss_cases.products(), by objective; a rule that changes must change these knowingly
+# of loss_cases.products(), by objective; a rule that changes must change these knowingly
 ACCEPTED = {
     "reverse_kl": 444,
     "forward_kl": 49,
@@ -205,7 +205,7 @@ NUM_PRODUCTS = 13524
 def test_the_whole_product_is_decided_as_before():
     """Counts of what is accepted, so that a rule cannot silently widen or narrow.
 
-    tests/unit/test_losses.py evaluates all of them; here every refusal must be one line.
+    tests/unit/losses/test_objective.py evaluates all of them; here every refusal must be one line.
     """
     accepted: Counter[str] = Counter()
     refused: Counter[int] = Counter()

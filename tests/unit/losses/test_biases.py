@@ -1,7 +1,8 @@
 """Which estimators are unbiased, exactly; and the bias of the others, shown and not hidden.
 
-Expectations enumerate every draw of a small vocabulary (tests/support/loss_expectations.py): differences
-of 1e-12 are errors and need no statistics. One z-test follows with a large vocabulary and m = 64.
+Expectations enumerate every draw of a small vocabulary (tests/support/loss_expectations.py):
+differences of 1e-12 are errors and need no statistics. One z-test follows with a large vocabulary
+and m = 64.
 """
 
 import math

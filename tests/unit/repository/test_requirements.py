@@ -3,7 +3,6 @@
 import re
 import runpy
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,8 @@ import setuptools
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import ROOT
+
 LOCKS = {name: ROOT / "requirements" / f"{name}.lock" for name in ("cpu", "gpu")}
 EXTRAS = {"cpu": ("cpu", "test", "plots"), "gpu": ("gpu", "test")}
 

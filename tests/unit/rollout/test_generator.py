@@ -213,7 +213,7 @@ def test_a_rollout_whose_connection_breaks_is_sampled_anew_by_another_server():
 
 
 class Flaky:
-    """Rollouts of tests/support/fakes.Fleet through a generator: `lost` tries of every third break."""
+    """Rollouts of fakes.Fleet through a generator: `lost` tries of every third break."""
 
     def __init__(self, lost: int, dead: list[int]) -> None:
         self.lost, self.dead, self.tries = lost, dead, {}
