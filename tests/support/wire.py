@@ -141,3 +141,8 @@ def channel(address: str, token: Callable[[], str | None] = lambda: TOKEN, **res
     """A rank's end, which tells a lost controller to nobody."""
     options: dict[str, Any] = {"first_s": 5.0, "max_bytes": 2**20, "on_lost": lambda reason: None}
     return Channel(address, token, **(options | rest))
+
+
+def safe(error: Exception) -> None:
+    """Assert that it is one line that may be printed."""
+    assert str(error).isprintable(), repr(error)

@@ -1,34 +1,16 @@
 """Strict configuration: every mistake is one line that names the key, the rule and the value."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import yaml
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.load import ConfigError, dump_config, load_config
 from megatron_opd.config.objectives import ForwardKl, ReverseKl
-from megatron_opd.config.plain_yaml import DuplicateKey, dump_plain, load_plain
 from megatron_opd.config.schema import Config
-from megatron_opd.config.sft import SftConfig
-from tests.support.paths import ROOT
-
-MINIMAL = {
-    "data": {"train": "train.jsonl"},
-    "student": {"model": "student"},
-    "teacher": {"model": "teacher"},
-}
-
-
-def write(tmp_path: Path, tree: object) -> Path:
-    path = tmp_path / "config.yaml"
-    path.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree))
-    return path
+from tests.support.config_files import MINIMAL, write
 
 
 def error_of(path: Path, *overrides: str) -> str:
@@ -177,72 +159,6 @@ def test_batch_rule_accepts_exactly_the_divisible(batch: int, minis: int, dp: in
         assert Config.model_validate(tree).learner.parallel.dp == dp
 
 
-def test_sft_config_shares_the_learner_section(tmp_path: Path):
-    tree = {"init": "a", "output": "b", "train": "c", "learner": {"optimizer": {"lr": 0.001}}}
-    assert load_config(SftConfig, write(tmp_path, tree)).learner.optimizer.lr == 0.001
-
-
-def test_the_reference_page_is_current():
-    done = subprocess.run([sys.executable, ROOT / "tools" / "config_reference.py", "--check"])
-    assert done.returncode == 0, "run: python tools/config_reference.py"
-
-
-@pytest.mark.parametrize(("written", "mode"), [("off", "off"), ("'off'", "off"), ("current",) * 2])
-def test_routing_replay_can_be_switched_off_as_yaml_has_it(written: str, mode: str):
-    found = yaml.safe_load(f"routing_replay: {written}")
-    assert LearnerConfig.model_validate(found).routing_replay == mode
-    with pytest.raises(ValueError, match="routing_replay"):
-        LearnerConfig.model_validate({"routing_replay": True})
-
-
-@pytest.mark.parametrize(
-    ("written", "value"),
-    [
-        ("1e3", 1000.0),
-        ("3e-4", 3e-4),
-        ("-.5", -0.5),
-        ("5.", 5.0),
-        ("1_000", 1000),
-        ("-7", -7),
-        (".inf", float("inf")),
-        ("010", "010"),
-        ("1:30", "1:30"),
-        ("0x10", "0x10"),
-        ("2024-01-01", "2024-01-01"),
-        ("1e", "1e"),
-        ("yes", True),
-        ("null", None),
-        ("'5'", "5"),
-    ],
-)
-def test_yaml_scalars_are_what_they_look_like(written: str, value: object):
-    found = load_plain(f"a: {written}", "test")["a"]
-    assert found == value
-    assert type(found) is type(value)
-    assert load_plain(dump_plain({"a": value}), "dump") == {"a": value}
-
-
-@example({"\x85": "a\u2028b", "c": "\u2029"})
-@given(
-    st.recursive(
-        st.none()
-        | st.booleans()
-        | st.integers(-(10**30), 10**30)
-        | st.floats(allow_nan=False)
-        | st.text(),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-        max_leaves=8,
-    )
-)
-def test_what_is_dumped_is_read_as_it_was(tree: object):
-    assert load_plain(dump_plain(tree), "dump") == tree
-
-
-@pytest.mark.parametrize("text", ["\x85", "a\u2028b", "\u2029"])
-def test_breaks_that_are_not_ascii_survive_as_keys_and_values(text: str):
-    assert load_plain(dump_plain({text: text}), "dump") == {text: text}
-
-
 @pytest.mark.parametrize(("written", "guard"), [("off", "off"), ("'off'", "off"), ("warn", "warn")])
 def test_the_guard_can_be_switched_off_as_its_error_says(tmp_path: Path, written: str, guard: str):
     """Before: got False."""
@@ -267,19 +183,3 @@ def test_a_password_in_a_url_is_refused_and_not_shown(tmp_path: Path):
 def test_half_a_character_is_refused(tmp_path: Path):
     message = error_of(write(tmp_path, MINIMAL), 'run.dir="\\ud800"')
     assert "run.dir: must contain whole characters" in message
-
-
-@pytest.mark.parametrize(
-    "text", ["a: 1\na: 2", "a: {b: 1, b: 2}", "- {x: 1, 'x': 2}", "{1: a, '1': b}"]
-)
-def test_a_key_given_twice_is_refused_at_any_depth(text: str):
-    with pytest.raises(DuplicateKey, match="is given twice"):
-        load_plain(text, "test")
-
-
-@pytest.mark.parametrize(
-    "text", ["!!int abc", "!!float x", "9" * 5000, "!!python/name:os.system ''"]
-)
-def test_a_tag_that_does_not_fit_is_an_error_of_yaml(text: str):
-    with pytest.raises(yaml.YAMLError):
-        load_plain(f"a: {text}", "test")

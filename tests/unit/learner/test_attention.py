@@ -1,17 +1,11 @@
-"""Packed attention against a softmax written out, the schedule, and publication buckets."""
+"""Packed attention against a softmax written out."""
 
-import itertools
 import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megatron_opd.config.learner import OptimizerConfig
 from megatron_opd.learner.attention import PackedAttention, Packing
-from megatron_opd.learner.optimizer import learning_rate
-from megatron_opd.weight_sync.sender import plan_buckets
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 
@@ -58,30 +52,3 @@ def test_packed_attention_sees_its_own_segment_only(lengths: tuple[int, ...]):
 def test_positions_restart_in_every_segment():
     packing = Packing.of((3, 1, 2), torch.device("cpu"))
     assert packing.positions_s.tolist() == [0, 1, 2, 0, 0, 1]
-
-
-@given(st.integers(0, 20), st.integers(1, 60), st.sampled_from(["constant", "cosine"]))
-def test_schedule(warmup: int, updates: int, schedule: str):
-    config = OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=warmup, lr_scheduler=schedule)
-    rates = [learning_rate(config, update, updates) for update in range(updates)]
-    assert all(0 < rate <= 1e-3 for rate in rates), "no update is wasted at 0"
-    rising, rest = rates[: warmup + 1], rates[warmup:]
-    assert all(a < b for a, b in itertools.pairwise(rising))
-    if rest:
-        assert rest[0] == pytest.approx(1e-3)
-        assert all(a >= b for a, b in itertools.pairwise(rest))
-    if len(rest) > 1:
-        assert rest[-1] == pytest.approx(1e-3 if schedule == "constant" else 1e-4)
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(4, 200))
-def test_buckets_hold_everything_in_order_within_their_limit(sizes: list[int], limit: int):
-    manifest = [(f"t{i}", (size,)) for i, size in enumerate(sizes)]
-    buckets = plan_buckets(manifest, torch.float32, limit)
-    assert [name for bucket in buckets for name in bucket.names] == [name for name, _ in manifest]
-    for bucket in buckets:
-        assert sum(4 * shape[0] for shape in bucket.shapes) <= limit or len(bucket.names) == 1
-        assert set(bucket.dtypes) == {"float32"}
-    for bucket, after in itertools.pairwise(buckets):
-        together = sum(4 * shape[0] for shape in (*bucket.shapes, after.shapes[0]))
-        assert together > limit, "no bucket is closed early"

@@ -1,4 +1,4 @@
-"""Every accepted estimator against the float64 oracles; log-probs of chosen ids; histograms."""
+"""Every accepted estimator against the float64 oracles."""
 
 import math
 from collections import Counter
@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import evaluate
-from megatron_opd.losses.ratios import NUM_BINS, ratio_histogram, ratio_quantile
-from megatron_opd.losses.vocab_parallel import gather_logp
 from tests.support.figures import bounded
 from tests.support.loss_cases import (
     Problem,
@@ -28,14 +26,7 @@ from tests.support.loss_cases import (
 )
 from tests.support.loss_oracles import oracle
 
-ROWS, VOCAB = 5, 7
 ALL = tuple(accepted())
-
-
-def logits(seed: int) -> torch.Tensor:
-    return torch.randn(
-        ROWS, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    )
 
 
 def loss_and_gradient(est: Estimator, case: Problem, rows: list[Row]) -> tuple[float, torch.Tensor]:
@@ -135,65 +126,6 @@ def test_float32_log_probs_get_float32_gradients():
         (gradient_N,) = torch.autograd.grad(loss, student_N, materialize_grads=True)
         assert gradient_N.dtype == torch.float32
         assert gradient_N.isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_gather_logp_matches_log_softmax(dtype: torch.dtype):
-    whole = logits(11).to(dtype)
-    row_N, id_N = torch.tensor([0, 0, 4, 2, 0]), torch.tensor([1, 6, 0, 3, 1])
-    ours, reference = whole.clone().requires_grad_(), whole.clone().requires_grad_()
-    got = gather_logp(ours, row_N, id_N, temperature=0.5)
-    wide = reference.to(got.dtype) / 0.5
-    expected = torch.log_softmax(wide, -1)[row_N, id_N]
-    weight_N = torch.arange(1.0, 6.0, dtype=got.dtype)
-    (got * weight_N).sum().backward()
-    (expected * weight_N).sum().backward()
-    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    torch.testing.assert_close(got, expected)
-    torch.testing.assert_close(ours.grad, reference.grad)
-    assert not ours.grad[1].any(), "a row without ids has no gradient"
-
-
-def test_gather_logp_passes_gradcheck():
-    row_N, id_N = torch.tensor([0, 1, 1, 4]), torch.tensor([2, 2, 5, 6])
-    assert torch.autograd.gradcheck(
-        lambda x: gather_logp(x, row_N, id_N, temperature=1.3), logits(12).requires_grad_()
-    )
-
-
-def test_extreme_logits_do_not_overflow():
-    wild = torch.tensor([[1e4, -1e4, 0.0]])
-    got = gather_logp(wild, torch.tensor([0, 0]), torch.tensor([0, 1]))
-    torch.testing.assert_close(got, torch.tensor([0.0, -2e4]))
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.floats(-20, 20), min_size=1, max_size=50),
-    st.floats(0.01, 0.99),
-)
-def test_histogram_quantile_is_the_weighted_quantile(values: list[float], quantile: float):
-    log_ratio_N = torch.tensor(values, dtype=torch.float64)
-    weight_N = torch.linspace(0.5, 1.5, len(values), dtype=torch.float64)
-    histogram = ratio_histogram(log_ratio_N, weight_N)
-    assert histogram.shape == (NUM_BINS,)
-    assert float(histogram.sum()) == pytest.approx(float(weight_N.sum()))
-    found = math.log(ratio_quantile(histogram, quantile))
-    ordered, order = log_ratio_N.sort()
-    reached = weight_N[order].cumsum(0) / weight_N.sum()
-    # Any neighbour within float error of the cut is a right answer.
-    low = ordered[min(int((reached < quantile - 1e-9).sum()), len(values) - 1)]
-    high = ordered[min(int((reached < quantile + 1e-9).sum()), len(values) - 1)]
-    slack = 0.02 * max(abs(float(low)), abs(float(high))) + 2e-8
-    assert float(low) - slack <= found <= float(high) + slack
-
-
-def test_histograms_add_up_and_empty_means_one():
-    values = torch.randn(100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    one = torch.ones(100, dtype=torch.float64)
-    parts = ratio_histogram(values[:30], one[:30]) + ratio_histogram(values[30:], one[30:])
-    torch.testing.assert_close(parts, ratio_histogram(values, one))
-    assert ratio_quantile(torch.zeros(NUM_BINS, dtype=torch.float64), 0.5) == 1.0
 
 
 def test_a_teacher_score_that_is_no_number_spoils_the_loss():

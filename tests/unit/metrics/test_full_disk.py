@@ -20,7 +20,7 @@ from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.metrics.types import Accounting
-from tests.unit.checkpoint.test_state_dirs import FakeLearner, at, make_config
+from tests.support.kept_states import FakeLearner, at, make_config
 
 FULL = f"{os.strerror(errno.ENOSPC)}|{os.strerror(errno.EFBIG)}"
 ROW = {"update": 0, "loss": 0.25, "note": "x" * 40}

@@ -1,14 +1,10 @@
 """What peers wrote is shown as text: it moves no cursor, paints nothing and stays on one line."""
 
-import os
-import socket
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_bridge.errors import ServerRefused, one_line, printable
-from tests.support.sockets import listening, open_to_others
 
 
 @pytest.mark.parametrize(
@@ -44,18 +40,3 @@ def test_a_megabyte_is_cut_before_it_is_looked_at():
 def test_a_servers_explanation_is_safe_to_print():
     error = ServerRefused("http://host:1", "/generate", 400, "no\x1b[31m\nway")
     assert str(error) == "http://host:1/generate: HTTP 400: no\\x1b[31m way"
-
-
-def test_the_list_of_listeners_sees_open_doors():
-    """The helper that other tests trust finds a socket on every interface, and a closed one not."""
-    with socket.socket() as wide, socket.socket() as narrow:
-        wide.bind(("0.0.0.0", 0))
-        narrow.bind(("127.0.0.1", 0))
-        for listener in (wide, narrow):
-            listener.listen()
-        ports = {port: ip for ip, port, _ in listening(os.getpid())}
-        assert ports[wide.getsockname()[1]] == "0.0.0.0"
-        assert ports[narrow.getsockname()[1]] == "127.0.0.1"
-        found = [port for _, port, _ in open_to_others(os.getpid())]
-        assert wide.getsockname()[1] in found
-        assert narrow.getsockname()[1] not in found

@@ -16,8 +16,8 @@ import zmq.asyncio
 from megatron_opd.transport import gate
 from megatron_opd.transport import messages as m
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
+from tests.support.batches import FIGURES, done, make_shares
 from tests.support.wire import TOKEN, Rank, channel, config, connect, drive, hello
-from tests.unit.transport.test_zmq import FIGURES, done, make_shares
 
 
 def silent(request: m.Request) -> None:
