@@ -9,11 +9,7 @@ import torch
 from sglang_bridge.protocol import RolloutReply, RolloutRequest, ScoreReply, ScoreRequest
 from tests.support.figures import bounded
 from tests.support.models import VOCAB_SIZE
-from tests.support.oracles import (
-    log_softmax,
-    reference_logits,
-    selection_error,
-)
+from tests.support.oracles import log_softmax, reference_logits, selection_error
 
 NEAR_TIE = 1e-4  # routers closer than this between the last chosen and the next may differ
 SCORES = "teacher scores against transformers (nats)"

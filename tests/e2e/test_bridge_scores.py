@@ -14,12 +14,7 @@ from sglang_bridge.server.launch import ServerProcess
 from tests.e2e.replies import SCORES, TOLERANCE, check_selection, expected_scores, ragged_request
 from tests.support.figures import bounded
 from tests.support.models import VOCAB_SIZE
-from tests.support.oracles import (
-    chi_square_per_df,
-    load_reference,
-    log_softmax,
-    reference_logits,
-)
+from tests.support.oracles import chi_square_per_df, load_reference, log_softmax, reference_logits
 
 pytestmark = pytest.mark.e2e
 

@@ -6,9 +6,7 @@ from typing import Any
 
 from megatron_opd.checkpoint.run_lock import Claim
 from megatron_opd.checkpoint.state_dirs import StepDirs
-from megatron_opd.checkpoint.state_files import (
-    write_sums,
-)
+from megatron_opd.checkpoint.state_files import write_sums
 from megatron_opd.cli.checkpoints import Checkpoints
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config

@@ -7,11 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_opd.batching.checks import check_batch
 from megatron_opd.batching.rank_batch import rank_batch
-from megatron_opd.transport.frames import (
-    COLUMNS,
-    from_frames,
-    to_frames,
-)
+from megatron_opd.transport.frames import COLUMNS, from_frames, to_frames
 from tests.support.batches import make_batch
 from tests.support.wire import safe
 

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_opd.checkpoint.state_dirs import StepDirs
-from megatron_opd.checkpoint.state_files import (
-    sum_file,
-)
+from megatron_opd.checkpoint.state_files import sum_file
 from megatron_opd.cli.checkpoints import RUN
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.resume import Change, find_resumption, reopen_run_dir

@@ -12,8 +12,6 @@ from megatron_opd.config.load import ConfigError, load_config
 from megatron_opd.config.schema import Config
 from tests.support.config_files import MINIMAL
 
-# --- rules across the sections of a run ---------------------------------------------------------
-
 RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
     (
         ["student.urls=['http://h:1']", "teacher.urls=['http://h:1']"],

@@ -2,9 +2,7 @@
 
 from megatron_opd.metrics.cache_size import CacheSize, cache_bytes
 from megatron_opd.types import Batch
-from tests.support.fakes import (
-    make_sample,
-)
+from tests.support.fakes import make_sample
 
 
 def test_cache_size():

@@ -12,15 +12,7 @@ from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import JsonlSink
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
-from tests.support.fakes import (
-    Figures,
-    Fleet,
-    Learner,
-    Publisher,
-    Teacher,
-    prompts,
-    run_virtual,
-)
+from tests.support.fakes import Figures, Fleet, Learner, Publisher, Teacher, prompts, run_virtual
 from tests.support.recorded_run import record
 
 

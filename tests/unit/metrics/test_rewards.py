@@ -8,10 +8,7 @@ from megatron_opd.metrics.recorder import batch_columns
 from megatron_opd.metrics.rewards import RewardStats
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.types import Batch
-from tests.support.fakes import (
-    Figures,
-    make_sample,
-)
+from tests.support.fakes import Figures, make_sample
 
 
 def test_rewards_and_how_much_groups_differ():

@@ -5,9 +5,7 @@ import math
 import numpy as np
 
 from megatron_opd.metrics.sinks import json_ready
-from tests.support.fakes import (
-    Learner,
-)
+from tests.support.fakes import Learner
 from tests.support.recorded_run import record
 
 

@@ -4,11 +4,7 @@ from dataclasses import replace
 
 from megatron_opd.metrics.staleness import StalenessCounts
 from megatron_opd.types import Batch, VersionSpan
-from tests.support.fakes import (
-    make_prompt,
-    make_rollout,
-    make_sample,
-)
+from tests.support.fakes import make_prompt, make_rollout, make_sample
 
 
 def test_staleness_counts_tokens_and_partial_rollouts():

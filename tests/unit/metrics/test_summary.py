@@ -11,14 +11,7 @@ from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import write_json
 from megatron_opd.metrics.summary import summarise, versions
 from megatron_opd.metrics.totals import RunTotals
-from tests.support.fakes import (
-    Fleet,
-    Learner,
-    Publisher,
-    Teacher,
-    prompts,
-    run_virtual,
-)
+from tests.support.fakes import Fleet, Learner, Publisher, Teacher, prompts, run_virtual
 from tests.support.recorded_run import record
 
 

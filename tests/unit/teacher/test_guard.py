@@ -20,13 +20,7 @@ from megatron_opd.cli.teacher_guard import check_teachers, make_teacher_watch
 from megatron_opd.config.schema import Config
 from megatron_opd.teacher.guard import BOUNDS_NATS, Probe, probe
 from sglang_bridge.errors import BadReply, ServerUnreachable
-from sglang_bridge.protocol import (
-    DrawCache,
-    RolloutReply,
-    RolloutRequest,
-    ScoreReply,
-    ScoreRequest,
-)
+from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest, ScoreReply, ScoreRequest
 from sglang_bridge.retry import Backoff
 from tests.support.cli_cases import small_config
 from tests.support.fakes import make_prompt

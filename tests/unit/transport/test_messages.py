@@ -7,10 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.transport import messages as m
-from megatron_opd.transport.frames import (
-    MIN_FRAME_BYTES,
-    largest_frame_bytes,
-)
+from megatron_opd.transport.frames import MIN_FRAME_BYTES, largest_frame_bytes
 from tests.support.batches import FIGURES
 from tests.support.wire import config, hello, safe
 
