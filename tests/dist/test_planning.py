@@ -15,8 +15,8 @@ from megatron_opd.planning.learner import learner_memory
 from megatron_opd.types import Batch, Draws, Prompt, Rollout, Sample, VersionSpan
 from tests.dist import planning_jobs
 from tests.dist.worlds import run_world
-from tests.figures import bounded, relative
-from tests.models import tiny_qwen3, tiny_qwen3_moe
+from tests.support.figures import bounded, relative
+from tests.support.models import tiny_qwen3, tiny_qwen3_moe
 
 pytestmark = pytest.mark.dist
 
