@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.dist.caches import make_batch, random_experts, with_experts
 from tests.dist.layouts import LAYOUTS, VARIANTS, gaps, possible, run
-from tests.models import tiny_qwen3, tiny_qwen3_moe
+from tests.support.models import tiny_qwen3, tiny_qwen3_moe
 
 UPDATES = 3
 EXPERTS = (4, 4, 2)  # layers, experts and experts a token of the tiny Qwen3-MoE

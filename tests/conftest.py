@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.figures import FIGURES, merge
+from tests.support.figures import FIGURES, merge
 
 # A busy machine is slow, not wrong.
 settings.register_profile("no-deadline", deadline=None)

@@ -30,8 +30,8 @@ from megatron_opd.losses.formulas import SYMBOLS, formula
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the oracles live with the tests
-cases: Any = importlib.import_module("tests.loss_cases")
-measured: Any = importlib.import_module("tests.loss_measurements")
+cases: Any = importlib.import_module("tests.support.loss_cases")
+measured: Any = importlib.import_module("tests.support.loss_measurements")
 
 PAGE = ROOT / "docs" / "estimators.md"
 RECORD = ROOT / "benchmarks" / "results" / "estimators.json"
@@ -162,7 +162,7 @@ def penalty_section(record: dict[str, Any]) -> list[str]:
         "prefixes that it visited, whatever `correction` is; measured: the largest "
         "|E[estimate] - divergence| by enumeration with p, o and q all different. `direction` null "
         "is reverse to the teacher, forward to the sampler. Proofs: `megatron_opd/losses/"
-        "penalty.py`, `tests/unit/test_penalty.py`.",
+        "penalty.py`, `tests/unit/losses/test_penalty.py`.",
         "",
         "| to | direction | estimator | term | estimates | value bias | gradient bias |",
         "|---|---|---|---|---|---|---|",
@@ -255,15 +255,15 @@ them anew). `opd check CONFIG.yaml` prints the formula that a run will use.
 ## Errors and bias
 
 Value and gradient errors: the largest absolute difference to an independent float64 oracle
-(`tests/loss_oracles.py`: loops, autograd, no project code), over every accepted combination of
-correction, level, prox, trust region, penalty and reduction in turn. TP errors: the largest
+(`tests/support/loss_oracles.py`: loops, autograd, no project code), over every accepted combination
+of correction, level, prox, trust region, penalty and reduction in turn. TP errors: the largest
 relative difference of two tensor-parallel ranks to one, through gathered logits and through the
 blockwise operation, of the loss and of the gradients of hidden states and LM head. Measured bias:
 |E[g] - g| / |g| with E over every possible cache of a small problem (sampler, batch start, student
 and teacher all differ) and g the exact gradient: of the divergence, or of the expected reward over
 whole responses (groups of two, sum over tokens). The estimator of a row has its default correction
-and trust region. All are held to limits by `tests/unit/test_losses.py`,
-`tests/unit/test_estimator_bias.py` and `tests/dist/test_objectives.py`.
+and trust region. All are held to limits by `tests/unit/losses/test_objective.py`,
+`tests/unit/losses/test_biases.py` and `tests/dist/test_objectives.py`.
 """
 
 

@@ -1,7 +1,7 @@
 """Say what an estimator is biased by, and where it comes from. Torch-free.
 
 The statements are about the gradient, in expectation over the cache, at the visited prefixes: those
-come from the sampler, which no cached action corrects; tests/unit/test_estimator_bias.py shows it.
+come from the sampler, which no cached action corrects; tests/unit/losses/test_biases.py shows it.
 Objectives, corrections and trust regions say their own (megatron_opd/config).
 """
 

@@ -12,7 +12,8 @@ log-probs are read by a head of V ids over h features. Where PaLM counts n^2 pai
 of a sequence of n, a causal one has n (n + 1) / 2 pairs here, and the head works for responses
 alone. A backward pass takes twice as much: a product for each operand's gradient.
 
-Equal to what torch.utils.flop_counter counts of transformers' models (tests/unit/test_flops.py).
+Equal to what torch.utils.flop_counter counts of transformers' models
+(tests/unit/planning/test_flops.py).
 """
 
 from __future__ import annotations

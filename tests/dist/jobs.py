@@ -28,7 +28,7 @@ from megatron_opd.batching.rank_batch import rank_batch
 from megatron_opd.transport.token import TOKEN_VARIABLE
 from megatron_opd.types import Batch
 from sglang_bridge.protocol import BucketSpec
-from tests.wire import TOKEN
+from tests.support.wire import TOKEN
 
 
 def make_learner(model: Path, config: dict[str, Any], updates: int = 4) -> MegatronLearner:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from megatron_opd.types import Batch
 from tests.dist import jobs
 from tests.dist.worlds import run_world
-from tests.figures import relative
+from tests.support.figures import relative
 
 ADAM = {"lr": 1e-3, "eps": 1e-3, "clip_grad": 0.5}
 # Buckets small enough that there are several.

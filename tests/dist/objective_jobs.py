@@ -12,7 +12,7 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.losses.lean import lean_logp
 from megatron_opd.losses.objective import evaluate
 from megatron_opd.losses.vocab_parallel import gather_logp
-from tests.loss_cases import Problem, Row, accepted, cache_of, draw_rows, flat, problem
+from tests.support.loss_cases import Problem, Row, accepted, cache_of, draw_rows, flat, problem
 
 WIDTH = 3
 BLOCK = (4, 3)  # smaller than the problem, so that blocks must be joined

@@ -16,8 +16,8 @@ from megatron_opd.learner import world as setup
 from megatron_opd.learner.learner import MegatronLearner
 from tests.dist.caches import make_batch, random_experts, with_experts
 from tests.dist.jobs import share
-from tests.figures import bounded, relative
-from tests.models import VOCAB_SIZE
+from tests.support.figures import bounded, relative
+from tests.support.models import VOCAB_SIZE
 
 # Of bfloat16, eight bits of it, through two layers; the routing is given, so that no token can
 # visit other experts for a rounding error.

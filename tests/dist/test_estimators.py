@@ -12,8 +12,8 @@ from megatron_opd.types import Batch
 from tests.dist import jobs
 from tests.dist.caches import make_batch
 from tests.dist.worlds import run_world
-from tests.figures import bounded, relative
-from tests.models import tiny_qwen3
+from tests.support.figures import bounded, relative
+from tests.support.models import tiny_qwen3
 
 pytestmark = pytest.mark.dist
 

@@ -15,8 +15,8 @@ from megatron_opd.config.learner import ParallelConfig
 from tests.dist import family_jobs, jobs, state_jobs
 from tests.dist.caches import make_batch
 from tests.dist.worlds import run_world
-from tests.figures import bounded, relative
-from tests.models import (
+from tests.support.figures import bounded, relative
+from tests.support.models import (
     LLAMA3_ROPE,
     tiny_llama,
     tiny_mixtral,

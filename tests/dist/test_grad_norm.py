@@ -7,7 +7,7 @@ import pytest
 
 from tests.dist.norm_jobs import norms
 from tests.dist.worlds import run_world
-from tests.figures import bounded, relative
+from tests.support.figures import bounded, relative
 
 pytestmark = pytest.mark.dist
 

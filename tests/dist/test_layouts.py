@@ -20,8 +20,8 @@ from tests.dist.caches import (
 )
 from tests.dist.layouts import ADAM, LAYOUTS, gaps, relative_gap, run, weights
 from tests.dist.worlds import run_world
-from tests.figures import bounded, relative
-from tests.models import tiny_qwen3, tiny_qwen3_moe
+from tests.support.figures import bounded, relative
+from tests.support.models import tiny_qwen3, tiny_qwen3_moe
 
 pytestmark = pytest.mark.dist
 

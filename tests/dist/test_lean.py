@@ -6,8 +6,8 @@ import pytest
 
 from tests.dist import lean_jobs
 from tests.dist.worlds import run_world
-from tests.figures import bounded
-from tests.models import tiny_qwen3
+from tests.support.figures import bounded
+from tests.support.models import tiny_qwen3
 
 pytestmark = pytest.mark.dist
 

@@ -6,8 +6,8 @@ import pytest
 
 from tests.dist import objective_jobs
 from tests.dist.worlds import run_world
-from tests.figures import bounded
-from tests.loss_cases import accepted
+from tests.support.figures import bounded
+from tests.support.loss_cases import accepted
 
 pytestmark = pytest.mark.dist
 

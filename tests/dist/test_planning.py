@@ -16,8 +16,8 @@ from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 from tests.dist import planning_jobs
 from tests.dist.worlds import run_world
-from tests.figures import bounded, relative
-from tests.models import tiny_qwen3, tiny_qwen3_moe
+from tests.support.figures import bounded, relative
+from tests.support.models import tiny_qwen3, tiny_qwen3_moe
 
 pytestmark = pytest.mark.dist
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.dist.precision_jobs import compare, one_update
 from tests.dist.worlds import run_world
-from tests.models import tiny_qwen3_moe
+from tests.support.models import tiny_qwen3_moe
 
 pytestmark = pytest.mark.dist
 

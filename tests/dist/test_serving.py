@@ -32,10 +32,10 @@ from sglang_bridge.protocol import BucketSpec, WeightPiece
 from tests.dist import jobs
 from tests.dist.caches import make_batch, oracle_update
 from tests.dist.worlds import World
-from tests.figures import bounded
-from tests.sockets import listening
-from tests.models import tiny_qwen3_moe
-from tests.wire import TOKEN
+from tests.support.figures import bounded
+from tests.support.sockets import listening
+from tests.support.models import tiny_qwen3_moe
+from tests.support.wire import TOKEN
 
 pytestmark = pytest.mark.dist
 

@@ -14,8 +14,8 @@ from megatron_opd.config.sft import SftConfig
 from megatron_opd.learner.sft import batches, read_pairs
 from tests.dist import jobs
 from tests.dist.worlds import run_world
-from tests.figures import bounded
-from tests.models import tiny_qwen3_moe
+from tests.support.figures import bounded
+from tests.support.models import tiny_qwen3_moe
 
 pytestmark = pytest.mark.dist
 

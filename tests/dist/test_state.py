@@ -20,8 +20,8 @@ from megatron_opd.types import Batch
 from tests.dist import state_jobs
 from tests.dist.caches import make_batch
 from tests.dist.worlds import World, run_world
-from tests.figures import bounded, relative
-from tests.models import tiny_qwen3, tiny_qwen3_moe
+from tests.support.figures import bounded, relative
+from tests.support.models import tiny_qwen3, tiny_qwen3_moe
 
 pytestmark = pytest.mark.dist
 

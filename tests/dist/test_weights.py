@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.dist import jobs
 from tests.dist.worlds import run_world
-from tests.models import tiny_qwen3
+from tests.support.models import tiny_qwen3
 
 pytestmark = pytest.mark.dist
 

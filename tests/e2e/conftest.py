@@ -13,7 +13,7 @@ from sglang_bridge.ports import free_port
 from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.server.spec import ServerSpec
 from tests.e2e.publication import rewind
-from tests.models import tiny_qwen3, tiny_qwen3_moe
+from tests.support.models import tiny_qwen3, tiny_qwen3_moe
 
 STARTUP_TIMEOUT_S = 420
 Sections = dict[str, dict[str, Any]]

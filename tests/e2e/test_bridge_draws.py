@@ -10,9 +10,9 @@ from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerRefused
 from sglang_bridge.protocol import RolloutReply, RolloutRequest
 from sglang_bridge.server.launch import ServerProcess
-from tests.figures import bounded
-from tests.models import VOCAB_SIZE
-from tests.oracles import (
+from tests.support.figures import bounded
+from tests.support.models import VOCAB_SIZE
+from tests.support.oracles import (
     behaviour_logp,
     chi_square_per_df,
     load_reference,

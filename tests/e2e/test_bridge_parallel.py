@@ -24,12 +24,17 @@ from sglang_bridge.server.launch import ServerProcess, running_states
 from sglang_bridge.server.workers import EXIT_WORKER_DIED
 from tests.e2e.conftest import STARTUP_TIMEOUT_S, running, tiny_spec
 from tests.e2e.publication import differing, join, load_tensors, perturbed_copy, publish
-from tests.e2e.test_bridge_publication import requests_of, span_error
-from tests.e2e.test_bridge_routing import wrong_rows
-from tests.e2e.test_bridge_scores import check_selection, expected_scores, ragged_request
-from tests.figures import bounded
-from tests.oracles import load_reference
-from tests.sockets import listening, open_to_others
+from tests.e2e.replies import (
+    check_selection,
+    expected_scores,
+    ragged_request,
+    requests_of,
+    span_error,
+    wrong_rows,
+)
+from tests.support.figures import bounded
+from tests.support.oracles import load_reference
+from tests.support.sockets import listening, open_to_others
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 TOLERANCE = 1e-5

@@ -3,46 +3,19 @@
 import asyncio
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from torch import distributed
 
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
-from sglang_bridge.protocol import RolloutReply, RolloutRequest
 from sglang_bridge.server.launch import ServerProcess
 from tests.e2e.publication import differing, join, load_tensors, perturbed_copy, publish
-from tests.figures import bounded
-from tests.oracles import load_reference, log_softmax, reference_logits
+from tests.e2e.replies import requests_of, span_error
+from tests.support.figures import bounded
+from tests.support.oracles import load_reference
 
 pytestmark = pytest.mark.e2e
 TOLERANCE = 1e-5
-
-
-def requests_of(tokens: int, count: int = 24) -> list[RolloutRequest]:
-    return [
-        RolloutRequest(
-            rid=f"kept-{tokens}-{i}",
-            input_ids=list(range(2 + i, 30 + i)),
-            max_new_tokens=tokens,
-            num_atoms=4,
-            num_draws=8,
-        )
-        for i in range(count)
-    ]
-
-
-def span_error(
-    reference: torch.nn.Module, request: RolloutRequest, reply: RolloutReply, start: int, stop: int
-) -> float:
-    """Largest error of the cached log-probs of tokens [start, stop) under the reference."""
-    prompt, draws = len(request.input_ids), reply.draws
-    logits = reference_logits(reference, [*request.input_ids, *reply.output_ids_T.tolist()])
-    logp = log_softmax(logits[prompt - 1 + start : prompt - 1 + stop])
-    row = slice(draws.offsets_T1[start], draws.offsets_T1[stop])
-    row_N = np.repeat(np.arange(stop - start), np.diff(draws.offsets_T1[start : stop + 1]))
-    return float(np.abs(logp[row_N, draws.ids_N[row]] - draws.sampler_logp_N[row]).max())
 
 
 def test_publication_in_flight(student_server: ServerProcess, student_model: Path, tmp_path: Path):

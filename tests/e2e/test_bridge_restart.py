@@ -15,9 +15,9 @@ from megatron_opd.types import Prompt, Rollout
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.server.launch import ServerProcess
-from tests.figures import bounded
-from tests.models import VOCAB_SIZE
-from tests.oracles import behaviour_logp, load_reference, reference_logits
+from tests.support.figures import bounded
+from tests.support.models import VOCAB_SIZE
+from tests.support.oracles import behaviour_logp, load_reference, reference_logits
 
 pytestmark = pytest.mark.e2e
 PROMPT = list(range(40, 60))

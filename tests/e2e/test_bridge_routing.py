@@ -1,62 +1,22 @@
 """The experts a real server returns are its routers' choices, under the weights last used."""
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import distributed
 
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BridgeError
 from sglang_bridge.fleet import Fleet
-from sglang_bridge.protocol import RolloutReply, RolloutRequest
 from sglang_bridge.server.launch import ServerProcess
 from tests.e2e.publication import join, load_tensors, perturbed_copy, publish
-from tests.e2e.test_bridge_publication import requests_of
-from tests.oracles import load_reference
+from tests.e2e.replies import differing_rows, requests_of, wrong_rows
+from tests.support.oracles import load_reference
 
 pytestmark = pytest.mark.e2e
-NEAR_TIE = 1e-4  # routers closer than this between the last chosen and the next may differ
-
-
-def routed(model: torch.nn.Module, ids: list[int], topk: int) -> tuple[np.ndarray, np.ndarray]:
-    """transformers: experts [X, L, topk], sorted, and whether [X, L] they are no near tie."""
-    logits: list[torch.Tensor] = []
-    gates = [m for name, m in model.named_modules() if name.endswith("mlp.gate")]
-    hooks = [g.register_forward_hook(lambda *call: logits.append(call[2][0])) for g in gates]
-    with torch.no_grad():
-        model(torch.tensor([ids]))
-    for hook in hooks:
-        hook.remove()
-    ordered = torch.stack(logits, 1).sort(-1, descending=True)
-    clear = ordered.values[..., topk - 1] - ordered.values[..., topk] > NEAR_TIE
-    return ordered.indices[..., :topk].sort(-1).values.numpy(), clear.numpy()
-
-
-def differing_rows(
-    model: Any, request: RolloutRequest, reply: RolloutReply, first: int, stop: int
-) -> int:
-    """Of the rows of inputs [first, stop), those that differ from the model's routers'."""
-    experts = reply.experts_XLk
-    assert experts is not None
-    ids = [*request.input_ids, *reply.output_ids_T.tolist()][:-1]
-    expected, clear = routed(model, ids, experts.shape[-1])
-    assert experts.shape == expected.shape
-    assert clear.mean() > 0.9
-    wrong = (np.sort(experts, -1) != expected).any(-1) & clear
-    return int(wrong[first:stop].any(-1).sum())
-
-
-def wrong_rows(request: RolloutRequest, reply: RolloutReply, models: Mapping[int, Any]) -> int:
-    """Rows that are not what the newest of the versions that sampled the reply would choose."""
-    assert reply.experts_XLk is not None
-    newest = models[reply.spans[-1][0]]
-    return differing_rows(newest, request, reply, 0, len(reply.experts_XLk))
 
 
 def test_experts_before_and_after_a_publication(

@@ -11,40 +11,12 @@ from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerRefused
 from sglang_bridge.protocol import RolloutRequest, ScoreReply, ScoreRequest
 from sglang_bridge.server.launch import ServerProcess
-from tests.figures import bounded
-from tests.models import VOCAB_SIZE
-from tests.oracles import (
-    chi_square_per_df,
-    load_reference,
-    log_softmax,
-    reference_logits,
-    selection_error,
-)
+from tests.e2e.replies import SCORES, TOLERANCE, check_selection, expected_scores, ragged_request
+from tests.support.figures import bounded
+from tests.support.models import VOCAB_SIZE
+from tests.support.oracles import chi_square_per_df, load_reference, log_softmax, reference_logits
 
 pytestmark = pytest.mark.e2e
-SCORES = "teacher scores against transformers (nats)"
-TOLERANCE = 1e-5
-
-
-def ragged_request(rid: str, prompt: int, response: int, seed: int) -> ScoreRequest:
-    """Random tokens; every response row has 0 to 65 random ids to score."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(0, 66, size=response)
-    ids = [np.sort(rng.choice(VOCAB_SIZE, size=n, replace=False)) for n in lengths]
-    return ScoreRequest(
-        rid=rid,
-        input_ids=rng.integers(2, VOCAB_SIZE, size=prompt + response).tolist(),
-        num_prompt_tokens=prompt,
-        offsets_T1=np.concatenate([[0], np.cumsum(lengths)]),
-        ids_N=np.concatenate(ids).astype(np.int32),
-    )
-
-
-def expected_scores(model, request: ScoreRequest, shift: int = 0) -> np.ndarray:
-    logits = reference_logits(model, list(request.input_ids))
-    logp = log_softmax(logits / request.temperature)
-    row_N = np.repeat(np.arange(request.num_tokens), np.diff(request.offsets_T1))
-    return logp[request.num_prompt_tokens - 1 + row_N + shift, request.ids_N]
 
 
 @pytest.fixture(scope="module")
@@ -84,24 +56,6 @@ SELECTIONS = [
     (VOCAB_SIZE, 0, 1.0),
     (0, 0, 0.7),
 ]
-
-
-def check_selection(model, request: ScoreRequest, reply: ScoreReply) -> None:
-    """Against q of transformers: scores, weights, given ids found again."""
-    rows = reply.selection
-    assert rows.ids_N[rows.given_N].tolist() == request.ids_N.tolist()
-    logits = reference_logits(model, list(request.input_ids)) / request.temperature
-    logp_TV = log_softmax(logits)[request.num_prompt_tokens - 1 :]
-    is_given_N = np.zeros(len(rows.ids_N), dtype=bool)
-    is_given_N[rows.given_N] = True
-    assert (is_given_N | (rows.weight_N > 0)).all()
-    for t in range(request.num_tokens):
-        row = slice(rows.offsets_T1[t], rows.offsets_T1[t + 1])
-        ids, weight = rows.ids_N[row], rows.weight_N[row]
-        error = np.abs(logp_TV[t, ids] - rows.logp_N[row]).max()
-        bounded(SCORES, error, TOLERANCE, request.rid)
-        error = selection_error(logp_TV[t], ids, weight, request.num_atoms, request.num_draws)
-        bounded("teacher selections: weights (relative)", error, 5e-5, (request.rid, t))
 
 
 def test_selections_under_chunked_prefill_and_cache_hits(teacher_server: ServerProcess, reference):

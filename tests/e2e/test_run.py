@@ -24,14 +24,15 @@ from sglang_bridge.client import ServerClient
 from sglang_bridge.protocol import WeightPiece
 from tests.e2e.conftest import Sections
 from tests.e2e.publication import differing, give, load_tensors
-from tests.figures import bounded
-from tests.sockets import listening
+from tests.support.figures import bounded
+from tests.support.paths import ROOT
+from tests.support.sockets import listening
 
 pytestmark = pytest.mark.e2e
 
 MISMATCH = "opd run: max |p_learner - p_sampler|"
 UPDATES, BATCH, STALENESS = 4, 8, 1
-ARITHMETIC = Path(__file__).resolve().parents[2] / "examples" / "arithmetic"
+ARITHMETIC = ROOT / "examples" / "arithmetic"
 START_TIMEOUT_S = 240
 STOP_LIMIT_S = 15
 

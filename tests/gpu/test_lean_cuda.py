@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_opd.losses.lean import lean_logp
-from tests.figures import bounded
+from tests.support.figures import bounded
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tests.dist.precision_jobs import compare
-from tests.models import tiny_qwen3_moe
+from tests.support.models import tiny_qwen3_moe
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 HAS_CUDA = torch.cuda.is_available()
 
 

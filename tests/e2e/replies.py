@@ -1,0 +1,115 @@
+"""What is asked of real servers, and what their replies are compared with."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_bridge.protocol import RolloutReply, RolloutRequest, ScoreReply, ScoreRequest
+from tests.support.figures import bounded
+from tests.support.models import VOCAB_SIZE
+from tests.support.oracles import log_softmax, reference_logits, selection_error
+
+NEAR_TIE = 1e-4  # routers closer than this between the last chosen and the next may differ
+SCORES = "teacher scores against transformers (nats)"
+TOLERANCE = 1e-5
+
+
+def requests_of(tokens: int, count: int = 24) -> list[RolloutRequest]:
+    return [
+        RolloutRequest(
+            rid=f"kept-{tokens}-{i}",
+            input_ids=list(range(2 + i, 30 + i)),
+            max_new_tokens=tokens,
+            num_atoms=4,
+            num_draws=8,
+        )
+        for i in range(count)
+    ]
+
+
+def span_error(
+    reference: torch.nn.Module, request: RolloutRequest, reply: RolloutReply, start: int, stop: int
+) -> float:
+    """Largest error of the cached log-probs of tokens [start, stop) under the reference."""
+    prompt, draws = len(request.input_ids), reply.draws
+    logits = reference_logits(reference, [*request.input_ids, *reply.output_ids_T.tolist()])
+    logp = log_softmax(logits[prompt - 1 + start : prompt - 1 + stop])
+    row = slice(draws.offsets_T1[start], draws.offsets_T1[stop])
+    row_N = np.repeat(np.arange(stop - start), np.diff(draws.offsets_T1[start : stop + 1]))
+    return float(np.abs(logp[row_N, draws.ids_N[row]] - draws.sampler_logp_N[row]).max())
+
+
+def routed(model: torch.nn.Module, ids: list[int], topk: int) -> tuple[np.ndarray, np.ndarray]:
+    """transformers: experts [X, L, topk], sorted, and whether [X, L] they are no near tie."""
+    logits: list[torch.Tensor] = []
+    gates = [m for name, m in model.named_modules() if name.endswith("mlp.gate")]
+    hooks = [g.register_forward_hook(lambda *call: logits.append(call[2][0])) for g in gates]
+    with torch.no_grad():
+        model(torch.tensor([ids]))
+    for hook in hooks:
+        hook.remove()
+    ordered = torch.stack(logits, 1).sort(-1, descending=True)
+    clear = ordered.values[..., topk - 1] - ordered.values[..., topk] > NEAR_TIE
+    return ordered.indices[..., :topk].sort(-1).values.numpy(), clear.numpy()
+
+
+def differing_rows(
+    model: Any, request: RolloutRequest, reply: RolloutReply, first: int, stop: int
+) -> int:
+    """Of the rows of inputs [first, stop), those that differ from the model's routers'."""
+    experts = reply.experts_XLk
+    assert experts is not None
+    ids = [*request.input_ids, *reply.output_ids_T.tolist()][:-1]
+    expected, clear = routed(model, ids, experts.shape[-1])
+    assert experts.shape == expected.shape
+    assert clear.mean() > 0.9
+    wrong = (np.sort(experts, -1) != expected).any(-1) & clear
+    return int(wrong[first:stop].any(-1).sum())
+
+
+def wrong_rows(request: RolloutRequest, reply: RolloutReply, models: Mapping[int, Any]) -> int:
+    """Rows that are not what the newest of the versions that sampled the reply would choose."""
+    assert reply.experts_XLk is not None
+    newest = models[reply.spans[-1][0]]
+    return differing_rows(newest, request, reply, 0, len(reply.experts_XLk))
+
+
+def ragged_request(rid: str, prompt: int, response: int, seed: int) -> ScoreRequest:
+    """Random tokens; every response row has 0 to 65 random ids to score."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 66, size=response)
+    ids = [np.sort(rng.choice(VOCAB_SIZE, size=n, replace=False)) for n in lengths]
+    return ScoreRequest(
+        rid=rid,
+        input_ids=rng.integers(2, VOCAB_SIZE, size=prompt + response).tolist(),
+        num_prompt_tokens=prompt,
+        offsets_T1=np.concatenate([[0], np.cumsum(lengths)]),
+        ids_N=np.concatenate(ids).astype(np.int32),
+    )
+
+
+def expected_scores(model, request: ScoreRequest, shift: int = 0) -> np.ndarray:
+    logits = reference_logits(model, list(request.input_ids))
+    logp = log_softmax(logits / request.temperature)
+    row_N = np.repeat(np.arange(request.num_tokens), np.diff(request.offsets_T1))
+    return logp[request.num_prompt_tokens - 1 + row_N + shift, request.ids_N]
+
+
+def check_selection(model, request: ScoreRequest, reply: ScoreReply) -> None:
+    """Against q of transformers: scores, weights, given ids found again."""
+    rows = reply.selection
+    assert rows.ids_N[rows.given_N].tolist() == request.ids_N.tolist()
+    logits = reference_logits(model, list(request.input_ids)) / request.temperature
+    logp_TV = log_softmax(logits)[request.num_prompt_tokens - 1 :]
+    is_given_N = np.zeros(len(rows.ids_N), dtype=bool)
+    is_given_N[rows.given_N] = True
+    assert (is_given_N | (rows.weight_N > 0)).all()
+    for t in range(request.num_tokens):
+        row = slice(rows.offsets_T1[t], rows.offsets_T1[t + 1])
+        ids, weight = rows.ids_N[row], rows.weight_N[row]
+        error = np.abs(logp_TV[t, ids] - rows.logp_N[row]).max()
+        bounded(SCORES, error, TOLERANCE, request.rid)
+        error = selection_error(logp_TV[t], ids, weight, request.num_atoms, request.num_draws)
+        bounded("teacher selections: weights (relative)", error, 5e-5, (request.rid, t))

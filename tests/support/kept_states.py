@@ -1,0 +1,79 @@
+"""A fake learner's checkpoints, written as a run would write them."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from megatron_opd.checkpoint.run_lock import Claim
+from megatron_opd.checkpoint.state_dirs import StepDirs
+from megatron_opd.checkpoint.state_files import write_sums
+from megatron_opd.cli.checkpoints import Checkpoints
+from megatron_opd.config.load import dump_config
+from megatron_opd.config.schema import Config
+from megatron_opd.controller.snapshot import ControllerState
+
+
+class FakeLearner:
+    """Writes one file per rank, later than it answers if told to."""
+
+    def __init__(self, ranks: int = 1, fail: str | None = None, delay_s: float = 0.0) -> None:
+        self.ranks, self.fail, self.delay_s = ranks, fail, delay_s
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def save_state(self, path: Path, updates: int, *, in_background: bool) -> None:
+        await asyncio.to_thread(path.mkdir)
+        writing = asyncio.create_task(self._write(path, updates))
+        self.tasks.append(writing)
+        if not in_background:
+            await writing
+
+    async def _write(self, path: Path, updates: int) -> None:
+        await asyncio.sleep(self.delay_s)
+        for rank in range(self.ranks):
+            if self.fail is not None and rank == self.ranks - 1:
+                (path / f"failed-{rank:05d}").write_text(self.fail)
+                return
+            (path / f"__{rank}_0.distcp").write_bytes(b"w" * (100 + updates))
+            write_sums(path, rank, [f"__{rank}_0.distcp"])
+
+
+def make_config(tmp_path: Path, **sections: Any) -> Config:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n')
+    server = {"model": "unused", "dtype": "float32"}
+    tree: dict[str, Any] = {
+        "run": {"dir": str(tmp_path / "run"), "max_steps": 20},
+        "data": {"train": str(tmp_path / "train.jsonl")},
+        "student": server,
+        "teacher": server,
+        "checkpoint": {"every": 2},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return Config.model_validate(tree)
+
+
+def at(updates: int) -> ControllerState:
+    return ControllerState(updates, updates, updates, updates, {}, 0, updates, [])
+
+
+def save_some(
+    config: Config, learner: FakeLearner, updates: list[int], claim: Claim | None = None
+) -> Checkpoints:
+    """Checkpoints after each of `updates`, as a run would make them."""
+    dirs = StepDirs(config.run.dir / "checkpoints")
+    config.run.dir.mkdir(exist_ok=True)
+    (config.run.dir / "config.resolved.yaml").write_text(dump_config(config))
+    extras: dict[str, Any] = {"elapsed_s": 1.0, "wall_s": 1.0, "resumed_at_updates": []}
+    extras |= {"accuracies": {}, "totals": {}}
+    kept = Checkpoints(dirs, config, learner, lambda: extras, lambda line: None, claim)
+
+    async def main() -> None:
+        from megatron_opd.data.records import data_crc32
+
+        extras["train_crc32"] = data_crc32(config.data.train)
+        for done in updates:
+            await kept.after_update(done, lambda done=done: at(done))
+        await kept.finish()
+
+    asyncio.run(main())
+    return kept

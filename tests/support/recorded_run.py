@@ -1,0 +1,38 @@
+"""A whole fake run, recorded by every sink."""
+
+import asyncio
+
+from megatron_opd.buffer.rejection import ScoreRejected
+from megatron_opd.controller.controller import Controller
+from megatron_opd.controller.ports import Ports
+from megatron_opd.controller.schedule import Schedule
+from megatron_opd.metrics.recorder import RunRecorder
+from megatron_opd.metrics.sinks import JsonlSink, TensorBoardSink
+from megatron_opd.metrics.timeline import Timeline
+from megatron_opd.metrics.totals import RunTotals
+from megatron_opd.metrics.trace import TraceWriter
+from tests.support.fakes import Fleet, Learner, Publisher, Teacher, prompts, run_virtual
+
+
+def record(tmp_path, *, updates=7, display=None, drop=(), learner=None):
+    """A whole fake run through the recorder and every sink."""
+    totals = RunTotals(["student-0"])
+    trace = TraceWriter(tmp_path / "trace.json", 0.0)
+    fleet = Fleet(lambda uid: 1.0 + uid % 3)
+    learner = learner or Learner()
+    scores = Teacher(fail=lambda uid: ScoreRejected("nan", "teacher-0") if uid in drop else None)
+
+    async def scenario():
+        recorder = RunRecorder(
+            updates,
+            totals,
+            [JsonlSink(tmp_path / "metrics.jsonl"), TensorBoardSink(tmp_path / "tensorboard")],
+            Timeline(trace, ["student-0"]),
+            display,
+            asyncio.get_running_loop().time,
+        )
+        ports = Ports(prompts(), fleet, scores, learner, Publisher(fleet, learner), recorder)
+        await Controller(Schedule(updates, 3, 2, 16, 16), ports).run()
+        return recorder
+
+    return run_virtual(scenario()), learner

@@ -1,0 +1,148 @@
+"""Both ends of the learner's wire for tests: scripted ranks, strangers, one end at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from megatron_opd.config.schema import Config
+from megatron_opd.learner.channel import Channel
+from megatron_opd.transport import messages as m
+from megatron_opd.transport.gate import USER
+from megatron_opd.transport.zmq import Admission, RemoteLearner
+
+TOKEN = "the secret of this run"
+Answer = Callable[[m.Request], m.Reply | None]
+
+
+def config(sections: dict[str, object] | None = None, **learner: object) -> Config:
+    return Config.model_validate(
+        {
+            "data": {"train": "x"},
+            "student": {"model": "m"},
+            "teacher": {"model": "m"},
+            "buffer": {"batch_size": 8},
+            "learner": {"timeout_s": 5.0, "dtype": "float32", **learner},
+            **(sections or {}),
+        }
+    )
+
+
+def hello(rank: int = 0, world: int = 1, **changes: Any) -> m.Hello:
+    """What a healthy rank of a data-parallel world says."""
+    facts = {"world": world, "dp": world, "vocab": 512, "dtype": "float32", "data_rank": rank}
+    facts |= changes
+    info = m.LearnerInfo(
+        facts["world"], facts["dp"], 10, facts["vocab"], facts["dtype"], "gloo", "cpu"
+    )
+    return m.Hello(rank, facts["data_rank"], info, facts.get("digests", {}))
+
+
+def connect(context: Any, address: str, token: str | None = TOKEN) -> Any:
+    """A DEALER socket at `address`; token None: one that shows none."""
+    socket = context.socket(zmq.DEALER)
+    socket.set(zmq.LINGER, 0)
+    if token is not None:
+        socket.plain_username, socket.plain_password = USER, token.encode()
+    socket.connect(address)
+    return socket
+
+
+class Rank:
+    """A scripted learner rank: `answer` makes the reply to a request, or None for silence."""
+
+    def __init__(self, address: str, rank: int, world: int, answer: Answer) -> None:
+        self.context = zmq.asyncio.Context()
+        self.socket = connect(self.context, address)
+        self.rank, self.world, self.answer = rank, world, answer
+        self.received: list[tuple[m.Request, list[bytes]]] = []
+
+    async def run(self) -> None:
+        await self.socket.send(m.encode(hello(self.rank, self.world)))
+        welcome = m.decode_request((await self.socket.recv_multipart())[0])
+        assert isinstance(welcome, m.Welcome), welcome
+        while True:
+            header, *frames = await self.socket.recv_multipart()
+            request = m.decode_request(header)
+            assert not isinstance(request, m.Welcome | m.Refused)
+            self.received.append((request, frames))
+            reply = self.answer(request)
+            if reply is not None:
+                await self.socket.send(m.encode(reply))
+
+
+def drive(
+    body: Callable[[RemoteLearner], Awaitable[None]],
+    answers: list[Answer],
+    sections: dict[str, object] | None = None,
+    **learner: object,
+) -> list[Rank]:
+    """Run `body(remote)` against one scripted rank per answer."""
+
+    async def main() -> list[Rank]:
+        tree = config(sections, parallel={"dp": len(answers)}, **learner)
+        remote = RemoteLearner(tree, Admission(TOKEN, {}, 512))
+        ranks = [Rank(remote.address, r, len(answers), a) for r, a in enumerate(answers)]
+        tasks = [asyncio.create_task(rank.run()) for rank in ranks]
+        try:
+            await body(remote)
+        finally:
+            remote.close()
+            for task in tasks:
+                task.cancel()
+            for rank in ranks:
+                rank.context.destroy(linger=0)
+        return ranks
+
+    return asyncio.run(asyncio.wait_for(main(), 30))
+
+
+@contextmanager
+def router(token: str = TOKEN) -> Iterator[tuple[zmq.Socket[bytes], str]]:
+    """A controller's socket without a controller, which admits who shows `token`."""
+    import threading
+
+    with zmq.Context() as context:
+        zap = context.socket(zmq.REP)
+        zap.set(zmq.LINGER, 0)
+        zap.bind("inproc://zeromq.zap.01")
+
+        def admit() -> None:
+            try:
+                while True:
+                    version, request, *_, password = zap.recv_multipart()
+                    ok = password == token.encode()
+                    verdict = [b"200", b"OK"] if ok else [b"400", b"no"]
+                    zap.send_multipart([version, request, *verdict, b"", b""])
+            except zmq.ZMQError:
+                zap.close()
+
+        thread = threading.Thread(target=admit)
+        socket = context.socket(zmq.ROUTER)
+        socket.set(zmq.LINGER, 0)
+        socket.plain_server, socket.zap_domain = True, b"learner"
+        socket.bind("tcp://127.0.0.1:*")
+        thread.start()
+        try:
+            yield socket, socket.get_string(zmq.LAST_ENDPOINT)
+        finally:
+            socket.close()
+            # the thread's recv ends with the context
+            context.term()
+            thread.join()
+
+
+def channel(address: str, token: Callable[[], str | None] = lambda: TOKEN, **rest: Any) -> Channel:
+    """A rank's end, which tells a lost controller to nobody."""
+    options: dict[str, Any] = {"first_s": 5.0, "max_bytes": 2**20, "on_lost": lambda reason: None}
+    return Channel(address, token, **(options | rest))
+
+
+def safe(error: Exception) -> None:
+    """Assert that it is one line that may be printed."""
+    assert str(error).isprintable(), repr(error)

@@ -1,0 +1,212 @@
+"""Grids of runs: what is started, kept, resumed and averaged. Nothing is really run."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import mismatch, objectives, routing, staleness
+from benchmarks.grid import trials as trials_module
+from benchmarks.grid.statistics import aggregated, interval
+from benchmarks.grid.trials import CURVES, SUMMARY, Launch, Trial, run_trials
+from megatron_opd.config.load import load_config
+from megatron_opd.config.schema import Config
+from tests.support.paths import ROOT
+
+
+def fake(calls: list[str], causes: dict[str, str] | None = None) -> Launch:
+    """Leaves what a run leaves; fails the trials named in `causes`."""
+
+    def launch(command: list[str], log: Path) -> int:
+        values = dict(each.split("=", 1) for each in command if "=" in each)
+        run_dir = Path(values["run.dir"])
+        calls.append(run_dir.name)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        log.write_text("the log")
+        cause = (causes or {}).get(run_dir.name)
+        seed = float(values["run.seed"])
+        summary = dict.fromkeys(SUMMARY, seed) | {"cause": cause, "commit": "abc"}
+        (run_dir / "summary.json").write_text(json.dumps(summary))
+        rows = [
+            dict.fromkeys(CURVES, seed + update) | ({} if update % 2 else {"probs_diff_mean": None})
+            for update in range(6)
+        ]
+        (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return 0 if cause is None else 1
+
+    return launch
+
+
+def trial(seed: int, method: str = "m") -> Trial:
+    return Trial("s", method, seed, Path("x.yaml"), {"a.b": "1"})
+
+
+@pytest.mark.parametrize("study", [mismatch, objectives, staleness, routing])
+def test_every_trial_of_a_study_is_a_valid_run(study, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    trials = study.trials()
+    assert len({each.name for each in trials}) == len(trials)
+    for each in trials:
+        command = each.command(Path("runs/x"))
+        sets = [b for a, b in pairwise(command) if a == "--set"]
+        config = load_config(Config, each.config, sets)
+        assert config.run.seed == each.seed
+
+
+def test_a_study_that_was_stopped_goes_on_where_it_was(tmp_path: Path):
+    calls: list[str] = []
+    first = run_trials([trial(1), trial(2)], tmp_path, fake(calls))
+    again = run_trials([trial(1), trial(2), trial(3)], tmp_path, fake(calls))
+    assert calls == ["s-m-1", "s-m-2", "s-m-3"]
+    assert again[:2] == first
+    assert not (tmp_path / "s-m-1").exists()  # a row replaces the run's directory
+
+
+def test_a_row_of_other_losses_or_configuration_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls: list[str] = []
+    run_trials([trial(1)], tmp_path, fake(calls))
+    other = Trial("s", "m", 1, Path("x.yaml"), {"a.b": "2"})
+    run_trials([other], tmp_path, fake(calls))
+    run_trials([other], tmp_path, fake(calls))
+    assert calls == ["s-m-1"] * 2, "another override is another run"
+    monkeypatch.setattr(trials_module, "losses_digest", lambda: "changed")
+    run_trials([other], tmp_path, fake(calls))
+    assert calls == ["s-m-1"] * 3, "other code is another run"
+    config = tmp_path / "y.yaml"
+    config.write_text("run: {}")
+    before = Trial("s", "m", 1, config).fingerprint
+    config.write_text("run: {max_steps: 3}")
+    assert Trial("s", "m", 1, config).fingerprint != before
+
+
+@pytest.mark.parametrize("study", [mismatch, staleness])
+def test_a_study_is_run_in_parts_and_always_says_what_is_missing(tmp_path: Path, study):
+    calls: list[str] = []
+    paths = {"out": tmp_path / "out", "rows": tmp_path / "rows.jsonl"}
+    nothing = study.measure(["--limit", "0"], fake(calls), **paths)
+    names = [each.name for each in study.trials()]
+    assert (calls, nothing["entries"], nothing["missing"]) == ([], [], names)
+    part = study.measure(["--limit", "2"], fake(calls), **paths)
+    assert calls == names[:2]
+    assert part["missing"] == names[2:]
+    whole = study.measure([], fake(calls), **paths)
+    assert calls == names, "no row is made twice"
+    assert whole["missing"] == []
+    assert len(paths["rows"].read_text().splitlines()) == len(names)
+    assert {tuple(entry["seeds"]) for entry in whole["entries"]} == {(1, 2, 3)}
+
+
+def configured(each: Trial) -> dict[str, Any]:
+    sets = [b for a, b in pairwise(each.command(Path("runs/x"))) if a == "--set"]
+    return load_config(Config, each.config, sets).model_dump(mode="json")
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {k: v for key, part in tree.items() for k, v in flat(part, f"{prefix}.{key}").items()}
+
+
+def differing(one: Trial, other: Trial) -> set[str]:
+    a, b = flat(configured(one)), flat(configured(other))
+    return {key.removeprefix(".") for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
+
+
+def test_methods_of_the_delayed_rollout_study_differ_in_the_weight_alone(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """GEPO sec. 4.1, Listing 1; then one factor at a time, at the largest delay."""
+    monkeypatch.chdir(ROOT)
+    trials = staleness.trials()
+    assert len(trials) <= 45
+    by_name = {each.name: each for each in trials}
+    for delay in (0, 8, 64):
+        rows = [by_name[f"delay_{delay}-{method}-1"] for method in ("grpo", "gspo", "gepo")]
+        for each in rows[1:]:
+            assert differing(rows[0], each) <= {"objective.type", "objective.defensive"}
+        for each in rows:
+            parts = configured(each)
+            objective = parts["objective"]
+            assert objective["advantage"] == "group_mean"
+            assert objective["trust"] == {"type": "clip", "low": 0.2, "high": 0.2, "dual": None}
+            assert objective.get("defensive", 0) == 0
+            assert parts["reduction"] == {"type": "sequence_mean"}
+            assert parts["buffer"]["hold_batches"] == parts["buffer"]["max_staleness"] == delay
+            penalty = None if objective["kl"] is None else objective["kl"]["coefficient"]
+            assert penalty == (None if delay == 0 else 0.005)
+    for name, (method, _) in staleness.FACTORS.items():
+        changed = differing(by_name[f"delay_64-{method}-1"], by_name[f"one_factor-{name}-1"])
+        factors = {".".join(key.split(".")[:2]) for key in changed}
+        assert len({factor.removesuffix(".type") for factor in factors}) == 1, name
+    first = [each.name for each in trials[:6]]
+    assert {name.split("-")[0] for name in first} == {"delay_64", "delay_0"}
+    assert all(name.endswith("-1") for name in first)
+
+
+def test_every_correction_has_its_control_on_the_exact_sampler(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    trials = mismatch.trials()
+    assert len(trials) <= 36
+    samplers = {
+        sampler: {each.method for each in trials if each.setting == sampler}
+        for sampler in ("exact", "fp8", "int8")
+    }
+    assert samplers["exact"] == samplers["fp8"] == set(mismatch.METHODS) > samplers["int8"]
+    caps = set()
+    for each in trials:
+        parts = configured(each)
+        assert parts["buffer"]["max_staleness"] == 0
+        if parts["correction"]["type"] == "truncated":
+            caps.add(parts["correction"]["max_ratio"])
+    assert caps == {2.0, 8.0}
+    assert {each.seed for each in trials} == {1, 2, 3}
+
+
+def test_a_run_that_diverged_is_a_result_and_any_other_failure_is_not(tmp_path: Path):
+    causes = {"s-m-1": "rank 0: NotFinite: the loss is nan", "s-m-2": "a server died"}
+    rows = run_trials([trial(1)], tmp_path, fake([], causes))
+    assert rows[0]["status"] == "diverged"
+    calls: list[str] = []
+    with pytest.raises(RuntimeError, match="s-m-2 failed: a server died"):
+        run_trials([trial(2)], tmp_path, fake(calls, causes))
+    assert calls == ["s-m-2", "s-m-2"]  # tried once more
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 1
+
+
+def test_means_over_seeds_and_their_intervals(tmp_path: Path):
+    rows = run_trials([trial(seed) for seed in (1, 2, 3)], tmp_path, fake([]))
+    (entry,) = aggregated(rows)
+    half = 4.303 / 3**0.5  # Student's t, two degrees of freedom, standard deviation 1
+    after = entry["figures"]["accuracy_after_pct"]
+    assert after == {"mean": 2, "half_width_95": pytest.approx(half), "n": 3}
+    assert entry["figures"]["reward_last"]["mean"] == pytest.approx(5)  # mean of updates 1..5
+    # 2, 3, 4, 5, 6, 7: each point the mean of the last five
+    assert entry["curves"]["grad_norm"]["mean"] == [2, 2.5, 3, 3.5, 4, 5]
+    nothing = None  # no token was measured
+    measured = entry["curves"]["probs_diff_mean"]["mean"]
+    assert measured == [nothing, 3, 3, 4, 4, 5]
+    assert interval([None, 4.0]) == {"mean": 4.0, "half_width_95": None, "n": 1}
+    assert interval([None])["mean"] is None
+
+
+def test_the_study_of_replay_says_how_much_closer_the_learner_is(tmp_path: Path):
+    calls: list[str] = []
+    figures = routing.measure(tmp_path, fake(calls))
+    assert len(figures["entries"]) == len(calls) == len(routing.SAMPLERS) * 2
+    first = figures["entries"][0]
+    assert (first["sampler"], first["staleness"]) == ("float32", "staleness_0")
+    assert first["free_over_replayed_mean"] == 1
+    summary = dict.fromkeys(SUMMARY) | {
+        "probs_diff_replayed_mean": 0.5,
+        "probs_diff_free_mean": 2.0,
+        "probs_diff_replayed_max": 0.0,
+        "probs_diff_free_max": 1.0,
+    }
+    row = {"setting": "s", "method": "m", "command": "c", "status": "finished", "summary": summary}
+    told = routing.entry(row)
+    assert told["free_over_replayed_mean"] == 4
+    assert told["free_over_replayed_max"] is None

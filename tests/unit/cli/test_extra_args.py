@@ -1,0 +1,135 @@
+"""`extra_args`: only whole options of the pinned SGLang, and none that a key of ours decides."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.extra_args import DECIDED, check_extra_args
+from megatron_opd.config.sections import ServerConfig
+from sglang_bridge.server import options
+from sglang_bridge.server.spec import ServerSpec, server_command
+from tests.support.cli_cases import call, refused, small_config, tiny_models
+from tests.support.paths import ROOT
+
+
+def check(*extra_args: str) -> None:
+    check_extra_args(ServerConfig(model="m", extra_args=extra_args), "student")
+
+
+@pytest.mark.parametrize(
+    "extra_args",
+    [
+        (),
+        ("--log-level", "warning"),
+        ("--log-level=warning",),
+        ("--chunked-prefill-size", "512", "--disable-radix-cache"),
+        ("--lora-target-modules", "a", "b"),
+        ("--json-model-override-args", '{"a": "--host"}'),
+    ],
+)
+def test_whole_options_pass(extra_args: tuple[str, ...]):
+    check(*extra_args)
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "words"),
+    [
+        (["--hos", "0.0.0.0"], ["--hos"]),
+        (["--hos=0.0.0.0"], ["--hos"]),
+        (["--model-p", "m"], ["--model-p"]),
+        (["--conf", "c.yaml"], ["--conf"]),
+        (["--config", "c.yaml"], ["--config", "student.extra_args itself"]),
+        (["--config=c.yaml"], ["--config", "student.extra_args itself"]),
+        (["--host", "0.0.0.0"], ["--host", "student.host"]),
+        (["--port=1"], ["--port", "student.base_port"]),
+        (["--model", "m"], ["--model", "student.model"]),
+        (["--model_path", "m"], ["--model_path"]),
+        (["--tensor-parallel-size", "2"], ["--tensor-parallel-size", "student.tp"]),
+        (["--tp-size=2"], ["--tp-size", "student.tp"]),
+        (["--tp", "2"], ["--tp"]),
+        (["--ep", "2"], ["--ep", "student.ep"]),
+        (["--expert-parallel-size", "2"], ["student.ep"]),
+        (["--context-length", "16k"], ["student.context_length"]),
+        (["--dtype", "half"], ["student.dtype"]),
+        (["--random-seed", "1"], ["run.seed"]),
+        (["--enable-deterministic-inference"], ["run.deterministic"]),
+        (["--log-levle", "info"], ["--log-levle"]),
+        (["--log-level"], ["--log-level", "expected one argument"]),
+        (["--max-loaded-loras", "many"], ["--max-loaded-loras", "invalid int"]),
+        (["warning"], ["warning"]),
+        (["-h"], ["-h"]),
+        (["--help"], ["--help"]),
+        (["--"], ["whole options"]),
+        (["--", "--host", "0.0.0.0"], ["whole options"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_what_is_refused_and_what_to_use_instead(extra_args: list[str], words: list[str]):
+    with pytest.raises(UserError) as caught:
+        check(*extra_args)
+    message = str(caught.value)
+    assert message.startswith("student.extra_args must ")
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("option", ["--api-key", "--admin-api-key", "--api-ke"])
+def test_a_key_is_refused_unseen(option: str):
+    for extra_args in ((option, "hunter2"), (f"{option}=hunter2",)):
+        with pytest.raises(UserError, match=r"student\.(api_key_env|extra_args)") as caught:
+            check(*extra_args)
+        assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("verb", ["check", "run"])
+def test_both_commands_look(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str):
+    tree = small_config(tmp_path, tiny_models(tmp_path))
+    capsys.readouterr()
+    tree["teacher"]["extra_args"] = ["--hos", "0.0.0.0"]
+    refused(capsys, call(tmp_path, tree, verb=verb), "teacher.extra_args", "--hos")
+    assert not (tmp_path / "run").exists()
+
+
+def test_whatever_our_command_line_holds_is_decided():
+    spec = ServerSpec(
+        model_path="m",
+        role="student",
+        port=1,
+        tp=2,
+        ep=2,
+        context_length=9,
+        max_total_tokens=9,
+        routed_experts=True,
+        deterministic=True,
+    )
+    command = server_command(spec)
+    made = options.given(command[command.index("--model-path") :])
+    assert set(made.values()) <= set(DECIDED)
+
+
+def test_every_decided_setting_exists():
+    assert set(DECIDED) <= set(options.names_by_option().values())
+
+
+def test_the_table_is_of_the_installed_sglang():
+    """In a process of its own: SGLang's parser is slow to import and leaves much behind."""
+    assert importlib.util.find_spec("sglang") is not None
+    script = "import sys; sys.path.insert(0, 'tools'); import sglang_options as o; print(o.table())"
+    made = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert made.stdout.strip().endswith(options.TABLE.read_text(encoding="utf-8").strip())
+
+
+def test_help_does_not_pay_for_it():
+    script = (
+        "import sys\nfrom megatron_opd.cli.main import build_parser\nbuild_parser()\n"
+        "print([m for m in sys.modules if m.startswith(('sglang.', 'sglang_bridge.server'))])"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,107 @@
+"""Tokenizers are compared by content: what decides ids is told apart, spellings are not."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.tokenizer_files import load_tokenizer
+from megatron_opd.cli.tokenizer_parts import difference, tokenizer_parts
+from tests.support.cli_cases import call, refused, small_config, tiny_models
+
+VOCAB = {"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "c": 4, "ab": 5, "bc": 6}
+MERGES = [("a", "b"), ("b", "c")]
+
+
+def build(change: Callable[[Tokenizer], None] | None = None, merges=MERGES, **options):
+    tokenizer = Tokenizer(models.BPE(vocab=VOCAB, merges=merges, **options))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if change is not None:
+        change(tokenizer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+
+
+def told(other: PreTrainedTokenizerFast) -> str | None:
+    return difference(tokenizer_parts(build()), tokenizer_parts(other))
+
+
+def lower(tokenizer: Tokenizer) -> None:
+    tokenizer.normalizer = normalizers.Lowercase()
+
+
+def digits(tokenizer: Tokenizer) -> None:
+    tokenizer.pre_tokenizer = pre_tokenizers.Digits(individual_digits=True)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda: build(lower), ["normalizer", "Lowercase"]),
+        (lambda: build(digits), ["pre_tokenizer", "Digits"]),
+        (lambda: build(merges=MERGES[::-1]), ["2 of their merges", "number 0"]),
+        (lambda: build(merges=MERGES[:1]), ["1 of their merges", "number 1", "none"]),
+        (lambda: build(unk_token="a"), ["model.unk_token"]),
+        (lambda: build(ignore_merges=True), ["model.ignore_merges"]),
+        (lambda: build(lambda t: t.add_tokens(["c"]) and None), ["1 of their added tokens", '"c"']),
+    ],
+)
+def test_each_part_is_named(other: Callable[[], PreTrainedTokenizerFast], words: list[str]):
+    found = told(other())
+    assert found is not None
+    for word in words:
+        assert word in found
+
+
+def test_same_content_in_another_spelling_is_the_same(tmp_path: Path):
+    """Merges as pairs or as words, other indentation, other special names, a chat template."""
+    build().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    tree["model"]["merges"] = [" ".join(pair) for pair in MERGES]
+    path.write_text(json.dumps(tree, indent=1, sort_keys=True))
+    loaded = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    loaded.chat_template = "{{ messages }}"
+    assert told(loaded) is None
+
+
+def test_a_tokenizer_without_a_backend_is_its_vocabulary():
+    class Slow:
+        def get_vocab(self) -> dict[str, int]:
+            return {"b": 1, "a": 0}
+
+    assert tokenizer_parts(Slow()) == {"model": {"vocab": {"b": 1, "a": 0}}}  # type: ignore[arg-type]
+
+
+def test_a_run_refuses_warns_or_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    """Equal ids and equal sizes: only the content tells."""
+    models_dir = tiny_models(tmp_path / "models")
+    config = small_config(tmp_path, models_dir)
+    capsys.readouterr()  # what writing models prints
+    path = models_dir / "teacher" / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    tree["normalizer"] = {"type": "Lowercase"}
+    path.write_text(json.dumps(tree))
+    words = ("student.model and teacher.model", "they differ in normalizer", "scoring.guard")
+    refused(capsys, call(tmp_path, config, verb="check"), *words)
+    assert call(tmp_path, config | {"scoring": {"guard": "warn"}}, verb="check") == 0
+    assert [r for r in caplog.records if "they differ in normalizer" in r.getMessage()]
+    caplog.clear()
+    assert call(tmp_path, config | {"scoring": {"guard": "off"}}, verb="check") == 0
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json"])
+def test_an_id_of_billions_is_refused_before_the_library_walks_up_to_it(tmp_path: Path, name: str):
+    """Before: 22 s of processor time for one id of 2**31."""
+    large: dict[str, Any] = {"a": 0, "b": 2**31}
+    tree = {"model": {"type": "BPE", "vocab": large}} if name == "tokenizer.json" else large
+    (tmp_path / name).write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=r"teacher\.model: an id of .* at most 16777216, got 2147"):
+        load_tokenizer(tmp_path, "teacher.model")

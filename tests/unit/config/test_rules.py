@@ -1,0 +1,183 @@
+"""Rules across the sections of a run, each with the line a user sees."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_opd.config import rules as rules_module
+from megatron_opd.config import schema
+from megatron_opd.config.load import ConfigError, load_config
+from megatron_opd.config.schema import Config
+from tests.support.config_files import MINIMAL
+
+RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
+    (
+        ["student.urls=['http://h:1']", "teacher.urls=['http://h:1']"],
+        ["student.urls", "teacher.urls", "different servers", "http://h:1"],
+        ["teacher.urls=['http://h:2']"],
+    ),
+    (
+        ["support.type=teacher_topk", "objective.advantage=rollout"],
+        ["objective.type reverse_kl", "support.type teacher_topk"],
+        ["objective={type: forward_kl}"],
+    ),
+    (
+        ["buffer.batch_size=6", "learner.parallel={ep: 2, dp: 4}"],
+        ["buffer.batch_size", "learner.num_mini_batches", "6", "4"],
+        ["buffer.batch_size=8"],
+    ),
+    (
+        ["buffer.batch_size=4", "learner.parallel={pp: 4, vpp: 2, dp: 2}"],
+        ["buffer.batch_size", "learner.parallel.vpp", "pp=4"],
+        ["buffer.batch_size=8"],
+    ),
+    (["teacher=null"], ["missing key 'teacher'", "reverse_kl"], ["teacher={model: there}"]),
+    (
+        ["teachers={teacher: {model: there}}", "data.teacher_key=who"],
+        ["teachers", "'teacher'"],
+        ["teachers={other: {model: there}}"],
+    ),
+    (
+        ["teachers={maths: {model: there}}"],
+        ["data.teacher_key", "teachers", "null"],
+        ["data.teacher_key=who"],
+    ),
+    (
+        ["objective.type=grpo", "rollout.group_size=2", "data.teacher_key=who"],
+        ["data.teacher_key who", "grpo", "leave it null"],
+        ["data.teacher_key=null"],
+    ),
+    (
+        [
+            "objective.type=grpo",
+            "rollout.group_size=2",
+            "data.teacher_key=who",
+            "teachers={maths: {model: there}}",
+        ],
+        ["teachers has no effect", "grpo"],
+        ["teachers={}", "data.teacher_key=null"],
+    ),
+    (
+        ["student.base_port=30000", "teacher.base_port=30000"],
+        ["student.base_port", "teacher.base_port", "30000"],
+        ["teacher.base_port=30100"],
+    ),
+    (
+        ["objective.type=gepo"],
+        ["rollout.group_size", ">= 2", "gepo", "got 1"],
+        ["rollout.group_size=4"],
+    ),
+    (
+        ["objective.type=grpo", "rollout.group_size=5"],
+        ["buffer.batch_size=64", "rollout.group_size=5", "multiple"],
+        ["rollout.group_size=8"],
+    ),
+    (
+        ["objective.type=reinforce", "data.task=none"],
+        ["data.task", "reinforce", "'none'"],
+        ["data.task=exact"],
+    ),
+    (
+        ["rollout.top_p=0.9"],
+        ["rollout.top_p", "correction.type importance", "raw learner log-probs", "got 0.9"],
+        ["rollout.top_p=1"],
+    ),
+    (
+        ["rollout.top_p=0.9", "correction.type=none"],
+        ["rollout.top_p", "support.type mc", "teacher_topk"],
+        ["objective={type: forward_kl}", "support={type: teacher_topk}", "correction=null"],
+    ),
+    (
+        [
+            "rollout.top_p=0.9",
+            "correction.type=none",
+            "objective={type: reinforce, kl: {coefficient: 0.1, to: sampler}}",
+        ],
+        ["rollout.top_p", "objective.kl", "got 0.9"],
+        ["rollout.top_p=1"],
+    ),
+    (
+        ["buffer.hold_batches=3"],
+        ["buffer.hold_batches=3", "buffer.max_staleness=1"],
+        ["buffer.max_staleness=3"],
+    ),
+    (
+        ["run.deterministic=true"],
+        ["buffer.hold_batches=0", "buffer.max_staleness=1", "run.deterministic"],
+        ["buffer.hold_batches=1"],
+    ),
+    (
+        [
+            "run.deterministic=true",
+            "buffer.hold_batches=1",
+            "learner.megatron.deterministic_mode=false",
+        ],
+        ["learner.megatron.deterministic_mode", "must not be false", "run.deterministic"],
+        ["learner.megatron.deterministic_mode=true"],
+    ),
+    (
+        ["learner.optimizer.warmup_steps=6", "run.max_steps=5"],
+        ["learner.optimizer.warmup_steps must be <= run.max_steps", "got 6 and run.max_steps=5"],
+        ["run.max_steps=6"],
+    ),
+    (
+        ["checkpoint.every=5", "learner.optimizer.optimizer_cpu_offload=true"],
+        [
+            "checkpoint.every and checkpoint.every_minutes must be 0",
+            "learner.optimizer.optimizer_cpu_offload",
+            "got 5 and 10",
+        ],
+        ["learner.optimizer.optimizer_cpu_offload=false"],
+    ),
+]
+
+
+def run_error(tmp_path: Path, overrides: list[str]) -> str | None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    try:
+        load_config(Config, path, overrides)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("overrides", "words", "fix"), RUN_REFUSED, ids=str)
+def test_rules_across_sections(
+    tmp_path: Path, overrides: list[str], words: list[str], fix: list[str]
+):
+    message = run_error(tmp_path, overrides)
+    assert message is not None
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+    assert run_error(tmp_path, [*overrides, *fix]) is None
+
+
+def test_the_table_covers_every_rule_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    broken: set[str] = set()
+
+    def watched(rule: Any) -> Any:
+        def run(config: Config) -> str | None:
+            said = rule(config)
+            if said is not None:
+                broken.add(rule.__name__)
+            return said
+
+        return run
+
+    monkeypatch.setattr(schema, "RULES", tuple(map(watched, rules_module.RULES)))
+    for overrides, _, _ in RUN_REFUSED:
+        assert run_error(tmp_path, overrides) is not None
+    assert broken == {rule.__name__ for rule in rules_module.RULES}
+
+
+def test_top_p_is_free_where_no_log_prob_of_the_sampler_is_compared(tmp_path: Path):
+    for overrides in (
+        ["objective.type=forward_kl", "support.type=teacher_topk"],
+        ["objective={type: gspo}", "correction={type: none, prox: true}", "rollout.group_size=2"],
+        ["objective={type: reinforce}", "correction.type=none"],
+    ):
+        assert run_error(tmp_path, ["rollout.top_p=0.9", *overrides]) is None

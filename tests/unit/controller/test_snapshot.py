@@ -1,0 +1,222 @@
+"""Snapshots of the real controller, and controllers that go on from them."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_opd.buffer.permits import PermitError, Permits, staleness_versions
+from megatron_opd.buffer.rejection import RolloutRejected, ScoreRejected
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.run_dir import RunDir
+from megatron_opd.controller.controller import Controller
+from megatron_opd.controller.ports import Ports
+from megatron_opd.controller.schedule import Schedule
+from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member, place
+from megatron_opd.controller.snapshot_codec import decode_state, encode_state
+from tests.support.fakes import (
+    Fleet,
+    Learner,
+    Publisher,
+    Teacher,
+    Witness,
+    make_prompt,
+    make_sample,
+    run_virtual,
+)
+from tests.support.wire import config
+
+
+class Keeper:
+    """Every update's state, as it would be written."""
+
+    def __init__(self):
+        self.kept = {}
+
+    async def after_update(self, updates, state):
+        self.kept[updates] = encode_state(state())
+
+
+def go(schedule, state=NOTHING_YET, *, seed=0, bad=()):
+    """A run from `state`: its accounting, learner and keeper. bad: uids that are dropped."""
+    rng = np.random.default_rng(seed)
+    pace = rng.exponential(1.0, 4096) + 0.01
+
+    def lost(uid):
+        return RolloutRejected("empty_response") if uid in bad and uid % 2 else None
+
+    def unscored(uid):
+        return ScoreRejected("nan") if uid in bad and uid % 2 == 0 else None
+
+    fleet = Fleet(lambda uid: float(pace[uid]), lost, version=state.version)
+    learner, keeper = Learner(lambda update: 0.5), Keeper()
+    ports = Ports(
+        map(make_prompt, count(state.next_uid)),
+        fleet,
+        Teacher(lambda uid: float(pace[-uid]), unscored),
+        learner,
+        Publisher(fleet, learner),
+        Witness(),
+        keeper=keeper,
+    )
+
+    async def scenario():
+        return await Controller(schedule, ports, state).run()
+
+    return run_virtual(scenario()), learner, keeper
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_run_goes_on_from_any_update_and_loses_nothing(data):
+    group = data.draw(st.sampled_from([1, 2]))
+    tau = data.draw(st.integers(0, 3))
+    schedule = Schedule(
+        updates=6,
+        batch_size=group * data.draw(st.integers(1, 3)),
+        max_staleness=tau,
+        rollout_slots=data.draw(st.integers(1, 16)),
+        score_slots=data.draw(st.integers(1, 16)),
+        group_size=group,
+        hold_batches=data.draw(st.integers(0, tau)),
+    )
+    bad = data.draw(st.sets(st.integers(0, 40), max_size=8))
+    whole, first, keeper = go(schedule, seed=data.draw(st.integers(0, 99)), bad=bad)
+    assert sorted(keeper.kept) == list(range(1, 7))
+    at = data.draw(st.integers(1, 5))
+    state = decode_state(keeper.kept[at])
+    assert state.admitted == state.consumed + sum(state.dropped.values()) + len(state.line)
+    assert len(state.line) <= (tau + 1) * schedule.batch_size
+    done, second, _ = go(schedule, state, seed=data.draw(st.integers(0, 99)), bad=bad)
+
+    assert (done.updates, done.version, done.in_flight) == (6, 6, 0)
+    assert done.admitted == done.consumed + sum(done.dropped.values())
+    assert done.consumed == whole.consumed == 6 * schedule.batch_size
+    batches = [*first.batches[:at], *second.batches]
+    assert [batch.update for batch in batches] == list(range(6))
+    uids = [sample.rollout.prompt.uid for batch in batches for sample in batch.samples]
+    assert uids == sorted(set(uids)), "each sample once, in admission order"
+    for batch in batches:
+        members = Counter(sample.rollout.prompt.uid // group for sample in batch.samples)
+        assert set(members.values()) == {group}, "only whole groups"
+        assert all(staleness_versions(s, batch.version) <= tau for s in batch.samples)
+
+
+def test_held_samples_are_trained_on_as_they_were():
+    schedule = Schedule(8, 2, 2, 16, 16, hold_batches=2)
+    _, first, keeper = go(schedule, seed=1)
+    _, second, _ = go(schedule, decode_state(keeper.kept[3]), seed=2)
+    for ours, theirs in zip(second.batches[:2], first.batches[3:5], strict=True):
+        assert (ours.update, ours.version) == (theirs.update, theirs.version)
+        # also where the runs differ in everything that is sampled later
+        assert [encode(s) for s in ours.samples] == [encode(s) for s in theirs.samples]
+    times = [
+        [s.rollout.finished_s for b in run.batches[-2:] for s in b.samples]
+        for run in (first, second)
+    ]
+    assert times[0] != times[1]
+
+
+def encode(sample):
+    return encode_state(replace_line([place(sample)]))
+
+
+def replace_line(line):
+    return ControllerState(0, 0, len(line), 0, {}, 0, 100, line)
+
+
+def test_every_stage_survives_the_bytes():
+    sample = make_sample(5, version=3)
+    teacher = np.array([-0.5, -np.inf, np.nan, 0, 1, 2, 3, 4], np.float32)
+    sample = replace(sample, teacher_logp_N=teacher, reward=0.25)
+    line = [place(sample), place(make_sample(6, version=3).rollout), place(make_prompt(7))]
+    back = decode_state(encode_state(replace_line(line)))
+    scored, rolled, waiting = back.line
+    assert [member.uid for member in back.line] == [5, 6, 7]
+    assert scored.sample.reward == 0.25
+    np.testing.assert_array_equal(scored.sample.teacher_logp_N, teacher)
+    assert scored.sample.teacher_logp_N.dtype == np.float32
+    for name in ("offsets_T1", "ids_N", "weight_N", "sampler_logp_N", "path_T"):
+        ours, theirs = (getattr(r.draws, name) for r in (rolled.rollout, sample.rollout))
+        np.testing.assert_array_equal(ours, theirs)
+        assert ours.dtype == theirs.dtype
+    assert rolled.rollout.spans == sample.rollout.spans
+    assert waiting.prompt.text == "p7"
+    assert rolled.rollout.experts_XLk is None
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_routed_experts_survive_the_bytes(dtype: type):
+    experts = np.arange(6 * 3 * 2, dtype=dtype).reshape(6, 3, 2)
+    rollout = replace(make_sample(5).rollout, experts_XLk=experts)
+    (member,) = decode_state(encode_state(replace_line([place(rollout)]))).line
+    back = member.rollout.experts_XLk
+    assert back.dtype == dtype
+    np.testing.assert_array_equal(back, experts)
+
+
+def test_what_is_no_state_is_refused():
+    with pytest.raises(ValueError, match="not a controller's state"):
+        decode_state(b"nothing")
+    with pytest.raises(ValueError, match="not a controller's state"):
+        decode_state(encode_state(NOTHING_YET)[:-3])
+    other = encode_state(NOTHING_YET).replace(b"\xa6format\x01", b"\xa6format\x09")
+    with pytest.raises(ValueError, match="must have format 1, got 9"):
+        decode_state(other)
+
+
+def test_more_holders_than_permits_are_a_broken_state():
+    with pytest.raises(PermitError, match="3 prompts hold permits, there are 2"):
+        Permits(2, 0, [1, 2, 3])
+    assert Member(prompt=make_prompt(4)).uid == 4
+
+
+def broken(**changes):
+    sample = make_sample(5, version=3)
+    rollout = replace(sample.rollout, **changes.pop("rollout", {}))
+    line = [place(replace(sample, rollout=rollout, **changes.pop("sample", {})))]
+    return replace_line(line), changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"admitted": 3}, "3 prompts were admitted, 1 are accounted for"),
+        ({"consumed": -1, "admitted": 0}, "a count is below 0"),
+        ({"next_uid": 5}, "the line is not in order of admission"),
+        ({"line": [Member()]}, "it must hold one of prompt, rollout and sample"),
+        ({"sample": {"teacher_logp_N": np.zeros(3, np.float32)}}, "3 scores for 8 ids"),
+        (
+            {"rollout": {"response_ids_T": np.zeros(3, np.int32)}},
+            "does not cover its 3 response tokens",
+        ),
+        ({"rollout": {"spans": ()}}, "its version spans do not cover the response"),
+    ],
+)
+def test_a_state_that_cannot_have_been_is_refused(changes: dict, words: str):
+    """Before: each was gone on from."""
+    state, rest = broken(**changes)
+    fields = {name: getattr(state, name) for name in state.__struct_fields__}
+    with pytest.raises(ValueError, match=f"not a controller's state: .*{words}"):
+        decode_state(encode_state(ControllerState(**fields | rest)))
+
+
+def test_a_state_nested_without_end_is_refused():
+    """Before: RecursionError."""
+    deep = encode_state(replace_line([place(make_prompt(7))]))
+    deep = deep.replace(b"\xa8metadata\x80", b"\xa8metadata\x81\xa1a" + b"\x91" * 5000 + b"\x90")
+    with pytest.raises(ValueError, match="not a controller's state"):
+        decode_state(deep)
+
+
+@pytest.mark.parametrize("row", ['{"update": 1.0}', '{"update": -1}', '{"update": true}', "x"])
+def test_rows_that_are_none_end_a_resumption(tmp_path: Path, row: str):
+    """Before: the first three were kept."""
+    (tmp_path / "metrics.jsonl").write_text(f'{{"update": 0}}\n{row}\n{{"upd')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2 is damaged"):
+        RunDir(tmp_path).continue_from(config(), 3)

@@ -1,0 +1,158 @@
+"""A rank's end of the wire against a scripted controller."""
+
+import asyncio
+import queue
+import threading
+from types import SimpleNamespace
+
+import pytest
+import zmq
+
+from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.learner import channel as channel_module
+from megatron_opd.learner.channel import Channel, ControllerLost, NotWelcome
+from megatron_opd.transport import messages as m
+from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
+from tests.support.wire import TOKEN, channel, config, hello, router
+
+HEAD = SimpleNamespace(is_head=True, parallel=ParallelConfig())
+
+
+def test_a_rank_joins_receives_requests_and_reports_failures():
+    with router() as (socket, address):
+        rank = channel(address)
+        answer = threading.Thread(target=lambda: welcome(socket))
+        answer.start()
+        try:
+            assert rank.join(hello()) == m.Welcome(None, "", False)
+            answer.join()
+            rank.report(ValueError("learner.parallel:\n  tp \x1b[31m"))
+            identity, frame = socket.recv_multipart()
+            assert m.decode_reply([frame]) == m.Failed(0, "learner.parallel: tp \\x1b[31m")
+            rank.report(RuntimeError("boom"))
+            assert m.decode_reply(socket.recv_multipart()[1:]).reason == "RuntimeError: boom"
+            socket.send_multipart([identity, m.encode(m.Stop(9)), b"raw"])
+            request, frames = rank.receive(HEAD)
+            assert request == m.Stop(9)
+            assert [bytes(frame) for frame in frames] == [b"raw"]
+        finally:
+            rank.close()
+
+
+def welcome(socket: zmq.Socket[bytes]) -> None:
+    identity, frame = socket.recv_multipart()
+    assert m.decode_reply([frame]) == hello()
+    socket.send_multipart([identity, m.encode(m.Welcome(None, "", False))])
+
+
+def test_a_rank_waits_for_a_token_and_gives_up_on_a_controller_that_never_was():
+    asked: list[None] = []
+
+    def none_yet() -> None:
+        asked.append(None)
+
+    rank = channel("tcp://127.0.0.1:9", none_yet, first_s=0.6)
+    try:
+        with pytest.raises(ControllerLost, match=r"no controller at tcp:.*:9 within 0\.6 s"):
+            rank.join(hello())
+        assert len(asked) > 1
+        rank.report(ValueError("nobody hears it, and nothing waits"))
+    finally:
+        rank.close()
+
+
+def test_a_rank_shows_the_token_of_the_controller_that_came_after_an_earlier_one():
+    latest = ["a stale token that a crashed run left"]
+
+    def read() -> str:
+        return latest[0]
+
+    with router() as (socket, address):
+        rank = channel(address, read)
+        threading.Timer(1.0, lambda: latest.__setitem__(0, TOKEN)).start()
+        answer = threading.Thread(target=lambda: welcome(socket))
+        answer.start()
+        try:
+            assert isinstance(rank.join(hello()), m.Welcome)
+            answer.join()
+            latest[0] = "a newer controller's token, which is not for this rank"
+            rank.report(ValueError("last words"))
+            assert m.decode_reply(socket.recv_multipart()[1:]) == m.Failed(0, "last words")
+        finally:
+            rank.close()
+
+
+def test_a_rank_with_the_wrong_token_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(channel_module, "TOKEN_GRACE_S", 0.2)
+    with router() as (_, address):
+        rank = channel(address, lambda: "not the secret")
+        try:
+            with pytest.raises(NotWelcome, match="MEGATRON_OPD_TOKEN"):
+                rank.join(hello())
+        finally:
+            rank.close()
+
+
+def test_a_rank_that_is_refused_is_told_why_and_the_controller_fails():
+    async def main() -> None:
+        remote = RemoteLearner(config(), Admission(TOKEN, {"learner.optimizer.lr": "a"}))
+        rank = channel(remote.address)
+        try:
+            said = hello(digests={"learner.optimizer.lr": "b"})
+            joining = asyncio.create_task(asyncio.to_thread(rank.join, said))
+            why = "rank 0 was started with other settings than the controller: learner.optimizer.lr"
+            with pytest.raises(LearnerError, match=why):
+                await remote.wait_ready(5)
+            with pytest.raises(NotWelcome, match=why):
+                await joining
+        finally:
+            remote.close()
+            rank.close()
+
+    asyncio.run(main())
+
+
+def join(rank: Channel, socket: zmq.Socket[bytes]) -> None:
+    """The rank joins and `socket` welcomes it."""
+    answer = threading.Thread(target=lambda: welcome(socket))
+    answer.start()
+    rank.join(hello())
+    answer.join()
+
+
+def assert_told_of_the_end(rank: Channel, lost: queue.Queue[str]) -> None:
+    try:
+        assert lost.get(timeout=5) == f"the controller at {rank.address} is gone: this rank ends"
+    finally:
+        rank.close()
+
+
+def test_a_controller_that_is_gone_is_noticed_by_a_rank_that_does_not_listen():
+    """Its process ends: the kernel closes the connection."""
+    lost = queue.Queue[str]()
+    with router() as (socket, address):
+        rank = channel(address, on_lost=lost.put)
+        join(rank, socket)
+    assert_told_of_the_end(rank, lost)
+
+
+def test_a_controller_that_is_gone_before_its_welcome_was_read_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The welcome waits in this rank's queue when the connection ends. Before: never noticed."""
+    lost = queue.Queue[str]()
+    with router() as (socket, address):
+        rank = channel(address, on_lost=lost.put)
+        slow = rank._events
+
+        def slow_events(wait_s: float) -> list[int]:
+            found = slow(wait_s)
+            if rank._socket.poll(0):  # the welcome is there: now its sender ends
+                socket.close()
+                while channel_module._LOST not in found:
+                    found += slow(0.1)
+            return found
+
+        monkeypatch.setattr(rank, "_events", slow_events)
+        join(rank, socket)
+    assert_told_of_the_end(rank, lost)

@@ -1,0 +1,101 @@
+"""Megatron's own fields from YAML."""
+
+import dataclasses
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_opd.config.kernels import choose_kernels
+from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.learner.model import _architecture, transformer_config
+from megatron_opd.learner.overrides import _OWNERS, check_overrides
+from megatron_opd.learner.refusals import check_overrides_of
+from megatron_opd.models.spec import read_model_spec
+from tests.support.models import tiny_qwen3_moe
+
+
+@pytest.mark.parametrize(
+    ("target", "field", "value", "found"),
+    [
+        (TransformerConfig, "moe_aux_loss_coeff", "1e-3", 1e-3),
+        (TransformerConfig, "recompute_modules", ["moe"], ["moe"]),
+        (TransformerConfig, "autocast_dtype", "bfloat16", torch.bfloat16),
+        (DistributedDataParallelConfig, "bucket_size", 1000, 1000),
+        (MegatronOptimizerConfig, "exp_avg_dtype", "bfloat16", torch.bfloat16),
+    ],
+)
+def test_values_get_the_field_s_type(target, field, value, found):
+    assert check_overrides("s", target, {field: value}) == {field: found}
+
+
+def test_an_enum_is_named():
+    found = check_overrides("s", TransformerConfig, {"attention_backend": "flash"})
+    assert found["attention_backend"].name == "flash"
+    with pytest.raises(ValueError, match=r"s\.attention_backend must be one of flash, .*'flesh'"):
+        check_overrides("s", TransformerConfig, {"attention_backend": "flesh"})
+
+
+@pytest.mark.parametrize(
+    ("target", "field", "value", "message"),
+    [
+        (TransformerConfig, "moe_aux_loss_coef", 1, "did you mean moe_aux_loss_coeff"),
+        (TransformerConfig, "num_layers", 2, "set by config.json of the model; leave it out"),
+        (TransformerConfig, "tensor_model_parallel_size", 2, "set by learner.parallel"),
+        (TransformerConfig, "bf16", True, "set by learner.dtype"),
+        (TransformerConfig, "init_method", "x", "not a field .* that YAML can set"),
+        (TransformerConfig, "fp8", "e5m2", "s.fp8: .*'e5m2'"),
+        (TransformerConfig, "autocast_dtype", "float3", "must name a torch dtype.*'float3'"),
+        (MegatronOptimizerConfig, "adam_beta1", 0.5, "set by learner.optimizer.beta1"),
+        (MegatronOptimizerConfig, "optimizer_cpu_ofload", True, "optimizer_cpu_offload"),
+        (DistributedDataParallelConfig, "bucket_size", "big", "s.bucket_size: .*'big'"),
+    ],
+)
+def test_refusals_name_key_rule_and_value(target, field, value, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        check_overrides("s", target, {field: value})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("target", list(_OWNERS))
+def test_every_owned_field_exists(target):
+    owned = {name for names in _OWNERS[target].values() for name in names}
+    assert owned <= {field.name for field in dataclasses.fields(target)}
+
+
+def test_a_user_s_value_wins_over_a_default_and_nothing_else(tmp_path):
+    """Whatever differs from the defaults is either the user's to change, or owned."""
+    spec = read_model_spec(tiny_qwen3_moe(tmp_path, seed=1))
+    wishes = {"hidden_dropout": 0.1, "moe_router_dtype": "fp64", "bias_activation_fusion": True}
+    config = LearnerConfig.model_validate({"dtype": "float32", "megatron": wishes})
+    made = transformer_config(spec, config, choose_kernels(False), cuda=False)
+    assert {name: getattr(made, name) for name in wishes} == wishes
+    for name in _architecture(spec):
+        with pytest.raises(ValueError, match=f"learner.megatron.{name} is set by config.json"):
+            check_overrides("learner.megatron", TransformerConfig, {name: 1})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"megatron": {"moe_router_enable_expert_bias": True}},
+            "learner.megatron: Megatron rejects it",
+        ),
+        ({"ddp": {"overlap_grad_reduc": True}}, "learner.ddp.overlap_grad_reduc .*overlap_grad"),
+        ({"optimizer": {"beta3": 0.9}}, "learner.optimizer.beta3 .* did you mean beta"),
+        ({"optimizer": {"main_grad_dtype": "float32"}}, "learner.optimizer.main_grad_dtype"),
+        (
+            {"parallel": {"pp": 2, "vpp": 2}, "megatron": {"overlap_p2p_comm": False}},
+            "overlap_p2p_comm must be true",
+        ),
+    ],
+)
+def test_what_megatron_refuses_is_one_line(section, message, tmp_path):
+    spec = read_model_spec(tiny_qwen3_moe(tmp_path, seed=1, num_hidden_layers=4))
+    config = LearnerConfig.model_validate({"dtype": "float32"} | section)
+    with pytest.raises(ValueError, match=message) as caught:
+        check_overrides_of(spec, config)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,282 @@
+"""The blockwise log-probs against dense logits: values, every gradient, and what is held."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_opd.learner.lm_head import head_weight, install_lean_head
+from megatron_opd.losses.blocks import default_block
+from megatron_opd.losses.lean import LogProbs, lean_logp
+from megatron_opd.losses.vocab_parallel import gather_logp
+from tests.support.figures import bounded
+
+Operation = Callable[..., LogProbs]
+
+
+class Case(NamedTuple):
+    """Inputs, and one upstream gradient for each result."""
+
+    hidden_TH: torch.Tensor
+    weight_vH: torch.Tensor
+    row_N: torch.Tensor
+    id_N: torch.Tensor
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def case(rows: int, ids: int, width: int, pairs: int, dtype: torch.dtype = torch.float64) -> Case:
+    generator = torch.Generator().manual_seed(rows * 1000 + ids * 100 + width * 10 + pairs)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    pairs = pairs if rows else 0
+    row_N = torch.randint(max(rows, 1), (pairs,), generator=generator)
+    id_N = torch.randint(ids, (pairs,), generator=generator)
+    id_N[: pairs // 4], id_N[pairs // 4 : pairs // 2] = 0, ids - 1  # the edges, repeated
+    hidden_TH, weight_vH = (2 * normal(rows, width)).to(dtype), normal(ids, width).to(dtype)
+    return Case(hidden_TH, weight_vH, row_N, id_N, (normal(pairs), normal(rows), normal(rows)))
+
+
+def exactly(given_case: Case) -> Case:
+    """The same numbers in float64, so that the oracle's gradients are not rounded."""
+    hidden_TH, weight_vH = given_case.hidden_TH.double(), given_case.weight_vH.double()
+    return given_case._replace(hidden_TH=hidden_TH, weight_vH=weight_vH)
+
+
+def dense(
+    hidden_TH: torch.Tensor,
+    weight_vH: torch.Tensor,
+    row_N: torch.Tensor,
+    id_N: torch.Tensor,
+    temperature: float = 1.0,
+) -> LogProbs:
+    logits_TV = hidden_TH @ weight_vH.T / temperature
+    logp_TV = torch.log_softmax(logits_TV, 1)
+    entropy_T = -(logp_TV.exp() * logp_TV).sum(1)
+    return LogProbs(logp_TV[row_N, id_N], torch.logsumexp(logits_TV, 1), entropy_T)
+
+
+def outcome(operation: Operation, given_case: Case, **options: Any) -> dict[str, torch.Tensor]:
+    """Results and gradients of both inputs, in float64."""
+    hidden_TH, weight_vH = (t.detach().clone().requires_grad_() for t in given_case[:2])
+    found = operation(hidden_TH, weight_vH, given_case.row_N, given_case.id_N, **options)
+    results = (found.logp_N, found.log_normaliser_T, found.entropy_T)
+    torch.autograd.backward(results, [g.to(results[0].dtype) for g in given_case.grads])
+    names = ("logp_N", "log_normaliser_T", "entropy_T", "grad_hidden", "grad_weight")
+    values = (*results, hidden_TH.grad, weight_vH.grad)
+    pairs = zip(names, values, strict=True)
+    return {name: value.detach().double() for name, value in pairs if value is not None}
+
+
+def compare(
+    name: str,
+    ours: dict[str, torch.Tensor],
+    exact: dict[str, torch.Tensor],
+    limits: tuple[float, float],
+) -> None:
+    """The largest error relative to the largest entry, of values and of gradients."""
+    for key, expected in exact.items():
+        assert ours[key].shape == expected.shape
+        if expected.numel():
+            error = (ours[key] - expected).abs().max() / expected.abs().max().clamp_min(1.0)
+            kind, limit = ("gradient", limits[1]) if "grad" in key else ("value", limits[0])
+            bounded(f"lean, {name}: {kind}", float(error), limit, key)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    shape=st.tuples(st.integers(0, 9), st.integers(1, 13), st.integers(1, 5), st.integers(0, 30)),
+    block=st.tuples(st.integers(1, 10), st.integers(1, 14)),
+    temperature=st.sampled_from([1.0, 0.3, 2.5]),
+)
+def test_equals_dense_whatever_the_blocks(
+    shape: tuple[int, int, int, int], block: tuple[int, int], temperature: float
+):
+    given_case = case(*shape)
+    ours = outcome(lean_logp, given_case, temperature=temperature, block=block)
+    exact = outcome(dense, given_case, temperature=temperature)
+    compare("float64", ours, exact, (1e-12, 1e-10))
+
+
+def test_equals_the_dense_operation_of_the_learner():
+    given_case = case(6, 40, 4, 30)
+    hidden_TH, weight_vH = (t.detach().clone().requires_grad_() for t in given_case[:2])
+    logits_TV = hidden_TH @ weight_vH.T
+    logp_N = gather_logp(logits_TV, given_case.row_N, given_case.id_N, temperature=0.7)
+    logp_N.backward(given_case.grads[0])
+    lean_inputs = [t.clone().requires_grad_() for t in given_case[:2]]
+    found = lean_logp(
+        lean_inputs[0], lean_inputs[1], given_case.row_N, given_case.id_N, temperature=0.7
+    )
+    found.logp_N.backward(given_case.grads[0])
+    torch.testing.assert_close(found.logp_N, logp_N, rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(lean_inputs, (hidden_TH, weight_vH), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("result", ["logp_N", "log_normaliser_T", "entropy_T"])
+def test_numerical_gradient_of_each_result_alone(result: str):
+    hidden_TH, weight_vH, row_N, id_N, _ = case(3, 7, 2, 6)
+
+    def alone(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return getattr(
+            lean_logp(hidden, weight, row_N, id_N, temperature=0.8, block=(2, 3)), result
+        )
+
+    inputs = (hidden_TH.requires_grad_(), weight_vH.requires_grad_())
+    assert torch.autograd.gradcheck(alone, inputs, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limits"),
+    [(torch.float32, (1e-6, 1e-5)), (torch.bfloat16, (1e-6, 1e-2))],
+    ids=["float32", "bfloat16"],
+)
+def test_narrower_inputs_keep_wide_sums(dtype: torch.dtype, limits: tuple[float, float]):
+    """Of the same rounded inputs; only a bfloat16 gradient is rounded to bfloat16 at its end."""
+    given_case = case(33, 500, 16, 200, dtype)
+    ours = outcome(lean_logp, given_case, temperature=0.7, block=(8, 64))
+    compare(
+        str(dtype).removeprefix("torch."),
+        ours,
+        outcome(dense, exactly(given_case), temperature=0.7),
+        limits,
+    )
+    found = lean_logp(*given_case[:4])
+    assert {r.dtype for r in vars(found).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e4])
+def test_rows_of_any_sharpness(scale: float):
+    """Nearly uniform, and nearly certain with logits that overflow exp."""
+    given_case = case(5, 50, 3, 20)
+    given_case = given_case._replace(hidden_TH=given_case.hidden_TH * scale)
+    ours, exact = (outcome(f, given_case) for f in (lean_logp, dense))
+    assert all(torch.isfinite(value).all() for value in ours.values())
+    compare("float64", ours, exact, (1e-12, 1e-10))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
+def test_main_grad_gathers_two_backward_passes(dtype: torch.dtype, main_dtype: torch.dtype):
+    cases = [case(9, 30, 4, 25, dtype), case(7, 30, 4, 11, dtype)]
+    weight = torch.nn.Parameter(cases[0].weight_vH.clone())
+    weight.main_grad = torch.zeros_like(weight, dtype=main_dtype)  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    expected = torch.zeros_like(weight, dtype=torch.float64)
+    for given_case in cases:
+        used = given_case._replace(weight_vH=weight)
+        found = lean_logp(*used[:4], temperature=0.7, block=(4, 8))
+        found.logp_N.backward(given_case.grads[0].float())
+        nothing = torch.zeros_like(given_case.grads[1])
+        exact = exactly(used)._replace(grads=(given_case.grads[0], nothing, nothing))
+        expected += outcome(dense, exact, temperature=0.7)["grad_weight"]
+    limit = 1e-5 if main_dtype == torch.float32 else 1e-2
+    error = (weight.main_grad - expected).abs().max() / expected.abs().max()  # type: ignore[attr-defined]
+    bounded(f"lean, {main_dtype} main_grad: gradient", float(error), limit)
+    assert weight.grad is None
+    assert not vars(weight)[
+        "grad_added_to_main_grad"
+    ]  # the hook must still add a tied embedding's gradient
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    given_case = case(4, 9, 3, 8)
+    weight = torch.nn.Parameter(given_case.weight_vH.clone(), requires_grad=False)
+    weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+    hidden_TH = given_case.hidden_TH.clone().requires_grad_()
+    lean_logp(hidden_TH, weight, *given_case[2:4]).logp_N.sum().backward()
+    assert hidden_TH.grad is not None
+    assert not weight.main_grad.any()  # type: ignore[attr-defined]
+    lean_logp(
+        given_case.hidden_TH, weight.requires_grad_(), *given_case[2:4]
+    ).logp_N.sum().backward()
+    assert weight.main_grad.any()  # type: ignore[attr-defined]
+
+
+class _Largest(TorchDispatchMode):
+    """The largest number of elements that an operation has returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+def test_no_tensor_is_larger_than_a_block_or_a_parameter():
+    rows, ids, width, block = 64, 900, 4, (16, 100)
+    given_case = case(rows, ids, width, 300)
+    weight = torch.nn.Parameter(given_case.weight_vH.clone())
+    weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+    hidden_TH = given_case.hidden_TH.clone().requires_grad_()
+    with _Largest() as seen:
+        found = lean_logp(hidden_TH, weight, *given_case[2:4], block=block)
+        (found.logp_N.sum() + found.entropy_T.sum()).backward()
+    assert seen.numel <= max(block[0] * block[1], weight.numel())
+    with _Largest() as seen:  # the control: the dense operation is seen to hold [T, V]
+        gather_logp(hidden_TH @ weight.T, *given_case[2:4]).sum().backward()
+    assert seen.numel >= rows * ids
+
+
+@pytest.mark.parametrize(("row", "token"), [(4, 0), (-1, 0), (0, 9), (0, -1)])
+def test_a_pair_outside_the_logits_is_refused(row: int, token: int):
+    given_case = case(4, 9, 3, 0)
+    with pytest.raises(IndexError, match=rf"lie in \[4, 9\] logits, got \({row}, {token}\)"):
+        lean_logp(*given_case[:2], torch.tensor([0, row]), torch.tensor([0, token]))
+
+
+def test_a_block_on_a_device_without_a_cache_to_fit_is_bounded_by_bytes():
+    for rows in (0, 1, 1000, 16_384, 500_000):
+        block_rows, block_ids = default_block(torch.empty(rows, 8, device="meta"))
+        assert 4 * block_rows * block_ids <= 128 * 2**20
+        assert block_ids >= 2048
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("mtp_num_layers", 1), ("defer_embedding_wgrad_compute", True)]
+)
+def test_a_head_whose_logits_something_else_needs_is_refused(setting: str, value: Any):
+    settings = {"mtp_num_layers": None, "defer_embedding_wgrad_compute": False} | {setting: value}
+    model: Any = SimpleNamespace(config=SimpleNamespace(**settings), post_process=True)
+    told = str(value).lower()
+    with pytest.raises(ValueError, match=rf"learner\.megatron\.{setting} must be .*, got {told}"):
+        install_lean_head(model)
+
+
+def test_only_the_last_stage_has_a_head():
+    model: Any = SimpleNamespace(post_process=False)
+    with pytest.raises(ValueError, match="only the last pipeline stage holds the head"):
+        head_weight(model)
+
+
+@pytest.mark.parametrize("block", [(3, 5), (16, 16)])
+@pytest.mark.parametrize("padding", [1, 7])
+def test_rows_that_pad_the_vocabulary_do_not_exist(padding: int, block: tuple[int, int]):
+    generator = torch.Generator().manual_seed(3)
+    hidden_TH, weight_VH = (
+        torch.randn(n, 4, dtype=torch.float64, generator=generator) for n in (6, 11)
+    )
+    padded_vH = torch.cat([weight_VH, torch.zeros(padding, 4, dtype=torch.float64)])
+    row_N, id_N = torch.tensor([0, 2, 5, 5]), torch.tensor([10, 0, 3, 10])
+    found = {}
+    for name, weight, size in (("real", weight_VH, None), ("padded", padded_vH, 11)):
+        inputs = hidden_TH.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = lean_logp(*inputs, row_N, id_N, block=block, vocab_size=size)
+        (out.logp_N.sum() + out.entropy_T.sum() + out.log_normaliser_T.sum()).backward()
+        found[name] = (out.logp_N, out.entropy_T, inputs[0].grad, inputs[1].grad)
+    for real, padded in zip(found["real"], found["padded"], strict=True):
+        torch.testing.assert_close(padded[: len(real)], real, rtol=1e-13, atol=1e-13)
+    assert not found["padded"][3][11:].any()
+    with pytest.raises(IndexError, match=r"\[6, 11\] logits, got \(0, 11\)"):
+        lean_logp(hidden_TH, padded_vH, row_N[:1], id_N[:1] + 1, vocab_size=11)

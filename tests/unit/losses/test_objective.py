@@ -1,0 +1,144 @@
+"""Every accepted estimator against the float64 oracles."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_opd.config.estimator import Estimator
+from megatron_opd.losses.objective import evaluate
+from tests.support.figures import bounded
+from tests.support.loss_cases import (
+    Problem,
+    Row,
+    accepted,
+    cache_of,
+    draw_rows,
+    estimator,
+    problem,
+    student_logp,
+    ungrouped_cache,
+)
+from tests.support.loss_oracles import oracle
+
+ALL = tuple(accepted())
+
+
+def loss_and_gradient(est: Estimator, case: Problem, rows: list[Row]) -> tuple[float, torch.Tensor]:
+    """As the project computes them, with respect to the student's logits."""
+    logits_TV = case.student_TV.clone().requires_grad_()
+    result = evaluate(est, cache_of(est, case, rows, student_logp(logits_TV, rows)))
+    loss = result.loss_sum / max(result.count, 1)
+    (gradient,) = torch.autograd.grad(loss, logits_TV, materialize_grads=True)
+    return float(loss.detach()), gradient
+
+
+def test_every_accepted_estimator_equals_the_oracle():
+    case, seen = problem(1), Counter()
+    for number, est in enumerate(ALL):
+        rows = draw_rows(est.support, case, np.random.default_rng(number))
+        value, gradient = loss_and_gradient(est, case, rows)
+        exact_value, exact_gradient = oracle(est, case, rows)
+        assert math.isfinite(value)
+        bounded("loss, float64: value against the oracle", abs(value - exact_value), 1e-12, est)
+        error = (gradient - exact_gradient).abs().max()
+        bounded("loss, float64: gradient against the oracle", error, 1e-12, est)
+        seen[est.objective.type, est.support.type] += 1
+    assert len(seen) > 40, "the sweep must not have become empty"
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.integers(0, len(ALL) - 1),
+    st.integers(0, 10_000),
+    st.lists(st.integers(0, 4), min_size=2, max_size=4).filter(
+        lambda x: len(x) % 2 == 0 and any(x)
+    ),
+    st.floats(0, 0.5),
+    st.floats(0.05, 3.0),
+)
+def test_any_shape_and_any_excluded_score_equals_the_oracle(
+    which: int, seed: int, lengths: list[int], excluded: float, spread: float
+):
+    """Empty and one-token responses; a share of the teacher's scores is -inf, path tokens too."""
+    est, rng = ALL[which], np.random.default_rng(seed)
+    case = problem(seed, tuple(lengths), spread=spread)
+    rows = draw_rows(est.support, case, rng)
+    if est.support.owner == "student":  # a teacher selects no id that it gives no probability
+        gone_TV = torch.tensor(rng.random(case.teacher_TV.shape) < excluded)
+        case = replace(case, teacher_TV=case.teacher_TV.masked_fill(gone_TV, -math.inf))
+    value, gradient = loss_and_gradient(est, case, rows)
+    exact_value, exact_gradient = oracle(est, case, rows)
+    scale = max(1.0, abs(exact_value), float(exact_gradient.abs().max()))
+    assert math.isfinite(scale)
+    bounded("loss, float64, any shape: value", abs(value - exact_value) / scale, 1e-9, est)
+    error = (gradient - exact_gradient).abs().max() / scale
+    bounded("loss, float64, any shape: gradient", error, 1e-9, est)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_oracle_notices_a_shifted_row(seed: int):
+    est, case = estimator(support={"type": "exact"}), problem(seed, lengths=(3, 2))
+    rows = draw_rows(est.support, case, np.random.default_rng(seed))
+    value, gradient = oracle(est, case, rows)
+    late = replace(case, student_TV=case.student_TV.roll(1, 0))
+    shifted_value, shifted_gradient = loss_and_gradient(est, late, rows)
+    assert abs(value - shifted_value) > 1e-2
+    assert float((gradient - shifted_gradient.roll(-1, 0)).abs().max()) > 1e-2
+
+
+def test_student_equal_to_teacher_is_exactly_nothing_unless_stated():
+    """Exceptions: draws of the teacher (0 in expectation), sets whose outside is dropped (what is
+    left is the gradient of the set's mass), and whatever reads rewards or the sampler's advantage.
+    """
+    case = problem(2)
+    goal = replace(case, student_TV=case.teacher_TV)
+    tested = 0
+    for number, est in enumerate(ALL):
+        rollout = any(getattr(t.objective, "advantage", "") == "rollout" for t in est.terms)
+        if est.reads_reward or rollout:
+            continue
+        rows = draw_rows(est.support, goal, np.random.default_rng(number))
+        value, gradient = loss_and_gradient(est, goal, rows)
+        bounded("student == teacher: value", abs(value), 1e-14, est)
+        dropped = any(getattr(t.objective, "outside", "") == "drop" for t in est.terms)
+        if est.support.type != "teacher_mc" and not dropped:
+            bounded("student == teacher: gradient", gradient.abs().max(), 1e-14, est)
+        tested += 1
+    assert tested > 100
+    rows = draw_rows(estimator(support={"type": "exact"}).support, goal, np.random.default_rng(0))
+    shifted = replace(goal, student_TV=goal.student_TV.roll(1, 0))
+    assert abs(loss_and_gradient(estimator(support={"type": "exact"}), shifted, rows)[0]) > 0.01
+
+
+def test_float32_log_probs_get_float32_gradients():
+    case = problem(3)
+    for est in ALL[::25]:
+        rows = draw_rows(est.support, case, np.random.default_rng(0))
+        student_N = student_logp(case.student_TV, rows).float().requires_grad_()
+        loss = evaluate(est, cache_of(est, case, rows, student_N)).loss_sum
+        assert loss.dtype == torch.float64
+        (gradient_N,) = torch.autograd.grad(loss, student_N, materialize_grads=True)
+        assert gradient_N.dtype == torch.float32
+        assert gradient_N.isfinite().all()
+
+
+def test_a_teacher_score_that_is_no_number_spoils_the_loss():
+    """Hidden, it would look like a batch that teaches nothing."""
+    logp_N = torch.tensor([-0.5, -1.0], dtype=torch.float64)
+    cache = ungrouped_cache(
+        student_logp_N=logp_N.clone().requires_grad_(),
+        sampler_logp_N=logp_N,
+        teacher_logp_N=torch.tensor([-0.5, torch.nan], dtype=torch.float64),
+        weight_N=torch.ones(2, dtype=torch.float64),
+        row_N=torch.arange(2),
+        path_T=torch.arange(2),
+        sample_T=torch.zeros(2, dtype=torch.int64),
+        num_samples=1,
+    )
+    assert evaluate(Estimator(), cache).loss_sum.isnan()

@@ -1,0 +1,93 @@
+"""Rows: what a run writes after each update, and what it leaves out."""
+
+import asyncio
+import json
+
+import pytest
+
+from megatron_opd.controller.controller import Controller
+from megatron_opd.controller.ports import Ports
+from megatron_opd.controller.schedule import Schedule
+from megatron_opd.metrics.recorder import RunRecorder
+from megatron_opd.metrics.sinks import JsonlSink
+from megatron_opd.metrics.summary import summarise
+from megatron_opd.metrics.totals import RunTotals
+from tests.support.fakes import Figures, Fleet, Learner, Publisher, Teacher, prompts, run_virtual
+from tests.support.recorded_run import record
+
+
+def test_figures_without_a_meaning_become_no_column(tmp_path):
+    record(tmp_path, learner=Learner(reverse_kl_nats=None))
+    rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 7
+    for row in rows:
+        assert "reverse_kl_nats" not in row
+        assert row["loss"] == 0.5
+
+
+def test_an_update_that_measured_no_mismatch_says_null_and_leaves_the_summary_alone(tmp_path):
+    recorder, _ = record(tmp_path, learner=Learner(measures_mismatch=lambda update: update % 3 > 0))
+    rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for key, value in (("probs_diff_max", 1e-6), ("probs_diff_mean", 1e-7)):
+        nothing = None
+        assert [row[key] for row in rows] == [nothing, value, value] * 2 + [nothing]
+    summary = summarise(recorder.totals, recorder.accounting, 1.0, 2)
+    assert summary["probs_diff_max"] == 1e-6
+    assert summary["probs_diff_mean"] == pytest.approx(1e-7)
+    assert summary["mismatch_tokens"] == 4 * Figures().mismatch_tokens
+
+
+def test_a_run_that_never_measured_a_mismatch_has_none(tmp_path):
+    recorder, _ = record(tmp_path, learner=Learner(measures_mismatch=lambda update: False))
+    summary = summarise(recorder.totals, recorder.accounting, 1.0, 2)
+    assert summary["probs_diff_max"] is None
+    assert summary["probs_diff_mean"] is None
+
+
+def test_a_run_writes_a_row_per_update(tmp_path):
+    _, learner = record(tmp_path, drop={4})
+    rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["update"] for row in rows] == list(range(7))
+    assert [row["version"] for row in rows] == list(range(7))
+    for row, batch in zip(rows, learner.batches, strict=True):
+        assert row["num_response_tokens"] == batch.num_response_tokens
+        assert row["staleness_max_versions"] <= 2
+        assert row["loss"] == 0.5
+        assert row["grad_norm"] == 1.0
+        assert row["publish_s"] == pytest.approx(0.2)
+        assert row["tokens_per_s"] > 0
+    assert rows[-1]["dropped_samples"] == 1
+    assert [row["time_s"] for row in rows] == sorted(row["time_s"] for row in rows)
+
+
+def test_an_interruption_between_update_and_publication_keeps_the_row(tmp_path):
+    fleet, learner = Fleet(), Learner()
+    publisher = Publisher(fleet, learner, lambda version: 1e6 if version == 2 else 0.1)
+
+    async def scenario():
+        sink = JsonlSink(tmp_path / "metrics.jsonl")
+        clock = asyncio.get_running_loop().time
+        recorder = RunRecorder(9, RunTotals(), [sink], clock=clock)
+        ports = Ports(prompts(), fleet, Teacher(), learner, publisher, recorder)
+        run = asyncio.create_task(Controller(Schedule(9, 3, 1, 16, 16), ports).run())
+        await asyncio.sleep(50)
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+        return recorder
+
+    recorder = run_virtual(scenario())
+    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (first["update"], second["update"]) == (0, 1)
+    assert "publish_s" in first
+    assert "publish_s" not in second
+    summary = summarise(recorder.totals, recorder.accounting, 50.0, 1)
+    assert summary["interrupted"]
+    assert (summary["updates"], summary["version"]) == (2, 1)
+    in_flight = summary["samples_in_flight"]
+    assert summary["samples_admitted"] == summary["samples_consumed"] + in_flight
+
+
+def test_the_first_drop_for_a_reason_is_told(tmp_path, caplog):
+    record(tmp_path, drop={4, 6, 9})
+    (told,) = (entry.getMessage() for entry in caplog.records)
+    assert told.endswith("dropped for nan (teacher-0); more of this kind are only counted")

@@ -1,0 +1,100 @@
+"""Reading config.json; every mistake names file and rule."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.models.spec import Rope, read_model_spec
+
+
+def damaged(model: Path, copy: Path, **config: object) -> Path:
+    copy.mkdir()
+    values = json.loads((model / "config.json").read_text()) | config
+    kept = {key: value for key, value in values.items() if value != "absent"}
+    (copy / "config.json").write_text(json.dumps(kept))
+    return copy
+
+
+def test_the_architecture_is_read(moe: Path, dense: Path):
+    spec = read_model_spec(moe)
+    assert (spec.num_experts, spec.experts_per_token, spec.expert_ffn_size) == (4, 2, 64)
+    assert spec.moe_layers == (False, True)
+    assert spec.is_moe
+    assert spec.norm_topk_prob
+    assert spec.rope == Rope(10000.0)
+    assert not read_model_spec(dense).is_moe
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"model_type": "gpt2"},
+            "model_type must be one of llama, mixtral, qwen2, qwen3, qwen3_moe, got 'gpt2'",
+        ),
+        ({"attention_bias": True}, "attention_bias must be False, got True"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ({"hidden_size": "absent"}, "lacks the key 'hidden_size'"),
+        (
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "rope type must be one of default, linear, llama3, got 'yarn'",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ({"mlp_bias": True}, "mlp_bias must be False, got True"),
+        ({"use_sliding_window": "absent", "sliding_window": 64}, "sliding_window must be null"),
+        ({"rope_parameters": None}, "lacks the key 'rope_theta'"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(change: dict, message: str, dense: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match=message):
+        read_model_spec(damaged(dense, tmp_path / "copy", **change))
+
+
+def test_older_configs_keep_rope_theta_at_the_top(dense: Path, tmp_path: Path):
+    copy = damaged(dense, tmp_path / "copy", rope_parameters="absent", rope_theta=5e5)
+    assert read_model_spec(copy).rope == Rope(5e5)
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 5e5}},
+        {"rope_scaling": LLAMA3 | {"rope_type": "llama3"}, "rope_theta": 5e5},
+        {"rope_scaling": LLAMA3 | {"type": "llama3"}, "rope_theta": 5e5},
+    ],
+)
+def test_rotary_scaling_as_transformers_4_and_5_write_it(rope: dict, dense: Path, tmp_path: Path):
+    copy = damaged(dense, tmp_path / "copy", **({"rope_parameters": "absent"} | rope))
+    assert read_model_spec(copy).rope == Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+
+
+def test_missing_or_unreadable_config(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"it has no config\.json"):
+        read_model_spec(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"tp": 4}, "tp must divide the model's key-value heads, got tp=4 and 2 key-value heads"),
+        ({"pp": 3}, "pp must divide the model's layers, got pp=3 and 2 layers"),
+        ({"ep": 3, "dp": 3}, "ep must divide the model's experts, got ep=3 and 4 experts"),
+    ],
+)
+def test_layouts_that_do_not_fit_the_model(parallel: dict, message: str, moe: Path):
+    with pytest.raises(ValueError, match=message):
+        read_model_spec(moe).check_parallel(ParallelConfig(**parallel))
+
+
+def test_a_dense_model_has_no_experts_to_spread(dense: Path):
+    with pytest.raises(ValueError, match="got ep=2 and 0 experts"):
+        read_model_spec(dense).check_parallel(ParallelConfig(ep=2, dp=2))

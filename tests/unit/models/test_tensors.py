@@ -1,0 +1,100 @@
+"""The tables against what transformers writes: names and shapes of every family."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_opd.checkpoint.hf_files import check_tensors, find, stored_tensors
+from megatron_opd.checkpoint.hf_reader import SafetensorsSource
+from megatron_opd.learner.attention import rotary_frequencies
+from megatron_opd.models.families import FAMILIES
+from megatron_opd.models.spec import Rope, read_model_spec
+from megatron_opd.models.tensors import expected_tensors
+from tests.support.models import tiny_llama, tiny_mixtral, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+
+MAKERS: dict[str, Callable[..., Path]] = {
+    "llama": tiny_llama,
+    "mixtral": tiny_mixtral,
+    "qwen2": tiny_qwen2,
+    "qwen3": tiny_qwen3,
+    "qwen3_moe": tiny_qwen3_moe,
+}
+
+
+def test_every_family_is_tested():
+    assert MAKERS.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", MAKERS)
+def test_published_names_and_shapes(family: str, tied: bool, tmp_path: Path):
+    overrides = {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}
+    model = MAKERS[family](tmp_path / "model", tie_word_embeddings=tied, **overrides)
+    spec, source = read_model_spec(model), load_file(model / "model.safetensors")
+    assert expected_tensors(spec) == {name: tuple(t.shape) for name, t in source.items()}
+    check_tensors(stored_tensors(model), spec, model)
+    assert AutoConfig.from_pretrained(model).architectures == [spec.family.architecture]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_the_spelling_in_memory_holds_the_same_tensors(family: str, tmp_path: Path):
+    published = MAKERS[family](tmp_path / "published")
+    model = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "held", save_original_format=False)
+    spec, held = read_model_spec(published), stored_tensors(tmp_path / "held")
+    assert "model.layers.0.mlp.experts.gate_up_proj" in held
+    check_tensors(held, spec, tmp_path)
+    reader = SafetensorsSource(tmp_path / "held")
+    for name, tensor in load_file(published / "model.safetensors").items():
+        shape = tuple(tensor.shape)
+        assert torch.equal(reader.read(name, shape, 0, 0, shape[0]), tensor), name
+        if tensor.ndim == 2:
+            assert torch.equal(reader.read(name, shape, 1, 3, 5), tensor[:, 3:8]), name
+    # An expert beyond the stack is not there.
+    assert find(held, "model.layers.0.mlp.experts.4.up_proj.weight") is None
+
+
+@pytest.mark.parametrize("head_dim", [16, 128])
+@pytest.mark.parametrize(
+    "rope",
+    [
+        Rope(10000.0),
+        Rope(1e6, "linear", 4.0),
+        Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192),
+        Rope(5e5, "llama3", 32.0, 2.0, 8.0, 64),
+    ],
+)
+def test_rotary_frequencies_are_transformers_bit_for_bit(rope: Rope, head_dim: int, tmp_path: Path):
+    parameters = {
+        "rope_theta": rope.theta,
+        "rope_type": rope.type,
+        "factor": rope.factor,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_max_position,
+    }
+    known = {"default": 2, "linear": 3, "llama3": 6}[rope.type]
+    path = tiny_llama(
+        tmp_path / "model",
+        head_dim=head_dim,
+        num_hidden_layers=1,
+        rope_parameters=dict(list(parameters.items())[:known]),
+    )
+    model = AutoModelForCausalLM.from_pretrained(path)
+    expected = model.model.rotary_emb.inv_freq
+    assert read_model_spec(path).rope.type == rope.type
+    ours = rotary_frequencies(read_model_spec(path).rope, head_dim, torch.device("cpu"))
+    assert torch.equal(ours, expected)
+
+
+def test_a_dtype_that_cannot_be_trained_is_named(tmp_path: Path):
+    model = tiny_qwen2(tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.norm\.weight must be of dtype .*, got I8"):
+        check_tensors(stored_tensors(model), read_model_spec(model), model)

@@ -1,0 +1,197 @@
+"""The direction of imports, read from the syntax trees so that lazy imports count too."""
+
+import ast
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+TOPS = ("megatron_opd", "sglang_bridge", "benchmarks", "tools", "tests")
+SOURCES = sorted([*ROOT.glob("megatron_opd/**/*.py"), *ROOT.glob("sglang_bridge/**/*.py")])
+
+# A package imports from the layers before its own, and from its own where that makes no cycle.
+LAYERS = (
+    {"types"},
+    {"columns"},
+    {"config"},
+    {"models", "buffer", "losses", "data", "batching", "metrics"},
+    {"planning", "transport", "checkpoint", "weight_sync", "rollout", "teacher"},
+    {"learner", "controller", "evaluation"},
+    {"cli"},
+    {"__main__"},
+)
+# Stricter than its layer: what these must stay free of.
+ONLY = {
+    "losses": {"types", "columns", "config"},
+    "controller": {"types", "config", "buffer", "metrics"},
+    "planning": {"types", "config", "models"},
+}
+TORCH_FREE = {"types", "config", "buffer", "batching", "controller", "rollout", "teacher"}
+TORCH_FREE |= {"columns", "metrics", "planning"}
+HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
+
+
+@cache
+def syntax(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Every module named in an import statement of `path`, nested ones included."""
+    names: set[str] = set()
+    for node in syntax(path):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the direction"
+            names.add(node.module or "")
+            # `from megatron_opd import types` names a package of ours too
+            if node.module == "megatron_opd":
+                names.update(f"megatron_opd.{alias.name}" for alias in node.names)
+    return names
+
+
+def package_of(path: Path) -> str:
+    """`types`, `config`, ...: the first name below the distribution package."""
+    return path.relative_to(ROOT).with_suffix("").parts[1]
+
+
+def allowed(package: str) -> set[str]:
+    """The other packages of ours that `package` may import."""
+    (level,) = (i for i, layer in enumerate(LAYERS) if package in layer)
+    return ONLY.get(package, set[str]().union(*LAYERS[: level + 1]) - {package})
+
+
+def violations(path: Path, modules: set[str]) -> list[str]:
+    """Lines that say which rule an import of `path` breaks."""
+    package, found = package_of(path), []
+    top = path.relative_to(ROOT).parts[0]
+    for module in sorted(modules):
+        parts = module.split(".")
+        if top == "sglang_bridge":
+            server = package == "server"
+            if parts[0] == "megatron_opd":
+                found.append(f"{path}: sglang_bridge must not import {module}")
+            if not server and (parts[0] in HEAVY or parts[:2] == ["sglang_bridge", "server"]):
+                found.append(f"{path}: the client side must not import {module}")
+            continue
+        if parts[0] == "megatron_opd" and len(parts) > 1:
+            if parts[1] != package and parts[1] not in allowed(package) | {"__version__"}:
+                found.append(f"{path}: {package} must not import {module}")
+        elif parts[0] == "sglang":
+            found.append(f"{path}: only sglang_bridge.server imports sglang")
+        elif parts[:2] == ["sglang_bridge", "server"] and package != "cli":
+            found.append(f"{path}: only cli starts servers")
+        elif parts[0] == "megatron" and package != "learner":
+            found.append(f"{path}: only learner imports megatron")
+        elif parts[0] in HEAVY and package in TORCH_FREE:
+            found.append(f"{path}: {package} is torch-free, imports {module}")
+    return found
+
+
+def test_every_import_follows_the_direction():
+    assert len(SOURCES) > 10
+    broken = [line for path in SOURCES for line in violations(path, imported_modules(path))]
+    assert not broken, "\n".join(broken)
+
+
+def module_graph() -> dict[str, set[str]]:
+    """{module: modules of ours that it imports}; a package stands for its __init__."""
+    names = {path: module_name(path) for path in SOURCES}
+    graph: dict[str, set[str]] = {}
+    for path, name in names.items():
+        graph[name] = {
+            found
+            for node in syntax(path)
+            if isinstance(node, ast.ImportFrom)
+            for found in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+            if found in names.values() and found != name
+        }
+    return graph
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def package_name(module: str) -> str:
+    """`megatron_opd.PACKAGE`, `sglang_bridge` (what clients need) or `sglang_bridge.server`."""
+    parts = module.split(".")
+    client = parts[0] == "sglang_bridge" and "server" not in parts
+    return ".".join(parts[: 1 if client else 2])
+
+
+def package_graph(modules: dict[str, set[str]]) -> dict[str, set[str]]:
+    graph: dict[str, set[str]] = {}
+    for name, imported in modules.items():
+        packages = {package_name(module) for module in imported}
+        graph.setdefault(package_name(name), set()).update(packages - {package_name(name)})
+    return graph
+
+
+def test_no_packages_and_no_modules_import_each_other():
+    """Prints the packages in an order in which each imports earlier ones alone."""
+    modules = module_graph()
+    packages = package_graph(modules)
+    for package in TopologicalSorter(packages).static_order():
+        print(package, "<-", ", ".join(sorted(packages[package])) or "nothing")  # noqa: T201
+    assert len(list(TopologicalSorter(modules).static_order())) == len(SOURCES)
+
+
+def test_a_cycle_is_found():
+    modules = module_graph()
+    modules["megatron_opd.types"].add("megatron_opd.batching.shares")
+    with pytest.raises(CycleError, match=r"megatron_opd\.types"):
+        list(TopologicalSorter(modules).static_order())
+
+
+@cache
+def defined_in(path: Path) -> set[str]:
+    """The names that a module makes itself, at its top level."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        else:
+            names |= {
+                part.id
+                for part in ast.walk(node)
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+            }
+    return names
+
+
+def test_every_name_is_imported_from_where_it_is_defined():
+    """Else a module cannot drop an import without breaking strangers."""
+    ours = {path for top in TOPS for path in ROOT.glob(f"{top}/**/*.py")}
+    second_hand: list[str] = []
+    for path in sorted(ours):
+        for node in syntax(path):
+            source = ROOT / f"{str(getattr(node, 'module', '')).replace('.', '/')}.py"
+            if isinstance(node, ast.ImportFrom) and source in ours:
+                names = {alias.name for alias in node.names} - defined_in(source)
+                second_hand += [f"{path}: {name} of {node.module}" for name in sorted(names)]
+    assert not second_hand, "\n".join(second_hand)
+
+
+@pytest.mark.parametrize(
+    ("file", "module"),
+    [
+        ("megatron_opd/buffer/permits.py", "torch"),
+        ("megatron_opd/controller/controller.py", "megatron_opd.learner.learner"),
+        ("megatron_opd/types.py", "megatron_opd.config.schema"),
+        ("megatron_opd/transport/zmq.py", "megatron.core"),
+        ("megatron_opd/models/gather.py", "megatron_opd.learner.world"),
+        ("megatron_opd/checkpoint/convert.py", "megatron_opd.learner.world"),
+        ("megatron_opd/losses/terms.py", "megatron_opd.batching.advantages"),
+        ("megatron_opd/rollout/generator.py", "sglang"),
+        ("sglang_bridge/client.py", "megatron_opd.types"),
+        ("sglang_bridge/client.py", "torch"),
+    ],
+)
+def test_the_rules_can_fail(file: str, module: str):
+    assert violations(ROOT / file, {module})

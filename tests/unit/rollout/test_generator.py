@@ -1,0 +1,244 @@
+"""Prompt to Rollout."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from megatron_opd.buffer.rejection import RolloutRejected
+from megatron_opd.config.sections import RolloutConfig
+from megatron_opd.config.supports import (
+    AtomsTailSupport,
+    ExactSupport,
+    McSupport,
+    PathSupport,
+    TeacherMcSupport,
+    TeacherTopkSupport,
+    TopkSupport,
+)
+from megatron_opd.controller.controller import Controller
+from megatron_opd.controller.errors import LoopFailed
+from megatron_opd.controller.health import HealthGuard, WatchedProcess
+from megatron_opd.controller.ports import Ports
+from megatron_opd.controller.schedule import Schedule
+from megatron_opd.metrics.recorder import RunRecorder
+from megatron_opd.metrics.summary import summarise
+from megatron_opd.metrics.totals import RunTotals
+from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.types import VersionSpan
+from sglang_bridge.client import ServerClient
+from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
+from sglang_bridge.fleet import Fleet
+from sglang_bridge.protocol import DrawCache, RolloutReply
+from tests.support import fakes
+from tests.support.bridge_replies import FakeServer, breaking, rollout_reply
+from tests.support.fakes import make_prompt, prompts, run_virtual
+
+CACHE = DrawCache(
+    offsets_T1=np.array([0, 2, 5]),
+    ids_N=np.array([3, 7, 1, 4, 9], np.int32),
+    weight_N=np.array([0.75, 0.25, 0.5, 0.5, 0], np.float32),
+    sampler_logp_N=np.log(np.array([0.7, 0.3, 0.4, 0.5, 0.1], np.float32)),
+    path_T=np.array([0, 4]),
+)
+REPLY = RolloutReply(
+    np.array([3, 9], np.int32), "stop", CACHE, ((2, 0, 1), (3, 1, 2)), "http://a:1"
+)
+
+
+class FakeFleet:
+    def __init__(self, outcome):
+        self.outcome = outcome
+        self.requests = []
+
+    async def generate(self, request):
+        self.requests.append(request)
+        await asyncio.sleep(2.0)
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+MC = McSupport(m=4)
+
+
+def generate(outcome, support=MC):
+    fleet = FakeFleet(outcome)
+    generator = RolloutGenerator(
+        fleet,
+        RolloutConfig(temperature=0.7, top_p=0.9, max_new_tokens=12),
+        support,
+        50,
+        "run7",
+        stop_token_ids=(11,),
+    )
+    return run_virtual(generator.generate(make_prompt(5))), fleet
+
+
+def test_the_request_describes_the_behaviour_distribution():
+    _, fleet = generate(REPLY)
+    (request,) = fleet.requests
+    assert request.rid == "run7-5"
+    assert (request.temperature, request.top_p, request.max_new_tokens) == (0.7, 0.9, 12)
+    assert request.stop_token_ids == (11,)
+    assert list(request.input_ids) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("support", "atoms", "draws"),
+    [
+        (MC, 0, 4),
+        (PathSupport(), 0, 0),
+        (TopkSupport(k=16), 16, 0),
+        (TopkSupport(k=64), 50, 0),
+        (AtomsTailSupport(k=8, m=3), 8, 3),
+        (ExactSupport(), 50, 0),
+        (TeacherTopkSupport(k=8), 0, 0),
+        (TeacherMcSupport(m=8), 0, 0),
+    ],
+    ids=lambda value: getattr(value, "type", None),
+)
+def test_the_request_asks_for_what_the_student_selects(support, atoms, draws):
+    _, fleet = generate(REPLY, support)
+    (request,) = fleet.requests
+    assert (request.num_atoms, request.num_draws) == (atoms, draws)
+    assert request.keeps_cache, "the path is recorded whatever else is"
+
+
+def test_the_weights_are_the_servers():
+    rollout, _ = generate(REPLY)
+    assert rollout.draws is CACHE
+
+
+def test_versions_times_and_engine_are_kept():
+    rollout, _ = generate(REPLY)
+    assert rollout.spans == (VersionSpan(2, 0, 1), VersionSpan(3, 1, 2))
+    assert rollout.oldest_version == 2
+    assert rollout.versions_T().tolist() == [2, 3]
+    assert rollout.finished_s - rollout.started_s == 2.0
+    assert (rollout.engine, rollout.finish_reason) == ("http://a:1", "stop")
+
+
+def test_an_aborted_request_drops_the_sample():
+    with pytest.raises(RolloutRejected, match="paused") as caught:
+        generate(RequestAborted("http://a:1: request run7-5 was aborted: paused"))
+    assert caught.value.reason == "aborted"
+
+
+def test_an_empty_response_drops_the_sample():
+    empty = RolloutReply(np.array([], np.int32), "stop", None, (), "http://a:1")
+    with pytest.raises(RolloutRejected) as caught:
+        generate(empty)
+    assert caught.value.reason == "empty_response"
+
+
+def test_a_reply_without_draws_stops_the_run():
+    with pytest.raises(BadReply, match="run7-5 came back without draws"):
+        generate(RolloutReply(np.array([3], np.int32), "stop", None, ((0, 0, 1),), "http://a:1"))
+
+
+def unreachable(*, sent: bool, cause: Exception | None = None) -> ServerUnreachable:
+    error = ServerUnreachable("http://a:1", "/generate", "reset", sent=sent)
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"),
+    [
+        (BadReply("no payload"), 1),
+        (ServerRefused("http://a:1", "/generate", 400, "no"), 1),
+        (unreachable(sent=False), 3),
+        (unreachable(sent=True, cause=TimeoutError()), 1),
+        (unreachable(sent=True, cause=OSError("reset")), 3),
+    ],
+)
+def test_other_failures_stop_the_run(error, tries):
+    fleet = FakeFleet(error)
+    generator = RolloutGenerator(fleet, RolloutConfig(attempts=3), MC, 50, "run7")
+    with pytest.raises(type(error)) as caught:
+        run_virtual(generator.generate(make_prompt(5)))
+    assert caught.value is error
+    assert len(fleet.requests) == tries
+
+
+def test_a_rollout_whose_connection_breaks_is_sampled_anew_by_another_server():
+    """Over real sockets; the reply is of the second server, and so is the time."""
+    seen: list[str] = []
+
+    async def rollout():
+        async def good(request):
+            seen.append((await request.json())["rid"])
+            reply = rollout_reply()
+            reply["meta_info"]["id"] = seen[-1]
+            return web.json_response(reply)
+
+        routes = [{"/generate": breaking(9, good)}, {"/generate": good}]
+        async with FakeServer(routes[0]) as broken, FakeServer(routes[1]) as whole:
+            clients = [ServerClient(server.url, timeout_s=5) for server in (broken, whole)]
+            fleet = Fleet(clients)
+            generator = RolloutGenerator(fleet, RolloutConfig(), MC, 50, "run7")
+            try:
+                return await generator.generate(make_prompt(5)), broken.seen, whole.url
+            finally:
+                await fleet.close()
+
+    found, asked, url = asyncio.run(rollout())
+    assert asked == ["/generate"], "once: what was sampled is lost, and the server rests"
+    assert seen == ["run7-5", "run7-5-restart1"], "the first name may still be in use"
+    assert (found.restarts, found.engine) == (1, url)
+    assert found.response_ids_T.tolist() == [5, 9, 5]
+
+
+class Flaky:
+    """Rollouts of fakes.Fleet through a generator: `lost` tries of every third break."""
+
+    def __init__(self, lost: int, dead: list[int]) -> None:
+        self.lost, self.dead, self.tries = lost, dead, {}
+
+    async def generate(self, request):
+        await asyncio.sleep(1.0)
+        uid = int(request.rid.split("-")[1])
+        self.tries[uid] = self.tries.get(uid, 0) + 1
+        if uid % 3 == 2 and self.tries[uid] <= self.lost:
+            self.dead.append(uid)
+            raise unreachable(sent=True)
+        return RolloutReply(REPLY.output_ids_T, "stop", CACHE, ((0, 0, 2),), "http://a:1")
+
+
+def run_flaky(lost: int, guard_of=lambda dead: None):
+    """Six updates of three samples on a fleet that never publishes, so of version 0."""
+    dead: list[int] = []
+    fleet = Flaky(lost, dead)
+    learner = fakes.Learner()
+    publisher = fakes.Publisher(fakes.Fleet(), learner)
+    generator = RolloutGenerator(fleet, RolloutConfig(attempts=3), MC, 50, "run7")
+    recorder = RunRecorder(6, RunTotals())
+    guard = guard_of(dead)
+    ports = Ports(prompts(), generator, fakes.Teacher(), learner, publisher, recorder, guard)
+    accounting = run_virtual(Controller(Schedule(6, 3, 7, 16, 16), ports).run())
+    return accounting, recorder, fleet
+
+
+def test_a_run_goes_on_when_connections_break_and_counts_it(caplog):
+    accounting, recorder, fleet = run_flaky(lost=2)
+    assert (accounting.consumed, accounting.dropped) == (18, {})
+    restarts = sum(tries - 1 for tries in fleet.tries.values())
+    summary = summarise(recorder.totals, accounting, 1.0, 7)
+    assert restarts >= 12
+    assert summary["rollouts_restarted"] == recorder.totals.restarts == restarts
+    told = [entry.getMessage() for entry in caplog.records]
+    assert len(told) == 1
+    assert "sampled anew" in told[0]
+    assert run_flaky(lost=0)[1].totals.restarts == 0
+
+
+def test_a_dead_server_ends_the_run_with_its_cause_however_often_rollouts_are_tried():
+    def of(dead: list[int]) -> HealthGuard:
+        return HealthGuard([WatchedProcess("student server a", lambda: -9 if dead else None)])
+
+    with pytest.raises(LoopFailed, match="health: ProcessDied: student server a ended with signal"):
+        run_flaky(lost=99, guard_of=of)
+    with pytest.raises(LoopFailed, match=r"rollout-\d+: ServerUnreachable: http://a:1/generate"):
+        run_flaky(lost=99)

@@ -1,0 +1,302 @@
+"""Each touch of SGLang's internals still fits the installed SGLang."""
+
+import importlib
+import importlib.metadata
+import inspect
+import multiprocessing
+import os
+import pkgutil
+import socket
+import tempfile
+from fnmatch import fnmatch
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_bridge.ports import free_port
+from sglang_bridge.server import compat
+from sglang_bridge.server.__main__ import offer_standins
+from tests.support.sockets import listening, open_to_others
+
+ENGINE = "sglang.srt.entrypoints.engine"
+
+offer_standins()
+
+
+def resolve(target: str):
+    return pkgutil.resolve_name(target)
+
+
+def parameters_of(target: str) -> list[str]:
+    return list(inspect.signature(inspect.unwrap(resolve(target))).parameters)
+
+
+def test_the_supported_version_is_installed():
+    compat.require_supported_version()
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compat, "version", lambda name: "0.6.0")
+    with pytest.raises(RuntimeError, match=r"supports sglang 0\.5\.23, found 0\.6\.0"):
+        compat.require_supported_version()
+
+
+@pytest.mark.parametrize("target", compat.TARGETS)
+def test_every_hooked_function_exists(target: str):
+    assert callable(resolve(target))
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (compat.FORWARD, ["self", "batch"]),
+        (compat.CHECK_WEIGHTS, ["self", "action"]),
+        (compat.VALIDATE, ["self", "obj", "input_ids"]),
+        (compat.NATIVE_EXPERTS, ["layer", "x", "topk_output"]),
+        (compat.INPUT_LOGPROBS, ["self", "pruned_states"]),
+    ],
+)
+def test_the_arguments_we_rely_on(target: str, expected: list[str]):
+    assert parameters_of(target)[: len(expected)] == expected
+
+
+def test_logits_are_asked_for_by_keyword():
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+
+    assert "get_logits_fn" in parameters_of(compat.INPUT_LOGPROBS)
+    assert "get_logits_fn=self._get_logits" in inspect.getsource(LogitsProcessor)
+
+
+def test_missing_hooks_stop_the_server(monkeypatch: pytest.MonkeyPatch):
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    monkeypatch.setattr(HookRegistry, "_patched", set(compat.TARGETS))
+    compat.require_hooks_in_place()
+    monkeypatch.setattr(HookRegistry, "_patched", set(compat.TARGETS) - {compat.FORWARD})
+    with pytest.raises(RuntimeError, match=r"not hooked: .*forward_batch_generation"):
+        compat.require_hooks_in_place()
+
+
+def test_hook_kinds_exist(monkeypatch: pytest.MonkeyPatch):
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    registered = []
+    monkeypatch.setattr(HookRegistry, "register", lambda *args: registered.append(args))
+    for kind in ("before", "after", "around", "replace"):
+        compat.hook("a.b", print, kind)
+    assert [kind.value for _, _, kind in registered] == ["before", "after", "around", "replace"]
+
+
+def test_workers_are_forked_whatever_sglang_set(monkeypatch: pytest.MonkeyPatch):
+    from sglang.srt.entrypoints import engine
+
+    launch = inspect.getsource(engine.Engine._launch_subprocesses)
+    order = ["_set_envs_and_config(", "_launch_scheduler_processes(", "_launch_detokenizer_"]
+    assert sorted(order, key=launch.index) == order
+    before, seen = multiprocessing.get_start_method(), []
+
+    def spawning(*args: object) -> None:
+        seen.append(args)
+        multiprocessing.set_start_method("spawn", force=True)
+
+    monkeypatch.setattr(engine, "_set_envs_and_config", spawning)
+    try:
+        compat.fork_workers()
+        engine._set_envs_and_config("arguments")
+        assert seen == [("arguments",)]
+        assert multiprocessing.get_start_method() == "fork"
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+def test_a_store_is_bound_to_its_host(monkeypatch: pytest.MonkeyPatch):
+    """Through torch's own rendezvous, as SGLang's init_process_group makes it."""
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    monkeypatch.setattr(torch.distributed, "TCPStore", torch.distributed.TCPStore)
+    monkeypatch.setattr(rendezvous, "TCPStore", rendezvous.TCPStore)
+    before, port = open_to_others(os.getpid()), free_port()
+    url = f"tcp://127.0.0.1:{port}"
+    wide, _, _ = next(rendezvous.rendezvous(url, 0, 1))
+    assert port in {p for _, p, _ in open_to_others(os.getpid())}, "torch's own is on every one"
+    del wide
+    compat.bind_stores()
+    compat.bind_stores()  # in a fork of a process that has done so
+    store, _, _ = next(rendezvous.rendezvous(f"tcp://127.0.0.1:{free_port()}", 0, 1))
+    assert open_to_others(os.getpid()) == before
+    bound = {(ip, port) for ip, port, _ in listening(os.getpid())}
+    assert ("127.0.0.1", store.port) in bound
+    peer = torch.distributed.TCPStore("127.0.0.1", store.port, is_master=False)
+    peer.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_taken_port_is_an_error_of_the_store(monkeypatch: pytest.MonkeyPatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(OSError, match="in use"):
+            compat.BoundStore("127.0.0.1", taken.getsockname()[1], 1, True)
+
+
+def test_keys_are_not_shown(monkeypatch: pytest.MonkeyPatch):
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.server_args import ServerArgs
+
+    assert "resolved_dict()" in inspect.getsource(engine._server_args_for_logging)
+    keys = {"api_key": "hunter2", "admin_api_key": None, "host": "h"}
+    monkeypatch.setattr(ServerArgs, "resolved_dict", lambda self: dict(keys))
+    compat.hide_keys()
+    shown = ServerArgs.resolved_dict(SimpleNamespace())
+    assert shown == {"api_key": "hidden", "admin_api_key": None, "host": "h"}
+
+
+def test_a_servers_sockets_lie_in_its_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    from sglang.srt.managers.load_snapshot import shm_path_for
+    from sglang.srt.server_args import PortArgs
+
+    def make() -> SimpleNamespace:
+        with tempfile.NamedTemporaryFile(delete=False) as file:
+            return SimpleNamespace(name=file.name, instance_id="uuid")
+
+    monkeypatch.setattr(PortArgs, "init_new", staticmethod(make))
+    compat.keep_files_in(str(tmp_path))
+    ports = PortArgs.init_new()
+    assert Path(ports.name).parent == tmp_path
+    assert ports.instance_id == tmp_path.name
+    assert fnmatch(shm_path_for(tmp_path.name), f"/dev/shm/sglang_loads_{tmp_path.name}_*.shm")
+    assert "PortArgs.init_new(" in inspect.getsource(importlib.import_module(ENGINE))
+
+
+def test_process_wide_state():
+    from sglang.srt import runtime_context
+
+    assert "attn_tp_rank" in inspect.getsource(runtime_context)
+    assert callable(runtime_context.get_parallel)
+    assert callable(runtime_context.get_serving)
+
+
+def test_logit_rows_are_sglangs_pruned_rows():
+    """Against LogitsProcessor's own example: lengths 4, 5, 6 with logits from 0, 5 and 3."""
+    batch = SimpleNamespace(
+        reqs=["a", "b", "c"],
+        prefix_lens=[10, 0, 7],
+        extend_lens=[4, 5, 6],
+        extend_logprob_start_lens=[0, 5, 3],
+    )
+    assert list(compat.logit_rows(batch)) == [("a", 10, 4), ("b", 4, 1), ("c", 10, 3)]
+
+
+def test_sampling_filters_are_sglangs_names():
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    names = set(SamplingBatchInfo.__dataclass_fields__)
+    assert {"temperatures", "top_ks", "top_ps", "min_ps"} <= names
+    needs = {"need_top_k_sampling", "need_top_p_sampling", "need_min_p_sampling"}
+    assert needs <= names
+    info = SimpleNamespace(
+        top_ks=1,
+        top_ps=2,
+        min_ps=3,
+        need_top_k_sampling=False,
+        need_top_p_sampling=True,
+        need_min_p_sampling=False,
+    )
+    assert compat.sampling_filters(info) == {"top_k_B": None, "top_p_B": 2, "min_p_B": None}
+
+
+def test_auxiliary_outputs_are_added_to():
+    result = SimpleNamespace(logits_output=SimpleNamespace(auxiliary_device_output=None))
+    compat.attach_auxiliary(result, "first")
+    assert result.logits_output.auxiliary_device_output == "first"
+    compat.attach_auxiliary(result, "second")
+    assert result.logits_output.auxiliary_device_output.outputs == ("first", "second")
+
+
+def test_delayed_sampling_runs_inside_our_context():
+    from contextlib import contextmanager
+
+    inside = []
+
+    @contextmanager
+    def context():
+        inside.append("in")
+        yield
+        inside.append("out")
+
+    result = SimpleNamespace(delay_sample_func=lambda: inside.append("sample"))
+    compat.wrap_delayed_sampling(result, context)
+    result.delay_sample_func()
+    assert inside == ["in", "sample", "out"]
+    nothing = SimpleNamespace(delay_sample_func=None)
+    compat.wrap_delayed_sampling(nothing, context)
+    assert nothing.delay_sample_func is None
+
+
+def test_row_log_normaliser_is_log_softmax():
+    logits = 100 + torch.randn(4, 50)
+    top, log_sum = compat.row_log_normaliser(logits)
+    expected = logits.log_softmax(-1)
+    assert torch.allclose(logits - top[:, None] - log_sum[:, None], expected, atol=1e-5)
+
+
+def test_the_streamer_adds_payloads_of_finished_requests_once():
+    streamer = compat.streamer_class(lambda req: req.payload, "bridge")
+    instance = object.__new__(streamer)
+    request = lambda done, payload: SimpleNamespace(finished=lambda: done, payload=payload)  # noqa: E731
+    built = instance.build_additional_customized_info(
+        [request(True, {"x": 1}), request(False, {"x": 2}), request(True, None)]
+    )
+    assert built == {"bridge": [[{"x": 1}], [], []]}
+    assert instance.build_additional_customized_info([request(False, {"x": 2})]) == {}
+    assert instance.is_request_level_customized_info_key("bridge")
+    assert not instance.is_request_level_customized_info_key("other")
+
+
+def test_update_groups_get_our_timeout(monkeypatch: pytest.MonkeyPatch):
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    seen = {}
+    monkeypatch.setattr(
+        weight_updater, "init_custom_process_group", lambda **kwargs: seen.update(kwargs)
+    )
+    with compat.process_group_timeout(7):
+        weight_updater.init_custom_process_group(rank=1)
+    assert seen["timeout"].total_seconds() == 7
+    assert seen["rank"] == 1
+    weight_updater.init_custom_process_group(rank=2, timeout=None)
+    assert seen["timeout"] is None
+
+
+def test_checksum_payload_has_the_wire_types():
+    import msgspec
+    from sglang.srt.managers.io_struct import ChecksumInfo, ParallelismInfo
+    from sglang.srt.utils import weight_checker
+
+    info = dict.fromkeys(ParallelismInfo.__struct_fields__, 0) | {"role": "target"}
+    checker = SimpleNamespace(
+        _get_model=lambda: "model",
+        _parallelism_info=lambda role: weight_checker.ParallelismInfo(**info),
+    )
+    payload = compat.checksum_payload(checker, lambda model: {"m": model}, role="target")
+    payload["parallelism_info"] = [payload["parallelism_info"]]
+    assert msgspec.convert(payload, ChecksumInfo).checksums == {"m": "model"}
+
+
+def test_entry_points_are_installed():
+    groups = {
+        "sglang.srt.plugins": "sglang_bridge.server.plugin:register",
+        "sglang.srt.platforms": "sglang_bridge.server.platform:activate",
+    }
+    for group, value in groups.items():
+        assert value in [entry.value for entry in importlib.metadata.entry_points(group=group)]
+
+
+def test_the_platform_is_for_machines_without_cuda(monkeypatch: pytest.MonkeyPatch):
+    from sglang_bridge.server import platform
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert platform.activate() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve(platform.activate())().get_default_attention_backend() == "torch_native"

@@ -1,0 +1,90 @@
+"""What a server keeps of a request's draws, fed the way SGLang feeds it."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_bridge import wire
+from sglang_bridge.server import compat, draws
+from sglang_bridge.server.draws import DrawRecord
+from tests.support.server_requests import fake_request
+
+
+def row(*ids: int, path: int = 0) -> dict[str, np.ndarray]:
+    return {
+        "length_T": np.array([len(ids)]),
+        "path_T": np.array([path]),
+        "ids_N": np.array(ids, np.int32),
+        "weight_N": np.full(len(ids), 1 / len(ids), np.float32),
+        "sampler_logp_N": -np.arange(len(ids), dtype=np.float32),
+    }
+
+
+def arrays(record: DrawRecord) -> dict[str, list]:
+    payload = record.payload()
+    return {name: wire.unpack(payload[name], d).tolist() for name, d in wire.DRAW_FIELDS.items()}
+
+
+def test_record_keeps_rows_and_version_runs():
+    record = DrawRecord(num_atoms=0, num_draws=2)
+    record.append(0, row(5, 9, path=1), "0")
+    record.append(1, row(7), "0")
+    record.append(2, row(1, 2, 3), "1")
+    kept = arrays(record)
+    assert kept["length_T"] == [2, 1, 3]
+    assert kept["ids_N"] == [5, 9, 7, 1, 2, 3]
+    assert kept["path_T"] == [1, 0, 0]
+    assert kept["sampler_logp_N"] == [0, -1, 0, 0, -1, -2]
+    assert np.allclose(kept["weight_N"], [1 / 2] * 2 + [1] + [1 / 3] * 3)
+    assert record.payload()["versions"] == [["0", 0], ["1", 2]]
+
+
+def test_record_keeps_rows_of_a_whole_vocabulary():
+    """Row lengths and path columns beyond a byte."""
+    record = DrawRecord(num_atoms=8192, num_draws=64)
+    record.append(0, row(*range(8192 + 64 + 1), path=8256), "0")
+    kept = arrays(record)
+    assert (kept["length_T"], kept["path_T"]) == ([8257], [8256])
+    assert len(kept["ids_N"]) == len(kept["weight_N"]) == 8257
+
+
+def test_record_restarts_from_an_earlier_token():
+    record = DrawRecord(num_atoms=3, num_draws=1)
+    for t, version in enumerate("0012"):
+        record.append(t, row(10 + t, 20 + t), version)
+    record.append(2, row(99), "3")
+    assert arrays(record)["ids_N"] == [10, 20, 11, 21, 99]
+    assert arrays(record)["weight_N"] == [0.5] * 4 + [1]
+    assert record.payload()["versions"] == [["0", 0], ["3", 2]]
+
+
+def test_record_refuses_a_gap():
+    record = DrawRecord(num_atoms=3, num_draws=1)
+    record.append(0, row(1), "0")
+    with pytest.raises(RuntimeError, match="draws of output token 1 were lost"):
+        record.append(2, row(1), "0")
+
+
+def test_consume_takes_only_committed_tokens_of_requests_with_draws():
+    path_only = {wire.NUM_ATOMS: 0, wire.NUM_DRAWS: 0}
+    requests = [fake_request(**path_only), fake_request(), fake_request(**{wire.NUM_DRAWS: 2})]
+    rows = draws.HostRows(
+        {
+            "ids_N": torch.tensor([[4, 6, 0], [1, 0, 0], [2, 3, 5]], dtype=torch.int32),
+            "weight_N": torch.tensor([[1.0, 0, 0], [0, 0, 0], [1, 1, 0]]),
+            "sampler_logp_N": torch.zeros(3, 3),
+            "path_T": torch.tensor([1, 0, 2], dtype=torch.int32),
+            "length_T": torch.tensor([2, 1, 3], dtype=torch.int32),
+        },
+        "7",
+    )
+    batch = SimpleNamespace(reqs=requests)
+    commit = SimpleNamespace(output_index=0)
+    rows.consume(batch, [commit, commit, None])
+    record = compat.find_record(requests[0], draws.RECORD)
+    assert arrays(record)["ids_N"] == [4, 6]
+    assert arrays(record)["path_T"] == [1]
+    assert compat.find_record(requests[1], draws.RECORD) is None
+    assert compat.find_record(requests[2], draws.RECORD) is None

@@ -1,0 +1,154 @@
+"""Score plans, fed the way SGLang feeds them."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_bridge import wire
+from sglang_bridge.server import compat, scoring, selection_plan
+from sglang_bridge.server.score_plan import ScorePlan
+from tests.support.server_requests import fake_request, score_request
+
+
+def run_plan(
+    requests: list, prefixes: list[int], extends: list[int], starts: list[int], logits, chunk: int
+) -> None:
+    """One forward pass over `logits` [rows, V], shown to the plan in chunks."""
+    batch = SimpleNamespace(
+        reqs=requests,
+        prefix_lens=prefixes,
+        extend_lens=extends,
+        extend_logprob_start_lens=starts,
+    )
+    plan = ScorePlan(batch, torch.Generator().manual_seed(7))
+    plan.begin(len(logits), torch.device("cpu"))
+    for first in range(0, len(logits), chunk):
+        plan.take(logits[first : first + chunk])
+    plan.copy_to_host(lambda tensor: tensor).consume(batch, [None] * len(requests))
+
+
+@pytest.fixture(autouse=True)
+def _plain_normaliser(monkeypatch: pytest.MonkeyPatch):
+    """SGLang's own is tested with the real servers."""
+
+    def normaliser(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        top = logits.amax(-1)
+        return top, (logits - top[:, None]).logsumexp(-1)
+
+    monkeypatch.setattr(compat, "row_log_normaliser", normaliser)
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Tells whether the server is; it is not unless a test says so."""
+
+    def tell(is_so: bool) -> None:
+        monkeypatch.setattr(compat, "is_deterministic", lambda: is_so)
+
+    tell(False)
+    return tell
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_plan_scores_each_row_once_over_two_passes(chunk: int):
+    """a: rows at positions 3..6, split over two passes; b: unscored; c: rows at 0..1."""
+    logits = torch.randn(14, 20, generator=torch.Generator().manual_seed(0))
+    logp = logits.log_softmax(-1)
+    a = score_request(3, [2, 0, 1, 3], [5, 6, 7, 1, 2, 3])
+    b, c = fake_request(), score_request(0, [1, 2], [0, 18, 19])
+    # pass 1: a extends positions 0..4 (logits from 3), b 0..2 (from 2), c 0..2 (from 0)
+    run_plan([a, b, c], [0, 0, 0], [5, 3, 3], [3, 2, 0], logits[:6], chunk)
+    # pass 2: a extends positions 5..7 (all logits), b one more token
+    run_plan([b, a], [3, 5], [1, 3], [0, 0], logits[6:10], chunk)
+    first = [logp[0, 5], logp[0, 6]]  # position 3
+    last = [logp[7, 7], logp[8, 1], logp[8, 2], logp[8, 3]]  # positions 5 and 6
+    scores = compat.find_record(a, scoring.RECORD).logp_N
+    assert np.allclose(scores, torch.stack(first + last).numpy(), atol=1e-6)
+    expected_c = torch.stack([logp[3, 0], logp[4, 18], logp[4, 19]]).numpy()
+    assert np.allclose(compat.find_record(c, scoring.RECORD).logp_N, expected_c, atol=1e-6)
+    assert compat.find_record(b, scoring.RECORD) is None
+
+
+def selections(request: SimpleNamespace) -> list[dict[int, tuple[float, float]]]:
+    """Per response row {id: (weight, logp)}, as the request's payload holds them."""
+    table = compat.find_record(request, scoring.RECORD).payload()[wire.SELECTION]
+    length, ids, weight, logp = (wire.unpack(table[n], d) for n, d in wire.ROW_FIELDS.items())
+    stops = np.cumsum(length)
+    return [
+        dict(zip(ids[a:b].tolist(), zip(weight[a:b], logp[a:b], strict=True), strict=True))
+        for a, b in zip(stops - length, stops, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize("block_rows", [1, 100])
+def test_plan_selects_each_row_once_over_two_passes(
+    chunk: int, block_rows: int, monkeypatch: pytest.MonkeyPatch
+):
+    """a: 4 atoms and 6 draws at temperature 2, rows 3..6; b: plain scores; c: everything."""
+    monkeypatch.setattr(selection_plan, "BLOCK_LOGITS", 20 * block_rows)
+    logits = 3 * torch.randn(10, 20, generator=torch.Generator().manual_seed(0))
+    logp, tempered = logits.log_softmax(-1), (logits / 2).log_softmax(-1)
+    wants = {wire.SCORE_ATOMS: 4, wire.SCORE_DRAWS: 6, wire.SCORE_TEMPERATURE: 2.0}
+    a = score_request(3, [1, 0, 1, 1], [5, 6, 7], **wants)
+    b = score_request(2, [1, 1], [1, 2])
+    c = score_request(0, [0, 1], [3], **{wire.SCORE_ATOMS: 20})
+    run_plan([a, b, c], [0, 0, 0], [5, 3, 2], [3, 2, 0], logits[:5], chunk)
+    run_plan([b, a], [3, 5], [1, 3], [0, 0], logits[5:9], chunk)
+    rows = selections(a)
+    for row, t in zip(rows, [0, 1, 6, 7], strict=True):
+        q = tempered[t].exp()
+        atoms = tempered[t].topk(4).indices.tolist()
+        tail_each = float(1 - q[atoms].sum()) / 6
+        for token, (weight, score) in row.items():
+            assert abs(score - float(tempered[t, token])) < 1e-6
+            hits = weight / tail_each
+            expected = float(q[token]) if token in atoms else round(hits) * tail_each
+            assert abs(weight - expected) < 1e-6
+        assert set(atoms) <= set(row)
+        assert abs(sum(weight for weight, _ in row.values()) - 1) < 1e-6
+    scores = compat.find_record(a, scoring.RECORD).logp_N
+    assert np.allclose(scores, [tempered[0, 5], tempered[6, 6], tempered[7, 7]], atol=1e-6)
+    assert np.allclose(
+        compat.find_record(b, scoring.RECORD).logp_N, [logp[2, 1], logp[5, 2]], atol=1e-6
+    )
+    assert wire.SELECTION not in compat.find_record(b, scoring.RECORD).payload()
+    for row, t in zip(selections(c), [3, 4], strict=True):
+        assert list(row) == list(range(20))
+        assert np.allclose([w for w, _ in row.values()], logp[t].exp(), atol=1e-6)
+
+
+def test_a_row_that_is_computed_again_keeps_its_selection():
+    logits = torch.randn(4, 20, generator=torch.Generator().manual_seed(1))
+    request = score_request(0, [0] * 4, [], **{wire.SCORE_DRAWS: 3})
+    run_plan([request], [0], [3], [0], logits[:3], 8)
+    first = selections(request)
+    run_plan([request], [1], [3], [0], 5 - logits[1:], 8)
+    assert len(selections(request)) == 4
+    assert selections(request)[:3] == first
+
+
+def test_missing_selections_are_an_error():
+    request = score_request(0, [0] * 4, [], **{wire.SCORE_DRAWS: 3})
+    with pytest.raises(RuntimeError, match=r"selections of row 0 were lost \(got 2\)"):
+        run_plan([request], [2], [2], [0], torch.randn(2, 20), 8)
+
+
+def test_an_unscored_row_stays_nan():
+    request = score_request(3, [1, 1], [5, 6])
+    run_plan([request], [0], [4], [3], torch.randn(1, 20), 8)
+    assert np.isnan(compat.find_record(request, scoring.RECORD).logp_N).tolist() == [False, True]
+
+
+def test_other_rows_than_planned_are_an_error():
+    batch = SimpleNamespace(
+        reqs=[score_request(0, [1], [1])],
+        prefix_lens=[0],
+        extend_lens=[2],
+        extend_logprob_start_lens=[0],
+    )
+    with pytest.raises(RuntimeError, match="planned 2 logit rows, SGLang computes 3"):
+        ScorePlan(batch, torch.Generator()).begin(3, torch.device("cpu"))

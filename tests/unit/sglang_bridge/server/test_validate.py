@@ -1,0 +1,57 @@
+"""Requests for draws and scores that a server refuses."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_bridge import wire
+from sglang_bridge.server import compat, validate
+from tests.support.server_requests import score_request
+
+
+@pytest.mark.parametrize(
+    ("start", "lengths", "ids", "message"),
+    [
+        (0, [1], [20], "ids to score must be in"),
+        (0, [1], [-1], "ids to score must be in"),
+        (5, [1, 1, 1], [1, 2, 3], "do not lie in the input"),
+        (0, [2, -1], [1], "must not decrease"),
+        (0, [1], [1, 2], "must run from 0 to N=2"),
+        (0, [], [], "must run from 0 to N=0"),
+    ],
+)
+def test_bad_score_requests_are_refused(start: int, lengths: list, ids: list, message: str):
+    params = compat.custom_params(score_request(start, lengths, ids))
+    with pytest.raises(ValueError, match=message):
+        validate.check_score_params(params, num_input=7, vocab_size=20)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({wire.SCORE_TEMPERATURE: 0}, "temperature must be > 0 and finite, got 0"),
+        ({wire.SCORE_ATOMS: 21}, "num_atoms must be at most the vocabulary, 20, got 21"),
+        ({wire.SCORE_ATOMS: -1}, r"num_atoms must be in 0\.\.8192, got -1"),
+        ({wire.SCORE_DRAWS: 65}, r"num_draws must be in 0\.\.64, got 65"),
+        ({wire.SCORE_DRAWS: "4"}, "bridge_score_draws must be a whole number, got '4'"),
+    ],
+)
+def test_bad_selections_are_refused(more: dict, message: str):
+    params = compat.custom_params(score_request(0, [1], [1], **more))
+    with pytest.raises(ValueError, match=message):
+        validate.check_score_params(params, num_input=7, vocab_size=20)
+
+
+@pytest.mark.parametrize(
+    ("params", "sampling", "message"),
+    [
+        ({wire.NUM_DRAWS: 0, wire.NUM_ATOMS: 21}, {}, "num_atoms must be at most the vocabulary"),
+        ({wire.NUM_DRAWS: 1.5}, {}, "bridge_num_draws must be a whole number, got 1.5"),
+        ({wire.NUM_DRAWS: 65}, {}, r"num_draws must be in 0\.\.64, got 65"),
+        ({wire.NUM_DRAWS: 0}, {"regex": "a"}, "cannot be combined with regex"),
+    ],
+)
+def test_bad_draw_requests_are_refused(params: dict, sampling: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        validate.check_draw_params(params, SimpleNamespace(sampling_params=sampling), 20)
+    validate.check_draw_params({wire.NUM_DRAWS: 0}, SimpleNamespace(sampling_params={}), 20)

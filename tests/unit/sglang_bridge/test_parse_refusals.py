@@ -1,0 +1,299 @@
+"""A rogue server's replies: every one is refused with BadReply, and nothing else is raised."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_bridge import wire
+from sglang_bridge.errors import BadReply, RequestAborted
+from sglang_bridge.parse import Known, parse_info, parse_pieces, parse_rollout, parse_scores
+from sglang_bridge.parse import parse_version as read_version
+from sglang_bridge.protocol import RolloutRequest
+from tests.support.bridge_replies import (
+    REQUEST,
+    SELECT_REQUEST,
+    URL,
+    draws_payload,
+    packed,
+    rollout_reply,
+    score_reply,
+    selection_payload,
+)
+
+PLAIN = RolloutRequest(rid="r", input_ids=[1, 2], max_new_tokens=3)
+KNOWN = Known(vocab_size=50, context_length=64, version=3)
+HUGE = 10**400
+
+
+def plain(**changes: Any) -> dict[str, Any]:
+    """A reply without a cache; `spans` and `reason` lie in its meta_info."""
+    reply = rollout_reply({})
+    for name, key in (("spans", "weight_versions"), ("reason", "finish_reason")):
+        if name in changes:
+            reply["meta_info"][key] = changes.pop(name)
+    return reply | changes
+
+
+def span(version: Any, start: Any) -> dict[str, Any]:
+    return {"version": version, "start": start, "end": 3}
+
+
+def test_a_sound_plain_reply_is_read():
+    reply = parse_rollout(URL, plain(), PLAIN, KNOWN)
+    assert (reply.output_ids_T.tolist(), reply.spans) == ([5, 9, 5], ((3, 0, 3),))
+    longest = plain(output_ids=[49] * 3, reason={"type": "length"})
+    assert parse_rollout(URL, longest, PLAIN, KNOWN).finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"output_ids": [5, -1, 5]}, "output_ids holds -1"),
+        ({"output_ids": [5, 50, 5]}, "output_ids holds 50, the vocabulary has 50"),
+        ({"output_ids": [5, HUGE, 5]}, "output_ids holds 1000"),
+        ({"output_ids": [5, 9.0, 5]}, "holds 9.0, which is not an id"),
+        ({"output_ids": [5, True, 5]}, "holds True, which is not an id"),
+        ({"output_ids": [5, None, 5]}, "holds None, which is not an id"),
+        ({"output_ids": [5, "9", 5]}, "holds '9', which is not an id"),
+        ({"output_ids": [[5, 9, 5]]}, r"holds \[5, 9, 5\], which is not an id"),
+        ({"output_ids": [5, float("nan"), 5]}, "holds nan, which is not an id"),
+        ({"output_ids": [5] * 4}, "asked for at most 3 tokens, got 4"),
+        ({"output_ids": [5] * 2, "reason": {"type": "length"}}, "'length' after 2 of 3 tokens"),
+        ({"spans": [span("99999", 0)]}, "version 99999 was not synced yet, 3 was"),
+        ({"spans": [span("-9", 0)]}, "weight version '-9' is not a number"),
+        ({"spans": [span("1.5", 0)]}, "is not a number"),
+        ({"spans": [span("٣", 0)]}, "is not a number"),
+        ({"spans": [span("9" * 5000, 0)]}, "is not a number"),
+        ({"spans": [span(3, 0)]}, "version is missing or no str"),
+        ({"spans": [span("3", 0), span("2", 1)]}, r"versions fall: \[3, 2\]"),
+        ({"spans": [span("3", None)]}, "start must be a whole number"),
+        ({"spans": [span("3", False)]}, "start must be a whole number"),
+        ({"spans": [span("3", -1)]}, "start must be a whole number"),
+        ({"spans": [span("3", HUGE)]}, "start must be a whole number"),
+        ({"spans": [span("3", 1)]}, "do not cover 3 tokens"),
+        ({"spans": ["3"]}, "version is missing"),
+        ({"spans": []}, "no versions"),
+        ({"reason": {"type": ["stop"]}}, "finish_reason is"),
+        ({"reason": None}, "finish_reason is missing"),
+    ],
+)
+def test_plain_replies_are_checked_as_closely(changes: dict[str, Any], message: str):
+    with pytest.raises(BadReply, match=message) as caught:
+        parse_rollout(URL, plain(**changes), PLAIN, KNOWN)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) <= 1000
+
+
+def test_the_end_of_the_context_ends_a_response_too():
+    cut = plain(output_ids=[5, 9], reason={"type": "length"})
+    near = replace(PLAIN, input_ids=list(range(60)))
+    assert len(parse_rollout(URL, cut, near, KNOWN).output_ids_T) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids_N": [5, 7, 9, 2, 5, 50]}, "id 50 is not of the vocabulary of 50"),
+        ({"num_draws": 4.0}, "asked for num_draws=4, got 4.0"),
+        ({"num_atoms": False}, "asked for num_atoms=0, got False"),
+        ({"versions": [["4", 0]]}, "version 4 was not synced yet, 3 was"),
+        ({"versions": [["3", 0], ["2", 1]]}, "versions fall"),
+        ({"versions": [["3"]]}, "versions are no pairs"),
+        ({"versions": ["30"]}, "versions are no pairs"),
+        ({"versions": [["3", None]]}, "versions are no pairs"),
+        ({"versions": [["3", 0.0]]}, "versions are no pairs"),
+        ({"versions": {"3": 0}}, "no versions"),
+        ({"versions": [[None, 0]]}, "is not a number"),
+        ({"ids_N": "é"}, "ids_N"),
+    ],
+)
+def test_caches_too(change: dict[str, Any], message: str):
+    arrays = {name: value for name, value in change.items() if name in wire.DRAW_FIELDS}
+    good = draws_payload() | {"versions": [["3", 0]]}
+    lists = {name: value for name, value in arrays.items() if isinstance(value, list)}
+    payload = good | change | packed(lists)
+    with pytest.raises(BadReply, match=message):
+        parse_rollout(URL, rollout_reply(payload), REQUEST, KNOWN)
+
+
+def test_a_selection_is_of_the_vocabulary():
+    reply = score_reply([-1, -2.5, -0.25], selection_payload())
+    parse_scores(URL, reply, SELECT_REQUEST, KNOWN)
+    with pytest.raises(BadReply, match="id 30 is not of the vocabulary of 30"):
+        parse_scores(URL, reply, SELECT_REQUEST, Known(vocab_size=30))
+
+
+EXPERTS = {"layers": 2, "topk": 1, "num_experts": 4}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": -2, "topk": -1},
+        {"layers": 10**30},
+        {"layers": True},
+        {"num_experts": 0},
+        {"num_experts": -1},
+        {"num_experts": 10**9},
+        {"topk": 1.0},
+        {"experts": None},
+    ],
+)
+def test_impossible_experts(change: dict[str, Any]):
+    request = replace(REQUEST, experts=True)
+    flat = wire.pack(np.zeros(2 * 5, dtype="<u1"))
+
+    def reply(**fields: Any) -> dict[str, Any]:
+        made = rollout_reply()
+        made["meta_info"][wire.PAYLOAD][0][wire.EXPERTS] = {**EXPERTS, "experts": flat, **fields}
+        return made
+
+    assert parse_rollout(URL, reply(), request).experts_XLk.shape == (5, 2, 1)
+    with pytest.raises(BadReply):
+        parse_rollout(URL, reply(**change), request)
+
+
+RANK = {"checksums": {"a.b|1|4|2|float32": "00ff"}, "parallelism_info": [{"tp_rank": 1}]}
+INFO = {
+    "server": {
+        "tp_size": 2,
+        "ep_size": 2,
+        "max_total_num_tokens": 99,
+        "enable_deterministic_inference": True,
+    },
+    "model": {"model_path": "m", "weight_version": "3"},
+    "models": {"data": [{"max_model_len": 64}]},
+    "plugin": {"ranks": [{"checksums": {"vocab_size": "512", "dtype": "bfloat16"}}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "digest"),
+    [
+        ("a|x|0|1|float32", "00"),
+        ("a|1|-4|1|float32", "00"),
+        ("a|1|²|1|float32", "00"),
+        ("a|" + "9" * 5000 + "|0|1|float32", "00"),
+        ("a\x1b[2J|1|0|1|float32", "00"),
+        ("a|1|0|1|float32", 7),
+        ("a|1|0|1|float32", "00\n"),
+        ("a|1|0|1|float32", "0" * 17),
+    ],
+)
+def test_impossible_pieces(key: str, digest: Any):
+    with pytest.raises(BadReply) as caught:
+        parse_pieces(URL, {"ranks": [{"checksums": {key: digest}, "parallelism_info": []}]})
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("section", "change"),
+    [
+        ("plugin", {"ranks": [{"checksums": {"vocab_size": "0", "dtype": "x"}}]}),
+        ("plugin", {"ranks": [{"checksums": {"vocab_size": "-5", "dtype": "x"}}]}),
+        ("plugin", {"ranks": [{"checksums": {"dtype": "x"}}]}),
+        ("plugin", {"ranks": [{"checksums": {"vocab_size": "9" * 12, "dtype": "x"}}]}),
+        ("plugin", {"ranks": [{"checksums": {"vocab_size": "5", "dtype": "x\x1b["}}]}),
+        ("server", {"tp_size": True}),
+        ("server", {"tp_size": 0}),
+        ("server", {"max_total_num_tokens": HUGE}),
+        ("model", {"model_path": "/m\x1b]0;evil\x07"}),
+        ("model", {"weight_version": "default"}),
+        ("model", {"weight_version": None}),
+        ("models", {"data": [{"max_model_len": -1}]}),
+    ],
+)
+def test_impossible_descriptions(section: str, change: dict[str, Any]):
+    parse_info(URL, **INFO)
+    with pytest.raises(BadReply) as caught:
+        parse_info(URL, **(INFO | {section: INFO[section] | change}))
+    assert str(caught.value).isprintable()
+
+
+JSON = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-3, 70),
+        st.sampled_from([HUGE, -(2**31), 2**31, 2**63, 1e308, float("nan"), float("inf"), 0.5]),
+        st.text(max_size=6),
+        st.sampled_from(["3", "stop", "length", "r", "AAAA", "\x1b[2J", "\u202e", "é", "\ud800"]),
+    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=8,
+)
+
+
+def places(tree: Any, path: tuple = ()) -> list[tuple]:
+    """The path of every value inside a JSON tree."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    found = []
+    for key, value in items:
+        found.append((*path, key))
+        if isinstance(value, dict | list):
+            found += places(value, (*path, key))
+    return found
+
+
+def damaged(data: st.DataObject, tree: Any) -> Any:
+    """A copy of `tree` in which up to three values are something else."""
+    tree = {"root": copy.deepcopy(tree)}
+    for _ in range(data.draw(st.integers(1, 3))):
+        *way, last = data.draw(st.sampled_from(places(tree)))
+        inner = tree
+        for key in way:
+            inner = inner[key]
+        inner[last] = data.draw(JSON)
+    return tree["root"]
+
+
+REPLIES: dict[str, tuple[Any, Callable[[Any], object]]] = {
+    "plain": (plain(), lambda reply: parse_rollout(URL, reply, PLAIN, KNOWN)),
+    "cache": (
+        rollout_reply(draws_payload() | {"versions": [["2", 0], ["3", 2]]}),
+        lambda reply: parse_rollout(URL, reply, REQUEST, KNOWN),
+    ),
+    "scores": (
+        score_reply([-1, -2.5, -0.25], selection_payload()),
+        lambda reply: parse_scores(URL, reply, SELECT_REQUEST, KNOWN),
+    ),
+    "pieces": ({"ranks": [RANK]}, lambda reply: parse_pieces(URL, reply)),
+    "info": (INFO, lambda reply: parse_info(URL, *info_parts(reply))),
+    "version": (INFO["model"], lambda reply: read_version(URL, reply)),
+}
+
+
+def info_parts(reply: Any) -> list[Any]:
+    whole = reply if isinstance(reply, dict) else {}
+    return [whole.get(name) for name in INFO]
+
+
+@pytest.mark.parametrize("kind", REPLIES)
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_damaged_reply_is_whole_or_a_bad_reply(kind: str, data: st.DataObject):
+    good, parse = REPLIES[kind]
+    try:
+        read = parse(damaged(data, good))
+    except (BadReply, RequestAborted) as error:
+        said = str(error)
+        sound = said.isprintable() and len(said) <= 1000
+    else:
+        sound = is_sound(read)
+    assert sound
+
+
+def is_sound(read: Any) -> bool:
+    """Whether what was read of a reply is what the pipeline may use."""
+    ids_T = getattr(read, "output_ids_T", None)
+    if ids_T is None:
+        return True
+    inside = 0 < len(ids_T) <= REQUEST.max_new_tokens and 0 <= ids_T.min() <= ids_T.max() < 50
+    versions = [version for version, _, _ in read.spans]
+    return inside and versions == sorted(versions) and versions[0] >= 0 and versions[-1] <= 3

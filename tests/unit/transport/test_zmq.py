@@ -1,0 +1,204 @@
+"""The controller's socket against scripted ranks."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_opd.transport import messages as m
+from megatron_opd.transport.frames import from_frames
+from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
+from megatron_opd.types import Batch
+from sglang_bridge.protocol import BucketSpec, WeightPiece
+from tests.support.batches import FIGURES, done, make_batch, make_shares, silent
+from tests.support.wire import TOKEN, Rank, config, drive
+
+
+def test_each_head_receives_exactly_its_own_samples():
+    settings = {"num_mini_batches": 2, "max_tokens_per_microbatch": 30}
+    whole = make_shares(parallel={"dp": 2}, **settings)
+
+    async def body(remote: RemoteLearner) -> None:
+        info = await remote.wait_ready(5)
+        assert info.vocab_size == 512
+        assert await remote.train(whole) == FIGURES
+
+    ranks = drive(body, [done, silent], **settings)
+    seen = []
+    for rank in ranks:
+        ((request, frames),) = rank.received
+        assert isinstance(request, m.Train)
+        assert (request.update, request.version) == (3, 4)
+        share = from_frames(request.update, request.version, request.plan, frames)
+        assert len(share.prompt_B) == 4
+        ends = np.cumsum(share.prompt_B + share.response_B)
+        seen += [int(ids[0]) // 100 for ids in np.split(share.ids_S, ends[:-1])]
+        used = sorted(i for mini in request.plan for micro in mini for i in micro)
+        assert used == [0, 1, 2, 3]
+    assert sorted(seen) == list(range(8))
+
+
+def test_a_group_split_over_ranks_keeps_the_advantages_of_the_whole():
+    samples = [replace(s, reward=float(i == 0)) for i, s in enumerate(make_batch(2).samples)]
+    gepo = {
+        "rollout": {"group_size": 2},
+        "support": {"type": "path"},
+        "objective": {"type": "gepo"},
+        "data": {"train": "x", "task": "exact"},
+        "buffer": {"batch_size": 2},
+    }
+    split = make_shares(Batch(0, 0, tuple(samples)), gepo, parallel={"dp": 2})
+    advantage_of = {int(share.ids_S[0]) // 100: share.advantage_B.item() for share in split}
+    assert advantage_of == {0: 0.5, 1: -0.5}
+    first, second = (float(share.group_log_q_B[0]) for share in split)
+    assert first == second, "one denominator for the whole group"
+
+
+def test_every_call_gets_its_own_kind_of_answer():
+    piece = WeightPiece(0, "a", 1, 2, 3, "float32", "x")
+
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(5)
+        (bucket,) = await remote.manifest()
+        assert bucket == BucketSpec(("a", "b"), ("float32",) * 2, ((2, 3), (4,)))
+        await remote.connect_weights("127.0.0.1", 1234, 3, "group")
+        await remote.send_weights()
+        assert await remote.piece_digests([piece]) == ["d"]
+        await remote.export_hf(Path("/somewhere"))
+        await remote.stop()
+
+    (rank,) = drive(body, [done])
+    kinds = [type(request) for request, _ in rank.received]
+    assert kinds == [
+        m.GetManifest,
+        m.ConnectWeights,
+        m.SendWeights,
+        m.DigestPieces,
+        m.ExportHf,
+        m.Stop,
+    ]
+    assert rank.received[3][0].pieces == [piece]
+
+
+def test_a_failing_rank_fails_the_call_and_every_later_one_with_its_reason():
+    def fail(request: m.Request) -> m.Reply:
+        return m.Failed(1, "NotFinite: the loss is nan")
+
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(5)
+        with pytest.raises(LearnerError, match="rank 1: NotFinite: the loss is nan"):
+            await remote.train(make_shares(parallel={"dp": 2}))
+        with pytest.raises(LearnerError, match="NotFinite"):
+            await remote.manifest()
+
+    drive(body, [silent, fail])
+
+
+def test_silence_is_an_error_after_the_timeout():
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(5)
+        with pytest.raises(LearnerError, match=r"train: no answer from the learner within 0.2 s"):
+            await remote.train(make_shares(), timeout_s=0.2)
+
+    drive(body, [silent])
+
+
+def test_a_rank_that_is_gone_is_an_error_of_the_learner_while_nothing_is_asked():
+    async def main() -> None:
+        remote = RemoteLearner(config(), Admission(TOKEN))
+        rank = Rank(remote.address, 0, 1, done)
+        task = asyncio.create_task(rank.run())
+        try:
+            await remote.wait_ready(5)
+            await remote.train(make_shares())
+            task.cancel()
+            rank.context.destroy(linger=0)
+            async with asyncio.timeout(5):
+                error = await remote.failed()
+            assert str(error) == "learner rank 0 is gone: its connection ended"
+            with pytest.raises(LearnerError, match="rank 0 is gone"):
+                await remote.manifest()
+        finally:
+            remote.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_late_answer_is_not_taken_for_the_next_one():
+    late: list[m.Request] = []
+
+    def answer(request: m.Request) -> m.Reply | None:
+        if not late:
+            late.append(request)
+            return None
+        return done(request)
+
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(5)
+        with pytest.raises(LearnerError):
+            await remote.train(make_shares(), timeout_s=0.1)
+        assert (await remote.manifest())[0].names == ("a", "b")
+
+    drive(body, [answer])
+
+
+def test_an_answer_of_the_wrong_kind_is_refused():
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(5)
+        with pytest.raises(LearnerError, match="answered Manifest"):
+            await remote.train(make_shares())
+
+    drive(body, [lambda request: m.Done(request.call, m.Manifest([]))])
+
+
+def test_calls_before_ready_after_close_and_on_a_world_of_the_wrong_size_fail():
+    async def before(remote: RemoteLearner) -> None:
+        with pytest.raises(LearnerError, match="not ready"):
+            await remote.manifest()
+        await remote.wait_ready(5)
+        remote.close()
+        with pytest.raises(LearnerError, match="closed"):
+            await remote.manifest()
+
+    drive(before, [done])
+
+    async def main() -> None:
+        remote = RemoteLearner(config(parallel={"dp": 2}), Admission(TOKEN))
+        rank = Rank(remote.address, 0, 1, done)
+        task = asyncio.create_task(rank.run())
+        try:
+            with pytest.raises(LearnerError, match="has 1 ranks"):
+                await remote.wait_ready(5)
+        finally:
+            task.cancel()
+            remote.close()
+            rank.context.destroy(linger=0)
+
+    asyncio.run(main())
+
+
+def test_nobody_comes():
+    async def main() -> None:
+        remote = RemoteLearner(config(), Admission(TOKEN))
+        try:
+            with pytest.raises(LearnerError, match="start: no answer"):
+                await remote.wait_ready(0.1)
+        finally:
+            await remote.stop()
+
+    asyncio.run(main())
+
+
+def test_a_port_in_use_is_named():
+    async def main() -> None:
+        remote = RemoteLearner(config(), Admission(TOKEN))
+        port = int(remote.address.rpartition(":")[2])
+        try:
+            with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}"):
+                RemoteLearner(config(listen_port=port), Admission(TOKEN))
+        finally:
+            remote.close()
+
+    asyncio.run(main())

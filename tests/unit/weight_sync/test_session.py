@@ -1,0 +1,328 @@
+"""Publications against a fake fleet and learner: order, every failing step, silence, digests."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from megatron_opd.config.sections import WeightSyncConfig
+from megatron_opd.weight_sync.session import PublicationSession, bucket_bytes
+from sglang_bridge.errors import PublicationFailed, ServerRefused
+from sglang_bridge.fleet import weights_world
+from sglang_bridge.protocol import BucketSpec, WeightPiece
+from tests.support.fakes import run_virtual
+
+BUCKETS = (
+    BucketSpec(("embed", "norm"), ("float32", "float32"), ((10, 4), (4,))),
+    BucketSpec(("lm_head.weight",), ("bfloat16",), ((10, 4),)),
+)
+URLS = ("http://a:1", "http://b:2")
+PIECES = [
+    WeightPiece(0, "embed", 0, 0, 10, "float32", "d-embed-0"),
+    WeightPiece(0, "norm", 0, 0, 4, "float32", "d-norm-0"),
+    WeightPiece(0, "lm_head.weight", 0, 0, 10, "bfloat16", "d-lm_head.weight-0"),
+]
+STEPS = ["pause", "begin", "bucket 0", "send", "flush", "end", "verify", "learner digests"]
+
+
+class Wire:
+    """Fleet and learner on one log; a bucket's POST and its broadcast need each other."""
+
+    def __init__(self, *, fail=None, error=None, hang=None):
+        self.log = []
+        self.fail, self.error = fail, error or ServerRefused(URLS[1], "/x", 400, "no session")
+        self.hang = hang
+        self.versions = dict.fromkeys(URLS, 0)
+        self.pieces = dict.fromkeys(URLS, PIECES)
+        self.running = True
+        self.sent = [asyncio.Event() for _ in BUCKETS]
+        self.wanted = [asyncio.Event() for _ in BUCKETS]
+
+    async def step(self, name):
+        self.log.append(name)
+        await asyncio.sleep(0.1)
+        if name == self.hang:
+            await asyncio.sleep(1e9)
+        if name == self.fail:
+            raise self.error
+
+    def reset(self):
+        for event in (*self.sent, *self.wanted):
+            event.clear()
+
+
+class FakeFleet:
+    def __init__(self, wire):
+        self.wire = wire
+
+    @property
+    def world(self):
+        return weights_world([2, 1])
+
+    async def versions(self):
+        await self.wire.step("info")
+        return self.wire.versions
+
+    async def init_weights_group(self, host, port, name, backend, timeout_s=None):
+        assert port > 1023
+        await self.wire.step(f"join {name} {backend}")
+        await self.wire.step("join")
+
+    async def destroy_weights_group(self, name):
+        await self.wire.step("leave")
+
+    async def pause(self, mode="retract"):
+        assert mode == "retract"
+        await self.wire.step("pause")
+        self.wire.running = False
+
+    async def resume(self):
+        await self.wire.step("continue")
+        self.wire.running = True
+
+    async def begin_weight_update(self):
+        await self.wire.step("begin")
+
+    async def update_bucket(self, bucket, group_name, timeout_s=None):
+        index = BUCKETS.index(bucket)
+        await self.wire.step(f"bucket {index}")
+        self.wire.wanted[index].set()
+        await self.wire.sent[index].wait()
+
+    async def flush_cache(self):
+        await self.wire.step("flush")
+
+    async def end_weight_update(self, version):
+        await self.wire.step("end")
+        self.wire.versions = dict.fromkeys(URLS, version)
+
+    async def weight_digests(self):
+        await self.wire.step("verify")
+        return self.wire.pieces
+
+
+class FakeLearner:
+    def __init__(self, wire):
+        self.wire = wire
+        self.world_size = None
+        self.asked = []
+
+    async def manifest(self):
+        await self.wire.step("manifest")
+        return list(BUCKETS)
+
+    async def connect_weights(self, host, port, world_size, group_name):
+        self.world_size = world_size
+        await self.wire.step("connect")
+
+    async def send_weights(self):
+        await self.wire.step("send")
+        for wanted, sent in zip(self.wire.wanted, self.wire.sent, strict=True):
+            # a broadcast returns only when every server takes part
+            await wanted.wait()
+            sent.set()
+
+    async def piece_digests(self, pieces):
+        self.asked = list(pieces)
+        await self.wire.step("learner digests")
+        return [f"d-{piece.hf_name}-{piece.start}" for piece in pieces]
+
+
+def session(wire, **config):
+    learner = FakeLearner(wire)
+    settings = WeightSyncConfig(timeout_s=30.0, **config)
+    return PublicationSession(FakeFleet(wire), learner, settings), learner
+
+
+def test_steps_come_in_order_and_are_timed():
+    async def scenario():
+        wire = Wire()
+        publications, learner = session(wire)
+        await publications.open()
+        assert learner.world_size == 4
+        opened = len(wire.log)
+        report = await publications.publish(1)
+        assert set(wire.log[opened + 2 : opened + 4]) == {"send", "bucket 0"}
+        order = [name for name in wire.log[opened:] if name != "send"]
+        started = "pause begin bucket_0 bucket_1 flush end verify learner_digests continue info"
+        assert [name.replace(" ", "_") for name in order] == started.split()
+        assert report.version == 1
+        assert report.num_bytes == 10 * 4 * 4 + 4 * 4 + 10 * 4 * 2
+        seconds = report.phase_seconds()
+        assert seconds["send"] == pytest.approx(0.2)
+        assert sum(seconds.values()) == pytest.approx(report.seconds)
+        # the pause covers everything but the last look at the versions
+        assert report.paused_s == pytest.approx(report.seconds - seconds["versions"])
+        # both servers hold the same slices: the learner digests each once
+        assert len(learner.asked) == 3
+        wire.reset()
+        again = await publications.publish(2)
+        assert "verify" not in again.phase_seconds()
+        assert wire.running
+        await publications.close()
+
+    run_virtual(scenario())
+
+
+def test_names_of_groups_are_never_reused():
+    async def scenario():
+        names = set()
+        for _ in range(3):
+            wire = Wire()
+            publications, _ = session(wire)
+            await publications.open()
+            names |= {entry for entry in wire.log if entry.startswith("join opd-")}
+        assert len(names) == 3
+        assert all(name.endswith(" gloo") for name in names)
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("step", [*STEPS, "continue"])
+def test_a_failing_step_fails_the_publication_at_once_and_leaves_servers_paused(step):
+    async def scenario():
+        wire = Wire(fail=step)
+        publications, _ = session(wire)
+        await publications.open()
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(PublicationFailed, match="http://b:2/x: HTTP 400: no session"):
+            await publications.publish(1)
+        assert asyncio.get_running_loop().time() - started < 2, "it did not wait for a broadcast"
+        assert step == "pause" or not wire.running
+        assert step == "continue" or "continue" not in wire.log
+        before = len(wire.log)
+        with pytest.raises(PublicationFailed, match=r"an earlier weight sync failed: .*HTTP 400"):
+            await publications.publish(2)
+        assert len(wire.log) == before
+        assert len(asyncio.all_tasks()) == 1, "no broadcast is left waiting"
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("step", [*STEPS, "continue"])
+def test_a_silent_step_fails_after_the_limit_and_is_named(step):
+    async def scenario():
+        wire = Wire(hang=step)
+        publications, _ = session(wire)
+        await publications.open()
+        started = asyncio.get_running_loop().time()
+        phase = {"bucket 0": "send", "learner digests": "verify"}.get(step, step)
+        match = f"^{phase}: not done within weight_sync.timeout_s = 30$"
+        with pytest.raises(PublicationFailed, match=match):
+            await publications.publish(1)
+        assert asyncio.get_running_loop().time() - started < 32
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("step", ["manifest", "connect", "join"])
+@pytest.mark.parametrize("how", ["fail", "hang"])
+def test_a_group_that_does_not_form_fails(step, how):
+    async def scenario():
+        wire = Wire(**{how: step})
+        publications, _ = session(wire)
+        with pytest.raises(PublicationFailed, match="HTTP 400" if how == "fail" else "not done"):
+            await publications.open()
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(scenario())
+
+
+def test_the_learners_own_error_is_named():
+    async def scenario():
+        wire = Wire(fail="send", error=RuntimeError("rank 0: gloo timed out"))
+        publications, _ = session(wire)
+        await publications.open()
+        with pytest.raises(PublicationFailed, match=r"^send: rank 0: gloo timed out$"):
+            await publications.publish(1)
+
+    run_virtual(scenario())
+
+
+def test_a_timeout_of_the_learner_is_not_taken_for_ours():
+    async def scenario():
+        wire = Wire(fail="send", error=TimeoutError("no reply in 5 s"))
+        publications, _ = session(wire)
+        await publications.open()
+        with pytest.raises(PublicationFailed, match=r"^send: no reply in 5 s$"):
+            await publications.publish(1)
+
+    run_virtual(scenario())
+
+
+def test_differing_weights_are_named():
+    async def scenario():
+        wire = Wire()
+        wrong = replace(PIECES[1], rank=1, start=2, length=2, digest="garbage")
+        wire.pieces = {URLS[0]: PIECES, URLS[1]: [*PIECES, wrong]}
+        publications, _ = session(wire)
+        await publications.open()
+        message = r"http://b:2 rank 1: norm \[2:4\] of dimension 0 differs"
+        with pytest.raises(PublicationFailed, match=message):
+            await publications.publish(1)
+        assert not wire.running
+
+    run_virtual(scenario())
+
+
+def test_a_tensor_without_digest_is_named_but_a_tied_head_is_fine():
+    async def scenario(pieces):
+        wire = Wire()
+        wire.pieces = dict.fromkeys(URLS, pieces)
+        publications, _ = session(wire)
+        await publications.open()
+        await publications.publish(1)
+
+    run_virtual(scenario(PIECES[:2]))
+    with pytest.raises(PublicationFailed, match="http://a:1 reports no digest of embed"):
+        run_virtual(scenario(PIECES[1:]))
+
+
+def test_verification_can_be_switched_off():
+    async def scenario():
+        wire = Wire()
+        publications, _ = session(wire, verify_first=False)
+        await publications.open()
+        await publications.publish(1)
+        assert "verify" not in wire.log
+
+    run_virtual(scenario())
+
+
+def test_a_server_that_keeps_its_old_version_fails_the_publication():
+    class Stubborn(FakeFleet):
+        async def end_weight_update(self, version):
+            await self.wire.step("end")
+            self.wire.versions[URLS[0]] = version
+
+    async def scenario():
+        wire = Wire()
+        publications = PublicationSession(Stubborn(wire), FakeLearner(wire), WeightSyncConfig())
+        await publications.open()
+        with pytest.raises(PublicationFailed, match="http://b:2 reports version 0 after version 1"):
+            await publications.publish(1)
+
+    run_virtual(scenario())
+
+
+def test_a_server_of_an_earlier_run_is_refused():
+    async def scenario():
+        wire = Wire()
+        wire.versions[URLS[1]] = 7
+        publications, _ = session(wire)
+        with pytest.raises(PublicationFailed, match="already holds version 7"):
+            await publications.open()
+
+    run_virtual(scenario())
+
+
+def test_publishing_before_opening_is_refused():
+    publications, _ = session(Wire())
+    with pytest.raises(PublicationFailed, match="before the update group was opened"):
+        run_virtual(publications.publish(1))
+
+
+def test_bucket_bytes_refuses_unknown_dtypes():
+    with pytest.raises(ValueError, match="w: dtype float8 is not one of"):
+        bucket_bytes(BucketSpec(("w",), ("float8",), ((2, 2),)))
