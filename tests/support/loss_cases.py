@@ -13,9 +13,11 @@ import torch
 from pydantic import ValidationError
 
 from megatron_opd.batching.advantages import columns_of
+from megatron_opd.columns import GroupColumns
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.vocab_parallel import gather_logp
+from sglang_bridge.columns import dtypes
 
 Row = dict[int, float]
 """What one token caches: id -> weight."""
@@ -101,7 +103,7 @@ def flat(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def ungrouped_cache(num_samples: int, **columns: Any) -> Cache:
     """A cache of responses whose group columns are 0, but for those that are named."""
     zero_B = torch.zeros(num_samples, dtype=torch.float64)
-    groups = dict.fromkeys(("advantage_B", "group_log_q_B", "defensive_B"), zero_B)
+    groups = dict.fromkeys(dtypes(GroupColumns), zero_B)
     return Cache(**(groups | columns))
 
 
