@@ -25,7 +25,8 @@ from sglang_bridge.server.selection import Selected, Wanted, select
 from sglang_bridge.server.transfer import to_device
 
 RECORD = "_bridge_draws"
-_SIZES = {name: np.dtype(dtype).itemsize for name, dtype in wire.DRAW_FIELDS.items()}
+_DTYPES = {name: np.dtype(dtype) for name, dtype in wire.DRAW_FIELDS.items()}
+_RAGGED = {name: axis_of(name) == "N" for name in wire.DRAW_FIELDS}
 
 
 def support_of(req: Any) -> tuple[int, int] | None:
@@ -54,27 +55,28 @@ class DrawRecord:
     @property
     def num_tokens(self) -> int:
         """Returns the number of output tokens held."""
-        return len(self.columns["length_T"]) // _SIZES["length_T"]
+        return len(self.columns["length_T"]) // _DTYPES["length_T"].itemsize
 
     def append(self, index: int, row: Mapping[str, np.ndarray], version: str) -> None:
-        """Stores output token `index`; row: its part of every column.
+        """Stores output token `index`; row: its part of every column, in the column's type.
 
         An index already held restarts from there; a gap is an error.
         """
-        if index > self.num_tokens:
-            raise RuntimeError(f"draws of output token {self.num_tokens} were lost (got {index})")
-        if index < self.num_tokens:
+        held = self.num_tokens
+        if index > held:
+            raise RuntimeError(f"draws of output token {held} were lost (got {index})")
+        if index < held:
             self._truncate(index)
         for name, column in self.columns.items():
-            column += row[name].astype(wire.DRAW_FIELDS[name], copy=False).tobytes()
+            column += row[name].tobytes()
         if not self.versions or self.versions[-1][0] != version:
             self.versions.append((version, index))
 
     def _truncate(self, length: int) -> None:
-        lengths_T = np.frombuffer(bytes(self.columns["length_T"]), wire.DRAW_FIELDS["length_T"])
+        lengths_T = np.frombuffer(bytes(self.columns["length_T"]), _DTYPES["length_T"])
         kept = {"T": length, "N": int(lengths_T[:length].sum())}
         for name, column in self.columns.items():
-            del column[kept[axis_of(name)] * _SIZES[name] :]
+            del column[kept[axis_of(name)] * _DTYPES[name].itemsize :]
         self.versions = [(version, start) for version, start in self.versions if start < length]
 
     def payload(self) -> dict[str, Any]:
@@ -100,14 +102,17 @@ class HostRows:
 
     def consume(self, batch: Any, commits: list[Any]) -> None:
         """Appends each newly visible token to its request's record; called before streaming."""
-        arrays = {name: tensor.numpy() for name, tensor in self.tensors.items()}
-        length_B = arrays["length_T"]
+        arrays = {
+            name: self.tensors[name].numpy().astype(dtype, copy=False)
+            for name, dtype in _DTYPES.items()
+        }
+        length_B = arrays["length_T"].tolist()
         for i, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
             support = support_of(req)
             if commit is None or support is None:
                 continue
             row = {
-                name: values[i, : length_B[i]] if axis_of(name) == "N" else values[i : i + 1]
+                name: values[i, : length_B[i]] if _RAGGED[name] else values[i : i + 1]
                 for name, values in arrays.items()
             }
             record = compat.record_of(req, RECORD, lambda s=support: DrawRecord(*s))

@@ -14,8 +14,8 @@ from tests.support.server_requests import fake_request
 
 def row(*ids: int, path: int = 0) -> dict[str, np.ndarray]:
     return {
-        "length_T": np.array([len(ids)]),
-        "path_T": np.array([path]),
+        "length_T": np.array([len(ids)], np.uint16),
+        "path_T": np.array([path], np.uint16),
         "ids_N": np.array(ids, np.int32),
         "weight_N": np.full(len(ids), 1 / len(ids), np.float32),
         "sampler_logp_N": -np.arange(len(ids), dtype=np.float32),
