@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def pull_of(estimator: Estimator, cache: Cache) -> torch.Tensor:
     """float64 [N]: |d loss / d log p| of every cached action, 0 for those of weight 0."""
     student_N = cache.student_logp_N.detach().double().requires_grad_()
     with torch.enable_grad():
-        loss = evaluate(estimator, Cache(**(vars(cache) | {"student_logp_N": student_N}))).loss_sum
+        loss = evaluate(estimator, replace(cache, student_logp_N=student_N)).loss_sum
         (gradient_N,) = torch.autograd.grad(loss, student_N)
     return gradient_N.abs()
 
@@ -60,19 +61,19 @@ def pull_of(estimator: Estimator, cache: Cache) -> torch.Tensor:
 def shares(estimator: Estimator, cache: Cache, micro: DistilMicro) -> dict[str, Any]:
     """What a micro-batch's actions weigh by the size of their ratio, and the largest ratios."""
     pull_N = pull_of(estimator, cache)
-    ratio_N = (cache.student_logp_N - micro.sampler_logp_N).double().exp()
-    weighs_N = micro.weight_N > 0
-    fresh_N = micro.fresh_T[micro.row_N]
+    ratio_N = (cache.student_logp_N - cache.sampler_logp_N).double().exp()
+    weighs_N = cache.weight_N > 0
+    fresh_N = micro.fresh_T[cache.row_N]
     on_path_N = torch.zeros_like(weighs_N)
-    on_path_N[micro.path_T] = True
+    on_path_N[cache.path_T] = True
 
     def largest(chosen_N: torch.Tensor) -> float | None:
         return float(ratio_N[chosen_N].max()) if chosen_N.any() else None
 
-    first_T = torch.searchsorted(micro.sample_T, micro.sample_T)
+    first_T = torch.searchsorted(cache.sample_T, cache.sample_T)
     order = torch.where(weighs_N, ratio_N, -1.0).topk(min(TOP, len(ratio_N))).indices
     return {
-        "tokens": len(micro.path_T),
+        "tokens": len(cache.path_T),
         "actions": int(weighs_N.sum()),
         "unweighed": int((~weighs_N).sum()),
         "pull": float(pull_N.sum()),
@@ -95,11 +96,11 @@ def shares(estimator: Estimator, cache: Cache, micro: DistilMicro) -> dict[str, 
             {
                 "ratio": float(ratio_N[n]),
                 "token_id": int(micro.id_N[n]),
-                "weight": float(micro.weight_N[n]),
-                "sampler_logp": float(micro.sampler_logp_N[n]),
+                "weight": float(cache.weight_N[n]),
+                "sampler_logp": float(cache.sampler_logp_N[n]),
                 "student_logp": float(cache.student_logp_N[n]),
-                "teacher_logp": float(micro.teacher_logp_N[n]),
-                "position": int(micro.row_N[n] - first_T[micro.row_N[n]]),
+                "teacher_logp": float(cache.teacher_logp_N[n]),
+                "position": int(cache.row_N[n] - first_T[cache.row_N[n]]),
                 "stale": not bool(fresh_N[n]),
                 "path": bool(on_path_N[n]),
                 "pull": float(pull_N[n]),

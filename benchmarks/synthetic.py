@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_opd.batching.rank_batch import RankBatch
 from megatron_opd.batching.shares import shares
 from megatron_opd.checkpoint.convert import FreshSource
 from megatron_opd.checkpoint.hf_files import SINGLE
 from megatron_opd.checkpoint.hf_writer import write_safetensors
+from megatron_opd.columns import RankBatch
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.models.tensors import expected_tensors
-from megatron_opd.types import Batch, Draws, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
+from sglang_bridge.protocol import DrawCache
 
 
 def write_model(path: Path, config: Mapping[str, Any]) -> Path:
@@ -69,7 +70,7 @@ def sample(uid: int, shape: Shape, vocab: int, version: int = 0) -> Sample:
     offsets_T1 = np.concatenate([[0], np.cumsum(count_T)]).astype(np.int64)
     noise: Any = random.normal(0, 0.1, (2, len(ids_N)))
     logp_2N = (noise - np.log(vocab)).astype(np.float32)
-    draws = Draws(
+    draws = DrawCache(
         offsets_T1=offsets_T1,
         ids_N=ids_N,
         weight_N=np.repeat(1 / count_T, count_T).astype(np.float32),

@@ -3,7 +3,8 @@
 Frozen: a stage returns a new record and never edits the one it was given.
 
 Axes, as name suffixes: T response tokens of one sample, N flattened (token, cached action) pairs, P
-prompt tokens. Torch-free, so that the controller and its tests need no deep-learning stack.
+prompt tokens. The draw cache is the bridge's own record, as the server's reply was parsed into it.
+Torch-free, so that the controller and its tests need no deep-learning stack.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from sglang_bridge.protocol import DrawCache
 
 IntArray = npt.NDArray[np.int32]
 OffsetArray = npt.NDArray[np.int64]
@@ -46,41 +49,6 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
-    """Caches the draws of one response; row t holds the actions cached at response position t.
-
-    By support: where it covers its owner's distribution pi(.|s_t) (the sampler's or the teacher's),
-    sum over row t of weight * f(id) is an unbiased estimate of E_{a ~ pi}[f(a)] for any f; a top-k
-    row holds the k likeliest ids with weight = pi(id). Every row also holds the token that
-    continued the path, with weight 0 when nothing selected it, so that its log-probs travel with
-    the rest; where nothing but the path is cached its weight is 1.
-
-    offsets_T1: int64 [T + 1], row t is the slice [offsets[t], offsets[t + 1]); never empty. ids_N:
-    int32, strictly increasing inside a row. weight_N: float32 >= 0, a row sums to 1 (MC: count /
-    m), a top-k row to the mass of its ids. sampler_logp_N: float32, log of the true sampling
-    distribution (after temperature and truncation) at draw time; where the teacher selected the
-    ids, NaN except the path's, and never read. path_T: int64 [T], index into N of the path token
-    of each row.
-    """
-
-    offsets_T1: OffsetArray
-    ids_N: IntArray
-    weight_N: FloatArray
-    sampler_logp_N: FloatArray
-    path_T: OffsetArray
-
-    @property
-    def num_tokens(self) -> int:
-        """Returns the number of response positions, T."""
-        return len(self.offsets_T1) - 1
-
-    @property
-    def num_ids(self) -> int:
-        """Returns the number of cached (token, action) pairs, N."""
-        return len(self.ids_N)
-
-
-@dataclass(frozen=True, slots=True)
 class Rollout:
     """Holds one student completion with its draw cache.
 
@@ -93,7 +61,7 @@ class Rollout:
 
     prompt: Prompt
     response_ids_T: IntArray
-    draws: Draws
+    draws: DrawCache
     spans: tuple[VersionSpan, ...]
     finish_reason: str
     started_s: float

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from sglang_bridge import wire
+from sglang_bridge.columns import axis_of
 from sglang_bridge.errors import BadReply, RequestAborted, one_line
 from sglang_bridge.protocol import (
     DrawCache,
@@ -34,6 +35,7 @@ from sglang_bridge.tables import (
     is_int,
     join,
     read_array,
+    read_columns,
     read_rows,
     require,
 )
@@ -129,7 +131,10 @@ def parse_scores(
     if not request.selects:
         return ScoreReply(logp_N)
     selection = _field(url, payload, wire.SELECTION, dict)
-    selected = read_rows(url, selection, request.num_tokens, request, known.vocab_size)
+    columns = read_columns(url, selection, wire.ROW_FIELDS)
+    selected = read_rows(
+        url, selection, columns, "logp_N", request.num_tokens, request, known.vocab_size
+    )
     nothing_forced_N = np.zeros(len(selected.ids_N), dtype=bool)
     check_weights(url, selected, request.num_atoms, request.num_draws, nothing_forced_N)
     return ScoreReply(logp_N, join(request, logp_N, selected))
@@ -202,8 +207,9 @@ def _draw_cache(
     known: Known,
 ) -> DrawCache:
     tokens = len(ids_T)
-    table = read_rows(url, payload, tokens, request, known.vocab_size)
-    column_T = read_array(url, payload, "path_T", wire.DRAW_FIELDS["path_T"]).astype(np.int64)
+    columns = read_columns(url, payload, wire.DRAW_FIELDS)
+    table = read_rows(url, payload, columns, "sampler_logp_N", tokens, request, known.vocab_size)
+    column_T = columns["path_T"].astype(np.int64)
     require(url, len(column_T) == tokens, f"path of {len(column_T)} of {tokens} tokens")
     inside = bool((column_T < np.diff(table.offsets_T1)).all())
     require(url, inside, "a row lacks its path token")
@@ -211,11 +217,14 @@ def _draw_cache(
     require(url, bool((table.ids_N[path_T] == ids_T).all()), "path tokens differ from output_ids")
     is_path_N = np.zeros(len(table.ids_N), dtype=bool)
     is_path_N[path_T] = True
-    num_atoms, num_draws = request.num_atoms, request.num_draws
-    check_weights(url, table, num_atoms, num_draws, is_path_N)
-    return DrawCache(
-        table.offsets_T1, table.ids_N, table.weight_N, table.logp_N, path_T, num_atoms, num_draws
-    )
+    check_weights(url, table, request.num_atoms, request.num_draws, is_path_N)
+    recorded = {name: columns[name] for name in wire.DRAW_COLUMNS}
+    for name, column in recorded.items():
+        needed = {"T": tokens, "N": len(table.ids_N)}[axis_of(name)]
+        require(url, len(column) == needed, f"{name} of {len(column)} of {needed} values")
+    if not request.selects:
+        recorded["weight_N"] = np.ones(len(table.ids_N), dtype=np.float32)
+    return DrawCache(offsets_T1=table.offsets_T1, ids_N=table.ids_N, path_T=path_T, **recorded)
 
 
 def _experts(url: str, payload: dict[str, Any], inputs: int) -> ExpertArray:

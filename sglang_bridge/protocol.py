@@ -13,6 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from sglang_bridge.columns import DrawColumns
+
 MAX_DRAWS = 64
 MAX_ATOMS = 8192  # whole distributions are for small vocabularies: 12 bytes an id and token
 
@@ -24,34 +26,37 @@ ExpertArray = npt.NDArray[np.unsignedinteger[Any]]
 FinishReason = Literal["stop", "length"]
 
 
-@dataclass(frozen=True, slots=True)
-class DrawCache:
-    """Holds what the server selected at each response position: atoms, draws, the path token.
+@dataclass(frozen=True, kw_only=True)
+class DrawCache(DrawColumns[FloatArray]):
+    """Holds what was selected at each response position: atoms, draws, the path token.
 
-    The num_atoms likeliest ids of the behaviour distribution p (fewer where p has fewer) weigh
-    p(id); num_draws iid draws from the rest, the tail, weigh tail mass / num_draws each, weights of
-    equal ids added. With num_draws > 0, sum(weight * f) is an unbiased estimate of E_p[f] for every
-    f, and a row's weights sum to 1; without draws they sum to the atoms' mass.
+    The num_atoms likeliest ids of the owner's distribution (the sampler's behaviour distribution,
+    or the teacher's) weigh their probability (fewer where it has fewer); num_draws iid draws from
+    the rest, the tail, weigh tail mass / num_draws each, weights of equal ids added. With
+    num_draws > 0, sum(weight * f) over a row is an unbiased estimate of E[f] for every f, and a
+    row's weights sum to 1; without draws they sum to the atoms' mass. Every row also holds the
+    token that continued the path, with weight 0 when nothing selected it, so that its log-probs
+    travel with the rest; where nothing but the path is cached its weight is 1.
 
-    offsets_T1: int64 [T + 1], row t is the slice offsets[t]:offsets[t + 1]. ids_N: int32, strictly
-    increasing inside a row; the path token is always there. weight_N: float32, > 0 for every
-    selected id, 0 for a path token that was not selected. logp_N: float32, log of the behaviour
-    distribution (after temperature, top-k, top-p, min-p). path_T: int64 [T], index into N of the
-    token that continued the path.
+    offsets_T1: int64 [T + 1], row t is the slice offsets[t]:offsets[t + 1]; never empty. ids_N:
+    int32, strictly increasing inside a row. path_T: int64 [T], index into N of the token that
+    continued the path. weight_N, sampler_logp_N: see DrawColumns; where the teacher selected the
+    ids, sampler_logp_N is NaN except the path's, and never read.
     """
 
     offsets_T1: OffsetArray
     ids_N: IntArray
-    weight_N: FloatArray
-    logp_N: FloatArray
     path_T: OffsetArray
-    num_atoms: int
-    num_draws: int
 
     @property
     def num_tokens(self) -> int:
         """Returns the number of response tokens, T."""
         return len(self.offsets_T1) - 1
+
+    @property
+    def num_ids(self) -> int:
+        """Returns the number of cached (token, id) pairs, N."""
+        return len(self.ids_N)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +97,12 @@ class RolloutRequest:
     @property
     def keeps_cache(self) -> bool:
         """Returns whether the reply has to hold a DrawCache."""
-        return self.record or self.num_atoms > 0 or self.num_draws > 0
+        return self.record or self.selects
+
+    @property
+    def selects(self) -> bool:
+        """Returns whether the cache holds more than the path."""
+        return self.num_atoms > 0 or self.num_draws > 0
 
 
 @dataclass(frozen=True, slots=True)

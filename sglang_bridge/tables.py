@@ -38,7 +38,7 @@ LEAST_WEIGHT = 1.2e-38
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
-    """Holds ragged rows of distinct rising ids, as in DrawCache and Selection."""
+    """Holds ragged rows of distinct rising ids, while a DrawCache or a Selection is checked."""
 
     offsets_T1: OffsetArray
     ids_N: IntArray
@@ -49,19 +49,22 @@ class RowTable:
 def read_rows(
     url: str,
     payload: Mapping[str, Any],
+    columns: Mapping[str, np.ndarray],
+    logp: str,
     rows: int,
     request: RolloutRequest | ScoreRequest,
     vocab_size: int,
 ) -> RowTable:
-    """Reads the table of `payload`: `rows` rows of rising ids, finite weights and log-probs.
+    """Reads `columns` of `payload` as `rows` rows of rising ids, finite weights and log-probs.
 
-    Raises BadReply. `check_weights` is the caller's, who knows which ids may weigh nothing.
+    logp: the name of the log-probs. Raises BadReply. `check_weights` is the caller's, who knows
+    which ids may weigh nothing.
     """
     for name, asked in (("num_atoms", request.num_atoms), ("num_draws", request.num_draws)):
         given = payload.get(name)
         require(url, is_int(given) and given == asked, f"asked for {name}={asked}, got {given!r}")
     length_T, ids_N, weight_N, logp_N = (
-        read_array(url, payload, name, dtype) for name, dtype in wire.ROW_FIELDS.items()
+        columns[name] for name in ("length_T", "ids_N", "weight_N", logp)
     )
     require(url, len(length_T) == rows, f"rows of {len(length_T)} of {rows} tokens")
     require(url, bool((length_T > 0).all()), "a row is empty")
@@ -147,6 +150,13 @@ def check_logp(url: str, logp_N: FloatArray) -> None:
     """Raises BadReply for log-probs that are not finite or above 0."""
     require(url, bool(np.isfinite(logp_N).all()), "logp_N holds values that are not finite")
     require(url, bool((logp_N <= LOGP_SLACK).all()), "logp_N holds log-probs above 0")
+
+
+def read_columns(
+    url: str, payload: Mapping[str, Any], columns: Mapping[str, str]
+) -> dict[str, np.ndarray]:
+    """Reads arrays by name and type. Raises BadReply."""
+    return {name: read_array(url, payload, name, dtype) for name, dtype in columns.items()}
 
 
 def read_array(url: str, payload: Mapping[str, Any], name: str, dtype: str) -> np.ndarray:

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from sglang_bridge.columns import DrawColumns, dtypes
+
 # request: custom_params
 NUM_DRAWS = "bridge_num_draws"  # with NUM_ATOMS, both may be 0: keep a draw cache
 NUM_ATOMS = "bridge_num_atoms"
@@ -29,15 +31,22 @@ DRAWS = "draws"
 SCORES = "scores"
 EXPERTS = "experts"
 
-# The arrays of a row table and their types. A row has at most MAX_ATOMS + MAX_DRAWS + 1 ids: its
-# length, and the path's place in it, fit 16 bits.
+# The arrays of a selection's row table and their types. A row has at most MAX_ATOMS + MAX_DRAWS + 1
+# ids: its length, and the path's place in it, fit 16 bits.
 ROW_FIELDS: dict[str, str] = {
     "length_T": "<u2",
     "ids_N": "<i4",
     "weight_N": "<f4",
     "logp_N": "<f4",
 }
-DRAW_FIELDS: dict[str, str] = {**ROW_FIELDS, "path_T": "<u2"}
+# A draw cache: where its ids are, and the columns that a server records beside them.
+DRAW_COLUMNS: dict[str, str] = {name: dtype.str for name, dtype in dtypes(DrawColumns).items()}
+DRAW_FIELDS: dict[str, str] = {
+    "length_T": "<u2",
+    "path_T": "<u2",
+    "ids_N": "<i4",
+    **DRAW_COLUMNS,
+}
 SELECTION = "selection"  # in a scores payload: a row table of the ids selected from q
 
 # weights_checker: action, and the prefix of each key it answers with

@@ -71,6 +71,7 @@ def evaluate_caches(
     drawn: Drawn, student_logp_N: torch.Tensor, teacher_logp_N: torch.Tensor
 ) -> Evaluation:
     """The learner's loss; `terms[0].loss_T` has one value a row."""
+    unread_B = torch.zeros(1, dtype=torch.float64)
     cache = Cache(
         student_logp_N=student_logp_N,
         sampler_logp_N=drawn.sampler_logp_N,
@@ -79,6 +80,8 @@ def evaluate_caches(
         row_N=drawn.row_N,
         path_T=drawn.path_T,
         sample_T=torch.zeros(drawn.num_rows, dtype=torch.int64),
-        num_samples=1,
+        advantage_B=unread_B,
+        group_log_q_B=unread_B,
+        defensive_B=unread_B,
     )
     return evaluate(ESTIMATOR, cache)

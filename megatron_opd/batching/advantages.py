@@ -18,42 +18,25 @@ A response that is alone in its group has nothing to be compared with: A = 0 exc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_opd.columns import DoubleArray, GroupColumns
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.objectives import Gepo, RewardAdvantage, RewardObjective
 from megatron_opd.types import Rollout, Sample
+from sglang_bridge.columns import arrays_of, dtypes
 
-Float64 = npt.NDArray[np.float64]
+Columns = GroupColumns[DoubleArray]
 Index = npt.NDArray[np.int64]
 
 # in units of the reward: a group whose rewards are equal gets A = 0, not 0 / 0
 STD_EPS = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class GroupColumns:
-    """Holds one row per response.
-
-    advantage_B: float64, 0 when no reward is read. group_log_q_B: float64, log of GEPO's Eq. 11, 0
-    when unused. defensive_B: float64 in [0, 1], eps of GEPO's Eq. 15. reward_B: float32, the
-    verifier's figure, NaN without one; for metrics.
-    """
-
-    advantage_B: Float64
-    group_log_q_B: Float64
-    defensive_B: Float64
-    reward_B: npt.NDArray[np.float32]
-
-    def rows(self, indices: Sequence[int]) -> GroupColumns:
-        """Return the columns of these responses."""
-        return GroupColumns(*(getattr(self, field.name)[list(indices)] for field in fields(self)))
-
-
-def group_columns(estimator: Estimator, samples: Sequence[Sample], group_size: int) -> GroupColumns:
+def group_columns(estimator: Estimator, samples: Sequence[Sample], group_size: int) -> Columns:
     """Compute the columns of a batch; the group of a response is its uid // group_size.
 
     Raises ValueError when the estimator reads rewards and a sample has none.
@@ -68,11 +51,10 @@ def group_columns(estimator: Estimator, samples: Sequence[Sample], group_size: i
 
 
 def columns_of(
-    estimator: Estimator, reward_B: Float64, logq_B: Float64, group_B: Index
-) -> GroupColumns:
+    estimator: Estimator, reward_B: DoubleArray, logq_B: DoubleArray, group_B: Index
+) -> Columns:
     """Compute the columns from rewards, mean sampler log-probs (nats) and each response's group."""
-    zero_B = np.zeros(len(reward_B))
-    columns = GroupColumns(zero_B, zero_B, zero_B, reward_B.astype(np.float32))
+    columns = no_groups(len(reward_B))
     reward = next(
         (t.objective for t in estimator.terms if isinstance(t.objective, RewardObjective)), None
     )
@@ -88,10 +70,15 @@ def columns_of(
     )
 
 
-def no_groups(count: int) -> GroupColumns:
+def no_groups(count: int) -> Columns:
     """Return the columns of `count` responses when nothing reads a reward."""
-    zero_B = np.zeros(count)
-    return GroupColumns(zero_B, zero_B, zero_B, np.full(count, np.nan, np.float32))
+    return GroupColumns(**{name: np.zeros(count) for name in dtypes(GroupColumns)})
+
+
+def rows_of(columns: Columns, samples: Sequence[int]) -> Columns:
+    """Return the columns of these responses."""
+    arrays = arrays_of(columns, GroupColumns)
+    return GroupColumns(**{name: column[list(samples)] for name, column in arrays.items()})
 
 
 def geometric_logp(rollout: Rollout) -> float:
@@ -106,7 +93,7 @@ def geometric_logp(rollout: Rollout) -> float:
     return float(draws.sampler_logp_N[draws.path_T].astype(np.float64).mean())
 
 
-def log_group_expectation(logq_B: Float64, group_B: Index) -> Float64:
+def log_group_expectation(logq_B: DoubleArray, group_B: Index) -> DoubleArray:
     """Return log E_q[q] = logsumexp(2 l) - logsumexp(l) over each group, l = log q (GEPO Eq. 11).
 
     It lies between the group's smallest and largest l; for a group of one it is l, and GEPO's
@@ -115,38 +102,38 @@ def log_group_expectation(logq_B: Float64, group_B: Index) -> Float64:
     return _logsumexp(2 * logq_B, group_B) - _logsumexp(logq_B, group_B)
 
 
-def defensive_share(logq_B: Float64, group_B: Index, scale: float) -> Float64:
+def defensive_share(logq_B: DoubleArray, group_B: Index, scale: float) -> DoubleArray:
     """Return min(1, scale * Var(q)), the population variance over each group (GEPO Eq. 15)."""
     variance_B = _mean(_centred(np.exp(logq_B), group_B) ** 2, group_B)
     return np.minimum(1.0, scale * variance_B)
 
 
-def _reward(reward_B: Float64, group_B: Index) -> Float64:
+def _reward(reward_B: DoubleArray, group_B: Index) -> DoubleArray:
     return reward_B
 
 
-def _centred(value_B: Float64, group_B: Index) -> Float64:
+def _centred(value_B: DoubleArray, group_B: Index) -> DoubleArray:
     return value_B - _mean(value_B, group_B)
 
 
-def _standardised(reward_B: Float64, group_B: Index) -> Float64:
+def _standardised(reward_B: DoubleArray, group_B: Index) -> DoubleArray:
     centred_B = _centred(reward_B, group_B)
     mean_B, size_B = _mean_and_size(centred_B**2, group_B)
     return centred_B / (np.sqrt(mean_B * size_B / np.maximum(size_B - 1, 1)) + STD_EPS)
 
 
-def _standardised_by_population(reward_B: Float64, group_B: Index) -> Float64:
+def _standardised_by_population(reward_B: DoubleArray, group_B: Index) -> DoubleArray:
     centred_B = _centred(reward_B, group_B)
     return centred_B / (np.sqrt(_mean(centred_B**2, group_B)) + STD_EPS)
 
 
-def _leave_one_out(reward_B: Float64, group_B: Index) -> Float64:
+def _leave_one_out(reward_B: DoubleArray, group_B: Index) -> DoubleArray:
     # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1)
     size_B = _mean_and_size(reward_B, group_B)[1]
     return _centred(reward_B, group_B) * size_B / np.maximum(size_B - 1, 1)
 
 
-ADVANTAGES: dict[RewardAdvantage, Callable[[Float64, Index], Float64]] = {
+ADVANTAGES: dict[RewardAdvantage, Callable[[DoubleArray, Index], DoubleArray]] = {
     "reward": _reward,
     "group_mean": _centred,
     "group_std": _standardised,
@@ -155,17 +142,17 @@ ADVANTAGES: dict[RewardAdvantage, Callable[[Float64, Index], Float64]] = {
 }
 
 
-def _mean(value_B: Float64, group_B: Index) -> Float64:
+def _mean(value_B: DoubleArray, group_B: Index) -> DoubleArray:
     return _mean_and_size(value_B, group_B)[0]
 
 
-def _mean_and_size(value_B: Float64, group_B: Index) -> tuple[Float64, Index]:
+def _mean_and_size(value_B: DoubleArray, group_B: Index) -> tuple[DoubleArray, Index]:
     """Return (mean, number of members) of each response's group."""
     _, row_B, size_C = np.unique(group_B, return_inverse=True, return_counts=True)
     return (np.bincount(row_B, value_B) / size_C)[row_B], size_C[row_B]
 
 
-def _logsumexp(value_B: Float64, group_B: Index) -> Float64:
+def _logsumexp(value_B: DoubleArray, group_B: Index) -> DoubleArray:
     _, row_B, size_C = np.unique(group_B, return_inverse=True, return_counts=True)
     top_C = np.full(len(size_C), -np.inf)
     np.maximum.at(top_C, row_B, value_B)

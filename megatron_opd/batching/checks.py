@@ -11,7 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_opd.batching.rank_batch import RankBatch
+from megatron_opd.columns import RankBatch
+from sglang_bridge.columns import arrays_of
+
+# unknown where the teacher chose the ids; where no teacher is asked
+MAY_BE_NAN = ("sampler_logp_N", "teacher_logp_N")
 
 
 def check_batch(batch: RankBatch, *, vocab_size: int, num_experts: int, sampled: bool) -> None:
@@ -27,9 +31,9 @@ def check_batch(batch: RankBatch, *, vocab_size: int, num_experts: int, sampled:
     if batch.update < 0 or batch.version < 0:
         raise ValueError(f"update and version must be >= 0, got {batch.update}, {batch.version}")
     # none exceeds what it is a length in: sums of larger ones could wrap around to the right one
-    for name, whole in (("prompt_B", "ids"), ("response_B", "ids"), ("count_T", "ids_N")):
+    for name, whole in (("prompt_B", "ids_S"), ("response_B", "ids_S"), ("count_T", "ids_N")):
         _within(name, getattr(batch, name), 1, len(getattr(batch, whole)))
-    for name in ("ids", "ids_N"):
+    for name in ("ids_S", "ids_N"):
         _within(name, getattr(batch, name), 0, vocab_size - 1)
     _within("version_T", batch.version_T, 0, batch.version)
     ends_T = np.cumsum(batch.count_T)
@@ -47,19 +51,19 @@ def check_batch(batch: RankBatch, *, vocab_size: int, num_experts: int, sampled:
         raise ValueError(f"column ids_N must rise inside a row, value {rises.argmin() + 1}")
     if batch.experts_XLk is not None:
         _within("experts_XLk", batch.experts_XLk, 0, num_experts - 1)
-    _finite("weight_N", batch.weight_N)
+    for name, column in arrays_of(batch, RankBatch).items():
+        if column.dtype.kind == "f" and name not in MAY_BE_NAN:
+            _finite(name, column)
+    _finite("sampler_logp_N", batch.sampler_logp_N if sampled else _path(batch))
     if (batch.weight_N < 0).any():
         raise ValueError(f"column weight_N must be >= 0, got {batch.weight_N.min()}")
-    for name in ("advantage_B", "group_log_q_B", "defensive_B"):
-        _finite(name, getattr(batch, name))
-    _finite("sampler_logp_N", batch.sampler_logp_N if sampled else _path(batch))
 
 
 def _response_ids(batch: RankBatch) -> npt.NDArray[Any]:
-    """Return `ids` without the prompts, int32 [T]."""
+    """Return `ids_S` without the prompts, int32 [T]."""
     ends_B = np.cumsum(batch.prompt_B + batch.response_B)
     before_B = ends_B - np.cumsum(batch.response_B)  # prompt tokens up to here
-    return batch.ids[np.repeat(before_B, batch.response_B) + np.arange(len(batch.path_T))]
+    return batch.ids_S[np.repeat(before_B, batch.response_B) + np.arange(len(batch.path_T))]
 
 
 def _path(batch: RankBatch) -> npt.NDArray[Any]:

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from megatron_opd.config.learner import LearnerConfig
 
 Micro = list[int]
-RankPlan = list[list[Micro]]
-"""One data-parallel rank's micro-batches, listed by mini-batch."""
 BatchPlan = list[list[list[Micro]]]
 """The micro-batches of every rank, listed by mini-batch and rank."""
 

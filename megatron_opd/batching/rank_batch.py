@@ -1,60 +1,19 @@
-"""Holds one data-parallel rank's share of a batch as flat columns. Torch-free.
+"""Makes one data-parallel rank's share of a batch of samples. Torch-free.
 
-Axes: B samples, T response tokens of all samples, N cached (token, action) pairs of all samples, in
-sample order.
+Axes: T response tokens, N cached (token, id) pairs, of one sample or of all in sample order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron_opd.batching.advantages import Float64, GroupColumns, no_groups
-from megatron_opd.batching.plan import RankPlan
-from megatron_opd.types import ExpertArray, FloatArray, IntArray, OffsetArray, Sample
-
-
-@dataclass(frozen=True, slots=True)
-class RankBatch:
-    """Holds samples as columns.
-
-    plan[mini-batch][micro-batch] = sample indices. ids: prompt and response tokens, one sample
-    after another; prompt_B, response_B: their lengths. count_T: cached ids per response token.
-    path_T: index into N of the token that continued the path. version_T: weights that sampled it.
-    advantage_B, group_log_q_B, defensive_B, reward_B: see batching.advantages.GroupColumns.
-    experts_XLk: types.Rollout.experts_XLk of all samples; None where they have none.
-    """
-
-    update: int
-    version: int
-    plan: RankPlan
-    ids: IntArray
-    prompt_B: OffsetArray
-    response_B: OffsetArray
-    count_T: OffsetArray
-    path_T: OffsetArray
-    version_T: IntArray
-    ids_N: IntArray
-    weight_N: FloatArray
-    sampler_logp_N: FloatArray
-    teacher_logp_N: FloatArray
-    advantage_B: Float64
-    group_log_q_B: Float64
-    defensive_B: Float64
-    reward_B: FloatArray
-    experts_XLk: ExpertArray | None = None
-
-    def experts_of(self, samples: Sequence[int]) -> ExpertArray | None:
-        """Return the routed experts of these samples, end to end."""
-        if self.experts_XLk is None:
-            return None
-        end_B = np.cumsum(self.prompt_B + self.response_B - 1)
-        start_B = np.concatenate([[0], end_B[:-1]])
-        return np.concatenate([self.experts_XLk[start_B[b] : end_B[b]] for b in samples])
+from megatron_opd.batching.advantages import no_groups
+from megatron_opd.columns import COLUMNS, DoubleArray, GroupColumns, RankBatch, RankPlan
+from megatron_opd.types import ExpertArray, Sample
+from sglang_bridge.columns import DrawColumns, arrays_of, axis_of, dtypes
 
 
 def rank_batch(
@@ -62,37 +21,44 @@ def rank_batch(
     version: int,
     samples: Sequence[Sample],
     plan: RankPlan,
-    groups: GroupColumns | None = None,
+    groups: GroupColumns[DoubleArray] | None = None,
 ) -> RankBatch:
     """Return the columns of `samples`; `plan` indexes into them. ValueError: arrays disagree.
 
     groups: the rows of these samples; None where no reward is read.
     """
     groups = no_groups(len(samples)) if groups is None else groups
-    rollouts = [sample.rollout for sample in samples]
     for sample in samples:
         check_sample(sample)
+    rollouts = [sample.rollout for sample in samples]
     draws = [rollout.draws for rollout in rollouts]
     starts = np.cumsum([0, *(d.num_ids for d in draws)])[:-1]
-    return RankBatch(
+    recorded = {
+        name: np.concatenate([arrays_of(d, DrawColumns)[name] for d in draws])
+        for name in dtypes(DrawColumns)
+    }
+    batch = RankBatch(
         update=update,
         version=version,
         plan=plan,
-        ids=_cat([x for r in rollouts for x in (r.prompt.token_ids_P, r.response_ids_T)], np.int32),
-        prompt_B=np.array([len(r.prompt.token_ids_P) for r in rollouts], dtype=np.int64),
-        response_B=np.array([r.num_response_tokens for r in rollouts], dtype=np.int64),
-        count_T=_cat([np.diff(d.offsets_T1) for d in draws], np.int64),
-        path_T=_cat([d.path_T + s for d, s in zip(draws, starts, strict=True)], np.int64),
-        version_T=_cat([r.versions_T() for r in rollouts], np.int32),
-        ids_N=_cat([d.ids_N for d in draws], np.int32),
-        weight_N=_cat([d.weight_N for d in draws], np.float32),
-        sampler_logp_N=_cat([d.sampler_logp_N for d in draws], np.float32),
-        teacher_logp_N=_cat([sample.teacher_logp_N for sample in samples], np.float32),
-        advantage_B=groups.advantage_B,
-        group_log_q_B=groups.group_log_q_B,
-        defensive_B=groups.defensive_B,
-        reward_B=groups.reward_B,
+        ids_S=np.concatenate(
+            [ids for r in rollouts for ids in (r.prompt.token_ids_P, r.response_ids_T)]
+        ),
+        prompt_B=np.array([len(r.prompt.token_ids_P) for r in rollouts]),
+        response_B=np.array([r.num_response_tokens for r in rollouts]),
+        count_T=np.concatenate([np.diff(d.offsets_T1) for d in draws]),
+        path_T=np.concatenate([d.path_T + s for d, s in zip(draws, starts, strict=True)]),
+        version_T=np.concatenate([r.versions_T() for r in rollouts]),
+        ids_N=np.concatenate([d.ids_N for d in draws]),
+        teacher_logp_N=np.concatenate([sample.teacher_logp_N for sample in samples]),
         experts_XLk=_experts(samples),
+        **recorded,
+        **arrays_of(groups, GroupColumns),
+    )
+    columns = arrays_of(batch, RankBatch)
+    return replace(
+        batch,
+        **{name: np.ascontiguousarray(columns[name], dtype) for name, dtype in COLUMNS.items()},
     )
 
 
@@ -124,8 +90,10 @@ def check_sample(sample: Sample) -> None:
         "offsets_T1": (len(draws.offsets_T1), tokens + 1),
         "offsets_T1[-1]": (int(draws.offsets_T1[-1]), ids),
         "path_T": (len(draws.path_T), tokens),
-        "weight_N": (len(draws.weight_N), ids),
-        "sampler_logp_N": (len(draws.sampler_logp_N), ids),
+        **{
+            name: (len(column), {"T": tokens, "N": ids}[axis_of(name)])
+            for name, column in arrays_of(draws, DrawColumns).items()
+        },
         "teacher_logp_N": (len(sample.teacher_logp_N), ids),
     }
     for name, (found, needed) in lengths.items():
@@ -136,7 +104,3 @@ def check_sample(sample: Sample) -> None:
         raise ValueError(
             f"sample {uid}: experts_XLk must have length {inputs}, got {len(experts_XLk)}"
         )
-
-
-def _cat(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    return np.ascontiguousarray(np.concatenate(list(parts)), dtype=dtype)

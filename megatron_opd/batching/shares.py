@@ -6,9 +6,10 @@ members may go to different ranks.
 
 from __future__ import annotations
 
-from megatron_opd.batching.advantages import group_columns
+from megatron_opd.batching.advantages import group_columns, rows_of
 from megatron_opd.batching.plan import learner_plan
-from megatron_opd.batching.rank_batch import RankBatch, rank_batch
+from megatron_opd.batching.rank_batch import rank_batch
+from megatron_opd.columns import RankBatch
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.types import Batch
@@ -29,5 +30,5 @@ def shares(
         position = {index: number for number, index in enumerate(held)}
         own = [[[position[i] for i in micro] for micro in mini[rank]] for mini in plan]
         samples = [batch.samples[i] for i in held]
-        found.append(rank_batch(batch.update, batch.version, samples, own, groups.rows(held)))
+        found.append(rank_batch(batch.update, batch.version, samples, own, rows_of(groups, held)))
     return found

@@ -21,7 +21,7 @@ class GroupIncomplete(SampleRejected):
         super().__init__(GROUP_INCOMPLETE, f"sample {uid} lost a member of its group")
 
 
-class Groups:
+class SampleGroups:
     """Tracks which groups are broken, and which are scored in full.
 
     Args:
@@ -38,7 +38,7 @@ class Groups:
 
     @property
     def state(self) -> tuple[list[int], dict[int, int]]:
-        """Return the `broken` and `scored` arguments of a Groups that continues from here."""
+        """Return the `broken` and `scored` arguments of a SampleGroups that continues from here."""
         return sorted(self._broken), dict(self._scored)
 
     def broken(self, uid: int) -> bool:

@@ -12,9 +12,9 @@ from rich.table import Table
 from megatron_opd.cli.preflight import ModelFacts, longest_sample, prompt_limit
 from megatron_opd.cli.roles import STUDENT, Role, section_of
 from megatron_opd.config.schema import Config
-from megatron_opd.planning.activations import BYTES, Kernels
+from megatron_opd.planning.activations import BYTES, TransformerImpl
 from megatron_opd.planning.flops import Work, train_flops
-from megatron_opd.planning.layout import Groups, rank_groups
+from megatron_opd.planning.layout import RankGroups, rank_groups
 from megatron_opd.planning.learner import (
     GIB,
     USABLE_SHARE,
@@ -46,7 +46,7 @@ def memory_tables(config: Config, models: Mapping[Role, ModelFacts]) -> Iterator
     yield _servers(config, models)
 
 
-def kernels_here(config: Config) -> Kernels:
+def kernels_here(config: Config) -> TransformerImpl:
     """Return the kernels to count activations for: a stated GPU size means TransformerEngine."""
     if config.learner.gpu_memory_gib is not None:
         return "transformer_engine"
@@ -121,7 +121,7 @@ def _shown(stages: Sequence[StageMemory], worst: StageMemory) -> list[StageMemor
     return [stage for stage in stages if stage in (stages[0], worst, stages[-1])]
 
 
-def _groups(groups: Sequence[Groups]) -> Table:
+def _groups(groups: Sequence[RankGroups]) -> Table:
     table = _table("learner groups", ("group", "first one's ranks", "what travels", "ranks", "of"))
     for column in table.columns[1:3]:
         column.justify = "left"

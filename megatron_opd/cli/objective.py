@@ -14,11 +14,13 @@ import torch
 
 from megatron_opd.batching.advantages import columns_of
 from megatron_opd.cli.errors import UserError
+from megatron_opd.columns import GroupColumns
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.load import validate
 from megatron_opd.config.wording import line, shown
-from megatron_opd.losses.cache import Cache
+from megatron_opd.losses.cache import Cache, Unscored
 from megatron_opd.losses.objective import evaluate
+from sglang_bridge.columns import arrays_of
 
 PARTS = ("objective", "support", "correction", "reduction")
 ARRAYS = ("weight", "student_logp", "sampler_logp", "teacher_logp", "prox_logp")
@@ -80,8 +82,7 @@ class _Case:
         prox = self._case.get("prox_logp")
         if self._estimator.applied_correction.prox and prox is None:
             raise self._error("prox_logp is missing: correction.prox reads it")
-        return Cache(
-            student_logp_N=_tensor(self._column("student_logp", needed=True)).requires_grad_(),
+        draws = Unscored(
             sampler_logp_N=_tensor(sampler),
             teacher_logp_N=_tensor(
                 self._column("teacher_logp", needed=self._estimator.reads_teacher)
@@ -90,11 +91,11 @@ class _Case:
             row_N=torch.from_numpy(np.repeat(np.arange(self._tokens), counts)),
             path_T=torch.from_numpy(path_T),
             sample_T=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
-            num_samples=len(lengths),
-            prox_logp_N=None if prox is None else _tensor(self._column("prox_logp", needed=True)),
-            advantage_B=_tensor(groups.advantage_B.tolist()),
-            group_log_q_B=_tensor(groups.group_log_q_B.tolist()),
-            defensive_B=_tensor(groups.defensive_B.tolist()),
+            **{name: torch.from_numpy(c) for name, c in arrays_of(groups, GroupColumns).items()},
+        )
+        return draws.scored(
+            _tensor(self._column("student_logp", needed=True)).requires_grad_(),
+            None if prox is None else _tensor(self._column("prox_logp", needed=True)),
         )
 
     def _row_offsets(self) -> np.ndarray:

@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag
 
 from megatron_opd.config.section import Section, type_or
 
-Draws = Annotated[int, Field(ge=1, le=64)]
+DrawCount = Annotated[int, Field(ge=1, le=64)]
 Atoms = Annotated[int, Field(ge=1, le=8192)]
 
 
@@ -58,7 +58,7 @@ class McSupport(Support):
     """
 
     type: Literal["mc"] = "mc"
-    m: Draws = 64
+    m: DrawCount = 64
     """Draws at each response position. Raising it lowers the gradient's variance and makes the
     cache larger where the next token is uncertain."""
 
@@ -113,7 +113,7 @@ class AtomsTailSupport(Support):
     type: Literal["atoms_tail"] = "atoms_tail"
     k: Atoms = 16
     """Ids taken exactly. Raising it lowers the variance and makes the cache larger."""
-    m: Draws = 48
+    m: DrawCount = 48
     """Draws from the rest of the distribution. Raising it lowers the variance and makes the cache
     larger."""
     thin: bool = False
@@ -188,7 +188,7 @@ class TeacherMcSupport(Support):
 
     owner: ClassVar[Literal["student", "teacher"]] = "teacher"
     type: Literal["teacher_mc"] = "teacher_mc"
-    m: Draws = 16
+    m: DrawCount = 16
     """Draws at each response position. Raising it lowers the gradient's variance and makes the
     cache larger where the teacher is uncertain."""
 

@@ -30,7 +30,7 @@ from functools import partial
 
 from megatron_opd.buffer.batcher import Batcher
 from megatron_opd.buffer.buffer import SampleBuffer
-from megatron_opd.buffer.groups import GroupIncomplete, Groups
+from megatron_opd.buffer.groups import GroupIncomplete, SampleGroups
 from megatron_opd.buffer.permits import Permits, check_staleness
 from megatron_opd.buffer.rejection import SampleRejected
 from megatron_opd.controller.errors import EverythingDropped, LearnerDiverged, LoopFailed
@@ -59,7 +59,9 @@ class Controller:
         self._permits = Permits(schedule.batch_size, schedule.max_staleness, holders)
         self._buffer = SampleBuffer()
         self._batcher = Batcher(self._buffer, schedule.batch_size, schedule.hold_batches)
-        self._groups = Groups(schedule.group_size, state.broken_groups, state.scored_in_groups)
+        self._groups = SampleGroups(
+            schedule.group_size, state.broken_groups, state.scored_in_groups
+        )
         self._admitted: asyncio.Queue[Prompt] = asyncio.Queue()
         # oldest first: the front of the line is what the next batch waits for
         self._finished: asyncio.PriorityQueue[tuple[int, Rollout]] = asyncio.PriorityQueue()

@@ -12,6 +12,8 @@ import numpy as np
 
 from megatron_opd.controller.snapshot import ControllerState, Member
 from megatron_opd.types import Rollout
+from sglang_bridge.columns import arrays_of, axis_of
+from sglang_bridge.protocol import DrawCache
 
 
 def state_fault(state: ControllerState) -> str | None:
@@ -46,8 +48,10 @@ def _member_fault(member: Member) -> str | None:
 
 def _rollout_fault(rollout: Rollout) -> str | None:
     draws, tokens = rollout.draws, rollout.num_response_tokens
-    lengths = {len(draws.ids_N), len(draws.weight_N), len(draws.sampler_logp_N)}
-    if tokens < 1 or draws.num_tokens != tokens or len(draws.path_T) != tokens:
+    arrays = arrays_of(draws, DrawCache)
+    lengths = {len(column) for name, column in arrays.items() if axis_of(name) == "N"}
+    tokens_T = {len(column) for name, column in arrays.items() if axis_of(name) == "T"}
+    if tokens < 1 or draws.num_tokens != tokens or tokens_T != {tokens}:
         return f"its cache does not cover its {tokens} response tokens"
     starts_T, stops_T = draws.offsets_T1[:-1], draws.offsets_T1[1:]
     if starts_T[0] != 0 or bool((starts_T >= stops_T).any()) or lengths != {int(stops_T[-1])}:

@@ -52,18 +52,18 @@ def distil_loss(
     drew from. measure_mismatch: whether the weights are still those of the batch's version, and the
     sampler kept the whole vocabulary, so that learner and sampler can be compared.
     """
-    scored = head(out_1s, micro.rows, micro.row_N, micro.id_N, temperature)
+    scored = head(out_1s, micro.rows, micro.draws.row_N, micro.id_N, temperature)
     student_N = scored.logp_N
     result = evaluate(estimator, micro.cache(student_N, wants_prox(estimator)))
     with torch.no_grad():
         by_weight = estimator.support.owner == "student"
-        weight_N = micro.weight_N if by_weight else torch.zeros_like(micro.weight_N)
+        weight_N = micro.draws.weight_N if by_weight else torch.zeros_like(micro.draws.weight_N)
         if not by_weight:
-            weight_N[micro.path_T] = 1.0
+            weight_N[micro.draws.path_T] = 1.0
         used_N = weight_N > 0
-        log_ratio_N = (student_N - micro.sampler_logp_N)[used_N]
+        log_ratio_N = (student_N - micro.draws.sampler_logp_N)[used_N]
         compared_T = micro.fresh_T & measure_mismatch
-        gap_T = _path_gap(student_N[micro.path_T], micro, compared_T)
+        gap_T = _path_gap(student_N[micro.draws.path_T], micro, compared_T)
         entropy = {}
         if scored.entropy_T is not None:
             entropy = {"entropy": scored.entropy_T.sum(), "entropy_tokens": len(scored.entropy_T)}
@@ -89,7 +89,7 @@ def _path_gap(
     path_logp_T: torch.Tensor, micro: DistilMicro, compared_T: torch.Tensor
 ) -> torch.Tensor:
     """Return [T] |p_learner - p_sampler| of the path tokens; 0 where not to be compared."""
-    sampler_T = micro.sampler_logp_N[micro.path_T]
+    sampler_T = micro.draws.sampler_logp_N[micro.draws.path_T]
     return (path_logp_T.exp() - sampler_T.exp()).abs().masked_fill(~compared_T, 0)
 
 
@@ -103,8 +103,8 @@ def mismatch_totals(
     """Measure the mismatch alone, as distil_loss does, in a forward pass without gradient."""
 
     def measure(out_1s: torch.Tensor, micro: DistilMicro) -> tuple[torch.Tensor, Totals]:
-        row_T = torch.arange(len(micro.path_T), device=out_1s.device)
-        logp_T = head(out_1s, micro.rows, row_T, micro.id_N[micro.path_T], temperature).logp_N
+        row_T = torch.arange(len(micro.draws.path_T), device=out_1s.device)
+        logp_T = head(out_1s, micro.rows, row_T, micro.id_N[micro.draws.path_T], temperature).logp_N
         gap_T = _path_gap(logp_T.detach(), micro, micro.fresh_T)
         totals = Totals.of(
             out_1s.device,
@@ -135,7 +135,9 @@ def collect_caches(
     caches: list[Cache] = []
 
     def collect(out_1s: torch.Tensor, micro: DistilMicro) -> tuple[torch.Tensor, Totals]:
-        logp_N = head(out_1s, micro.rows, micro.row_N, micro.id_N, temperature).logp_N.detach()
+        logp_N = head(
+            out_1s, micro.rows, micro.draws.row_N, micro.id_N, temperature
+        ).logp_N.detach()
         caches.append(micro.cache(logp_N, prox_is_student=False))
         return logp_N.sum(dtype=torch.float64), Totals.of(logp_N.device, sums={"count": 1})
 

@@ -20,9 +20,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from megatron_opd.batching.rank_batch import RankBatch
 from megatron_opd.checkpoint.convert import load_weights, source_of
 from megatron_opd.checkpoint.export import export_hf
+from megatron_opd.columns import RankBatch
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.balancing import Balancing
@@ -140,8 +140,8 @@ class MegatronLearner:
         for index, mini in enumerate(minis):
             with self._device_mode:
                 micros = passes.with_m2_limits(mini)
-            reduction = estimator.reduction
-            count = sum(count_of(reduction, len(m.path_T), len(m.advantage_B)) for m in micros)
+            kind, parts = estimator.reduction, [micro.draws for micro in micros]
+            count = sum(count_of(kind, part.num_tokens, part.num_samples) for part in parts)
             loss = partial(
                 distil_loss,
                 head=self.head,

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_opd.batching.rank_batch import RankBatch
+from megatron_opd.columns import LossColumns, RankBatch
 from megatron_opd.learner.layout import PackLayout, Rows
 from megatron_opd.learner.routing import Routing
-from megatron_opd.losses.cache import Cache
+from megatron_opd.losses.cache import Cache, Unscored
+from sglang_bridge.columns import arrays_of, axis_of
 
 
 @dataclass(frozen=True)
@@ -28,25 +29,16 @@ class SftMicro:
 
 @dataclass(frozen=True)
 class DistilMicro:
-    """Holds the draw cache of a micro-batch. Axis B: its responses.
+    """Holds a micro-batch of distillation.
 
-    row_N: index into T. path_T: index into N. sample_T: index into B. fresh_T: sampled by the
-    current version. advantage_B, group_log_q_B, defensive_B: batching.advantages.GroupColumns.
-    prox_logp_N, m2_limits: see losses.cache.Cache; filled in by learner/passes.py.
+    id_N: int64, the cached ids. fresh_T: sampled by the current version. draws: what the loss reads
+    of the batch. prox_logp_N, m2_limits: see losses.cache.Cache; filled in by learner/passes.py.
     """
 
     rows: Rows
-    row_N: torch.Tensor
     id_N: torch.Tensor
-    weight_N: torch.Tensor
-    sampler_logp_N: torch.Tensor
-    teacher_logp_N: torch.Tensor
-    path_T: torch.Tensor
     fresh_T: torch.Tensor
-    sample_T: torch.Tensor
-    advantage_B: torch.Tensor
-    group_log_q_B: torch.Tensor
-    defensive_B: torch.Tensor
+    draws: Unscored
     prox_logp_N: torch.Tensor | None = None
     m2_limits: tuple[torch.Tensor | None, ...] | None = None
 
@@ -58,21 +50,7 @@ class DistilMicro:
         prox_N = self.prox_logp_N
         if prox_N is None and prox_is_student:
             prox_N = student_logp_N.detach()
-        return Cache(
-            student_logp_N=student_logp_N,
-            sampler_logp_N=self.sampler_logp_N,
-            teacher_logp_N=self.teacher_logp_N,
-            weight_N=self.weight_N,
-            row_N=self.row_N,
-            path_T=self.path_T,
-            sample_T=self.sample_T,
-            num_samples=len(self.advantage_B),
-            prox_logp_N=prox_N,
-            advantage_B=self.advantage_B,
-            group_log_q_B=self.group_log_q_B,
-            defensive_B=self.defensive_B,
-            m2_limits=self.m2_limits,
-        )
+        return self.draws.scored(student_logp_N, prox_N, self.m2_limits)
 
 
 def sft_micro(
@@ -80,7 +58,8 @@ def sft_micro(
 ) -> SftMicro:
     """Make a supervised micro-batch."""
     rows = layout.pack(prompts, responses)
-    return SftMicro(rows, _tensor(np.concatenate(list(responses)), torch.int64, layout.device))
+    response_T = np.concatenate(list(responses)).astype(np.int64)
+    return SftMicro(rows, _tensor(response_T, layout.device))
 
 
 def distil_micros(
@@ -100,7 +79,7 @@ def distil_micros(
         n_before = 0
         for b in samples:
             prompt, response = int(batch.prompt_B[b]), int(batch.response_B[b])
-            ids = batch.ids[token_end[b] - prompt - response : token_end[b]]
+            ids = batch.ids_S[token_end[b] - prompt - response : token_end[b]]
             prompts.append(ids[:prompt])
             responses.append(ids[prompt:])
             t = np.arange(t_end[b] - response, t_end[b])
@@ -110,29 +89,26 @@ def distil_micros(
             path_parts.append(batch.path_T[t] - first + n_before)
             n_before += last - first
         t_index, n_index = np.concatenate(t_parts), np.concatenate(n_parts)
-        row_N = np.repeat(np.arange(len(t_index)), batch.count_T[t_index])
         lengths = [len(response) for response in responses]
         rows = layout.pack(prompts, responses)
         if routing is not None:
             rows.packing.routing = routing.micro(batch.experts_of(samples), rows.source_s)
-        micros.append(
-            DistilMicro(
-                rows=rows,
-                row_N=_tensor(row_N, torch.int64, device),
-                id_N=_tensor(batch.ids_N[n_index], torch.int64, device),
-                weight_N=_tensor(batch.weight_N[n_index], torch.float32, device),
-                sampler_logp_N=_tensor(batch.sampler_logp_N[n_index], torch.float32, device),
-                teacher_logp_N=_tensor(batch.teacher_logp_N[n_index], torch.float32, device),
-                path_T=_tensor(np.concatenate(path_parts), torch.int64, device),
-                fresh_T=_tensor(batch.version_T[t_index] == batch.version, torch.bool, device),
-                sample_T=_tensor(np.repeat(np.arange(len(samples)), lengths), torch.int64, device),
-                advantage_B=_tensor(batch.advantage_B[samples], torch.float64, device),
-                group_log_q_B=_tensor(batch.group_log_q_B[samples], torch.float64, device),
-                defensive_B=_tensor(batch.defensive_B[samples], torch.float64, device),
-            )
+        index = {"B": samples, "T": t_index, "N": n_index}
+        columns = {
+            name: _tensor(column[index[axis_of(name)]], device)
+            for name, column in arrays_of(batch, LossColumns).items()
+        }
+        draws = Unscored(
+            **columns,
+            row_N=_tensor(np.repeat(np.arange(len(t_index)), batch.count_T[t_index]), device),
+            path_T=_tensor(np.concatenate(path_parts), device),
+            sample_T=_tensor(np.repeat(np.arange(len(samples)), lengths), device),
         )
+        fresh_T = _tensor(batch.version_T[t_index] == batch.version, device)
+        id_N = _tensor(batch.ids_N[n_index].astype(np.int64), device)
+        micros.append(DistilMicro(rows, id_N, fresh_T, draws))
     return micros
 
 
-def _tensor(array: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.as_tensor(np.ascontiguousarray(array)).to(device, dtype)
+def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(np.ascontiguousarray(array)).to(device)

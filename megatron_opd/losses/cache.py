@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron_opd.columns import LossColumns
+
 
 @dataclass(frozen=True)
 class Actions:
@@ -26,54 +28,60 @@ class Actions:
     row_n: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Cache:
-    """Holds the scored draw cache of some responses, with the learner's log-probs.
+@dataclass(frozen=True, kw_only=True)
+class Unscored(LossColumns[torch.Tensor, torch.Tensor]):
+    """Holds the draw cache of some responses, for which the student's log-probs are to come.
 
-    student_logp_N: of the student now, differentiable. sampler_logp_N, teacher_logp_N, weight_N: as
-    in types.Draws and types.Sample. prox_logp_N: the learner's at the batch's start. row_N: the
-    token of each pair. path_T: index into N of the sampled token. sample_T: the response of each
-    token, in [0, B). advantage_B, group_log_q_B, defensive_B: see batching/advantages.py.
-    m2_limits: per term of the objective, (log r)^2 from which M2PO masks; None computes it from
-    this cache alone.
+    row_N: the token of each pair. path_T: index into N of the sampled id. sample_T: the response of
+    each token, in [0, B).
     """
 
-    student_logp_N: torch.Tensor
-    sampler_logp_N: torch.Tensor
-    teacher_logp_N: torch.Tensor
-    weight_N: torch.Tensor
     row_N: torch.Tensor
     path_T: torch.Tensor
     sample_T: torch.Tensor
-    num_samples: int
-    prox_logp_N: torch.Tensor | None = None
-    advantage_B: torch.Tensor | None = None
-    group_log_q_B: torch.Tensor | None = None
-    defensive_B: torch.Tensor | None = None
-    m2_limits: tuple[torch.Tensor | None, ...] | None = None
 
     @property
     def num_tokens(self) -> int:
         """Returns the number of response tokens, T."""
         return len(self.path_T)
 
+    @property
+    def num_samples(self) -> int:
+        """Returns the number of responses, B."""
+        return len(self.advantage_B)
+
+    def scored(
+        self,
+        student_logp_N: torch.Tensor,
+        prox_logp_N: torch.Tensor | None = None,
+        m2_limits: tuple[torch.Tensor | None, ...] | None = None,
+    ) -> Cache:
+        """Return the same tensors with the student's log-probs; the arguments are Cache's."""
+        return Cache(
+            **vars(self),
+            student_logp_N=student_logp_N,
+            prox_logp_N=prox_logp_N,
+            m2_limits=m2_limits,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache(Unscored):
+    """Holds the draw cache of some responses with the learner's log-probs.
+
+    student_logp_N: of the student now, differentiable. prox_logp_N: the learner's at the batch's
+    start. m2_limits: per term of the objective, (log r)^2 from which M2PO masks; None computes it
+    from this cache alone.
+    """
+
+    student_logp_N: torch.Tensor
+    prox_logp_N: torch.Tensor | None = None
+    m2_limits: tuple[torch.Tensor | None, ...] | None = None
+
     def wide(self) -> Cache:
         """Return the cache in float64; gradients flow back in the original dtype."""
-
-        def up(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor.double()
-
-        return replace(
-            self,
-            student_logp_N=self.student_logp_N.double(),
-            sampler_logp_N=self.sampler_logp_N.double(),
-            teacher_logp_N=self.teacher_logp_N.double(),
-            weight_N=self.weight_N.double(),
-            prox_logp_N=up(self.prox_logp_N),
-            advantage_B=up(self.advantage_B),
-            group_log_q_B=up(self.group_log_q_B),
-            defensive_B=up(self.defensive_B),
-        )
+        tensors = {k: v for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        return replace(self, **{k: v.double() for k, v in tensors.items() if v.is_floating_point()})
 
     def selected(self) -> Actions:
         """Return the pairs that the support selected and the teacher does not exclude.

@@ -120,7 +120,7 @@ def token_reward(config: RewardObjective, est: Estimator, cache: Cache, limit: L
     A: of the response (batching/advantages.py).
     """
     actions = cache.path()
-    advantage_T = _advantage(cache)[cache.sample_T]
+    advantage_T = cache.advantage_B[cache.sample_T]
     term = policy_gradient(config.trust, est, cache, actions, advantage_T, limit)
     return _penalised(term, config.kl, actions)
 
@@ -133,11 +133,11 @@ def sequence_reward(config: Gspo, est: Estimator, cache: Cache, limit: Limit) ->
     actions = cache.path()
     weighed = correct(est.applied_correction, actions, cache)
     log_s_B = cache.over_responses(weighed.log_trust_n, mean=True)
-    trust = trusted(config.trust, log_s_B, _advantage(cache), limit)
+    trust = trusted(config.trust, log_s_B, cache.advantage_B, limit)
     loss_T = -weighed.factor_n * trust.surrogate_n[cache.sample_T]
     sequence = Corrected(weighed.factor_n, log_s_B[cache.sample_T], weighed.cut_n)
     spread = Trusted(trust.surrogate_n[cache.sample_T], trust.stopped_n[cache.sample_T])
-    term = _weighed(loss_T, actions, sequence, spread, _advantage(cache)[cache.sample_T])
+    term = _weighed(loss_T, actions, sequence, spread, cache.advantage_B[cache.sample_T])
     return _penalised(term, config.kl, actions)
 
 
@@ -148,8 +148,6 @@ def group_reward(config: Gepo, est: Estimator, cache: Cache, limit: Limit) -> Te
     30k-token responses nor unlikely ones under- or overflow. Biased: E[w] != 1 (GEPO Eq. 22). A
     trust region of type clip is PPO's minimum, not the plain clip of GEPO Eq. 8 and 10.
     """
-    assert cache.group_log_q_B is not None
-    assert cache.defensive_B is not None
     actions = cache.path()
     log_p_B = cache.over_responses(actions.student_n, mean=True)
     eps_B = cache.defensive_B
@@ -157,7 +155,7 @@ def group_reward(config: Gepo, est: Estimator, cache: Cache, limit: Limit) -> Te
         eps_B.log() + log_p_B.detach(), torch.log1p(-eps_B) + cache.group_log_q_B
     )
     log_w_B = log_p_B - below_B
-    trust = trusted(config.trust, log_w_B, _advantage(cache), limit)
+    trust = trusted(config.trust, log_w_B, cache.advantage_B, limit)
     weighed = Corrected(
         torch.ones_like(actions.student_n),
         log_w_B[cache.sample_T],
@@ -165,7 +163,7 @@ def group_reward(config: Gepo, est: Estimator, cache: Cache, limit: Limit) -> Te
     )
     spread = Trusted(trust.surrogate_n[cache.sample_T], trust.stopped_n[cache.sample_T])
     loss_T = -spread.surrogate_n
-    term = _weighed(loss_T, actions, weighed, spread, _advantage(cache)[cache.sample_T])
+    term = _weighed(loss_T, actions, weighed, spread, cache.advantage_B[cache.sample_T])
     return _penalised(term, config.kl, actions)
 
 
@@ -237,11 +235,6 @@ def unweighed(loss_T: torch.Tensor) -> TermLoss:
 def _valued(value_n: torch.Tensor, surrogate_n: torch.Tensor) -> torch.Tensor:
     """Return the value of one with the gradient of the other."""
     return value_n.detach() + surrogate_n - surrogate_n.detach()
-
-
-def _advantage(cache: Cache) -> torch.Tensor:
-    assert cache.advantage_B is not None, "rewards come with the batch"
-    return cache.advantage_B
 
 
 def _penalised(term: TermLoss, kl: KlPenalty | None, actions: Actions) -> TermLoss:

@@ -1,6 +1,6 @@
 """Measures how large the draw cache is, per response token, for every support.
 
-Bytes are those of the arrays as they are kept and sent to the learner (types.Draws and Sample): a
+Bytes are those of the arrays as they are kept and sent to the learner (DrawCache and Sample): a
 cached id costs 16 = 4 (id) + 4 (weight) + 4 (sampler log-prob) + 4 (teacher log-prob); a token
 costs 8 (its offset) + 8 (the index of its path token) + 4 (its response id) besides, and each
 sample 8 more (the last offset). Prompt tokens are not counted. The dense layout of 64 draws that
@@ -14,6 +14,8 @@ import numpy as np
 
 from megatron_opd.metrics.types import Sum
 from megatron_opd.types import Batch, Sample
+from sglang_bridge.columns import arrays_of
+from sglang_bridge.protocol import DrawCache
 
 
 class CacheSize:
@@ -56,14 +58,6 @@ class CacheSize:
 def cache_bytes(sample: Sample) -> int:
     """Return the bytes of one sample's arrays, its prompt excluded."""
     rollout = sample.rollout
-    draws = rollout.draws
-    arrays = (
-        rollout.response_ids_T,
-        draws.offsets_T1,
-        draws.ids_N,
-        draws.weight_N,
-        draws.sampler_logp_N,
-        draws.path_T,
-        sample.teacher_logp_N,
-    )
+    cached = arrays_of(rollout.draws, DrawCache).values()
+    arrays = (rollout.response_ids_T, sample.teacher_logp_N, *cached)
     return sum(array.nbytes for array in arrays)

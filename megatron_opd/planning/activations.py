@@ -30,12 +30,12 @@ from typing import Literal
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.spec import ModelSpec
 
-Kernels = Literal["transformer_engine", "local"]
+TransformerImpl = Literal["transformer_engine", "local"]
 BYTES = {"float32": 4, "bfloat16": 2}
 
 # The lean LM head's two float32 block buffers (losses/blocks.py): of 2**25 logits on a GPU, of
 # 2**21 on a CPU, which is where Megatron's local layers are used.
-LEAN_BLOCK_BYTES: dict[Kernels, int] = {
+LEAN_BLOCK_BYTES: dict[TransformerImpl, int] = {
     "transformer_engine": 2 * 4 * 2**25,
     "local": 2 * 4 * 2**21,
 }
@@ -52,7 +52,7 @@ class Shapes:
     parallel: ParallelConfig
     tokens: int
     element_bytes: int
-    kernels: Kernels
+    kernels: TransformerImpl
 
     @property
     def local(self) -> bool:

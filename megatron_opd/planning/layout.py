@@ -19,7 +19,7 @@ Axes = Sequence[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class RankGroups:
     """Lists all groups of one kind. use: what travels in them."""
 
     name: str
@@ -89,7 +89,7 @@ def expert_data_parallel(parallel: ParallelConfig) -> int:
     return stage // (parallel.ep * parallel.expert_tp)
 
 
-def rank_groups(parallel: ParallelConfig, moe: bool) -> list[Groups]:
+def rank_groups(parallel: ParallelConfig, moe: bool) -> list[RankGroups]:
     """Return each kind of communication group of the learner that has two ranks or more."""
     dense: Axes = (
         ("tp", parallel.tp),
@@ -115,7 +115,7 @@ def rank_groups(parallel: ParallelConfig, moe: bool) -> list[Groups]:
             ("etp", "tokens of an expert, each layer", expert, ("etp",)),
             ("expert dp", "expert gradients and weights, each step", expert, ("edp",)),
         ]
-    found = [Groups(name, use, _groups(axes, along)) for name, use, axes, along in kinds]
+    found = [RankGroups(name, use, _groups(axes, along)) for name, use, axes, along in kinds]
     return [groups for groups in found if groups.size > 1]
 
 

@@ -16,8 +16,8 @@ from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.planning.activations import (
     BYTES,
-    Kernels,
     Shapes,
+    TransformerImpl,
     boundary_bytes,
     head_bytes,
     layer_bytes,
@@ -74,7 +74,7 @@ def learner_memory(
     spec: ModelSpec,
     config: LearnerConfig,
     longest_sample: int,
-    kernels: Kernels = "transformer_engine",
+    kernels: TransformerImpl = "transformer_engine",
 ) -> list[StageMemory]:
     """Plan by pipeline stage, at its peak, with as many micro-batches as stages or more."""
     parallel = config.parallel

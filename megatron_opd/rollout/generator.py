@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-import numpy as np
-
 from megatron_opd.buffer.rejection import RolloutRejected
 from megatron_opd.config.sections import RolloutConfig
 from megatron_opd.config.supports import Support
 from megatron_opd.data.seeds import ROLLOUT, derived_seed
-from megatron_opd.types import Draws, Prompt, Rollout, VersionSpan
+from megatron_opd.types import Prompt, Rollout, VersionSpan
 from sglang_bridge.errors import BadReply, RequestAborted
-from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest
+from sglang_bridge.protocol import RolloutReply, RolloutRequest
 from sglang_bridge.retry import Backoff, is_lost_connection, retried
 
 ABORTED, EMPTY = "aborted", "empty_response"
@@ -112,7 +110,7 @@ class RolloutGenerator:
         return Rollout(
             prompt=prompt,
             response_ids_T=reply.output_ids_T,
-            draws=weighted(reply.draws),
+            draws=reply.draws,
             spans=tuple(VersionSpan(*span) for span in reply.spans),
             finish_reason=reply.finish_reason,
             started_s=started_s,
@@ -121,13 +119,3 @@ class RolloutGenerator:
             restarts=restarts,
             experts_XLk=reply.experts_XLk,
         )
-
-
-def weighted(cache: DrawCache) -> Draws:
-    """Turn the server's cache into weighted draws.
-
-    The path token counts as one draw where nothing else was selected.
-    """
-    selected = cache.num_atoms > 0 or cache.num_draws > 0
-    weight_N = cache.weight_N if selected else np.ones(len(cache.ids_N), dtype=np.float32)
-    return Draws(cache.offsets_T1, cache.ids_N, weight_N, cache.logp_N, cache.path_T)

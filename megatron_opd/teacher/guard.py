@@ -125,7 +125,7 @@ async def probe(
             temperature=temperature,
         )
         scores = await retried(lambda _: server.score(request), backoff)
-        return draws.logp_N, scores.logp_N, scores.logp_N[draws.path_T]
+        return draws.sampler_logp_N, scores.logp_N, scores.logp_N[draws.path_T]
 
     pairs = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))
     gap_N = np.concatenate([np.abs(sampled - scored) for sampled, scored, _ in pairs])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_opd.types import Draws, IntArray
+from megatron_opd.types import IntArray
 from sglang_bridge.protocol import DrawCache, ScoreRequest
 
 
@@ -12,7 +12,7 @@ def score_request(
     rid: str,
     prompt_ids_P: IntArray,
     response_ids_T: IntArray,
-    cached: Draws | DrawCache,
+    cached: DrawCache,
     *,
     temperature: float,
     num_atoms: int = 0,

@@ -18,9 +18,9 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.sections import ScoringConfig
 from megatron_opd.data.seeds import SCORE, derived_seed
 from megatron_opd.teacher.requests import score_request
-from megatron_opd.types import Draws, FloatArray, Rollout, Sample
+from megatron_opd.types import FloatArray, Rollout, Sample
 from sglang_bridge.errors import BadReply, BridgeError
-from sglang_bridge.protocol import ScoreReply, ScoreRequest, Selection
+from sglang_bridge.protocol import DrawCache, ScoreReply, ScoreRequest, Selection
 from sglang_bridge.retry import Backoff, is_transient, retried
 
 BAD_REPLY, UNREACHABLE, REFUSED = "teacher_bad_reply", "teacher_unreachable", "teacher_refused"
@@ -121,7 +121,7 @@ class FleetScorer:
         )
 
 
-def selected(path: Draws, selection: Selection) -> Draws:
+def selected(path: DrawCache, selection: Selection) -> DrawCache:
     """Join the teacher's selection with the path, which is all that `path` holds.
 
     weight_N: of the selection (0 for a path token that it does not hold). sampler_logp_N: known on
@@ -135,7 +135,14 @@ def selected(path: Draws, selection: Selection) -> Draws:
         raise ScoreRejected(MISSHAPEN, f"the selection is not of these {path.num_tokens} tokens")
     sampler_logp_N = np.full(len(selection.ids_N), np.nan, dtype=np.float32)
     sampler_logp_N[path_T] = path.sampler_logp_N[path.path_T]
-    return Draws(selection.offsets_T1, selection.ids_N, selection.weight_N, sampler_logp_N, path_T)
+    return replace(
+        path,
+        offsets_T1=selection.offsets_T1,
+        ids_N=selection.ids_N,
+        path_T=path_T,
+        weight_N=selection.weight_N,
+        sampler_logp_N=sampler_logp_N,
+    )
 
 
 def checked(logp_N: FloatArray, num_ids: int) -> FloatArray:

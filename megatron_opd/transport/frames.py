@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_opd.batching.plan import RankPlan
-from megatron_opd.batching.rank_batch import RankBatch
+from megatron_opd.columns import COLUMNS, RankBatch, RankPlan
 from megatron_opd.config.schema import Config
 from megatron_opd.types import ExpertArray
+from sglang_bridge.columns import arrays_of, axis_of
 
 MIN_FRAME_BYTES = 64 * 2**20
 """Smallest limit on a frame, for requests without a batch: the slices to digest of a model of a
@@ -31,29 +31,9 @@ def largest_frame_bytes(config: Config, vocab_size: int, experts_per_input: int)
     return max(MIN_FRAME_BYTES, items * WIDEST_ITEM)
 
 
-# Column -> dtype on the wire: the order of the raw frames.
-COLUMNS: dict[str, np.dtype[Any]] = {
-    "ids": np.dtype(np.int32),
-    "prompt_B": np.dtype(np.int64),
-    "response_B": np.dtype(np.int64),
-    "count_T": np.dtype(np.int64),
-    "path_T": np.dtype(np.int64),
-    "version_T": np.dtype(np.int32),
-    "ids_N": np.dtype(np.int32),
-    "weight_N": np.dtype(np.float32),
-    "sampler_logp_N": np.dtype(np.float32),
-    "teacher_logp_N": np.dtype(np.float32),
-    "advantage_B": np.dtype(np.float64),
-    "group_log_q_B": np.dtype(np.float64),
-    "defensive_B": np.dtype(np.float64),
-    "reward_B": np.dtype(np.float32),
-}
-PER_SAMPLE = ("response_B", "advantage_B", "group_log_q_B", "defensive_B", "reward_B")
-
-
 def to_frames(batch: RankBatch) -> list[memoryview]:
     """Return the columns' raw bytes, not copied; last the routed experts and their type."""
-    frames = [memoryview(getattr(batch, name)).cast("B") for name in COLUMNS]
+    frames = [memoryview(column).cast("B") for column in arrays_of(batch, RankBatch).values()]
     experts = batch.experts_XLk
     if experts is None:
         return [*frames, memoryview(b""), memoryview(b"")]
@@ -72,24 +52,13 @@ def from_frames(
         for (name, dtype), frame in zip(COLUMNS.items(), frames[:-2], strict=True)
     }
     experts = _read_experts(*frames[-2:])
-    batch = RankBatch(
-        update=update,
-        version=version,
-        plan=plan,
-        experts_XLk=experts,
-        **columns,  # type: ignore[arg-type]
-    )
-    tokens, ids = int(batch.response_B.sum()), int(batch.count_T.sum())
-    lengths = {
-        "ids": int(batch.prompt_B.sum()) + tokens,
-        **dict.fromkeys(PER_SAMPLE, len(batch.prompt_B)),
-        **dict.fromkeys(("count_T", "path_T", "version_T"), tokens),
-        **dict.fromkeys(("ids_N", "weight_N", "sampler_logp_N", "teacher_logp_N"), ids),
-    }
-    for name, needed in lengths.items():
-        if len(columns[name]) != needed:
-            raise ValueError(f"column {name} must have length {needed}, got {len(columns[name])}")
-    inputs = len(batch.ids) - len(batch.prompt_B)
+    batch = RankBatch(update=update, version=version, plan=plan, experts_XLk=experts, **columns)
+    lengths = batch.lengths()
+    for name, column in columns.items():
+        needed = lengths[axis_of(name)]
+        if len(column) != needed:
+            raise ValueError(f"column {name} must have length {needed}, got {len(column)}")
+    inputs = len(batch.ids_S) - len(batch.prompt_B)
     if experts is not None and len(experts) != inputs:
         raise ValueError(f"column experts_XLk must have length {inputs}, got {len(experts)}")
     return batch

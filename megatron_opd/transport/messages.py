@@ -1,7 +1,7 @@
 """Defines the records that travel between controller and learner; msgspec, never pickle.
 
 A message is one header frame (a record below, tagged with its name) and, for Train, one raw frame
-per column of the RankBatch, in the order of rank_batch.COLUMNS. Whatever arrives is read by
+per column of the RankBatch, in the order of columns.COLUMNS. Whatever arrives is read by
 `decode_request` or `decode_reply`, which raise BadMessage and nothing else.
 """
 

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import zmq
 import zmq.asyncio
 
-from megatron_opd.batching.rank_batch import RankBatch
 from megatron_opd.checkpoint.run_lock import Claim
+from megatron_opd.columns import RankBatch
 from megatron_opd.config.schema import Config
 from megatron_opd.transport.frames import to_frames
 from megatron_opd.transport.gate import Gate, Refusals, guard_socket

@@ -8,8 +8,7 @@ that SGLang's sampler (and its other ranks) see the same random numbers with and
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from sglang_bridge import wire
+from sglang_bridge.columns import axis_of
 from sglang_bridge.server import compat, seeded
 from sglang_bridge.server.rows import build_rows
 from sglang_bridge.server.sampling import Behaviour, behaviour
@@ -25,6 +25,8 @@ from sglang_bridge.server.selection import Selected, Wanted, select
 from sglang_bridge.server.transfer import to_device
 
 RECORD = "_bridge_draws"
+_DTYPES = {name: np.dtype(dtype) for name, dtype in wire.DRAW_FIELDS.items()}
+_RAGGED = {name: axis_of(name) == "N" for name in wire.DRAW_FIELDS}
 
 
 def support_of(req: Any) -> tuple[int, int] | None:
@@ -39,47 +41,48 @@ def support_of(req: Any) -> tuple[int, int] | None:
 class DrawRecord:
     """Holds the rows of one request so far, as growing raw buffers (12 bytes an id, 4 a token).
 
-    versions: [(version, index of its first token)], run-length coded.
+    columns: by name, the arrays of wire.DRAW_FIELDS. versions: [(version, index of its first
+    token)], run-length coded.
     """
 
     num_atoms: int
     num_draws: int
-    length_T: array[int] = field(default_factory=lambda: array("H"))
-    path_T: array[int] = field(default_factory=lambda: array("H"))
-    ids_N: bytearray = field(default_factory=bytearray)
-    weight_N: bytearray = field(default_factory=bytearray)
-    logp_N: bytearray = field(default_factory=bytearray)
+    columns: dict[str, bytearray] = field(
+        default_factory=lambda: {name: bytearray() for name in wire.DRAW_FIELDS}
+    )
     versions: list[tuple[str, int]] = field(default_factory=list)
 
-    def append(self, index: int, row: HostRow, version: str) -> None:
-        """Stores output token `index`.
+    @property
+    def num_tokens(self) -> int:
+        """Returns the number of output tokens held."""
+        return len(self.columns["length_T"]) // _DTYPES["length_T"].itemsize
+
+    def append(self, index: int, row: Mapping[str, np.ndarray], version: str) -> None:
+        """Stores output token `index`; row: its part of every column, in the column's type.
 
         An index already held restarts from there; a gap is an error.
         """
-        if index > len(self.length_T):
-            raise RuntimeError(
-                f"draws of output token {len(self.length_T)} were lost (got {index})"
-            )
-        if index < len(self.length_T):
+        held = self.num_tokens
+        if index > held:
+            raise RuntimeError(f"draws of output token {held} were lost (got {index})")
+        if index < held:
             self._truncate(index)
-        self.length_T.append(len(row.ids_R))
-        self.path_T.append(row.path)
-        self.ids_N += row.ids_R.tobytes()
-        self.weight_N += row.weight_R.tobytes()
-        self.logp_N += row.logp_R.tobytes()
+        for name, column in self.columns.items():
+            column += row[name].tobytes()
         if not self.versions or self.versions[-1][0] != version:
             self.versions.append((version, index))
 
     def _truncate(self, length: int) -> None:
-        kept = 4 * sum(self.length_T[:length])
-        del self.length_T[length:], self.path_T[length:]
-        del self.ids_N[kept:], self.weight_N[kept:], self.logp_N[kept:]
+        lengths_T = np.frombuffer(bytes(self.columns["length_T"]), _DTYPES["length_T"])
+        kept = {"T": length, "N": int(lengths_T[:length].sum())}
+        for name, column in self.columns.items():
+            del column[kept[axis_of(name)] * _DTYPES[name].itemsize :]
         self.versions = [(version, start) for version, start in self.versions if start < length]
 
     def payload(self) -> dict[str, Any]:
         """Returns what the client parses: base64 of every buffer, and the version runs."""
         return {
-            **{name: wire.pack(bytes(getattr(self, name))) for name in wire.DRAW_FIELDS},
+            **{name: wire.pack(column) for name, column in self.columns.items()},
             "num_atoms": self.num_atoms,
             "num_draws": self.num_draws,
             "versions": [list(run) for run in self.versions],
@@ -87,33 +90,31 @@ class DrawRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class HostRow:
-    """Holds one token's row: ids int32, weights and logp float32, the path token's column."""
-
-    ids_R: np.ndarray
-    weight_R: np.ndarray
-    logp_R: np.ndarray
-    path: int
-
-
-@dataclass(frozen=True, slots=True)
 class HostRows:
-    """Holds a step's rows after their copy to the host (SGLang's HostAuxiliaryOutput)."""
+    """Holds a step's rows after their copy to the host (SGLang's HostAuxiliaryOutput).
+
+    tensors: by the names of wire.DRAW_FIELDS; an N is [B, R], of which a row uses length_T, a T is
+    [B].
+    """
 
     tensors: dict[str, torch.Tensor]
     version: str
 
     def consume(self, batch: Any, commits: list[Any]) -> None:
         """Appends each newly visible token to its request's record; called before streaming."""
-        length_B = self.tensors["length"].numpy()
-        arrays = [self.tensors[name].numpy() for name in ("ids", "weight", "logp")]
-        path_B = self.tensors["path"].numpy()
+        arrays = {
+            name: self.tensors[name].numpy().astype(dtype, copy=False)
+            for name, dtype in _DTYPES.items()
+        }
+        length_B = arrays["length_T"].tolist()
         for i, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
             support = support_of(req)
             if commit is None or support is None:
                 continue
-            ids_R, weight_R, logp_R = (values[i, : length_B[i]] for values in arrays)
-            row = HostRow(ids_R, weight_R, logp_R, int(path_B[i]))
+            row = {
+                name: values[i, : length_B[i]] if _RAGGED[name] else values[i : i + 1]
+                for name, values in arrays.items()
+            }
             record = compat.record_of(req, RECORD, lambda s=support: DrawRecord(*s))
             record.append(commit.output_index, row, self.version)
 
@@ -203,10 +204,10 @@ class DrawObserver:
         path_B = token_ids.to(torch.int64)
         rows = build_rows(selected, path_B[:, None])
         tensors = {
-            "ids": rows.ids_BR.to(torch.int32),
-            "weight": rows.weight_BR,
-            "logp": rows.logp(policy),
-            "path": rows.column_of(path_B).to(torch.int32),
-            "length": rows.length_B.to(torch.int32),
+            "length_T": rows.length_B.to(torch.int32),
+            "path_T": rows.column_of(path_B).to(torch.int32),
+            "ids_N": rows.ids_BR.to(torch.int32),
+            "weight_N": rows.weight_BR,
+            "sampler_logp_N": rows.logp(policy),
         }
         return DeviceRows(tensors, compat.weight_version())

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_opd.types import Batch, Draws, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
+from sglang_bridge.protocol import DrawCache
 
 
 def load_float64(model: Path) -> torch.nn.Module:
@@ -39,13 +40,13 @@ def response_logp(model: torch.nn.Module, sample: Sample, temperature: float = 1
     return torch.log_softmax(logits, -1)[first : first + len(response)]
 
 
-def row_N(draws: Draws) -> torch.Tensor:
+def row_N(draws: DrawCache) -> torch.Tensor:
     return torch.repeat_interleave(
         torch.arange(draws.num_tokens), torch.tensor(np.diff(draws.offsets_T1))
     )
 
 
-def chosen(logp_TV: torch.Tensor, draws: Draws) -> torch.Tensor:
+def chosen(logp_TV: torch.Tensor, draws: DrawCache) -> torch.Tensor:
     return logp_TV[row_N(draws), torch.tensor(draws.ids_N, dtype=torch.int64)]
 
 
@@ -67,12 +68,12 @@ def make_batch(
         unhit = path[(counts > 1) & (rng.random(num_tokens) < 0.3)]
         weight[unhit] = 0
         weight /= np.repeat(np.add.reduceat(weight, offsets[:-1]), counts)
-        draws = Draws(
-            offsets,
-            np.concatenate(ids).astype(np.int32),
-            weight.astype(np.float32),
-            np.zeros(offsets[-1], np.float32),
-            path,
+        draws = DrawCache(
+            offsets_T1=offsets,
+            ids_N=np.concatenate(ids).astype(np.int32),
+            path_T=path,
+            weight_N=weight.astype(np.float32),
+            sampler_logp_N=np.zeros(offsets[-1], np.float32),
         )
         rollout = Rollout(
             Prompt(uid, "", rng.integers(2, vocab, num_prompt).astype(np.int32)),

@@ -12,7 +12,8 @@ from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.planning.activations import BYTES, Shapes, boundary_bytes, layer_bytes
 from megatron_opd.planning.layout import in_flight_chunks, rank_groups, stage_layers
 from megatron_opd.planning.learner import learner_memory
-from megatron_opd.types import Batch, Draws, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
+from sglang_bridge.protocol import DrawCache
 from tests.dist import planning_jobs
 from tests.dist.worlds import run_world
 from tests.support.figures import bounded, relative
@@ -44,12 +45,12 @@ def plain_sample(uid: int) -> Sample:
     """A prompt of 57 tokens and a response of 200, one cached action a token."""
     count = 200
     ids_N = np.arange(count, dtype=np.int32) + 2
-    draws = Draws(
-        np.arange(count + 1, dtype=np.int64),
-        ids_N,
-        np.ones(count, np.float32),
-        np.full(count, -3, np.float32),
-        np.arange(count),
+    draws = DrawCache(
+        offsets_T1=np.arange(count + 1, dtype=np.int64),
+        ids_N=ids_N,
+        path_T=np.arange(count),
+        weight_N=np.ones(count, np.float32),
+        sampler_logp_N=np.full(count, -3, np.float32),
     )
     prompt = Prompt(uid, "", np.arange(57, dtype=np.int32) + 2)
     rollout = Rollout(prompt, ids_N, draws, (VersionSpan(0, 0, count),), "stop", 0.0, 1.0)

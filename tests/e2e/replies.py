@@ -38,7 +38,7 @@ def span_error(
     logp = log_softmax(logits[prompt - 1 + start : prompt - 1 + stop])
     row = slice(draws.offsets_T1[start], draws.offsets_T1[stop])
     row_N = np.repeat(np.arange(stop - start), np.diff(draws.offsets_T1[start : stop + 1]))
-    return float(np.abs(logp[row_N, draws.ids_N[row]] - draws.logp_N[row]).max())
+    return float(np.abs(logp[row_N, draws.ids_N[row]] - draws.sampler_logp_N[row]).max())
 
 
 def routed(model: torch.nn.Module, ids: list[int], topk: int) -> tuple[np.ndarray, np.ndarray]:

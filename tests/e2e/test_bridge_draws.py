@@ -40,27 +40,28 @@ def reference(student_model: Path):
 
 
 def worst_errors(
-    logits_TV: np.ndarray, reply: RolloutReply, temperature: float, top_p: float, thin: bool
+    logits_TV: np.ndarray, reply: RolloutReply, request: RolloutRequest
 ) -> tuple[float, float]:
     """Largest errors of cached log-probs (nats) and of weights (relative).
 
-    A tie at the top-p cut may fall on either side. thin: rows hold ceil(draws * tail mass) draws.
+    A tie at the top-p cut may fall on either side. Thin rows hold ceil(draws * tail mass) draws; a
+    path alone is one draw.
     """
-    draws = reply.draws
+    draws, top_p, num_atoms = reply.draws, request.top_p, request.num_atoms
+    num_draws = request.num_draws if request.selects else 1
     worst = [0.0, 0.0]
     for t, logits_V in enumerate(logits_TV):
         row = slice(draws.offsets_T1[t], draws.offsets_T1[t + 1])
-        ids, weight, logp = draws.ids_N[row], draws.weight_N[row], draws.logp_N[row]
+        ids, weight, logp = draws.ids_N[row], draws.weight_N[row], draws.sampler_logp_N[row]
         cuts = [top_p] if top_p == 1 else [top_p - 3e-6, top_p, top_p + 3e-6]
         errors = []
         for cut in cuts:
-            exact_V = behaviour_logp(logits_V, temperature, cut)
-            support = (draws.num_atoms, draws.num_draws)
-            counts = thin_draws(exact_V, *support) if thin else {draws.num_draws}
+            exact_V = behaviour_logp(logits_V, request.temperature, cut)
+            counts = thin_draws(exact_V, num_atoms, num_draws) if request.thin else {num_draws}
             errors += [
                 (
                     np.abs(exact_V[ids] - logp).max(),
-                    selection_error(exact_V, ids, weight, draws.num_atoms, count),
+                    selection_error(exact_V, ids, weight, num_atoms, count),
                 )
                 for count in counts
             ]
@@ -100,12 +101,11 @@ def test_every_support_is_of_the_sampling_distribution(
     ):
         prompt = len(request.input_ids)
         logits = reference_logits(reference, [*request.input_ids, *reply.output_ids_T.tolist()])
-        how = (temperature, top_p, request.thin)
-        nats, relative = worst_errors(logits[prompt - 1 : -1], reply, *how)
+        nats, relative = worst_errors(logits[prompt - 1 : -1], reply, request)
         bounded("draws: log-probs against transformers (nats)", nats, TOLERANCE, request.rid)
         bounded("draws: weights against transformers (relative)", relative, 5e-5, request.rid)
         # One row off must not pass, or this test sees nothing.
-        shifted, unlike = worst_errors(logits[prompt - 2 : -2], reply, *how)
+        shifted, unlike = worst_errors(logits[prompt - 2 : -2], reply, request)
         assert shifted > 0.1
         assert unlike > 1e-2 or request.num_atoms == 0
         if (request.num_atoms, top_p) == (VOCAB_SIZE, 1.0):
@@ -134,11 +134,10 @@ def test_draws_follow_the_exact_distribution(
     tail_V = probs_V.copy()
     tail_V[np.argsort(-probs_V)[:6]] = 0
     weight_2V, paths_V = np.zeros((2, len(probs_V))), np.zeros(len(probs_V))
-    for reply in generate_all(student_server.spec.url, requests):
-        draws = reply.draws
-        np.add.at(
-            weight_2V[int(draws.num_atoms > 0)], draws.ids_N, draws.weight_N * draws.num_draws
-        )
+    replies = generate_all(student_server.spec.url, requests)
+    for request, reply in zip(requests, replies, strict=True):
+        draws, hits_V = reply.draws, weight_2V[int(request.num_atoms > 0)]
+        np.add.at(hits_V, draws.ids_N, draws.weight_N * request.num_draws)
         paths_V[reply.output_ids_T[0]] += 1
     tail_hits_V = np.where(tail_V > 0, weight_2V[1], 0) / tail_V.sum()
     bounded(
@@ -219,7 +218,7 @@ def test_greedy_draws_are_the_argmax(student_server: ServerProcess, reference, n
     assert reply.output_ids_T.tolist() == logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
     assert reply.draws.ids_N.tolist() == reply.output_ids_T.tolist()
     assert (reply.draws.weight_N == 1).all()
-    assert np.abs(reply.draws.logp_N).max() < TOLERANCE
+    assert np.abs(reply.draws.sampler_logp_N).max() < TOLERANCE
 
 
 def test_plain_generation_has_no_draws_and_keeps_its_versions(student_server: ServerProcess):

@@ -142,7 +142,7 @@ def test_scores_beside_generation(teacher_server: ServerProcess, reference):
         logits = reference_logits(reference, [*range(2, 40), *reply.output_ids_T.tolist()])
         logp = log_softmax(logits[37:-1])
         row_N = np.repeat(np.arange(len(reply.output_ids_T)), np.diff(reply.draws.offsets_T1))
-        assert np.abs(logp[row_N, reply.draws.ids_N] - reply.draws.logp_N).max() < TOLERANCE
+        assert np.abs(logp[row_N, reply.draws.ids_N] - reply.draws.sampler_logp_N).max() < TOLERANCE
     for request, reply in zip(scored, replies[len(sampled) :], strict=True):
         error = np.abs(reply.logp_N - expected_scores(reference, request)).max()
         bounded(SCORES, error, TOLERANCE, request.rid)

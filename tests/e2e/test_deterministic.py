@@ -52,7 +52,7 @@ async def sampled(client: ServerClient, index: int, top_p: float = 1.0, seed: in
     draws = reply.draws
     assert draws is not None
     assert reply.experts_XLk is not None
-    arrays = (draws.offsets_T1, draws.ids_N, draws.weight_N, draws.logp_N)
+    arrays = (draws.offsets_T1, draws.ids_N, draws.weight_N, draws.sampler_logp_N)
     everything = (reply.output_ids_T, reply.experts_XLk, *arrays)
     return b"|".join(array.tobytes() for array in everything)
 

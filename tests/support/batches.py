@@ -2,10 +2,11 @@
 
 import numpy as np
 
-from megatron_opd.batching.rank_batch import RankBatch
 from megatron_opd.batching.shares import shares
+from megatron_opd.columns import RankBatch
 from megatron_opd.transport import messages as m
-from megatron_opd.types import Batch, Draws, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
+from sglang_bridge.protocol import DrawCache
 from tests.support.wire import config
 
 FIGURES = m.UpdateMetrics(0, *(1.5,) * 3, 1, 1, 1, 0.0, 0.0, 0, *(1.0,) * 5, 1)
@@ -14,7 +15,7 @@ FIGURES = m.UpdateMetrics(0, *(1.5,) * 3, 1, 1, 1, 0.0, 0.0, 0, *(1.0,) * 5, 1)
 def make_sample(uid: int, tokens: int, version: int = 0) -> Sample:
     """Row t holds the ids t and t + 1; the path alternates between them."""
     rng = np.random.default_rng(uid)
-    draws = Draws(
+    draws = DrawCache(
         offsets_T1=np.arange(tokens + 1, dtype=np.int64) * 2,
         ids_N=np.stack([np.arange(tokens), np.arange(tokens) + 1], 1).flatten().astype(np.int32),
         weight_N=np.full(2 * tokens, 0.5, np.float32),

@@ -23,7 +23,8 @@ SELECT_REQUEST = replace(SCORE_REQUEST, temperature=2.0, num_atoms=2, num_draws=
 
 def packed(arrays: dict[str, list]) -> dict[str, str]:
     """The arrays of a row table as they travel."""
-    return {name: wire.pack(np.array(v, wire.DRAW_FIELDS[name])) for name, v in arrays.items()}
+    kinds = wire.ROW_FIELDS | wire.DRAW_FIELDS
+    return {name: wire.pack(np.array(v, kinds[name])) for name, v in arrays.items()}
 
 
 def draws_payload() -> dict[str, Any]:
@@ -33,7 +34,7 @@ def draws_payload() -> dict[str, Any]:
         "path_T": [0, 0, 1],
         "ids_N": [5, 7, 9, 2, 5, 8],
         "weight_N": [0.25, 0.75, 1, 0.5, 0, 0.5],
-        "logp_N": [-1, -0.5, 0, -1, -2, -3],
+        "sampler_logp_N": [-1, -0.5, 0, -1, -2, -3],
     }
     return {
         **packed(arrays),

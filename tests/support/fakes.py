@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_opd.metrics.types import Accounting, Depths, Phase, WeightSyncReport
-from megatron_opd.types import Batch, Draws, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
+from sglang_bridge.protocol import DrawCache
 
 Result = TypeVar("Result")
 
@@ -62,7 +63,7 @@ def make_rollout(
     """Two ids a row, the path token first; in every second row no draw hit the second id."""
     num_tokens = spans[-1].stop
     weight_N = np.tile(np.array([1.0, 0.0, 0.25, 0.75], np.float32), num_tokens)[: 2 * num_tokens]
-    draws = Draws(
+    draws = DrawCache(
         offsets_T1=np.arange(num_tokens + 1, dtype=np.int64) * 2,
         ids_N=np.tile(np.array([4, 9], np.int32), num_tokens),
         weight_N=weight_N,

@@ -13,9 +13,11 @@ import torch
 from pydantic import ValidationError
 
 from megatron_opd.batching.advantages import columns_of
+from megatron_opd.columns import GroupColumns
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.vocab_parallel import gather_logp
+from sglang_bridge.columns import dtypes
 
 Row = dict[int, float]
 """What one token caches: id -> weight."""
@@ -98,6 +100,13 @@ def flat(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     )
 
 
+def ungrouped_cache(num_samples: int, **columns: Any) -> Cache:
+    """A cache of responses whose group columns are 0, but for those that are named."""
+    zero_B = torch.zeros(num_samples, dtype=torch.float64)
+    groups = dict.fromkeys(dtypes(GroupColumns), zero_B)
+    return Cache(**(groups | columns))
+
+
 def cache_of(est: Estimator, case: Problem, rows: list[Row], student_N: torch.Tensor) -> Cache:
     """What the learner hands to the loss; group columns are the project's own."""
     row_N, id_N, weight_N = flat(rows)
@@ -124,7 +133,6 @@ def cache_of(est: Estimator, case: Problem, rows: list[Row], student_N: torch.Te
         row_N=row_N,
         path_T=on_path.nonzero()[:, 0],
         sample_T=torch.tensor(sample),
-        num_samples=len(case.lengths),
         prox_logp_N=case.prox_TV[row_N, id_N] if est.applied_correction.prox else None,
         advantage_B=torch.tensor(columns.advantage_B),
         group_log_q_B=torch.tensor(columns.group_log_q_B),

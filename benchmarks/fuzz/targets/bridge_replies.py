@@ -16,7 +16,7 @@ from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import Maker, damaged_tree, json_bytes
 from sglang_bridge import parse, wire
 from sglang_bridge.errors import BadReply, RequestAborted
-from sglang_bridge.protocol import RolloutReply, RolloutRequest, ScoreRequest, Selection
+from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest, ScoreRequest, Selection
 
 URL = "http://127.0.0.1:1"
 VOCAB_SIZE = 64
@@ -119,7 +119,9 @@ def _rollout_fault(request: RolloutRequest, reply: Any, found: RolloutReply) -> 
     for t, (start, stop) in enumerate(pairwise(draws.offsets_T1.tolist())):
         if not start <= path[t] < stop:
             return "a path token of another row"
-    return _table_fault(draws, len(ids), request.num_atoms, request.num_draws, set(path))
+    num_draws = request.num_draws if request.selects else 1  # a path alone is one draw
+    logp = draws.sampler_logp_N.tolist()
+    return _table_fault(draws, logp, len(ids), request.num_atoms, num_draws, set(path))
 
 
 def _scores_fault(request: ScoreRequest, found: Any) -> str | None:
@@ -135,15 +137,22 @@ def _scores_fault(request: ScoreRequest, found: Any) -> str | None:
         return "the ids given are not where they should be"
     given = set(selected.given_N.tolist())
     atoms, draws = request.num_atoms, request.num_draws
-    return _table_fault(selected, request.num_tokens, atoms, draws, given, of_one=False)
+    logp = selected.logp_N.tolist()
+    return _table_fault(selected, logp, request.num_tokens, atoms, draws, given, of_one=False)
 
 
 def _table_fault(
-    table: Any | Selection, rows: int, atoms: int, draws: int, forced: set[int], of_one: bool = True
+    table: DrawCache | Selection,
+    logp: list[float],
+    rows: int,
+    atoms: int,
+    draws: int,
+    forced: set[int],
+    of_one: bool = True,
 ) -> str | None:
     """of_one: whether all log-probs of a row are from one answer of the server."""
     offsets, ids = table.offsets_T1.tolist(), table.ids_N.tolist()
-    weights, logp = table.weight_N.tolist(), table.logp_N.tolist()
+    weights = table.weight_N.tolist()
     if len(offsets) != rows + 1 or offsets[0] != 0 or offsets[-1] != len(ids):
         return "rows that are not those of the response"
     if not len(ids) == len(weights) == len(logp):
@@ -172,8 +181,10 @@ def _table_fault(
 
 
 def table(rng: Random, ids: list[int] | None, rows: int, atoms: int, draws: int) -> dict[str, Any]:
-    """Arrays of a valid table, as lists."""
-    found: dict[str, Any] = {name: [] for name in wire.DRAW_FIELDS}
+    """Arrays of a valid table, as lists; ids: the path's, None for a selection."""
+    fields = wire.ROW_FIELDS if ids is None else wire.DRAW_FIELDS
+    found: dict[str, Any] = {name: [] for name in fields}
+    logp = "logp_N" if ids is None else "sampler_logp_N"
     for row in range(rows):
         path = [] if ids is None else [ids[row]]
         chosen = rng.sample(range(VOCAB_SIZE), atoms + rng.randint(min(1, draws), draws))
@@ -183,8 +194,9 @@ def table(rng: Random, ids: list[int] | None, rows: int, atoms: int, draws: int)
         found["length_T"].append(len(every))
         found["ids_N"] += every
         found["weight_N"] += [share if i in chosen else 0.0 for i in every]
-        found["logp_N"] += [math.log(mass)] * len(every)
-        found["path_T"] += [every.index(i) for i in path]
+        found[logp] += [math.log(mass)] * len(every)
+        if ids is not None:
+            found["path_T"].append(every.index(ids[row]))
     return found
 
 
@@ -201,7 +213,7 @@ def packed(rng: Random, arrays: dict[str, Any], damage: bool) -> dict[str, Any]:
     name = rng.choice(list(arrays))
     out: dict[str, Any] = {}
     for key, values in arrays.items():
-        kind = np.dtype(wire.DRAW_FIELDS.get(key, "<u1"))
+        kind = np.dtype((wire.ROW_FIELDS | wire.DRAW_FIELDS).get(key, "<u1"))
         column = np.array(values, kind)
         if damage and key == name and len(column):
             at = rng.randrange(len(column))
@@ -249,7 +261,6 @@ def scores(rng: Random, kind: str, damage: bool) -> Any:
     payload = packed(rng, {"logp_N": [-1.0, -2.0, -0.5]}, damage and not request.selects)
     if request.selects:
         arrays = table(rng, None, request.num_tokens, request.num_atoms, request.num_draws)
-        del arrays["path_T"]
         counts = {"num_atoms": request.num_atoms, "num_draws": request.num_draws}
         payload[wire.SELECTION] = {**packed(rng, arrays, damage), **counts}
     return {"meta_info": {"id": "s", wire.PAYLOAD: [{wire.SCORES: payload}]}}

@@ -14,17 +14,18 @@ from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree
 from megatron_opd.controller.snapshot import ControllerState, place
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
-from megatron_opd.types import Draws, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.types import Prompt, Rollout, Sample, VersionSpan
+from sglang_bridge.protocol import DrawCache
 
 
 def rollout(uid: int, experts: bool = False) -> Rollout:
     """Three tokens, two cached ids each."""
-    draws = Draws(
-        np.array([0, 2, 4, 6]),
-        np.array([4, 9] * 3, np.int32),
-        np.array([1, 0] * 3, np.float32),
-        np.full(6, -0.5, np.float32),
-        np.array([0, 2, 4]),
+    draws = DrawCache(
+        offsets_T1=np.array([0, 2, 4, 6]),
+        ids_N=np.array([4, 9] * 3, np.int32),
+        path_T=np.array([0, 2, 4]),
+        weight_N=np.array([1, 0] * 3, np.float32),
+        sampler_logp_N=np.full(6, -0.5, np.float32),
     )
     prompt = Prompt(uid, "1+1=", np.array([5, 6], np.int32), "2", metadata={"a": [1, None]})
     visited = np.arange(4 * 2 * 1, dtype=np.uint8).reshape(4, 2, 1) if experts else None

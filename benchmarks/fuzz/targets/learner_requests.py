@@ -13,9 +13,10 @@ from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree
 from megatron_opd.batching.advantages import no_groups
 from megatron_opd.batching.checks import check_batch
-from megatron_opd.batching.rank_batch import RankBatch
+from megatron_opd.columns import COLUMNS, GroupColumns, RankBatch
 from megatron_opd.transport import messages as m
-from megatron_opd.transport.frames import COLUMNS, from_frames, to_frames
+from megatron_opd.transport.frames import from_frames, to_frames
+from sglang_bridge.columns import arrays_of
 from sglang_bridge.protocol import WeightPiece
 
 VOCAB_SIZE, NUM_EXPERTS = 64, 8
@@ -33,7 +34,7 @@ def call(frames: list[bytes]) -> Any:
 
 
 def oracle(frames: list[bytes], found: tuple[Any, RankBatch | None]) -> str | None:
-    """The columns are samples of this model, by the docstrings of RankBatch and Draws."""
+    """The columns are samples of this model, by the docstrings of RankBatch and DrawCache."""
     request, batch = found
     if m.decode_request(m.encode(request)) != request:
         return "a message is another one when it is sent on"
@@ -41,10 +42,10 @@ def oracle(frames: list[bytes], found: tuple[Any, RankBatch | None]) -> str | No
         return None
     prompts, responses = batch.prompt_B.tolist(), batch.response_B.tolist()
     counts, path = batch.count_T.tolist(), batch.path_T.tolist()
-    ids_N, ids = batch.ids_N.tolist(), batch.ids.tolist()
+    ids_N, ids = batch.ids_N.tolist(), batch.ids_S.tolist()
     if sorted(i for a in batch.plan for b in a for i in b) != list(range(len(prompts))):
         return "a plan of other samples"
-    if not prompts or len({len(prompts), len(responses), len(batch.reward_B)}) != 1:
+    if not prompts or len({len(prompts), len(responses), len(batch.advantage_B)}) != 1:
         return "columns of several lengths"
     if min(*prompts, *responses, *counts) < 1:
         return "a sample without tokens"
@@ -68,7 +69,7 @@ def _rows_fault(
     at = token = start = 0
     weights, logp = batch.weight_N.tolist(), batch.sampler_logp_N.tolist()
     for prompt, response in zip(batch.prompt_B.tolist(), responses, strict=True):
-        own = batch.ids[at + prompt : at + prompt + response].tolist()
+        own = batch.ids_S[at + prompt : at + prompt + response].tolist()
         at += prompt + response
         for i in own:
             stop = start + counts[token]
@@ -91,7 +92,7 @@ def _experts_fault(batch: RankBatch) -> str | None:
     found = batch.experts_XLk
     if found is None:
         return None
-    if len(found) != len(batch.ids) - len(batch.prompt_B) or int(found.max()) >= NUM_EXPERTS:
+    if len(found) != len(batch.ids_S) - len(batch.prompt_B) or int(found.max()) >= NUM_EXPERTS:
         return "experts of other inputs"
     return None
 
@@ -115,7 +116,7 @@ def batch(rng: Random) -> RankBatch:
     inputs = len(ids) - samples
     experts = np.array([rng.randrange(NUM_EXPERTS) for _ in range(4 * inputs)], np.uint8)
     columns: dict[str, Any] = {
-        "ids": ids,
+        "ids_S": ids,
         "prompt_B": prompts,
         "response_B": responses,
         "count_T": [len(row) for row in rows],
@@ -127,13 +128,12 @@ def batch(rng: Random) -> RankBatch:
         "teacher_logp_N": [-2.0] * len(flat),
     }
     arrays = {name: np.array(values, COLUMNS[name]) for name, values in columns.items()}
-    named = ("advantage_B", "group_log_q_B", "defensive_B", "reward_B")
     return RankBatch(
         update=3,
         version=4,
         plan=[[list(range(samples))]],
         **arrays,
-        **{name: getattr(groups, name) for name in named},
+        **arrays_of(groups, GroupColumns),
         experts_XLk=experts.reshape(inputs, 2, 2) if rng.random() < 0.4 else None,
     )
 

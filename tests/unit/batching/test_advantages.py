@@ -17,9 +17,11 @@ from megatron_opd.batching.advantages import (
     geometric_logp,
     group_columns,
     log_group_expectation,
+    rows_of,
 )
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.types import Draws, Sample, VersionSpan
+from megatron_opd.types import Sample, VersionSpan
+from sglang_bridge.protocol import DrawCache
 from tests.support.fakes import make_prompt, make_rollout
 from tests.support.figures import bounded
 
@@ -140,7 +142,13 @@ def test_a_response_of_thirty_thousand_tokens_stays_finite():
 
 def test_an_empty_response_has_an_empty_product():
     none, zeros = np.zeros(0, np.int64), np.zeros(0, np.float32)
-    draws = Draws(np.zeros(1, np.int64), none.astype(np.int32), zeros, zeros, none)
+    draws = DrawCache(
+        offsets_T1=np.zeros(1, np.int64),
+        ids_N=none.astype(np.int32),
+        path_T=none,
+        weight_N=zeros,
+        sampler_logp_N=zeros,
+    )
     rollout = make_rollout(make_prompt(0), (VersionSpan(0, 0, 1),))
     assert geometric_logp(replace(rollout, draws=draws)) == 0.0
 
@@ -150,18 +158,9 @@ def test_groups_are_runs_of_uids():
     columns = group_columns(estimator(type="grpo", advantage="leave_one_out"), batch, 2)
     assert columns.advantage_B.tolist() == [0.0, 0.0, 1.0, -1.0]
     assert columns.group_log_q_B.tolist() == columns.defensive_B.tolist() == [0.0] * 4
-    assert columns.reward_B.tolist() == [0.0, 0.0, 1.0, 0.0]
-    rows = columns.rows([2, 0])
+    rows = rows_of(columns, [2, 0])
     assert rows.advantage_B.tolist() == [1.0, 0.0]
-    assert rows.reward_B.dtype == np.float32
-
-
-def test_distillation_carries_rewards_for_the_metrics_alone():
-    batch = [sample(0, [-0.5], 1.0), sample(1, [-0.5], None)]
-    columns = group_columns(Estimator(), batch, 1)
-    assert columns.advantage_B.tolist() == [0.0, 0.0]
-    assert columns.reward_B[0] == 1
-    assert np.isnan(columns.reward_B[1])
+    assert rows.defensive_B.tolist() == [0.0, 0.0]
 
 
 def mixture(*terms: dict[str, object]) -> Estimator:

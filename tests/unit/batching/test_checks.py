@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from megatron_opd.batching.checks import check_batch
 from megatron_opd.batching.rank_batch import rank_batch
-from megatron_opd.transport.frames import COLUMNS, from_frames, to_frames
+from megatron_opd.columns import COLUMNS
+from megatron_opd.transport.frames import from_frames, to_frames
 from tests.support.batches import make_batch
 from tests.support.wire import safe
 
@@ -52,7 +53,7 @@ def test_damaged_columns_are_refused_with_one_error(data: st.DataObject):
 @pytest.mark.parametrize(
     ("column", "value", "words"),
     [
-        ("ids", 512, "column ids must be in 0..511, got"),
+        ("ids_S", 512, "column ids_S must be in 0..511, got"),
         ("ids_N", -1, "column ids_N must be in 0..511, got -1"),
         ("count_T", 0, "must"),
         ("path_T", 0, "column path_T must point into its own row"),
@@ -88,7 +89,7 @@ MOST = 2**63 - 1
         ("prompt_B", lambda v: [MOST, MOST, v.sum() + 2], "prompt_B must be in 1.."),
         ("response_B", lambda v: [MOST, MOST, v.sum() + 2], "response_B must be in 1.."),
         ("count_T", lambda v: [MOST, MOST, v[:3].sum() + 2, *v[3:]], "count_T must be in 1.."),
-        ("ids", lambda v: [*v[:-1], v[-1] + 1], "path_T must point to the response's own ids"),
+        ("ids_S", lambda v: [*v[:-1], v[-1] + 1], "path_T must point to the response's own ids"),
         ("ids_N", lambda v: [v[0], v[0], *v[2:]], "ids_N must rise inside a row, value 1"),
     ],
 )

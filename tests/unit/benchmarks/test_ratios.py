@@ -9,32 +9,35 @@ from benchmarks.ratios import ratios
 from benchmarks.ratios_rank import shares
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.learner.micro_batch import DistilMicro
+from megatron_opd.losses.cache import Unscored
 
 # Two responses of two tokens and one; the first token's path id was met by no draw.
 LOG_RATIO = torch.tensor([3.0, 0.5, -0.2, 6.0, 0.1])
 TEACHER = torch.tensor([-1.0, -2.0, -0.5, -9.0, -3.0])
 SAMPLER = torch.tensor([-5.0, -1.0, -0.7, -8.0, -2.0])
 WEIGHT = torch.tensor([0.0, 1.0, 63 / 64, 1 / 64, 1.0])
-MICRO: dict[str, Any] = {
-    "rows": None,
-    "row_N": torch.tensor([0, 0, 1, 1, 2]),
-    "id_N": torch.tensor([7, 9, 3, 4, 5]),
-    "weight_N": WEIGHT,
-    "sampler_logp_N": SAMPLER,
-    "teacher_logp_N": TEACHER,
-    "path_T": torch.tensor([0, 2, 4]),
-    "fresh_T": torch.tensor([True, False, True]),
-    "sample_T": torch.tensor([0, 0, 1]),
-    "advantage_B": torch.zeros(2),
-    "group_log_q_B": torch.zeros(2),
-    "defensive_B": torch.zeros(2),
-}
+ROWS: Any = None
+MICRO = DistilMicro(
+    rows=ROWS,
+    id_N=torch.tensor([7, 9, 3, 4, 5]),
+    fresh_T=torch.tensor([True, False, True]),
+    draws=Unscored(
+        row_N=torch.tensor([0, 0, 1, 1, 2]),
+        weight_N=WEIGHT,
+        sampler_logp_N=SAMPLER,
+        teacher_logp_N=TEACHER,
+        path_T=torch.tensor([0, 2, 4]),
+        sample_T=torch.tensor([0, 0, 1]),
+        advantage_B=torch.zeros(2),
+        group_log_q_B=torch.zeros(2),
+        defensive_B=torch.zeros(2),
+    ),
+)
 
 
 def test_pull_is_weight_times_ratio_times_advantage_and_nothing_without_weight():
-    micro = DistilMicro(**MICRO)
     student = SAMPLER + LOG_RATIO
-    found = shares(Estimator(), micro.cache(student, prox_is_student=False), micro)
+    found = shares(Estimator(), MICRO.cache(student, prox_is_student=False), MICRO)
     pull = (WEIGHT * LOG_RATIO.exp() * (TEACHER - student)).abs()
     assert found["pull_unweighed"] == 0
     assert found["pull"] == pytest.approx(float(pull.sum()), rel=1e-6)
@@ -51,8 +54,7 @@ def test_pull_is_weight_times_ratio_times_advantage_and_nothing_without_weight()
 
 
 def test_a_runs_figures_add_up():
-    micro = DistilMicro(**MICRO)
-    row = shares(Estimator(), micro.cache(SAMPLER + LOG_RATIO, prox_is_student=False), micro)
+    row = shares(Estimator(), MICRO.cache(SAMPLER + LOG_RATIO, prox_is_student=False), MICRO)
     once, twice = ratios([row]), ratios([row, row])
     assert twice["actions"] == 2 * once["actions"]
     assert twice["above"]["10.0"]["micro_batches"] == 2

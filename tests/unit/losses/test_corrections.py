@@ -19,7 +19,15 @@ from megatron_opd.config.corrections import (
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.corrections import FACTORS, correct
 from megatron_opd.losses.objective import evaluate
-from tests.support.loss_cases import accepted, cache_of, draw_rows, estimator, problem, student_logp
+from tests.support.loss_cases import (
+    accepted,
+    cache_of,
+    draw_rows,
+    estimator,
+    problem,
+    student_logp,
+    ungrouped_cache,
+)
 
 HUGE, TINY = 1e30, 1e-30
 EVERY = 5  # of the accepted estimators: enough of each kind
@@ -178,7 +186,7 @@ def test_a_response_of_30000_tokens_stays_finite(level: str, kind: str, shift: f
     )
     student_N = torch.full((tokens,), -3.0, dtype=torch.float32, requires_grad=True)
     index_T = torch.arange(tokens)
-    cache = Cache(
+    cache = ungrouped_cache(
         student_logp_N=student_N,
         sampler_logp_N=torch.full((tokens,), -3.0 - shift),
         teacher_logp_N=torch.full((tokens,), math.nan),

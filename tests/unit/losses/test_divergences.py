@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,14 @@ from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.divergences import DIVERGENCES, LOG_FLOOR, on_set
 from megatron_opd.losses.objective import evaluate
 from tests.support.figures import bounded
-from tests.support.loss_cases import cache_of, draw_rows, estimator, problem, student_logp
+from tests.support.loss_cases import (
+    cache_of,
+    draw_rows,
+    estimator,
+    problem,
+    student_logp,
+    ungrouped_cache,
+)
 from tests.support.loss_oracles import divergence_term, exact, pull
 
 DIRECT = [
@@ -41,7 +49,7 @@ def tiny_cache(
     teacher_N = torch.tensor(teacher, dtype=torch.float64)
     weight_N = torch.ones_like(teacher_N) if weight is None else torch.tensor(weight).double()
     zero = torch.zeros(1, dtype=torch.int64)
-    return Cache(
+    return ungrouped_cache(
         student_logp_N=student_N,
         sampler_logp_N=teacher_N.clamp(min=-50.0),
         teacher_logp_N=teacher_N,
@@ -197,7 +205,7 @@ def test_forward_kl_pulls_at_what_the_student_forbids(tree: dict, student: float
     q = math.log(0.5)
     cache = tiny_cache([student, -0.01], [q, q], [0.5, 0.5])
     if est.applied_correction.prox:
-        cache = Cache(**(vars(cache) | {"prox_logp_N": cache.student_logp_N.detach() - 0.1}))
+        cache = replace(cache, prox_logp_N=cache.student_logp_N.detach() - 0.1)
     evaluate(est, cache).loss_sum.backward()
     grad_N = cache.student_logp_N.grad
     assert grad_N is not None

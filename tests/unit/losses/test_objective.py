@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import evaluate
 from tests.support.figures import bounded
 from tests.support.loss_cases import (
@@ -23,6 +22,7 @@ from tests.support.loss_cases import (
     estimator,
     problem,
     student_logp,
+    ungrouped_cache,
 )
 from tests.support.loss_oracles import oracle
 
@@ -131,7 +131,7 @@ def test_float32_log_probs_get_float32_gradients():
 def test_a_teacher_score_that_is_no_number_spoils_the_loss():
     """Hidden, it would look like a batch that teaches nothing."""
     logp_N = torch.tensor([-0.5, -1.0], dtype=torch.float64)
-    cache = Cache(
+    cache = ungrouped_cache(
         student_logp_N=logp_N.clone().requires_grad_(),
         sampler_logp_N=logp_N,
         teacher_logp_N=torch.tensor([-0.5, torch.nan], dtype=torch.float64),

@@ -10,10 +10,9 @@ import torch
 
 from megatron_opd.config.load import ConfigError, load_config
 from megatron_opd.config.schema import Config
-from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import evaluate
 from tests.support.figures import bounded
-from tests.support.loss_cases import Problem, estimator
+from tests.support.loss_cases import Problem, estimator, ungrouped_cache
 from tests.support.loss_expectations import (
     PENALTIES,
     PENALTY_COEFFICIENT,
@@ -101,7 +100,7 @@ def test_k2_is_k3_and_only_k1_is_noisy_at_the_goal():
 def single(log_p: float, log_o: float, log_q: float, dtype: torch.dtype, kl: dict[str, Any]):
     """(loss, gradient with respect to log p) of one token."""
     student_N = torch.tensor([log_p], dtype=dtype, requires_grad=True)
-    cache = Cache(
+    cache = ungrouped_cache(
         student_logp_N=student_N,
         sampler_logp_N=torch.tensor([log_o], dtype=dtype),
         teacher_logp_N=torch.tensor([log_q], dtype=dtype),

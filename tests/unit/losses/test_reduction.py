@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import evaluate
 from tests.support.loss_cases import (
     SUPPORTS,
@@ -18,6 +17,7 @@ from tests.support.loss_cases import (
     estimator,
     problem,
     student_logp,
+    ungrouped_cache,
 )
 
 KINDS = [{"type": "token_mean"}, {"type": "sequence_mean"}, {"type": "fixed_length", "length": 7}]
@@ -60,7 +60,7 @@ def test_what_a_token_weighs(kind: dict):
     """Responses of 1 and 4 tokens (and one of none), each token's loss 1."""
     sample_T = torch.tensor([0, 2, 2, 2, 2])
     one_T = torch.ones(5, dtype=torch.float64)
-    cache = Cache(
+    cache = ungrouped_cache(
         student_logp_N=(-one_T).requires_grad_(),
         sampler_logp_N=-one_T,
         teacher_logp_N=-2 * one_T,
@@ -116,7 +116,7 @@ def test_dedup_with_weights_is_the_expanded_form(draws: list[list[int]], support
     own = case.student_TV.clone().requires_grad_()
     row_N = torch.tensor([t for t, row in enumerate(draws) for _ in row])
     id_N = torch.tensor([a for row in draws for a in row])
-    expanded = Cache(
+    expanded = ungrouped_cache(
         student_logp_N=torch.log_softmax(own, -1)[row_N, id_N],
         sampler_logp_N=case.sampler_TV[row_N, id_N],
         teacher_logp_N=case.teacher_TV[row_N, id_N],

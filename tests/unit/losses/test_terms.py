@@ -102,7 +102,6 @@ def test_weights_of_30000_token_responses_are_exact(
         row_N=index_T,
         path_T=index_T,
         sample_T=sample_T,
-        num_samples=2,
         advantage_B=torch.tensor(columns.advantage_B),
         group_log_q_B=torch.tensor(columns.group_log_q_B),
         defensive_B=torch.tensor(columns.defensive_B),

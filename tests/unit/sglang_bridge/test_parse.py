@@ -37,9 +37,8 @@ def test_rollout_is_read_exactly():
     assert draws.ids_N.tolist() == [5, 7, 9, 2, 5, 8]
     assert draws.weight_N.tolist() == [0.25, 0.75, 1, 0.5, 0, 0.5]
     assert draws.path_T.tolist() == [0, 2, 4]
-    assert (draws.num_atoms, draws.num_draws) == (0, 4)
-    dtypes = (draws.offsets_T1.dtype, draws.ids_N.dtype, draws.weight_N.dtype, draws.logp_N.dtype)
-    assert dtypes == (np.int64, np.int32, np.float32, np.float32)
+    arrays = (draws.offsets_T1, draws.ids_N, draws.weight_N, draws.sampler_logp_N)
+    assert [a.dtype for a in arrays] == [np.int64, np.int32, np.float32, np.float32]
 
 
 def test_plain_rollout_takes_the_engines_spans():
@@ -49,12 +48,17 @@ def test_plain_rollout_takes_the_engines_spans():
     assert reply.spans == ((3, 0, 3),)
 
 
-def test_a_path_only_rollout_has_one_id_of_no_weight_a_token():
+def test_a_path_only_rollout_has_one_draw_a_token():
     request = replace(REQUEST, num_draws=0, record=True)
     arrays = {"length_T": [1] * 3, "path_T": [0] * 3, "ids_N": [5, 9, 5], "weight_N": [0] * 3}
-    payload = {**draws_payload(), **packed({**arrays, "logp_N": [-1, -2, -3]}), "num_draws": 0}
+    payload = {
+        **draws_payload(),
+        **packed({**arrays, "sampler_logp_N": [-1, -2, -3]}),
+        "num_draws": 0,
+    }
     draws = parse_rollout(URL, rollout_reply(payload), request).draws
     assert (draws.ids_N.tolist(), draws.path_T.tolist()) == ([5, 9, 5], [0, 1, 2])
+    assert draws.weight_N.tolist() == [1, 1, 1]
     payload |= packed({"weight_N": [0, 0.5, 0]})
     with pytest.raises(BadReply, match="selects more than 0 atoms and 0 draws"):
         parse_rollout(URL, rollout_reply(payload), request)
@@ -64,7 +68,7 @@ def top_k(weights: list[float], num_atoms: int, logp: list[float] | None = None)
     """A reply of atoms alone; their log-probs are those of the weights unless others are given."""
     if logp is None:
         logp = np.log(np.maximum(weights, 1e-3)).tolist()
-    payload = draws_payload() | packed({"weight_N": weights, "logp_N": logp})
+    payload = draws_payload() | packed({"weight_N": weights, "sampler_logp_N": logp})
     return rollout_reply(payload | {"num_atoms": num_atoms, "num_draws": 0})
 
 
@@ -131,7 +135,7 @@ def set_array(name: str, values: list) -> Callable[[dict[str, Any]], None]:
 
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "array missing": (lambda p: p.pop("logp_N"), "logp_N: expected base64"),
+    "array missing": (lambda p: p.pop("sampler_logp_N"), "sampler_logp_N: expected base64"),
     "not base64": (lambda p: p.update(ids_N="***"), "ids_N"),
     "half an item": (lambda p: p.update(ids_N=wire.pack(b"abcde")), "not a whole number"),
     "fewer rows": (set_array("length_T", [2, 1]), "rows of 2 of 3 tokens"),
@@ -149,9 +153,9 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "undrawn id": (set_array("weight_N", [0.25, 0.75, 1, 1, 0, 0]), "not forced"),
     "negative weight": (set_array("weight_N", [1.5, -0.5, 1, 0.5, 0, 0.5]), "negative weights"),
     "nan weight": (set_array("weight_N", [1, np.nan, 1, 0.5, 0, 0.5]), "weight_N holds values"),
-    "nan": (set_array("logp_N", [-1, np.nan, 0, -1, -2, -3]), "not finite"),
-    "minus inf": (set_array("logp_N", [-1, -np.inf, 0, -1, -2, -3]), "not finite"),
-    "positive": (set_array("logp_N", [-1, 0.5, 0, -1, -2, -3]), "above 0"),
+    "nan": (set_array("sampler_logp_N", [-1, np.nan, 0, -1, -2, -3]), "not finite"),
+    "minus inf": (set_array("sampler_logp_N", [-1, -np.inf, 0, -1, -2, -3]), "not finite"),
+    "positive": (set_array("sampler_logp_N", [-1, 0.5, 0, -1, -2, -3]), "above 0"),
     "other width": (lambda p: p.update(num_draws=8), "asked for num_draws=4, got 8"),
     "other atoms": (lambda p: p.pop("num_atoms"), "asked for num_atoms=0, got None"),
     "no versions": (lambda p: p.update(versions=[]), "no versions"),
@@ -220,7 +224,7 @@ def test_damaged_scores_are_refused(scores: list[float], message: str):
 
 def test_log_probs_of_a_row_are_of_one_distribution():
     """Before: two ids of probability 1 beside each other were trained on."""
-    payload = draws_payload() | packed({"logp_N": [0, 0, 0, -1, -2, -3]})
+    payload = draws_payload() | packed({"sampler_logp_N": [0, 0, 0, -1, -2, -3]})
     with pytest.raises(BadReply, match="log-probs of a row add up to 2 instead of at most 1"):
         parse_rollout("http://a", rollout_reply(payload), REQUEST)
 
@@ -283,7 +287,8 @@ def test_no_damaged_byte_crashes_the_parser(data: st.DataObject):
         draws = parse_rollout(URL, rollout_reply(payload), REQUEST).draws
     except BadReply:
         return
-    assert draws.offsets_T1[-1] == len(draws.ids_N) == len(draws.weight_N) == len(draws.logp_N)
+    assert draws.offsets_T1[-1] == len(draws.ids_N) == len(draws.weight_N)
+    assert len(draws.sampler_logp_N) == len(draws.ids_N)
     assert np.allclose(np.add.reduceat(draws.weight_N, draws.offsets_T1[:-1]), 1, atol=2e-4)
     assert draws.ids_N[draws.path_T].tolist() == [5, 9, 5]
 

@@ -99,7 +99,11 @@ class Server:
             for row, i, o in zip(rows, ids, offsets_T1[:-1], strict=True)
         ]
         cache = DrawCache(
-            offsets_T1, ids_N, np.ones(len(ids_N), np.float32), logp_N, np.array(path), 8, 0
+            offsets_T1=offsets_T1,
+            ids_N=ids_N,
+            path_T=np.array(path),
+            weight_N=np.ones(len(ids_N), np.float32),
+            sampler_logp_N=logp_N,
         )
         found = cache if self.draws else None
         return RolloutReply(np.array(ids, np.int32), "length", found, ((0, 0, len(ids)),), self.url)

@@ -10,9 +10,9 @@ from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.sections import ScoringConfig
 from megatron_opd.teacher.scorer import FleetScorer
-from megatron_opd.types import Draws, VersionSpan
+from megatron_opd.types import VersionSpan
 from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
-from sglang_bridge.protocol import ScoreReply, Selection
+from sglang_bridge.protocol import DrawCache, ScoreReply, Selection
 from sglang_bridge.retry import Backoff, retried
 from tests.support.fakes import make_prompt, make_rollout, run_virtual
 
@@ -179,7 +179,7 @@ TOPK = {"support": {"type": "teacher_topk", "k": 2}, "objective": {"type": "forw
 TEACHER_MC = {"support": {"type": "teacher_mc", "m": 4}, "objective": {"type": "forward_kl"}}
 PATH = replace(
     ROLLOUT,
-    draws=Draws(
+    draws=DrawCache(
         offsets_T1=np.arange(4),
         ids_N=np.array([4, 4, 4], np.int32),
         weight_N=np.ones(3, np.float32),

@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_opd.batching.rank_batch import RankBatch, rank_batch
-from megatron_opd.transport.frames import COLUMNS, from_frames, to_frames
+from megatron_opd.batching.rank_batch import rank_batch
+from megatron_opd.columns import COLUMNS, RankBatch
+from megatron_opd.transport.frames import from_frames, to_frames
 from tests.support.batches import make_batch, make_sample
 
 
@@ -33,7 +34,7 @@ def test_a_truncated_column_is_refused(name: str):
     frames[name] = frames[name][: -COLUMNS[name].itemsize]
     with pytest.raises(ValueError, match="must have length"):
         from_frames(0, 0, [[[0]]], list(frames.values()))
-    with pytest.raises(ValueError, match="16 columns, got 15 frames"):
+    with pytest.raises(ValueError, match="15 columns, got 14 frames"):
         from_frames(0, 0, [[[0]]], list(frames.values())[1:])
 
 

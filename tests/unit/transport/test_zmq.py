@@ -34,7 +34,7 @@ def test_each_head_receives_exactly_its_own_samples():
         share = from_frames(request.update, request.version, request.plan, frames)
         assert len(share.prompt_B) == 4
         ends = np.cumsum(share.prompt_B + share.response_B)
-        seen += [int(ids[0]) // 100 for ids in np.split(share.ids, ends[:-1])]
+        seen += [int(ids[0]) // 100 for ids in np.split(share.ids_S, ends[:-1])]
         used = sorted(i for mini in request.plan for micro in mini for i in micro)
         assert used == [0, 1, 2, 3]
     assert sorted(seen) == list(range(8))
@@ -50,8 +50,8 @@ def test_a_group_split_over_ranks_keeps_the_advantages_of_the_whole():
         "buffer": {"batch_size": 2},
     }
     split = make_shares(Batch(0, 0, tuple(samples)), gepo, parallel={"dp": 2})
-    advantage_of = {share.reward_B.item(): share.advantage_B.item() for share in split}
-    assert advantage_of == {1.0: 0.5, 0.0: -0.5}
+    advantage_of = {int(share.ids_S[0]) // 100: share.advantage_B.item() for share in split}
+    assert advantage_of == {0: 0.5, 1: -0.5}
     first, second = (float(share.group_log_q_B[0]) for share in split)
     assert first == second, "one denominator for the whole group"
 

@@ -8,17 +8,18 @@ import torch
 
 from sglang_bridge import wire
 from sglang_bridge.server import compat, draws
-from sglang_bridge.server.draws import DrawRecord, HostRow
+from sglang_bridge.server.draws import DrawRecord
 from tests.support.server_requests import fake_request
 
 
-def row(*ids: int, path: int = 0) -> HostRow:
-    return HostRow(
-        np.array(ids, np.int32),
-        np.full(len(ids), 1 / len(ids), np.float32),
-        -np.arange(len(ids), dtype=np.float32),
-        path,
-    )
+def row(*ids: int, path: int = 0) -> dict[str, np.ndarray]:
+    return {
+        "length_T": np.array([len(ids)], np.uint16),
+        "path_T": np.array([path], np.uint16),
+        "ids_N": np.array(ids, np.int32),
+        "weight_N": np.full(len(ids), 1 / len(ids), np.float32),
+        "sampler_logp_N": -np.arange(len(ids), dtype=np.float32),
+    }
 
 
 def arrays(record: DrawRecord) -> dict[str, list]:
@@ -35,7 +36,7 @@ def test_record_keeps_rows_and_version_runs():
     assert kept["length_T"] == [2, 1, 3]
     assert kept["ids_N"] == [5, 9, 7, 1, 2, 3]
     assert kept["path_T"] == [1, 0, 0]
-    assert kept["logp_N"] == [0, -1, 0, 0, -1, -2]
+    assert kept["sampler_logp_N"] == [0, -1, 0, 0, -1, -2]
     assert np.allclose(kept["weight_N"], [1 / 2] * 2 + [1] + [1 / 3] * 3)
     assert record.payload()["versions"] == [["0", 0], ["1", 2]]
 
@@ -71,11 +72,11 @@ def test_consume_takes_only_committed_tokens_of_requests_with_draws():
     requests = [fake_request(**path_only), fake_request(), fake_request(**{wire.NUM_DRAWS: 2})]
     rows = draws.HostRows(
         {
-            "ids": torch.tensor([[4, 6, 0], [1, 0, 0], [2, 3, 5]], dtype=torch.int32),
-            "weight": torch.tensor([[1.0, 0, 0], [0, 0, 0], [1, 1, 0]]),
-            "logp": torch.zeros(3, 3),
-            "path": torch.tensor([1, 0, 2], dtype=torch.int32),
-            "length": torch.tensor([2, 1, 3], dtype=torch.int32),
+            "ids_N": torch.tensor([[4, 6, 0], [1, 0, 0], [2, 3, 5]], dtype=torch.int32),
+            "weight_N": torch.tensor([[1.0, 0, 0], [0, 0, 0], [1, 1, 0]]),
+            "sampler_logp_N": torch.zeros(3, 3),
+            "path_T": torch.tensor([1, 0, 2], dtype=torch.int32),
+            "length_T": torch.tensor([2, 1, 3], dtype=torch.int32),
         },
         "7",
     )

@@ -1,0 +1,94 @@
+"""Declares every column of a learner's batch, once: its name, its axis, its type, what it means.
+
+A name ends in its axis: B samples, T response tokens, N cached (token, id) pairs, S prompt and
+response tokens; each runs sample by sample. The type of a field is that of its numbers. The wire
+(transport/frames.py), the checks of what arrives, the cut into micro-batches
+(learner/micro_batch.py) and the loss's own cache (losses/cache.py) loop over what is declared here
+and name no column that they only pass on.
+
+Torch-free: the classes without a fixed type hold numpy arrays on the wire, tensors in a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_opd.types import ExpertArray, FloatArray, IntArray, OffsetArray
+from sglang_bridge.columns import DrawColumns, Float32s, Float64s, dtypes
+
+DoubleArray = npt.NDArray[np.float64]
+RankPlan = list[list[list[int]]]
+"""One data-parallel rank's micro-batches, as sample indices, listed by mini-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupColumns(Generic[Float64s]):
+    """Holds what the samples of a group decide together; see batching/advantages.py.
+
+    advantage_B: 0 when no reward is read. group_log_q_B: log of GEPO's Eq. 11, 0 when unused.
+    defensive_B: in [0, 1], eps of GEPO's Eq. 15, 0 when unused.
+    """
+
+    advantage_B: Float64s
+    group_log_q_B: Float64s
+    defensive_B: Float64s
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossColumns(DrawColumns[Float32s], GroupColumns[Float64s]):
+    """Holds what a loss reads: the sampler's columns (DrawColumns), the groups', the teacher's.
+
+    teacher_logp_N: the teacher's log-prob of the id; NaN, and never read, where none is asked.
+    """
+
+    teacher_logp_N: Float32s
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBatch(LossColumns[FloatArray, DoubleArray]):
+    """Holds one data-parallel rank's samples as columns.
+
+    update: 0-based; version: the learner's when it trains. ids_S: prompt and response tokens.
+    prompt_B, response_B: how many of them. count_T: cached ids of the token. ids_N: rising inside a
+    row. path_T: index into N of the id that continued the path. version_T: weights that sampled it.
+    experts_XLk: types.Rollout.experts_XLk of all samples; None where they have none.
+    """
+
+    update: int
+    version: int
+    plan: RankPlan
+    ids_S: IntArray
+    prompt_B: OffsetArray
+    response_B: OffsetArray
+    count_T: OffsetArray
+    path_T: OffsetArray
+    version_T: IntArray
+    ids_N: IntArray
+    experts_XLk: ExpertArray | None = None
+
+    def lengths(self) -> dict[str, int]:
+        """Return the length of every axis, as prompt_B, response_B and count_T say it."""
+        tokens = int(self.response_B.sum())
+        return {
+            "B": len(self.prompt_B),
+            "T": tokens,
+            "N": int(self.count_T.sum()),
+            "S": int(self.prompt_B.sum()) + tokens,
+        }
+
+    def experts_of(self, samples: Sequence[int]) -> ExpertArray | None:
+        """Return the routed experts of these samples, end to end."""
+        if self.experts_XLk is None:
+            return None
+        end_B = np.cumsum(self.prompt_B + self.response_B - 1)
+        start_B = np.concatenate([[0], end_B[:-1]])
+        return np.concatenate([self.experts_XLk[start_B[b] : end_B[b]] for b in samples])
+
+
+COLUMNS = dtypes(RankBatch)
+"""Names and types of all columns, in the order of the wire's frames."""
