@@ -5,7 +5,7 @@
 The demo's mixture-of-experts student. Every update is trained with the fleet's routing and also
 measured with the learner's own: |p_learner - p_sampler| over the same tokens. float32: the control;
 bfloat16: servers of that type; int8, fp8: servers whose weight matrices are rounded to that format,
-from the first publication on. At staleness 0 no rollout spans two versions; at 1 many do. Rows are
+from the first weight sync on. At staleness 0 no rollout spans two versions; at 1 many do. Rows are
 kept in runs/routing/rows.jsonl: stopped, the study goes on where it was.
 """
 

@@ -54,7 +54,7 @@ class RequestAborted(BridgeError):
     """Reports that the server ended a request that nobody cancelled; its tokens are incomplete."""
 
 
-class PublicationFailed(BridgeError):
+class WeightSyncFailed(BridgeError):
     """Reports that new weights did not reach every server: the servers may differ, so stop."""
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from sglang_bridge.client import PauseMode, ServerClient
-from sglang_bridge.errors import BadReply, BridgeError, PublicationFailed
+from sglang_bridge.errors import BadReply, BridgeError, WeightSyncFailed
 from sglang_bridge.protocol import (
     BucketSpec,
     RolloutReply,
@@ -197,11 +197,11 @@ class Fleet:
         return dict(zip((client.url for client in self.clients), digests, strict=True))
 
     async def _everywhere(self, verb: Callable[[ServerClient], Awaitable[Any]]) -> list[Any]:
-        """Runs a step of a weight sync on every server; a failure raises PublicationFailed."""
+        """Runs a step of a weight sync on every server; a failure raises WeightSyncFailed."""
         try:
             return await self._ask_all(verb)
         except BridgeError as error:
-            raise PublicationFailed(str(error)) from error
+            raise WeightSyncFailed(str(error)) from error
 
     async def _ask_all(self, verb: Callable[[ServerClient], Awaitable[Any]]) -> list[Any]:
         """Returns results in server order. The first failure cancels the rest and is raised."""

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STAMP = "opd-pins.sha256"
+COMPILE_IMPORTS = Path(__file__).with_name("compile_imports.py")
 OLDEST, TESTED = (3, 11), (3, 11)
 PIPS_INDEX = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
 NO_CPU_TORCH = """\
@@ -220,10 +221,10 @@ def install(venv: Path, lock: Path, machine: Machine) -> None:
         uv += sources.uv_options()
         os.environ.update(sources.environment())
         chosen = cpu_torch(uv, torch) if torch else []
-        command = [*uv, "--no-deps", "--compile-bytecode"]
+        command = [*uv, "--no-deps"]
     else:
         print("setup: the package index has no uv; pip takes minutes", flush=True)
-        chosen, command = [], [*pip, "install", "--quiet", "--no-deps"]
+        chosen, command = [], [*pip, "install", "--quiet", "--no-deps", "--no-compile"]
         wanted = f"torch=={torch}+cpu"
         linux = sys.platform.startswith("linux")
         if torch and linux and subprocess.run([*command, wanted]).returncode != 0:
@@ -265,6 +266,7 @@ def main() -> int:
         create(venv)
         install(venv, pins[0], machine)
         check_runs(venv, machine.runs)
+        subprocess.run([str(venv / "bin" / "python"), str(COMPILE_IMPORTS)], check=True)
     except SetupError as error:
         print(error, file=sys.stderr)
         return 1

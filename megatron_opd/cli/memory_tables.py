@@ -143,7 +143,7 @@ def _step(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
     student, learner = models[STUDENT], config.learner
     longest = longest_sample(config, student)
     samples = config.buffer.batch_size // learner.num_mini_batches
-    published = model_parameters(student.spec).total * BYTES[learner.dtype]
+    sent = model_parameters(student.spec).total * BYTES[learner.dtype]
     section = config.student
     ranks = (len(section.urls) or section.servers) * section.tp
     work = Work.of([(prompt_limit(config, student), config.rollout.max_new_tokens)])
@@ -157,7 +157,7 @@ def _step(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
     table.add_row("model FLOPs per token, both passes", f"{flops / work.positions / 1e9:.3g} G")
     table.add_row("model FLOPs of an optimizer step", f"{flops * samples / 1e15:.3g} P")
     table.add_row("optimizer steps per weight sync", str(learner.num_mini_batches))
-    table.add_row(f"bytes of weights sent to each of {ranks} server ranks", _bytes(published))
+    table.add_row(f"bytes of weights sent to each of {ranks} server ranks", _bytes(sent))
     return table
 
 

@@ -59,7 +59,7 @@ from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting
 from megatron_opd.transport.token import given_token
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
-from megatron_opd.weight_sync.session import PublicationSession
+from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge import open_files
 from sglang_bridge.errors import BridgeError, one_line
 from sglang_bridge.fleet import Fleet
@@ -246,11 +246,11 @@ class PipelineRun:
         state = NOTHING_YET if resumed is None else resumed.state
         if resumed is not None:
             await remote.load_state(resumed.learner)
-        publisher = PublicationSession(fleets[STUDENT], remote, config.weight_sync)
-        await publisher.open()
+        weight_sync = WeightSync(fleets[STUDENT], remote, config.weight_sync)
+        await weight_sync.open()
         if resumed is not None or config.weight_sync.round_to is not None:
             # the servers loaded the exact checkpoint that the run began with
-            await publisher.publish(state.version)
+            await weight_sync.sync(state.version)
         recorder = make_recorder(
             config,
             self.run_dir,
@@ -263,13 +263,13 @@ class PipelineRun:
         dirs, claim = StepDirs(self.run_dir.checkpoints), self.admission.claim
         kept = self.checkpoints = Checkpoints(dirs, config, remote, self._extras, self._say, claim)
         self.controller = make_controller(
-            config, self.prepared, fleets, remote, publisher, recorder, guard, kept, state
+            config, self.prepared, fleets, remote, weight_sync, recorder, guard, kept, state
         )
         self.recorder = recorder
         await self.controller.run()
         await while_alive(guard, kept.finish())
         if config.student.urls:
-            await publisher.close()  # servers that outlive this run leave its group
+            await weight_sync.close()  # servers that outlive this run leave its group
 
     def _extras(self) -> dict[str, Any]:
         """Return what a resumed run needs besides learner and controller."""

@@ -21,7 +21,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.config.sections import ServerConfig
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.health import HealthGuard, WatchedEngine
-from megatron_opd.controller.ports import Guard, Keeper, Ports, Publisher
+from megatron_opd.controller.ports import Guard, Keeper, Ports, WeightSyncer
 from megatron_opd.controller.progress import make_display
 from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import ControllerState
@@ -143,7 +143,7 @@ def make_controller(
     prepared: Prepared,
     fleets: Mapping[Role, Fleet],
     learner: RemoteLearner,
-    publisher: Publisher,
+    weight_sync: WeightSyncer,
     recorder: RunRecorder,
     guard: Guard,
     keeper: Keeper,
@@ -182,7 +182,7 @@ def make_controller(
             seed=config.run.seed,
         ),
         learner=BatchLearner(config, learner),
-        publisher=publisher,
+        weight_sync=weight_sync,
         observer=recorder,
         guard=guard,
         keeper=keeper,

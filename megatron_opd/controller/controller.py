@@ -268,10 +268,10 @@ class Controller:
     async def _sync(self) -> None:
         while True:
             batch = await self._trained.get()
-            report = await self._ports.publisher.publish(self._version + 1)
+            report = await self._ports.weight_sync.sync(self._version + 1)
             self._version += 1
             self._permits.release(sample.rollout.prompt.uid for sample in batch.samples)
-            self._ports.observer.published(batch, report, self._depths())
+            self._ports.observer.weights_synced(batch, report, self._depths())
             if self._ports.keeper is not None:
                 await self._ports.keeper.after_update(self._num_updates, self.snapshot)
             self._trained.task_done()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_opd.controller.snapshot import ControllerState
-from megatron_opd.metrics.types import Accounting, Depths, PublicationReport, UpdateFigures
+from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
 from megatron_opd.types import Batch, Prompt, Rollout, Sample
 
 
@@ -41,10 +41,10 @@ class LearnerPort(Protocol):
         ...
 
 
-class Publisher(Protocol):
+class WeightSyncer(Protocol):
     """Syncs the learner's weights to the student's servers."""
 
-    async def publish(self, version: int) -> PublicationReport:
+    async def sync(self, version: int) -> WeightSyncReport:
         """Return when `version` is live on every engine.
 
         A failure raises, and leaves no engine running on half-updated weights.
@@ -96,7 +96,7 @@ class Observer(Protocol):
         """Record that the learner made an update."""
         ...
 
-    def published(self, batch: Batch, report: PublicationReport, depths: Depths) -> None:
+    def weights_synced(self, batch: Batch, report: WeightSyncReport, depths: Depths) -> None:
         """Record that the version that `batch` produced is live and its permits are returned."""
         ...
 
@@ -128,7 +128,7 @@ class Ports:
     rollout: RolloutEngine
     teacher: TeacherScorer
     learner: LearnerPort
-    publisher: Publisher
+    weight_sync: WeightSyncer
     observer: Observer
     guard: Guard | None = None
     keeper: Keeper | None = None

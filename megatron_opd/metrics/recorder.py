@@ -22,7 +22,7 @@ from megatron_opd.metrics.staleness import StalenessCounts
 from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
-from megatron_opd.metrics.types import Accounting, Depths, PublicationReport, UpdateFigures
+from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
 from megatron_opd.types import Batch, Prompt, Rollout, Sample
 
 logger = logging.getLogger(__name__)
@@ -193,9 +193,9 @@ class RunRecorder:
         self.totals.updates_without_signal += why is not None
         return why is not None
 
-    def published(self, batch: Batch, report: PublicationReport, depths: Depths) -> None:
+    def weights_synced(self, batch: Batch, report: WeightSyncReport, depths: Depths) -> None:
         """Count and draw a weight sync; write the update's row."""
-        self.totals.add_publication(report)
+        self.totals.add_weight_sync(report)
         self._depths = depths
         self._updates, self._version = batch.update + 1, report.version
         self._row |= {
@@ -210,7 +210,7 @@ class RunRecorder:
         }
         self._write_row()
         if self._timeline is not None:
-            self._timeline.publication(report)
+            self._timeline.weight_sync(report)
             self._timeline.flush()
         if self._display is not None:
             self._display.updated(self.snapshot())

@@ -59,7 +59,7 @@ class StageTimes:
         self.rollout: dict[str, BusyTime] = {engine: BusyTime() for engine in engines}
         self.teacher = BusyTime()
         self.train = BusyTime()
-        self.publish = BusyTime()
+        self.weight_sync = BusyTime()
         self.paused = BusyTime()
 
     def add_rollout(self, engine: str, start_s: float, stop_s: float) -> None:
@@ -96,7 +96,7 @@ class StageTimes:
         wall_s = self.wall_s
         if wall_s <= 0:
             return None
-        busy_s = self.train.seconds + self.publish.seconds_outside(self.train)
+        busy_s = self.train.seconds + self.weight_sync.seconds_outside(self.train)
         return max(0.0, 1.0 - busy_s / wall_s)
 
     def fleet_idle_ratio(self) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_opd.metrics.trace import TraceWriter
-from megatron_opd.metrics.types import Depths, PublicationReport, UpdateFigures
+from megatron_opd.metrics.types import Depths, UpdateFigures, WeightSyncReport
 from megatron_opd.types import Batch, Rollout, Sample
 
 PIPELINE, TEACHER, LEARNER, SYNC = "pipeline", "teacher scoring", "learner", "weight sync"
@@ -61,9 +61,9 @@ class Timeline:
         }
         self._trace.span(LEARNER, f"update {batch.update}", started_s, finished_s, details)
 
-    def publication(self, report: PublicationReport) -> None:
+    def weight_sync(self, report: WeightSyncReport) -> None:
         """Draw the weight sync with its phases inside, and the pause on every engine's row."""
-        name = f"publish v{report.version}"
+        name = f"weight sync v{report.version}"
         details = {"bytes": report.num_bytes, "paused_s": round(report.paused_s, 6)}
         self._trace.span(SYNC, name, report.started_s, report.finished_s, details, lane=1)
         for phase in report.phases:

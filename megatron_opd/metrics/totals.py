@@ -11,7 +11,7 @@ from megatron_opd.metrics.rewards import RewardStats
 from megatron_opd.metrics.routing import RoutingTotals
 from megatron_opd.metrics.staleness import StalenessCounts
 from megatron_opd.metrics.throughput import StageTimes, Throughput
-from megatron_opd.metrics.types import Max, Mean, PublicationReport, UpdateFigures
+from megatron_opd.metrics.types import Max, Mean, UpdateFigures, WeightSyncReport
 from megatron_opd.types import Batch, Rollout
 
 
@@ -81,9 +81,9 @@ class RunTotals:
         self.ratio_max.add(figures.ratio_max)
         self.memory.sample()
 
-    def add_publication(self, report: PublicationReport) -> None:
+    def add_weight_sync(self, report: WeightSyncReport) -> None:
         """Count a weight sync."""
-        self.times.publish.add(report.started_s, report.finished_s)
+        self.times.weight_sync.add(report.started_s, report.finished_s)
         self.times.paused.add(report.paused_from_s, report.resumed_s)
         self.publish_s.add(report.seconds)
         self.pause_s.add(report.paused_s)

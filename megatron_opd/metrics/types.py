@@ -101,7 +101,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class PublicationReport:
+class WeightSyncReport:
     """Reports one weight sync. version: the one now live; phases: in order, without overlap.
 
     num_bytes: bytes the learner sent once (each server receives all of them). paused_from_s,

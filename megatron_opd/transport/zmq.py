@@ -87,7 +87,7 @@ class RemoteLearner:
     """
 
     def __init__(self, config: Config, admission: Admission) -> None:
-        self._config, self._publication_s = config.learner, config.weight_sync.timeout_s
+        self._config, self._sync_s = config.learner, config.weight_sync.timeout_s
         self._welcome = _welcome(config, admission.claim)
         parallel = self._config.parallel
         self._roster = Roster(
@@ -165,15 +165,13 @@ class RemoteLearner:
 
     async def connect_weights(self, host: str, port: int, world_size: int, group_name: str) -> None:
         """Open the weight group; returns once all `world_size` ranks have joined."""
-        call, limit_s = self._roster.next_call(), self._publication_s
+        call, limit_s = self._roster.next_call(), self._sync_s
         request = ConnectWeights(call, host, port, world_size, group_name, limit_s)
         await self._ask(request, Nothing, limit_s + MARGIN_S)
 
     async def send_weights(self) -> None:
         """Broadcast every bucket to the weight group."""
-        await self._ask(
-            SendWeights(self._roster.next_call()), Nothing, self._publication_s + MARGIN_S
-        )
+        await self._ask(SendWeights(self._roster.next_call()), Nothing, self._sync_s + MARGIN_S)
 
     async def piece_digests(self, pieces: Sequence[WeightPiece]) -> list[str]:
         """Return digests of the same slices of the current weights, in order."""

@@ -107,7 +107,7 @@ class WeightSender:
             return
         if self._group is None:
             raise RuntimeError("the weight group is not connected")
-        tensors = self._published()
+        tensors = self._sent()
         for bucket in self.buckets:
             flat = _flatten(tensors, bucket)
             dist.broadcast(flat, src=0, group=self._group)
@@ -123,14 +123,14 @@ class WeightSender:
         for index, piece in enumerate(pieces):
             wanted.setdefault(piece.hf_name, []).append(index)
         found: dict[int, str] = {}
-        for name, tensor in self._published():
+        for name, tensor in self._sent():
             for index in wanted.pop(name, []):
                 found[index] = _digest(tensor, pieces[index])
         if self.is_root and wanted:
             raise KeyError(f"the learner has no tensor named {min(wanted)}")
         return [found[index] for index in sorted(found)]
 
-    def _published(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _sent(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.full.tensors():
             yield name, rounded(name, tensor, self._round_to)
 

@@ -18,8 +18,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from megatron_opd.config.sections import WeightSyncConfig
-from megatron_opd.metrics.types import Phase, PublicationReport
-from sglang_bridge.errors import PublicationFailed
+from megatron_opd.metrics.types import Phase, WeightSyncReport
+from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.fleet import WeightsWorld
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec, WeightPiece
@@ -29,7 +29,7 @@ TIED_HEAD = "lm_head.weight"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class PublishingFleet(Protocol):
+class SyncedFleet(Protocol):
     """Names the methods of sglang_bridge.fleet.Fleet that a weight sync needs."""
 
     @property
@@ -82,7 +82,7 @@ class PublishingFleet(Protocol):
         ...
 
 
-class PublishingLearner(Protocol):
+class SendingLearner(Protocol):
     """Names the methods of transport.zmq.RemoteLearner that a weight sync needs."""
 
     async def manifest(self) -> Sequence[BucketSpec]:
@@ -102,8 +102,8 @@ class PublishingLearner(Protocol):
         ...
 
 
-class PublicationSession:
-    """Performs all weight syncs of one run; implements controller.ports.Publisher.
+class WeightSync:
+    """Performs all weight syncs of one run; implements controller.ports.WeightSyncer.
 
     Args:
         fleet: the student servers.
@@ -114,8 +114,8 @@ class PublicationSession:
 
     def __init__(
         self,
-        fleet: PublishingFleet,
-        learner: PublishingLearner,
+        fleet: SyncedFleet,
+        learner: SendingLearner,
         config: WeightSyncConfig,
         backend: str = "gloo",
     ) -> None:
@@ -131,12 +131,12 @@ class PublicationSession:
     async def open(self) -> None:
         """Form the update group of the learner's rank 0 and every rank of every server.
 
-        Raises PublicationFailed when a server holds weights of another run or does not join in
+        Raises WeightSyncFailed when a server holds weights of another run or does not join in
         time.
         """
         for url, version in (await self._within("versions", self._fleet.versions())).items():
             if version != 0:
-                raise PublicationFailed(
+                raise WeightSyncFailed(
                     f"{url} already holds version {version} of another run: restart it"
                 )
         self._buckets = tuple(await self._within("manifest", self._learner.manifest()))
@@ -152,18 +152,18 @@ class PublicationSession:
             ),
         )
 
-    async def publish(self, version: int) -> PublicationReport:
+    async def sync(self, version: int) -> WeightSyncReport:
         """Make `version` live on every server.
 
-        Raises PublicationFailed; the servers stay paused then, and every later call fails too.
+        Raises WeightSyncFailed; the servers stay paused then, and every later call fails too.
         """
         if not self._buckets:
-            raise PublicationFailed("weights were sent before the update group was opened")
+            raise WeightSyncFailed("weights were sent before the update group was opened")
         if self._failed is not None:
-            raise PublicationFailed(f"an earlier weight sync failed: {self._failed}")
+            raise WeightSyncFailed(f"an earlier weight sync failed: {self._failed}")
         try:
-            return await self._publish(version)
-        except PublicationFailed as error:
+            return await self._sync(version)
+        except WeightSyncFailed as error:
             self._failed = str(error)
             raise
 
@@ -171,7 +171,7 @@ class PublicationSession:
         """Make the servers leave the group, for servers that outlive the run."""
         await self._within("leave", self._fleet.destroy_weights_group(self._group))
 
-    async def _publish(self, version: int) -> PublicationReport:
+    async def _sync(self, version: int) -> WeightSyncReport:
         self._phases = []
         await self._phase("pause", self._fleet.pause("retract"))
         await self._phase("begin", self._fleet.begin_weight_update())
@@ -186,7 +186,7 @@ class PublicationSession:
         await self._phase("versions", self._check_versions(version))
         paused_from_s = self._phases[0].started_s
         phases = tuple(self._phases)
-        return PublicationReport(version, phases, self._num_bytes, paused_from_s, resumed_s)
+        return WeightSyncReport(version, phases, self._num_bytes, paused_from_s, resumed_s)
 
     async def _receive(self) -> None:
         for bucket in self._buckets:
@@ -195,7 +195,7 @@ class PublicationSession:
     async def _check_versions(self, version: int) -> None:
         for url, held in (await self._fleet.versions()).items():
             if held != version:
-                raise PublicationFailed(
+                raise WeightSyncFailed(
                     f"{url} reports version {held} after version {version} was sent"
                 )
 
@@ -209,10 +209,10 @@ class PublicationSession:
         for url, pieces in by_server.items():
             missing = names - {piece.hf_name for piece in pieces}
             if missing:
-                raise PublicationFailed(f"{url} reports no digest of {min(missing)}")
+                raise WeightSyncFailed(f"{url} reports no digest of {min(missing)}")
             for piece in pieces:
                 if piece.digest != expected[_slice(piece)]:
-                    raise PublicationFailed(
+                    raise WeightSyncFailed(
                         f"{url} rank {piece.rank}: {piece.hf_name} "
                         f"[{piece.start}:{piece.start + piece.length}] of dimension {piece.dim} "
                         "differs from the learner's after the first weight sync"
@@ -225,7 +225,7 @@ class PublicationSession:
         self._phases.append(Phase(name, started_s, clock()))
 
     async def _within(self, name: str, step: Awaitable[Any]) -> Any:
-        """Return `step`'s result; a failure or timeout becomes PublicationFailed with its name."""
+        """Return `step`'s result; a failure or timeout becomes WeightSyncFailed with its name."""
         limit = asyncio.timeout(self._config.timeout_s)
         try:
             async with limit:
@@ -234,7 +234,7 @@ class PublicationSession:
             silent = isinstance(error, TimeoutError) and limit.expired()
             allowed = f"weight_sync.timeout_s = {self._config.timeout_s:g}"
             cause = f"not done within {allowed}" if silent else str(error) or type(error).__name__
-            raise PublicationFailed(f"{name}: {cause}") from error
+            raise WeightSyncFailed(f"{name}: {cause}") from error
 
 
 async def both(learner: Awaitable[object], fleet: Awaitable[object]) -> None:

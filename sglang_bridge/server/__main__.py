@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from sglang_bridge import open_files
-from sglang_bridge.server import files, workers
+from sglang_bridge.server import architectures, files, workers
 from sglang_bridge.server.spec import API_KEY_VARIABLE, FILES_VARIABLE, PARENT_VARIABLE
 
 STANDINS = Path(__file__).parent / "standins"
@@ -120,6 +120,9 @@ def main() -> None:
     from sglang_bridge.server import compat
 
     compat.require_supported_version()
+    model = value_of("--model-path", sys.argv[1:])
+    if model is not None and (names := architectures.unneeded(Path(model), sys.argv[1:])):
+        os.environ.setdefault(architectures.VARIABLE, ",".join(names))
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

@@ -1,4 +1,4 @@
-"""Learner worlds behind their socket: training, publication to a group of receivers, failures."""
+"""Learner worlds behind their socket: training, weight sync to a group of receivers, failures."""
 
 import asyncio
 import contextlib
@@ -116,7 +116,7 @@ def receivers(
 
 
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}])
-def test_train_publish_and_export(parallel, model, batch, tmp_path):
+def test_train_sync_and_export(parallel, model, batch, tmp_path):
     """The fleet receives exactly the weights after the update, which are those of the export."""
 
     async def body(remote: RemoteLearner) -> None:

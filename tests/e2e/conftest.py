@@ -12,7 +12,7 @@ import torch
 from sglang_bridge.ports import free_port
 from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.server.spec import ServerSpec
-from tests.e2e.publication import rewind
+from tests.e2e.weight_sync import rewind
 from tests.support.models import tiny_qwen3, tiny_qwen3_moe
 
 STARTUP_TIMEOUT_S = 420

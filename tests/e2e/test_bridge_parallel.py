@@ -15,7 +15,7 @@ import pytest
 from torch import distributed
 
 from sglang_bridge.client import ServerClient
-from sglang_bridge.errors import BridgeError, PublicationFailed, ServerDied, ServerRefused
+from sglang_bridge.errors import BridgeError, ServerDied, ServerRefused, WeightSyncFailed
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.http import HttpConnection
 from sglang_bridge.ports import free_port
@@ -23,7 +23,6 @@ from sglang_bridge.protocol import BucketSpec
 from sglang_bridge.server.launch import ServerProcess, running_states
 from sglang_bridge.server.workers import EXIT_WORKER_DIED
 from tests.e2e.conftest import STARTUP_TIMEOUT_S, running, tiny_spec
-from tests.e2e.publication import differing, join, load_tensors, perturbed_copy, publish
 from tests.e2e.replies import (
     check_selection,
     expected_scores,
@@ -32,6 +31,7 @@ from tests.e2e.replies import (
     span_error,
     wrong_rows,
 )
+from tests.e2e.weight_sync import differing, join, load_tensors, perturbed_copy, sync_weights
 from tests.support.figures import bounded
 from tests.support.oracles import load_reference
 from tests.support.sockets import listening, open_to_others
@@ -130,7 +130,7 @@ def test_two_ranks_draw_score_and_receive(
             group, name = await join(fleet)
             work = [asyncio.create_task(fleet.generate(request)) for request in requests]
             await asyncio.sleep(0.3)
-            await publish(fleet, group, name, changed, 1)
+            await sync_weights(fleet, group, name, changed, 1)
             digests = (await fleet.weight_digests())[parallel_server.spec.url]
             replies = await asyncio.gather(*work)
             scores = await asyncio.gather(*map(fleet.score, scored))
@@ -144,7 +144,7 @@ def test_two_ranks_draw_score_and_receive(
     for request, reply in zip(requests, replies, strict=True):
         for version, start, stop in reply.spans:
             error = span_error(models[version], request, reply, start, stop)
-            bounded("TP2 x EP2 server: draws across a publication (nats)", error, TOLERANCE)
+            bounded("TP2 x EP2 server: draws across a weight sync (nats)", error, TOLERANCE)
         assert wrong_rows(request, reply, dict(enumerate(models))) == 0
     for request, reply in zip(scored, scores, strict=True):
         error = np.abs(reply.logp_N - expected_scores(models[1], request)).max()
@@ -167,13 +167,13 @@ def test_a_silent_sender_is_an_error_not_a_hang(parallel_server: ServerProcess):
 
     async def run():
         async with Fleet([client_of(parallel_server, 60)]) as fleet:
-            with pytest.raises(PublicationFailed, match="Failed to initialize"):
+            with pytest.raises(WeightSyncFailed, match="Failed to initialize"):
                 await fleet.init_weights_group("127.0.0.1", free_port(), "nobody", "gloo", 30)
             group, name = await join(fleet)
             await fleet.pause("retract")
             await fleet.begin_weight_update()
             bucket = BucketSpec(("lm_head.weight",), ("float32",), ((512, 64),))
-            with pytest.raises(PublicationFailed, match="Failed to receive weights"):
+            with pytest.raises(WeightSyncFailed, match="Failed to receive weights"):
                 await fleet.update_bucket(bucket, name)
             await fleet.end_weight_update(2)
             await fleet.resume()

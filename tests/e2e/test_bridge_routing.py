@@ -12,14 +12,14 @@ from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BridgeError
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.server.launch import ServerProcess
-from tests.e2e.publication import join, load_tensors, perturbed_copy, publish
 from tests.e2e.replies import differing_rows, requests_of, wrong_rows
+from tests.e2e.weight_sync import join, load_tensors, perturbed_copy, sync_weights
 from tests.support.oracles import load_reference
 
 pytestmark = pytest.mark.e2e
 
 
-def test_experts_before_and_after_a_publication(
+def test_experts_before_and_after_a_weight_sync(
     student_server: ServerProcess, student_model: Path, tmp_path: Path
 ):
     """A rebuilt prefix has the rows that the new weights gave it, as later tokens attend to it."""
@@ -35,11 +35,11 @@ def test_experts_before_and_after_a_publication(
             group, name = await join(fleet)
             work = [asyncio.create_task(fleet.generate(request)) for request in requests]
             await asyncio.sleep(0.8)
-            await publish(fleet, group, name, load_tensors(changed_model), info.version + 1)
+            await sync_weights(fleet, group, name, load_tensors(changed_model), info.version + 1)
             replies = await asyncio.gather(*work)
             again = replace(requests[0], rid="again", max_new_tokens=6)  # its prompt is cached
             replies.append(await fleet.generate(again))
-            await publish(fleet, group, name, load_tensors(student_model), info.version + 2)
+            await sync_weights(fleet, group, name, load_tensors(student_model), info.version + 2)
             await fleet.destroy_weights_group(name)
             distributed.destroy_process_group(group)
         return info.version, replies
@@ -57,7 +57,7 @@ def test_experts_before_and_after_a_publication(
             split += 1
             rebuilt = len(request.input_ids) - 1 + reply.spans[0][2]
             moved += differing_rows(models[old], request, reply, 0, rebuilt)
-    assert split >= 3, f"only {split} requests were split by the publication"
+    assert split >= 3, f"only {split} requests were split by the weight sync"
     assert moved > 0, "the two models route alike: the check cannot tell them apart"
 
 

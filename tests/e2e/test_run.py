@@ -23,7 +23,7 @@ from megatron_opd.checkpoint.run_lock import LOCK
 from sglang_bridge.client import ServerClient
 from sglang_bridge.protocol import WeightPiece
 from tests.e2e.conftest import Sections
-from tests.e2e.publication import differing, give, load_tensors
+from tests.e2e.weight_sync import differing, give, load_tensors
 from tests.support.figures import bounded
 from tests.support.paths import ROOT
 from tests.support.sockets import listening

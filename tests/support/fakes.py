@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from megatron_opd.metrics.types import Accounting, Depths, Phase, PublicationReport
+from megatron_opd.metrics.types import Accounting, Depths, Phase, WeightSyncReport
 from megatron_opd.types import Batch, Draws, Prompt, Rollout, Sample, VersionSpan
 
 Result = TypeVar("Result")
@@ -88,7 +88,7 @@ def prompts(count: int | None = None) -> Iterator[Prompt]:
 
 @dataclass
 class Fleet:
-    """Holds the live version; a rollout is four tokens, so a publication can split it."""
+    """Holds the live version; a rollout is four tokens, so a weight sync can split it."""
 
     duration_s: Callable[[int], float] = lambda uid: 1.0
     fail: Callable[[int], Exception | None] = lambda uid: None
@@ -191,14 +191,14 @@ class Learner:
 
 
 @dataclass
-class Publisher:
+class WeightSyncer:
     fleet: Fleet
     learner: Learner
     duration_s: Callable[[int], float] = lambda version: 0.2
     fail: Callable[[int], Exception | None] = lambda version: None
-    published: list[int] = field(default_factory=list)
+    synced: list[int] = field(default_factory=list)
 
-    async def publish(self, version: int) -> PublicationReport:
+    async def sync(self, version: int) -> WeightSyncReport:
         assert not self.learner.busy
         clock = asyncio.get_running_loop().time
         started_s = clock()
@@ -206,9 +206,9 @@ class Publisher:
         if (error := self.fail(version)) is not None:
             raise error
         self.fleet.version = version
-        self.published.append(version)
+        self.synced.append(version)
         phases = (Phase("pause", started_s, started_s), Phase("send", started_s, clock()))
-        return PublicationReport(version, phases, 1000, started_s, clock())
+        return WeightSyncReport(version, phases, 1000, started_s, clock())
 
 
 @dataclass
@@ -220,7 +220,7 @@ class Witness:
     scored_uids: list[int] = field(default_factory=list)
     drops: list[tuple[int, str]] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
-    reports: list[PublicationReport] = field(default_factory=list)
+    reports: list[WeightSyncReport] = field(default_factory=list)
     depths: list[Depths] = field(default_factory=list)
     accounting: Accounting | None = None
 
@@ -243,7 +243,7 @@ class Witness:
         assert finished_s >= started_s
         self.batches.append(batch)
 
-    def published(self, batch: Batch, report: PublicationReport, depths: Depths) -> None:
+    def weights_synced(self, batch: Batch, report: WeightSyncReport, depths: Depths) -> None:
         self.reports.append(report)
 
     def moved(self, depths: Depths) -> None:

@@ -11,7 +11,7 @@ from megatron_opd.metrics.sinks import JsonlSink, TensorBoardSink
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
-from tests.support.fakes import Fleet, Learner, Publisher, Teacher, prompts, run_virtual
+from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, prompts, run_virtual
 
 
 def record(tmp_path, *, updates=7, display=None, drop=(), learner=None):
@@ -31,7 +31,7 @@ def record(tmp_path, *, updates=7, display=None, drop=(), learner=None):
             display,
             asyncio.get_running_loop().time,
         )
-        ports = Ports(prompts(), fleet, scores, learner, Publisher(fleet, learner), recorder)
+        ports = Ports(prompts(), fleet, scores, learner, WeightSyncer(fleet, learner), recorder)
         await Controller(Schedule(updates, 3, 2, 16, 16), ports).run()
         return recorder
 

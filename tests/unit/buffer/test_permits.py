@@ -24,8 +24,8 @@ from megatron_opd.types import Batch
 from tests.support.fakes import (
     Fleet,
     Learner,
-    Publisher,
     Teacher,
+    WeightSyncer,
     Witness,
     make_sample,
     prompts,
@@ -111,10 +111,10 @@ def random_run(
     fleet = Fleet(lambda uid: durations[uid], fails(RolloutRejected, 0.0))
     teacher = Teacher(lambda uid: durations[uid + 5000] / 2, fails(ScoreRejected, 0.5))
     learner = Learner(lambda update: durations[update + 2000])
-    publisher = Publisher(fleet, learner, lambda version: durations[version + 3000] / 4)
+    weight_sync = WeightSyncer(fleet, learner, lambda version: durations[version + 3000] / 4)
     witness = Witness()
     schedule = Schedule(updates, batch_size, tau, slots, slots, group_size, hold)
-    ports = Ports(prompts(), fleet, teacher, learner, publisher, witness)
+    ports = Ports(prompts(), fleet, teacher, learner, weight_sync, witness)
     running = controller(schedule, ports)
     accounting = run_virtual(running.run())
     assert running._permits.in_use == 0, "a permit was lost"
@@ -236,7 +236,7 @@ def test_the_bound_is_tight(tau):
         fleet,
         Teacher(lambda uid: 0.001),
         learner,
-        Publisher(fleet, learner),
+        WeightSyncer(fleet, learner),
         Witness(),
     )
     run_virtual(Controller(schedule, ports).run())
@@ -260,7 +260,7 @@ class ReleasesTooEarly(Controller):
             return samples
 
         self._batcher.next_batch = next_batch
-        # nothing is dropped in this run: every later call comes from the publication
+        # nothing is dropped in this run: every later call comes from the weight sync
         self._permits.release = list
         await super()._learn()
 
@@ -273,7 +273,7 @@ def test_releasing_at_consumption_breaks_the_bound_and_is_caught():
         fleet,
         Teacher(lambda uid: 0.001),
         learner,
-        Publisher(fleet, learner),
+        WeightSyncer(fleet, learner),
         Witness(),
     )
     with pytest.raises(LoopFailed, match="StalenessExceeded: sample 4 of update 2 is 2 versions"):
@@ -301,6 +301,6 @@ def test_completion_order_breaks_the_bound_and_is_caught():
     # prompt 0 takes as long as ten updates
     fleet = Fleet(lambda uid: 20.0 if uid == 0 else 0.01)
     learner = Learner()
-    ports = Ports(prompts(), fleet, Teacher(), learner, Publisher(fleet, learner), Witness())
+    ports = Ports(prompts(), fleet, Teacher(), learner, WeightSyncer(fleet, learner), Witness())
     with pytest.raises(LoopFailed, match="StalenessExceeded: sample 0 "):
         run_virtual(TakesWhatFinishedFirst(Schedule(30, 2, 1, 64, 64), ports).run())

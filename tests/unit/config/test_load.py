@@ -167,7 +167,7 @@ def test_the_guard_can_be_switched_off_as_its_error_says(tmp_path: Path, written
 
 
 def test_a_server_is_not_student_and_teacher(tmp_path: Path):
-    """Before: the student's weights were published to the teacher too."""
+    """Before: the student's weights were sent to the teacher too."""
     both = [f"{role}.urls=['http://h:1/']" for role in ("student", "teacher")]
     message = error_of(write(tmp_path, MINIMAL), *both)
     assert "student.urls and teacher.urls must name different servers" in message

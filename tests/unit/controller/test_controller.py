@@ -12,7 +12,7 @@ from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
-from tests.support.fakes import Fleet, Learner, Publisher, Teacher, Witness, prompts, run_virtual
+from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, Witness, prompts, run_virtual
 
 
 class Pipeline:
@@ -26,14 +26,14 @@ class Pipeline:
         fleet=None,
         teacher=None,
         learner=None,
-        publisher=None,
+        weight_sync=None,
         guard=None,
     ):
         self.fleet = fleet or Fleet()
         self.teacher = teacher or Teacher()
         self.learner = learner or Learner()
-        self.publisher = publisher or Publisher(self.fleet, self.learner)
-        self.publisher.fleet, self.publisher.learner = self.fleet, self.learner
+        self.weight_sync = weight_sync or WeightSyncer(self.fleet, self.learner)
+        self.weight_sync.fleet, self.weight_sync.learner = self.fleet, self.learner
         self.witness = Witness()
         schedule = schedule or Schedule(4, 3, 1, 16, 16)
         self.controller = Controller(
@@ -43,7 +43,7 @@ class Pipeline:
                 self.fleet,
                 self.teacher,
                 self.learner,
-                self.publisher,
+                self.weight_sync,
                 self.witness,
                 guard,
             ),
@@ -72,7 +72,7 @@ def test_a_run_makes_its_updates_and_drains():
     accounting = pipeline.run()
     assert (accounting.updates, accounting.version, accounting.consumed) == (4, 4, 12)
     assert (accounting.admitted, accounting.in_flight, accounting.interrupted) == (12, 0, False)
-    assert pipeline.publisher.published == [1, 2, 3, 4]
+    assert pipeline.weight_sync.synced == [1, 2, 3, 4]
     assert pipeline.trained_uids() == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     assert pipeline.witness.accounting == accounting
     assert pipeline.controller._permits.in_use == 0
@@ -83,18 +83,18 @@ def test_tau_zero_is_strictly_synchronous():
     pipeline.run()
     assert set(pipeline.staleness()) == {0}
     spans = [len(s.rollout.spans) for b in pipeline.learner.batches for s in b.samples]
-    assert set(spans) == {1}, "no rollout is in flight during a publication"
+    assert set(spans) == {1}, "no rollout is in flight during a weight sync"
 
 
-@pytest.mark.parametrize("slow", ["rollout", "teacher", "learner", "publisher"])
+@pytest.mark.parametrize("slow", ["rollout", "teacher", "learner", "weight_sync"])
 def test_any_stage_may_be_the_slow_one(slow):
-    pace = dict.fromkeys(["rollout", "teacher", "learner", "publisher"], 0.01) | {slow: 10.0}
+    pace = dict.fromkeys(["rollout", "teacher", "learner", "weight_sync"], 0.01) | {slow: 10.0}
     pipeline = Pipeline(
         schedule=Schedule(6, 3, 2, 16, 16),
         fleet=Fleet(lambda _: pace["rollout"]),
         teacher=Teacher(lambda _: pace["teacher"]),
         learner=Learner(lambda _: pace["learner"]),
-        publisher=Publisher(None, None, lambda _: pace["publisher"]),
+        weight_sync=WeightSyncer(None, None, lambda _: pace["weight_sync"]),
     )
     accounting = pipeline.run()
     assert accounting.consumed == 18
@@ -102,7 +102,7 @@ def test_any_stage_may_be_the_slow_one(slow):
     assert max(pipeline.staleness()) <= 2
 
 
-def test_rollouts_run_across_publications_and_carry_both_versions():
+def test_rollouts_run_across_weight_syncs_and_carry_both_versions():
     pipeline = Pipeline(schedule=Schedule(6, 2, 3, 16, 16), fleet=Fleet(lambda uid: 1 + uid % 5))
     pipeline.run()
     spans = [s.rollout.spans for b in pipeline.learner.batches for s in b.samples]
@@ -266,7 +266,11 @@ def exploding_prompts():
         ),
         ({"learner": Learner(loss=lambda u: math.nan)}, "learn: LearnerDiverged: update 0: loss n"),
         (
-            {"publisher": Publisher(None, None, fail=failing_on(2, TimeoutError("begin: 300 s")))},
+            {
+                "weight_sync": WeightSyncer(
+                    None, None, fail=failing_on(2, TimeoutError("begin: 300 s"))
+                )
+            },
             "sync: TimeoutError: begin: 300 s",
         ),
     ],
@@ -282,16 +286,16 @@ def test_a_dying_loop_stops_the_run_with_its_cause(broken, message):
     assert pipeline.fleet.in_flight == 0, "every loop has ended"
 
 
-def test_weights_that_diverged_are_not_published():
+def test_weights_that_diverged_are_not_sent():
     pipeline = Pipeline(learner=Learner(loss=lambda update: math.inf if update == 2 else 1.0))
     with pytest.raises(LoopFailed, match="update 2: loss inf"):
         pipeline.run()
-    assert pipeline.publisher.published == [1, 2]
+    assert pipeline.weight_sync.synced == [1, 2]
 
 
-def test_permits_stay_held_after_a_failed_publication():
+def test_permits_stay_held_after_a_failed_weight_sync():
     pipeline = Pipeline(
-        publisher=Publisher(None, None, fail=failing_on(1, RuntimeError("boom"))),
+        weight_sync=WeightSyncer(None, None, fail=failing_on(1, RuntimeError("boom"))),
     )
     with pytest.raises(LoopFailed, match="sync"):
         pipeline.run()
@@ -387,7 +391,7 @@ def test_it_is_quick_enough_on_a_real_clock():
         fleet=Fleet(instant),
         teacher=Teacher(instant),
         learner=Learner(instant),
-        publisher=Publisher(None, None, instant),
+        weight_sync=WeightSyncer(None, None, instant),
     )
     started = time.perf_counter()
     accounting = asyncio.run(pipeline.controller.run())

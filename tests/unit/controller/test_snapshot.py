@@ -22,8 +22,8 @@ from megatron_opd.controller.snapshot_codec import decode_state, encode_state
 from tests.support.fakes import (
     Fleet,
     Learner,
-    Publisher,
     Teacher,
+    WeightSyncer,
     Witness,
     make_prompt,
     make_sample,
@@ -60,7 +60,7 @@ def go(schedule, state=NOTHING_YET, *, seed=0, bad=()):
         fleet,
         Teacher(lambda uid: float(pace[-uid]), unscored),
         learner,
-        Publisher(fleet, learner),
+        WeightSyncer(fleet, learner),
         Witness(),
         keeper=keeper,
     )

@@ -7,7 +7,7 @@ import pytest
 from megatron_opd.metrics.persist import dump_totals, restore_totals
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
-from megatron_opd.metrics.types import Phase, PublicationReport
+from megatron_opd.metrics.types import Phase, WeightSyncReport
 from tests.support.recorded_run import record
 
 SHIFT_S = 1000.0
@@ -37,8 +37,10 @@ def test_what_is_counted_after_a_restore_is_added(tmp_path):
     assert back.times.rollout["another-name"].seconds == pytest.approx(busy_s)
     count = back.publish_s.weight
     later = SHIFT_S + 500
-    back.add_publication(
-        PublicationReport(9, (Phase("send", later, later + 2),), 10, later, later + 1)
+    back.add_weight_sync(
+        WeightSyncReport(9, (Phase("send", later, later + 2),), 10, later, later + 1)
     )
     assert back.publish_s.weight == count + 1
-    assert back.times.publish.seconds == pytest.approx(recorder.totals.times.publish.seconds + 2)
+    assert back.times.weight_sync.seconds == pytest.approx(
+        recorder.totals.times.weight_sync.seconds + 2
+    )

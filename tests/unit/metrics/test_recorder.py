@@ -12,7 +12,7 @@ from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import JsonlSink
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
-from tests.support.fakes import Figures, Fleet, Learner, Publisher, Teacher, prompts, run_virtual
+from tests.support.fakes import Figures, Fleet, Learner, Teacher, WeightSyncer, prompts, run_virtual
 from tests.support.recorded_run import record
 
 
@@ -60,15 +60,15 @@ def test_a_run_writes_a_row_per_update(tmp_path):
     assert [row["time_s"] for row in rows] == sorted(row["time_s"] for row in rows)
 
 
-def test_an_interruption_between_update_and_publication_keeps_the_row(tmp_path):
+def test_an_interruption_between_update_and_weight_sync_keeps_the_row(tmp_path):
     fleet, learner = Fleet(), Learner()
-    publisher = Publisher(fleet, learner, lambda version: 1e6 if version == 2 else 0.1)
+    weight_sync = WeightSyncer(fleet, learner, lambda version: 1e6 if version == 2 else 0.1)
 
     async def scenario():
         sink = JsonlSink(tmp_path / "metrics.jsonl")
         clock = asyncio.get_running_loop().time
         recorder = RunRecorder(9, RunTotals(), [sink], clock=clock)
-        ports = Ports(prompts(), fleet, Teacher(), learner, publisher, recorder)
+        ports = Ports(prompts(), fleet, Teacher(), learner, weight_sync, recorder)
         run = asyncio.create_task(Controller(Schedule(9, 3, 1, 16, 16), ports).run())
         await asyncio.sleep(50)
         run.cancel()

@@ -9,7 +9,7 @@ from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.signal import SignalWatch
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
-from megatron_opd.metrics.types import Accounting, Depths, Phase, PublicationReport
+from megatron_opd.metrics.types import Accounting, Depths, Phase, WeightSyncReport
 from megatron_opd.types import Batch
 from tests.support.fakes import Figures, make_sample
 
@@ -74,8 +74,8 @@ def test_the_recorder_says_it_counts_it_and_the_summary_has_it(caplog: pytest.Lo
             figures = Figures(update=update, grad_norm=0.0 if batch is samples else 1.0)
             recorder.trained(Batch(update, update, batch), figures, update, update + 0.5)
             phase = Phase("send", update + 0.5, update + 0.6)
-            report = PublicationReport(update + 1, (phase,), 1, update + 0.5, update + 0.6)
-            recorder.published(Batch(update, update, batch), report, depths)
+            report = WeightSyncReport(update + 1, (phase,), 1, update + 0.5, update + 0.6)
+            recorder.weights_synced(Batch(update, update, batch), report, depths)
     assert [record.message.split(":")[0] for record in caplog.records] == [
         "nothing is learned",
         "there is a signal again, after 3 updates without one",

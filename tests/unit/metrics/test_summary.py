@@ -11,7 +11,7 @@ from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import write_json
 from megatron_opd.metrics.summary import summarise, versions
 from megatron_opd.metrics.totals import RunTotals
-from tests.support.fakes import Fleet, Learner, Publisher, Teacher, prompts, run_virtual
+from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, prompts, run_virtual
 from tests.support.recorded_run import record
 
 
@@ -43,7 +43,7 @@ def test_summary_of_a_run_that_did_nothing():
     recorder = RunRecorder(5, RunTotals(["student-0"]))
     learner = Learner()
     fleet = Fleet()
-    ports = Ports(prompts(0), fleet, Teacher(), learner, Publisher(fleet, learner), recorder)
+    ports = Ports(prompts(0), fleet, Teacher(), learner, WeightSyncer(fleet, learner), recorder)
     run_virtual(Controller(Schedule(5, 3, 2, 16, 16), ports).run())
     summary = summarise(recorder.totals, recorder.accounting, 0.1, 2)
     assert summary["overlap"] is None

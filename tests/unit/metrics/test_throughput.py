@@ -28,7 +28,7 @@ def test_overlap_follows_appendix_g():
     assert times.fleet_idle_ratio() == pytest.approx(0.6)
     assert times.learner_idle_ratio() == pytest.approx(0.6)
     times.paused.add(1.0, 2.0)
-    times.publish.add(9.0, 10.0)
+    times.weight_sync.add(9.0, 10.0)
     assert times.rollout_s == (5 + 1) / 2
     assert times.learner_idle_ratio() == pytest.approx(0.6), "sending while training counts once"
 

@@ -54,15 +54,15 @@ def test_a_run_has_a_row_per_stage_and_engine(tmp_path):
         if event["ph"] in "Xi":
             rows.setdefault(names[event["pid"]], []).append(event["name"])
     assert rows["learner"] == [f"update {k}" for k in range(7)]
-    assert [name for name in rows["weight sync"] if "publish" in name] == [
-        f"publish v{k}" for k in range(1, 8)
+    assert [name for name in rows["weight sync"] if " v" in name] == [
+        f"weight sync v{k}" for k in range(1, 8)
     ]
     assert rows["weight sync"].count("send") == 7
     assert rows["student student-0"].count("paused") == 7
     assert rows["pipeline"].count("drop: nan") == 1
     assert rows["teacher scoring"].count("score") == 21
     assert sum(name.startswith("rollout v") for name in rows["student student-0"]) == 22
-    assert any("-v" in name for name in rows["student student-0"]), "a rollout across a publication"
+    assert any("-v" in name for name in rows["student student-0"]), "a rollout across a weight sync"
     assert any(event["ph"] == "C" for event in events)
 
 

@@ -233,11 +233,11 @@ def run_flaky(lost: int, guard_of=lambda dead: None):
     dead: list[int] = []
     fleet = Flaky(lost, dead)
     learner = fakes.Learner()
-    publisher = fakes.Publisher(fakes.Fleet(), learner)
+    weight_sync = fakes.WeightSyncer(fakes.Fleet(), learner)
     generator = RolloutGenerator(fleet, RolloutConfig(attempts=3), MC, 50, "run7")
     recorder = RunRecorder(6, RunTotals())
     guard = guard_of(dead)
-    ports = Ports(prompts(), generator, fakes.Teacher(), learner, publisher, recorder, guard)
+    ports = Ports(prompts(), generator, fakes.Teacher(), learner, weight_sync, recorder, guard)
     accounting = run_virtual(Controller(Schedule(6, 3, 7, 16, 16), ports).run())
     return accounting, recorder, fleet
 

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from sglang_bridge.client import ServerClient
-from sglang_bridge.errors import BadReply, PublicationFailed, ServerRefused, ServerUnreachable
+from sglang_bridge.errors import BadReply, ServerRefused, ServerUnreachable, WeightSyncFailed
 from sglang_bridge.fleet import Fleet, weights_world
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec
@@ -226,7 +226,7 @@ def test_the_fleet_names_the_server_that_failed():
         path = "/begin_weight_update"
         async with FakeServer({path: fine}) as one, FakeServer({path: broken}) as two:
             fleet = Fleet([client_of(one.url), client_of(two.url)])
-            with pytest.raises(PublicationFailed) as caught:
+            with pytest.raises(WeightSyncFailed) as caught:
                 await fleet.begin_weight_update()
             await fleet.close()
             return two.url, str(caught.value)

@@ -1,4 +1,4 @@
-"""Publications against a fake fleet and learner: order, every failing step, silence, digests."""
+"""Weight syncs against a fake fleet and learner: order, every failing step, silence, digests."""
 
 import asyncio
 from dataclasses import replace
@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_opd.config.sections import WeightSyncConfig
-from megatron_opd.weight_sync.session import PublicationSession, bucket_bytes
-from sglang_bridge.errors import PublicationFailed, ServerRefused
+from megatron_opd.weight_sync.session import WeightSync, bucket_bytes
+from sglang_bridge.errors import ServerRefused, WeightSyncFailed
 from sglang_bridge.fleet import weights_world
 from sglang_bridge.protocol import BucketSpec, WeightPiece
 from tests.support.fakes import run_virtual
@@ -131,17 +131,17 @@ class FakeLearner:
 def session(wire, **config):
     learner = FakeLearner(wire)
     settings = WeightSyncConfig(timeout_s=30.0, **config)
-    return PublicationSession(FakeFleet(wire), learner, settings), learner
+    return WeightSync(FakeFleet(wire), learner, settings), learner
 
 
 def test_steps_come_in_order_and_are_timed():
     async def scenario():
         wire = Wire()
-        publications, learner = session(wire)
-        await publications.open()
+        weight_sync, learner = session(wire)
+        await weight_sync.open()
         assert learner.world_size == 4
         opened = len(wire.log)
-        report = await publications.publish(1)
+        report = await weight_sync.sync(1)
         assert set(wire.log[opened + 2 : opened + 4]) == {"send", "bucket 0"}
         order = [name for name in wire.log[opened:] if name != "send"]
         started = "pause begin bucket_0 bucket_1 flush end verify learner_digests continue info"
@@ -156,10 +156,10 @@ def test_steps_come_in_order_and_are_timed():
         # both servers hold the same slices: the learner digests each once
         assert len(learner.asked) == 3
         wire.reset()
-        again = await publications.publish(2)
+        again = await weight_sync.sync(2)
         assert "verify" not in again.phase_seconds()
         assert wire.running
-        await publications.close()
+        await weight_sync.close()
 
     run_virtual(scenario())
 
@@ -169,8 +169,8 @@ def test_names_of_groups_are_never_reused():
         names = set()
         for _ in range(3):
             wire = Wire()
-            publications, _ = session(wire)
-            await publications.open()
+            weight_sync, _ = session(wire)
+            await weight_sync.open()
             names |= {entry for entry in wire.log if entry.startswith("join opd-")}
         assert len(names) == 3
         assert all(name.endswith(" gloo") for name in names)
@@ -179,20 +179,20 @@ def test_names_of_groups_are_never_reused():
 
 
 @pytest.mark.parametrize("step", [*STEPS, "continue"])
-def test_a_failing_step_fails_the_publication_at_once_and_leaves_servers_paused(step):
+def test_a_failing_step_fails_the_weight_sync_at_once_and_leaves_servers_paused(step):
     async def scenario():
         wire = Wire(fail=step)
-        publications, _ = session(wire)
-        await publications.open()
+        weight_sync, _ = session(wire)
+        await weight_sync.open()
         started = asyncio.get_running_loop().time()
-        with pytest.raises(PublicationFailed, match="http://b:2/x: HTTP 400: no session"):
-            await publications.publish(1)
+        with pytest.raises(WeightSyncFailed, match="http://b:2/x: HTTP 400: no session"):
+            await weight_sync.sync(1)
         assert asyncio.get_running_loop().time() - started < 2, "it did not wait for a broadcast"
         assert step == "pause" or not wire.running
         assert step == "continue" or "continue" not in wire.log
         before = len(wire.log)
-        with pytest.raises(PublicationFailed, match=r"an earlier weight sync failed: .*HTTP 400"):
-            await publications.publish(2)
+        with pytest.raises(WeightSyncFailed, match=r"an earlier weight sync failed: .*HTTP 400"):
+            await weight_sync.sync(2)
         assert len(wire.log) == before
         assert len(asyncio.all_tasks()) == 1, "no broadcast is left waiting"
 
@@ -203,13 +203,13 @@ def test_a_failing_step_fails_the_publication_at_once_and_leaves_servers_paused(
 def test_a_silent_step_fails_after_the_limit_and_is_named(step):
     async def scenario():
         wire = Wire(hang=step)
-        publications, _ = session(wire)
-        await publications.open()
+        weight_sync, _ = session(wire)
+        await weight_sync.open()
         started = asyncio.get_running_loop().time()
         phase = {"bucket 0": "send", "learner digests": "verify"}.get(step, step)
         match = f"^{phase}: not done within weight_sync.timeout_s = 30$"
-        with pytest.raises(PublicationFailed, match=match):
-            await publications.publish(1)
+        with pytest.raises(WeightSyncFailed, match=match):
+            await weight_sync.sync(1)
         assert asyncio.get_running_loop().time() - started < 32
         assert len(asyncio.all_tasks()) == 1
 
@@ -221,9 +221,9 @@ def test_a_silent_step_fails_after_the_limit_and_is_named(step):
 def test_a_group_that_does_not_form_fails(step, how):
     async def scenario():
         wire = Wire(**{how: step})
-        publications, _ = session(wire)
-        with pytest.raises(PublicationFailed, match="HTTP 400" if how == "fail" else "not done"):
-            await publications.open()
+        weight_sync, _ = session(wire)
+        with pytest.raises(WeightSyncFailed, match="HTTP 400" if how == "fail" else "not done"):
+            await weight_sync.open()
         assert len(asyncio.all_tasks()) == 1
 
     run_virtual(scenario())
@@ -232,10 +232,10 @@ def test_a_group_that_does_not_form_fails(step, how):
 def test_the_learners_own_error_is_named():
     async def scenario():
         wire = Wire(fail="send", error=RuntimeError("rank 0: gloo timed out"))
-        publications, _ = session(wire)
-        await publications.open()
-        with pytest.raises(PublicationFailed, match=r"^send: rank 0: gloo timed out$"):
-            await publications.publish(1)
+        weight_sync, _ = session(wire)
+        await weight_sync.open()
+        with pytest.raises(WeightSyncFailed, match=r"^send: rank 0: gloo timed out$"):
+            await weight_sync.sync(1)
 
     run_virtual(scenario())
 
@@ -243,10 +243,10 @@ def test_the_learners_own_error_is_named():
 def test_a_timeout_of_the_learner_is_not_taken_for_ours():
     async def scenario():
         wire = Wire(fail="send", error=TimeoutError("no reply in 5 s"))
-        publications, _ = session(wire)
-        await publications.open()
-        with pytest.raises(PublicationFailed, match=r"^send: no reply in 5 s$"):
-            await publications.publish(1)
+        weight_sync, _ = session(wire)
+        await weight_sync.open()
+        with pytest.raises(WeightSyncFailed, match=r"^send: no reply in 5 s$"):
+            await weight_sync.sync(1)
 
     run_virtual(scenario())
 
@@ -256,11 +256,11 @@ def test_differing_weights_are_named():
         wire = Wire()
         wrong = replace(PIECES[1], rank=1, start=2, length=2, digest="garbage")
         wire.pieces = {URLS[0]: PIECES, URLS[1]: [*PIECES, wrong]}
-        publications, _ = session(wire)
-        await publications.open()
+        weight_sync, _ = session(wire)
+        await weight_sync.open()
         message = r"http://b:2 rank 1: norm \[2:4\] of dimension 0 differs"
-        with pytest.raises(PublicationFailed, match=message):
-            await publications.publish(1)
+        with pytest.raises(WeightSyncFailed, match=message):
+            await weight_sync.sync(1)
         assert not wire.running
 
     run_virtual(scenario())
@@ -270,27 +270,27 @@ def test_a_tensor_without_digest_is_named_but_a_tied_head_is_fine():
     async def scenario(pieces):
         wire = Wire()
         wire.pieces = dict.fromkeys(URLS, pieces)
-        publications, _ = session(wire)
-        await publications.open()
-        await publications.publish(1)
+        weight_sync, _ = session(wire)
+        await weight_sync.open()
+        await weight_sync.sync(1)
 
     run_virtual(scenario(PIECES[:2]))
-    with pytest.raises(PublicationFailed, match="http://a:1 reports no digest of embed"):
+    with pytest.raises(WeightSyncFailed, match="http://a:1 reports no digest of embed"):
         run_virtual(scenario(PIECES[1:]))
 
 
 def test_verification_can_be_switched_off():
     async def scenario():
         wire = Wire()
-        publications, _ = session(wire, verify_first=False)
-        await publications.open()
-        await publications.publish(1)
+        weight_sync, _ = session(wire, verify_first=False)
+        await weight_sync.open()
+        await weight_sync.sync(1)
         assert "verify" not in wire.log
 
     run_virtual(scenario())
 
 
-def test_a_server_that_keeps_its_old_version_fails_the_publication():
+def test_a_server_that_keeps_its_old_version_fails_the_weight_sync():
     class Stubborn(FakeFleet):
         async def end_weight_update(self, version):
             await self.wire.step("end")
@@ -298,10 +298,10 @@ def test_a_server_that_keeps_its_old_version_fails_the_publication():
 
     async def scenario():
         wire = Wire()
-        publications = PublicationSession(Stubborn(wire), FakeLearner(wire), WeightSyncConfig())
-        await publications.open()
-        with pytest.raises(PublicationFailed, match="http://b:2 reports version 0 after version 1"):
-            await publications.publish(1)
+        weight_sync = WeightSync(Stubborn(wire), FakeLearner(wire), WeightSyncConfig())
+        await weight_sync.open()
+        with pytest.raises(WeightSyncFailed, match="http://b:2 reports version 0 after version 1"):
+            await weight_sync.sync(1)
 
     run_virtual(scenario())
 
@@ -310,17 +310,17 @@ def test_a_server_of_an_earlier_run_is_refused():
     async def scenario():
         wire = Wire()
         wire.versions[URLS[1]] = 7
-        publications, _ = session(wire)
-        with pytest.raises(PublicationFailed, match="already holds version 7"):
-            await publications.open()
+        weight_sync, _ = session(wire)
+        with pytest.raises(WeightSyncFailed, match="already holds version 7"):
+            await weight_sync.open()
 
     run_virtual(scenario())
 
 
-def test_publishing_before_opening_is_refused():
-    publications, _ = session(Wire())
-    with pytest.raises(PublicationFailed, match="before the update group was opened"):
-        run_virtual(publications.publish(1))
+def test_syncing_before_opening_is_refused():
+    weight_sync, _ = session(Wire())
+    with pytest.raises(WeightSyncFailed, match="before the update group was opened"):
+        run_virtual(weight_sync.sync(1))
 
 
 def test_bucket_bytes_refuses_unknown_dtypes():

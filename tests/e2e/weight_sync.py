@@ -1,4 +1,4 @@
-"""A learner's part of a publication, for tests: rank 0 of the group."""
+"""A learner's part of a weight sync, for tests: rank 0 of the group."""
 
 import asyncio
 import itertools
@@ -58,7 +58,7 @@ async def join(fleet: Fleet, timeout_s: float = 60) -> tuple[distributed.Process
     return group, name
 
 
-async def publish(
+async def sync_weights(
     fleet: Fleet,
     group: distributed.ProcessGroup,
     name: str,
@@ -66,7 +66,7 @@ async def publish(
     version: int,
     buckets: int = 2,
 ) -> None:
-    """Keep-mode publication of `tensors`, in `buckets` pieces."""
+    """Keep-mode weight sync of `tensors`, in `buckets` pieces."""
     await fleet.pause("retract")
     await fleet.begin_weight_update()
     names = list(tensors)
@@ -109,7 +109,7 @@ async def give(url: str, tensors: Mapping[str, torch.Tensor]) -> None:
     """Makes a server hold `tensors` as version 0."""
     async with Fleet([ServerClient(url, timeout_s=60)]) as fleet:
         group, name = await join(fleet)
-        await publish(fleet, group, name, tensors, 0)
+        await sync_weights(fleet, group, name, tensors, 0)
         assert differing((await fleet.weight_digests())[url], tensors) == []
         await fleet.destroy_weights_group(name)
         distributed.destroy_process_group(group)

@@ -9,8 +9,8 @@ from torch import distributed
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.server.launch import ServerProcess
-from tests.e2e.publication import differing, join, load_tensors, perturbed_copy, publish
 from tests.e2e.replies import requests_of, span_error
+from tests.e2e.weight_sync import differing, join, load_tensors, perturbed_copy, sync_weights
 from tests.support.figures import bounded
 from tests.support.oracles import load_reference
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 TOLERANCE = 1e-5
 
 
-def test_publication_in_flight(student_server: ServerProcess, student_model: Path, tmp_path: Path):
+def test_weight_sync_in_flight(student_server: ServerProcess, student_model: Path, tmp_path: Path):
     changed_model = perturbed_copy(student_model, tmp_path / "changed", scale=0.1, seed=3)
     original, changed = load_tensors(student_model), load_tensors(changed_model)
     requests = requests_of(tokens=400)
@@ -29,11 +29,11 @@ def test_publication_in_flight(student_server: ServerProcess, student_model: Pat
             group, name = await join(fleet)
             work = [asyncio.create_task(fleet.generate(request)) for request in requests]
             await asyncio.sleep(0.8)
-            await publish(fleet, group, name, changed, info.version + 1)
+            await sync_weights(fleet, group, name, changed, info.version + 1)
             digests = (await fleet.weight_digests())[student_server.spec.url]
             replies = await asyncio.gather(*work)
             after = await fleet.generate(requests_of(tokens=4, count=1)[0])
-            await publish(fleet, group, name, original, info.version + 2)
+            await sync_weights(fleet, group, name, original, info.version + 2)
             restored = (await fleet.weight_digests())[student_server.spec.url]
             final = await fleet.generate(requests_of(tokens=5, count=1)[0])
             await fleet.destroy_weights_group(name)
@@ -51,12 +51,12 @@ def test_publication_in_flight(student_server: ServerProcess, student_model: Pat
         split += len(versions) == 2
         for version, start, stop in reply.spans:
             error = span_error(models[version], request, reply, start, stop)
-            bounded("publication in flight: each half under its weights (nats)", error, TOLERANCE)
+            bounded("weight sync in flight: each half under its weights (nats)", error, TOLERANCE)
     swapped = next(i for i, reply in enumerate(replies) if len(reply.spans) == 2)
     for version, start, stop in replies[swapped].spans:  # the other weights must not pass
         other = after_model if version == old else before_model
         assert span_error(other, requests[swapped], replies[swapped], start, stop) > 1e-2
-    assert split >= len(requests) // 3, f"only {split} requests were split by the publication"
+    assert split >= len(requests) // 3, f"only {split} requests were split by the weight sync"
     assert [version for version, _, _ in after.spans] == [old + 1]
     assert [version for version, _, _ in final.spans] == [old + 2]
     assert span_error(before_model, requests_of(5, 1)[0], final, 0, len(final.output_ids_T)) < 1e-5
@@ -87,7 +87,7 @@ def test_a_paused_server_is_alive_and_keeps_its_requests(student_server: ServerP
 
 def test_update_without_a_session_is_refused(student_server: ServerProcess):
     """SGLang answers 400 at once; whoever waits for the broadcast must not wait for it."""
-    from sglang_bridge.errors import PublicationFailed
+    from sglang_bridge.errors import WeightSyncFailed
     from sglang_bridge.protocol import BucketSpec
 
     async def run():
@@ -97,5 +97,5 @@ def test_update_without_a_session_is_refused(student_server: ServerProcess):
         finally:
             await fleet.close()
 
-    with pytest.raises(PublicationFailed, match="begin_weight_update"):
+    with pytest.raises(WeightSyncFailed, match="begin_weight_update"):
         asyncio.run(run())
