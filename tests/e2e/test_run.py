@@ -423,9 +423,10 @@ def test_a_learner_that_is_killed_ends_the_run_with_its_name(
 
 
 def test_a_server_that_dies_while_starting_shows_its_log(
-    inputs: Path, tmp_path: Path, start: Callable[..., Running]
+    inputs: Path, tmp_path: Path, shared: Sections, start: Callable[..., Running]
 ):
-    config = write_config(inputs, tmp_path, teacher={"extra_args": ["--load-format", "no-such"]})
+    dying = {"extra_args": ["--load-format", "no-such"]}
+    config = write_config(inputs, tmp_path, student=shared["student"], teacher=dying)
     done = start(config).finish(START_TIMEOUT_S)
     assert done.code == 2, done.output
     assert "teacher server" in done.output
