@@ -15,13 +15,14 @@ from megatron_opd.cli.extra_args import check_extra_args
 from megatron_opd.cli.gpu import has_gpu
 from megatron_opd.cli.memory_tables import memory_tables
 from megatron_opd.cli.preflight import ModelFacts, check_inputs_are_kept, prompt_limit
-from megatron_opd.cli.prepare import Inputs, read_inputs
+from megatron_opd.cli.prepare import Inputs, checked, read_inputs
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of
 from megatron_opd.cli.run_dir import check_place
 from megatron_opd.cli.weights import check_finite, has_weights
 from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.schema import Config
 from megatron_opd.losses.formulas import formula
+from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge import open_files
 
 # Files that a controller has open before it connects to anything: measured 60, rounded up.
@@ -141,6 +142,7 @@ def check(config: Config, console: Console, *, data: bool = False) -> None:
     data: read all rows and all weights instead of the first rows and the headers.
     """
     check_inputs_are_kept(config)
+    checked(lambda: transport_kind(config.weight_sync))
     first_rows = None if data else FIRST_ROWS
     inputs = read_inputs(config, plan=True, first_rows=first_rows, data=data)
     models = inputs.checked.models

@@ -60,6 +60,7 @@ from megatron_opd.metrics.types import Accounting
 from megatron_opd.transport.token import given_token
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.weight_sync.session import WeightSync
+from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge import open_files
 from sglang_bridge.errors import BridgeError, one_line
 from sglang_bridge.fleet import Fleet
@@ -91,6 +92,7 @@ def run_pipeline(
     """
     open_files.raise_limit()
     check_inputs_are_kept(config)
+    checked(lambda: transport_kind(config.weight_sync))
     with hold_run_dir(config.run.dir, resume=resume, overwrite=overwrite) as lock:
         resumed = find_resumption(config, accepted) if resume else None
         prepared = prepare(config, 0 if resumed is None else resumed.state.next_uid)
@@ -246,7 +248,10 @@ class PipelineRun:
         state = NOTHING_YET if resumed is None else resumed.state
         if resumed is not None:
             await remote.load_state(resumed.learner)
-        weight_sync = WeightSync(fleets[STUDENT], remote, config.weight_sync)
+        student = fleets[STUDENT]
+        make_transport = transport_kind(config.weight_sync).fleet_part
+        transport = make_transport(student, remote.move_weights, config.weight_sync)
+        weight_sync = WeightSync(student, remote, transport, config.weight_sync)
         await weight_sync.open()
         if resumed is not None or config.weight_sync.round_to is not None:
             # the servers loaded the exact checkpoint that the run began with

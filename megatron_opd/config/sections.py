@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from megatron_opd.config.import_path import is_import_path
 from megatron_opd.config.learner import Dtype
 from megatron_opd.config.section import (
     OFF_IS_A_WORD,
@@ -269,8 +270,16 @@ class BufferConfig(Section):
         return (self.max_staleness + 1) * self.batch_size
 
 
+TRANSPORTS = {"broadcast": "megatron_opd.weight_sync.broadcast:BROADCAST"}
+"""Where the weight transports are, by `weight_sync.type`."""
+
+
 class WeightSyncConfig(Section):
     """Says how new weights reach the student servers."""
+
+    type: str = "broadcast"
+    """Weight transport. broadcast: the learner's rank 0 gathers every tensor and broadcasts it to
+    all ranks of all servers. MODULE:NAME: your own (docs/extending.md)."""
 
     bucket_bytes: ByteCount = 512 * 2**20
     """Largest size in bytes of one flattened bucket of weights. Raising it sends fewer, larger
@@ -289,6 +298,16 @@ class WeightSyncConfig(Section):
     """After the first weight sync of a run, compares digests of every weight slice on the servers
     with the learner's export. Costs one pass over the weights and catches wrong names or
     layouts."""
+
+    @field_validator("type")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if name not in TRANSPORTS and not is_import_path(name):
+            raise ValueError(
+                f"must be one of {', '.join(TRANSPORTS)} or your own as MODULE:NAME, "
+                f"got {shown(name)}"
+            )
+        return name
 
 
 class EvaluationConfig(Section):

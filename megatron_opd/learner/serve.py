@@ -20,25 +20,24 @@ from megatron_opd.learner.state.state import LearnerState
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.transport.frames import MIN_FRAME_BYTES, from_frames, largest_frame_bytes
 from megatron_opd.transport.messages import (
-    ConnectWeights,
     DigestPieces,
     Digests,
     Done,
     ExportHf,
-    GetManifest,
     Hello,
     LoadState,
-    Manifest,
+    MoveWeights,
     Nothing,
     Request,
     Result,
     SaveState,
-    SendWeights,
     Stop,
     Train,
+    WeightsMoved,
 )
 from megatron_opd.transport.token import given_token, learners_token
-from megatron_opd.weight_sync.sender import WeightSender
+from megatron_opd.weight_sync.digests import piece_digests
+from megatron_opd.weight_sync.transport import transport_kind
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
@@ -103,8 +102,8 @@ class RankServer:
             config.learner.timeout_s,
         )
         self.claim: Claim | None = None
-        sync = config.weight_sync
-        self.sender = WeightSender(self.learner.full, sync.bucket_bytes, sync.round_to)
+        kind = transport_kind(config.weight_sync)
+        self.sender = kind.learner_part(self.learner.full, config.weight_sync)
 
     def run(self) -> None:
         """Answer requests until Stop."""
@@ -157,22 +156,13 @@ class RankServer:
                     self.config.rollout.temperature,
                     truncated_sampler=self.config.rollout.top_p < 1,
                 )
-            case GetManifest():
-                return Manifest(self.sender.buckets)
-            case ConnectWeights():
-                self.sender.connect(
-                    request.host,
-                    request.port,
-                    request.world_size,
-                    request.group_name,
-                    request.timeout_s,
-                )
-            case SendWeights():
+            case MoveWeights():
                 self.learner.settle_weights()
-                self.sender.send()
+                return WeightsMoved(self.sender.handle(request.payload))
             case DigestPieces():
                 self.learner.settle_weights()
-                return Digests(self.sender.piece_digests(request.pieces))
+                round_to = self.config.weight_sync.round_to
+                return Digests(piece_digests(self.learner.full, request.pieces, round_to))
             case ExportHf():
                 dtype = DTYPES[request.dtype or self.config.learner.dtype]
                 self.learner.export_hf(Path(request.path), dtype, self._check_claim)

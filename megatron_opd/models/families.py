@@ -51,6 +51,8 @@ class Family:
 
     name: config.json's model_type. architecture: its class in transformers. qk_norm: queries and
     keys are normalised per head. qkv_bias: they and the values have a bias. moe: it has experts.
+    expert_ffn_key: config.json's key of their size. sums_topk_to_one: the router always scales the
+    chosen experts' weights to a sum of one, which other families' norm_topk_prob tells.
     """
 
     name: str
@@ -59,6 +61,8 @@ class Family:
     qk_norm: bool = False
     qkv_bias: bool = False
     moe: bool = False
+    expert_ffn_key: str = "moe_intermediate_size"
+    sums_topk_to_one: bool = False
     top: tuple[Row, ...] = _TOP
 
 
@@ -130,7 +134,12 @@ _MIXTRAL_MOE = _experts("block_sparse_moe.gate", "block_sparse_moe.experts.{e}",
 
 LLAMA = Family("llama", "LlamaForCausalLM", (*_ATTENTION, _POST_NORM, *_DENSE_MLP))
 MIXTRAL = Family(
-    "mixtral", "MixtralForCausalLM", (*_ATTENTION, _POST_NORM, *_MIXTRAL_MOE), moe=True
+    "mixtral",
+    "MixtralForCausalLM",
+    (*_ATTENTION, _POST_NORM, *_MIXTRAL_MOE),
+    moe=True,
+    expert_ffn_key="intermediate_size",
+    sums_topk_to_one=True,
 )
 QWEN2 = Family(
     "qwen2",

@@ -171,7 +171,6 @@ def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, A
     """Return the fields of ModelSpec that say where experts are."""
     if not family.moe:
         return {"moe_layers": (False,) * layers}
-    mixtral = family.name == "mixtral"
     name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
     experts = _optional_count(config, name, most=MAX_EXPERTS) or 0
     chosen = _count(config, "num_experts_per_tok", most=MAX_EXPERTS)
@@ -185,10 +184,8 @@ def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, A
     return {
         "num_experts": experts,
         "experts_per_token": chosen,
-        "expert_ffn_size": _count(
-            config, "intermediate_size" if mixtral else "moe_intermediate_size"
-        ),
-        "norm_topk_prob": mixtral or _flag(config, "norm_topk_prob"),
+        "expert_ffn_size": _count(config, family.expert_ffn_key),
+        "norm_topk_prob": family.sums_topk_to_one or _flag(config, "norm_topk_prob"),
         "moe_layers": moe_layers,
     }
 

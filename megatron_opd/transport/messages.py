@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from sglang_bridge.errors import one_line
-from sglang_bridge.protocol import BucketSpec, WeightPiece
+from sglang_bridge.protocol import WeightPiece
 
 
 class LearnerInfo(msgspec.Struct, frozen=True):
@@ -110,27 +110,14 @@ class Train(msgspec.Struct, frozen=True, tag=True):
     plan: list[list[list[int]]]
 
 
-class GetManifest(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the buckets of a weight sync."""
+class MoveWeights(msgspec.Struct, frozen=True, tag=True):
+    """Carries a request of the weight transport to its part in every rank.
+
+    payload: what only the transport reads (weight_sync/transport.py).
+    """
 
     call: int
-
-
-class ConnectWeights(msgspec.Struct, frozen=True, tag=True):
-    """Asks rank 0 to open the weight group, listening on host:port."""
-
-    call: int
-    host: str
-    port: int
-    world_size: int
-    group_name: str
-    timeout_s: float
-
-
-class SendWeights(msgspec.Struct, frozen=True, tag=True):
-    """Asks to broadcast every bucket once."""
-
-    call: int
+    payload: bytes
 
 
 class DigestPieces(msgspec.Struct, frozen=True, tag=True):
@@ -191,17 +178,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Request = (
-    Train
-    | GetManifest
-    | ConnectWeights
-    | SendWeights
-    | DigestPieces
-    | ExportHf
-    | SaveState
-    | LoadState
-    | Stop
-)
+Request = Train | MoveWeights | DigestPieces | ExportHf | SaveState | LoadState | Stop
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -217,10 +194,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     digests: dict[str, str]
 
 
-class Manifest(msgspec.Struct, frozen=True, tag=True):
-    """Lists every bucket of a weight sync, in order."""
+class WeightsMoved(msgspec.Struct, frozen=True, tag=True):
+    """Answers MoveWeights. payload: what only the transport reads."""
 
-    buckets: list[BucketSpec]
+    payload: bytes
 
 
 class Digests(msgspec.Struct, frozen=True, tag=True):
@@ -233,7 +210,7 @@ class Nothing(msgspec.Struct, frozen=True, tag=True):
     """Answers a request that has no result."""
 
 
-Result = UpdateMetrics | Manifest | Digests | Nothing
+Result = UpdateMetrics | WeightsMoved | Digests | Nothing
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

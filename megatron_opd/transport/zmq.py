@@ -27,31 +27,29 @@ from megatron_opd.transport.gate import Gate, Refusals, guard_socket
 from megatron_opd.transport.messages import (
     MAX_REPLY_BYTES,
     BadMessage,
-    ConnectWeights,
     DigestPieces,
     Digests,
     ExportHf,
-    GetManifest,
     Hello,
     LearnerInfo,
     LoadState,
-    Manifest,
+    MoveWeights,
     Nothing,
     Refused,
     Request,
     Result,
     SaveState,
-    SendWeights,
     Stop,
     Train,
     UpdateMetrics,
+    WeightsMoved,
     Welcome,
     decode_reply,
     encode,
 )
 from megatron_opd.transport.roster import Breach, Expected, Roster
 from sglang_bridge.errors import one_line
-from sglang_bridge.protocol import BucketSpec, WeightPiece
+from sglang_bridge.protocol import WeightPiece
 
 # The learner reports its own timeout; wait a little longer than it, to hear the cause.
 MARGIN_S = 5.0
@@ -159,19 +157,10 @@ class RemoteLearner:
             messages[rank] = [encode(header), *to_frames(share)]
         return await self._exchange(call, messages, UpdateMetrics, timeout_s, "train")
 
-    async def manifest(self) -> list[BucketSpec]:
-        """Return the buckets of every weight sync, in the order in which they are sent."""
-        return (await self._ask(GetManifest(self._roster.next_call()), Manifest)).buckets
-
-    async def connect_weights(self, host: str, port: int, world_size: int, group_name: str) -> None:
-        """Open the weight group; returns once all `world_size` ranks have joined."""
-        call, limit_s = self._roster.next_call(), self._sync_s
-        request = ConnectWeights(call, host, port, world_size, group_name, limit_s)
-        await self._ask(request, Nothing, limit_s + MARGIN_S)
-
-    async def send_weights(self) -> None:
-        """Broadcast every bucket to the weight group."""
-        await self._ask(SendWeights(self._roster.next_call()), Nothing, self._sync_s + MARGIN_S)
+    async def move_weights(self, payload: bytes) -> bytes:
+        """Hand a request to the weight transport's part in every rank; return rank 0's answer."""
+        request = MoveWeights(self._roster.next_call(), payload)
+        return (await self._ask(request, WeightsMoved, self._sync_s + MARGIN_S)).payload
 
     async def piece_digests(self, pieces: Sequence[WeightPiece]) -> list[str]:
         """Return digests of the same slices of the current weights, in order."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-EXACT = ("embed_tokens.", "lm_head.", ".mlp.gate.", ".block_sparse_moe.gate.")
+EXACT = ("embed_tokens.", "lm_head.", ".gate.")
 INT8_MAX = 127.0
 FP8 = torch.float8_e4m3fn
 

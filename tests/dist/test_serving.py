@@ -26,6 +26,14 @@ from megatron_opd.learner.channel import EXIT_LOST
 from megatron_opd.transport.token import TOKEN_VARIABLE
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.types import Batch
+from megatron_opd.weight_sync.broadcast_messages import (
+    JoinGroup,
+    ListBuckets,
+    Request,
+    SendBuckets,
+    decode_buckets,
+    encode_request,
+)
 from sglang_bridge.digest import digest
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec, WeightPiece
@@ -40,6 +48,15 @@ from tests.support.wire import TOKEN
 pytestmark = pytest.mark.dist
 
 START_S = 60
+TIMEOUT_S = 5.0
+
+
+async def ask(remote: RemoteLearner, request: Request) -> bytes:
+    return await remote.move_weights(encode_request(request))
+
+
+def join_group(port: int, world_size: int) -> JoinGroup:
+    return JoinGroup("127.0.0.1", port, world_size, "weights", "gloo", TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -125,12 +142,12 @@ def test_train_sync_and_export(parallel, model, batch, tmp_path):
         assert info.parameters == sum(tensor.numel() for tensor in source.values())
         figures = await remote.train(shares(batch, config.learner, Estimator(), 1))
         assert figures.loss == pytest.approx(exact.loss, rel=1e-5)
-        buckets = await remote.manifest()
+        buckets = decode_buckets(await ask(remote, ListBuckets()))
         assert len(buckets) > 2
         port = free_port()
         with receivers(tmp_path / "engines", port, 2, buckets) as engines:
-            await remote.connect_weights("127.0.0.1", port, 3, "weights")
-            await remote.send_weights()
+            await ask(remote, join_group(port, 3))
+            await ask(remote, SendBuckets())
             assert await asyncio.to_thread(engines.join, 30) == [0, 0], engines.errors()
         await remote.export_hf(tmp_path / "export")
         export = load_file(tmp_path / "export" / "model.safetensors")
@@ -165,17 +182,17 @@ def test_an_engine_that_never_joins_or_never_takes_its_bucket_is_an_error(model,
         await remote.wait_ready(START_S)
         started = time.monotonic()
         with pytest.raises(LearnerError, match="rank 0: "):
-            await remote.connect_weights("127.0.0.1", free_port(), 2, "nobody")
+            await ask(remote, join_group(free_port(), 2))
         assert time.monotonic() - started < 12
 
     async def silent(remote: RemoteLearner) -> None:
         await remote.wait_ready(START_S)
         port = free_port()
         with receivers(tmp_path / "engines", port, 1, [], silent=True):
-            await remote.connect_weights("127.0.0.1", port, 2, "weights")
+            await ask(remote, join_group(port, 2))
             started = time.monotonic()
             with pytest.raises(LearnerError, match="rank 0: "):
-                await remote.send_weights()
+                await ask(remote, SendBuckets())
             assert time.monotonic() - started < 12
 
     async def main() -> None:  # side by side: most of it is waiting
@@ -257,7 +274,7 @@ def test_a_learner_of_an_earlier_controller_writes_nothing(model, tmp_path):
 
     async def body(remote: RemoteLearner) -> None:
         await remote.wait_ready(START_S)
-        await remote.manifest()  # it has seen that the directory is its controller's
+        await ask(remote, ListBuckets())  # it has seen that the directory is its controller's
         earlier.release()
         with RunLock.take(run_dir):
             with pytest.raises(LearnerError, match=r"NotTheHolder: .* now belongs to pid"):

@@ -6,7 +6,6 @@ from megatron_opd.batching.rank_batch import RankBatch
 from megatron_opd.batching.shares import shares
 from megatron_opd.transport import messages as m
 from megatron_opd.types import Batch, Draws, Prompt, Rollout, Sample, VersionSpan
-from sglang_bridge.protocol import BucketSpec
 from tests.support.wire import config
 
 FIGURES = m.UpdateMetrics(0, *(1.5,) * 3, 1, 1, 1, 0.0, 0.0, 0, *(1.0,) * 5, 1)
@@ -50,7 +49,7 @@ def make_shares(
 def done(request: m.Request) -> m.Reply:
     results = {
         m.Train: FIGURES,
-        m.GetManifest: m.Manifest([BucketSpec(("a", "b"), ("float32",) * 2, ((2, 3), (4,)))]),
+        m.MoveWeights: m.WeightsMoved(b"moved"),
         m.DigestPieces: m.Digests(["d"]),
     }
     return m.Done(request.call, results.get(type(request), m.Nothing()))

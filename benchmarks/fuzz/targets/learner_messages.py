@@ -136,7 +136,7 @@ METRICS = m.UpdateMetrics(
 REPLIES: tuple[m.Reply, ...] = (
     *(hello(0), hello(1), hello(0), hello(1), m.Failed(1, "out of memory"), m.Done(1, m.Nothing())),
     *(m.Done(1, METRICS), m.Done(0, m.Nothing()), m.Done(1, m.Digests(["aa", "bb"]))),
-    m.Done(1, m.Manifest([])),
+    m.Done(1, m.WeightsMoved(b"\x90")),
 )
 ENCODED = [m.encode(reply) for reply in REPLIES]
 TREES = damaged_tree([msgspec.msgpack.decode(frame) for frame in ENCODED], most=2)

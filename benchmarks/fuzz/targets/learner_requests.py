@@ -182,8 +182,8 @@ def wrapped(rng: Random, frames: list[bytes]) -> None:
 
 
 OTHERS: tuple[Any, ...] = (
-    *(m.GetManifest(1), m.SendWeights(2), m.Stop(3), m.LoadState(4, "/x"), m.Refused("no")),
-    *(m.ConnectWeights(1, "127.0.0.1", 9, 2, "g", 5.0), m.SaveState(1, "/x", 3, True)),
+    *(m.MoveWeights(1, b"\x80"), m.Stop(3), m.LoadState(4, "/x"), m.Refused("no")),
+    m.SaveState(1, "/x", 3, True),
     *(m.ExportHf(1, "/x", None), m.Welcome("/run.lock", "aa", True)),
     m.DigestPieces(1, [WeightPiece(0, "model.norm.weight", 0, 0, 4, "float32", "aa")]),
 )

@@ -11,7 +11,7 @@ from megatron_opd.transport import messages as m
 from megatron_opd.transport.frames import from_frames
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.types import Batch
-from sglang_bridge.protocol import BucketSpec, WeightPiece
+from sglang_bridge.protocol import WeightPiece
 from tests.support.batches import FIGURES, done, make_batch, make_shares, silent
 from tests.support.wire import TOKEN, Rank, config, drive
 
@@ -61,10 +61,7 @@ def test_every_call_gets_its_own_kind_of_answer():
 
     async def body(remote: RemoteLearner) -> None:
         await remote.wait_ready(5)
-        (bucket,) = await remote.manifest()
-        assert bucket == BucketSpec(("a", "b"), ("float32",) * 2, ((2, 3), (4,)))
-        await remote.connect_weights("127.0.0.1", 1234, 3, "group")
-        await remote.send_weights()
+        assert await remote.move_weights(b"move") == b"moved"
         assert await remote.piece_digests([piece]) == ["d"]
         await remote.export_hf(Path("/somewhere"))
         await remote.stop()
@@ -72,14 +69,13 @@ def test_every_call_gets_its_own_kind_of_answer():
     (rank,) = drive(body, [done])
     kinds = [type(request) for request, _ in rank.received]
     assert kinds == [
-        m.GetManifest,
-        m.ConnectWeights,
-        m.SendWeights,
+        m.MoveWeights,
         m.DigestPieces,
         m.ExportHf,
         m.Stop,
     ]
-    assert rank.received[3][0].pieces == [piece]
+    assert rank.received[0][0].payload == b"move"
+    assert rank.received[1][0].pieces == [piece]
 
 
 def test_a_failing_rank_fails_the_call_and_every_later_one_with_its_reason():
@@ -91,7 +87,7 @@ def test_a_failing_rank_fails_the_call_and_every_later_one_with_its_reason():
         with pytest.raises(LearnerError, match="rank 1: NotFinite: the loss is nan"):
             await remote.train(make_shares(parallel={"dp": 2}))
         with pytest.raises(LearnerError, match="NotFinite"):
-            await remote.manifest()
+            await remote.move_weights(b"")
 
     drive(body, [silent, fail])
 
@@ -119,7 +115,7 @@ def test_a_rank_that_is_gone_is_an_error_of_the_learner_while_nothing_is_asked()
                 error = await remote.failed()
             assert str(error) == "learner rank 0 is gone: its connection ended"
             with pytest.raises(LearnerError, match="rank 0 is gone"):
-                await remote.manifest()
+                await remote.move_weights(b"")
         finally:
             remote.close()
 
@@ -139,7 +135,7 @@ def test_a_late_answer_is_not_taken_for_the_next_one():
         await remote.wait_ready(5)
         with pytest.raises(LearnerError):
             await remote.train(make_shares(), timeout_s=0.1)
-        assert (await remote.manifest())[0].names == ("a", "b")
+        assert await remote.move_weights(b"") == b"moved"
 
     drive(body, [answer])
 
@@ -147,20 +143,20 @@ def test_a_late_answer_is_not_taken_for_the_next_one():
 def test_an_answer_of_the_wrong_kind_is_refused():
     async def body(remote: RemoteLearner) -> None:
         await remote.wait_ready(5)
-        with pytest.raises(LearnerError, match="answered Manifest"):
+        with pytest.raises(LearnerError, match="answered WeightsMoved"):
             await remote.train(make_shares())
 
-    drive(body, [lambda request: m.Done(request.call, m.Manifest([]))])
+    drive(body, [lambda request: m.Done(request.call, m.WeightsMoved(b""))])
 
 
 def test_calls_before_ready_after_close_and_on_a_world_of_the_wrong_size_fail():
     async def before(remote: RemoteLearner) -> None:
         with pytest.raises(LearnerError, match="not ready"):
-            await remote.manifest()
+            await remote.move_weights(b"")
         await remote.wait_ready(5)
         remote.close()
         with pytest.raises(LearnerError, match="closed"):
-            await remote.manifest()
+            await remote.move_weights(b"")
 
     drive(before, [done])
 

@@ -1,4 +1,4 @@
-"""Weight syncs against a fake fleet and learner: order, every failing step, silence, digests."""
+"""Weight syncs by broadcast, fake fleet and learner: order, failures, silence, digests."""
 
 import asyncio
 from dataclasses import replace
@@ -6,7 +6,15 @@ from dataclasses import replace
 import pytest
 
 from megatron_opd.config.sections import WeightSyncConfig
-from megatron_opd.weight_sync.session import WeightSync, bucket_bytes
+from megatron_opd.weight_sync.broadcast import Broadcast
+from megatron_opd.weight_sync.broadcast_messages import (
+    JoinGroup,
+    ListBuckets,
+    SendBuckets,
+    decode_request,
+    encode_buckets,
+)
+from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.errors import ServerRefused, WeightSyncFailed
 from sglang_bridge.fleet import weights_world
 from sglang_bridge.protocol import BucketSpec, WeightPiece
@@ -107,15 +115,19 @@ class FakeLearner:
         self.world_size = None
         self.asked = []
 
-    async def manifest(self):
-        await self.wire.step("manifest")
-        return list(BUCKETS)
+    async def move_weights(self, request):
+        match decode_request(request):
+            case ListBuckets():
+                await self.wire.step("manifest")
+                return encode_buckets(BUCKETS)
+            case JoinGroup(world_size=size):
+                self.world_size = size
+                await self.wire.step("connect")
+            case SendBuckets():
+                await self.send_buckets()
+        return b""
 
-    async def connect_weights(self, host, port, world_size, group_name):
-        self.world_size = world_size
-        await self.wire.step("connect")
-
-    async def send_weights(self):
+    async def send_buckets(self):
         await self.wire.step("send")
         for wanted, sent in zip(self.wire.wanted, self.wire.sent, strict=True):
             # a broadcast returns only when every server takes part
@@ -129,9 +141,14 @@ class FakeLearner:
 
 
 def session(wire, **config):
-    learner = FakeLearner(wire)
+    fleet, learner = FakeFleet(wire), FakeLearner(wire)
     settings = WeightSyncConfig(timeout_s=30.0, **config)
-    return WeightSync(FakeFleet(wire), learner, settings), learner
+    return weight_sync_of(fleet, learner, settings), learner
+
+
+def weight_sync_of(fleet, learner, settings):
+    transport = Broadcast(fleet, learner.move_weights, settings)
+    return WeightSync(fleet, learner, transport, settings)
 
 
 def test_steps_come_in_order_and_are_timed():
@@ -298,7 +315,7 @@ def test_a_server_that_keeps_its_old_version_fails_the_weight_sync():
 
     async def scenario():
         wire = Wire()
-        weight_sync = WeightSync(Stubborn(wire), FakeLearner(wire), WeightSyncConfig())
+        weight_sync = weight_sync_of(Stubborn(wire), FakeLearner(wire), WeightSyncConfig())
         await weight_sync.open()
         with pytest.raises(WeightSyncFailed, match="http://b:2 reports version 0 after version 1"):
             await weight_sync.sync(1)
@@ -319,10 +336,5 @@ def test_a_server_of_an_earlier_run_is_refused():
 
 def test_syncing_before_opening_is_refused():
     weight_sync, _ = session(Wire())
-    with pytest.raises(WeightSyncFailed, match="before the update group was opened"):
+    with pytest.raises(WeightSyncFailed, match="before the weight sync was opened"):
         run_virtual(weight_sync.sync(1))
-
-
-def test_bucket_bytes_refuses_unknown_dtypes():
-    with pytest.raises(ValueError, match="w: dtype float8 is not one of"):
-        bucket_bytes(BucketSpec(("w",), ("float8",), ((2, 2),)))

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_opd.weight_sync.sender import plan_buckets
+from megatron_opd.weight_sync.broadcast_sender import plan_buckets
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(4, 200))

@@ -1,0 +1,128 @@
+"""Sends full tensors in flattened buckets, broadcast by the learner's rank 0 to every server rank.
+
+The wire format is SGLang's: /update_weights_from_distributed with load_format "flattened_bucket",
+the raw bytes of a bucket's tensors end to end. The learner's broadcast cannot end when a server
+refuses its bucket, so the first failure on either side ends the step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING
+
+from megatron_opd.config.sections import WeightSyncConfig
+from megatron_opd.weight_sync.broadcast_messages import (
+    JoinGroup,
+    ListBuckets,
+    SendBuckets,
+    decode_buckets,
+    encode_request,
+)
+from megatron_opd.weight_sync.transport import (
+    AskLearner,
+    LearnerPart,
+    ReceivingFleet,
+    TransportKind,
+)
+from sglang_bridge.ports import free_port
+from sglang_bridge.protocol import BucketSpec
+
+if TYPE_CHECKING:
+    from megatron_opd.models.gather import FullTensors
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Broadcast:
+    """Broadcasts through one group of all server ranks; implements transport.FleetPart."""
+
+    def __init__(
+        self,
+        fleet: ReceivingFleet,
+        ask: AskLearner,
+        config: WeightSyncConfig,
+        backend: str = "gloo",
+    ) -> None:
+        self._fleet, self._ask, self._config, self._backend = fleet, ask, config, backend
+        # a server refuses a name it has seen, also one of an earlier run
+        self._group = f"opd-{uuid.uuid4().hex[:12]}"
+        self._buckets: tuple[BucketSpec, ...] = ()
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        """Returns the names of all tensors of the buckets."""
+        return frozenset(name for bucket in self._buckets for name in bucket.names)
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of all buckets."""
+        return sum(map(bucket_bytes, self._buckets))
+
+    async def open(self) -> None:
+        """Form the group of the learner's rank 0 and every rank of every server."""
+        self._buckets = decode_buckets(await self._ask(encode_request(ListBuckets())))
+        host, port, limit_s = (
+            self._config.host,
+            free_port(self._config.host),
+            self._config.timeout_s,
+        )
+        join = JoinGroup(host, port, self._fleet.world.size, self._group, self._backend, limit_s)
+        await both(
+            self._ask(encode_request(join)),
+            self._fleet.init_weights_group(host, port, self._group, self._backend, limit_s),
+        )
+
+    async def send(self, version: int) -> None:
+        """Let every server receive each bucket while the learner broadcasts them."""
+        await both(self._ask(encode_request(SendBuckets())), self._receive())
+
+    async def close(self) -> None:
+        """Let the servers leave the group."""
+        await self._fleet.destroy_weights_group(self._group)
+
+    async def _receive(self) -> None:
+        for bucket in self._buckets:
+            await self._fleet.update_bucket(bucket, self._group, self._config.timeout_s)
+
+
+async def both(learner: Awaitable[object], fleet: Awaitable[object]) -> None:
+    """Run the two sides of one exchange; the first failure cancels the other side and is raised.
+
+    When both have failed by then, the fleet's is raised: a server that refuses is the cause of a
+    learner that keeps waiting.
+    """
+    tasks = [asyncio.ensure_future(fleet), asyncio.ensure_future(learner)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def bucket_bytes(bucket: BucketSpec) -> int:
+    """Return the bytes of one flattened bucket.
+
+    Raises ValueError for a dtype that is never sent.
+    """
+    total = 0
+    for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
+        if dtype.removeprefix("torch.") not in ITEM_BYTES:
+            raise ValueError(f"{name}: dtype {dtype} is not one of {sorted(ITEM_BYTES)}")
+        total += math.prod(shape) * ITEM_BYTES[dtype.removeprefix("torch.")]
+    return total
+
+
+def _learner_part(full: FullTensors, config: WeightSyncConfig) -> LearnerPart:
+    from megatron_opd.weight_sync.broadcast_sender import BroadcastSender
+
+    return BroadcastSender(full, config.bucket_bytes, config.round_to)
+
+
+BROADCAST = TransportKind(Broadcast, _learner_part)

@@ -1,0 +1,55 @@
+"""Defines what the two parts of the broadcast say to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from sglang_bridge.protocol import BucketSpec
+
+
+class ListBuckets(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the buckets of every weight sync, in the order in which they are sent."""
+
+
+class JoinGroup(msgspec.Struct, frozen=True, tag=True):
+    """Asks rank 0 to listen at host:port and to form the group; answered when all have joined."""
+
+    host: str
+    port: int
+    world_size: int
+    group_name: str
+    backend: str
+    timeout_s: float
+
+
+class SendBuckets(msgspec.Struct, frozen=True, tag=True):
+    """Asks to broadcast every bucket once."""
+
+
+Request = ListBuckets | JoinGroup | SendBuckets
+
+_ENCODER = msgspec.msgpack.Encoder()
+_REQUESTS = msgspec.msgpack.Decoder(Request)
+_BUCKETS = msgspec.msgpack.Decoder(tuple[BucketSpec, ...])
+
+
+def encode_request(request: Request) -> bytes:
+    """Encode what Broadcast asks of the learner."""
+    return _ENCODER.encode(request)
+
+
+def decode_request(request: bytes) -> Request:
+    """Decode what Broadcast asks of the learner. msgspec.DecodeError: it is anything else."""
+    return _REQUESTS.decode(request)
+
+
+def encode_buckets(buckets: Sequence[BucketSpec]) -> bytes:
+    """Encode the answer to ListBuckets."""
+    return _ENCODER.encode(buckets)
+
+
+def decode_buckets(answer: bytes) -> tuple[BucketSpec, ...]:
+    """Decode the answer to ListBuckets. msgspec.DecodeError: it is anything else."""
+    return _BUCKETS.decode(answer)

@@ -1,0 +1,138 @@
+"""Holds the learner's part of the broadcast: rank 0 of the group gathers and sends full tensors.
+
+The group is the one that SGLang's `init_custom_process_group` forms: rank 0 here, every
+tensor-parallel rank of every server after it. Invariant: nothing waits longer than the group's
+timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import distributed_c10d
+
+from megatron_opd.models.gather import FullTensors
+from megatron_opd.transport.store import bound_store
+from megatron_opd.weight_sync.broadcast_messages import (
+    JoinGroup,
+    ListBuckets,
+    SendBuckets,
+    decode_request,
+    encode_buckets,
+)
+from megatron_opd.weight_sync.rounding import Format, rounded
+from sglang_bridge.protocol import BucketSpec
+
+
+def plan_buckets(
+    manifest: Sequence[tuple[str, tuple[int, ...]]], dtype: torch.dtype, bucket_bytes: int
+) -> list[BucketSpec]:
+    """Group consecutive tensors of at most `bucket_bytes` together; a larger tensor is alone."""
+    groups: list[list[tuple[str, tuple[int, ...]]]] = []
+    room = -1
+    for name, shape in manifest:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if size > room:
+            groups.append([])
+            room = bucket_bytes
+        groups[-1].append((name, shape))
+        room -= size
+    kind = str(dtype).removeprefix("torch.")
+    return [
+        BucketSpec(
+            names=tuple(name for name, _ in group),
+            dtypes=(kind,) * len(group),
+            shapes=tuple(shape for _, shape in group),
+        )
+        for group in groups
+    ]
+
+
+class BroadcastSender:
+    """Sends `full`; implements transport.LearnerPart.
+
+    round_to: send what a sampler of that precision would hold (weight_sync/rounding.py).
+    """
+
+    def __init__(
+        self, full: FullTensors, bucket_bytes: int, round_to: Format | None = None
+    ) -> None:
+        self._full = full
+        self._round_to: Format | None = round_to
+        self._buckets = plan_buckets(full.manifest(), full.dtype, bucket_bytes)
+        self._group: dist.ProcessGroup | None = None
+
+    def handle(self, request: bytes) -> bytes:
+        """Execute one request of broadcast.Broadcast.
+
+        Raises torch.distributed.DistError when a peer stays away from the group for its timeout,
+        RuntimeError when one does not take a bucket in time or the group was not formed.
+        """
+        match decode_request(request):
+            case ListBuckets():
+                return encode_buckets(self._buckets)
+            case JoinGroup() as group:
+                self._join(group)
+            case SendBuckets():
+                self._send()
+        return b""
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    @property
+    def _is_root(self) -> bool:
+        return self._full.world.rank == 0
+
+    def _join(self, asked: JoinGroup) -> None:
+        if not self._is_root:
+            return
+        timeout, size = timedelta(seconds=asked.timeout_s), asked.world_size
+        # Explicit: under torchrun a tcp:// rendezvous would join torchrun's own store instead.
+        store = bound_store(asked.host, asked.port, size, timeout)
+        self._group, _ = distributed_c10d._new_process_group_helper(
+            size,
+            0,
+            [],
+            dist.Backend(asked.backend),
+            PrefixStore(asked.group_name, store),
+            group_name=asked.group_name,  # type: ignore[arg-type]
+            timeout=timeout,
+        )
+        distributed_c10d._world.pg_group_ranks[self._group] = {i: i for i in range(size)}
+
+    def _send(self) -> None:
+        """Broadcast every bucket once, in order."""
+        if not self._is_root:
+            for _ in self._full.tensors():
+                pass
+            return
+        if self._group is None:
+            raise RuntimeError("the weight group is not connected")
+        tensors = self._rounded()
+        for bucket in self._buckets:
+            flat = _flatten(tensors, bucket)
+            dist.broadcast(flat, src=0, group=self._group)
+        for name, _ in tensors:  # keep the ranks that send in step
+            raise RuntimeError(f"tensor {name} belongs to no bucket")
+
+    def _rounded(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._full.tensors():
+            yield name, rounded(name, tensor, self._round_to)
+
+
+def _flatten(tensors: Iterator[tuple[str, torch.Tensor]], bucket: BucketSpec) -> torch.Tensor:
+    parts: list[torch.Tensor] = []
+    for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+        got, tensor = next(tensors)
+        if got != name or tuple(tensor.shape) != shape:
+            raise RuntimeError(f"tensor {name} {shape} was announced, {got} came")
+        parts.append(tensor.contiguous().flatten().view(torch.uint8))
+    return torch.cat(parts).cpu()

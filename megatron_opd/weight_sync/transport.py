@@ -1,0 +1,121 @@
+"""Defines what a weight transport is: one way for new weights to reach the student's servers.
+
+A transport has two parts that only know each other: one beside the controller, which steers the
+servers, and one in every rank of the learner, which holds the weights. What they say to each other
+passes through the learner's connection as bytes that no one else reads. Pausing the servers, the
+version, the flush and the comparison of digests are the session's (weight_sync/session.py), and the
+same for every transport.
+
+A further transport is a module with a TransportKind and a row in TRANSPORTS of
+config/sections.py; a user's own is named in YAML: `weight_sync: {type: "my_module:MY_TRANSPORT"}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_opd.config.import_path import load_object
+from megatron_opd.config.sections import TRANSPORTS, WeightSyncConfig
+from sglang_bridge.fleet import WeightsWorld
+from sglang_bridge.protocol import BucketSpec
+
+if TYPE_CHECKING:  # the controller runs without torch
+    from megatron_opd.models.gather import FullTensors
+
+
+class ReceivingFleet(Protocol):
+    """Names the methods of sglang_bridge.fleet.Fleet that a transport may use."""
+
+    @property
+    def world(self) -> WeightsWorld:
+        """Returns the ranks of the update group."""
+        ...
+
+    async def init_weights_group(
+        self, host: str, port: int, name: str, backend: str, timeout_s: float | None = None
+    ) -> None:
+        """Let every rank of every server join the learner's group."""
+        ...
+
+    async def destroy_weights_group(self, name: str) -> None:
+        """Let every server leave the group."""
+        ...
+
+    async def update_bucket(
+        self, bucket: BucketSpec, group_name: str, timeout_s: float | None = None
+    ) -> None:
+        """Let every server receive one bucket."""
+        ...
+
+
+AskLearner = Callable[[bytes], Awaitable[bytes]]
+"""Hands a request to LearnerPart.handle on every rank; returns rank 0's answer."""
+
+
+class FleetPart(Protocol):
+    """Moves weights, as seen from the controller. Every method's failure ends the weight sync."""
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        """Returns the Hugging Face names of all tensors that are sent; known after `open`."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes that one server rank receives in a weight sync; known after `open`."""
+        ...
+
+    async def open(self) -> None:
+        """Connect learner and servers; called once, before the first `send`."""
+        ...
+
+    async def send(self, version: int) -> None:
+        """Put the learner's current weights into every server, while the servers are paused."""
+        ...
+
+    async def close(self) -> None:
+        """Release what the servers hold, for servers that outlive the run."""
+        ...
+
+
+class LearnerPart(Protocol):
+    """Holds a transport's part in one rank of the learner."""
+
+    def handle(self, request: bytes) -> bytes:
+        """Execute one request of the FleetPart. All ranks get the same; rank 0's answer is sent.
+
+        Whatever it raises ends the learner, with the message in the controller's error.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what it holds, before the learner ends."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TransportKind:
+    """Makes the two parts of one transport."""
+
+    fleet_part: Callable[[ReceivingFleet, AskLearner, WeightSyncConfig], FleetPart]
+    learner_part: Callable[[FullTensors, WeightSyncConfig], LearnerPart]
+
+
+def transport_kind(config: WeightSyncConfig) -> TransportKind:
+    """Return the transport that `weight_sync.type` names.
+
+    ValueError: it names an object that cannot be imported or is no TransportKind.
+    """
+    path = TRANSPORTS.get(config.type, config.type)
+    try:
+        found = load_object(path)
+    except ValueError as error:
+        raise ValueError(f"weight_sync.type: {error}") from None
+    if not isinstance(found, TransportKind):
+        raise ValueError(
+            f"weight_sync.type: {path} must be a {__name__}:TransportKind, "
+            f"got {type(found).__name__}"
+        )
+    return found
