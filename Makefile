@@ -16,7 +16,8 @@ GPU_PINS := requirements/gpu.lock setup.py pyproject.toml
 GPU_OUT ?= gpu-check.json
 RUN_DIR ?= runs/demo
 PYTEST_ARGS ?=
-# two workers: one runs the tests with SGLang servers, the other all else (tests/conftest.py)
+# two workers: one begins with the tests that share two SGLang servers, the other with those of
+# several ranks (tests/conftest.py)
 WORKERS := -n 2 --dist loadscope --no-loadscope-reorder
 
 .PHONY: setup demo demo-real test check bench docs setup-gpu gpu-check gpu-check-dry gpu-lock clean

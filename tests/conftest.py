@@ -17,23 +17,32 @@ settings.load_profile("no-deadline")
 torch.set_num_threads(1)  # another worker, or a server, needs the other core
 
 TESTS = Path(__file__).parent
-ORDER = ("e2e", "dist")  # the longest first; whatever else is there fills the other worker
+# The longest first: a worker for SERVERS, the other for dist; short files even out the end.
+SERVERS, ORDER = "servers", ("servers", "dist", "e2e")
+# Of tests/e2e: these start servers of their own and may run on either worker.
+APART = ("test_bridge_parallel.py", "test_deterministic.py", "test_resume.py")
+
+
+def kind_of(path: str) -> str:
+    """The first folder below tests/, or SERVERS: what uses the two servers of a session."""
+    kind, *_, name = path.removeprefix("tests/").split("/")
+    return SERVERS if kind == "e2e" and name not in APART else kind
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def rank(item: pytest.Item) -> int:
-        kind = item.path.relative_to(TESTS).parts[0]
+        kind = kind_of(item.path.relative_to(TESTS).as_posix())
         return ORDER.index(kind) if kind in ORDER else len(ORDER)
 
     items.sort(key=rank)
 
 
 class OneForServers(LoadScopeScheduling):
-    """One worker runs every test with SGLang servers, which share two; a file stays together."""
+    """One worker runs every test that uses the session's servers; a file stays together."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        return "servers" if path.startswith("tests/e2e/") else path
+        return SERVERS if kind_of(path) == SERVERS else path
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneForServers:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from safetensors.torch import load_file, save_file
@@ -20,16 +21,16 @@ from safetensors.torch import load_file, save_file
 from megatron_opd.checkpoint import to_megatron
 from megatron_opd.checkpoint.convert import load_weights, source_of
 from megatron_opd.checkpoint.crew import Crew
-from megatron_opd.models.gather import FullTensors
-from megatron_opd.models.ranks import all_gather_json
 from megatron_opd.checkpoint.megatron_names import CONTENT
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
-from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.config.learner import LearnerConfig, ParallelConfig
 from megatron_opd.learner.attention import Packing
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.model import build_model
 from megatron_opd.learner.world import World, init_world
+from megatron_opd.models.gather import FullTensors
+from megatron_opd.models.ranks import all_gather_json
+from megatron_opd.models.spec import ModelSpec, read_model_spec
 
 LENGTHS = (97, 13, 18)  # the first is longer than the Llama model's original context
 
@@ -148,6 +149,8 @@ def saved_by_megatron(out: Path, *, models: dict[str, Path], metadata: dict[str,
     """Checkpoints that Megatron itself writes, in either of its forms, to `out`/name."""
     # Megatron's writer starts processes of its own, which a daemon may not.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    # The one that holds its queue of results would import everything anew, in seconds.
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     config = LearnerConfig.model_validate({"dtype": "float32", "parallel": {"tp": 2}})
     with cpu.install():
         world = init_world(config.parallel, 1, 1, 60.0)

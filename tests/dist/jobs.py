@@ -14,17 +14,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed import distributed_c10d
 
+from megatron_opd.batching.shares import shares
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sft import SftConfig
-from megatron_opd.batching.shares import shares
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.serve import serve
 from megatron_opd.learner.sft import run_sft
-from megatron_opd.batching.advantages import group_columns
 from megatron_opd.losses.vocab_parallel import gather_logp
-from megatron_opd.batching.rank_batch import rank_batch
 from megatron_opd.transport.token import TOKEN_VARIABLE
 from megatron_opd.types import Batch
 from sglang_bridge.protocol import BucketSpec

@@ -18,7 +18,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from megatron_opd.checkpoint.convert import load_weights, source_of
-from megatron_opd.models.spec import read_model_spec
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner import model as learner_model
 from megatron_opd.learner.attention import Packing
@@ -28,6 +27,7 @@ from megatron_opd.learner.model import build_model
 from megatron_opd.learner.world import init_world
 from megatron_opd.losses.lean import lean_logp
 from megatron_opd.losses.vocab_parallel import gather_logp
+from megatron_opd.models.spec import read_model_spec
 
 
 def operation(out: Path) -> None:

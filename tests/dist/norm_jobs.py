@@ -11,7 +11,7 @@ from megatron_opd.learner.devices import cpu
 
 
 def cases(rank: int) -> dict[str, list[torch.Tensor]]:
-    """This rank's gradients by case, the same ones at every call."""
+    """A rank's gradients by case, the same ones at every call."""
     generator = torch.Generator().manual_seed(7 + rank)
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -35,9 +35,9 @@ def norms(out: Path) -> None:
     with cpu.install():
         dist.init_process_group("gloo")
         rank, size = dist.get_rank(), dist.get_world_size()
-        found = {}
-        for name, mine in cases(rank).items():
-            everything = [grad for other in range(size) for grad in cases(other)[name]]
+        found, ranks = {}, [cases(other) for other in range(size)]
+        for name, mine in ranks[rank].items():
+            everything = [grad for other in ranks for grad in other[name]]
             exact = sum(float(grad.double().square().sum()) for grad in everything) ** 0.5
             found[name] = (clip_grads.get_grad_norm_fp32(mine), exact)
         if rank == 0:

@@ -1,6 +1,7 @@
 """Every accepted estimator on shards of the vocabulary, in one world."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.losses.lean import lean_logp
 from megatron_opd.losses.objective import evaluate
 from megatron_opd.losses.vocab_parallel import gather_logp
-from tests.support.loss_cases import Problem, Row, accepted, cache_of, draw_rows, flat, problem
+from tests.support.loss_cases import Problem, Row, cache_of, draw_rows, flat, problem
 
 WIDTH = 3
 BLOCK = (4, 3)  # smaller than the problem, so that blocks must be joined
@@ -46,7 +47,7 @@ def outcome(
     return loss.detach(), *gradients
 
 
-def sweep(out: Path) -> None:
+def sweep(out: Path, *, estimators: Sequence[Estimator]) -> None:
     """{estimator: {quantity: largest relative difference to one rank with dense logits}}."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -60,7 +61,7 @@ def sweep(out: Path) -> None:
     names: list[str] = []
     exact: list[torch.Tensor] = []  # loss, hidden gradient, gradient of the whole head
     ours: list[torch.Tensor] = []  # the same of this rank, with its slice of the head
-    for number, est in enumerate(accepted()):
+    for number, est in enumerate(estimators):
         rows = draw_rows(est.support, case, np.random.default_rng(number))
         whole = torch.zeros(edge + weight_VH.numel(), dtype=torch.float64)
         if number % size == rank:  # the ranks share the work of the reference

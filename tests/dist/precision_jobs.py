@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from megatron_opd.models.shards import local_shards
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner import world as setup
 from megatron_opd.learner.learner import MegatronLearner
+from megatron_opd.models.shards import local_shards
 from tests.dist.caches import make_batch, random_experts, with_experts
 from tests.dist.jobs import share
 from tests.support.figures import bounded, relative

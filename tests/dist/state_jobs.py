@@ -12,11 +12,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from megatron_opd.learner.state.state import LearnerState
 from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs
-from megatron_opd.learner.state.write import ShardWriter
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.learner.learner import MegatronLearner
+from megatron_opd.learner.state.state import LearnerState
+from megatron_opd.learner.state.write import ShardWriter
 from megatron_opd.types import Batch
 from tests.dist.jobs import make_learner, share
 

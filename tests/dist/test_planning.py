@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_opd.models.spec import read_model_spec
 from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.models.spec import read_model_spec
 from megatron_opd.planning.activations import BYTES, Shapes, boundary_bytes, layer_bytes
 from megatron_opd.planning.layout import in_flight_chunks, rank_groups, stage_layers
 from megatron_opd.planning.learner import learner_memory

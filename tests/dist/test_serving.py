@@ -41,8 +41,8 @@ from tests.dist import jobs
 from tests.dist.caches import make_batch, oracle_update
 from tests.dist.worlds import World
 from tests.support.figures import bounded
-from tests.support.sockets import listening
 from tests.support.models import tiny_qwen3_moe
+from tests.support.sockets import listening
 from tests.support.wire import TOKEN
 
 pytestmark = pytest.mark.dist
@@ -230,9 +230,10 @@ def test_a_rank_that_raises_ends_the_call_with_its_reason(damage, model, batch, 
 
     async def body(remote: RemoteLearner) -> None:
         await remote.wait_ready(START_S)
+        broken_batch = replace(batch, samples=tuple(broken))
+        parts = shares(broken_batch, config.learner, Estimator(), 1)
         with pytest.raises(LearnerError, match=reason):
-            broken_batch = replace(batch, samples=tuple(broken))
-            await remote.train(shares(broken_batch, config.learner, Estimator(), 1))
+            await remote.train(parts)
 
     config = make_config(model, dp=2)
     codes = with_learner(config, tmp_path, body, 2)
@@ -276,7 +277,7 @@ def test_a_learner_of_an_earlier_controller_writes_nothing(model, tmp_path):
         await ask(remote, ListBuckets())  # it has seen that the directory is its controller's
         earlier.release()
         with RunLock.take(run_dir):
-            with pytest.raises(LearnerError, match="NotTheHolder: .* now belongs to pid"):
+            with pytest.raises(LearnerError, match=r"NotTheHolder: .* now belongs to pid"):
                 await remote.export_hf(run_dir / "checkpoints" / "final")
             assert [path.name for path in run_dir.iterdir()] == [LOCK]
 

@@ -23,6 +23,6 @@ def test_a_weight_that_is_no_number_is_named_by_every_rank(tmp_path: Path, value
     found = run_world(
         jobs.refused_weights, 2, tmp_path, model=model, config={"parallel": {"tp": 2}}
     )
-    assert found["said"] == [
-        f"{model}: 1 tensors hold numbers that are not finite, first {name}"
-    ] * 2
+    assert (
+        found["said"] == [f"{model}: 1 tensors hold numbers that are not finite, first {name}"] * 2
+    )

@@ -13,6 +13,8 @@ from typing import Any, Self
 from sglang_bridge.ports import free_port
 
 TIMEOUT_S = 150
+# The second brings transformers too, seconds that every rank of fine-tuning would pay again.
+PRELOADED = ("tests.dist.jobs", "tests.dist.precision_jobs")
 
 
 def _rank(
@@ -41,7 +43,7 @@ class World:
         self.out = out
         # Not fork: the tests' own process has threads. The fork server has none and is warm.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.dist.jobs"])
+        context.set_forkserver_preload(list(PRELOADED))
         port = free_port()
         self.ranks = [
             context.Process(target=_rank, args=(job, rank, size, port, out, arguments), daemon=True)

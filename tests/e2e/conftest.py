@@ -1,11 +1,13 @@
 """Two real servers for the whole session: a student (MoE) and a teacher (dense)."""
 
 import asyncio
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -41,6 +43,20 @@ def running(spec: ServerSpec, log: Path, api_key: str | None = None) -> Iterator
         yield process
     finally:
         process.stop(grace_s=1)
+
+
+def left_behind(server: ServerProcess) -> list[str]:
+    """Files of a running server that SGLang leaves when it is killed."""
+    process = psutil.Process(server.pid)
+    mapped = {
+        mapping.path
+        for each in process.children(recursive=True)
+        for mapping in each.memory_maps()
+        if mapping.path.startswith("/dev/shm/sgl")
+    }
+    assert server.files is not None
+    assert os.path.isdir(server.files)
+    return [*mapped, server.files]
 
 
 @pytest.fixture(scope="session")

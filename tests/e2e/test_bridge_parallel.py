@@ -3,8 +3,6 @@
 import asyncio
 import os
 import secrets
-import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +19,7 @@ from sglang_bridge.http import HttpConnection
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec
 from sglang_bridge.server.launch import ServerProcess, running_states
-from sglang_bridge.server.workers import EXIT_WORKER_DIED
-from tests.e2e.conftest import STARTUP_TIMEOUT_S, running, tiny_spec
+from tests.e2e.conftest import STARTUP_TIMEOUT_S, left_behind, running, tiny_spec
 from tests.e2e.replies import (
     check_selection,
     expected_scores,
@@ -205,40 +202,6 @@ def test_stop_ends_a_paused_server_with_work_queued(parallel_server: ServerProce
     asyncio.run(run())
     assert running_states(group) == []
     assert [path for path in files if os.path.exists(path)] == []
-
-
-def test_a_server_whose_worker_was_killed_ends_and_names_it(teacher_model: Path, tmp_path: Path):
-    victim = "detokenizer"
-    others = tempfile.mkdtemp(prefix="opd-server-")
-    with running(tiny_spec(teacher_model, "teacher"), tmp_path / "log") as server:
-        files = left_behind(server)
-        (worker,) = [
-            child for child in psutil.Process(server.pid).children() if victim in child.name()
-        ]
-        worker.kill()
-        deadline_s = time.monotonic() + 10
-        while server.is_running() and time.monotonic() < deadline_s:
-            time.sleep(0.05)
-        assert server.exit_code() == EXIT_WORKER_DIED
-        assert server.cause() == f"{victim} (pid {worker.pid}) ended with signal 9"
-    assert server.cause() in server.log_path.read_text()
-    assert [path for path in files if os.path.exists(path)] == []
-    assert os.path.isdir(others), "another server's files stay"
-    os.rmdir(others)
-
-
-def left_behind(server: ServerProcess) -> list[str]:
-    """Files of a running server that SGLang leaves when it is killed."""
-    process = psutil.Process(server.pid)
-    mapped = {
-        mapping.path
-        for each in process.children(recursive=True)
-        for mapping in each.memory_maps()
-        if mapping.path.startswith("/dev/shm/sgl")
-    }
-    assert server.files is not None
-    assert os.path.isdir(server.files)
-    return [*mapped, server.files]
 
 
 def test_a_missing_model_is_told_from_the_log(tmp_path: Path):

@@ -4,16 +4,21 @@ Two ranks that split heads, vocabulary and experts: what could add in another or
 """
 
 import asyncio
+import os
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from sglang_bridge.client import ServerClient
 from sglang_bridge.protocol import RolloutRequest, ScoreRequest
 from sglang_bridge.server.launch import ServerProcess
-from tests.e2e.conftest import running, tiny_spec
+from sglang_bridge.server.workers import EXIT_WORKER_DIED
+from tests.e2e.conftest import left_behind, running, tiny_spec
 
 pytestmark = pytest.mark.e2e
 
@@ -134,3 +139,22 @@ def test_another_seed_samples_anew_and_truncation_is_seeded_too(server: ServerPr
     assert cut == cut_again
     assert len({plain, cut, other}) == 3
     assert score != other_score
+
+
+def test_a_server_whose_worker_was_killed_ends_and_names_it(server: ServerProcess):
+    """Last of this module: it ends the server."""
+    victim = "detokenizer"
+    others = tempfile.mkdtemp(prefix="opd-server-")
+    files = left_behind(server)
+    (worker,) = [child for child in psutil.Process(server.pid).children() if victim in child.name()]
+    worker.kill()
+    deadline_s = time.monotonic() + 10
+    while server.is_running() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert server.exit_code() == EXIT_WORKER_DIED
+    assert server.cause() == f"{victim} (pid {worker.pid}) ended with signal 9"
+    server.stop(grace_s=1)
+    assert server.cause() in server.log_path.read_text()
+    assert [path for path in files if os.path.exists(path)] == []
+    assert os.path.isdir(others), "another server's files stay"
+    os.rmdir(others)

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from megatron_opd.metrics.compare import compare_rows
+from tests.e2e.conftest import running, tiny_spec
 
 pytestmark = pytest.mark.e2e
 
@@ -23,7 +24,15 @@ COMPARED = 4  # updates after the checkpoint; HELD of them on samples that it ho
 LIMIT_S = 300
 
 
-def write_config(root: Path, student: Path, teacher: Path) -> Path:
+@pytest.fixture
+def teacher(teacher_model: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """The section of a server that outlives the run and serves the one that goes on."""
+    spec = tiny_spec(teacher_model, "teacher", deterministic=True)
+    with running(spec, tmp_path / "teacher.log") as process:
+        yield {"model": str(teacher_model), "dtype": "float32", "urls": [process.spec.url]}
+
+
+def write_config(root: Path, student: Path, teacher: dict[str, Any]) -> Path:
     """A run that can be repeated."""
     lines = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) for i in range(16)]
     (root / "train.jsonl").write_text("\n".join(lines) + "\n")
@@ -32,7 +41,7 @@ def write_config(root: Path, student: Path, teacher: Path) -> Path:
         "run": {"dir": str(root / "run"), "max_steps": UPDATES, "seed": 3, "deterministic": True},
         "data": {"train": str(root / "train.jsonl"), "task": "exact"},
         "student": {**server, "model": str(student)},
-        "teacher": {**server, "model": str(teacher)},
+        "teacher": teacher,
         "rollout": {"max_new_tokens": 24, "concurrency": 12},
         "support": {"m": 8},
         "buffer": {"batch_size": BATCH, "max_staleness": HELD, "hold_batches": HELD},
@@ -91,10 +100,10 @@ def newest_in(run_dir: Path) -> int:
 def test_a_killed_run_goes_on(
     tmp_path: Path,
     student_model: Path,
-    teacher_model: Path,
+    teacher: dict[str, Any],
     processes: list[subprocess.Popen[str]],
 ) -> None:
-    config, run_dir = write_config(tmp_path, student_model, teacher_model), tmp_path / "run"
+    config, run_dir = write_config(tmp_path, student_model, teacher), tmp_path / "run"
     first = start(config)
     processes.append(first)
     deadline = time.monotonic() + LIMIT_S

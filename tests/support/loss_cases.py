@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -248,16 +250,15 @@ def products() -> Iterator[dict[str, Any]]:
         yield tree if correction is None else tree | {"correction": correction}
 
 
-def accepted() -> Iterator[Estimator]:
-    """Those that config accepts, with the reductions in turn."""
-    number = 0
+@cache
+def accepted() -> tuple[Estimator, ...]:
+    """Those that config accepts, with the reductions in turn; found once a process, in seconds."""
+    found: list[Estimator] = []
     for tree in products():
-        reduction = REDUCTIONS[number % len(REDUCTIONS)]
-        try:
-            yield Estimator.model_validate(tree | {"reduction": reduction})
-        except ValidationError:
-            continue
-        number += 1
+        reduction = REDUCTIONS[len(found) % len(REDUCTIONS)]
+        with suppress(ValidationError):
+            found.append(Estimator.model_validate(tree | {"reduction": reduction}))
+    return tuple(found)
 
 
 def estimator(**tree: Any) -> Estimator:

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -41,15 +40,12 @@ def test_there_and_back(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert config["dtype"] == "bfloat16"
 
 
-def test_verify_compares_logits_in_a_process_of_its_own(llama: Path, tmp_path: Path):
-    words = ["hf-to-megatron", str(llama), str(tmp_path / "m"), "--verify"]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_opd", "convert", *words],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    report = json.loads(done.stdout)
+def test_verify_compares_logits_in_a_process_of_its_own(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    code, out, err = called(capsys, "hf-to-megatron", llama, tmp_path / "m", "--verify")
+    assert code == 0, err
+    report = json.loads(out)
     assert report["verified"] == ["checksums", "logits"]
     assert report["max_abs_logit_diff"] <= 1e-5 * report["max_abs_logit"]
     assert report["tokens"] == 64

@@ -1,6 +1,5 @@
 """`extra_args`: only whole options of the pinned SGLang, and none that a key of ours decides."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from megatron_opd.config.sections import ServerConfig
 from sglang_bridge.server import options
 from sglang_bridge.server.spec import ServerSpec, server_command
 from tests.support.cli_cases import call, refused, small_config, tiny_models
-from tests.support.paths import ROOT
 
 
 def check(*extra_args: str) -> None:
@@ -114,16 +112,6 @@ def test_whatever_our_command_line_holds_is_decided():
 
 def test_every_decided_setting_exists():
     assert set(DECIDED) <= set(options.names_by_option().values())
-
-
-def test_the_table_is_of_the_installed_sglang():
-    """In a process of its own: SGLang's parser is slow to import and leaves much behind."""
-    assert importlib.util.find_spec("sglang") is not None
-    script = "import sys; sys.path.insert(0, 'tools'); import sglang_options as o; print(o.table())"
-    made = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert made.stdout.strip().endswith(options.TABLE.read_text(encoding="utf-8").strip())
 
 
 def test_help_does_not_pay_for_it():

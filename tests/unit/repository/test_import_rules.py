@@ -171,8 +171,10 @@ def test_every_name_is_imported_from_where_it_is_defined():
     second_hand: list[str] = []
     for path in sorted(ours):
         for node in syntax(path):
-            source = ROOT / f"{str(getattr(node, 'module', '')).replace('.', '/')}.py"
-            if isinstance(node, ast.ImportFrom) and source in ours:
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            source = ROOT / f"{str(node.module).replace('.', '/')}.py"
+            if source in ours:
                 names = {alias.name for alias in node.names} - defined_in(source)
                 second_hand += [f"{path}: {name} of {node.module}" for name in sorted(names)]
     assert not second_hand, "\n".join(second_hand)

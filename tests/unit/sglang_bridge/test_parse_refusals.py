@@ -276,7 +276,7 @@ def info_parts(reply: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", REPLIES)
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_damaged_reply_is_whole_or_a_bad_reply(kind: str, data: st.DataObject):
     good, parse = REPLIES[kind]
     try:

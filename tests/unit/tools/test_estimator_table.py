@@ -1,14 +1,13 @@
 """docs/estimators.md says what the code does; the formulas say what the configuration asks for."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from megatron_opd.losses.formulas import formula
 from tests.support.loss_cases import estimator
 from tests.support.paths import ROOT
+from tests.support.tools import exit_code
 
 
 def text_of(**tree: object) -> dict[str, str]:
@@ -16,8 +15,8 @@ def text_of(**tree: object) -> dict[str, str]:
 
 
 def test_the_page_is_current_and_its_record_has_every_accepted_estimator():
-    done = subprocess.run([sys.executable, ROOT / "tools" / "estimator_table.py", "--check"])
-    assert done.returncode == 0, "run: python tools/estimator_table.py [--measure]"
+    code = exit_code("estimator_table", "--check")
+    assert code == 0, "run: python tools/estimator_table.py [--measure]"
 
 
 def test_the_recorded_errors_are_within_the_limits_and_the_biases_where_they_are_stated():

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from sglang_bridge.ports import free_port
-from sglang_bridge.server import compat
+from sglang_bridge.server import compat, options
 from sglang_bridge.server.__main__ import offer_standins
 from tests.support.sockets import listening, open_to_others
+from tools import sglang_options
 
 ENGINE = "sglang.srt.entrypoints.engine"
 
@@ -41,6 +42,11 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compat, "version", lambda name: "0.6.0")
     with pytest.raises(RuntimeError, match=r"supports sglang 0\.5\.23, found 0\.6\.0"):
         compat.require_supported_version()
+
+
+def test_the_table_is_of_the_installed_sglang():
+    """Here, and not beside other tests of options: these import SGLang anyway, in seconds."""
+    assert sglang_options.table() == options.TABLE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("target", compat.TARGETS)
