@@ -305,8 +305,7 @@ def test_a_teacher_that_answers_nonsense_is_refused(
     try:
         config = write_config(inputs, tmp_path, **short)
         refused = start(config).finish(START_TIMEOUT_S)
-        more = {"scoring": {"guard": "warn"}, "checkpoint": {"export_hf": False}}
-        more |= {"learner": {"parallel": parallel}}
+        more = {"scoring": {"guard": "warn"}, "learner": {"parallel": parallel}}
         overridden = write_config(inputs, tmp_path, **more, **short)
         shutil.rmtree(tmp_path / "run")
         warned = start(overridden).finish(START_TIMEOUT_S)
@@ -423,10 +422,10 @@ def test_a_learner_that_is_killed_ends_the_run_with_its_name(
 
 
 def test_a_server_that_dies_while_starting_shows_its_log(
-    inputs: Path, tmp_path: Path, shared: Sections, start: Callable[..., Running]
+    inputs: Path, tmp_path: Path, start: Callable[..., Running]
 ):
-    dying = {"extra_args": ["--load-format", "no-such"]}
-    config = write_config(inputs, tmp_path, student=shared["student"], teacher=dying)
+    """The student server is the run's own too: it is ended while it starts."""
+    config = write_config(inputs, tmp_path, teacher={"extra_args": ["--load-format", "no-such"]})
     done = start(config).finish(START_TIMEOUT_S)
     assert done.code == 2, done.output
     assert "teacher server" in done.output
