@@ -129,6 +129,25 @@ def _cut_qkv(
     return _interleaved(spec, parts)
 
 
+def local_parts(shard: Shard, spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """Return this rank's piece as parts of Hugging Face tensors, by name: what `cut` put together.
+
+    Views of the parameter, but for q, k and v, which are copied out of their interleaved rows; rows
+    that pad the vocabulary are left out.
+    """
+    whole = shard.parameter.detach()
+    if shard.row.fusion == "qkv":
+        parts = _separated(spec, whole)
+    elif shard.row.fusion == "gate_up":
+        parts = list(whole.chunk(2))
+    elif shard.row.vocab:
+        rows = max(0, min(len(whole), spec.vocab_size - shard.index * len(whole)))
+        parts = [whole[:rows]]
+    else:
+        parts = [whole]
+    return dict(zip(shard.names, parts, strict=True))
+
+
 def fuse(row: Row, spec: ModelSpec, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join Hugging Face tensors, in the order of `row.hf`, to the whole Megatron parameter."""
     if row.fusion == "qkv":
@@ -147,7 +166,7 @@ def _interleaved(spec: ModelSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor
 def join(row: Row, spec: ModelSpec, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Join all pieces, in shard order, to the Hugging Face tensors in the order of `row.hf`."""
     if row.fusion == "qkv":
-        return _join_qkv(spec, torch.cat(list(pieces)))
+        return _separated(spec, torch.cat(list(pieces)))
     if row.fusion == "gate_up":
         halves = zip(*(piece.chunk(2) for piece in pieces), strict=True)
         return [torch.cat(half) for half in halves]
@@ -159,9 +178,10 @@ def join(row: Row, spec: ModelSpec, pieces: Sequence[torch.Tensor]) -> list[torc
     return [torch.cat(list(pieces), dim=row.dim)]
 
 
-def _join_qkv(spec: ModelSpec, fused: torch.Tensor) -> list[torch.Tensor]:
+def _separated(spec: ModelSpec, fused: torch.Tensor) -> list[torch.Tensor]:
+    """Take q, k and v (of any number of KV groups) out of rows of [q.., k, v] per group."""
     tail = fused.shape[1:]
     ratio, size = spec.num_heads // spec.num_kv_heads, spec.head_dim
-    by_group = fused.view(spec.num_kv_heads, (ratio + 2) * size, *tail)
+    by_group = fused.reshape(-1, (ratio + 2) * size, *tail)
     parts = by_group.split([ratio * size, size, size], dim=1)
     return [part.reshape(-1, *tail).contiguous() for part in parts]

@@ -104,6 +104,10 @@ def arguments_for_device(arguments: list[str], *, cuda: bool) -> list[str]:
 
 def main() -> None:
     """Runs the server until it is told to stop."""
+    model = value_of("--model-path", sys.argv[1:])
+    if model is not None and Path(model).is_absolute() and not Path(model).exists():
+        # SGLang finds out once it has imported everything, and says it in a traceback
+        sys.exit(f"error: --model-path must be a checkpoint's directory, {model} does not exist")
     parent = os.environ.pop(PARENT_VARIABLE, None)
     api_key = os.environ.pop(API_KEY_VARIABLE, None)  # no child needs it
     # a server started by hand removes its files itself
@@ -120,7 +124,6 @@ def main() -> None:
     from sglang_bridge.server import compat
 
     compat.require_supported_version()
-    model = value_of("--model-path", sys.argv[1:])
     if model is not None and (names := architectures.unneeded(Path(model), sys.argv[1:])):
         os.environ.setdefault(architectures.VARIABLE, ",".join(names))
     from sglang.launch_server import run_server

@@ -23,8 +23,10 @@ from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.serve import serve
 from megatron_opd.learner.sft import run_sft
 from megatron_opd.losses.vocab_parallel import gather_logp
+from megatron_opd.models.shards import local_parts, local_shards
 from megatron_opd.transport.token import TOKEN_VARIABLE
 from megatron_opd.types import Batch
+from megatron_opd.weight_sync.holdings import learner_holdings
 from sglang_bridge.protocol import BucketSpec
 from tests.support.wire import TOKEN
 
@@ -51,6 +53,24 @@ def bitwise_equal(learner: MegatronLearner, model: Path) -> None:
         listed = dict(learner.full.manifest())
         assert listed == {name: tuple(tensor.shape) for name, tensor in expected.items()}
     assert bool(exported) == (learner.world.rank == 0)
+    holds_what_is_planned(learner, model)
+
+
+def holds_what_is_planned(learner: MegatronLearner, model: Path) -> None:
+    """This rank's parameters are the parts of the checkpoint that weight_sync.holdings names."""
+    full, rank = load_file(model / "model.safetensors"), learner.world.rank
+    local: dict[str, torch.Tensor] = {}
+    for shard in local_shards(learner.model, learner.spec, learner.world).values():
+        local |= {n: part for n, part in local_parts(shard, learner.spec).items() if len(part)}
+    parallel, fields = learner.config.parallel, learner.config.megatron
+    planned = {
+        held.name: full[held.name].narrow(held.dim, held.start, held.length)
+        for held in learner_holdings(learner.spec, parallel, fields)
+        if rank in held.ranks
+    }
+    assert local.keys() == planned.keys(), local.keys() ^ planned.keys()
+    for name, part in planned.items():
+        assert torch.equal(local[name], part.to(local[name].dtype)), name
 
 
 def update(

@@ -12,6 +12,8 @@ import psutil
 import pytest
 from torch import distributed
 
+from megatron_opd.models.spec import read_model_spec
+from megatron_opd.weight_sync.holdings import server_holdings
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BridgeError, ServerDied, ServerRefused, WeightSyncFailed
 from sglang_bridge.fleet import Fleet
@@ -136,6 +138,13 @@ def test_two_ranks_draw_score_and_receive(
         return replies, scores, digests
 
     replies, scores, digests = asyncio.run(run())
+    planned = {
+        (rank, part.name, part.dim, part.start, part.length)
+        for part in server_holdings(read_model_spec(student_model), tp=2, ep=2)
+        for rank in part.ranks
+    }
+    held = {(piece.rank, piece.hf_name, piece.dim, piece.start, piece.length) for piece in digests}
+    assert held == planned, "what a plan of weight transfers takes the ranks to hold"
     models = [load_reference(student_model), load_reference(changed_model)]
     assert any(len(reply.spans) == 2 for reply in replies)
     for request, reply in zip(requests, replies, strict=True):

@@ -1,0 +1,155 @@
+"""Says which rank holds which part of which Hugging Face tensor, for a learner and for a server.
+
+Both follow from config.json and the layouts alone, so that a plan can be made, and printed, before
+anything runs. Torch-free. Rank order is Megatron's, see planning/layout.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.models.families import Key, Row, hf_names, row_of
+from megatron_opd.models.spec import ModelSpec
+from megatron_opd.models.tensors import Shape, model_keys, row_shapes
+from megatron_opd.planning.layout import expert_data_parallel, stage_layers
+
+SGLANG_VOCAB_MULTIPLE = 64
+"""SGLang pads the vocabulary to a multiple of this before it splits it over ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Says that every rank of `ranks` holds [start, start + length) of dimension `dim` of `name`.
+
+    shape: of the whole tensor. The part is whole in every other dimension.
+    """
+
+    name: str
+    shape: Shape
+    dim: int
+    start: int
+    length: int
+    ranks: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Returns whether the part is the whole tensor, so that `dim` says nothing."""
+        return self.length == self.shape[self.dim]
+
+
+def learner_holdings(
+    spec: ModelSpec, parallel: ParallelConfig, fields: Mapping[str, Any] | None = None
+) -> Iterator[Held]:
+    """Yield what the learner's ranks hold, in the order of models.tensors.model_keys.
+
+    fields: learner.megatron, for uneven pipeline stages. Padding of the vocabulary is left out.
+    """
+    ranks = _LearnerRanks(parallel)
+    stage_of = {
+        layer: stage
+        for stage, chunks in enumerate(stage_layers(spec, parallel, fields))
+        for chunk in chunks
+        for layer in chunk
+    }
+    for key in model_keys(spec):
+        row = row_of(spec.family, key)
+        stages = _stages(spec, parallel, key, row, stage_of)
+        if row.expert:
+            count, owner = parallel.expert_tp, key.expert // (spec.num_experts // parallel.ep)
+            holders = [ranks.of_experts(owner, index, stages) for index in range(count)]
+        elif row.dim is None:
+            everyone = (rank for i in range(parallel.tp) for rank in ranks.dense(i, stages))
+            count, holders = 1, [tuple(sorted(everyone))]
+        else:
+            count = parallel.tp
+            holders = [ranks.dense(index, stages) for index in range(count)]
+        shapes = row_shapes(spec, row)
+        for name, shape in zip(hf_names(spec.family, key), shapes, strict=True):
+            dim = row.dim or 0
+            size = spec.padded_vocab(count) if row.vocab else shape[dim]
+            for index, members in enumerate(holders):
+                yield from _part(name, shape, dim, index, size // count, members)
+
+
+def server_holdings(spec: ModelSpec, tp: int, ep: int) -> Iterator[Held]:
+    """Yield what the ranks of one SGLang server hold. ep: of tp, how many ranks split the experts.
+
+    With more ranks than KV heads each head is held by several ranks.
+    """
+    everyone = tuple(range(tp))
+    for key in model_keys(spec):
+        row = row_of(spec.family, key)
+        names, shapes = hf_names(spec.family, key), row_shapes(spec, row)
+        for place, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+            dim = row.dim or 0
+            if row.dim is None:
+                yield Held(name, shape, 0, 0, shape[0], everyone)
+                continue
+            if row.expert:
+                first, count = key.expert // (spec.num_experts // ep) * (tp // ep), tp // ep
+                holders = [(first + index,) for index in range(count)]
+            elif row.fusion == "qkv" and place > 0:
+                count = min(tp, spec.num_kv_heads)
+                copies = tp // count
+                holders = [tuple(everyone[i * copies : (i + 1) * copies]) for i in range(count)]
+            else:
+                count, holders = tp, [(rank,) for rank in everyone]
+            size = _multiple(shape[0], SGLANG_VOCAB_MULTIPLE) if row.vocab else shape[dim]
+            for index, members in enumerate(holders):
+                yield from _part(name, shape, dim, index, size // count, members)
+
+
+def _part(
+    name: str, shape: Shape, dim: int, index: int, length: int, ranks: tuple[int, ...]
+) -> Iterator[Held]:
+    """Yield the part `index`, without padding; nothing where it is padding alone."""
+    start = index * length
+    length = min(length, shape[dim] - start)
+    if length > 0:
+        yield Held(name, shape, dim, start, length, ranks)
+
+
+def _stages(
+    spec: ModelSpec, parallel: ParallelConfig, key: Key, row: Row, stage_of: Mapping[int, int]
+) -> tuple[int, ...]:
+    """Return the pipeline stages that hold a parameter: both ends a tied embedding."""
+    last = parallel.pp - 1
+    if key.layer >= 0:
+        return (stage_of[key.layer],)
+    if row.mcore[0].startswith("embedding."):
+        return (0, last) if spec.tied and last > 0 else (0,)
+    return (last,)
+
+
+def _multiple(count: int, of: int) -> int:
+    return -(-count // of) * of
+
+
+class _LearnerRanks:
+    """Lists ranks by coordinates: tp-cp-dp-pp for dense weights, etp-ep-edp-pp for experts."""
+
+    def __init__(self, parallel: ParallelConfig) -> None:
+        self._parallel = parallel
+        self._stage = parallel.tp * parallel.cp * parallel.dp
+        self._replicas = expert_data_parallel(parallel)
+
+    def dense(self, tp_rank: int, stages: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the ranks with a slice of the dense weights."""
+        tp = self._parallel.tp
+        return tuple(
+            stage * self._stage + copy * tp + tp_rank
+            for stage in stages
+            for copy in range(self._stage // tp)
+        )
+
+    def of_experts(self, ep_rank: int, etp_rank: int, stages: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the ranks with a slice of the experts of `ep_rank`."""
+        etp, ep = self._parallel.expert_tp, self._parallel.ep
+        return tuple(
+            stage * self._stage + (copy * ep + ep_rank) * etp + etp_rank
+            for stage in stages
+            for copy in range(self._replicas)
+        )
