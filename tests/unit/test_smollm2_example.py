@@ -1,6 +1,7 @@
 """The SmolLM2 example: its prompts are disjoint, its student is the teacher without some layers."""
 
 import json
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from examples.smollm2 import make_prompts
+from examples.smollm2 import make_prompts, models
 from examples.smollm2.evaluate import complete, logp_TV, measure
 from examples.smollm2.fetch import LOCK, extract
 from examples.smollm2.prune import prune
@@ -87,6 +88,24 @@ def test_layers_that_are_not_there_or_all_of_them_are_refused(teacher, tmp_path,
     with pytest.raises(ValueError, match="removed must name some of the layers 0 to 4, each once"):
         prune(teacher, tmp_path / "student", removed)
     assert not (tmp_path / "student").exists()
+
+
+def test_a_student_of_other_layers_is_made_anew(teacher, tmp_path, monkeypatch):
+    shutil.copytree(teacher, tmp_path / "teacher")
+    for removed, kept in (((1, 3), 3), ((1,), 4), ((2,), 4)):
+        monkeypatch.setattr(models, "REMOVED_LAYERS", removed)
+        models.make_models(tmp_path)
+        student = read(tmp_path / "student")
+        assert student.config.num_hidden_layers == kept
+    expected = read(teacher).model.layers[3].state_dict()
+    for name, tensor in student.model.layers[2].state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    (tmp_path / "student" / "a_file").touch()
+    models.make_models(tmp_path)
+    assert (tmp_path / "student" / "a_file").exists(), "the same layers: kept"
+    (tmp_path / "student" / models.RECORD).unlink()
+    models.make_models(tmp_path)
+    assert not (tmp_path / "student" / "a_file").exists(), "layers unknown: made anew"
 
 
 def test_figures_of_the_teacher_itself_and_of_a_pruned_student(teacher, tmp_path):
