@@ -95,13 +95,20 @@ def measure() -> dict[str, Any]:
     }
 
 
+def line(text: str) -> str:
+    """Return an answer in one line."""
+    return " ".join(text.split())
+
+
 def lines(recorded: dict[str, Any]) -> list[str]:
     """Return what is printed: the answers, the table, the draw cache, time and memory."""
     before, after = recorded["before"], recorded["after"]
     said: list[str] = []
     for first, last in zip(before["answers"], after["answers"], strict=True):
-        said += [f"\nprompt           {first['prompt']}", f"teacher          {first['teacher']}"]
-        said += [f"student before   {first['student']}", f"student after    {last['student']}"]
+        said += [f"\nprompt           {first['prompt']}"]
+        said += [f"teacher          {line(first['teacher'])}"]
+        said += [f"student before   {line(first['student'])}"]
+        said += [f"student after    {line(last['student'])}"]
     said += ["", f"{'held-out prompts':<46}{'before':>10}{'after':>10}"]
     for title, key, form in ROWS:
         said.append(f"{title:<46}{form.format(before[key]):>10}{form.format(after[key]):>10}")

@@ -129,7 +129,7 @@ def test_figures_of_the_teacher_itself_and_of_a_pruned_student(teacher, tmp_path
 
 def test_what_is_printed_names_every_figure():
     figures = {"greedy_agreement": 0.5, "teacher_text_perplexity": 20.0, "teacher_perplexity": 12.5}
-    answers = [{"prompt": "Why?", "teacher": "Because.", "student": "Be"}]
+    answers = [{"prompt": "Why?", "teacher": "Because.\n\nIt is.", "student": "Be"}]
     recorded = {
         "before": {"reverse_kl_nats": 1.25, "answers": answers, **figures},
         "after": {"reverse_kl_nats": 0.5, "answers": answers, **figures},
@@ -138,7 +138,7 @@ def test_what_is_printed_names_every_figure():
         "peak_pss_bytes": 7.25e9,
     }
     said = demo.lines(recorded)
-    assert "prompt           Why?" in said[0]
+    assert said[:2] == ["\nprompt           Why?", "teacher          Because. It is."]
     (kl,) = (line for line in said if line.startswith("reverse KL"))
     assert kl.split()[-2:] == ["1.250", "0.500"]
     assert any("384 bytes a token, a dense cache 768 (2.0x)" in line for line in said)
