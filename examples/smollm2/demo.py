@@ -36,6 +36,8 @@ ROWS = (
 
 ENVIRONMENT = {
     "TQDM_DISABLE": "1",  # transformers' progress bars
+    # without it the evaluation's threads spin while other programs hold a core
+    "OMP_WAIT_POLICY": "passive",
     # glibc then gives freed tensors of 1 MiB and more back to the system: about 0.2 GB a process
     "MALLOC_MMAP_THRESHOLD_": str(2**20),
 }
