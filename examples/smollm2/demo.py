@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.__main__ import machine
+from benchmarks.header import machine
 from examples.smollm2.memory import PeakMemory
 from examples.smollm2.settings import BUILD, REMOVED_LAYERS, RUN
 from megatron_opd.metrics.summary import commit, versions
@@ -34,10 +34,18 @@ ROWS = (
 )
 
 
+ENVIRONMENT = {
+    "TQDM_DISABLE": "1",  # transformers' progress bars
+    # without it the evaluation's threads spin while other programs hold a core
+    "OMP_WAIT_POLICY": "passive",
+    # glibc then gives freed tensors of 1 MiB and more back to the system: about 0.2 GB a process
+    "MALLOC_MMAP_THRESHOLD_": str(2**20),
+}
+
+
 def python(*words: str) -> None:
     """Run a program of this project. Raises CalledProcessError when it fails."""
-    quiet = {**os.environ, "TQDM_DISABLE": "1"}  # transformers' progress bars
-    subprocess.run([sys.executable, *words], check=True, env=quiet)
+    subprocess.run([sys.executable, *words], check=True, env={**os.environ, **ENVIRONMENT})
 
 
 @contextmanager
@@ -89,13 +97,20 @@ def measure() -> dict[str, Any]:
     }
 
 
+def line(text: str) -> str:
+    """Return an answer in one line."""
+    return " ".join(text.split())
+
+
 def lines(recorded: dict[str, Any]) -> list[str]:
     """Return what is printed: the answers, the table, the draw cache, time and memory."""
     before, after = recorded["before"], recorded["after"]
     said: list[str] = []
     for first, last in zip(before["answers"], after["answers"], strict=True):
-        said += [f"\nprompt           {first['prompt']}", f"teacher          {first['teacher']}"]
-        said += [f"student before   {first['student']}", f"student after    {last['student']}"]
+        said += [f"\nprompt           {first['prompt']}"]
+        said += [f"teacher          {line(first['teacher'])}"]
+        said += [f"student before   {line(first['student'])}"]
+        said += [f"student after    {line(last['student'])}"]
     said += ["", f"{'held-out prompts':<46}{'before':>10}{'after':>10}"]
     for title, key, form in ROWS:
         said.append(f"{title:<46}{form.format(before[key]):>10}{form.format(after[key]):>10}")

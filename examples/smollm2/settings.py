@@ -7,5 +7,5 @@ from pathlib import Path
 BUILD, RUN = Path("build/smollm2"), Path("runs/demo-real")
 """Where the models and the run are written; distil.yaml names the same places."""
 
-REMOVED_LAYERS = tuple(range(15, 19))
+REMOVED_LAYERS = (10, 24)
 """Layers of the teacher, counted from 0, that the student lacks."""

