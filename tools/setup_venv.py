@@ -265,8 +265,8 @@ def main() -> int:
             require_gpu_machine()
         create(venv)
         install(venv, pins[0], machine)
-        check_runs(venv, machine.runs)
         subprocess.run([str(venv / "bin" / "python"), str(COMPILE_IMPORTS)], check=True)
+        check_runs(venv, machine.runs)
     except SetupError as error:
         print(error, file=sys.stderr)
         return 1

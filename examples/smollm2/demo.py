@@ -38,14 +38,16 @@ ENVIRONMENT = {
     "TQDM_DISABLE": "1",  # transformers' progress bars
     # without it the evaluation's threads spin while other programs hold a core
     "OMP_WAIT_POLICY": "passive",
-    # glibc then gives freed tensors of 1 MiB and more back to the system: about 0.2 GB a process
-    "MALLOC_MMAP_THRESHOLD_": str(2**20),
 }
+# glibc then gives freed tensors of 1 MiB and more back to the system: about 0.2 GB a process of a
+# run, for some CPU time
+FRUGAL = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 
-def python(*words: str) -> None:
+def python(*words: str, frugal: bool = False) -> None:
     """Run a program of this project. Raises CalledProcessError when it fails."""
-    subprocess.run([sys.executable, *words], check=True, env={**os.environ, **ENVIRONMENT})
+    environment = {**os.environ, **ENVIRONMENT, **(FRUGAL if frugal else {})}
+    subprocess.run([sys.executable, *words], check=True, env=environment)
 
 
 @contextmanager
@@ -77,7 +79,8 @@ def measure() -> dict[str, Any]:
         with step("evaluation before", seconds):
             before = evaluate(BUILD / "student", BUILD / "before.json")
         with step("training", seconds):
-            python("-m", "megatron_opd", "run", str(HERE / "distil.yaml"), "--overwrite")
+            run = ("-m", "megatron_opd", "run", str(HERE / "distil.yaml"), "--overwrite")
+            python(*run, frugal=True)
         with step("evaluation after", seconds):
             after = evaluate(RUN / "checkpoints" / "final", BUILD / "after.json")
     summary = json.loads((RUN / "summary.json").read_text(encoding="utf-8"))

@@ -121,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("student", "teacher", "texts", "out"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--problems", type=int, default=24, help="held-out prompts to use")
+    parser.add_argument("--problems", type=int, default=16, help="held-out prompts to use")
     parser.add_argument("--tokens", type=int, default=64, help="longest response")
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.teacher)
