@@ -70,7 +70,7 @@ def incoming(
     destination: int,
     max_elements: int,
 ) -> list[Bucket]:
-    """Return what rank `destination` of `server` receives, in order. Other arguments: `outgoing`'s."""
+    """Return what rank `destination` of `server` receives, in order; the rest as for `outgoing`."""
     parts: dict[tuple[int, int, int], list[Part]] = defaultdict(list)
     for route in routes:
         if route.destination == destination:
