@@ -210,7 +210,7 @@ def test_a_rank_that_raises_ends_the_call_with_its_reason(damage, model, batch, 
     samples = list(batch.samples)
     if damage == "token id":
         reason, broken = (
-            "column ids must be in 0..511",
+            "column ids_S must be in 0..511",
             [
                 replace(
                     s,
