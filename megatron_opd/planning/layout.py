@@ -89,20 +89,29 @@ def expert_data_parallel(parallel: ParallelConfig) -> int:
     return stage // (parallel.ep * parallel.expert_tp)
 
 
-def rank_groups(parallel: ParallelConfig, moe: bool) -> list[RankGroups]:
-    """Return each kind of communication group of the learner that has two ranks or more."""
-    dense: Axes = (
+def dense_axes(parallel: ParallelConfig) -> Axes:
+    """Return the axes of the ranks as dense weights see them, with their sizes, fastest first."""
+    return (
         ("tp", parallel.tp),
         ("cp", parallel.cp),
         ("dp", parallel.dp),
         ("pp", parallel.pp),
     )
-    expert: Axes = (
+
+
+def expert_axes(parallel: ParallelConfig) -> Axes:
+    """Return the axes of the same ranks as experts see them."""
+    return (
         ("etp", parallel.expert_tp),
         ("ep", parallel.ep),
         ("edp", expert_data_parallel(parallel)),
         ("pp", parallel.pp),
     )
+
+
+def rank_groups(parallel: ParallelConfig, moe: bool) -> list[RankGroups]:
+    """Return each kind of communication group of the learner that has two ranks or more."""
+    dense, expert = dense_axes(parallel), expert_axes(parallel)
     kinds = [
         ("tp", "all-gather and reduce-scatter of activations, each layer", dense, ("tp",)),
         ("cp", "keys and values of a sequence, each layer", dense, ("cp",)),
@@ -115,11 +124,11 @@ def rank_groups(parallel: ParallelConfig, moe: bool) -> list[RankGroups]:
             ("etp", "tokens of an expert, each layer", expert, ("etp",)),
             ("expert dp", "expert gradients and weights, each step", expert, ("edp",)),
         ]
-    found = [RankGroups(name, use, _groups(axes, along)) for name, use, axes, along in kinds]
+    found = [RankGroups(name, use, groups_along(axes, along)) for name, use, axes, along in kinds]
     return [groups for groups in found if groups.size > 1]
 
 
-def _groups(axes: Axes, along: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def groups_along(axes: Axes, along: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Group the ranks that differ only in the axes `along`. The first axis is the fastest."""
     strides = {
         name: math.prod(size for _, size in axes[:place]) for place, (name, _) in enumerate(axes)

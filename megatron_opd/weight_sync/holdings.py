@@ -14,7 +14,12 @@ from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.families import Key, Row, hf_names, row_of
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import Shape, model_keys, row_shapes
-from megatron_opd.planning.layout import expert_data_parallel, stage_layers
+from megatron_opd.planning.layout import (
+    dense_axes,
+    expert_axes,
+    groups_along,
+    stage_layers,
+)
 
 SGLANG_VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this before it splits it over ranks."""
@@ -129,27 +134,23 @@ def _multiple(count: int, of: int) -> int:
 
 
 class _LearnerRanks:
-    """Lists ranks by coordinates: tp-cp-dp-pp for dense weights, etp-ep-edp-pp for experts."""
+    """Lists the ranks that hold the same weights, by the smallest of them."""
 
     def __init__(self, parallel: ParallelConfig) -> None:
         self._parallel = parallel
         self._stage = parallel.tp * parallel.cp * parallel.dp
-        self._replicas = expert_data_parallel(parallel)
+        self._dense = _by_first(groups_along(dense_axes(parallel), ("cp", "dp")))
+        self._experts = _by_first(groups_along(expert_axes(parallel), ("edp",)))
 
     def dense(self, tp_rank: int, stages: tuple[int, ...]) -> tuple[int, ...]:
         """Return the ranks with a slice of the dense weights."""
-        tp = self._parallel.tp
-        return tuple(
-            stage * self._stage + copy * tp + tp_rank
-            for stage in stages
-            for copy in range(self._stage // tp)
-        )
+        return tuple(r for stage in stages for r in self._dense[stage * self._stage + tp_rank])
 
     def of_experts(self, ep_rank: int, etp_rank: int, stages: tuple[int, ...]) -> tuple[int, ...]:
         """Return the ranks with a slice of the experts of `ep_rank`."""
-        etp, ep = self._parallel.expert_tp, self._parallel.ep
-        return tuple(
-            stage * self._stage + (copy * ep + ep_rank) * etp + etp_rank
-            for stage in stages
-            for copy in range(self._replicas)
-        )
+        first = ep_rank * self._parallel.expert_tp + etp_rank
+        return tuple(r for stage in stages for r in self._experts[stage * self._stage + first])
+
+
+def _by_first(groups: tuple[tuple[int, ...], ...]) -> dict[int, tuple[int, ...]]:
+    return {group[0]: group for group in groups}
