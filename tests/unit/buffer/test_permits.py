@@ -225,20 +225,19 @@ def test_keeping_the_scored_members_of_a_broken_group_is_noticed():
     assert 1 in members.values()
 
 
+def fast_ports(fleet, learner):
+    """Everything a run needs, with a teacher that scores at once."""
+    teacher = Teacher(lambda uid: 0.001)
+    return Ports(prompts(), fleet, teacher, learner, WeightSyncer(fleet, learner), Witness())
+
+
 @pytest.mark.parametrize("tau", [0, 1, 3])
 def test_the_bound_is_tight(tau):
     # the fleet is fast: everything the permits allow is finished at the oldest version
     fleet = Fleet(lambda uid: 0.001)
     learner = Learner()
     schedule = Schedule(8, 3, tau, 64, 64)
-    ports = Ports(
-        prompts(),
-        fleet,
-        Teacher(lambda uid: 0.001),
-        learner,
-        WeightSyncer(fleet, learner),
-        Witness(),
-    )
+    ports = fast_ports(fleet, learner)
     run_virtual(Controller(schedule, ports).run())
     oldest = [
         max(staleness_versions(s, batch.version) for s in batch.samples)
@@ -268,14 +267,7 @@ class ReleasesTooEarly(Controller):
 def test_releasing_at_consumption_breaks_the_bound_and_is_caught():
     fleet = Fleet(lambda uid: 0.001)
     learner = Learner()
-    ports = Ports(
-        prompts(),
-        fleet,
-        Teacher(lambda uid: 0.001),
-        learner,
-        WeightSyncer(fleet, learner),
-        Witness(),
-    )
+    ports = fast_ports(fleet, learner)
     with pytest.raises(LoopFailed, match="StalenessExceeded: sample 4 of update 2 is 2 versions"):
         run_virtual(ReleasesTooEarly(Schedule(8, 2, 1, 64, 64), ports).run())
 
