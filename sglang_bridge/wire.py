@@ -49,10 +49,16 @@ DRAW_FIELDS: dict[str, str] = {
 }
 SELECTION = "selection"  # in a scores payload: a row table of the ids selected from q
 
-# weights_checker: action, and the prefix of each key it answers with
+# weights_checker: actions; the keys that name a piece of weights have five parts
 PIECE_ACTION = "bridge_pieces"
+DIGEST_ACTION = "bridge_digests"
 MODEL_ACTION = "bridge_model"
 PIECE_SEPARATOR = "|"
+# actions with an argument, after a space; a rank that fails answers ERROR alone
+EXPECT_ACTION = "bridge_expect"  # JSON: of each rank its messages [sender, slices]
+RECEIVE_ACTION = "bridge_receive"  # the group's name
+RECEIVED_BYTES = "bytes"
+ERROR = "error"
 
 
 def pack(array: np.ndarray | bytes | bytearray) -> str:

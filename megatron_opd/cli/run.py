@@ -250,7 +250,7 @@ class PipelineRun:
             await remote.load_state(resumed.learner)
         student = fleets[STUDENT]
         make_transport = transport_kind(config.weight_sync).fleet_part
-        transport = make_transport(student, remote.move_weights, config.weight_sync)
+        transport = make_transport(student, remote.move_weights, config)
         weight_sync = WeightSync(student, remote, transport, config.weight_sync)
         await weight_sync.open()
         if resumed is not None or config.weight_sync.round_to is not None:

@@ -270,20 +270,28 @@ class BufferConfig(Section):
         return (self.max_staleness + 1) * self.batch_size
 
 
-TRANSPORTS = {"broadcast": "megatron_opd.weight_sync.broadcast:BROADCAST"}
+TRANSPORTS = {
+    "shards": "megatron_opd.weight_sync.shards:SHARDS",
+    "broadcast": "megatron_opd.weight_sync.broadcast:BROADCAST",
+}
 """Where the weight transports are, by `weight_sync.type`."""
 
 
 class WeightSyncConfig(Section):
     """Says how new weights reach the student servers."""
 
-    type: str = "broadcast"
-    """Weight transport. broadcast: the learner's rank 0 gathers every tensor and broadcasts it to
-    all ranks of all servers. MODULE:NAME: your own (docs/extending.md)."""
+    type: str = "shards"
+    """Weight transport. shards: every rank of the learner sends each server rank what that rank
+    holds, straight into its parameters. broadcast: the learner's rank 0 gathers every tensor and
+    broadcasts it to all ranks of all servers, which is slower and takes any server. MODULE:NAME:
+    your own (docs/extending.md)."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """Backend of torch.distributed that carries the weights: auto takes nccl where the learner has
+    GPUs, gloo elsewhere. gloo on GPUs copies through host memory, which is slower."""
 
     bucket_bytes: ByteCount = 512 * 2**20
-    """Largest size in bytes of one flattened bucket of weights. Raising it sends fewer, larger
-    messages and takes that much more memory on each side."""
+    """Largest size in bytes of one bucket of weights. Raising it sends fewer, larger messages;
+    every rank of learner and servers holds two of them (broadcast: one) while weights are sent."""
     timeout_s: Seconds = 300.0
     """Longest wait in seconds for any step of a weight sync; then the run ends with an error. Raise
     it for large models on slow networks."""

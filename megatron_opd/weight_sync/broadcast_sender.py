@@ -8,15 +8,12 @@ timeout.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import distributed_c10d
 
 from megatron_opd.models.gather import FullTensors
-from megatron_opd.transport.store import bound_store
+from megatron_opd.weight_sync import group as groups
 from megatron_opd.weight_sync.broadcast_messages import (
     JoinGroup,
     ListBuckets,
@@ -94,19 +91,9 @@ class BroadcastSender:
     def _join(self, asked: JoinGroup) -> None:
         if not self._is_root:
             return
-        timeout, size = timedelta(seconds=asked.timeout_s), asked.world_size
-        # Explicit: under torchrun a tcp:// rendezvous would join torchrun's own store instead.
-        store = bound_store(asked.host, asked.port, size, timeout)
-        self._group, _ = distributed_c10d._new_process_group_helper(
-            size,
-            0,
-            [],
-            dist.Backend(asked.backend),
-            PrefixStore(asked.group_name, store),
-            group_name=asked.group_name,  # type: ignore[arg-type]
-            timeout=timeout,
-        )
-        distributed_c10d._world.pg_group_ranks[self._group] = {i: i for i in range(size)}
+        size, limit_s = asked.world_size, asked.timeout_s
+        store = groups.listen(asked.host, asked.port, size, limit_s)
+        self._group = groups.join(store, 0, size, asked.group_name, asked.backend, limit_s)
 
     def _send(self) -> None:
         """Broadcast every bucket once, in order."""

@@ -11,7 +11,7 @@ with another partner.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_opd.weight_sync.reshard import Route
@@ -30,11 +30,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Describes one message. server, destination: a server and the rank in it that receives."""
+    """Describes one message. source: a learner rank. receiver: a rank among those of all servers.
+
+    Servers' ranks are counted in the order of the servers.
+    """
 
     source: int
-    server: int
-    destination: int
+    receiver: int
     parts: tuple[Part, ...]
 
     @property
@@ -43,52 +45,61 @@ class Bucket:
         return sum(part.elements for part in self.parts)
 
 
-def outgoing(
-    routes: Iterable[Route], servers: int, ranks: int, source: int, max_elements: int
-) -> list[Bucket]:
-    """Return what the learner rank `source` sends, in order.
+@dataclass(frozen=True, slots=True)
+class ServerGroup:
+    """Describes servers of one layout. routes: to one of them.
 
-    servers: of one layout. ranks: of each. max_elements: of a bucket.
+    first_receivers: where each server's ranks start among those of all servers.
     """
-    parts: dict[tuple[int, int], list[Part]] = defaultdict(list)
-    for route in routes:
-        if source in route.sources:
-            for server in range(servers):
-                if route.source(server) == source:
-                    parts[server, route.destination].append(_part(route))
-    streams = {
-        (source, server, destination): found for (server, destination), found in parts.items()
-    }
-    return _ordered(streams, servers * ranks, ranks, max_elements)
+
+    routes: tuple[Route, ...]
+    first_receivers: tuple[int, ...]
 
 
-def incoming(
-    routes: Iterable[Route],
-    servers: int,
-    ranks: int,
-    server: int,
-    destination: int,
-    max_elements: int,
-) -> list[Bucket]:
-    """Return what rank `destination` of `server` receives, in order; the rest as for `outgoing`."""
-    parts: dict[tuple[int, int, int], list[Part]] = defaultdict(list)
-    for route in routes:
-        if route.destination == destination:
-            parts[route.source(server), server, destination].append(_part(route))
-    return _ordered(parts, servers * ranks, ranks, max_elements)
+class Schedule:
+    """Says what every rank sends and receives. receivers: ranks of all servers of `groups`."""
 
+    def __init__(
+        self, groups: Sequence[ServerGroup], receivers: int, max_elements_of_bucket: int
+    ) -> None:
+        self._groups, self._receivers = groups, receivers
+        self._max_elements = max_elements_of_bucket
+        self._routes_to: list[dict[int, list[Route]]] = []
+        for group in groups:
+            by_rank: dict[int, list[Route]] = defaultdict(list)
+            for route in group.routes:
+                by_rank[route.destination].append(route)
+            self._routes_to.append(by_rank)
 
-def _ordered(
-    streams: dict[tuple[int, int, int], list[Part]], receivers: int, ranks: int, max_elements: int
-) -> list[Bucket]:
-    """Put every stream into buckets, and the buckets into the one order of all ranks."""
-    keyed: list[tuple[tuple[int, int, int], Bucket]] = []
-    for (source, server, destination), parts in streams.items():
-        distance = (server * ranks + destination - source) % receivers
-        for turn, content in enumerate(_buckets(parts, max_elements)):
-            bucket = Bucket(source, server, destination, content)
-            keyed.append(((turn, distance, source), bucket))
-    return [bucket for _, bucket in sorted(keyed, key=lambda pair: pair[0])]
+    def outgoing(self, source: int) -> list[Bucket]:
+        """Return what the learner rank `source` sends, in order."""
+        parts: dict[tuple[int, int], list[Part]] = defaultdict(list)
+        for group in self._groups:
+            for route in group.routes:
+                if source in route.sources:
+                    for server, first in enumerate(group.first_receivers):
+                        if route.source(server) == source:
+                            parts[source, first + route.destination].append(_part(route))
+        return self._ordered(parts)
+
+    def incoming(self, receiver: int) -> list[Bucket]:
+        """Return what a server rank receives, in order."""
+        parts: dict[tuple[int, int], list[Part]] = defaultdict(list)
+        for group, routes_to in zip(self._groups, self._routes_to, strict=True):
+            for server, first in enumerate(group.first_receivers):
+                if first <= receiver:
+                    for route in routes_to.get(receiver - first, ()):
+                        parts[route.source(server), receiver].append(_part(route))
+        return self._ordered(parts)
+
+    def _ordered(self, streams: dict[tuple[int, int], list[Part]]) -> list[Bucket]:
+        """Put every stream into buckets, and the buckets into the one order of all ranks."""
+        keyed: list[tuple[tuple[int, int, int], Bucket]] = []
+        for (source, receiver), parts in streams.items():
+            distance = (receiver - source) % self._receivers
+            for turn, content in enumerate(_buckets(parts, self._max_elements)):
+                keyed.append(((turn, distance, source), Bucket(source, receiver, content)))
+        return [bucket for _, bucket in sorted(keyed, key=lambda pair: pair[0])]
 
 
 def _buckets(parts: Sequence[Part], max_elements: int) -> Iterator[tuple[Part, ...]]:

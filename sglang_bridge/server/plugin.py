@@ -15,6 +15,7 @@ from sglang_bridge.server import (
     draws,
     invariance,
     pieces,
+    receiver,
     routing,
     score_plan,
     scoring,
@@ -26,7 +27,8 @@ from sglang_bridge.server.spec import GROUP_TIMEOUT_VARIABLE, SEED_VARIABLE
 
 _plan: score_plan.ScorePlan | None = None  # for the forward pass being launched
 _generator: torch.Generator | None = None  # for the teacher's draws
-_runner: Any = None  # SGLang's model runner, on the output rank
+_runner: Any = None  # SGLang's model runner
+_receiver: receiver.Receiver | None = None  # once weights are expected
 
 
 def register() -> None:
@@ -55,12 +57,14 @@ def install_observer(result: None, runner: Any, *args: Any, **kwargs: Any) -> No
     global _generator, _runner
     if compat.is_deterministic() and not torch.cuda.is_available():
         invariance.check(runner.model.parameters())
-    if not runner.is_draft_worker and compat.is_output_rank():
+    if runner.is_draft_worker:
+        return
+    _runner = runner
+    if compat.is_output_rank():
         seed = int(os.environ.get(SEED_VARIABLE, "0"))
         runner.sampling_observer = draws.DrawObserver(runner.device, seed)
         _generator = torch.Generator(device=runner.device)
         _generator.manual_seed(seed)
-        _runner = runner
 
 
 @cache
@@ -131,11 +135,39 @@ def around_input_logprobs(
 def around_check_weights(
     original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Adds two actions to /weights_checker: facts of the model, and digests of its pieces."""
-    answers = {wire.PIECE_ACTION: pieces.piece_digests, wire.MODEL_ACTION: pieces.model_facts}
-    if action not in answers:
+    """Adds actions to /weights_checker: what the model holds, and the receiving of weights."""
+    verb, _, argument = action.partition(" ")
+    answers: dict[str, Callable[[torch.nn.Module], dict[str, str]]] = {
+        wire.PIECE_ACTION: pieces.piece_list,
+        wire.DIGEST_ACTION: pieces.piece_digests,
+        wire.MODEL_ACTION: pieces.model_facts,
+        wire.EXPECT_ACTION: lambda model: expect_weights(model, argument),
+        wire.RECEIVE_ACTION: lambda _: receive_weights(argument),
+    }
+    if verb not in answers:
         return original(checker, action, *args, **kwargs)
-    return compat.checksum_payload(checker, answers[action], role=kwargs["role"])
+    # a rank that raised would leave the others waiting for its answer
+    return compat.checksum_payload(
+        checker,
+        lambda model: receiver.answer(lambda: answers[verb](model)),
+        role=kwargs["role"],
+    )
+
+
+def expect_weights(model: torch.nn.Module, shares: str) -> dict[str, str]:
+    """Prepares this rank for its share of a JSON list of messages, one share a rank."""
+    global _receiver
+    _receiver = receiver.Receiver(model)
+    size = _receiver.expect(receiver.own_share(shares, compat.tp_rank()))
+    return {wire.RECEIVED_BYTES: str(size)}
+
+
+def receive_weights(group_name: str) -> dict[str, str]:
+    """Receives what is expected, once, from the update group `group_name`."""
+    if _receiver is None:
+        raise receiver.BadExpectation("no messages of weights are expected here")
+    _receiver.receive(*compat.update_group(_runner, group_name))
+    return {}
 
 
 def around_validate(

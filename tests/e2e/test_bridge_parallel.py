@@ -125,7 +125,7 @@ def test_two_ranks_draw_score_and_receive(
     async def run():
         async with Fleet([client_of(parallel_server, 120)]) as fleet:
             assert (fleet.infos[0].tp_size, fleet.infos[0].ep_size) == (2, 2)
-            assert fleet.world.size == 3
+            assert fleet.world().size == 3
             group, name = await join(fleet)
             work = [asyncio.create_task(fleet.generate(request)) for request in requests]
             await asyncio.sleep(0.3)

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import distributed
 
 from sglang_bridge.client import ServerClient
-from sglang_bridge.digest import digest
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec, WeightPiece
+from sglang_bridge.weights.digest import as_text, digest
 
 _names = (f"test-{i}" for i in itertools.count())
 
@@ -48,7 +48,7 @@ async def join(fleet: Fleet, timeout_s: float = 60) -> tuple[distributed.Process
             init_custom_process_group,
             backend="gloo",
             init_method=f"tcp://127.0.0.1:{port}",
-            world_size=fleet.world.size,
+            world_size=fleet.world().size,
             rank=0,
             group_name=name,
             timeout=timedelta(seconds=timeout_s),
@@ -92,7 +92,7 @@ def differing(pieces: Sequence[WeightPiece], tensors: Mapping[str, torch.Tensor]
 
     def digest_of(piece: WeightPiece) -> str:
         part = tensors[piece.hf_name].narrow(piece.dim, piece.start, piece.length)
-        return digest(part.contiguous().view(torch.uint8).numpy())
+        return as_text(digest(part, *((0, piece.start) if piece.dim else (piece.start, 0))))
 
     return [piece.hf_name for piece in pieces if digest_of(piece) != piece.digest]
 

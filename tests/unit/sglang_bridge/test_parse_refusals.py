@@ -160,6 +160,13 @@ def test_impossible_experts(change: dict[str, Any]):
 
 
 RANK = {"checksums": {"a.b|1|4|2|float32": "00ff"}, "parallelism_info": [{"tp_rank": 1}]}
+
+
+def described(answers: dict[str, Any]) -> dict[str, Any]:
+    """The reply of a server of one rank to an action of the plugin."""
+    return {"ranks": [{"checksums": answers, "parallelism_info": []}]}
+
+
 INFO = {
     "server": {
         "tp_size": 2,
@@ -169,7 +176,7 @@ INFO = {
     },
     "model": {"model_path": "m", "weight_version": "3"},
     "models": {"data": [{"max_model_len": 64}]},
-    "plugin": {"ranks": [{"checksums": {"vocab_size": "512", "dtype": "bfloat16"}}]},
+    "plugin": described({"vocab_size": "512", "dtype": "bfloat16"}),
 }
 
 
@@ -188,18 +195,18 @@ INFO = {
 )
 def test_impossible_pieces(key: str, digest: Any):
     with pytest.raises(BadReply) as caught:
-        parse_pieces(URL, {"ranks": [{"checksums": {key: digest}, "parallelism_info": []}]})
+        parse_pieces(URL, described({key: digest}))
     assert str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize(
     ("section", "change"),
     [
-        ("plugin", {"ranks": [{"checksums": {"vocab_size": "0", "dtype": "x"}}]}),
-        ("plugin", {"ranks": [{"checksums": {"vocab_size": "-5", "dtype": "x"}}]}),
-        ("plugin", {"ranks": [{"checksums": {"dtype": "x"}}]}),
-        ("plugin", {"ranks": [{"checksums": {"vocab_size": "9" * 12, "dtype": "x"}}]}),
-        ("plugin", {"ranks": [{"checksums": {"vocab_size": "5", "dtype": "x\x1b["}}]}),
+        ("plugin", described({"vocab_size": "0", "dtype": "x"})),
+        ("plugin", described({"vocab_size": "-5", "dtype": "x"})),
+        ("plugin", described({"dtype": "x"})),
+        ("plugin", described({"vocab_size": "9" * 12, "dtype": "x"})),
+        ("plugin", described({"vocab_size": "5", "dtype": "x\x1b["})),
         ("server", {"tp_size": True}),
         ("server", {"tp_size": 0}),
         ("server", {"max_total_num_tokens": HUGE}),

@@ -1,12 +1,13 @@
 """Both ends of every bucket agree on it, and no order of waiting can block."""
 
 from collections import Counter
+from itertools import accumulate
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.weight_sync.reshard import Route
-from megatron_opd.weight_sync.schedule import Bucket, Part, incoming, outgoing
+from megatron_opd.weight_sync.schedule import Bucket, Part, Schedule, ServerGroup
 
 LEARNERS = 6
 
@@ -34,30 +35,42 @@ def route_lists(draw: st.DrawFn, ranks: int) -> list[Route]:
     return routes
 
 
+@st.composite
+def fleets(draw: st.DrawFn) -> tuple[list[ServerGroup], int]:
+    """Servers of one or two layouts in any order, and the number of their ranks."""
+    ranks = {layout: draw(st.integers(1, 4)) for layout in range(draw(st.integers(1, 2)))}
+    order = draw(st.lists(st.sampled_from(sorted(ranks)), min_size=1, max_size=4))
+    firsts = list(accumulate((ranks[layout] for layout in order), initial=0))
+    groups = [
+        ServerGroup(
+            tuple(draw(route_lists(ranks[layout]))),
+            tuple(first for first, at in zip(firsts, order, strict=False) if at == layout),
+        )
+        for layout in sorted(set(order))
+    ]
+    return groups, firsts[-1]
+
+
 @settings(max_examples=300)
-@given(data=st.data())
-def test_both_ends_agree_and_nothing_blocks(data: st.DataObject):
-    servers, ranks = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
-    limit = data.draw(st.integers(1, 30))
-    routes = data.draw(route_lists(ranks))
-    sent = [outgoing(routes, servers, ranks, source, limit) for source in range(LEARNERS)]
-    got = {
-        (server, rank): incoming(routes, servers, ranks, server, rank, limit)
-        for server in range(servers)
-        for rank in range(ranks)
-    }
+@given(fleet=fleets(), limit=st.integers(1, 30))
+def test_both_ends_agree_and_nothing_blocks(fleet: tuple[list[ServerGroup], int], limit: int):
+    groups, receivers = fleet
+    schedule = Schedule(groups, receivers, limit)
+    sent = [schedule.outgoing(source) for source in range(LEARNERS)]
+    got = [schedule.incoming(receiver) for receiver in range(receivers)]
     assert Counter(b for buckets in sent for b in buckets) == Counter(
-        b for buckets in got.values() for b in buckets
+        b for buckets in got for b in buckets
     )
     # every index of every route is in one bucket
     wanted = Counter(
-        (server, route.destination, route.name, index)
-        for route in routes
-        for server in range(servers)
+        (first + route.destination, route.name, index)
+        for group in groups
+        for route in group.routes
+        for first in group.first_receivers
         for index in range(route.start, route.start + route.length)
     )
     assert wanted == Counter(
-        (bucket.server, bucket.destination, part.name, index)
+        (bucket.receiver, part.name, index)
         for buckets in sent
         for bucket in buckets
         for part in bucket.parts
@@ -72,28 +85,27 @@ def _one_index(parts: tuple[Part, ...]) -> bool:
     return len(parts) == 1 and parts[0].length == 1
 
 
-def deliver(sent: list[list[Bucket]], got: dict[tuple[int, int], list[Bucket]]) -> int:
+def deliver(sent: list[list[Bucket]], got: list[list[Bucket]]) -> int:
     """Buckets that arrive when every rank blocks on the first one of its list that has not."""
     done = 0
-    left = [list(buckets) for buckets in sent]
-    due = {key: list(buckets) for key, buckets in got.items()}
+    left, due = [list(buckets) for buckets in sent], [list(buckets) for buckets in got]
     moved = True
     while moved:
         moved = False
         for buckets in left:
-            if buckets and due[buckets[0].server, buckets[0].destination][:1] == buckets[:1]:
-                bucket = buckets.pop(0)
-                due[bucket.server, bucket.destination].pop(0)
+            if buckets and due[buckets[0].receiver][:1] == buckets[:1]:
+                due[buckets.pop(0).receiver].pop(0)
                 done, moved = done + 1, True
     return done
 
 
 def test_a_round_begins_with_another_partner_for_every_rank():
     everyone = tuple(range(4))
-    routes = [
+    routes = tuple(
         Route(f"t{source}{rank}", 0, 0, 1, rank, (source,), 0, 1)
         for source in everyone
         for rank in everyone
-    ]
-    first = [outgoing(routes, 1, 4, source, 1)[0].destination for source in everyone]
+    )
+    schedule = Schedule([ServerGroup(routes, (0,))], 4, 1)
+    first = [schedule.outgoing(source)[0].receiver for source in everyone]
     assert sorted(first) == list(everyone)

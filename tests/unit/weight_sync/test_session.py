@@ -18,6 +18,7 @@ from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.errors import ServerRefused, WeightSyncFailed
 from sglang_bridge.fleet import weights_world
 from sglang_bridge.protocol import BucketSpec, WeightPiece
+from tests.support.config_files import minimal
 from tests.support.fakes import run_virtual
 
 BUCKETS = (
@@ -63,9 +64,8 @@ class FakeFleet:
     def __init__(self, wire):
         self.wire = wire
 
-    @property
-    def world(self):
-        return weights_world([2, 1])
+    def world(self, senders=1):
+        return weights_world([2, 1], senders)
 
     async def versions(self):
         await self.wire.step("info")
@@ -147,7 +147,7 @@ def session(wire, **config):
 
 
 def weight_sync_of(fleet, learner, settings):
-    transport = Broadcast(fleet, learner.move_weights, settings)
+    transport = Broadcast(fleet, learner.move_weights, minimal(weight_sync=settings))
     return WeightSync(fleet, learner, transport, settings)
 
 

@@ -1,0 +1,60 @@
+"""Digests weights, so that learner and servers can compare slices without moving them.
+
+The digest of a slice is the sum, modulo 2^64, of its numbers' bits times an odd key of the row and
+an odd key of the column, both counted in the whole tensor. So digests of parts add up to that of
+the whole, however it was cut: every rank of a learner digests what it holds, on its device. A
+changed bit changes the digest; so do, but for one chance in about 2^63, exchanged rows or columns.
+It is no cryptographic hash.
+"""
+
+from __future__ import annotations
+
+import torch
+
+CHUNK = 1 << 20
+"""Numbers that are digested at once: four of these in int64 are the memory it takes."""
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MODULUS = 1 << 64
+
+
+def digest(tensor: torch.Tensor, row: int = 0, column: int = 0) -> int:
+    """Digest a slice of a matrix or vector, whose first number is at (row, column) of the whole.
+
+    A vector is a matrix of one column. Returns 0 <= digest < 2^64; the sum of the digests of
+    disjoint slices, modulo 2^64, is that of their union.
+    """
+    matrix = tensor.detach().reshape(tensor.shape[0], -1)
+    bits = matrix.contiguous().view(BITS[matrix.dtype.itemsize])
+    width = bits.shape[1]
+    columns_W = _keys(column, width, bits.device)
+    step = max(1, CHUNK // max(1, width))
+    total = 0
+    for first in range(0, len(bits), step):
+        part = bits[first : first + step].to(torch.int64)
+        rows_R = _keys(row + first, len(part), bits.device)
+        total += int((part.mul_(columns_W).sum(dim=1) * rows_R).sum())
+    return total % MODULUS
+
+
+def as_text(total: int) -> str:
+    """Return a digest as it is sent: 16 hexadecimal digits."""
+    return f"{total % MODULUS:016x}"
+
+
+def signed(total: int) -> int:
+    """Return a digest as an int64, in which sums of torch wrap around as digests do."""
+    return (total + MODULUS // 2) % MODULUS - MODULUS // 2
+
+
+def _keys(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Return the odd keys of `count` rows or columns: the mixing function of SplitMix64."""
+    keys = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
+    keys = keys * signed(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        keys = (keys ^ _shifted(keys, shift)) * signed(factor)
+    return (keys ^ _shifted(keys, 31)) | 1
+
+
+def _shifted(keys: torch.Tensor, by: int) -> torch.Tensor:
+    """Shift right and fill with zeros, where torch copies the sign."""
+    return (keys >> by) & ((1 << (64 - by)) - 1)
