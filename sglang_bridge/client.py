@@ -185,9 +185,13 @@ class ServerClient:
         """Returns every slice of weights that every tensor-parallel rank holds; no digests."""
         return parse_pieces(self.url, await self._ask_ranks(wire.PIECE_ACTION), digests=False)
 
-    async def weight_digests(self) -> list[WeightPiece]:
-        """Returns a digest of every slice of weights that every tensor-parallel rank holds now."""
-        return parse_pieces(self.url, await self._ask_ranks(wire.DIGEST_ACTION))
+    async def weight_digests(self, *, staged: bool = False) -> list[WeightPiece]:
+        """Returns a digest of every slice of weights that every tensor-parallel rank holds now.
+
+        staged: of the weights that were staged and are not live yet.
+        """
+        action = wire.STAGED_DIGEST_ACTION if staged else wire.DIGEST_ACTION
+        return parse_pieces(self.url, await self._ask_ranks(action))
 
     # ------------------------------------------------------------ weight sync
 
@@ -265,14 +269,19 @@ class ServerClient:
     async def expect_weights(self, shares: str) -> list[int]:
         """Tells every rank which messages will bring its weights; returns their bytes by rank.
 
-        shares: a JSON list, for each rank its messages [sender's rank, slices [tensor, dim, start,
-        length]]. A rank refuses a list that does not fill its parameters exactly once.
+        shares: JSON, see wire.EXPECT_ACTION. A rank refuses what does not fill its parameters
+        exactly once.
         """
         reply = await self._ask_ranks(f"{wire.EXPECT_ACTION} {shares}")
         return parse_expected(self.url, reply)
 
+    async def stage_weights(self, group_name: str) -> None:
+        """Lets every rank begin to receive its staged weights, while it samples. Send them now."""
+        action = f"{wire.STAGE_ACTION} {group_name}"
+        parse_done(self.url, await self._ask_ranks(action, repeatable=False))
+
     async def receive_weights(self, group_name: str, timeout_s: float | None = None) -> None:
-        """Lets every rank receive what it expects, once. Send at the same time."""
+        """Lets every rank make staged weights live and receive the others; send them now."""
         action = f"{wire.RECEIVE_ACTION} {group_name}"
         parse_done(self.url, await self._ask_ranks(action, timeout_s, repeatable=False))
 

@@ -210,13 +210,17 @@ class Fleet:
         wanted = dict(zip(self.clients, shares, strict=True))
         return await self._everywhere(lambda client: client.expect_weights(wanted[client]))
 
+    async def stage_weights(self, group_name: str) -> None:
+        """Lets every rank of every server begin to receive its staged weights."""
+        await self._everywhere(lambda client: client.stage_weights(group_name))
+
     async def receive_weights(self, group_name: str, timeout_s: float | None = None) -> None:
-        """Lets every rank of every server receive what it expects, once."""
+        """Lets every rank of every server make its weights live (see ServerClient)."""
         await self._everywhere(lambda client: client.receive_weights(group_name, timeout_s))
 
-    async def weight_digests(self) -> dict[str, list[WeightPiece]]:
-        """Returns {server url: its ranks' weight digests}."""
-        digests = await self._everywhere(ServerClient.weight_digests)
+    async def weight_digests(self, *, staged: bool = False) -> dict[str, list[WeightPiece]]:
+        """Returns {server url: its ranks' weight digests}. staged: of weights not live yet."""
+        digests = await self._everywhere(lambda client: client.weight_digests(staged=staged))
         return dict(zip((client.url for client in self.clients), digests, strict=True))
 
     async def _everywhere(self, verb: Callable[[ServerClient], Awaitable[Any]]) -> list[Any]:

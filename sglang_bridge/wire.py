@@ -52,11 +52,14 @@ SELECTION = "selection"  # in a scores payload: a row table of the ids selected 
 # weights_checker: actions; the keys that name a piece of weights have five parts
 PIECE_ACTION = "bridge_pieces"
 DIGEST_ACTION = "bridge_digests"
+STAGED_DIGEST_ACTION = "bridge_staged_digests"
 MODEL_ACTION = "bridge_model"
 PIECE_SEPARATOR = "|"
 # actions with an argument, after a space; a rank that fails answers ERROR alone
-EXPECT_ACTION = "bridge_expect"  # JSON: of each rank its messages [sender, slices]
+EXPECT_ACTION = "bridge_expect"  # JSON: for each rank {STAGED: messages, PAUSED: messages}
+STAGE_ACTION = "bridge_stage"  # the group's name
 RECEIVE_ACTION = "bridge_receive"  # the group's name
+STAGED, PAUSED = "staged", "paused"  # a message is [sender, [[tensor, dim, start, length], ...]]
 RECEIVED_BYTES = "bytes"
 ERROR = "error"
 

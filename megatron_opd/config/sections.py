@@ -302,10 +302,24 @@ class WeightSyncConfig(Section):
     """Rounds weight matrices to this format before they are sent (a row's largest magnitude sets
     its scale), to study the mismatch between learner and a low-precision sampler; null sends them
     unchanged. The learner keeps its own precision."""
-    verify_first: bool = True
-    """After the first weight sync of a run, compares digests of every weight slice on the servers
-    with the learner's export. Costs one pass over the weights and catches wrong names or
-    layouts."""
+    staging: bool = False
+    """Receives weights into shadow buffers while the servers sample, so that they pause only while
+    they copy them. Costs each server rank the memory of its share of the weights. type: shards."""
+    staging_bytes: ByteCount | None = None
+    """Largest size in bytes of a server rank's shadow buffers; the rest of its weights is received
+    while the server is paused. null: room for all of them."""
+    verify_every: NonNegativeInt = 0
+    """Number of weight syncs between two that compare digests of every weight slice on the servers
+    with the learner's weights; 0: only the first one of a run. Costs one pass over the weights
+    on both sides."""
+
+    @model_validator(mode="after")
+    def _only_shards_stage(self) -> WeightSyncConfig:
+        if self.staging and self.type == "broadcast":
+            raise ValueError("staging needs type: shards, got type: broadcast")
+        if self.staging_bytes is not None and not self.staging:
+            raise ValueError("staging_bytes needs staging: true")
+        return self
 
     @field_validator("type")
     @classmethod

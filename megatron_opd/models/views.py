@@ -1,6 +1,6 @@
 """Shows what a Megatron rank holds as slices of Hugging Face tensors, without copying.
 
-A fused parameter is several slices: of q, k and v one for each KV group, where they lie interleaved.
+A fused parameter is several slices: of q, k and v one for each KV group, as they interleave.
 """
 
 from __future__ import annotations

@@ -75,6 +75,14 @@ class Broadcast:
             self._fleet.init_weights_group(host, port, self._group, self._backend, limit_s),
         )
 
+    @property
+    def stages(self) -> bool:
+        """Returns that it does not."""
+        return False
+
+    async def stage(self, version: int) -> None:
+        """Do nothing: SGLang loads every bucket at once."""
+
     async def send(self, version: int) -> None:
         """Let every server receive each bucket while the learner broadcasts them."""
         await both(self._ask(encode_request(SendBuckets())), self._receive())

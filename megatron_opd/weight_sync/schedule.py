@@ -71,6 +71,11 @@ class Schedule:
                 by_rank[route.destination].append(route)
             self._routes_to.append(by_rank)
 
+    @property
+    def is_empty(self) -> bool:
+        """Returns whether nothing is sent at all."""
+        return not any(group.routes for group in self._groups)
+
     def outgoing(self, source: int) -> list[Bucket]:
         """Return what the learner rank `source` sends, in order."""
         parts: dict[tuple[int, int], list[Part]] = defaultdict(list)

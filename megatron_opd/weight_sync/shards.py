@@ -6,6 +6,7 @@ layouts alone (plan.py); what the servers say they hold is compared with it befo
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,7 @@ class Shards:
         self._group = f"opd-{uuid.uuid4().hex[:12]}"
         self._names: frozenset[str] = frozenset()
         self._num_bytes = 0
+        self._sends_in_pause = True
 
     @property
     def tensors(self) -> frozenset[str]:
@@ -80,25 +82,36 @@ class Shards:
         layouts = [server_layout(info) for info in self._fleet.infos]
         for layout, (url, found) in zip(layouts, pieces.items(), strict=True):
             require_as_planned(url, spec, layout, found)
-        limit = max_elements(self._config, dtype)
-        learner = self._config.learner
-        schedule = plan_sync(spec, learner.parallel, learner.megatron, layouts, limit)
+        learner, limits = self._config.learner, bucket_and_stage(self._config, dtype)
+        plan = plan_sync(spec, learner.parallel, learner.megatron, layouts, *limits)
         firsts = first_receivers(layouts)
         shares = [
-            server_share(schedule, first, layout.tp)
+            server_share(plan, first, layout.tp)
             for first, layout in zip(firsts, layouts, strict=False)
         ]
         expected = await self._fleet.expect_weights(shares)
+        self._sends_in_pause = not plan.paused.is_empty
         self._num_bytes = max(size for ranks in expected for size in ranks)
         self._names = frozenset(piece.hf_name for found in pieces.values() for piece in found)
         await self._form_group(layouts, dtype)
 
+    @property
+    def stages(self) -> bool:
+        """Returns whether weights go to shadow buffers first."""
+        return self._config.weight_sync.staging
+
+    async def stage(self, version: int) -> None:
+        """Let the learner's ranks send into the servers' shadow buffers, while they sample."""
+        await both(self._ask(encode(SendShards(True))), self._fleet.stage_weights(self._group))
+
     async def send(self, version: int) -> None:
-        """Let the learner's ranks send and the servers' ranks receive, each in its order."""
+        """Let the servers' ranks take what is staged, and receive what is not."""
         limit_s = self._config.weight_sync.timeout_s
-        await both(
-            self._ask(encode(SendShards())), self._fleet.receive_weights(self._group, limit_s)
-        )
+        taken = self._fleet.receive_weights(self._group, limit_s)
+        if self._sends_in_pause:
+            await both(self._ask(encode(SendShards(False))), taken)
+        else:
+            await taken
 
     async def close(self) -> None:
         """Let the servers leave the group."""
@@ -122,9 +135,11 @@ class Shards:
         )
 
 
-def max_elements(config: Config, dtype: str) -> int:
-    """Return the most numbers of `dtype` that a bucket holds."""
-    return max(1, config.weight_sync.bucket_bytes // ITEM_BYTES[dtype])
+def bucket_and_stage(config: Config, dtype: str) -> tuple[int, float]:
+    """Return the most numbers of `dtype` that a bucket, and a server rank's shadow, may hold."""
+    settings, size = config.weight_sync, ITEM_BYTES[dtype]
+    room = math.inf if settings.staging_bytes is None else settings.staging_bytes / size
+    return max(1, settings.bucket_bytes // size), room if settings.staging else 0
 
 
 def server_layout(info: ServerInfo) -> ServerLayout:

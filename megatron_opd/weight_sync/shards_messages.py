@@ -37,7 +37,9 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
 
 class SendShards(msgspec.Struct, frozen=True, tag=True):
-    """Asks all ranks to send what the plan gives them, once."""
+    """Asks all ranks to send what the plan gives them, once: what is staged, or the rest."""
+
+    staged: bool
 
 
 Message = Listen | Listening | Join | SendShards

@@ -19,7 +19,7 @@ from megatron_opd.weight_sync import group as groups
 from megatron_opd.weight_sync.plan import ServerLayout, plan_sync
 from megatron_opd.weight_sync.row_maxima import reader
 from megatron_opd.weight_sync.schedule import Bucket, Part
-from megatron_opd.weight_sync.shards import max_elements
+from megatron_opd.weight_sync.shards import bucket_and_stage
 from megatron_opd.weight_sync.shards_messages import (
     Join,
     Listen,
@@ -38,7 +38,8 @@ class ShardsSender:
         self._full, self._config = full, config
         self._store: Store | None = None
         self._group: dist.ProcessGroup | None = None
-        self._messages: list[Message] = []
+        self._staged: list[Message] = []
+        self._paused: list[Message] = []
         self._dtype = full.dtype
         self._device = torch.device("cpu")
 
@@ -53,8 +54,8 @@ class ShardsSender:
                 return self._listen(asked)
             case Join() as asked:
                 self._join(asked)
-            case SendShards():
-                self._send()
+            case SendShards(staged):
+                self._send(self._staged if staged else self._paused)
             case Listening():
                 raise ValueError("Listening is an answer of the learner, no request")
         return b""
@@ -86,21 +87,21 @@ class ShardsSender:
         """Find what each of this rank's messages holds in its parameters."""
         full, learner = self._full, self._config.learner
         servers = [ServerLayout(tp, ep) for tp, ep in asked.servers]
-        limit = max_elements(self._config, asked.dtype)
-        schedule = plan_sync(full.spec, learner.parallel, learner.megatron, servers, limit)
+        limits = bucket_and_stage(self._config, asked.dtype)
+        plan = plan_sync(full.spec, learner.parallel, learner.megatron, servers, *limits)
         views = views_by_name(full.shards.values(), full.spec)
-        first = full.world.size
-        self._messages = [
-            _message(first + bucket.receiver, bucket, views)
-            for bucket in schedule.outgoing(full.world.rank)
-        ]
+        first, rank = full.world.size, full.world.rank
+        self._staged, self._paused = (
+            [_message(first + b.receiver, b, views) for b in schedule.outgoing(rank)]
+            for schedule in (plan.staged, plan.paused)
+        )
         self._dtype = getattr(torch, asked.dtype)
 
-    def _send(self) -> None:
+    def _send(self, messages: Sequence[Message]) -> None:
         if self._group is None:
             raise RuntimeError("the weight group is not connected")
         read = reader(self._full, self._config.weight_sync.round_to)
-        send(self._group, self._messages, self._dtype, self._device, read)
+        send(self._group, messages, self._dtype, self._device, read)
 
 
 def _message(peer: int, bucket: Bucket, views: Mapping[str, Sequence[View]]) -> Message:

@@ -70,6 +70,10 @@ class ReceivingFleet(Protocol):
         """Tell each server what its ranks will receive; return the bytes of each rank."""
         ...
 
+    async def stage_weights(self, group_name: str) -> None:
+        """Let every rank of every server begin to receive into its shadow buffers."""
+        ...
+
     async def receive_weights(self, group_name: str, timeout_s: float | None = None) -> None:
         """Let every rank of every server receive what it expects."""
         ...
@@ -96,8 +100,20 @@ class FleetPart(Protocol):
         """Connect learner and servers; called once, before the first `send`."""
         ...
 
+    @property
+    def stages(self) -> bool:
+        """Returns whether `stage` moves weights, so that it is worth a step of its own."""
+        ...
+
+    async def stage(self, version: int) -> None:
+        """Move the learner's current weights near every server, while the servers sample."""
+        ...
+
     async def send(self, version: int) -> None:
-        """Put the learner's current weights into every server, while the servers are paused."""
+        """Put the learner's current weights into every server, while the servers are paused.
+
+        Where `stages`, those that were staged.
+        """
         ...
 
     async def close(self) -> None:

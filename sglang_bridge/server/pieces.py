@@ -39,8 +39,12 @@ class Piece:
     @property
     def digest(self) -> str:
         """Returns the digest of what it holds now."""
+        return self.digest_of(self.view)
+
+    def digest_of(self, values: torch.Tensor) -> str:
+        """Returns the digest that it would have with these values."""
         row, column = (0, self.start) if self.dim else (self.start, 0)
-        return as_text(digest(self.view, row, column))
+        return as_text(digest(values, row, column))
 
 
 def piece_list(model: torch.nn.Module) -> dict[str, str]:

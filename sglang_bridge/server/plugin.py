@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from functools import cache
@@ -142,6 +143,8 @@ def around_check_weights(
         wire.DIGEST_ACTION: pieces.piece_digests,
         wire.MODEL_ACTION: pieces.model_facts,
         wire.EXPECT_ACTION: lambda model: expect_weights(model, argument),
+        wire.STAGE_ACTION: lambda _: stage_weights(argument),
+        wire.STAGED_DIGEST_ACTION: lambda _: the_receiver().staged_digests(),
         wire.RECEIVE_ACTION: lambda _: receive_weights(argument),
     }
     if verb not in answers:
@@ -155,19 +158,31 @@ def around_check_weights(
 
 
 def expect_weights(model: torch.nn.Module, shares: str) -> dict[str, str]:
-    """Prepares this rank for its share of a JSON list of messages, one share a rank."""
+    """Prepares this rank for its share of a JSON list, one share a rank."""
     global _receiver
-    _receiver = receiver.Receiver(model)
-    size = _receiver.expect(receiver.own_share(shares, compat.tp_rank()))
+    if _receiver is None:
+        _receiver = receiver.Receiver(model)
+    size = _receiver.expect(json.loads(shares)[compat.tp_rank()])
     return {wire.RECEIVED_BYTES: str(size)}
 
 
-def receive_weights(group_name: str) -> dict[str, str]:
-    """Receives what is expected, once, from the update group `group_name`."""
-    if _receiver is None:
-        raise receiver.BadExpectation("no messages of weights are expected here")
-    _receiver.receive(*compat.update_group(_runner, group_name))
+def stage_weights(group_name: str) -> dict[str, str]:
+    """Begins to receive staged weights from the update group `group_name`."""
+    the_receiver().stage(*compat.update_group(_runner, group_name))
     return {}
+
+
+def receive_weights(group_name: str) -> dict[str, str]:
+    """Makes staged weights live and receives the others from the update group `group_name`."""
+    the_receiver().receive(*compat.update_group(_runner, group_name))
+    return {}
+
+
+def the_receiver() -> receiver.Receiver:
+    """Returns this rank's receiver. BadExpectation: nothing was ever expected here."""
+    if _receiver is None:
+        raise receiver.BadExpectation("no weights are expected here")
+    return _receiver
 
 
 def around_validate(

@@ -1,14 +1,15 @@
-"""Receives weights into the live parameters of one rank, straight from the learner's ranks.
+"""Receives weights into the parameters of one rank, straight from the learner's ranks.
 
 `expect` says once what will come: for each message its sender and the slices it holds, in order.
-Every element of every parameter must come exactly once, or the list is refused. `receive` takes one
-set of messages from an update group.
+Every element of every parameter must come exactly once, or the list is refused. Staged messages are
+received by a thread into shadow buffers while the server samples; `receive` copies them into the
+parameters and receives the other messages, while the server is paused.
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter, defaultdict
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,80 +19,159 @@ from sglang_bridge import wire
 from sglang_bridge.server.pieces import Piece, pieces
 from sglang_bridge.weights.exchange import Message, receive
 
+Slices = Sequence[tuple[str, int, int, int]]
+"""tensor, dimension, start, length"""
+
 
 class BadExpectation(ValueError):
     """Reports a list of messages that does not fill this rank's parameters exactly once."""
 
 
 class Receiver:
-    """Holds what this rank of a server expects. model: whose parameters are filled."""
+    """Holds what this rank of a server expects, and what has come. model: whose parameters."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._pieces = {piece.hf_name: piece for piece in pieces(model)}
-        self._messages: list[Message] = []
+        self._shadows: dict[str, torch.Tensor] = {}
+        self._staged: list[Message] = []
+        self._paused: list[Message] = []
+        self._stage: _Stage | None = None
 
-    def expect(self, listed: Sequence[Any]) -> int:
-        """Prepare for messages [sender, [[tensor, dim, start, length], ...]]; returns their bytes.
+    def expect(self, share: Any) -> int:
+        """Prepare for the messages of `share`, see wire.EXPECT_ACTION; returns their bytes.
 
         BadExpectation: they do not fill every piece of this rank exactly once.
         """
-        self._messages = []
+        self._staged, self._paused = [], []
         filled: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-        messages: list[Message] = []
-        for sender, slices in listed:
-            views: list[torch.Tensor] = []
-            for name, dim, start, length in slices:
-                views.append(self._view(name, dim, start, length))
-                filled[name].append((dim, start, length))
-            messages.append(Message(sender, tuple(name for name, *_ in slices), tuple(views)))
+        for _, slices in (*share[wire.STAGED], *share[wire.PAUSED]):
+            for name, *place in slices:
+                filled[name].append(tuple(place))
+        for name in filled.keys() - self._pieces.keys():
+            raise BadExpectation(f"this rank holds no {name}")
         for name, piece in self._pieces.items():
             _require_filled_once(piece, filled[name])
-        self._messages = messages
-        return sum(m.elements * m.views[0].itemsize for m in messages)
+        staged = {name for _, slices in share[wire.STAGED] for name, *_ in slices}
+        self._shadows = {name: torch.empty_like(self._pieces[name].view) for name in sorted(staged)}
+        self._staged = [self._message(sender, s, self._shadows) for sender, s in share[wire.STAGED]]
+        live = {name: piece.view for name, piece in self._pieces.items()}
+        self._paused = [
+            self._message(sender, slices, live) for sender, slices in share[wire.PAUSED]
+        ]
+        return sum(m.elements * m.views[0].itemsize for m in (*self._staged, *self._paused))
+
+    def stage(self, group: Any, device: torch.device) -> None:
+        """Begin to receive the staged messages. device: where the group's buffers are.
+
+        BadExpectation: none are expected, or the last ones were not taken.
+        """
+        if not self._staged:
+            raise BadExpectation("no staged weights are expected here")
+        if self._stage is not None:
+            raise BadExpectation("the weights that were staged before are not live yet")
+        self._stage = _Stage(group, self._staged, device)
+
+    def staged_digests(self) -> dict[str, str]:
+        """Wait for the staged weights; returns {piece key: digest} of them.
+
+        RuntimeError: a sender was silent.
+        """
+        self._wait()
+        return {
+            piece.key: piece.digest_of(self._shadows[name])
+            for name, piece in self._pieces.items()
+            if name in self._shadows
+        }
 
     def receive(self, group: Any, device: torch.device) -> None:
-        """Receive everything once. device: where the group's buffers are.
+        """Make the staged weights live, and receive the others, once.
 
-        BadExpectation: nothing was expected. RuntimeError: a sender was silent.
+        BadExpectation: nothing is expected, or staged weights have not been asked for.
+        RuntimeError: a sender was silent.
         """
-        if not self._messages:
-            raise BadExpectation("no messages of weights are expected here")
-        receive(group, self._messages, self._messages[0].views[0].dtype, device)
+        if not (self._staged or self._paused):
+            raise BadExpectation("no weights are expected here")
+        if self._staged:
+            self._wait()
+            self._stage = None
+            with torch.no_grad():
+                for name, shadow in self._shadows.items():
+                    self._pieces[name].view.copy_(shadow)
+        if self._paused:
+            receive(group, self._paused, self._paused[0].views[0].dtype, device)
 
-    def _view(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
-        piece = self._pieces.get(name)
-        if piece is None:
-            raise BadExpectation(f"this rank holds no {name}")
-        view = piece.view
-        if not 0 <= dim < view.dim():
-            raise BadExpectation(f"{name} has {view.dim()} dimensions, got dimension {dim}")
-        # dimensions other than the piece's own are whole
-        first = piece.start if dim == piece.dim else 0
-        if not (first <= start and length > 0 and start + length <= first + view.shape[dim]):
-            raise BadExpectation(
-                f"{name}: this rank holds [{first}:{first + view.shape[dim]}] of dimension {dim}, "
-                f"got [{start}:{start + length}]"
-            )
-        return view.narrow(dim, start - first, length)
+    def _wait(self) -> None:
+        if self._stage is None:
+            raise BadExpectation("no weights have been staged here")
+        self._stage.wait()
+
+    def _message(self, sender: int, slices: Slices, memory: dict[str, torch.Tensor]) -> Message:
+        views: list[torch.Tensor] = []
+        for name, dim, start, length in slices:
+            # dimensions other than the piece's own are whole
+            first = self._pieces[name].start if dim == self._pieces[name].dim else 0
+            views.append(memory[name].narrow(dim, start - first, length))
+        return Message(sender, tuple(name for name, *_ in slices), tuple(views))
+
+
+class _Stage:
+    """Receives messages in a thread of its own."""
+
+    def __init__(self, group: Any, messages: Sequence[Message], device: torch.device) -> None:
+        self._error: BaseException | None = None
+        arguments = (group, messages, messages[0].views[0].dtype, device)
+        self._thread = threading.Thread(
+            target=self._run, args=arguments, name="staged weights", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when all have come; raises what went wrong."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(
+        self,
+        group: Any,
+        messages: Sequence[Message],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+                with torch.cuda.stream(torch.cuda.Stream(device)) as stream:
+                    receive(group, messages, dtype, device)
+                    torch.cuda.current_stream(device).synchronize()
+                del stream
+            else:
+                receive(group, messages, dtype, device)
+        except BaseException as error:  # noqa: BLE001  raised by who waits for the weights
+            self._error = error
 
 
 def _require_filled_once(piece: Piece, slices: Sequence[tuple[int, int, int]]) -> None:
     """Raise BadExpectation unless the slices, all of one dimension, cover the piece once."""
-    dims = Counter(dim for dim, _, _ in slices)
-    if len(dims) != 1:
+    for numbers in slices:
+        if len(numbers) != 3 or not all(type(number) is int for number in numbers):
+            raise BadExpectation(f"{piece.hf_name}: {numbers} are no dimension, start and length")
+    dims = {dim for dim, _, _ in slices}
+    if len(dims) != 1 or not 0 <= min(dims) < piece.view.dim():
         raise BadExpectation(f"{piece.hf_name}: cut along the dimensions {sorted(dims)}")
     (dim,) = dims
     covered = first = piece.start if dim == piece.dim else 0
-    for _, start, length in sorted(slices):
-        if start != covered:
+    end = first + piece.view.shape[dim]
+    for _, start, length in sorted(slices, key=lambda place: place[1]):
+        if start != covered or length < 1:
             break
         covered += length
     else:
-        if covered == first + piece.view.shape[dim]:
+        if covered == end:
             return
     raise BadExpectation(
-        f"{piece.hf_name}: [{first}:{first + piece.view.shape[dim]}] of dimension {dim} is not "
-        f"filled exactly once, first at {covered}"
+        f"{piece.hf_name}: [{first}:{end}] of dimension {dim} is not filled exactly once, "
+        f"up to {covered} it is"
     )
 
 
@@ -101,8 +181,3 @@ def answer(act: Callable[[], dict[str, str]]) -> dict[str, str]:
         return act()
     except Exception as error:  # noqa: BLE001  the client raises it, with the rank's name
         return {wire.ERROR: f"{type(error).__name__}: {error}"}
-
-
-def own_share(text: str, rank: int) -> Any:
-    """Return what a JSON list of the ranks' shares holds for `rank`."""
-    return json.loads(text)[rank]
