@@ -289,6 +289,10 @@ class WeightSyncConfig(Section):
     """Backend of torch.distributed that carries the weights: auto takes nccl where the learner has
     GPUs, gloo elsewhere. gloo on GPUs copies through host memory, which is slower."""
 
+    match: Literal["require", "prefer", "off"] = "prefer"
+    """What to do where learner and student servers are cut differently or differ in dtype, which
+    widens the gap between their log-probs: require rejects the configuration, prefer warns, off is
+    silent."""
     bucket_bytes: ByteCount = 512 * 2**20
     """Largest size in bytes of one bucket of weights. Raising it sends fewer, larger messages;
     every rank of learner and servers holds two of them (broadcast: one) while weights are sent."""
