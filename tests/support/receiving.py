@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from megatron_opd.models.spec import ModelSpec
 from megatron_opd.weight_sync.holdings import server_holdings
 from megatron_opd.weight_sync.plan import ServerLayout
 from sglang_bridge.fleet import WeightsWorld, weights_world
+from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import ServerInfo, WeightPiece
 from sglang_bridge.server import receiver
 from sglang_bridge.server.pieces import Piece
@@ -27,7 +29,7 @@ CPU = torch.device("cpu")
 
 def receiver_of(held: Sequence[Piece]) -> receiver.Receiver:
     """A Receiver of a rank that holds these pieces."""
-    with mock.patch.object(receiver, "pieces", lambda _: list(held)):
+    with mock.patch.object(receiver, "pieces", return_value=list(held)):
         return receiver.Receiver(torch.nn.Module())
 
 
@@ -101,6 +103,17 @@ def gloo_group(
     store = TCPStore(HOST, port, size, listens, limit, wait_for_workers=False)
     inside = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
     return ProcessGroupGloo(inside, rank, size, limit)
+
+
+def gloo_groups(size: int, timeout_s: float) -> list[ProcessGroupGloo]:
+    """All members of a new group, for threads of this process."""
+    port = free_port()
+    with ThreadPoolExecutor(size) as threads:
+        joined = [
+            threads.submit(gloo_group, port, "threads", rank, size, timeout_s, listens=rank == 0)
+            for rank in range(size)
+        ]
+    return [member.result() for member in joined]
 
 
 class ThreadFleet:

@@ -1,6 +1,6 @@
 """A slow digest in plain integers, sums over any cut, and every kind of damage that is found."""
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test_parts_of_any_cut_add_up(data: st.DataObject, rows: int, columns: int):
         sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=4))})
         for size in (rows, columns)
     ]
-    edges = [list(zip(ends, ends[1:], strict=False)) for ends in cuts]
+    edges = [list(pairwise(ends)) for ends in cuts]
     total = sum(digest(whole[a:b, c:d], row + a, column + c) for (a, b), (c, d) in product(*edges))
     assert total % MODULUS == digest(whole, row, column)
 
