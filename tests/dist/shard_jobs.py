@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
@@ -24,6 +25,8 @@ from megatron_opd.weight_sync.plan import ServerLayout
 from megatron_opd.weight_sync.rounding import Format, rounded
 from megatron_opd.weight_sync.shards import Shards
 from megatron_opd.weight_sync.shards_sender import ShardsSender
+from sglang_bridge import wire
+from sglang_bridge.protocol import WeightPiece
 from tests.support.receiving import ThreadFleet
 
 BUCKET_BYTES = 30_000
@@ -32,12 +35,16 @@ STEP = 1.25  # what weights are multiplied by between two weight syncs: exact in
 
 @dataclass(frozen=True)
 class Fleet:
-    """Servers that weights of a model are sent to. servers: (tp, ep) of each."""
+    """Servers that weights of a model are sent to. servers: (tp, ep) of each.
+
+    staging_bytes: what a rank stages; 0: nothing.
+    """
 
     model: str
     servers: tuple[tuple[int, int], ...]
     dtype: str
     round_to: Format | None = None
+    staging_bytes: int = 0
 
 
 def shards_to_fleets(
@@ -71,6 +78,8 @@ def _config(model: Path, parallel: dict[str, int], fleet: Fleet) -> Config:
                 "bucket_bytes": BUCKET_BYTES,
                 "timeout_s": 30.0,
                 "round_to": fleet.round_to,
+                "staging": fleet.staging_bytes > 0,
+                "staging_bytes": fleet.staging_bytes or None,
             },
         }
     )
@@ -133,6 +142,12 @@ async def _control(
     await shards.open()
     assert shards.num_bytes == max(rank.num_bytes for rank in servers.ranks())
     for version in (1, 2):
+        for rank in servers.ranks():
+            assert rank.group is not None
+            rank.group.sizes.clear()
+        if shards.stages:
+            await shards.stage(version)
+            await _require_staged(servers, ask, fleet)
         await shards.send(version)
         exported = await ask("export")
         assert shards.tensors == exported.keys(), shards.tensors ^ exported.keys()
@@ -141,6 +156,25 @@ async def _control(
     pieces = [p for found in servers.described(digests=True).values() for p in found]
     assert await ask(pieces) == [piece.digest for piece in pieces], "digests"
     await shards.close()
+
+
+async def _require_staged(
+    servers: ThreadFleet, ask: Callable[[Any], Awaitable[Any]], fleet: Fleet
+) -> None:
+    """Shadow buffers hold the learner's weights, as many as fit; live memory is as before."""
+    before = servers.described(digests=True)
+    staged = [
+        WeightPiece(0, name, int(dim), int(start), int(length), dtype, digest)
+        for rank in servers.ranks()
+        for key, digest in rank.receiver.staged_digests().items()
+        for name, dim, start, length, dtype in [key.split(wire.PIECE_SEPARATOR)]
+    ]
+    assert staged
+    assert await ask(staged) == [piece.digest for piece in staged], "staged digests"
+    assert servers.described(digests=True) == before
+    for rank in servers.ranks():
+        assert rank.group is not None
+        assert sum(rank.group.sizes) <= fleet.staging_bytes
 
 
 def _require_received(

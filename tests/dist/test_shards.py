@@ -35,6 +35,11 @@ ROUNDED = [
     Fleet("moe", (TP2_EP2, TP1), "float32", "int8"),
     Fleet("moe", (TP2,), "float32", "fp8"),
 ]
+# into shadow buffers with room for some of the weights, and for all
+STAGED = [
+    Fleet("moe", (TP2_EP2, TP1), "float32", "fp8", staging_bytes=200_000),
+    Fleet("moe", (TP2_EP2,), "bfloat16", staging_bytes=10_000_000),
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +58,8 @@ def fleets_of(learner: str) -> list[Fleet]:
     return [
         *(DENSE if LAYOUTS[learner].dense else []),
         *MOE,
-        *(ROUNDED if learner == "tp2" else ROUNDED[1:] if learner == "tp2 ep2" else []),
+        *(ROUNDED if learner == "tp2" else []),
+        *(STAGED if learner == "tp2 ep2" else []),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -89,9 +90,12 @@ class Rank:
         """As SGLang's init_custom_process_group, for threads that share a process."""
         self.group = Counted(gloo_group(port, name, rank, size, timeout_s))
 
+    def stage(self) -> None:
+        assert self.group is not None
+        self.receiver.stage(self.group, CPU)
+
     def receive(self) -> None:
         assert self.group is not None
-        self.group.sizes.clear()
         self.receiver.receive(self.group, CPU)
 
 
@@ -152,11 +156,8 @@ class ThreadFleet:
 
     async def expect_weights(self, shares: Sequence[str]) -> list[list[int]]:
         return [
-            [
-                rank.receiver.expect(receiver.own_share(share, index))
-                for index, rank in enumerate(server)
-            ]
-            for share, server in zip(shares, self.servers, strict=True)
+            [rank.receiver.expect(ranks[index]) for index, rank in enumerate(server)]
+            for ranks, server in zip(map(json.loads, shares), self.servers, strict=True)
         ]
 
     async def init_weights_group(
@@ -177,6 +178,9 @@ class ThreadFleet:
                 for index, rank in enumerate(self.ranks(), senders)
             ]
         )
+
+    async def stage_weights(self, group_name: str) -> None:
+        await self._everywhere([rank.stage for rank in self.ranks()])
 
     async def receive_weights(self, group_name: str, timeout_s: float | None = None) -> None:
         await self._everywhere([rank.receive for rank in self.ranks()])
