@@ -46,7 +46,7 @@ class Receiver:
         # what an earlier run staged and never took is forgotten
         self._staged, self._paused, self._stage = [], [], None
         to_stage, to_pause = (_listed(share, kind) for kind in (wire.STAGED, wire.PAUSED))
-        filled: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        filled: dict[str, list[tuple[int, ...]]] = defaultdict(list)
         for _, slices in (*to_stage, *to_pause):
             for name, *place in slices:
                 filled[name].append(tuple(place))
@@ -177,7 +177,7 @@ def _shown(value: Any) -> str:
     return one_line(repr(value), 100)
 
 
-def _require_filled_once(piece: Piece, slices: Sequence[tuple[int, int, int]]) -> None:
+def _require_filled_once(piece: Piece, slices: Sequence[tuple[int, ...]]) -> None:
     """Raise BadExpectation unless the slices, all of one dimension, cover the piece once."""
     for numbers in slices:
         if len(numbers) != 3 or not all(type(number) is int for number in numbers):
