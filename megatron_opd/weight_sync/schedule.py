@@ -124,6 +124,9 @@ def _buckets(parts: Sequence[Part], max_elements: int) -> Iterator[tuple[Part, .
 
 def _cut(part: Part, max_elements: int) -> Iterator[Part]:
     """Yield a part in pieces that fit into a bucket; one index at least, whatever its size."""
+    if part.elements <= max_elements:
+        yield part
+        return
     one = part.elements // part.length
     step = max(1, max_elements // one)
     for first in range(0, part.length, step):
