@@ -160,11 +160,14 @@ def parse_pieces(url: str, reply: Any, *, digests: bool = True) -> list[WeightPi
 
 def parse_expected(url: str, reply: Any) -> list[int]:
     """Parses how many bytes of weights every rank expects, in rank order."""
+    ranks = _by_rank(url, reply)
     found = {
         rank: _number(url, "bytes to receive", answers.get(wire.RECEIVED_BYTES))
-        for rank, answers in _by_rank(url, reply)
+        for rank, answers in ranks
     }
-    return [found[rank] for rank in sorted(found)]
+    answered = sorted(rank for rank, _ in ranks)
+    require(url, answered == list(range(len(ranks))), f"ranks {answered} answered")
+    return [found[rank] for rank in answered]
 
 
 def parse_done(url: str, reply: Any) -> None:

@@ -98,8 +98,9 @@ def _pieces_of(
         if shard.num_added_elements:
             raise TypeError(f"{owner}: added (LoRA) vocabulary is not supported")
         length = shard.num_org_elements  # rows beyond it are padding
-        start = shard.org_vocab_start_index
-        yield Piece(f"{owner}.{leaf}", 0, start, length, data.narrow(0, 0, length))
+        if length:  # a rank may hold padding alone
+            start = shard.org_vocab_start_index
+            yield Piece(f"{owner}.{leaf}", 0, start, length, data.narrow(0, 0, length))
     elif isinstance(module, FusedMoE):
         yield from _experts(module, owner, leaf, data)
     elif isinstance(module, linear.ReplicatedLinear | linear.RowParallelLinear) or data.ndim == 1:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sglang_bridge import wire
+from sglang_bridge.errors import one_line
 from sglang_bridge.server.pieces import Piece, pieces
 from sglang_bridge.weights.exchange import Message, receive
 from sglang_bridge.weights.share import PAUSED, STAGED
@@ -43,20 +44,25 @@ class Receiver:
 
         BadExpectation: they do not fill every piece of this rank exactly once.
         """
-        self._staged, self._paused = [], []
-        filled: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-        for _, slices in (*share[STAGED], *share[PAUSED]):
+        # what an earlier run staged and never took is forgotten
+        self._staged, self._paused, self._stage = [], [], None
+        to_stage, to_pause = (_listed(share, kind) for kind in (STAGED, PAUSED))
+        filled: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+        for _, slices in (*to_stage, *to_pause):
             for name, *place in slices:
                 filled[name].append(tuple(place))
         for name in filled.keys() - self._pieces.keys():
             raise BadExpectation(f"this rank holds no {name}")
         for name, piece in self._pieces.items():
             _require_filled_once(piece, filled[name])
-        staged = {name for _, slices in share[STAGED] for name, *_ in slices}
+        dtypes = sorted({str(piece.view.dtype) for piece in self._pieces.values()})
+        if len(dtypes) > 1:
+            raise BadExpectation(f"this rank holds weights of {' and '.join(dtypes)}")
+        staged = {name for _, slices in to_stage for name, *_ in slices}
         self._shadows = {name: torch.empty_like(self._pieces[name].view) for name in sorted(staged)}
-        self._staged = [self._message(sender, s, self._shadows) for sender, s in share[STAGED]]
+        self._staged = [self._message(sender, s, self._shadows) for sender, s in to_stage]
         live = {name: piece.view for name, piece in self._pieces.items()}
-        self._paused = [self._message(sender, slices, live) for sender, slices in share[PAUSED]]
+        self._paused = [self._message(sender, slices, live) for sender, slices in to_pause]
         return sum(m.elements * m.views[0].itemsize for m in (*self._staged, *self._paused))
 
     def stage(self, group: Any, device: torch.device) -> None:
@@ -150,11 +156,34 @@ class _Stage:
             self._error = error
 
 
-def _require_filled_once(piece: Piece, slices: Sequence[tuple[int, int, int]]) -> None:
+def _listed(share: Any, kind: str) -> list[tuple[int, Slices]]:
+    """Return a share's messages of a kind; BadExpectation: they are none. Numbers come later."""
+    messages = share.get(kind) if isinstance(share, dict) else None
+    if not isinstance(messages, list):
+        raise BadExpectation(f"a share is lists {STAGED} and {PAUSED}, {kind} is none")
+    for message in messages:
+        whole = isinstance(message, list) and len(message) == 2
+        if not whole or not isinstance(message[1], list) or not message[1]:
+            raise BadExpectation(f"{_shown(message)} is no message [sender, slices]")
+        sender, slices = message
+        if type(sender) is not int or sender < 0:
+            raise BadExpectation(f"{_shown(sender)} is no rank of a sender")
+        for part in slices:
+            if not isinstance(part, list) or not part or not isinstance(part[0], str):
+                raise BadExpectation(f"{_shown(part)} is no slice of a tensor")
+    return messages
+
+
+def _shown(value: Any) -> str:
+    return one_line(repr(value), 100)
+
+
+def _require_filled_once(piece: Piece, slices: Sequence[tuple[int, ...]]) -> None:
     """Raise BadExpectation unless the slices, all of one dimension, cover the piece once."""
     for numbers in slices:
         if len(numbers) != 3 or not all(type(number) is int for number in numbers):
-            raise BadExpectation(f"{piece.hf_name}: {numbers} are no dimension, start and length")
+            shown = _shown(numbers)
+            raise BadExpectation(f"{piece.hf_name}: {shown} are no dimension, start and length")
     dims = {dim for dim, _, _ in slices}
     if len(dims) != 1 or not 0 <= min(dims) < piece.view.dim():
         raise BadExpectation(f"{piece.hf_name}: cut along the dimensions {sorted(dims)}")

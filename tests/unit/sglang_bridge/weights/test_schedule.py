@@ -57,7 +57,7 @@ def fleets(draw: st.DrawFn) -> tuple[list[Group], int]:
     return groups, firsts[-1]
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)  # whole plans of 2,000 layouts: test_plan.py
 @given(fleet=fleets(), limit=st.integers(1, 30))
 def test_both_ends_agree_and_nothing_blocks(fleet: tuple[list[Group], int], limit: int):
     groups, receivers = fleet
