@@ -3,8 +3,8 @@
 The digest of a slice is the sum, modulo 2^64, of its numbers' bits times an odd key of the row and
 an odd key of the column, both counted in the whole tensor. So digests of parts add up to that of
 the whole, however it was cut: every rank of a learner digests what it holds, on its device. A
-changed bit changes the digest; so do, but for one chance in about 2^63, exchanged rows or columns.
-It is no cryptographic hash.
+changed bit changes the digest; so do numbers, rows or columns that changed places, and a transposed
+matrix, but for a chance far below 2^-32. It is no cryptographic hash.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ CHUNK = 1 << 20
 """Numbers that are digested at once: four of these in int64 are the memory it takes."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MODULUS = 1 << 64
+ROWS, COLUMNS = 0, 1
 
 
 def digest(tensor: torch.Tensor, row: int = 0, column: int = 0) -> int:
@@ -24,15 +25,17 @@ def digest(tensor: torch.Tensor, row: int = 0, column: int = 0) -> int:
     disjoint slices, modulo 2^64, is that of their union.
     """
     matrix = tensor.detach().reshape(tensor.shape[0], -1)
-    bits = matrix.contiguous().view(BITS[matrix.dtype.itemsize])
-    width = bits.shape[1]
-    columns_W = _keys(column, width, bits.device)
+    width = matrix.shape[1]
+    columns_W = _keys(COLUMNS, column, width, matrix.device)
     step = max(1, CHUNK // max(1, width))
     total = 0
-    for first in range(0, len(bits), step):
-        part = bits[first : first + step].to(torch.int64)
-        rows_R = _keys(row + first, len(part), bits.device)
-        total += int((part.mul_(columns_W).sum(dim=1) * rows_R).sum())
+    for first in range(0, len(matrix), step):
+        # contiguous piece by piece: some columns of a large matrix are not copied at once
+        part = matrix[first : first + step].contiguous().view(BITS[matrix.dtype.itemsize])
+        rows_R = _keys(ROWS, row + first, len(part), matrix.device)
+        # a copy even of 64 bits: the multiplication is in place
+        numbers = part.to(torch.int64, copy=True)
+        total += int((numbers.mul_(columns_W).sum(dim=1) * rows_R).sum())
     return total % MODULUS
 
 
@@ -46,10 +49,13 @@ def signed(total: int) -> int:
     return (total + MODULUS // 2) % MODULUS - MODULUS // 2
 
 
-def _keys(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return the odd keys of `count` rows or columns: the mixing function of SplitMix64."""
-    keys = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
-    keys = keys * signed(0x9E3779B97F4A7C15)
+def _keys(axis: int, first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Return the odd keys of `count` rows or columns: the mixing function of SplitMix64.
+
+    Rows and columns never share a key: a transposed matrix would have the same digest.
+    """
+    numbers = torch.arange(first, first + count, dtype=torch.int64, device=device)
+    keys = (2 * numbers + (axis + 1)) * signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         keys = (keys ^ _shifted(keys, shift)) * signed(factor)
     return (keys ^ _shifted(keys, 31)) | 1
