@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.weight_sync.reshard import Route
-from megatron_opd.weight_sync.schedule import Bucket, Part, Schedule, ServerGroup
+from megatron_opd.weight_sync.schedule import ALONE, Bucket, Part, Schedule, ServerGroup
 
 LEARNERS = 6
 
@@ -18,7 +18,7 @@ def route_lists(draw: st.DrawFn, ranks: int) -> list[Route]:
     routes: list[Route] = []
     for index in range(draw(st.integers(1, 12))):
         sources = draw(st.lists(st.integers(0, LEARNERS - 1), min_size=1, max_size=4, unique=True))
-        length, one = draw(st.integers(1, 9)), draw(st.integers(1, 5))
+        length, one = draw(st.integers(1, 9)), draw(st.integers(1, 5) | st.just(ALONE // 3))
         for destination in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
             routes.append(
                 Route(
@@ -52,7 +52,7 @@ def fleets(draw: st.DrawFn) -> tuple[list[ServerGroup], int]:
 
 
 @settings(max_examples=300)
-@given(fleet=fleets(), limit=st.integers(1, 30))
+@given(fleet=fleets(), limit=st.integers(1, 30) | st.just(2 * ALONE))
 def test_both_ends_agree_and_nothing_blocks(fleet: tuple[list[ServerGroup], int], limit: int):
     groups, receivers = fleet
     schedule = Schedule(groups, receivers, limit)
@@ -109,3 +109,16 @@ def test_a_round_begins_with_another_partner_for_every_rank():
     schedule = Schedule([ServerGroup(routes, (0,))], 4, 1)
     first = [schedule.outgoing(source)[0].receiver for source in everyone]
     assert sorted(first) == list(everyone)
+
+
+def test_a_large_part_travels_alone_and_the_others_together():
+    sizes = [5, ALONE, 7, ALONE - 1, ALONE + 1]
+    routes = tuple(
+        Route(f"t{index}", 0, 0, size, 0, (0,), 0, size) for index, size in enumerate(sizes)
+    )
+    sent = Schedule([ServerGroup(routes, (0,))], 1, 4 * ALONE).outgoing(0)
+    assert sorted([part.name for part in bucket.parts] for bucket in sent) == [
+        ["t0", "t2", "t3"],
+        ["t1"],
+        ["t4"],
+    ]
