@@ -44,6 +44,7 @@ from benchmarks.weight_sync.summary import ratios, summarised
 from megatron_opd.metrics.summary import commit
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.planning.parameters import model_parameters
+from megatron_opd.transport.lifetime import PARENT_VARIABLE
 from sglang_bridge.server.launch import last_lines
 
 DEFAULT_BEFORE = "d1eb496"
@@ -90,7 +91,8 @@ def run_case(case: Case, tree: Path, model: Path, scratch: Path) -> Tree:
     (own / "case.json").write_text(json.dumps(asked), encoding="utf-8")
     command = [sys.executable, "-m", "benchmarks.weight_sync.case", str(own / "case.json")]
     # -m puts the working directory first, for this process and for all that it starts
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(tree)}
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    environment |= {"PYTHONPATH": str(tree), PARENT_VARIABLE: str(os.getpid())}
     log = own / "case.log"
     with log.open("wb") as output:
         done = subprocess.run(

@@ -33,6 +33,7 @@ from megatron_opd.config.sections import WeightSyncConfig
 from megatron_opd.metrics.types import WeightSyncReport
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.models.tensors import expected_tensors
+from megatron_opd.transport.lifetime import die_with_parent
 from megatron_opd.transport.zmq import Admission, RemoteLearner
 from megatron_opd.weight_sync.session import WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
@@ -40,7 +41,7 @@ from sglang_bridge.fleet import Fleet
 
 STARTUP_S = 300.0
 LEAST_WINDOW_S, REST_S = 1.0, 2.0
-SETTLED_S = 1.0  # of sampling before its tokens are counted
+SETTLED_S = 2.0  # of sampling before its tokens are counted
 ITEM_BYTES = 4  # float32
 Tree = dict[str, Any]
 
@@ -179,6 +180,7 @@ def _phases(report: WeightSyncReport) -> Tree:
 
 def main(file: Path) -> None:
     """Write the figures of the case in `file` to where it says."""
+    die_with_parent()
     asked: Tree = json.loads(file.read_text(encoding="utf-8"))
     figures = asyncio.run(_run(asked, file.parent))
     Path(asked["out"]).write_text(json.dumps(figures), encoding="utf-8")

@@ -73,7 +73,7 @@ SIZES = {
         },
         bucket_bytes=64 * MIB,
         syncs=5,
-        loaded=3,
+        loaded=5,
         slots=8,
         layouts=("tp2", "tp2_ep2"),
         ways=tuple(WAYS),

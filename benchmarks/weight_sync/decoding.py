@@ -15,8 +15,8 @@ from sglang_bridge.protocol import RolloutRequest
 
 PROMPT_TOKENS = 16
 # Short: a reply's tokens count when it is there. What is half done when a window begins and what is
-# half done when it ends are as much, on average.
-NEW_TOKENS = 8
+# half done when it ends are as much, on average. Of several lengths, or all slots end together.
+LEAST_TOKENS, MOST_TOKENS = 1, 8
 
 
 class Decoding:
@@ -48,6 +48,7 @@ class Decoding:
         while not ended.is_set():
             prompt = random.integers(0, self._vocab_size, PROMPT_TOKENS).astype(np.int32)
             name = f"benchmark-{next(self._numbers)}"
-            request = RolloutRequest(rid=name, input_ids=prompt, max_new_tokens=NEW_TOKENS)
+            length = int(random.integers(LEAST_TOKENS, MOST_TOKENS + 1))
+            request = RolloutRequest(rid=name, input_ids=prompt, max_new_tokens=length)
             reply = await self._fleet.generate(request)
             self._replies.append((time.monotonic(), len(reply.output_ids_T)))
