@@ -39,7 +39,7 @@ from typing import Any
 
 from benchmarks.synthetic import write_model
 from benchmarks.weight_sync.cases import BEFORE, SIZES, Case, chosen_cases
-from benchmarks.weight_sync.older import ROOT, check_out, full_commit
+from benchmarks.weight_sync.older import ROOT, NoCommit, check_out, full_commit
 from benchmarks.weight_sync.summary import ratios, summarised
 from megatron_opd.metrics.summary import commit
 from megatron_opd.models.spec import read_model_spec
@@ -59,7 +59,7 @@ def measure(options: Sequence[str] = (), *, rows: Path = ROWS, run: Run | None =
     """Run what is missing; every case by name, and the ratios of each layout."""
     arguments = _arguments(options)
     size = SIZES["tiny" if arguments.tiny else "full"]
-    before = full_commit(arguments.before)
+    before: str = arguments.before
     with tempfile.TemporaryDirectory(prefix="opd-weight-sync-") as directory:
         scratch = Path(directory)
         trees = {BEFORE: check_out(before, scratch / "tree")}
@@ -112,7 +112,12 @@ def _arguments(options: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--before", default=DEFAULT_BEFORE, metavar="COMMIT")
     parser.add_argument("--only", default="", metavar="WORD", help="cases whose name holds it")
     parser.add_argument("--limit", type=int, help="run at most so many of the missing cases")
-    return parser.parse_args(list(options))
+    parsed = parser.parse_args(list(options))
+    try:
+        parsed.before = full_commit(parsed.before)
+    except NoCommit as error:
+        parser.error(str(error))
+    return parsed
 
 
 def _model(path: Path, config: Tree) -> Path:
