@@ -40,7 +40,7 @@ from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge.fleet import Fleet
 
 STARTUP_S = 300.0
-LEAST_WINDOW_S, REST_S = 1.0, 2.0
+LEAST_WINDOW_S, REST_S = 1.0, 3.0
 SETTLED_S = 2.0  # of sampling before its tokens are counted
 ITEM_BYTES = 4  # float32
 Tree = dict[str, Any]

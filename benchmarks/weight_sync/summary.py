@@ -8,7 +8,8 @@ from typing import Any
 
 Tree = dict[str, Any]
 PER_CASE = ("seconds", "paused_s", "cpu_s", "learner_peak_extra_bytes", "server_peak_extra_bytes")
-PER_CASE += ("sent_bytes_max", "received_bytes_max", "tokens_lost", "verify_s")
+PER_CASE += ("sent_bytes_max", "received_bytes_max", "tokens_lost", "tokens_per_s_times_pause")
+PER_CASE += ("verify_s",)
 
 
 def summarised(figures: Tree, model_bytes: int) -> Tree:
@@ -46,7 +47,10 @@ def summarised(figures: Tree, model_bytes: int) -> Tree:
         "learner_peak_extra_bytes": _peak(syncs, "learner"),
         "server_peak_extra_bytes": _peak(syncs, "server"),
         "tokens_lost": decoding["tokens_lost"],
+        "tokens_lost_of_each": decoding["tokens_lost_of_each"],
+        "tokens_per_s_times_pause": decoding["tokens_per_s_times_pause"],
         "tokens_per_s": decoding["tokens_per_s"],
+        "window_s": decoding["window_s"],
         "seconds_while_decoding": statistics.median(s["seconds"] for s in decoding["syncs"]),
         "paused_s_while_decoding": statistics.median(s["paused_s"] for s in decoding["syncs"]),
     }

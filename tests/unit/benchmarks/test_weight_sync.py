@@ -31,7 +31,9 @@ def figures(seconds: float, differing: tuple[str, ...] = ("rank 0 a",)) -> dict[
         "first": sync | {"phases_s": {"send": seconds, "verify": 3.0, "verify live": 1.0}},
         "syncs": [sync, sync],
         "shard_bytes": [160],
-        "decoding": {"tokens_lost": 5.0, "tokens_per_s": 9.0, "syncs": [sync]},
+        "decoding": {"syncs": [sync], "tokens_lost_of_each": [5.0]}
+        | dict.fromkeys(("tokens_lost", "tokens_per_s", "tokens_per_s_times_pause"), 5.0)
+        | {"window_s": 9.0},
         "flipped_bit": {
             "differing_before": [],
             "differing": list(differing),
@@ -82,7 +84,7 @@ def test_a_figure_that_was_not_measured_has_no_ratio():
     one, none = {"seconds": 2.0}, {"seconds": None}
     keys = dict.fromkeys(("paused_s", "cpu_s", "learner_peak_extra_bytes"), 1)
     keys |= dict.fromkeys(("server_peak_extra_bytes", "sent_bytes_max", "received_bytes_max"), 0)
-    keys |= {"tokens_lost": -1.0, "verify_s": 1.0}
+    keys |= {"tokens_lost": -1.0, "tokens_per_s_times_pause": 1.0, "verify_s": 1.0}
     found = ratios({"shards": keys | one, "broadcast": keys | none})["broadcast"]
     assert found["seconds"] is found["tokens_lost"] is found["sent_bytes_max"] is None
     assert found["paused_s"] == 1
