@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron_opd.models.families import hf_names, row_of
 from megatron_opd.models.gather import FullTensors
 from megatron_opd.weight_sync.rounding import Format, is_rounded, rounded
-from sglang_bridge.weights.exchange import Read
+from sglang_bridge.weights.exchange import Read, as_it_is
 
 
 def reader(full: FullTensors, format: Format | None) -> Read:
@@ -16,7 +16,9 @@ def reader(full: FullTensors, format: Format | None) -> Read:
 
     Collective over the learner's world. A slice has whole rows, or all rows of some columns.
     """
-    maxima = {} if format is None else row_maxima(full)
+    if format is None:
+        return as_it_is
+    maxima = row_maxima(full)
 
     def read(name: str, view: torch.Tensor) -> torch.Tensor:
         return rounded(name, view, format, maxima.get(name))

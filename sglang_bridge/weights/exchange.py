@@ -1,12 +1,14 @@
 """Sends and receives messages of weights between two ranks of a group, point to point.
 
-A message is the numbers of some views, end to end. Both ends pass through their messages in their
-order with two buffers: while one is on its way, the next is packed, or the last one unpacked.
+A message is the numbers of some views, end to end. Both ends pass through their messages in the
+same order. A message of one view that lies in memory as it travels is sent from there, or received
+to there, without a copy. Any other one is packed into one of two buffers, or unpacked from it,
+while those before it are on their way.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 BUFFERS = 2
+IN_FLIGHT = 16
+"""Messages that are on their way at once: enough that no rank waits for the next one's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,8 @@ class Message:
 Read = Callable[[str, torch.Tensor], torch.Tensor]
 
 
-def _as_it_is(name: str, view: torch.Tensor) -> torch.Tensor:
+def as_it_is(name: str, view: torch.Tensor) -> torch.Tensor:
+    """Return `view` itself: nothing is changed on the way."""
     return view
 
 
@@ -46,27 +51,24 @@ def send(
     messages: Sequence[Message],
     dtype: torch.dtype,
     device: torch.device,
-    read: Read = _as_it_is,
+    read: Read = as_it_is,
 ) -> None:
     """Send every message, cast to `dtype`; returns when the last one has left.
 
     device: where the group wants its buffers. read: what to send in place of a view.
     RuntimeError: the peer did not take a message within the group's timeout.
     """
-    buffers = _buffers(messages, dtype, device)
-    works: list[Any] = []
+    flight = _Flight(messages, dtype, device, packs_all=read is not as_it_is)
     with torch.no_grad():
-        for (message, tag), buffer in zip(_tagged(messages), _in_turn(buffers), strict=False):
-            if len(works) >= BUFFERS:
-                works.pop(0).wait()
-            part, offset = buffer[: message.elements], 0
-            for name, view in zip(message.names, message.views, strict=True):
-                held = read(name, view)
-                part[offset : offset + view.numel()].view(view.shape).copy_(held)
-                offset += view.numel()
-            works.append(group.send([part], message.peer, tag))
-    for work in works:
-        work.wait()
+        for message, tag in _tagged(messages):
+            slot = flight.slot(message)
+            if slot.buffer is not None:
+                named = zip(message.names, message.views, strict=True)
+                for place, (name, view) in zip(slot.places(), named, strict=True):
+                    place.copy_(read(name, view))
+            flight.add(group.send([slot.numbers], message.peer, tag), slot)
+        while flight.is_on:
+            flight.land()
 
 
 def receive(
@@ -76,37 +78,91 @@ def receive(
 
     RuntimeError: the peer did not send a message within the group's timeout.
     """
-    buffers = _buffers(messages, dtype, device)
-    pending: list[tuple[Any, Message, torch.Tensor]] = []
+    flight = _Flight(messages, dtype, device, unpacks=True)
     with torch.no_grad():
-        for (message, tag), buffer in zip(_tagged(messages), _in_turn(buffers), strict=False):
-            if len(pending) >= BUFFERS:
-                _unpack(*pending.pop(0))
-            part = buffer[: message.elements]
-            pending.append((group.recv([part], message.peer, tag), message, part))
-        for arrived in pending:
-            _unpack(*arrived)
+        for message, tag in _tagged(messages):
+            slot = flight.slot(message)
+            flight.add(group.recv([slot.numbers], message.peer, tag), slot)
+        while flight.is_on:
+            flight.land()
 
 
-def _unpack(work: Any, message: Message, part: torch.Tensor) -> None:
-    work.wait()
-    offset = 0
-    for view in message.views:
-        view.copy_(part[offset : offset + view.numel()].view(view.shape))
-        offset += view.numel()
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Describes where a message's numbers are or come to. buffer: None: its one view itself."""
+
+    message: Message
+    numbers: torch.Tensor
+    buffer: torch.Tensor | None
+
+    def places(self) -> Iterator[torch.Tensor]:
+        """Yield the part of the numbers that belongs to each view, in its shape."""
+        offset = 0
+        for view in self.message.views:
+            yield self.numbers[offset : offset + view.numel()].view(view.shape)
+            offset += view.numel()
 
 
-def _buffers(
-    messages: Sequence[Message], dtype: torch.dtype, device: torch.device
-) -> list[torch.Tensor]:
-    largest = max((message.elements for message in messages), default=0)
-    count = min(BUFFERS, len(messages))
-    return [torch.empty(largest, dtype=dtype, device=device) for _ in range(count)]
+class _Flight:
+    """Holds the messages that are on their way, in order, and the buffers of the packed ones.
 
+    packs_all: no message travels from where it lies. unpacks: those in buffers are received.
+    """
 
-def _in_turn(buffers: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    while buffers:
-        yield from buffers
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        packs_all: bool = False,
+        unpacks: bool = False,
+    ) -> None:
+        self._dtype, self._device = dtype, device
+        self._packs_all, self._unpacks = packs_all, unpacks
+        self._under_way: deque[tuple[Any, _Slot]] = deque()
+        packed = [message.elements for message in messages if not self._lies_ready(message)]
+        self._free = deque(
+            torch.empty(max(packed), dtype=dtype, device=device)
+            for _ in range(min(BUFFERS, len(packed)))
+        )
+
+    @property
+    def is_on(self) -> bool:
+        """Returns whether any message is on its way."""
+        return bool(self._under_way)
+
+    def slot(self, message: Message) -> _Slot:
+        """Return a slot, once one is free and fewer than IN_FLIGHT messages are on their way."""
+        lies_ready = self._lies_ready(message)
+        while len(self._under_way) >= IN_FLIGHT or not (lies_ready or self._free):
+            self.land()
+        if lies_ready:
+            return _Slot(message, message.views[0].view(-1), None)
+        buffer = self._free.popleft()
+        return _Slot(message, buffer[: message.elements], buffer)
+
+    def add(self, work: Any, slot: _Slot) -> None:
+        """Remember a message that has been started."""
+        self._under_way.append((work, slot))
+
+    def land(self) -> None:
+        """Wait for the first message that is on its way, and free its buffer."""
+        work, slot = self._under_way.popleft()
+        work.wait()
+        if slot.buffer is None:
+            return
+        if self._unpacks:
+            for place, view in zip(slot.places(), slot.message.views, strict=True):
+                view.copy_(place)
+        self._free.append(slot.buffer)
+
+    def _lies_ready(self, message: Message) -> bool:
+        if self._packs_all or len(message.views) != 1:
+            return False
+        (view,) = message.views
+        is_there = view.dtype == self._dtype and view.device.type == self._device.type
+        return is_there and view.is_contiguous()
 
 
 def _tagged(messages: Sequence[Message]) -> Iterator[tuple[Message, int]]:

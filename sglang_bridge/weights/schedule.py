@@ -1,11 +1,14 @@
 """Puts the routes of a plan into buckets, and all buckets into one order. Torch-free.
 
 A bucket holds consecutive parts of one (learner rank, server rank) pair, end to end, and is never
-larger than the limit: a part that does not fit is cut along its dimension. Every rank sends or
-receives its own buckets in the one order of all, so that no two ranks can wait for each other: the
-first bucket of that order which has not arrived is the next one of both its ends. In that order
-the buckets of a round, one of each pair, come by the distance of their two ranks: all ranks start
-with another partner.
+larger than the limit: a part that does not fit is cut along its dimension. A part of ALONE numbers
+or more is a bucket of its own: a rank that holds it in one piece then sends or receives it there,
+without a copy (exchange.py).
+
+Every rank sends or receives its own buckets in the one order of all, so that no two ranks can wait
+for each other: the first bucket of that order which has not arrived is the next one of both its
+ends. In that order the buckets of a round, one of each pair, come by the distance of their two
+ranks: all ranks start with another partner.
 
 Both ends compute their lists from the same routes, so nobody sends lists to a thousand ranks.
 """
@@ -15,6 +18,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+
+ALONE = 1 << 16
+"""Numbers of the smallest part that travels alone: for fewer a message costs more than a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +126,14 @@ def _ordered(streams: dict[tuple[int, int], list[Part]], limits: Limits) -> list
 
 
 def _buckets(parts: Sequence[Part], max_elements: int) -> Iterator[tuple[Part, ...]]:
-    """Yield consecutive parts together, as many as fit."""
+    """Yield large parts alone, and the others together, as many consecutive ones as fit."""
     held: list[Part] = []
     room = max_elements
     for part in parts:
         for piece in _cut(part, max_elements):
+            if piece.elements >= ALONE:
+                yield (piece,)
+                continue
             if held and piece.elements > room:
                 yield tuple(held)
                 held, room = [], max_elements

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed import ProcessGroupGloo
 
 from sglang_bridge.weights import exchange
-from sglang_bridge.weights.exchange import BUFFERS, Message, receive, send
+from sglang_bridge.weights.exchange import BUFFERS, IN_FLIGHT, Message, receive, send
 from tests.support.figures import bounded
 from tests.support.receiving import CPU, canvas_of, gloo_groups
 
@@ -164,7 +164,10 @@ PEERS = (1, 2, 1, 1, 2, 1, 2)
 
 def test_two_buffers_are_filled_in_turn_while_they_are_not_under_way():
     group: Any = Late()
-    messages = [message(peer, torch.full((3,), float(i))) for i, peer in enumerate(PEERS)]
+    messages = [
+        message(peer, torch.full((1,), float(i)), torch.full((2,), float(i)))
+        for i, peer in enumerate(PEERS)
+    ]
     send(group, messages, FLOAT, CPU)
     assert group.sent == [[float(i)] * 3 for i in range(len(PEERS))], "as it was when packed"
     assert (group.most, len(group.memory)) == (BUFFERS, BUFFERS)
@@ -174,11 +177,37 @@ def test_two_buffers_are_filled_in_turn_while_they_are_not_under_way():
 
 def test_two_buffers_are_emptied_in_turn():
     group: Any = Late()
-    messages = [message(peer, torch.zeros(3)) for peer in PEERS]
+    messages = [message(peer, torch.zeros(1), torch.zeros(2)) for peer in PEERS]
     receive(group, messages, FLOAT, CPU)
-    assert [m.views[0].tolist() for m in messages] == [[float(i)] * 3 for i in range(len(PEERS))]
+    arrived = [[*m.views[0].tolist(), *m.views[1].tolist()] for m in messages]
+    assert arrived == [[float(i)] * 3 for i in range(len(PEERS))]
     assert (group.most, len(group.memory)) == (BUFFERS, BUFFERS)
     assert group.tags == [(1, 0), (2, 0), (1, 1), (1, 2), (2, 1), (1, 3), (2, 2)]
+
+
+@pytest.mark.parametrize("side", [send, receive])
+def test_one_piece_of_memory_travels_without_a_copy(side: Callable[..., None]):
+    group: Any = Late()
+    views = [torch.zeros(4, 6)[1:3] for _ in range(3 * IN_FLIGHT)]
+    side(group, [message(1, view) for view in views], FLOAT, CPU)
+    assert group.memory == {view.untyped_storage().data_ptr() for view in views}
+    assert (group.most, group.under_way) == (IN_FLIGHT, [])
+
+
+@pytest.mark.parametrize(
+    ("view", "options"),
+    [
+        (torch.zeros(4, 6)[:, 1:3], ()),
+        (torch.zeros(4, 6, dtype=HALF), ()),
+        (torch.zeros(4, 6), (lambda name, view: view + 1,)),
+    ],
+    ids=["in several pieces", "of another dtype", "changed on the way"],
+)
+def test_what_does_not_lie_as_it_travels_is_packed(view: torch.Tensor, options: tuple[Any, ...]):
+    group: Any = Late()
+    send(group, [message(1, view)] * 5, FLOAT, CPU, *options)
+    assert view.untyped_storage().data_ptr() not in group.memory
+    assert len(group.memory) == BUFFERS
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 9])

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_bridge.weights.schedule import (
+    ALONE,
     Bucket,
     Limits,
     Part,
@@ -26,7 +27,7 @@ def route_lists(draw: st.DrawFn, ranks: int) -> list[Route]:
     routes: list[Route] = []
     for index in range(draw(st.integers(1, 12))):
         sources = draw(st.lists(st.integers(0, LEARNERS - 1), min_size=1, max_size=4, unique=True))
-        length, one = draw(st.integers(1, 9)), draw(st.integers(1, 5))
+        length, one = draw(st.integers(1, 9)), draw(st.integers(1, 5) | st.just(ALONE // 3))
         for destination in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
             routes.append(
                 Route(
@@ -58,7 +59,7 @@ def fleets(draw: st.DrawFn) -> tuple[list[Group], int]:
 
 
 @settings(max_examples=100)  # whole plans of 2,000 layouts: test_plan.py
-@given(fleet=fleets(), limit=st.integers(1, 30))
+@given(fleet=fleets(), limit=st.integers(1, 30) | st.just(2 * ALONE))
 def test_both_ends_agree_and_nothing_blocks(fleet: tuple[list[Group], int], limit: int):
     groups, receivers = fleet
     limits = Limits(receivers, limit)
@@ -120,3 +121,14 @@ def test_a_round_begins_with_another_partner_for_every_rank():
         outgoing([(routes, [Place(0, 0)])], source, Limits(4, 1))[0].receiver for source in everyone
     ]
     assert sorted(first) == list(everyone)
+
+
+def test_a_large_part_travels_alone_and_the_others_together():
+    sizes = [5, ALONE, 7, ALONE - 1, ALONE + 1]
+    routes = [Route(f"t{index}", 0, 0, size, 0, (0,), 0, size) for index, size in enumerate(sizes)]
+    sent = outgoing([(routes, [Place(0, 0)])], 0, Limits(1, 4 * ALONE))
+    assert sorted([part.name for part in bucket.parts] for bucket in sent) == [
+        ["t0", "t2", "t3"],
+        ["t1"],
+        ["t4"],
+    ]
