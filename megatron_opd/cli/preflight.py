@@ -221,8 +221,7 @@ def check_addresses(config: Config, *, learner_here: bool) -> None:
     """
     learner = config.learner
     require_free(learner.listen_host, learner.listen_port, "learner.listen_host, listen_port")
-    # a broadcast takes the controller's word for a free port
-    if learner_here or config.weight_sync.type == "broadcast":
+    if learner_here:
         require_free(config.weight_sync.host, 0, "weight_sync.host")
 
 

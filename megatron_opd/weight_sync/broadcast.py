@@ -15,8 +15,10 @@ from megatron_opd.config.schema import Config
 from megatron_opd.weight_sync.broadcast_messages import (
     JoinGroup,
     ListBuckets,
+    Listen,
     SendBuckets,
     decode_buckets,
+    decode_port,
     encode_request,
 )
 from megatron_opd.weight_sync.transport import (
@@ -26,7 +28,6 @@ from megatron_opd.weight_sync.transport import (
     TransportKind,
     both,
 )
-from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec
 
 if TYPE_CHECKING:
@@ -64,12 +65,9 @@ class Broadcast:
     async def open(self) -> None:
         """Form the group of the learner's rank 0 and every rank of every server."""
         self._buckets = decode_buckets(await self._ask(encode_request(ListBuckets())))
-        host, port, limit_s = (
-            self._config.host,
-            free_port(self._config.host),
-            self._config.timeout_s,
-        )
-        join = JoinGroup(host, port, self._fleet.world().size, self._group, self._backend, limit_s)
+        host, limit_s, size = self._config.host, self._config.timeout_s, self._fleet.world().size
+        port = decode_port(await self._ask(encode_request(Listen(host, size, limit_s))))
+        join = JoinGroup(size, self._group, self._backend, limit_s)
         await both(
             self._ask(encode_request(join)),
             self._fleet.init_weights_group(host, port, self._group, self._backend, limit_s),

@@ -11,15 +11,18 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from megatron_opd.models.gather import FullTensors
 from megatron_opd.weight_sync import group as groups
 from megatron_opd.weight_sync.broadcast_messages import (
     JoinGroup,
     ListBuckets,
+    Listen,
     SendBuckets,
     decode_request,
     encode_buckets,
+    encode_port,
 )
 from megatron_opd.weight_sync.rounding import Format, rounded
 from sglang_bridge.protocol import BucketSpec
@@ -61,6 +64,7 @@ class BroadcastSender:
         self._full = full
         self._round_to: Format | None = round_to
         self._buckets = plan_buckets(full.manifest(), full.dtype, bucket_bytes)
+        self._store: TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
 
     def handle(self, request: bytes) -> bytes:
@@ -72,8 +76,10 @@ class BroadcastSender:
         match decode_request(request):
             case ListBuckets():
                 return encode_buckets(self._buckets)
-            case JoinGroup() as group:
-                self._join(group)
+            case Listen() as asked:
+                return self._listen(asked)
+            case JoinGroup() as asked:
+                self._join(asked)
             case SendBuckets():
                 self._send()
         return b""
@@ -88,12 +94,20 @@ class BroadcastSender:
     def _is_root(self) -> bool:
         return self._full.world.rank == 0
 
+    def _listen(self, asked: Listen) -> bytes:
+        if not self._is_root:
+            return b""
+        self._store = groups.listen(asked.host, 0, asked.world_size, asked.timeout_s)
+        return encode_port(self._store.port)
+
     def _join(self, asked: JoinGroup) -> None:
         if not self._is_root:
             return
-        size, limit_s = asked.world_size, asked.timeout_s
-        store = groups.listen(asked.host, asked.port, size, limit_s)
-        self._group = groups.join(store, 0, size, asked.group_name, asked.backend, limit_s)
+        if self._store is None:
+            raise RuntimeError("nobody listens for the weight group")
+        self._group = groups.join(
+            self._store, 0, asked.world_size, asked.group_name, asked.backend, asked.timeout_s
+        )
 
     def _send(self) -> None:
         """Broadcast every bucket once, in order."""

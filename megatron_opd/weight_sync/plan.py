@@ -14,11 +14,15 @@ from itertools import accumulate
 from typing import Any
 
 from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.config.sections import WeightSyncConfig
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.weight_sync.holdings import Held, learner_holdings, server_holdings
 from megatron_opd.weight_sync.reshard import plan_routes
 from sglang_bridge.weights.schedule import Bucket, Limits, Place, Route, outgoing
 from sglang_bridge.weights.share import encode_routes, encode_share
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number, by the dtypes in which weights are sent."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -97,6 +101,13 @@ def plan_sync(
         places = tuple(Place(index, first) for index, first in enumerate(at))
         layouts.append(LayoutPlan(tuple(staged), tuple(paused), places))
     return SyncPlan(tuple(layouts), Limits(receivers, max_elements_of_bucket))
+
+
+def bucket_and_stage(settings: WeightSyncConfig, dtype: str) -> tuple[int, float]:
+    """Return the most numbers of `dtype` that a bucket, and a server rank's shadow, may hold."""
+    size = ITEM_BYTES[dtype]
+    room = math.inf if settings.staging_bytes is None else settings.staging_bytes / size
+    return max(1, settings.bucket_bytes // size), room if settings.staging else 0
 
 
 def staged_names(held: Iterable[Held], max_elements: float) -> frozenset[str]:

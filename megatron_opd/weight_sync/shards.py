@@ -6,7 +6,6 @@ layouts alone (plan.py); what the servers say they hold is compared with it befo
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,12 @@ from typing import TYPE_CHECKING
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.weight_sync.holdings import server_holdings
-from megatron_opd.weight_sync.plan import ServerLayout, plan_sync
+from megatron_opd.weight_sync.plan import (
+    ITEM_BYTES,
+    ServerLayout,
+    bucket_and_stage,
+    plan_sync,
+)
 from megatron_opd.weight_sync.shards_messages import (
     Join,
     Listen,
@@ -36,7 +40,6 @@ from sglang_bridge.protocol import ServerInfo, WeightPiece
 if TYPE_CHECKING:
     from megatron_opd.models.gather import FullTensors
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Slice = tuple[int, str, int, int, int]
 """rank, tensor, dimension, start, length"""
 
@@ -46,7 +49,7 @@ class CannotServe(ValueError):
 
 
 class Shards:
-    """Steers the servers' ranks; implements transport.FleetPart."""
+    """Connects the servers' ranks and lets them receive; implements transport.FleetPart."""
 
     def __init__(self, fleet: ReceivingFleet, ask: AskLearner, config: Config) -> None:
         self._fleet, self._ask, self._config = fleet, ask, config
@@ -77,7 +80,7 @@ class Shards:
         layouts = [server_layout(info) for info in self._fleet.infos]
         for layout, (url, found) in zip(layouts, pieces.items(), strict=True):
             require_as_planned(url, spec, layout, found)
-        learner, limits = self._config.learner, bucket_and_stage(self._config, dtype)
+        learner, limits = self._config.learner, bucket_and_stage(self._config.weight_sync, dtype)
         plan = plan_sync(spec, learner.parallel, learner.megatron, layouts, *limits)
         expected = await self._fleet.expect_weights(plan.shares())
         self._sends_in_pause = plan.sends_in_pause
@@ -123,13 +126,6 @@ class Shards:
                 host, there.port, self._group, backend, limit_s, senders=senders
             ),
         )
-
-
-def bucket_and_stage(config: Config, dtype: str) -> tuple[int, float]:
-    """Return the most numbers of `dtype` that a bucket, and a server rank's shadow, may hold."""
-    settings, size = config.weight_sync, ITEM_BYTES[dtype]
-    room = math.inf if settings.staging_bytes is None else settings.staging_bytes / size
-    return max(1, settings.bucket_bytes // size), room if settings.staging else 0
 
 
 def server_layout(info: ServerInfo) -> ServerLayout:

@@ -16,9 +16,8 @@ from megatron_opd.config.schema import Config
 from megatron_opd.models.gather import FullTensors
 from megatron_opd.models.views import View, views_by_name
 from megatron_opd.weight_sync import group as groups
-from megatron_opd.weight_sync.plan import ServerLayout, plan_sync
+from megatron_opd.weight_sync.plan import ServerLayout, bucket_and_stage, plan_sync
 from megatron_opd.weight_sync.row_maxima import reader
-from megatron_opd.weight_sync.shards import bucket_and_stage
 from megatron_opd.weight_sync.shards_messages import (
     Join,
     Listen,
@@ -87,7 +86,7 @@ class ShardsSender:
         """Find what each of this rank's messages holds in its parameters."""
         full, learner = self._full, self._config.learner
         servers = [ServerLayout(tp, ep) for tp, ep in asked.servers]
-        limits = bucket_and_stage(self._config, asked.dtype)
+        limits = bucket_and_stage(self._config.weight_sync, asked.dtype)
         plan = plan_sync(full.spec, learner.parallel, learner.megatron, servers, *limits)
         views = views_by_name(full.shards.values(), full.spec)
         first, rank = full.world.size, full.world.rank

@@ -67,5 +67,5 @@ def _keys(axis: int, first: int, count: int, device: torch.device) -> torch.Tens
 
 
 def _shifted(keys: torch.Tensor, by: int) -> torch.Tensor:
-    """Shift right and fill with zeros, where torch copies the sign."""
+    """Return the keys shifted right and filled with zeros, where torch copies the sign."""
     return (keys >> by) & ((1 << (64 - by)) - 1)

@@ -72,7 +72,7 @@ def decode_share(text: str, rank: int) -> dict[str, list[Any]]:
 
 
 def _inflated(data: bytes) -> bytes:
-    """Decompress at most MAX_BYTES: a small text must not fill the memory."""
+    """Return at most MAX_BYTES of decompressed data: a small text must not fill the memory."""
     engine = zlib.decompressobj()
     raw = engine.decompress(data, MAX_BYTES)
     if engine.unconsumed_tail or not engine.eof:

@@ -29,9 +29,11 @@ from megatron_opd.types import Batch
 from megatron_opd.weight_sync.broadcast_messages import (
     JoinGroup,
     ListBuckets,
+    Listen,
     Request,
     SendBuckets,
     decode_buckets,
+    decode_port,
     encode_request,
 )
 from sglang_bridge.ports import free_port
@@ -55,8 +57,12 @@ async def ask(remote: RemoteLearner, request: Request) -> bytes:
     return await remote.move_weights(encode_request(request))
 
 
-def join_group(port: int, world_size: int) -> JoinGroup:
-    return JoinGroup("127.0.0.1", port, world_size, "weights", "gloo", TIMEOUT_S)
+async def listen(remote: RemoteLearner, world_size: int) -> int:
+    return decode_port(await ask(remote, Listen("127.0.0.1", world_size, TIMEOUT_S)))
+
+
+def join_group(world_size: int) -> JoinGroup:
+    return JoinGroup(world_size, "weights", "gloo", TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +150,9 @@ def test_train_sync_and_export(parallel, model, batch, tmp_path):
         assert figures.loss == pytest.approx(exact.loss, rel=1e-5)
         buckets = decode_buckets(await ask(remote, ListBuckets()))
         assert len(buckets) > 2
-        port = free_port()
+        port = await listen(remote, 3)
         with receivers(tmp_path / "engines", port, 2, buckets) as engines:
-            await ask(remote, join_group(port, 3))
+            await ask(remote, join_group(3))
             await ask(remote, SendBuckets())
             assert await asyncio.to_thread(engines.join, 30) == [0, 0], engines.errors()
         await remote.export_hf(tmp_path / "export")
@@ -180,16 +186,17 @@ async def check_digests(remote: RemoteLearner, export: dict[str, torch.Tensor]) 
 def test_an_engine_that_never_joins_or_never_takes_its_bucket_is_an_error(model, tmp_path):
     async def absent(remote: RemoteLearner) -> None:
         await remote.wait_ready(START_S)
+        await listen(remote, 2)
         started = time.monotonic()
         with pytest.raises(LearnerError, match="rank 0: "):
-            await ask(remote, join_group(free_port(), 2))
+            await ask(remote, join_group(2))
         assert time.monotonic() - started < 12
 
     async def silent(remote: RemoteLearner) -> None:
         await remote.wait_ready(START_S)
-        port = free_port()
+        port = await listen(remote, 2)
         with receivers(tmp_path / "engines", port, 1, [], silent=True):
-            await ask(remote, join_group(port, 2))
+            await ask(remote, join_group(2))
             started = time.monotonic()
             with pytest.raises(LearnerError, match="rank 0: "):
                 await ask(remote, SendBuckets())

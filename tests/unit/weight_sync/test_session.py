@@ -10,9 +10,11 @@ from megatron_opd.weight_sync.broadcast import Broadcast
 from megatron_opd.weight_sync.broadcast_messages import (
     JoinGroup,
     ListBuckets,
+    Listen,
     SendBuckets,
     decode_request,
     encode_buckets,
+    encode_port,
 )
 from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.errors import ServerRefused, WeightSyncFailed
@@ -73,7 +75,7 @@ class FakeFleet:
         return self.wire.versions
 
     async def init_weights_group(self, host, port, name, backend, timeout_s=None):
-        assert port > 1023
+        assert port == 2345
         await self.wire.step(f"join {name} {backend}")
         await self.wire.step("join")
 
@@ -121,6 +123,9 @@ class FakeLearner:
             case ListBuckets():
                 await self.wire.step("manifest")
                 return encode_buckets(BUCKETS)
+            case Listen():
+                await self.wire.step("listen")
+                return encode_port(2345)
             case JoinGroup(world_size=size):
                 self.world_size = size
                 await self.wire.step("connect")

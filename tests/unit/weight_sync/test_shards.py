@@ -11,12 +11,11 @@ import pytest
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.weight_sync.holdings import server_holdings
-from megatron_opd.weight_sync.plan import ServerLayout, plan_sync
+from megatron_opd.weight_sync.plan import ServerLayout, bucket_and_stage, plan_sync
 from megatron_opd.weight_sync.reshard import CannotReshard
 from megatron_opd.weight_sync.shards import (
     CannotServe,
     Shards,
-    bucket_and_stage,
     common_dtype,
     require_as_planned,
     server_layout,
@@ -136,7 +135,7 @@ def test_how_a_server_is_cut_is_what_it_says():
     ],
 )
 def test_numbers_of_a_bucket_and_of_a_shadow(settings: Any, dtype: str, expected: Any):
-    assert bucket_and_stage(minimal(weight_sync=settings), dtype) == expected
+    assert bucket_and_stage(minimal(weight_sync=settings).weight_sync, dtype) == expected
 
 
 def info(index: int, layout: ServerLayout) -> ServerInfo:
