@@ -117,7 +117,10 @@ class Shards:
         senders = self._config.learner.parallel.world_size
         there = decode(await self._ask(encode(Listen(host, senders + receivers, limit_s))))
         assert isinstance(there, Listening)
-        servers = tuple((layout.tp, layout.ep) for layout in layouts)
+        servers = tuple(
+            (info.url, layout.tp, layout.ep)
+            for info, layout in zip(self._fleet.infos, layouts, strict=True)
+        )
         size, backend = senders + receivers, there.backend
         join = Join(host, there.port, size, self._group, backend, limit_s, servers, dtype)
         await both(

@@ -23,7 +23,7 @@ class Listening(msgspec.Struct, frozen=True, tag=True):
 class Join(msgspec.Struct, frozen=True, tag=True):
     """Asks all ranks to plan and to form the group, as its first ones.
 
-    servers: (tp, ep) of each, in order. dtype: torch's name of what their parameters are.
+    servers: (url, tp, ep) of each, in order. dtype: torch's name of what their parameters are.
     """
 
     host: str
@@ -32,7 +32,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     group_name: str
     backend: str
     timeout_s: float
-    servers: tuple[tuple[int, int], ...]
+    servers: tuple[tuple[str, int, int], ...]
     dtype: str
 
 

@@ -26,7 +26,7 @@ from megatron_opd.weight_sync.shards_messages import (
     decode,
     encode,
 )
-from sglang_bridge.weights.exchange import Message, send
+from sglang_bridge.weights.exchange import Message, PeerLost, send
 from sglang_bridge.weights.schedule import Bucket, Part
 
 
@@ -39,6 +39,7 @@ class ShardsSender:
         self._group: dist.ProcessGroup | None = None
         self._staged: list[Message] = []
         self._paused: list[Message] = []
+        self._receivers: list[str] = []
         self._dtype = full.dtype
         self._device = torch.device("cpu")
 
@@ -85,7 +86,7 @@ class ShardsSender:
     def _plan(self, asked: Join) -> None:
         """Find what each of this rank's messages holds in its parameters."""
         full, learner = self._full, self._config.learner
-        servers = [ServerLayout(tp, ep) for tp, ep in asked.servers]
+        servers = [ServerLayout(tp, ep) for _, tp, ep in asked.servers]
         limits = bucket_and_stage(self._config.weight_sync, asked.dtype)
         plan = plan_sync(full.spec, learner.parallel, learner.megatron, servers, *limits)
         views = views_by_name(full.shards.values(), full.spec)
@@ -95,12 +96,19 @@ class ShardsSender:
             for staged in (True, False)
         )
         self._dtype = getattr(torch, asked.dtype)
+        self._receivers = [
+            f"{url} rank {rank}" for url, tp, _ in asked.servers for rank in range(tp)
+        ]
 
     def _send(self, messages: Sequence[Message]) -> None:
         if self._group is None:
             raise RuntimeError("the weight group is not connected")
         read = reader(self._full, self._config.weight_sync.round_to)
-        send(self._group, messages, self._dtype, self._device, read)
+        try:
+            send(self._group, messages, self._dtype, self._device, read)
+        except PeerLost as error:
+            receiver = self._receivers[error.peer - self._full.world.size]
+            raise RuntimeError(f"{receiver} did not take its weights: {error.cause}") from error
 
 
 def _message(peer: int, bucket: Bucket, views: Mapping[str, Sequence[View]]) -> Message:

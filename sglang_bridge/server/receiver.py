@@ -18,7 +18,7 @@ import torch
 from sglang_bridge import wire
 from sglang_bridge.errors import one_line
 from sglang_bridge.server.pieces import Piece, pieces
-from sglang_bridge.weights.exchange import Message, receive
+from sglang_bridge.weights.exchange import Message, PeerLost, receive
 from sglang_bridge.weights.share import PAUSED, STAGED
 
 Slices = Sequence[tuple[str, int, int, int]]
@@ -207,5 +207,7 @@ def answer(act: Callable[[], dict[str, str]]) -> dict[str, str]:
     """Return what `act` answers, or its failure in one line: other ranks wait for either."""
     try:
         return act()
+    except PeerLost as error:
+        return {wire.ERROR: f"rank {error.peer} of the learner sent no weights: {error.cause}"}
     except Exception as error:  # noqa: BLE001  the client raises it, with the rank's name
         return {wire.ERROR: f"{type(error).__name__}: {error}"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,15 @@ class Message:
         return sum(view.numel() for view in self.views)
 
 
+class PeerLost(RuntimeError):
+    """Reports that a message was not taken or did not come. peer: the other end's rank."""
+
+    def __init__(self, peer: int, cause: BaseException) -> None:
+        self.peer = peer
+        self.cause = (str(cause).splitlines() or [type(cause).__name__])[0]
+        super().__init__(f"rank {peer} of the group: {self.cause}")
+
+
 Read = Callable[[str, torch.Tensor], torch.Tensor]
 
 
@@ -56,7 +66,7 @@ def send(
     """Send every message, cast to `dtype`; returns when the last one has left.
 
     device: where the group wants its buffers. read: what to send in place of a view.
-    RuntimeError: the peer did not take a message within the group's timeout.
+    PeerLost: the peer did not take a message within the group's timeout.
     """
     flight = _Flight(messages, dtype, device, packs_all=read is not as_it_is)
     with torch.no_grad():
@@ -66,7 +76,9 @@ def send(
                 named = zip(message.names, message.views, strict=True)
                 for place, (name, view) in zip(slot.places(), named, strict=True):
                     place.copy_(read(name, view))
-            flight.add(group.send([slot.numbers], message.peer, tag), slot)
+            with _with_peer(message.peer):
+                work = group.send([slot.numbers], message.peer, tag)
+            flight.add(work, slot)
         while flight.is_on:
             flight.land()
 
@@ -76,13 +88,15 @@ def receive(
 ) -> None:
     """Receive every message of numbers of `dtype` into its views.
 
-    RuntimeError: the peer did not send a message within the group's timeout.
+    PeerLost: the peer did not send a message within the group's timeout.
     """
     flight = _Flight(messages, dtype, device, unpacks=True)
     with torch.no_grad():
         for message, tag in _tagged(messages):
             slot = flight.slot(message)
-            flight.add(group.recv([slot.numbers], message.peer, tag), slot)
+            with _with_peer(message.peer):
+                work = group.recv([slot.numbers], message.peer, tag)
+            flight.add(work, slot)
         while flight.is_on:
             flight.land()
 
@@ -149,7 +163,8 @@ class _Flight:
     def land(self) -> None:
         """Wait for the first message that is on its way, and free its buffer."""
         work, slot = self._under_way.popleft()
-        work.wait()
+        with _with_peer(slot.message.peer):
+            work.wait()
         if slot.buffer is None:
             return
         if self._unpacks:
@@ -163,6 +178,15 @@ class _Flight:
         (view,) = message.views
         is_there = view.dtype == self._dtype and view.device.type == self._device.type
         return is_there and view.is_contiguous()
+
+
+@contextmanager
+def _with_peer(peer: int) -> Iterator[None]:
+    """Make a failure of the group one of `peer`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(peer, error) from error
 
 
 def _tagged(messages: Sequence[Message]) -> Iterator[tuple[Message, int]]:

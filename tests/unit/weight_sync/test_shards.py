@@ -244,7 +244,8 @@ def test_a_whole_life_of_the_transport(wire: Wire):
     assert min(len(share["paused"]) for share in told) > 20
     joined = wire.joined
     assert joined is not None
-    assert (joined.servers, joined.dtype, joined.world_size) == (((2, 2), (1, 1)), "float32", 4)
+    servers = (("http://a:1", 2, 2), ("http://b:2", 1, 1))
+    assert (joined.servers, joined.dtype, joined.world_size) == (servers, "float32", 4)
 
 
 def test_what_fits_is_staged_and_nothing_is_sent_in_the_pause(wire: Wire, moe: Path):

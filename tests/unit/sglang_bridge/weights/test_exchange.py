@@ -246,8 +246,10 @@ def test_a_peer_that_never_comes_is_an_error_within_the_timeout():
             "sender": lambda b=other: receive(b, [message(0, held)] * 2, FLOAT, CPU),
         }
         started = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"(?i)timed out|timeout"):
+        with pytest.raises(PeerLost, match=r"^rank [01] of the group: (?i:.*timed out|.*timeout)") as e:
             waits[silent]()
+        assert e.value.peer == {"receiver": 1, "sender": 0}[silent]
+        assert "\n" not in str(e.value)
         waited_s = time.monotonic() - started
         assert waited_s > limit_s / 2
         bounded("a silent peer: error after (timeouts)", waited_s / limit_s, 6, silent)
