@@ -23,6 +23,7 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import EXIT_LOST
+from megatron_opd.models.spec import read_model_spec
 from megatron_opd.transport.token import TOKEN_VARIABLE
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.types import Batch
@@ -36,6 +37,8 @@ from megatron_opd.weight_sync.broadcast_messages import (
     decode_port,
     encode_request,
 )
+from megatron_opd.weight_sync.plan import ServerLayout
+from megatron_opd.weight_sync.shards import Shards
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec, WeightPiece
 from sglang_bridge.weights.digest import as_text, digest
@@ -44,6 +47,7 @@ from tests.dist.caches import make_batch, oracle_update
 from tests.dist.worlds import World
 from tests.support.figures import bounded
 from tests.support.models import tiny_qwen3_moe
+from tests.support.receiving import ThreadFleet
 from tests.support.sockets import listening
 from tests.support.wire import TOKEN
 
@@ -75,7 +79,7 @@ def batch(model: Path) -> Batch:
     return make_batch(model, samples=4, seed=1, vocab=512)
 
 
-def make_config(model: Path, **parallel: int) -> Config:
+def make_config(model: Path, transport: str = "broadcast", **parallel: int) -> Config:
     server = {"model": str(model), "dtype": "float32"}
     learner = {
         "dtype": "float32",
@@ -91,7 +95,7 @@ def make_config(model: Path, **parallel: int) -> Config:
             "teacher": server,
             "buffer": {"batch_size": 4},
             "learner": learner,
-            "weight_sync": {"bucket_bytes": 100_000, "timeout_s": 5.0},
+            "weight_sync": {"type": transport, "bucket_bytes": 100_000, "timeout_s": 5.0},
         }
     )
 
@@ -138,8 +142,34 @@ def receivers(
     )
 
 
-@pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}])
-def test_train_sync_and_export(parallel, model, batch, tmp_path):
+async def broadcast(remote: RemoteLearner, out: Path) -> list[dict[str, torch.Tensor]]:
+    """What each of two engines received of the learner's weights."""
+    buckets = decode_buckets(await ask(remote, ListBuckets()))
+    assert len(buckets) > 2
+    port = await listen(remote, 3)
+    with receivers(out, port, 2, buckets) as engines:
+        await ask(remote, join_group(3))
+        await ask(remote, SendBuckets())
+        assert await asyncio.to_thread(engines.join, 30) == [0, 0], engines.errors()
+    return [load_file(out / f"received{rank}.safetensors") for rank in (1, 2)]
+
+
+async def send_shards(remote: RemoteLearner, config: Config) -> ThreadFleet:
+    """Servers of two layouts after they received the learner's weights."""
+    spec = read_model_spec(config.student.model)
+    fleet = ThreadFleet(spec, [ServerLayout(2, 2), ServerLayout(1, 1)], "float32")
+    shards = Shards(fleet, remote.move_weights, config)
+    await shards.open()
+    await shards.send(1)
+    await shards.close()
+    return fleet
+
+
+@pytest.mark.parametrize(
+    ("transport", "parallel"),
+    [("broadcast", {"tp": 2}), ("shards", {"pp": 2}), ("shards", {"dp": 2, "ep": 2})],
+)
+def test_train_sync_and_export(transport, parallel, model, batch, tmp_path):
     """The fleet receives exactly the weights after the update, which are those of the export."""
 
     async def body(remote: RemoteLearner) -> None:
@@ -148,24 +178,25 @@ def test_train_sync_and_export(parallel, model, batch, tmp_path):
         assert info.parameters == sum(tensor.numel() for tensor in source.values())
         figures = await remote.train(shares(batch, config.learner, Estimator(), 1))
         assert figures.loss == pytest.approx(exact.loss, rel=1e-5)
-        buckets = decode_buckets(await ask(remote, ListBuckets()))
-        assert len(buckets) > 2
-        port = await listen(remote, 3)
-        with receivers(tmp_path / "engines", port, 2, buckets) as engines:
-            await ask(remote, join_group(3))
-            await ask(remote, SendBuckets())
-            assert await asyncio.to_thread(engines.join, 30) == [0, 0], engines.errors()
+        engines, fleet = [], None
+        if transport == "broadcast":
+            engines = await broadcast(remote, tmp_path / "engines")
+        else:
+            fleet = await send_shards(remote, config)
         await remote.export_hf(tmp_path / "export")
         export = load_file(tmp_path / "export" / "model.safetensors")
         assert export.keys() == source.keys()
         assert not torch.equal(export["lm_head.weight"], source["lm_head.weight"])
-        for rank in (1, 2):
-            received = load_file(tmp_path / "engines" / f"received{rank}.safetensors")
+        for received in engines:
             assert received.keys() == export.keys()
             assert all(torch.equal(received[name], export[name]) for name in export)
+        for rank in () if fleet is None else fleet.ranks():
+            for piece in rank.pieces:
+                part = export[piece.hf_name].narrow(piece.dim, piece.start, piece.length)
+                assert torch.equal(piece.view, part), piece.hf_name
         await check_digests(remote, export)
 
-    config = make_config(model, **parallel)
+    config = make_config(model, transport, **parallel)
     exact = oracle_update(model, batch, lr=1e-3, eps=1e-3, clip=1.0)
     assert with_learner(config, tmp_path, body, 2) == [0, 0]
 

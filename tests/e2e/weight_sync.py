@@ -10,11 +10,16 @@ import torch
 from safetensors.torch import load_file
 from torch import distributed
 
+from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.models.spec import read_model_spec
+from megatron_opd.weight_sync.plan import ServerLayout, plan_sync, server_share
+from sglang_bridge import wire
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec, WeightPiece
 from sglang_bridge.weights.digest import as_text, digest
+from sglang_bridge.weights.exchange import Message
 
 _names = (f"test-{i}" for i in itertools.count())
 
@@ -85,6 +90,28 @@ async def sync_weights(
     await fleet.flush_cache()
     await fleet.end_weight_update(version)
     await fleet.resume()
+
+
+def shards_of(
+    model: Path, tensors: Mapping[str, torch.Tensor], server: ServerLayout, staged: float
+) -> tuple[str, dict[str, list[Message]]]:
+    """(what the ranks of a server are told, what rank 0 of a group with them sends), from shards.
+
+    staged: numbers that each rank may stage.
+    """
+    plan = plan_sync(read_model_spec(model), ParallelConfig(), {}, [server], 10_000, staged)
+    messages = {
+        kind: [
+            Message(
+                1 + bucket.receiver,
+                tuple(part.name for part in bucket.parts),
+                tuple(tensors[p.name].narrow(p.dim, p.start, p.length) for p in bucket.parts),
+            )
+            for bucket in schedule.outgoing(0)
+        ]
+        for kind, schedule in ((wire.STAGED, plan.staged), (wire.PAUSED, plan.paused))
+    }
+    return server_share(plan, 0, server.tp), messages
 
 
 def differing(pieces: Sequence[WeightPiece], tensors: Mapping[str, torch.Tensor]) -> list[str]:

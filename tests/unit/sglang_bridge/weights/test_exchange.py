@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed import ProcessGroupGloo
 
 from sglang_bridge.weights import exchange
-from sglang_bridge.weights.exchange import BUFFERS, IN_FLIGHT, Message, receive, send
+from sglang_bridge.weights.exchange import BUFFERS, IN_FLIGHT, Message, PeerLost, receive, send
 from tests.support.figures import bounded
 from tests.support.receiving import CPU, canvas_of, gloo_groups
 
@@ -246,7 +246,9 @@ def test_a_peer_that_never_comes_is_an_error_within_the_timeout():
             "sender": lambda b=other: receive(b, [message(0, held)] * 2, FLOAT, CPU),
         }
         started = time.monotonic()
-        with pytest.raises(PeerLost, match=r"^rank [01] of the group: (?i:.*timed out|.*timeout)") as e:
+        with pytest.raises(
+            PeerLost, match=r"^rank [01] of the group: (?i:.*timed out|.*timeout)"
+        ) as e:
             waits[silent]()
         assert e.value.peer == {"receiver": 1, "sender": 0}[silent]
         assert "\n" not in str(e.value)
