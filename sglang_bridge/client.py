@@ -266,13 +266,13 @@ class ServerClient:
         path = "/update_weights_from_distributed"
         await self._post(path, body, timeout_s=timeout_s, repeatable=False)
 
-    async def expect_weights(self, shares: str) -> list[int]:
+    async def expect_weights(self, share: str) -> list[int]:
         """Tells every rank which messages will bring its weights; returns their bytes by rank.
 
-        shares: JSON, see wire.EXPECT_ACTION. A rank refuses what does not fill its parameters
+        share: see sglang_bridge/weights/share.py. A rank refuses what does not fill its parameters
         exactly once.
         """
-        reply = await self._ask_ranks(f"{wire.EXPECT_ACTION} {shares}")
+        reply = await self._ask_ranks(f"{wire.EXPECT_ACTION} {share}")
         return parse_expected(self.url, reply)
 
     async def stage_weights(self, group_name: str) -> None:

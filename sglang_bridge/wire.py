@@ -56,10 +56,9 @@ STAGED_DIGEST_ACTION = "bridge_staged_digests"
 MODEL_ACTION = "bridge_model"
 PIECE_SEPARATOR = "|"
 # actions with an argument, after a space; a rank that fails answers ERROR alone
-EXPECT_ACTION = "bridge_expect"  # JSON: for each rank {STAGED: messages, PAUSED: messages}
+EXPECT_ACTION = "bridge_expect"  # a share, see weights/share.py
 STAGE_ACTION = "bridge_stage"  # the group's name
 RECEIVE_ACTION = "bridge_receive"  # the group's name
-STAGED, PAUSED = "staged", "paused"  # a message is [sender, [[tensor, dim, start, length], ...]]
 RECEIVED_BYTES = "bytes"
 ERROR = "error"
 

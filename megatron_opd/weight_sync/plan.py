@@ -6,7 +6,6 @@ layout and the servers' layouts. Nobody needs to send it to the learner; the ser
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,8 +17,8 @@ from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.weight_sync.holdings import Held, learner_holdings, server_holdings
 from megatron_opd.weight_sync.reshard import plan_routes
-from megatron_opd.weight_sync.schedule import Bucket, Schedule, ServerGroup
-from sglang_bridge import wire
+from sglang_bridge.weights.schedule import Bucket, Limits, Place, Route, outgoing
+from sglang_bridge.weights.share import encode_routes, encode_share
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -31,11 +30,44 @@ class ServerLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class SyncPlan:
-    """Says who sends what to whom: before the pause to shadow buffers, and in the pause."""
+class LayoutPlan:
+    """Holds the routes to each server of one layout, and where these servers are.
 
-    staged: Schedule
-    paused: Schedule
+    staged: sent before the pause, to shadow buffers; paused: in the pause.
+    """
+
+    staged: tuple[Route, ...]
+    paused: tuple[Route, ...]
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SyncPlan:
+    """Says who sends what to whom in a weight sync."""
+
+    layouts: tuple[LayoutPlan, ...]
+    limits: Limits
+
+    @property
+    def sends_in_pause(self) -> bool:
+        """Returns whether anything is left for the pause."""
+        return any(layout.paused for layout in self.layouts)
+
+    def outgoing(self, source: int, *, staged: bool) -> list[Bucket]:
+        """Return what the learner rank `source` sends, in order."""
+        groups = [
+            (layout.staged if staged else layout.paused, layout.places) for layout in self.layouts
+        ]
+        return outgoing(groups, source, self.limits)
+
+    def shares(self) -> list[str]:
+        """Return what each server, in order, must know to receive its part."""
+        found: dict[int, str] = {}
+        for layout in self.layouts:
+            routes = encode_routes(layout.staged, layout.paused)
+            for place in layout.places:
+                found[place.first] = encode_share(routes, place, self.limits)
+        return [found[first] for first in sorted(found)]
 
 
 def plan_sync(
@@ -52,21 +84,19 @@ def plan_sync(
     CannotReshard: the learner does not hold what the servers want.
     """
     learner = list(learner_holdings(spec, parallel, fields))
-    firsts = first_receivers(servers)
-    staged: list[ServerGroup] = []
-    paused: list[ServerGroup] = []
+    *firsts, receivers = accumulate((server.tp for server in servers), initial=0)
+    layouts: list[LayoutPlan] = []
     for layout in sorted(set(servers)):
         held = list(server_holdings(spec, layout.tp, layout.ep))
-        routes = plan_routes(learner, held)
         names = staged_names(held, max_elements_staged)
-        places = tuple(
-            first for first, other in zip(firsts, servers, strict=False) if other == layout
-        )
-        for groups, chosen in ((staged, True), (paused, False)):
-            kept = tuple(route for route in routes if (route.name in names) is chosen)
-            groups.append(ServerGroup(kept, places))
-    limit = max_elements_of_bucket
-    return SyncPlan(Schedule(staged, firsts[-1], limit), Schedule(paused, firsts[-1], limit))
+        staged: list[Route] = []
+        paused: list[Route] = []
+        for route in plan_routes(learner, held):
+            (staged if route.name in names else paused).append(route)
+        at = [first for first, other in zip(firsts, servers, strict=True) if other == layout]
+        places = tuple(Place(index, first) for index, first in enumerate(at))
+        layouts.append(LayoutPlan(tuple(staged), tuple(paused), places))
+    return SyncPlan(tuple(layouts), Limits(receivers, max_elements_of_bucket))
 
 
 def staged_names(held: Iterable[Held], max_elements: float) -> frozenset[str]:
@@ -83,27 +113,3 @@ def staged_names(held: Iterable[Held], max_elements: float) -> frozenset[str]:
             break
         names.append(name)
     return frozenset(names)
-
-
-def first_receivers(servers: Sequence[ServerLayout]) -> list[int]:
-    """Return where each server's ranks start among those of all servers, and their number."""
-    return list(accumulate((server.tp for server in servers), initial=0))
-
-
-def server_share(plan: SyncPlan, first: int, tp: int) -> str:
-    """Return what the `tp` ranks of a server receive, as JSON, see sglang_bridge.wire.
-
-    first: the first of its ranks among those of all servers.
-    """
-    shares = [
-        {
-            wire.STAGED: _listed(plan.staged.incoming(receiver)),
-            wire.PAUSED: _listed(plan.paused.incoming(receiver)),
-        }
-        for receiver in range(first, first + tp)
-    ]
-    return json.dumps(shares, separators=(",", ":"))
-
-
-def _listed(buckets: Sequence[Bucket]) -> list[Any]:
-    return [[b.source, [[p.name, p.dim, p.start, p.length] for p in b.parts]] for b in buckets]

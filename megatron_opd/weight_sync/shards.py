@@ -15,12 +15,7 @@ from typing import TYPE_CHECKING
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.weight_sync.holdings import server_holdings
-from megatron_opd.weight_sync.plan import (
-    ServerLayout,
-    first_receivers,
-    plan_sync,
-    server_share,
-)
+from megatron_opd.weight_sync.plan import ServerLayout, plan_sync
 from megatron_opd.weight_sync.shards_messages import (
     Join,
     Listen,
@@ -84,13 +79,8 @@ class Shards:
             require_as_planned(url, spec, layout, found)
         learner, limits = self._config.learner, bucket_and_stage(self._config, dtype)
         plan = plan_sync(spec, learner.parallel, learner.megatron, layouts, *limits)
-        firsts = first_receivers(layouts)
-        shares = [
-            server_share(plan, first, layout.tp)
-            for first, layout in zip(firsts, layouts, strict=False)
-        ]
-        expected = await self._fleet.expect_weights(shares)
-        self._sends_in_pause = not plan.paused.is_empty
+        expected = await self._fleet.expect_weights(plan.shares())
+        self._sends_in_pause = plan.sends_in_pause
         self._num_bytes = max(size for ranks in expected for size in ranks)
         self._names = frozenset(piece.hf_name for found in pieces.values() for piece in found)
         await self._form_group(layouts, dtype)

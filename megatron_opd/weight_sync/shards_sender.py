@@ -18,7 +18,6 @@ from megatron_opd.models.views import View, views_by_name
 from megatron_opd.weight_sync import group as groups
 from megatron_opd.weight_sync.plan import ServerLayout, plan_sync
 from megatron_opd.weight_sync.row_maxima import reader
-from megatron_opd.weight_sync.schedule import Bucket, Part
 from megatron_opd.weight_sync.shards import bucket_and_stage
 from megatron_opd.weight_sync.shards_messages import (
     Join,
@@ -29,6 +28,7 @@ from megatron_opd.weight_sync.shards_messages import (
     encode,
 )
 from sglang_bridge.weights.exchange import Message, send
+from sglang_bridge.weights.schedule import Bucket, Part
 
 
 class ShardsSender:
@@ -92,8 +92,8 @@ class ShardsSender:
         views = views_by_name(full.shards.values(), full.spec)
         first, rank = full.world.size, full.world.rank
         self._staged, self._paused = (
-            [_message(first + b.receiver, b, views) for b in schedule.outgoing(rank)]
-            for schedule in (plan.staged, plan.paused)
+            [_message(first + b.receiver, b, views) for b in plan.outgoing(rank, staged=staged)]
+            for staged in (True, False)
         )
         self._dtype = getattr(torch, asked.dtype)
 

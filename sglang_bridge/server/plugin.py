@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from functools import cache
@@ -25,6 +24,7 @@ from sglang_bridge.server import (
 )
 from sglang_bridge.server.experts import local_experts_only
 from sglang_bridge.server.spec import GROUP_TIMEOUT_VARIABLE, SEED_VARIABLE
+from sglang_bridge.weights.share import decode_share
 
 _plan: score_plan.ScorePlan | None = None  # for the forward pass being launched
 _generator: torch.Generator | None = None  # for the teacher's draws
@@ -157,12 +157,12 @@ def around_check_weights(
     )
 
 
-def expect_weights(model: torch.nn.Module, shares: str) -> dict[str, str]:
-    """Prepares this rank for its share of a JSON list, one share a rank."""
+def expect_weights(model: torch.nn.Module, share: str) -> dict[str, str]:
+    """Prepares this rank for its part of the server's share (sglang_bridge/weights/share.py)."""
     global _receiver
     if _receiver is None:
         _receiver = receiver.Receiver(model)
-    size = _receiver.expect(json.loads(shares)[compat.tp_rank()])
+    size = _receiver.expect(decode_share(share, compat.tp_rank()))
     return {wire.RECEIVED_BYTES: str(size)}
 
 

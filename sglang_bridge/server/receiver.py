@@ -18,6 +18,7 @@ import torch
 from sglang_bridge import wire
 from sglang_bridge.server.pieces import Piece, pieces
 from sglang_bridge.weights.exchange import Message, receive
+from sglang_bridge.weights.share import PAUSED, STAGED
 
 Slices = Sequence[tuple[str, int, int, int]]
 """tensor, dimension, start, length"""
@@ -38,26 +39,24 @@ class Receiver:
         self._stage: _Stage | None = None
 
     def expect(self, share: Any) -> int:
-        """Prepare for the messages of `share`, see wire.EXPECT_ACTION; returns their bytes.
+        """Prepare for the messages of `share`, see weights/share.py; returns their bytes.
 
         BadExpectation: they do not fill every piece of this rank exactly once.
         """
         self._staged, self._paused = [], []
         filled: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-        for _, slices in (*share[wire.STAGED], *share[wire.PAUSED]):
+        for _, slices in (*share[STAGED], *share[PAUSED]):
             for name, *place in slices:
                 filled[name].append(tuple(place))
         for name in filled.keys() - self._pieces.keys():
             raise BadExpectation(f"this rank holds no {name}")
         for name, piece in self._pieces.items():
             _require_filled_once(piece, filled[name])
-        staged = {name for _, slices in share[wire.STAGED] for name, *_ in slices}
+        staged = {name for _, slices in share[STAGED] for name, *_ in slices}
         self._shadows = {name: torch.empty_like(self._pieces[name].view) for name in sorted(staged)}
-        self._staged = [self._message(sender, s, self._shadows) for sender, s in share[wire.STAGED]]
+        self._staged = [self._message(sender, s, self._shadows) for sender, s in share[STAGED]]
         live = {name: piece.view for name, piece in self._pieces.items()}
-        self._paused = [
-            self._message(sender, slices, live) for sender, slices in share[wire.PAUSED]
-        ]
+        self._paused = [self._message(sender, slices, live) for sender, slices in share[PAUSED]]
         return sum(m.elements * m.views[0].itemsize for m in (*self._staged, *self._paused))
 
     def stage(self, group: Any, device: torch.device) -> None:

@@ -6,10 +6,19 @@ from itertools import accumulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_opd.weight_sync.reshard import Route
-from megatron_opd.weight_sync.schedule import ALONE, Bucket, Part, Schedule, ServerGroup
+from sglang_bridge.weights.schedule import (
+    ALONE,
+    Bucket,
+    Limits,
+    Part,
+    Place,
+    Route,
+    incoming,
+    outgoing,
+)
 
 LEARNERS = 6
+Group = tuple[list[Route], list[Place]]
 
 
 @st.composite
@@ -36,37 +45,39 @@ def route_lists(draw: st.DrawFn, ranks: int) -> list[Route]:
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> tuple[list[ServerGroup], int]:
+def fleets(draw: st.DrawFn) -> tuple[list[Group], int]:
     """Servers of one or two layouts in any order, and the number of their ranks."""
     ranks = {layout: draw(st.integers(1, 4)) for layout in range(draw(st.integers(1, 2)))}
     order = draw(st.lists(st.sampled_from(sorted(ranks)), min_size=1, max_size=4))
     firsts = list(accumulate((ranks[layout] for layout in order), initial=0))
-    groups = [
-        ServerGroup(
-            tuple(draw(route_lists(ranks[layout]))),
-            tuple(first for first, at in zip(firsts, order, strict=False) if at == layout),
-        )
-        for layout in sorted(set(order))
-    ]
+    groups: list[Group] = []
+    for layout in sorted(set(order)):
+        at = [first for first, other in zip(firsts, order, strict=False) if other == layout]
+        places = [Place(index, first) for index, first in enumerate(at)]
+        groups.append((draw(route_lists(ranks[layout])), places))
     return groups, firsts[-1]
 
 
 @settings(max_examples=300)
 @given(fleet=fleets(), limit=st.integers(1, 30) | st.just(2 * ALONE))
-def test_both_ends_agree_and_nothing_blocks(fleet: tuple[list[ServerGroup], int], limit: int):
+def test_both_ends_agree_and_nothing_blocks(fleet: tuple[list[Group], int], limit: int):
     groups, receivers = fleet
-    schedule = Schedule(groups, receivers, limit)
-    sent = [schedule.outgoing(source) for source in range(LEARNERS)]
-    got = [schedule.incoming(receiver) for receiver in range(receivers)]
+    limits = Limits(receivers, limit)
+    sent = [outgoing(groups, source, limits) for source in range(LEARNERS)]
+    got: list[list[Bucket]] = [[] for _ in range(receivers)]
+    for routes, places in groups:
+        for place in places:
+            for rank in {route.destination for route in routes}:
+                got[place.first + rank] = incoming(routes, place, rank, limits)
     assert Counter(b for buckets in sent for b in buckets) == Counter(
         b for buckets in got for b in buckets
     )
     # every index of every route is in one bucket
     wanted = Counter(
-        (first + route.destination, route.name, index)
-        for group in groups
-        for route in group.routes
-        for first in group.first_receivers
+        (place.first + route.destination, route.name, index)
+        for routes, places in groups
+        for route in routes
+        for place in places
         for index in range(route.start, route.start + route.length)
     )
     assert wanted == Counter(
@@ -101,22 +112,21 @@ def deliver(sent: list[list[Bucket]], got: list[list[Bucket]]) -> int:
 
 def test_a_round_begins_with_another_partner_for_every_rank():
     everyone = tuple(range(4))
-    routes = tuple(
+    routes = [
         Route(f"t{source}{rank}", 0, 0, 1, rank, (source,), 0, 1)
         for source in everyone
         for rank in everyone
-    )
-    schedule = Schedule([ServerGroup(routes, (0,))], 4, 1)
-    first = [schedule.outgoing(source)[0].receiver for source in everyone]
+    ]
+    first = [
+        outgoing([(routes, [Place(0, 0)])], source, Limits(4, 1))[0].receiver for source in everyone
+    ]
     assert sorted(first) == list(everyone)
 
 
 def test_a_large_part_travels_alone_and_the_others_together():
     sizes = [5, ALONE, 7, ALONE - 1, ALONE + 1]
-    routes = tuple(
-        Route(f"t{index}", 0, 0, size, 0, (0,), 0, size) for index, size in enumerate(sizes)
-    )
-    sent = Schedule([ServerGroup(routes, (0,))], 1, 4 * ALONE).outgoing(0)
+    routes = [Route(f"t{index}", 0, 0, size, 0, (0,), 0, size) for index, size in enumerate(sizes)]
+    sent = incoming(routes, Place(0, 0), 0, Limits(1, 4 * ALONE))
     assert sorted([part.name for part in bucket.parts] for bucket in sent) == [
         ["t0", "t2", "t3"],
         ["t1"],
