@@ -341,6 +341,7 @@ async def main():
                            Admission({TOKEN!r}))
     print(remote.address, flush=True)
     await remote.wait_ready({START_S})
+    await remote.piece_digests([])  # until then the welcome may still be on its way
     print("ready", flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
