@@ -143,7 +143,7 @@ class _Flight:
         return _Slot(message, buffer[: message.elements], buffer)
 
     def add(self, work: Any, slot: _Slot) -> None:
-        """Remember a message that has been started."""
+        """Add a message that has been started."""
         self._under_way.append((work, slot))
 
     def land(self) -> None:
