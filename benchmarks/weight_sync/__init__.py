@@ -3,7 +3,7 @@
     python -m benchmarks weight_sync [--tiny] [--before COMMIT] [--only WORD] [--limit N]
 
 Real processes: torchrun's learner ranks, an SGLang server, the fleet, remote learner and session of
-`opd run`; nothing is trained. The model is a random Qwen3-MoE of 627 MB in float32, at TP2 and
+`opd run`; nothing is trained. The model is a random Qwen3-MoE of 604 MB in float32, at TP2 and
 TP2xEP2 on both sides. The older commit (default: the last one before `shards`) is unpacked beside,
 and its own learner, servers and session do the same.
 
