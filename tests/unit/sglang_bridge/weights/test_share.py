@@ -58,6 +58,7 @@ def packed(tree: Any) -> str:
 HEAD = "[0,0,6,20]"
 EMPTY = packed({"sources": [], STAGED: [], PAUSED: []})
 ROW = ["a", 0, 0, 4, 0, 0, 40, 0]
+EMPTY_ROW = ["a", 0, 0, 0, 0, 0, 40, 0]
 BAD = {
     "nothing": "",
     "no routes": HEAD,
@@ -74,7 +75,7 @@ BAD = {
     "a source that is missing": f"{HEAD} {packed({'sources': [], STAGED: [], PAUSED: [ROW]})}",
     "a source of no rank": f"{HEAD} {packed({'sources': [[]], STAGED: [], PAUSED: [ROW]})}",
     "a short row": f"{HEAD} {packed({'sources': [[0]], STAGED: [], PAUSED: [ROW[:-1]]})}",
-    "no length": f"{HEAD} {packed({'sources': [[0]], STAGED: [[*ROW[:3], 0, *ROW[4:]]], PAUSED: []})}",
+    "no length": f"{HEAD} {packed({'sources': [[0]], STAGED: [EMPTY_ROW], PAUSED: []})}",
     "text for a number": f"{HEAD} {packed({'sources': [['x']], STAGED: [], PAUSED: [ROW]})}",
     "no receivers": f"[0,0,0,20] {packed({'sources': [[0]], STAGED: [], PAUSED: [ROW]})}",
 }
