@@ -49,7 +49,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "tied": tiny_qwen3(base / "tied", seed=1, **small, tie_word_embeddings=True),
         "biased": tiny_qwen2(base / "biased", seed=2, **small),
-        "moe": tiny_qwen3_moe(base / "moe", seed=3, **small, mlp_only_layers=[1]),
+        # several KV groups on each of two ranks
+        "moe": tiny_qwen3_moe(
+            base / "moe",
+            seed=3,
+            **small,
+            mlp_only_layers=[1],
+            num_attention_heads=8,
+            num_key_value_heads=4,
+        ),
     }
 
 

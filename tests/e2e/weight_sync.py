@@ -12,8 +12,7 @@ from torch import distributed
 
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.weight_sync.plan import ServerLayout, plan_sync, server_share
-from sglang_bridge import wire
+from megatron_opd.weight_sync.plan import ServerLayout, SyncPlan, plan_sync
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.ports import free_port
@@ -92,26 +91,23 @@ async def sync_weights(
     await fleet.resume()
 
 
-def shards_of(
-    model: Path, tensors: Mapping[str, torch.Tensor], server: ServerLayout, staged: float
-) -> tuple[str, dict[str, list[Message]]]:
-    """(what the ranks of a server are told, what rank 0 of a group with them sends), from shards.
+def plan_for(model: Path, server: ServerLayout, staged: float) -> SyncPlan:
+    """What rank 0 of a group sends to a server's ranks; staged: numbers that each may stage."""
+    return plan_sync(read_model_spec(model), ParallelConfig(), {}, [server], 10_000, staged)
 
-    staged: numbers that each rank may stage.
-    """
-    plan = plan_sync(read_model_spec(model), ParallelConfig(), {}, [server], 10_000, staged)
-    messages = {
-        kind: [
-            Message(
-                1 + bucket.receiver,
-                tuple(part.name for part in bucket.parts),
-                tuple(tensors[p.name].narrow(p.dim, p.start, p.length) for p in bucket.parts),
-            )
-            for bucket in schedule.outgoing(0)
-        ]
-        for kind, schedule in ((wire.STAGED, plan.staged), (wire.PAUSED, plan.paused))
-    }
-    return server_share(plan, 0, server.tp), messages
+
+def shards_of(
+    plan: SyncPlan, tensors: Mapping[str, torch.Tensor], *, staged: bool
+) -> list[Message]:
+    """The messages of a plan, of these tensors."""
+    return [
+        Message(
+            1 + bucket.receiver,
+            tuple(part.name for part in bucket.parts),
+            tuple(tensors[p.name].narrow(p.dim, p.start, p.length) for p in bucket.parts),
+        )
+        for bucket in plan.outgoing(0, staged=staged)
+    ]
 
 
 def differing(pieces: Sequence[WeightPiece], tensors: Mapping[str, torch.Tensor]) -> list[str]:

@@ -53,7 +53,8 @@ def shards_of(spec: ModelSpec, held: Checkpoint, count: int) -> list[Shard]:
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_slices_are_the_checkpoint_s(kind: str, count: int, request: pytest.FixtureRequest):
     model: Path = request.getfixturevalue(kind)
-    spec = replace(read_model_spec(model), vocab_size=301)
+    # several KV groups on each of two ranks
+    spec = replace(read_model_spec(model), vocab_size=301, num_heads=8, num_kv_heads=4)
     held = Checkpoint(spec)
     shards = shards_of(spec, held, count)
     covered = {name: torch.zeros(tensor.shape) for name, tensor in held.tensors.items()}
