@@ -1,4 +1,7 @@
-"""Which rows a rank of a server holds, worked out by hand; real servers: tests/e2e."""
+"""Which rows a rank of a server holds, worked out by hand; real servers: tests/e2e.
+
+A server on a CPU pads KV heads and has no copies of them, so those are only here.
+"""
 
 from collections import defaultdict
 from dataclasses import replace
