@@ -43,19 +43,12 @@ from tests.e2e.weight_sync import (
     sync_weights,
 )
 from tests.support.figures import bounded
-from tests.support.models import tiny_qwen3_moe
 from tests.support.oracles import load_reference
 from tests.support.sockets import listening, open_to_others
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 TOLERANCE = 1e-5
 KEY = secrets.token_urlsafe(16)
-
-
-@pytest.fixture(scope="module")
-def student_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One KV head, of which both ranks hold a copy."""
-    return tiny_qwen3_moe(tmp_path_factory.mktemp("student"), seed=1, num_key_value_heads=1)
 
 
 @pytest.fixture(scope="module")

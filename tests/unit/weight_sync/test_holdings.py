@@ -1,22 +1,33 @@
-"""Which rows a rank of a server holds, worked out by hand; real servers: tests/e2e."""
+"""Which rows a rank of a server holds, worked out by hand; real servers: tests/e2e.
 
+A server on a CPU pads KV heads and has no copies of them, so those are only here.
+"""
+
+from collections import defaultdict
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
-from megatron_opd.weight_sync.holdings import server_holdings
+from megatron_opd.weight_sync.holdings import Held, server_holdings
 from tests.support.published import spec_of
 
 SPEC = replace(spec_of("Qwen3-30B-A3B"), num_layers=1, moe_layers=(True,))
 HEAD = SPEC.head_dim
 
 
+@cache
+def holdings(tp: int, ep: int) -> dict[str, list[Held]]:
+    found: dict[str, list[Held]] = defaultdict(list)
+    for held in server_holdings(SPEC, tp, ep):
+        found[held.name].append(held)
+    return found
+
+
 def held_by(rank: int, tp: int, ep: int, name: str) -> tuple[int, int, int]:
     """(dimension, start, length)."""
     (found,) = [
-        (held.dim, held.start, held.length)
-        for held in server_holdings(SPEC, tp, ep)
-        if held.name == name and rank in held.ranks
+        (held.dim, held.start, held.length) for held in holdings(tp, ep)[name] if rank in held.ranks
     ]
     return found
 
