@@ -295,7 +295,7 @@ class WeightSyncConfig(Section):
     silent."""
     bucket_bytes: ByteCount = 512 * 2**20
     """Largest size in bytes of one bucket of weights. Raising it sends fewer, larger messages;
-    every rank of learner and servers holds two of them (broadcast: one) while weights are sent."""
+    every rank of learner and servers holds at most two (broadcast: one) while weights are sent."""
     timeout_s: Seconds = 300.0
     """Longest wait in seconds for any step of a weight sync; then the run ends with an error. Raise
     it for large models on slow networks."""
