@@ -24,10 +24,11 @@ STUDIES = (
     "checkpoint",
     "noticing",
     "step",
+    "weight_sync",
     "fuzz",
     "gpu",
 )
-WITH_OPTIONS = ("step", "mismatch", "staleness", "fuzz", "noticing", "gpu")
+WITH_OPTIONS = ("step", "weight_sync", "mismatch", "staleness", "fuzz", "noticing", "gpu")
 NAMES = (*BENCHMARKS, *STUDIES)
 
 

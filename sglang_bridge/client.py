@@ -20,6 +20,8 @@ from sglang_bridge.http import REPLY_BYTES, HttpConnection
 from sglang_bridge.parse import (
     Known,
     empty_scores,
+    parse_done,
+    parse_expected,
     parse_info,
     parse_pieces,
     parse_rollout,
@@ -179,12 +181,17 @@ class ServerClient:
         """Returns the version of the weights it samples from; answered also while paused."""
         return parse_version(self.url, await self._get("/model_info"))
 
-    async def weight_digests(self) -> list[WeightPiece]:
-        """Returns a digest of every slice of weights that every tensor-parallel rank holds now."""
-        body = {"action": wire.PIECE_ACTION}
-        path = "/weights_checker"
-        reply = await self._post(path, body, repeatable=True, max_bytes=sizes.DIGEST_BYTES)
-        return parse_pieces(self.url, reply)
+    async def weight_pieces(self) -> list[WeightPiece]:
+        """Returns every slice of weights that every tensor-parallel rank holds; no digests."""
+        return parse_pieces(self.url, await self._ask_ranks(wire.PIECE_ACTION), digests=False)
+
+    async def weight_digests(self, *, staged: bool = False) -> list[WeightPiece]:
+        """Returns a digest of every slice of weights that every tensor-parallel rank holds now.
+
+        staged: of the weights that were staged and are not live yet.
+        """
+        action = wire.STAGED_DIGEST_ACTION if staged else wire.DIGEST_ACTION
+        return parse_pieces(self.url, await self._ask_ranks(action))
 
     # ------------------------------------------------------------ weight sync
 
@@ -258,6 +265,37 @@ class ServerClient:
         }
         path = "/update_weights_from_distributed"
         await self._post(path, body, timeout_s=timeout_s, repeatable=False)
+
+    async def expect_weights(self, share: str) -> list[int]:
+        """Tells every rank which messages will bring its weights; returns their bytes by rank.
+
+        share: see sglang_bridge/weights/share.py. A rank refuses what does not fill its parameters
+        exactly once.
+        """
+        reply = await self._ask_ranks(f"{wire.EXPECT_ACTION} {share}")
+        return parse_expected(self.url, reply)
+
+    async def stage_weights(self, group_name: str) -> None:
+        """Lets every rank begin to receive its staged weights, while it samples. Send them now."""
+        action = f"{wire.STAGE_ACTION} {group_name}"
+        parse_done(self.url, await self._ask_ranks(action, repeatable=False))
+
+    async def receive_weights(self, group_name: str, timeout_s: float | None = None) -> None:
+        """Lets every rank make staged weights live and receive the others; send them now."""
+        action = f"{wire.RECEIVE_ACTION} {group_name}"
+        parse_done(self.url, await self._ask_ranks(action, timeout_s, repeatable=False))
+
+    async def _ask_ranks(
+        self, action: str, timeout_s: float | None = None, *, repeatable: bool = True
+    ) -> Any:
+        """Lets every rank execute an action of the plugin; returns the reply of all."""
+        return await self._post(
+            "/weights_checker",
+            {"action": action},
+            repeatable=repeatable,
+            timeout_s=timeout_s,
+            max_bytes=sizes.DIGEST_BYTES,
+        )
 
     async def _get(self, path: str, timeout_s: float | None = None) -> Any:
         return await retried(

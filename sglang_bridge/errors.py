@@ -54,6 +54,10 @@ class RequestAborted(BridgeError):
     """Reports that the server ended a request that nobody cancelled; its tokens are incomplete."""
 
 
+class RankFailed(BridgeError):
+    """Reports that a rank of a server could not do what the plugin was asked."""
+
+
 class WeightSyncFailed(BridgeError):
     """Reports that new weights did not reach every server: the servers may differ, so stop."""
 

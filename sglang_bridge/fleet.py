@@ -34,15 +34,15 @@ Reply = TypeVar("Reply")
 
 @dataclass(frozen=True, slots=True)
 class WeightsWorld:
-    """Describes a weight-update group: rank 0 sends; server i's ranks start at rank_offsets[i]."""
+    """Describes a weight-update group: senders first; server i's ranks from rank_offsets[i]."""
 
     size: int
     rank_offsets: tuple[int, ...]
 
 
-def weights_world(tp_sizes: Sequence[int]) -> WeightsWorld:
-    """Returns the group of one sender and servers with these tensor-parallel sizes, in order."""
-    offsets, size = [], 1
+def weights_world(tp_sizes: Sequence[int], senders: int) -> WeightsWorld:
+    """Returns the group of senders and servers with these tensor-parallel sizes, in order."""
+    offsets, size = [], senders
     for tp_size in tp_sizes:
         offsets.append(size)
         size += tp_size
@@ -137,12 +137,11 @@ class Fleet:
 
     # ------------------------------------------------------------ weight sync
 
-    @property
-    def world(self) -> WeightsWorld:
-        """Returns the ranks of the weight-update group; known after `start`."""
+    def world(self, senders: int = 1) -> WeightsWorld:
+        """Returns the ranks of a weight-update group with so many senders; after `start`."""
         if not self._infos:
             raise RuntimeError("Fleet.start() comes first")
-        return weights_world([info.tp_size for info in self._infos])
+        return weights_world([info.tp_size for info in self._infos], senders)
 
     async def pause(self, mode: PauseMode = "retract") -> None:
         """Pauses every server (see ServerClient.pause)."""
@@ -165,10 +164,17 @@ class Fleet:
         await self._everywhere(lambda client: client.end_weight_update(version))
 
     async def init_weights_group(
-        self, host: str, port: int, name: str, backend: str, timeout_s: float | None = None
+        self,
+        host: str,
+        port: int,
+        name: str,
+        backend: str,
+        timeout_s: float | None = None,
+        *,
+        senders: int = 1,
     ) -> None:
-        """Lets all servers' ranks join the group of the sender at host:port (see `world`)."""
-        world = self.world
+        """Lets all servers' ranks join the group of the senders at host:port (see `world`)."""
+        world = self.world(senders)
         offsets = dict(zip(self.clients, world.rank_offsets, strict=True))
         await self._everywhere(
             lambda client: client.init_weights_group(
@@ -191,9 +197,30 @@ class Fleet:
         versions = await self._everywhere(ServerClient.version)
         return dict(zip((client.url for client in self.clients), versions, strict=True))
 
-    async def weight_digests(self) -> dict[str, list[WeightPiece]]:
-        """Returns {server url: its ranks' weight digests}."""
-        digests = await self._everywhere(ServerClient.weight_digests)
+    async def weight_pieces(self) -> dict[str, list[WeightPiece]]:
+        """Returns {server url: the slices of weights that its ranks hold}, without digests."""
+        pieces = await self._everywhere(ServerClient.weight_pieces)
+        return dict(zip((client.url for client in self.clients), pieces, strict=True))
+
+    async def expect_weights(self, shares: Sequence[str]) -> list[list[int]]:
+        """Tells each server, in order, what its ranks will receive; returns their bytes.
+
+        See ServerClient.expect_weights.
+        """
+        wanted = dict(zip(self.clients, shares, strict=True))
+        return await self._everywhere(lambda client: client.expect_weights(wanted[client]))
+
+    async def stage_weights(self, group_name: str) -> None:
+        """Lets every rank of every server begin to receive its staged weights."""
+        await self._everywhere(lambda client: client.stage_weights(group_name))
+
+    async def receive_weights(self, group_name: str, timeout_s: float | None = None) -> None:
+        """Lets every rank of every server make its weights live (see ServerClient)."""
+        await self._everywhere(lambda client: client.receive_weights(group_name, timeout_s))
+
+    async def weight_digests(self, *, staged: bool = False) -> dict[str, list[WeightPiece]]:
+        """Returns {server url: its ranks' weight digests}. staged: of weights not live yet."""
+        digests = await self._everywhere(lambda client: client.weight_digests(staged=staged))
         return dict(zip((client.url for client in self.clients), digests, strict=True))
 
     async def _everywhere(self, verb: Callable[[ServerClient], Awaitable[Any]]) -> list[Any]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from sglang_bridge import wire
 from sglang_bridge.columns import axis_of
-from sglang_bridge.errors import BadReply, RequestAborted, one_line
+from sglang_bridge.errors import BadReply, RankFailed, RequestAborted, one_line
 from sglang_bridge.protocol import (
     DrawCache,
     ExpertArray,
@@ -149,33 +149,66 @@ def empty_scores(request: ScoreRequest) -> ScoreReply:
     return ScoreReply(values, join(request, values, RowTable(offsets_T1, ids, values, values)))
 
 
-def parse_pieces(url: str, reply: Any) -> list[WeightPiece]:
-    """Parses the reply of /weights_checker to `bridge_pieces`: every rank's pieces."""
+def parse_pieces(url: str, reply: Any, *, digests: bool = True) -> list[WeightPiece]:
+    """Parses every rank's pieces of weights. digests: their digests were asked for."""
     pieces: list[WeightPiece] = []
-    for position, info in enumerate(_field(url, reply, "ranks", list)):
-        checksums = _field(url, info, "checksums", dict)
-        parallelism = _field(url, info, "parallelism_info", list)
-        rank = _count(url, parallelism[0], "tp_rank") if parallelism else position
-        pieces += [_piece(url, rank, key, digest) for key, digest in checksums.items()]
-    require(url, len(pieces) > 0, "no weight digests: is the server's plugin active?")
+    for rank, answers in _by_rank(url, reply):
+        pieces += [_piece(url, rank, key, digest, digests) for key, digest in answers.items()]
+    require(url, len(pieces) > 0, "no pieces of weights: is the server's plugin active?")
     return pieces
 
 
-def _piece(url: str, rank: int, key: str, digest: Any) -> WeightPiece:
+def parse_expected(url: str, reply: Any) -> list[int]:
+    """Parses how many bytes of weights every rank expects, in rank order."""
+    ranks = _by_rank(url, reply)
+    found = {
+        rank: _number(url, "bytes to receive", answers.get(wire.RECEIVED_BYTES))
+        for rank, answers in ranks
+    }
+    answered = sorted(rank for rank, _ in ranks)
+    require(url, answered == list(range(len(ranks))), f"ranks {answered} answered")
+    return [found[rank] for rank in answered]
+
+
+def parse_done(url: str, reply: Any) -> None:
+    """Parses the reply to an action that answers nothing but failures."""
+    _by_rank(url, reply)
+
+
+def _by_rank(url: str, reply: Any) -> list[tuple[int, dict[str, Any]]]:
+    """Returns what every rank answered to an action of the plugin, with its rank.
+
+    Raises RankFailed when a rank answered that it failed.
+    """
+    found: list[tuple[int, dict[str, Any]]] = []
+    for position, info in enumerate(_field(url, reply, "ranks", list)):
+        answers = _field(url, info, "checksums", dict)
+        parallelism = _field(url, info, "parallelism_info", list)
+        rank = _count(url, parallelism[0], "tp_rank") if parallelism else position
+        if wire.ERROR in answers:
+            raise RankFailed(f"{url} rank {rank}: {answers[wire.ERROR]}")
+        found.append((rank, answers))
+    require(url, len(found) > 0, "no rank answered: is the server's plugin active?")
+    return found
+
+
+def _piece(url: str, rank: int, key: str, digest: Any, digests: bool) -> WeightPiece:
     fields = key.split(wire.PIECE_SEPARATOR)
     whole = len(fields) == 5 and key.isprintable() and all(map(_is_number, fields[1:4]))
     require(url, whole, f"{key!r} does not describe a piece of weights")
-    sound = isinstance(digest, str) and 0 < len(digest) <= DIGEST_DIGITS and digest.isalnum()
-    require(url, sound, f"the digest of {key!r} is {digest!r}")
+    sound = isinstance(digest, str) and len(digest) <= DIGEST_DIGITS
+    require(
+        url,
+        sound and (digest.isalnum() if digests else not digest),
+        f"the digest of {key!r} is {digest!r}",
+    )
     name, dim, start, length, dtype = fields
     return WeightPiece(rank, name, int(dim), int(start), int(length), dtype, digest)
 
 
 def parse_info(url: str, server: Any, model: Any, models: Any, plugin: Any) -> ServerInfo:
     """Parses the replies of /server_info, /model_info, /v1/models and `bridge_model`."""
-    ranks = _field(url, plugin, "ranks", list)
-    require(url, len(ranks) > 0, "no model description: is the server's plugin active?")
-    described = _field(url, ranks[0], "checksums", dict)
+    _, described = _by_rank(url, plugin)[0]
     entries = _field(url, models, "data", list)
     require(url, len(entries) > 0, "/v1/models names no model")
     vocab_size = _number(url, "vocab_size", described.get("vocab_size"))

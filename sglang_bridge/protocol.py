@@ -239,8 +239,8 @@ class WeightPiece:
     """Describes a slice of one Hugging Face tensor as a rank of a server holds it now.
 
     The slice is rows [start, start + length) of dimension `dim`; a router or norm is one piece of
-    dimension 0. dtype: torch's name, "float32". digest: `sglang_bridge.digest.digest` of the
-    slice's bytes in row-major order.
+    dimension 0. dtype: torch's name, "float32". digest: see sglang_bridge/weights/digest.py; empty
+    where it was not asked for.
     """
 
     rank: int

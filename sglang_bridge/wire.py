@@ -49,10 +49,18 @@ DRAW_FIELDS: dict[str, str] = {
 }
 SELECTION = "selection"  # in a scores payload: a row table of the ids selected from q
 
-# weights_checker: action, and the prefix of each key it answers with
+# weights_checker: actions; the keys that name a piece of weights have five parts
 PIECE_ACTION = "bridge_pieces"
+DIGEST_ACTION = "bridge_digests"
+STAGED_DIGEST_ACTION = "bridge_staged_digests"
 MODEL_ACTION = "bridge_model"
 PIECE_SEPARATOR = "|"
+# actions with an argument, after a space; a rank that fails answers ERROR alone
+EXPECT_ACTION = "bridge_expect"  # a share, see weights/share.py
+STAGE_ACTION = "bridge_stage"  # the group's name
+RECEIVE_ACTION = "bridge_receive"  # the group's name
+RECEIVED_BYTES = "bytes"
+ERROR = "error"
 
 
 def pack(array: np.ndarray | bytes | bytearray) -> str:

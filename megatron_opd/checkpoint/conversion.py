@@ -7,6 +7,7 @@ equal to that of what was written.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import resource
 import shutil
@@ -25,7 +26,6 @@ from megatron_opd.checkpoint.part_dir import PartDir
 from megatron_opd.models.families import Key
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import hf_shapes
-from sglang_bridge.digest import digest
 
 # Checksums of the Hugging Face tensors, beside a Megatron checkpoint that was made of them.
 CHECKSUMS = "tensors.json"
@@ -113,7 +113,10 @@ def _known(part: PartDir, unit: int) -> Record:
 def entry_of(tensor: torch.Tensor) -> dict[str, str]:
     """Return {dtype, digest}, which tells a tensor from a damaged one."""
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "digest": digest(data)}
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "digest": hashlib.blake2b(data.data, digest_size=8).hexdigest(),
+    }
 
 
 def require_same(name: str, tensor: torch.Tensor, expected: dict[str, str], where: Path) -> None:

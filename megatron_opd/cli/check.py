@@ -18,6 +18,7 @@ from megatron_opd.cli.preflight import ModelFacts, check_inputs_are_kept, prompt
 from megatron_opd.cli.prepare import Inputs, checked, read_inputs
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of
 from megatron_opd.cli.run_dir import check_place
+from megatron_opd.cli.sync_tables import sync_tables
 from megatron_opd.cli.weights import check_finite, has_weights
 from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.schema import Config
@@ -30,6 +31,8 @@ OWN_FILES = 128
 PER_SERVER_FILES, PER_RANK_FILES = 8, 4
 
 FIRST_ROWS = 64
+# GB/s of a 400 Gb/s network card
+LINK_GBS = 50.0
 
 
 def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[str, str]]:
@@ -136,10 +139,13 @@ def data_rows(inputs: Inputs, limit: int) -> list[tuple[str, str]]:
     return lines
 
 
-def check(config: Config, console: Console, *, data: bool = False) -> None:
+def check(
+    config: Config, console: Console, *, data: bool = False, link_gbs: float = LINK_GBS
+) -> None:
     """Raise UserError for the first problem, otherwise print the plan and its memory tables.
 
-    data: read all rows and all weights instead of the first rows and the headers.
+    data: read all rows and all weights instead of the first rows and the headers. link_gbs: GB/s
+    at which a rank sends weights.
     """
     check_inputs_are_kept(config)
     checked(lambda: transport_kind(config.weight_sync))
@@ -171,6 +177,8 @@ def check(config: Config, console: Console, *, data: bool = False) -> None:
         # a path or a value of the user's may hold brackets, which are not markup
         table.add_row(f"[bold]{what}[/bold]", escape(value))
     console.print(table)
-    for each in memory_tables(config, models):
+    spec = models[STUDENT].spec
+    syncs = checked(lambda: list(sync_tables(config, spec, link_gbs)))
+    for each in (*memory_tables(config, models), *syncs):
         console.print()
         console.print(each)

@@ -100,10 +100,12 @@ def check(arguments: argparse.Namespace) -> int:
     """Run `opd check`: validate the configuration and print the plan."""
     from rich.console import Console
 
+    from megatron_opd.cli.check import LINK_GBS
     from megatron_opd.cli.check import check as check_config
 
     config = load_config(Config, arguments.config, arguments.overrides)
-    check_config(config, Console(), data=arguments.data)
+    link_gbs = arguments.link_gbs or LINK_GBS
+    check_config(config, Console(), data=arguments.data, link_gbs=link_gbs)
     return 0
 
 

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a run failed, 2 bad input, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -19,6 +20,17 @@ from megatron_opd.cli.errors import RunFailed, UserError
 from megatron_opd.config.load import ConfigError
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def positive_number(text: str) -> float:
+    """Parse a number > 0. argparse.ArgumentTypeError: it is none."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number > 0, got {text!r}")
+    return value
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -62,6 +74,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--data",
         action="store_true",
         help="read all rows and all weights, instead of the first rows and the headers",
+    )
+    check.add_argument(
+        "--link-gbs",
+        type=positive_number,
+        metavar="GB/S",
+        help="what a rank sends in a second, for the predicted time of a weight sync; default 50",
     )
     check.set_defaults(handler=commands.check)
 

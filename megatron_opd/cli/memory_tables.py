@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from megatron_opd.cli.preflight import ModelFacts, longest_sample, prompt_limit
 from megatron_opd.cli.roles import STUDENT, Role, section_of
+from megatron_opd.cli.tables import byte_text, count_text, new_table
 from megatron_opd.config.schema import Config
-from megatron_opd.planning.activations import BYTES, TransformerImpl
+from megatron_opd.planning.activations import TransformerImpl
 from megatron_opd.planning.flops import Work, train_flops
 from megatron_opd.planning.layout import RankGroups, rank_groups
 from megatron_opd.planning.learner import (
@@ -54,31 +54,16 @@ def kernels_here(config: Config) -> TransformerImpl:
     return "transformer_engine" if engine else "local"
 
 
-def _table(title: str, columns: Sequence[str], text_columns: int = 1) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place < text_columns else "right")
-    return table
-
-
 def _models(models: Mapping[Role, ModelFacts]) -> Table:
-    table = _table("parameters", ("model", "total", "used by a token", "experts", "in bfloat16"))
+    table = new_table("parameters", ("model", "total", "used by a token", "experts", "in bfloat16"))
     for role, facts in models.items():
         total = model_parameters(facts.spec)
         table.add_row(
             role,
-            _count(total.total),
-            _count(active_parameters(facts.spec)),
+            count_text(total.total),
+            count_text(active_parameters(facts.spec)),
             f"{total.expert / total.total:.1%}",
-            _bytes(total.total * 2),
+            byte_text(total.total * 2),
         )
     return table
 
@@ -91,14 +76,14 @@ def _learner(config: Config, student: ModelFacts) -> Table:
     unit, name = (GIB, "GiB") if worst.total >= GIB else (MIB, "MiB")
     layers = "TransformerEngine" if kernels == "transformer_engine" else "Megatron's local"
     tokens = microbatch_tokens(learner, longest)
-    table = _table(
+    table = new_table(
         f"learner memory, {name} per rank",
         ("stage", "layers", "parameters", *(HEADS.get(t, t) for t in worst.terms), "total"),
     )
     for stage in _shown(stages, worst):
         sizes = [f"{size / unit:.1f}" for size in (*stage.terms.values(), stage.total)]
         mark = "*" if stage is worst and len(stages) > 1 else ""
-        row = (f"{stage.stage}{mark}", str(stage.num_layers), _count(stage.parameters.total))
+        row = (f"{stage.stage}{mark}", str(stage.num_layers), count_text(stage.parameters.total))
         table.add_row(*row, *sizes)
     notes = [
         f"{layers} layers, micro-batches of {tokens:,} tokens" + "; *: worst" * (len(stages) > 1)
@@ -122,7 +107,9 @@ def _shown(stages: Sequence[StageMemory], worst: StageMemory) -> list[StageMemor
 
 
 def _groups(groups: Sequence[RankGroups]) -> Table:
-    table = _table("learner groups", ("group", "first one's ranks", "what travels", "ranks", "of"))
+    table = new_table(
+        "learner groups", ("group", "first one's ranks", "what travels", "ranks", "of")
+    )
     for column in table.columns[1:3]:
         column.justify = "left"
     for group in groups:
@@ -143,12 +130,9 @@ def _step(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
     student, learner = models[STUDENT], config.learner
     longest = longest_sample(config, student)
     samples = config.buffer.batch_size // learner.num_mini_batches
-    sent = model_parameters(student.spec).total * BYTES[learner.dtype]
-    section = config.student
-    ranks = (len(section.urls) or section.servers) * section.tp
     work = Work.of([(prompt_limit(config, student), config.rollout.max_new_tokens)])
     flops = train_flops(student.spec, work)
-    table = _table("an optimizer step and a weight sync", ("what", "most"))
+    table = new_table("an optimizer step and a weight sync", ("what", "most"))
     table.add_row("samples of an optimizer step", f"{samples:,}")
     table.add_row("tokens of an optimizer step", f"{samples * longest:,}")
     table.add_row(
@@ -157,13 +141,12 @@ def _step(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
     table.add_row("model FLOPs per token, both passes", f"{flops / work.positions / 1e9:.3g} G")
     table.add_row("model FLOPs of an optimizer step", f"{flops * samples / 1e15:.3g} P")
     table.add_row("optimizer steps per weight sync", str(learner.num_mini_batches))
-    table.add_row(f"bytes of weights sent to each of {ranks} server ranks", _bytes(sent))
     return table
 
 
 def _servers(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
     columns = ("servers", "GPUs", "weights", "KV per token", "KV tokens", "KV pool", "limit")
-    table = _table("server memory per GPU", columns)
+    table = new_table("server memory per GPU", columns)
     for role, facts in models.items():
         section = section_of(config, role)
         memory = server_memory(facts.spec, section)
@@ -173,21 +156,10 @@ def _servers(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
         table.add_row(
             role,
             f"{count} x {section.tp}",
-            _bytes(memory.weights),
+            byte_text(memory.weights),
             f"{memory.kv_token_bytes / KIB:.1f} KiB",
             "the engine's" if tokens is None else f"{tokens:,}",
-            "" if tokens is None else _bytes(tokens * memory.kv_token_bytes),
+            "" if tokens is None else byte_text(tokens * memory.kv_token_bytes),
             "" if stated is None else f"{stated * section.mem_fraction_static:.1f} GiB",
         )
     return table
-
-
-def _count(elements: int) -> str:
-    if elements >= 1e9:
-        return f"{elements / 1e9:.2f} B"
-    return f"{elements / 1e6:.2f} M"
-
-
-def _bytes(size: int) -> str:
-    unit, name = (GIB, "GiB") if size >= GIB else (MIB, "MiB")
-    return f"{size / unit:.1f} {name}"

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from megatron_opd.cli.errors import UserError
 from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config
+from megatron_opd.models.spec import ModelSpec
+from megatron_opd.planning.matching import differences
 
 
 def notes(config: Config) -> list[str]:
     """Return one line for each such setting."""
     return [line for line in (_trust(config), _teacher(config)) if line is not None]
+
+
+def sampler_gaps(config: Config, spec: ModelSpec) -> list[str]:
+    """Return one line for each difference of learner and sampler that widens their gap.
+
+    UserError: weight_sync.match allows none. Nothing where the servers are started elsewhere.
+    """
+    match = config.weight_sync.match
+    if match == "off" or config.student.urls:
+        return []
+    found = differences(config, spec)
+    if found and match == "require":
+        raise UserError(
+            f"weight_sync.match=require needs a learner and servers of one layout, got {found[0]}"
+        )
+    return [f"wider gap between learner and sampler: {line}" for line in found]
 
 
 def _trust(config: Config) -> str | None:

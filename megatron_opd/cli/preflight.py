@@ -214,11 +214,15 @@ def check_context(config: Config, models: Mapping[Role, ModelFacts]) -> None:
             )
 
 
-def check_addresses(config: Config) -> None:
-    """Check that the addresses to listen on exist on this machine and are free."""
+def check_addresses(config: Config, *, learner_here: bool) -> None:
+    """Check that the addresses to listen on exist on this machine and are free.
+
+    learner_here: the learner's rank 0, which listens for the servers, runs on this machine.
+    """
     learner = config.learner
     require_free(learner.listen_host, learner.listen_port, "learner.listen_host, listen_port")
-    require_free(config.weight_sync.host, 0, "weight_sync.host")
+    if learner_here:
+        require_free(config.weight_sync.host, 0, "weight_sync.host")
 
 
 def check_inputs_are_kept(config: Config) -> None:

@@ -12,7 +12,7 @@ from itertools import cycle, islice
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.notes import notes
+from megatron_opd.cli.notes import notes, sampler_gaps
 from megatron_opd.cli.preflight import CheckedModels, ModelFacts, check_models, prompt_limit
 from megatron_opd.cli.roles import Role, teacher_roles
 from megatron_opd.cli.tokenizer_files import end_tokens
@@ -92,6 +92,7 @@ def read_inputs(
     if wanted:
         checked(lambda: get_verifier(config.data.task))
     models = check_models(config, plan=plan)
+    gaps = sampler_gaps(config, models.student.spec)
     absent = list(models.absent)
     found: dict[str, PromptSet] = {}
     for key, path in (("train", config.data.train), ("heldout", config.data.heldout)):
@@ -112,7 +113,12 @@ def read_inputs(
         )
         judge = make_judge(task.verify, models.tokenizer, ends)
     skipped = [line for each in found.values() if (line := each.skipped_line) is not None]
-    said = (*notes(config), *skipped, *seen_problems(found.get("train"), found.get("heldout")))
+    said = (
+        *notes(config),
+        *gaps,
+        *skipped,
+        *seen_problems(found.get("train"), found.get("heldout")),
+    )
     return Inputs(models, found.get("train"), found.get("heldout"), judge, tuple(absent), said)
 
 

@@ -57,8 +57,12 @@ MAY_CHANGE = (
     "learner.max_tokens_per_microbatch",
     "learner.listen_host",
     "learner.listen_port",
+    "weight_sync.type",
+    "weight_sync.backend",
     "weight_sync.bucket_bytes",
-    "weight_sync.verify_first",
+    "weight_sync.staging",
+    "weight_sync.staging_bytes",
+    "weight_sync.verify_every",
 )
 """Keys that change neither what is sampled nor what is learnt from it, except by rounding."""
 CANNOT_CHANGE = {

@@ -96,7 +96,7 @@ def run_pipeline(
     with hold_run_dir(config.run.dir, resume=resume, overwrite=overwrite) as lock:
         resumed = find_resumption(config, accepted) if resume else None
         prepared = prepare(config, 0 if resumed is None else resumed.state.next_uid)
-        check_addresses(config)
+        check_addresses(config, learner_here=launch)
         admission = checked(lambda: _admission(config, prepared, lock))
         logs = RunDir(config.run.dir).logs
         keys = {role: role_key(section_of(config, role), role) for role in all_roles(config)}
@@ -250,7 +250,7 @@ class PipelineRun:
             await remote.load_state(resumed.learner)
         student = fleets[STUDENT]
         make_transport = transport_kind(config.weight_sync).fleet_part
-        transport = make_transport(student, remote.move_weights, config.weight_sync)
+        transport = make_transport(student, remote.move_weights, config)
         weight_sync = WeightSync(student, remote, transport, config.weight_sync)
         await weight_sync.open()
         if resumed is not None or config.weight_sync.round_to is not None:

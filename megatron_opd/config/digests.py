@@ -36,7 +36,7 @@ NOT_THE_LEARNERS = (
     "buffer.hold_batches",
     "weight_sync.timeout_s",
     "weight_sync.host",
-    "weight_sync.verify_first",
+    "weight_sync.verify_every",
     "evaluation.*",
     "checkpoint.*",
     "metrics.*",

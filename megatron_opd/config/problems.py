@@ -17,6 +17,7 @@ RENAMED = {
     "run.updates": "run.max_steps",
     "learner.mini_batches": "learner.num_mini_batches",
     "learner.tokens_per_microbatch": "learner.max_tokens_per_microbatch",
+    "weight_sync.verify_first": "weight_sync.verify_every",
 }
 """{earlier name of a key: its name now}."""
 RENAMED_VALUES = {

@@ -270,20 +270,32 @@ class BufferConfig(Section):
         return (self.max_staleness + 1) * self.batch_size
 
 
-TRANSPORTS = {"broadcast": "megatron_opd.weight_sync.broadcast:BROADCAST"}
+TRANSPORTS = {
+    "shards": "megatron_opd.weight_sync.shards:SHARDS",
+    "broadcast": "megatron_opd.weight_sync.broadcast:BROADCAST",
+}
 """Where the weight transports are, by `weight_sync.type`."""
 
 
 class WeightSyncConfig(Section):
     """Says how new weights reach the student servers."""
 
-    type: str = "broadcast"
-    """Weight transport. broadcast: the learner's rank 0 gathers every tensor and broadcasts it to
-    all ranks of all servers. MODULE:NAME: your own (docs/extending.md)."""
+    type: str = "shards"
+    """Weight transport. shards: every rank of the learner sends each server rank what that rank
+    holds, straight into its parameters. broadcast: the learner's rank 0 gathers every tensor and
+    broadcasts it to all ranks of all servers, which is slower and takes any server. MODULE:NAME:
+    your own (docs/extending.md)."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """Backend of torch.distributed that carries the weights: auto takes nccl where the learner has
+    GPUs, gloo elsewhere. gloo on GPUs copies through host memory, which is slower."""
 
+    match: Literal["require", "prefer", "off"] = "prefer"
+    """What to do where learner and student servers are cut differently or differ in dtype, which
+    widens the gap between their log-probs: require rejects the configuration, prefer warns, off is
+    silent."""
     bucket_bytes: ByteCount = 512 * 2**20
-    """Largest size in bytes of one flattened bucket of weights. Raising it sends fewer, larger
-    messages and takes that much more memory on each side."""
+    """Largest size in bytes of one bucket of weights. Raising it sends fewer, larger messages;
+    every rank of learner and servers holds at most two (broadcast: one) while weights are sent."""
     timeout_s: Seconds = 300.0
     """Longest wait in seconds for any step of a weight sync; then the run ends with an error. Raise
     it for large models on slow networks."""
@@ -294,10 +306,24 @@ class WeightSyncConfig(Section):
     """Rounds weight matrices to this format before they are sent (a row's largest magnitude sets
     its scale), to study the mismatch between learner and a low-precision sampler; null sends them
     unchanged. The learner keeps its own precision."""
-    verify_first: bool = True
-    """After the first weight sync of a run, compares digests of every weight slice on the servers
-    with the learner's export. Costs one pass over the weights and catches wrong names or
-    layouts."""
+    staging: bool = False
+    """Receives weights into shadow buffers while the servers sample, so that they pause only while
+    they copy them. Costs each server rank the memory of its share of the weights. type: shards."""
+    staging_bytes: ByteCount | None = None
+    """Largest size in bytes of a server rank's shadow buffers; the rest of its weights is received
+    while the server is paused. null: room for all of them."""
+    verify_every: NonNegativeInt = 0
+    """Number of weight syncs between two that compare digests of every weight slice on the servers
+    with the learner's weights; 0: only the first one of a run. Costs one pass over the weights
+    on both sides."""
+
+    @model_validator(mode="after")
+    def _only_shards_stage(self) -> WeightSyncConfig:
+        if self.staging and self.type == "broadcast":
+            raise ValueError("staging needs type: shards, got type: broadcast")
+        if self.staging_bytes is not None and not self.staging:
+            raise ValueError("staging_bytes needs staging: true")
+        return self
 
     @field_validator("type")
     @classmethod

@@ -103,7 +103,7 @@ class RankServer:
         )
         self.claim: Claim | None = None
         kind = transport_kind(config.weight_sync)
-        self.sender = kind.learner_part(self.learner.full, config.weight_sync)
+        self.sender = kind.learner_part(self.learner.full, config)
 
     def run(self) -> None:
         """Answer requests until Stop."""

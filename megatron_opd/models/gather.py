@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_opd.models.families import Key, hf_names, row_of
 from megatron_opd.models.ranks import Placement, all_gather_json
-from megatron_opd.models.shards import Chunks, join, local_shards
+from megatron_opd.models.shards import Chunks, Shard, join, local_shards
 from megatron_opd.models.spec import ModelSpec
 
 
@@ -61,6 +61,13 @@ class FullTensors:
             assert len(known) == len(owners), f"no rank holds every piece of {key}"
             entries.append(Entry(key, known, shape))
         return entries
+
+    def owned(self) -> Iterator[Shard]:
+        """Yield those of this rank's shards that no rank before it holds too."""
+        for entry in self.entries:
+            shard = self.shards.get(entry.key)
+            if shard is not None and entry.owners[shard.index] == self.world.rank:
+                yield shard
 
     def manifest(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return (name, full shape) of every tensor, in the order of `tensors`."""

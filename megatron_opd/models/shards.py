@@ -129,25 +129,6 @@ def _cut_qkv(
     return _interleaved(spec, parts)
 
 
-def local_parts(shard: Shard, spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """Return this rank's piece as parts of Hugging Face tensors, by name: what `cut` put together.
-
-    Views of the parameter, but for q, k and v, which are copied out of their interleaved rows; rows
-    that pad the vocabulary are left out.
-    """
-    whole = shard.parameter.detach()
-    if shard.row.fusion == "qkv":
-        parts = _separated(spec, whole)
-    elif shard.row.fusion == "gate_up":
-        parts = list(whole.chunk(2))
-    elif shard.row.vocab:
-        rows = max(0, min(len(whole), spec.vocab_size - shard.index * len(whole)))
-        parts = [whole[:rows]]
-    else:
-        parts = [whole]
-    return dict(zip(shard.names, parts, strict=True))
-
-
 def fuse(row: Row, spec: ModelSpec, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join Hugging Face tensors, in the order of `row.hf`, to the whole Megatron parameter."""
     if row.fusion == "qkv":

@@ -7,18 +7,18 @@ refuses its bucket, so the first failure on either side ends the step.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import uuid
-from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
-from megatron_opd.config.sections import WeightSyncConfig
+from megatron_opd.config.schema import Config
 from megatron_opd.weight_sync.broadcast_messages import (
     JoinGroup,
     ListBuckets,
+    Listen,
     SendBuckets,
     decode_buckets,
+    decode_port,
     encode_request,
 )
 from megatron_opd.weight_sync.transport import (
@@ -26,8 +26,8 @@ from megatron_opd.weight_sync.transport import (
     LearnerPart,
     ReceivingFleet,
     TransportKind,
+    both,
 )
-from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec
 
 if TYPE_CHECKING:
@@ -43,10 +43,11 @@ class Broadcast:
         self,
         fleet: ReceivingFleet,
         ask: AskLearner,
-        config: WeightSyncConfig,
+        config: Config,
         backend: str = "gloo",
     ) -> None:
-        self._fleet, self._ask, self._config, self._backend = fleet, ask, config, backend
+        self._fleet, self._ask, self._backend = fleet, ask, backend
+        self._config = config.weight_sync
         # a server refuses a name it has seen, also one of an earlier run
         self._group = f"opd-{uuid.uuid4().hex[:12]}"
         self._buckets: tuple[BucketSpec, ...] = ()
@@ -64,16 +65,21 @@ class Broadcast:
     async def open(self) -> None:
         """Form the group of the learner's rank 0 and every rank of every server."""
         self._buckets = decode_buckets(await self._ask(encode_request(ListBuckets())))
-        host, port, limit_s = (
-            self._config.host,
-            free_port(self._config.host),
-            self._config.timeout_s,
-        )
-        join = JoinGroup(host, port, self._fleet.world.size, self._group, self._backend, limit_s)
+        host, limit_s, size = self._config.host, self._config.timeout_s, self._fleet.world().size
+        port = decode_port(await self._ask(encode_request(Listen(host, size, limit_s))))
+        join = JoinGroup(size, self._group, self._backend, limit_s)
         await both(
             self._ask(encode_request(join)),
             self._fleet.init_weights_group(host, port, self._group, self._backend, limit_s),
         )
+
+    @property
+    def stages(self) -> bool:
+        """Returns that it does not."""
+        return False
+
+    async def stage(self, version: int) -> None:
+        """Do nothing: SGLang loads every bucket at once."""
 
     async def send(self, version: int) -> None:
         """Let every server receive each bucket while the learner broadcasts them."""
@@ -86,24 +92,6 @@ class Broadcast:
     async def _receive(self) -> None:
         for bucket in self._buckets:
             await self._fleet.update_bucket(bucket, self._group, self._config.timeout_s)
-
-
-async def both(learner: Awaitable[object], fleet: Awaitable[object]) -> None:
-    """Run the two sides of one exchange; the first failure cancels the other side and is raised.
-
-    When both have failed by then, the fleet's is raised: a server that refuses is the cause of a
-    learner that keeps waiting.
-    """
-    tasks = [asyncio.ensure_future(fleet), asyncio.ensure_future(learner)]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            if task.done():
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def bucket_bytes(bucket: BucketSpec) -> int:
@@ -119,10 +107,11 @@ def bucket_bytes(bucket: BucketSpec) -> int:
     return total
 
 
-def _learner_part(full: FullTensors, config: WeightSyncConfig) -> LearnerPart:
+def _learner_part(full: FullTensors, config: Config) -> LearnerPart:
     from megatron_opd.weight_sync.broadcast_sender import BroadcastSender
 
-    return BroadcastSender(full, config.bucket_bytes, config.round_to)
+    settings = config.weight_sync
+    return BroadcastSender(full, settings.bucket_bytes, settings.round_to)
 
 
 BROADCAST = TransportKind(Broadcast, _learner_part)

@@ -13,11 +13,17 @@ class ListBuckets(msgspec.Struct, frozen=True, tag=True):
     """Asks for the buckets of every weight sync, in the order in which they are sent."""
 
 
-class JoinGroup(msgspec.Struct, frozen=True, tag=True):
-    """Asks rank 0 to listen at host:port and to form the group; answered when all have joined."""
+class Listen(msgspec.Struct, frozen=True, tag=True):
+    """Asks rank 0 to listen on `host` for a group of `world_size`; it answers with the port."""
 
     host: str
-    port: int
+    world_size: int
+    timeout_s: float
+
+
+class JoinGroup(msgspec.Struct, frozen=True, tag=True):
+    """Asks rank 0 to form the group where it listens; answered when all have joined."""
+
     world_size: int
     group_name: str
     backend: str
@@ -28,10 +34,11 @@ class SendBuckets(msgspec.Struct, frozen=True, tag=True):
     """Asks to broadcast every bucket once."""
 
 
-Request = ListBuckets | JoinGroup | SendBuckets
+Request = ListBuckets | Listen | JoinGroup | SendBuckets
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS = msgspec.msgpack.Decoder(Request)
+_PORT = msgspec.msgpack.Decoder(int)
 _BUCKETS = msgspec.msgpack.Decoder(tuple[BucketSpec, ...])
 
 
@@ -53,3 +60,13 @@ def encode_buckets(buckets: Sequence[BucketSpec]) -> bytes:
 def decode_buckets(answer: bytes) -> tuple[BucketSpec, ...]:
     """Decode the answer to ListBuckets. msgspec.DecodeError: it is anything else."""
     return _BUCKETS.decode(answer)
+
+
+def encode_port(port: int) -> bytes:
+    """Encode the answer to Listen."""
+    return _ENCODER.encode(port)
+
+
+def decode_port(answer: bytes) -> int:
+    """Decode the answer to Listen. msgspec.DecodeError: it is anything else."""
+    return _PORT.decode(answer)

@@ -8,21 +8,21 @@ timeout.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import distributed_c10d
+from torch._C._distributed_c10d import TCPStore
 
 from megatron_opd.models.gather import FullTensors
-from megatron_opd.transport.store import bound_store
+from megatron_opd.weight_sync import group as groups
 from megatron_opd.weight_sync.broadcast_messages import (
     JoinGroup,
     ListBuckets,
+    Listen,
     SendBuckets,
     decode_request,
     encode_buckets,
+    encode_port,
 )
 from megatron_opd.weight_sync.rounding import Format, rounded
 from sglang_bridge.protocol import BucketSpec
@@ -64,6 +64,7 @@ class BroadcastSender:
         self._full = full
         self._round_to: Format | None = round_to
         self._buckets = plan_buckets(full.manifest(), full.dtype, bucket_bytes)
+        self._store: TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
 
     def handle(self, request: bytes) -> bytes:
@@ -75,8 +76,10 @@ class BroadcastSender:
         match decode_request(request):
             case ListBuckets():
                 return encode_buckets(self._buckets)
-            case JoinGroup() as group:
-                self._join(group)
+            case Listen() as asked:
+                return self._listen(asked)
+            case JoinGroup() as asked:
+                self._join(asked)
             case SendBuckets():
                 self._send()
         return b""
@@ -91,22 +94,20 @@ class BroadcastSender:
     def _is_root(self) -> bool:
         return self._full.world.rank == 0
 
+    def _listen(self, asked: Listen) -> bytes:
+        if not self._is_root:
+            return b""
+        self._store = groups.listen(asked.host, 0, asked.world_size, asked.timeout_s)
+        return encode_port(self._store.port)
+
     def _join(self, asked: JoinGroup) -> None:
         if not self._is_root:
             return
-        timeout, size = timedelta(seconds=asked.timeout_s), asked.world_size
-        # Explicit: under torchrun a tcp:// rendezvous would join torchrun's own store instead.
-        store = bound_store(asked.host, asked.port, size, timeout)
-        self._group, _ = distributed_c10d._new_process_group_helper(
-            size,
-            0,
-            [],
-            dist.Backend(asked.backend),
-            PrefixStore(asked.group_name, store),
-            group_name=asked.group_name,  # type: ignore[arg-type]
-            timeout=timeout,
+        if self._store is None:
+            raise RuntimeError("nobody listens for the weight group")
+        self._group = groups.join(
+            self._store, 0, asked.world_size, asked.group_name, asked.backend, asked.timeout_s
         )
-        distributed_c10d._world.pg_group_ranks[self._group] = {i: i for i in range(size)}
 
     def _send(self) -> None:
         """Broadcast every bucket once, in order."""

@@ -1,39 +1,63 @@
-"""Digests slices of the learner's weights, to be compared with what the servers hold."""
+"""Digests slices of the learner's weights, to be compared with what the servers hold.
+
+Every rank digests what it holds, on its device: digests of parts add up to that of the whole
+(sglang_bridge/weights/digest.py), so nothing is gathered.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from megatron_opd.models.gather import FullTensors
-from megatron_opd.weight_sync.rounding import Format, rounded
-from sglang_bridge.digest import digest
+from megatron_opd.models.views import View, views_by_name
+from megatron_opd.weight_sync.rounding import Format
+from megatron_opd.weight_sync.row_maxima import reader
 from sglang_bridge.protocol import WeightPiece
+from sglang_bridge.weights.digest import as_text, digest, signed
 
 
 def piece_digests(
     full: FullTensors, pieces: Sequence[WeightPiece], round_to: Format | None = None
 ) -> list[str]:
-    """Return digests of slices of the current weights, in order; empty on ranks other than 0.
+    """Return digests of slices of the current weights, in order, on every rank.
 
     Collective. round_to: the servers hold weights of this precision. KeyError: a piece of a tensor
     that the model does not have.
     """
-    wanted: dict[str, list[int]] = {}
+    unknown = {piece.hf_name for piece in pieces} - {name for name, _ in full.manifest()}
+    if unknown:
+        raise KeyError(f"the learner has no tensor named {min(unknown)}")
+    wanted: dict[str, list[int]] = defaultdict(list)
     for index, piece in enumerate(pieces):
-        wanted.setdefault(piece.hf_name, []).append(index)
-    found: dict[int, str] = {}
-    for name, tensor in full.tensors():
-        for index in wanted.pop(name, []):
-            found[index] = _digest(rounded(name, tensor, round_to), pieces[index])
-    if full.world.rank == 0 and wanted:
-        raise KeyError(f"the learner has no tensor named {min(wanted)}")
-    return [found[index] for index in sorted(found)]
+        wanted[piece.hf_name].append(index)
+    read = reader(full, round_to)
+    totals = [0] * len(pieces)
+    for name, views in views_by_name(full.owned(), full.spec).items():
+        for view in views:
+            for index in wanted[name]:
+                piece = pieces[index]
+                part = _overlap(view, piece)
+                if part is not None:
+                    totals[index] += _digest(read(name, part.tensor), part, piece.dtype)
+    summed = torch.tensor([signed(total) for total in totals], dtype=torch.int64)
+    if full.world.size > 1:
+        summed = summed.to(full.world.device)
+        dist.all_reduce(summed)
+    return [as_text(total) for total in summed.tolist()]
 
 
-def _digest(tensor: torch.Tensor, piece: WeightPiece) -> str:
-    """Digest the slice's bytes in row-major order, in the dtype in which the server holds it."""
-    view = tensor.narrow(piece.dim, piece.start, piece.length)
-    held = view.to("cpu", getattr(torch, piece.dtype)).contiguous()
-    return digest(held.view(torch.uint8).numpy())
+def _overlap(view: View, piece: WeightPiece) -> View | None:
+    """Return the memory that a view and a piece share; along another dimension both are whole."""
+    if view.dim == piece.dim:
+        return view.cut(piece.start, piece.length)
+    return view
+
+
+def _digest(held: torch.Tensor, part: View, dtype: str) -> int:
+    """Digest a part in the dtype in which the server holds it."""
+    row, column = (0, part.start) if part.dim else (part.start, 0)
+    return digest(held.to(getattr(torch, dtype)), row, column)

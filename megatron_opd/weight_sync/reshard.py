@@ -11,36 +11,14 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from megatron_opd.models.tensors import Shape
 from megatron_opd.weight_sync.holdings import Held
+from sglang_bridge.weights.schedule import Route
 
 
 class CannotReshard(ValueError):
     """Reports in one line what of a tensor the learner does not hold as the servers want it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Describes [start, start + length) of dimension `dim` of `name` on its way to a server rank.
-
-    sources: the learner ranks that hold it. turn: which of them serves server 0. destination: the
-    rank within its server. elements: how many numbers it is.
-    """
-
-    name: str
-    dim: int
-    start: int
-    length: int
-    destination: int
-    sources: tuple[int, ...]
-    turn: int
-    elements: int
-
-    def source(self, server: int) -> int:
-        """Return the learner rank that sends it to `server`, counted from 0."""
-        return self.sources[(self.turn + server) % len(self.sources)]
 
 
 def plan_routes(learner: Iterable[Held], server: Iterable[Held]) -> list[Route]:

@@ -1,11 +1,12 @@
 """Syncs learner weights to the student's servers without discarding any request in flight.
 
-    pause(retract) -> begin -> the transport sends -> flush cache -> end(version)
-      -> [first time: compare digests] -> continue
+    [stage -> compare digests] -> pause(retract) -> begin -> the transport sends -> flush cache
+      -> end(version) -> [compare digests] -> continue
 
-A retracted request keeps the tokens it has; its KV is rebuilt under the new weights. If any step
-fails or is silent for longer than the limit, the sync fails and the servers are not resumed:
-they may hold a mixture of versions.
+Where the transport stages, weights are moved and compared while the servers sample. Digests are
+compared the first time, and every `verify_every` times. A retracted request keeps the tokens it
+has; its KV is rebuilt under the new weights. If any step fails or is silent for longer than the
+limit, the sync fails and the servers are not resumed: they may hold a mixture of versions.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class SyncedFleet(Protocol):
         """Close the update and label later tokens with its version."""
         ...
 
-    async def weight_digests(self) -> Mapping[str, Sequence[WeightPiece]]:
-        """Return what every rank of every server holds, by server."""
+    async def weight_digests(self, *, staged: bool = False) -> Mapping[str, Sequence[WeightPiece]]:
+        """Return what every rank of every server holds, by server. staged: and is not live yet."""
         ...
 
 
@@ -85,7 +86,7 @@ class WeightSync:
         self._transport = transport
         self._phases: list[Phase] = []
         self._opened = False
-        self._verified = not config.verify_first
+        self._num_syncs = 0
         self._failed: str | None = None
 
     async def open(self) -> None:
@@ -123,19 +124,26 @@ class WeightSync:
 
     async def _sync(self, version: int) -> WeightSyncReport:
         self._phases = []
+        transport, verifies = self._transport, self._is_to_verify()
+        covered: frozenset[str] = frozenset()
+        if transport.stages:
+            await self._phase("stage", transport.stage(version))
+            if verifies:
+                covered = await self._phase("verify", self._verify(staged=True))
         await self._phase("pause", self._fleet.pause("retract"))
+        paused_from_s = self._phases[-1].started_s
         await self._phase("begin", self._fleet.begin_weight_update())
-        await self._phase("send", self._transport.send(version))
+        await self._phase("send", transport.send(version))
         await self._phase("flush", self._fleet.flush_cache())
         await self._phase("end", self._fleet.end_weight_update(version))
-        if not self._verified:
-            await self._phase("verify", self._verify())
-            self._verified = True
+        # what was not staged; in a run's first sync also that the staged was copied right
+        if verifies and (self._num_syncs == 0 or transport.tensors - covered - {TIED_HEAD}):
+            await self._phase("verify live" if covered else "verify", self._verify())
         await self._phase("continue", self._fleet.resume())
         resumed_s = self._phases[-1].finished_s
         await self._phase("versions", self._check_versions(version))
-        paused_from_s = self._phases[0].started_s
-        phases, num_bytes = tuple(self._phases), self._transport.num_bytes
+        self._num_syncs += 1
+        phases, num_bytes = tuple(self._phases), transport.num_bytes
         return WeightSyncReport(version, phases, num_bytes, paused_from_s, resumed_s)
 
     async def _check_versions(self, version: int) -> None:
@@ -145,10 +153,18 @@ class WeightSync:
                     f"{url} reports version {held} after version {version} was sent"
                 )
 
-    async def _verify(self) -> None:
-        """Compare what every server rank holds with the learner's export."""
-        names = self._transport.tensors - {TIED_HEAD}
-        by_server = await self._fleet.weight_digests()
+    def _is_to_verify(self) -> bool:
+        every = self._config.verify_every
+        return self._num_syncs == 0 or (every > 0 and self._num_syncs % every == 0)
+
+    async def _verify(self, *, staged: bool = False) -> frozenset[str]:
+        """Compare what every server rank holds with the learner's weights; returns its names.
+
+        staged: what is not live yet, which may be a part of the tensors.
+        """
+        by_server = await self._fleet.weight_digests(staged=staged)
+        held = frozenset(piece.hf_name for pieces in by_server.values() for piece in pieces)
+        names = held if staged else self._transport.tensors - {TIED_HEAD}
         wanted = {_slice(piece): piece for pieces in by_server.values() for piece in pieces}
         digests = await self._learner.piece_digests(list(wanted.values()))
         expected = dict(zip(wanted, digests, strict=True))
@@ -161,14 +177,16 @@ class WeightSync:
                     raise WeightSyncFailed(
                         f"{url} rank {piece.rank}: {piece.hf_name} "
                         f"[{piece.start}:{piece.start + piece.length}] of dimension {piece.dim} "
-                        "differs from the learner's after the first weight sync"
+                        f"differs from the learner's in weight sync {self._num_syncs + 1}"
                     )
+        return held
 
-    async def _phase(self, name: str, step: Awaitable[object]) -> None:
+    async def _phase(self, name: str, step: Awaitable[Any]) -> Any:
         clock = asyncio.get_running_loop().time
         started_s = clock()
-        await self._within(name, step)
+        result = await self._within(name, step)
         self._phases.append(Phase(name, started_s, clock()))
+        return result
 
     async def _within(self, name: str, step: Awaitable[Any]) -> Any:
         """Return `step`'s result; a failure or timeout becomes WeightSyncFailed with its name."""

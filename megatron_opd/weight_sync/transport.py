@@ -12,14 +12,16 @@ config/sections.py; a user's own is named in YAML: `weight_sync: {type: "my_modu
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_opd.config.import_path import load_object
+from megatron_opd.config.schema import Config
 from megatron_opd.config.sections import TRANSPORTS, WeightSyncConfig
 from sglang_bridge.fleet import WeightsWorld
-from sglang_bridge.protocol import BucketSpec
+from sglang_bridge.protocol import BucketSpec, ServerInfo, WeightPiece
 
 if TYPE_CHECKING:  # the controller runs without torch
     from megatron_opd.models.gather import FullTensors
@@ -29,12 +31,23 @@ class ReceivingFleet(Protocol):
     """Names the methods of sglang_bridge.fleet.Fleet that a transport may use."""
 
     @property
-    def world(self) -> WeightsWorld:
-        """Returns the ranks of the update group."""
+    def infos(self) -> Sequence[ServerInfo]:
+        """Returns what each server said of itself, in order."""
+        ...
+
+    def world(self, senders: int = 1) -> WeightsWorld:
+        """Return the ranks of an update group with so many senders."""
         ...
 
     async def init_weights_group(
-        self, host: str, port: int, name: str, backend: str, timeout_s: float | None = None
+        self,
+        host: str,
+        port: int,
+        name: str,
+        backend: str,
+        timeout_s: float | None = None,
+        *,
+        senders: int = 1,
     ) -> None:
         """Let every rank of every server join the learner's group."""
         ...
@@ -46,7 +59,23 @@ class ReceivingFleet(Protocol):
     async def update_bucket(
         self, bucket: BucketSpec, group_name: str, timeout_s: float | None = None
     ) -> None:
-        """Let every server receive one bucket."""
+        """Let every server receive one broadcast bucket."""
+        ...
+
+    async def weight_pieces(self) -> Mapping[str, Sequence[WeightPiece]]:
+        """Return what slices every rank of every server holds, by server in order."""
+        ...
+
+    async def expect_weights(self, shares: Sequence[str]) -> Sequence[Sequence[int]]:
+        """Tell each server what its ranks will receive; return the bytes of each rank."""
+        ...
+
+    async def stage_weights(self, group_name: str) -> None:
+        """Let every rank of every server begin to receive into its shadow buffers."""
+        ...
+
+    async def receive_weights(self, group_name: str, timeout_s: float | None = None) -> None:
+        """Let every rank of every server receive what it expects."""
         ...
 
 
@@ -71,8 +100,20 @@ class FleetPart(Protocol):
         """Connect learner and servers; called once, before the first `send`."""
         ...
 
+    @property
+    def stages(self) -> bool:
+        """Returns whether `stage` moves weights, so that it is worth a step of its own."""
+        ...
+
+    async def stage(self, version: int) -> None:
+        """Move the learner's current weights near every server, while the servers sample."""
+        ...
+
     async def send(self, version: int) -> None:
-        """Put the learner's current weights into every server, while the servers are paused."""
+        """Put the learner's current weights into every server, while the servers are paused.
+
+        Where `stages`, those that were staged.
+        """
         ...
 
     async def close(self) -> None:
@@ -99,8 +140,26 @@ class LearnerPart(Protocol):
 class TransportKind:
     """Makes the two parts of one transport."""
 
-    fleet_part: Callable[[ReceivingFleet, AskLearner, WeightSyncConfig], FleetPart]
-    learner_part: Callable[[FullTensors, WeightSyncConfig], LearnerPart]
+    fleet_part: Callable[[ReceivingFleet, AskLearner, Config], FleetPart]
+    learner_part: Callable[[FullTensors, Config], LearnerPart]
+
+
+async def both(learner: Awaitable[object], fleet: Awaitable[object]) -> None:
+    """Run the two sides of one exchange; the first failure cancels the other side and is raised.
+
+    When both have failed by then, the fleet's is raised: a server that refuses is the cause of a
+    learner that keeps waiting.
+    """
+    tasks = [asyncio.ensure_future(fleet), asyncio.ensure_future(learner)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def transport_kind(config: WeightSyncConfig) -> TransportKind:

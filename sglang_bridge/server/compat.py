@@ -376,6 +376,18 @@ def checksum_payload(
     }
 
 
+def update_group(runner: Any, name: str) -> tuple[Any, torch.device]:
+    """Returns the update group called `name` and the device of its buffers.
+
+    LookupError: this rank has not joined it.
+    """
+    group = runner.weight_updater._model_update_group.get(name)
+    if group is None:
+        raise LookupError(f"this rank has not joined a group named {name}")
+    on_cpu = torch.distributed.get_backend(group) == "gloo"
+    return group, torch.device("cpu" if on_cpu else runner.device)
+
+
 @contextmanager
 def process_group_timeout(seconds: float) -> Iterator[None]:
     """Gives process groups that are made inside a timeout shorter than torch's 30 minutes."""

@@ -1,8 +1,8 @@
 """Says which slices of which Hugging Face tensors a rank's parameters hold; digests them.
 
 SGLang fuses q, k, v; gate and up; and all experts. A learner knows only Hugging Face names, so
-every fused parameter is taken apart into contiguous pieces {name, dim, start, length}: the same
-list serves comparing and receiving weights.
+every fused parameter is taken apart into pieces {name, dim, start, length}: the same list serves
+comparing and receiving weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sglang_bridge import wire
-from sglang_bridge.digest import digest
+from sglang_bridge.weights.digest import as_text, digest
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,21 +36,31 @@ class Piece:
         fields = (self.hf_name, self.dim, self.start, self.length, dtype)
         return wire.PIECE_SEPARATOR.join(map(str, fields))
 
+    @property
+    def digest(self) -> str:
+        """Returns the digest of what it holds now."""
+        return self.digest_of(self.view)
+
+    def digest_of(self, values: torch.Tensor) -> str:
+        """Returns the digest that it would have with these values."""
+        row, column = (0, self.start) if self.dim else (self.start, 0)
+        return as_text(digest(values, row, column))
+
+
+def piece_list(model: torch.nn.Module) -> dict[str, str]:
+    """Returns {piece key: nothing} of every parameter of this rank."""
+    return {piece.key: "" for piece in pieces(model)}
+
 
 def piece_digests(model: torch.nn.Module) -> dict[str, str]:
-    """Returns {piece key: digest of its bytes} of every parameter of this rank."""
-    return {piece.key: tensor_digest(piece.view) for piece in pieces(model)}
+    """Returns {piece key: digest} of every parameter of this rank."""
+    return {piece.key: piece.digest for piece in pieces(model)}
 
 
 def model_facts(model: Any) -> dict[str, str]:
     """Returns what the client asks of a model; text, as the reply carries only text."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     return {"vocab_size": str(model.config.vocab_size), "dtype": dtype}
-
-
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """Digests a tensor's bytes in row-major order, on any device."""
-    return digest(tensor.detach().contiguous().cpu().view(torch.uint8).numpy())
 
 
 def pieces(model: torch.nn.Module) -> list[Piece]:
@@ -88,8 +98,9 @@ def _pieces_of(
         if shard.num_added_elements:
             raise TypeError(f"{owner}: added (LoRA) vocabulary is not supported")
         length = shard.num_org_elements  # rows beyond it are padding
-        start = shard.org_vocab_start_index
-        yield Piece(f"{owner}.{leaf}", 0, start, length, data.narrow(0, 0, length))
+        if length:  # a rank may hold padding alone
+            start = shard.org_vocab_start_index
+            yield Piece(f"{owner}.{leaf}", 0, start, length, data.narrow(0, 0, length))
     elif isinstance(module, FusedMoE):
         yield from _experts(module, owner, leaf, data)
     elif isinstance(module, linear.ReplicatedLinear | linear.RowParallelLinear) or data.ndim == 1:

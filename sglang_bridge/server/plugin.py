@@ -15,6 +15,7 @@ from sglang_bridge.server import (
     draws,
     invariance,
     pieces,
+    receiver,
     routing,
     score_plan,
     scoring,
@@ -23,10 +24,12 @@ from sglang_bridge.server import (
 )
 from sglang_bridge.server.experts import local_experts_only
 from sglang_bridge.server.spec import GROUP_TIMEOUT_VARIABLE, SEED_VARIABLE
+from sglang_bridge.weights.share import decode_share
 
 _plan: score_plan.ScorePlan | None = None  # for the forward pass being launched
 _generator: torch.Generator | None = None  # for the teacher's draws
-_runner: Any = None  # SGLang's model runner, on the output rank
+_runner: Any = None  # SGLang's model runner
+_receiver: receiver.Receiver | None = None  # once weights are expected
 
 
 def register() -> None:
@@ -55,12 +58,14 @@ def install_observer(result: None, runner: Any, *args: Any, **kwargs: Any) -> No
     global _generator, _runner
     if compat.is_deterministic() and not torch.cuda.is_available():
         invariance.check(runner.model.parameters())
-    if not runner.is_draft_worker and compat.is_output_rank():
+    if runner.is_draft_worker:
+        return
+    _runner = runner
+    if compat.is_output_rank():
         seed = int(os.environ.get(SEED_VARIABLE, "0"))
         runner.sampling_observer = draws.DrawObserver(runner.device, seed)
         _generator = torch.Generator(device=runner.device)
         _generator.manual_seed(seed)
-        _runner = runner
 
 
 @cache
@@ -131,11 +136,53 @@ def around_input_logprobs(
 def around_check_weights(
     original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Adds two actions to /weights_checker: facts of the model, and digests of its pieces."""
-    answers = {wire.PIECE_ACTION: pieces.piece_digests, wire.MODEL_ACTION: pieces.model_facts}
-    if action not in answers:
+    """Adds actions to /weights_checker: what the model holds, and the receiving of weights."""
+    verb, _, argument = action.partition(" ")
+    answers: dict[str, Callable[[torch.nn.Module], dict[str, str]]] = {
+        wire.PIECE_ACTION: pieces.piece_list,
+        wire.DIGEST_ACTION: pieces.piece_digests,
+        wire.MODEL_ACTION: pieces.model_facts,
+        wire.EXPECT_ACTION: lambda model: expect_weights(model, argument),
+        wire.STAGE_ACTION: lambda _: stage_weights(argument),
+        wire.STAGED_DIGEST_ACTION: lambda _: the_receiver().staged_digests(),
+        wire.RECEIVE_ACTION: lambda _: receive_weights(argument),
+    }
+    if verb not in answers:
         return original(checker, action, *args, **kwargs)
-    return compat.checksum_payload(checker, answers[action], role=kwargs["role"])
+    # a rank that raised would leave the others waiting for its answer
+    return compat.checksum_payload(
+        checker,
+        lambda model: receiver.answer(lambda: answers[verb](model)),
+        role=kwargs["role"],
+    )
+
+
+def expect_weights(model: torch.nn.Module, share: str) -> dict[str, str]:
+    """Prepares this rank for its part of the server's share (sglang_bridge/weights/share.py)."""
+    global _receiver
+    if _receiver is None:
+        _receiver = receiver.Receiver(model)
+    size = _receiver.expect(decode_share(share, compat.tp_rank()))
+    return {wire.RECEIVED_BYTES: str(size)}
+
+
+def stage_weights(group_name: str) -> dict[str, str]:
+    """Begins to receive staged weights from the update group `group_name`."""
+    the_receiver().stage(*compat.update_group(_runner, group_name))
+    return {}
+
+
+def receive_weights(group_name: str) -> dict[str, str]:
+    """Makes staged weights live and receives the others from the update group `group_name`."""
+    the_receiver().receive(*compat.update_group(_runner, group_name))
+    return {}
+
+
+def the_receiver() -> receiver.Receiver:
+    """Returns this rank's receiver. BadExpectation: nothing was ever expected here."""
+    if _receiver is None:
+        raise receiver.BadExpectation("no weights are expected here")
+    return _receiver
 
 
 def around_validate(

@@ -23,7 +23,8 @@ from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.serve import serve
 from megatron_opd.learner.sft import run_sft
 from megatron_opd.losses.vocab_parallel import gather_logp
-from megatron_opd.models.shards import local_parts, local_shards
+from megatron_opd.models.shards import local_shards
+from megatron_opd.models.views import views_by_name
 from megatron_opd.transport.token import TOKEN_VARIABLE
 from megatron_opd.types import Batch
 from megatron_opd.weight_sync.holdings import learner_holdings
@@ -59,9 +60,12 @@ def bitwise_equal(learner: MegatronLearner, model: Path) -> None:
 def holds_what_is_planned(learner: MegatronLearner, model: Path) -> None:
     """This rank's parameters are the parts of the checkpoint that weight_sync.holdings names."""
     full, rank = load_file(model / "model.safetensors"), learner.world.rank
-    local: dict[str, torch.Tensor] = {}
-    for shard in local_shards(learner.model, learner.spec, learner.world).values():
-        local |= {n: part for n, part in local_parts(shard, learner.spec).items() if len(part)}
+    shards = local_shards(learner.model, learner.spec, learner.world)
+    local = {
+        name: torch.cat([view.tensor for view in views], dim=views[0].dim)
+        for name, views in views_by_name(shards.values(), learner.spec).items()
+        if sum(view.length for view in views)
+    }
     parallel, fields = learner.config.parallel, learner.config.megatron
     planned = {
         held.name: full[held.name].narrow(held.dim, held.start, held.length)

@@ -23,25 +23,31 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import EXIT_LOST
+from megatron_opd.models.spec import read_model_spec
 from megatron_opd.transport.token import TOKEN_VARIABLE
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.types import Batch
 from megatron_opd.weight_sync.broadcast_messages import (
     JoinGroup,
     ListBuckets,
+    Listen,
     Request,
     SendBuckets,
     decode_buckets,
+    decode_port,
     encode_request,
 )
-from sglang_bridge.digest import digest
+from megatron_opd.weight_sync.plan import ServerLayout
+from megatron_opd.weight_sync.shards import Shards
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec, WeightPiece
+from sglang_bridge.weights.digest import as_text, digest
 from tests.dist import jobs
 from tests.dist.caches import make_batch, oracle_update
 from tests.dist.worlds import World
 from tests.support.figures import bounded
 from tests.support.models import tiny_qwen3_moe
+from tests.support.receiving import ThreadFleet
 from tests.support.sockets import listening
 from tests.support.wire import TOKEN
 
@@ -55,8 +61,12 @@ async def ask(remote: RemoteLearner, request: Request) -> bytes:
     return await remote.move_weights(encode_request(request))
 
 
-def join_group(port: int, world_size: int) -> JoinGroup:
-    return JoinGroup("127.0.0.1", port, world_size, "weights", "gloo", TIMEOUT_S)
+async def listen(remote: RemoteLearner, world_size: int) -> int:
+    return decode_port(await ask(remote, Listen("127.0.0.1", world_size, TIMEOUT_S)))
+
+
+def join_group(world_size: int) -> JoinGroup:
+    return JoinGroup(world_size, "weights", "gloo", TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +79,7 @@ def batch(model: Path) -> Batch:
     return make_batch(model, samples=4, seed=1, vocab=512)
 
 
-def make_config(model: Path, **parallel: int) -> Config:
+def make_config(model: Path, transport: str = "broadcast", **parallel: int) -> Config:
     server = {"model": str(model), "dtype": "float32"}
     learner = {
         "dtype": "float32",
@@ -85,7 +95,7 @@ def make_config(model: Path, **parallel: int) -> Config:
             "teacher": server,
             "buffer": {"batch_size": 4},
             "learner": learner,
-            "weight_sync": {"bucket_bytes": 100_000, "timeout_s": 5.0},
+            "weight_sync": {"type": transport, "bucket_bytes": 100_000, "timeout_s": 5.0},
         }
     )
 
@@ -132,8 +142,34 @@ def receivers(
     )
 
 
-@pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}])
-def test_train_sync_and_export(parallel, model, batch, tmp_path):
+async def broadcast(remote: RemoteLearner, out: Path) -> list[dict[str, torch.Tensor]]:
+    """What each of two engines received of the learner's weights."""
+    buckets = decode_buckets(await ask(remote, ListBuckets()))
+    assert len(buckets) > 2
+    port = await listen(remote, 3)
+    with receivers(out, port, 2, buckets) as engines:
+        await ask(remote, join_group(3))
+        await ask(remote, SendBuckets())
+        assert await asyncio.to_thread(engines.join, 30) == [0, 0], engines.errors()
+    return [load_file(out / f"received{rank}.safetensors") for rank in (1, 2)]
+
+
+async def send_shards(remote: RemoteLearner, config: Config) -> ThreadFleet:
+    """Servers of two layouts after they received the learner's weights."""
+    spec = read_model_spec(config.student.model)
+    fleet = ThreadFleet(spec, [ServerLayout(2, 2), ServerLayout(1, 1)], "float32")
+    shards = Shards(fleet, remote.move_weights, config)
+    await shards.open()
+    await shards.send(1)
+    await shards.close()
+    return fleet
+
+
+@pytest.mark.parametrize(
+    ("transport", "parallel"),
+    [("broadcast", {"tp": 2}), ("shards", {"pp": 2}), ("shards", {"dp": 2, "ep": 2})],
+)
+def test_train_sync_and_export(transport, parallel, model, batch, tmp_path):
     """The fleet receives exactly the weights after the update, which are those of the export."""
 
     async def body(remote: RemoteLearner) -> None:
@@ -142,24 +178,25 @@ def test_train_sync_and_export(parallel, model, batch, tmp_path):
         assert info.parameters == sum(tensor.numel() for tensor in source.values())
         figures = await remote.train(shares(batch, config.learner, Estimator(), 1))
         assert figures.loss == pytest.approx(exact.loss, rel=1e-5)
-        buckets = decode_buckets(await ask(remote, ListBuckets()))
-        assert len(buckets) > 2
-        port = free_port()
-        with receivers(tmp_path / "engines", port, 2, buckets) as engines:
-            await ask(remote, join_group(port, 3))
-            await ask(remote, SendBuckets())
-            assert await asyncio.to_thread(engines.join, 30) == [0, 0], engines.errors()
+        engines, fleet = [], None
+        if transport == "broadcast":
+            engines = await broadcast(remote, tmp_path / "engines")
+        else:
+            fleet = await send_shards(remote, config)
         await remote.export_hf(tmp_path / "export")
         export = load_file(tmp_path / "export" / "model.safetensors")
         assert export.keys() == source.keys()
         assert not torch.equal(export["lm_head.weight"], source["lm_head.weight"])
-        for rank in (1, 2):
-            received = load_file(tmp_path / "engines" / f"received{rank}.safetensors")
+        for received in engines:
             assert received.keys() == export.keys()
             assert all(torch.equal(received[name], export[name]) for name in export)
+        for rank in () if fleet is None else fleet.ranks():
+            for piece in rank.pieces:
+                part = export[piece.hf_name].narrow(piece.dim, piece.start, piece.length)
+                assert torch.equal(piece.view, part), piece.hf_name
         await check_digests(remote, export)
 
-    config = make_config(model, **parallel)
+    config = make_config(model, transport, **parallel)
     exact = oracle_update(model, batch, lr=1e-3, eps=1e-3, clip=1.0)
     assert with_learner(config, tmp_path, body, 2) == [0, 0]
 
@@ -173,23 +210,24 @@ async def check_digests(remote: RemoteLearner, export: dict[str, torch.Tensor]) 
     ]
     found = await remote.piece_digests([WeightPiece(0, *piece, "") for piece in slices])
     for (name, dim, start, length, dtype), value in zip(slices, found, strict=True):
-        part = export[name].narrow(dim, start, length).to(getattr(torch, dtype)).contiguous()
-        assert value == digest(part.view(torch.uint8).numpy()), name
+        part = export[name].narrow(dim, start, length).to(getattr(torch, dtype))
+        assert value == as_text(digest(part, *((0, start) if dim else (start, 0)))), name
 
 
 def test_an_engine_that_never_joins_or_never_takes_its_bucket_is_an_error(model, tmp_path):
     async def absent(remote: RemoteLearner) -> None:
         await remote.wait_ready(START_S)
+        await listen(remote, 2)
         started = time.monotonic()
         with pytest.raises(LearnerError, match="rank 0: "):
-            await ask(remote, join_group(free_port(), 2))
+            await ask(remote, join_group(2))
         assert time.monotonic() - started < 12
 
     async def silent(remote: RemoteLearner) -> None:
         await remote.wait_ready(START_S)
-        port = free_port()
+        port = await listen(remote, 2)
         with receivers(tmp_path / "engines", port, 1, [], silent=True):
-            await ask(remote, join_group(port, 2))
+            await ask(remote, join_group(2))
             started = time.monotonic()
             with pytest.raises(LearnerError, match="rank 0: "):
                 await ask(remote, SendBuckets())
@@ -303,6 +341,7 @@ async def main():
                            Admission({TOKEN!r}))
     print(remote.address, flush=True)
     await remote.wait_ready({START_S})
+    await remote.piece_digests([])  # until then the welcome may still be on its way
     print("ready", flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 from torch import distributed
 
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.weight_sync.holdings import server_holdings
+from megatron_opd.weight_sync.plan import ServerLayout
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BridgeError, ServerDied, ServerRefused, WeightSyncFailed
 from sglang_bridge.fleet import Fleet
@@ -21,6 +23,7 @@ from sglang_bridge.http import HttpConnection
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec
 from sglang_bridge.server.launch import ServerProcess, running_states
+from sglang_bridge.weights.exchange import send
 from tests.e2e.conftest import STARTUP_TIMEOUT_S, left_behind, running, tiny_spec
 from tests.e2e.replies import (
     check_selection,
@@ -30,7 +33,15 @@ from tests.e2e.replies import (
     span_error,
     wrong_rows,
 )
-from tests.e2e.weight_sync import differing, join, load_tensors, perturbed_copy, sync_weights
+from tests.e2e.weight_sync import (
+    differing,
+    join,
+    load_tensors,
+    perturbed_copy,
+    plan_for,
+    shards_of,
+    sync_weights,
+)
 from tests.support.figures import bounded
 from tests.support.oracles import load_reference
 from tests.support.sockets import listening, open_to_others
@@ -79,6 +90,11 @@ def test_nothing_is_done_without_the_key(parallel_server: ServerProcess, key: st
         lambda client: client.end_weight_update(7),
         lambda client: client.init_weights_group("127.0.0.1", free_port(), 1, 3, "x", "gloo"),
         lambda client: client.update_bucket(BucketSpec(("w",), ("float32",), ((1,),)), "x"),
+        ServerClient.weight_pieces,
+        lambda client: client.weight_digests(staged=True),
+        lambda client: client.expect_weights("[]"),
+        lambda client: client.stage_weights("x"),
+        lambda client: client.receive_weights("x"),
     ]
 
     async def run():
@@ -125,7 +141,7 @@ def test_two_ranks_draw_score_and_receive(
     async def run():
         async with Fleet([client_of(parallel_server, 120)]) as fleet:
             assert (fleet.infos[0].tp_size, fleet.infos[0].ep_size) == (2, 2)
-            assert fleet.world.size == 3
+            assert fleet.world().size == 3
             group, name = await join(fleet)
             work = [asyncio.create_task(fleet.generate(request)) for request in requests]
             await asyncio.sleep(0.3)
@@ -168,20 +184,110 @@ def test_two_ranks_draw_score_and_receive(
     assert all(len(rows) == changed[name].shape[dims[name]] for name, rows in covered.items())
 
 
-def test_a_silent_sender_is_an_error_not_a_hang(parallel_server: ServerProcess):
-    """Nobody at the address, then nobody in the broadcast; the server serves on."""
+def test_shards_reach_both_ranks(
+    parallel_server: ServerProcess, student_model: Path, tmp_path: Path
+):
+    """Some tensors by way of shadow buffers, while requests run, and the others in the pause."""
+    changed_model = perturbed_copy(student_model, tmp_path / "changed", scale=0.1, seed=6)
+    changed = load_tensors(changed_model)
+    plan = plan_for(student_model, ServerLayout(2, 2), staged=50_000)
+    first, rest = (shards_of(plan, changed, staged=staged) for staged in (True, False))
+    requests = requests_of(tokens=64, count=4)
+    device = torch.device("cpu")
+
+    async def run():
+        async with Fleet([client_of(parallel_server, 120)]) as fleet:
+            url, version = parallel_server.spec.url, fleet.infos[0].version + 1
+            group, name = await join(fleet)
+            pieces = (await fleet.weight_pieces())[url]
+            (sizes,) = await fleet.expect_weights(plan.shares())
+            old = (await fleet.weight_digests())[url]
+            work = [asyncio.create_task(fleet.generate(request)) for request in requests]
+            await fleet.stage_weights(name)
+            await asyncio.to_thread(send, group, first, torch.float32, device)
+            staged = (await fleet.weight_digests(staged=True))[url]
+            still = (await fleet.weight_digests())[url]
+            await fleet.pause("retract")
+            await fleet.begin_weight_update()
+            await asyncio.gather(
+                fleet.receive_weights(name, 60),
+                asyncio.to_thread(send, group, rest, torch.float32, device),
+            )
+            await fleet.flush_cache()
+            await fleet.end_weight_update(version)
+            await fleet.resume()
+            new = (await fleet.weight_digests())[url]
+            await asyncio.gather(*work)
+            reply = await fleet.generate(replace(requests[0], rid="after"))
+            await fleet.destroy_weights_group(name)
+            distributed.destroy_process_group(group)
+        return pieces, sizes, old, staged, still, new, reply
+
+    pieces, sizes, old, staged, still, new, reply = asyncio.run(run())
+    held = [[p for p in pieces if p.rank == rank] for rank in (0, 1)]
+    elements = [
+        sum(changed[p.hf_name].narrow(p.dim, p.start, p.length).numel() for p in mine)
+        for mine in held
+    ]
+    assert sizes == [4 * count for count in elements]
+    assert {p.rank for p in staged} == {0, 1}
+    assert 0 < len(staged) < len(pieces)
+    assert differing(staged, changed) == []
+    assert still == old
+    assert differing(new, changed) == []
+    assert len(new) == len(pieces)
+    error = span_error(
+        load_reference(changed_model), requests[0], reply, 0, len(reply.output_ids_T)
+    )
+    bounded("TP2 x EP2 server: draws after shards (nats)", error, TOLERANCE)
+
+
+def test_a_silent_sender_is_an_error_not_a_hang(
+    parallel_server: ServerProcess, student_model: Path
+):
+    """Nobody at the address, in the broadcast, or behind a shard; the server serves on.
+
+    So it does after lists of shards that do not fill its ranks.
+    """
+    plan = plan_for(student_model, ServerLayout(2, 2), staged=0)
+    (share,), (layout,) = plan.shares(), plan.layouts
+    of_rank_1 = next(route for route in layout.paused if route.destination == 1)
+    paused = tuple(route for route in layout.paused if route is not of_rank_1)
+    short = replace(plan, layouts=(replace(layout, paused=paused),)).shares()[0]
+    nothing = replace(plan, layouts=(replace(layout, paused=()),)).shares()[0]
+    bad = {
+        short: r"rank 1: BadExpectation: .* (is not filled exactly once|cut along the dim)",
+        nothing: r"rank 0: BadExpectation: .*cut along the dimensions \[\]",
+        "": r"rank 0: BadShare: no list of weights: ",
+        "[" * 100_000: r"rank 0: (BadShare|RecursionError)",
+        share[:-40]: r"rank 0: BadShare: no list of weights: ",
+    }
 
     async def run():
         async with Fleet([client_of(parallel_server, 60)]) as fleet:
             with pytest.raises(WeightSyncFailed, match="Failed to initialize"):
                 await fleet.init_weights_group("127.0.0.1", free_port(), "nobody", "gloo", 30)
             group, name = await join(fleet)
+            for shares, message in bad.items():
+                with pytest.raises(WeightSyncFailed, match=f"{parallel_server.spec.url} {message}"):
+                    await fleet.expect_weights([shares])
+            await fleet.expect_weights(plan.shares())
+            with pytest.raises(
+                WeightSyncFailed, match=r"rank 0: .* not joined a group named no-su"
+            ):
+                await fleet.receive_weights("no-such-group")
+            with pytest.raises(WeightSyncFailed, match=r"rank 0: .*no staged weights are expected"):
+                await fleet.stage_weights(name)
             await fleet.pause("retract")
             await fleet.begin_weight_update()
             bucket = BucketSpec(("lm_head.weight",), ("float32",), ((512, 64),))
             with pytest.raises(WeightSyncFailed, match="Failed to receive weights"):
                 await fleet.update_bucket(bucket, name)
-            await fleet.end_weight_update(2)
+            distributed.destroy_process_group(group)
+            group, name = await join(fleet)
+            with pytest.raises(WeightSyncFailed, match=r"rank 0: .* sent no weights: .*imed out"):
+                await fleet.receive_weights(name)
+            await fleet.end_weight_update(fleet.infos[0].version + 1)
             await fleet.resume()
             distributed.destroy_process_group(group)
             return await fleet.generate(requests_of(tokens=3, count=1)[0])

@@ -10,11 +10,15 @@ import torch
 from safetensors.torch import load_file
 from torch import distributed
 
+from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.models.spec import read_model_spec
+from megatron_opd.weight_sync.plan import ServerLayout, SyncPlan, plan_sync
 from sglang_bridge.client import ServerClient
-from sglang_bridge.digest import digest
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec, WeightPiece
+from sglang_bridge.weights.digest import as_text, digest
+from sglang_bridge.weights.exchange import Message
 
 _names = (f"test-{i}" for i in itertools.count())
 
@@ -48,7 +52,7 @@ async def join(fleet: Fleet, timeout_s: float = 60) -> tuple[distributed.Process
             init_custom_process_group,
             backend="gloo",
             init_method=f"tcp://127.0.0.1:{port}",
-            world_size=fleet.world.size,
+            world_size=fleet.world().size,
             rank=0,
             group_name=name,
             timeout=timedelta(seconds=timeout_s),
@@ -87,12 +91,31 @@ async def sync_weights(
     await fleet.resume()
 
 
+def plan_for(model: Path, server: ServerLayout, staged: float) -> SyncPlan:
+    """What rank 0 of a group sends to a server's ranks; staged: numbers that each may stage."""
+    return plan_sync(read_model_spec(model), ParallelConfig(), {}, [server], 10_000, staged)
+
+
+def shards_of(
+    plan: SyncPlan, tensors: Mapping[str, torch.Tensor], *, staged: bool
+) -> list[Message]:
+    """The messages of a plan, of these tensors."""
+    return [
+        Message(
+            1 + bucket.receiver,
+            tuple(part.name for part in bucket.parts),
+            tuple(tensors[p.name].narrow(p.dim, p.start, p.length) for p in bucket.parts),
+        )
+        for bucket in plan.outgoing(0, staged=staged)
+    ]
+
+
 def differing(pieces: Sequence[WeightPiece], tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Names of the pieces whose digest is not that of the same slice of `tensors`."""
 
     def digest_of(piece: WeightPiece) -> str:
         part = tensors[piece.hf_name].narrow(piece.dim, piece.start, piece.length)
-        return digest(part.contiguous().view(torch.uint8).numpy())
+        return as_text(digest(part, *((0, piece.start) if piece.dim else (piece.start, 0))))
 
     return [piece.hf_name for piece in pieces if digest_of(piece) != piece.digest]
 

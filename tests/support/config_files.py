@@ -4,11 +4,18 @@ from pathlib import Path
 
 import yaml
 
+from megatron_opd.config.schema import Config
+
 MINIMAL = {
     "data": {"train": "train.jsonl"},
     "student": {"model": "student"},
     "teacher": {"model": "teacher"},
 }
+
+
+def minimal(**sections: object) -> Config:
+    """The shortest configuration, with these sections."""
+    return Config.model_validate(MINIMAL | sections)
 
 
 def write(tmp_path: Path, tree: object) -> Path:

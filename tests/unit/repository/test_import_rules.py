@@ -32,6 +32,8 @@ ONLY = {
 TORCH_FREE = {"types", "config", "buffer", "batching", "controller", "rollout", "teacher"}
 TORCH_FREE |= {"columns", "metrics", "planning"}
 HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
+# What learner ranks and server ranks do alike with tensors; the client side stays free of it.
+WITH_TORCH = {"sglang_bridge.weights.digest", "sglang_bridge.weights.exchange"}
 
 
 @cache
@@ -72,10 +74,11 @@ def violations(path: Path, modules: set[str]) -> list[str]:
     for module in sorted(modules):
         parts = module.split(".")
         if top == "sglang_bridge":
-            server = package == "server"
+            server = package == "server" or module_name(path) in WITH_TORCH
             if parts[0] == "megatron_opd":
                 found.append(f"{path}: sglang_bridge must not import {module}")
-            if not server and (parts[0] in HEAVY or parts[:2] == ["sglang_bridge", "server"]):
+            heavy = parts[0] in HEAVY or parts[:2] == ["sglang_bridge", "server"]
+            if not server and (heavy or module in WITH_TORCH):
                 found.append(f"{path}: the client side must not import {module}")
             continue
         if parts[0] == "megatron_opd" and len(parts) > 1:
@@ -87,6 +90,8 @@ def violations(path: Path, modules: set[str]) -> list[str]:
             found.append(f"{path}: only cli starts servers")
         elif parts[0] == "megatron" and package != "learner":
             found.append(f"{path}: only learner imports megatron")
+        elif module in WITH_TORCH and package != "weight_sync":
+            found.append(f"{path}: only weight_sync exchanges weights")
         elif parts[0] in HEAVY and package in TORCH_FREE:
             found.append(f"{path}: {package} is torch-free, imports {module}")
     return found

@@ -238,7 +238,7 @@ def test_the_fleet_names_the_server_that_failed():
 
 def test_a_fleet_of_different_models_does_not_start():
     def routes(vocab_size: str) -> dict:
-        rank = {"checksums": {"vocab_size": vocab_size, "dtype": "float32"}}
+        rank = {"checksums": {"vocab_size": vocab_size, "dtype": "float32"}, "parallelism_info": []}
         server = {"tp_size": 1, "ep_size": 1, "max_total_num_tokens": 9}
         server["enable_deterministic_inference"] = False
         return {
@@ -272,7 +272,7 @@ def test_a_fleet_with_an_unreachable_server_does_not_start():
 
 
 def test_ranks_of_the_weight_update_group():
-    world = weights_world([1, 2, 4])
+    world = weights_world([1, 2, 4], senders=1)
     assert world.size == 8
     assert world.rank_offsets == (1, 2, 4)
     with pytest.raises(ValueError, match="at least one server"):

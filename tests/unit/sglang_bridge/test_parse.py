@@ -307,7 +307,9 @@ def test_pieces_and_info():
         parse_pieces(URL, {"ranks": [{"checksums": {"a.b": "0"}, "parallelism_info": []}]})
     with pytest.raises(BadReply, match="ranks is missing"):
         parse_pieces(URL, {"success": True})
-    described = {"ranks": [{"checksums": {"vocab_size": "512", "dtype": "bfloat16"}}]}
+    described = {
+        "ranks": [{"checksums": {"vocab_size": "512", "dtype": "bfloat16"}, "parallelism_info": []}]
+    }
     server = {"tp_size": 2, "ep_size": 2, "max_total_num_tokens": 99}
     server["enable_deterministic_inference"] = True
     model = {"model_path": "m", "weight_version": "3"}

@@ -11,8 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_bridge import wire
-from sglang_bridge.errors import BadReply, RequestAborted
-from sglang_bridge.parse import Known, parse_info, parse_pieces, parse_rollout, parse_scores
+from sglang_bridge.errors import BadReply, RankFailed, RequestAborted
+from sglang_bridge.parse import (
+    Known,
+    parse_done,
+    parse_expected,
+    parse_info,
+    parse_pieces,
+    parse_rollout,
+    parse_scores,
+)
 from sglang_bridge.parse import parse_version as read_version
 from sglang_bridge.protocol import RolloutRequest
 from tests.support.bridge_replies import (
@@ -160,6 +168,13 @@ def test_impossible_experts(change: dict[str, Any]):
 
 
 RANK = {"checksums": {"a.b|1|4|2|float32": "00ff"}, "parallelism_info": [{"tp_rank": 1}]}
+
+
+def described(answers: dict[str, Any]) -> dict[str, Any]:
+    """The reply of a server of one rank to an action of the plugin."""
+    return {"ranks": [{"checksums": answers, "parallelism_info": []}]}
+
+
 INFO = {
     "server": {
         "tp_size": 2,
@@ -169,7 +184,7 @@ INFO = {
     },
     "model": {"model_path": "m", "weight_version": "3"},
     "models": {"data": [{"max_model_len": 64}]},
-    "plugin": {"ranks": [{"checksums": {"vocab_size": "512", "dtype": "bfloat16"}}]},
+    "plugin": described({"vocab_size": "512", "dtype": "bfloat16"}),
 }
 
 
@@ -188,18 +203,18 @@ INFO = {
 )
 def test_impossible_pieces(key: str, digest: Any):
     with pytest.raises(BadReply) as caught:
-        parse_pieces(URL, {"ranks": [{"checksums": {key: digest}, "parallelism_info": []}]})
+        parse_pieces(URL, described({key: digest}))
     assert str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize(
     ("section", "change"),
     [
-        ("plugin", {"ranks": [{"checksums": {"vocab_size": "0", "dtype": "x"}}]}),
-        ("plugin", {"ranks": [{"checksums": {"vocab_size": "-5", "dtype": "x"}}]}),
-        ("plugin", {"ranks": [{"checksums": {"dtype": "x"}}]}),
-        ("plugin", {"ranks": [{"checksums": {"vocab_size": "9" * 12, "dtype": "x"}}]}),
-        ("plugin", {"ranks": [{"checksums": {"vocab_size": "5", "dtype": "x\x1b["}}]}),
+        ("plugin", described({"vocab_size": "0", "dtype": "x"})),
+        ("plugin", described({"vocab_size": "-5", "dtype": "x"})),
+        ("plugin", described({"dtype": "x"})),
+        ("plugin", described({"vocab_size": "9" * 12, "dtype": "x"})),
+        ("plugin", described({"vocab_size": "5", "dtype": "x\x1b["})),
         ("server", {"tp_size": True}),
         ("server", {"tp_size": 0}),
         ("server", {"max_total_num_tokens": HUGE}),
@@ -214,6 +229,85 @@ def test_impossible_descriptions(section: str, change: dict[str, Any]):
     with pytest.raises(BadReply) as caught:
         parse_info(URL, **(INFO | {section: INFO[section] | change}))
     assert str(caught.value).isprintable()
+
+
+def of_ranks(*answers: dict[str, Any], ranks: list[Any] | None = None) -> dict[str, Any]:
+    """The reply of a server's ranks to an action of the plugin."""
+    numbers = list(range(len(answers))) if ranks is None else ranks
+    return {
+        "ranks": [
+            {"checksums": said, "parallelism_info": [{"tp_rank": rank}]}
+            for said, rank in zip(answers, numbers, strict=True)
+        ]
+    }
+
+
+def size(value: Any) -> dict[str, Any]:
+    return {wire.RECEIVED_BYTES: value}
+
+
+def test_bytes_that_ranks_expect_are_in_rank_order():
+    assert parse_expected(URL, of_ranks(size("7"), size("300"), ranks=[1, 0])) == [300, 7]
+    assert parse_expected(URL, described(size(8))) == [8]
+    parse_done(URL, of_ranks({}, {}))
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (of_ranks(size("-1")), "bytes to receive '-1' is not a number"),
+        (of_ranks(size("1.5")), "'1.5' is not a number"),
+        (of_ranks(size("9" * 16)), "is not a number"),
+        (of_ranks(size("9" * 5000)), "is not a number"),
+        (of_ranks(size(HUGE)), "is not a number"),
+        (of_ranks(size(True)), "bytes to receive True is not a number"),
+        (of_ranks(size(None)), "bytes to receive None is not a number"),
+        (of_ranks(size([7])), "is not a number"),
+        (of_ranks(size("\x1b[2J")), "is not a number"),
+        (of_ranks({}), "bytes to receive None"),
+        (of_ranks(), "no rank answered: is the server's plugin active"),
+        ({}, "ranks is missing"),
+        (None, "ranks is missing"),
+        ({"ranks": None}, "ranks is missing"),
+        ({"ranks": [None]}, "checksums is missing"),
+        ({"ranks": [{"checksums": size("1")}]}, "parallelism_info is missing"),
+        ({"ranks": [{"checksums": [], "parallelism_info": []}]}, "checksums is missing"),
+        ({"ranks": [{"checksums": size("1"), "parallelism_info": [7]}]}, "tp_rank must be"),
+        (of_ranks(size("1"), ranks=[-1]), "tp_rank must be a whole number"),
+        (of_ranks(size("1"), ranks=[True]), "tp_rank must be a whole number"),
+        # before: one of them was lost
+        (of_ranks(size("1"), size("2"), ranks=[0, 0]), r"ranks \[0, 0\] answered"),
+        (of_ranks(size("1"), size("2"), ranks=[0, 2]), r"ranks \[0, 2\] answered"),
+        (of_ranks(size("2"), ranks=[1]), r"ranks \[1\] answered"),
+    ],
+)
+def test_impossible_expectations(reply: Any, message: str):
+    with pytest.raises(BadReply, match=message) as caught:
+        parse_expected(URL, reply)
+    assert str(caught.value).startswith(URL)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) <= 1000
+
+
+@pytest.mark.parametrize("parse", [parse_expected, parse_done, parse_pieces])
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("BadExpectation: a is not filled", "BadExpectation: a is not filled"),
+        ("a\nb\x1b[2J\u202e", r"a b\\x1b\[2J\\u202e"),
+        ("long " * 9000, "long long"),
+        (None, "None"),
+        ({"deep": [1]}, r"\{'deep': \[1\]\}"),
+    ],
+)
+def test_a_rank_that_failed_is_named_whatever_it_says(
+    parse: Callable[..., Any], said: Any, shown: str
+):
+    reply = of_ranks(size("1"), {wire.ERROR: said})
+    with pytest.raises(RankFailed, match=f"^{URL} rank 1: {shown}") as caught:
+        parse(URL, reply)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) <= 1000
 
 
 JSON = st.recursive(
@@ -264,6 +358,8 @@ REPLIES: dict[str, tuple[Any, Callable[[Any], object]]] = {
         lambda reply: parse_scores(URL, reply, SELECT_REQUEST, KNOWN),
     ),
     "pieces": ({"ranks": [RANK]}, lambda reply: parse_pieces(URL, reply)),
+    "expected": (of_ranks(size("1"), size("2")), lambda reply: parse_expected(URL, reply)),
+    "done": (of_ranks({}, {}), lambda reply: parse_done(URL, reply)),
     "info": (INFO, lambda reply: parse_info(URL, *info_parts(reply))),
     "version": (INFO["model"], lambda reply: read_version(URL, reply)),
 }
@@ -281,7 +377,7 @@ def test_a_damaged_reply_is_whole_or_a_bad_reply(kind: str, data: st.DataObject)
     good, parse = REPLIES[kind]
     try:
         read = parse(damaged(data, good))
-    except (BadReply, RequestAborted) as error:
+    except (BadReply, RankFailed, RequestAborted) as error:
         said = str(error)
         sound = said.isprintable() and len(said) <= 1000
     else:

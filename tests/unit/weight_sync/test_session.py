@@ -10,14 +10,17 @@ from megatron_opd.weight_sync.broadcast import Broadcast
 from megatron_opd.weight_sync.broadcast_messages import (
     JoinGroup,
     ListBuckets,
+    Listen,
     SendBuckets,
     decode_request,
     encode_buckets,
+    encode_port,
 )
 from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.errors import ServerRefused, WeightSyncFailed
 from sglang_bridge.fleet import weights_world
 from sglang_bridge.protocol import BucketSpec, WeightPiece
+from tests.support.config_files import minimal
 from tests.support.fakes import run_virtual
 
 BUCKETS = (
@@ -42,6 +45,7 @@ class Wire:
         self.hang = hang
         self.versions = dict.fromkeys(URLS, 0)
         self.pieces = dict.fromkeys(URLS, PIECES)
+        self.staged = dict.fromkeys(URLS, PIECES)
         self.running = True
         self.sent = [asyncio.Event() for _ in BUCKETS]
         self.wanted = [asyncio.Event() for _ in BUCKETS]
@@ -63,16 +67,15 @@ class FakeFleet:
     def __init__(self, wire):
         self.wire = wire
 
-    @property
-    def world(self):
-        return weights_world([2, 1])
+    def world(self, senders=1):
+        return weights_world([2, 1], senders)
 
     async def versions(self):
         await self.wire.step("info")
         return self.wire.versions
 
     async def init_weights_group(self, host, port, name, backend, timeout_s=None):
-        assert port > 1023
+        assert port == 2345
         await self.wire.step(f"join {name} {backend}")
         await self.wire.step("join")
 
@@ -104,9 +107,9 @@ class FakeFleet:
         await self.wire.step("end")
         self.wire.versions = dict.fromkeys(URLS, version)
 
-    async def weight_digests(self):
-        await self.wire.step("verify")
-        return self.wire.pieces
+    async def weight_digests(self, *, staged=False):
+        await self.wire.step("verify staged" if staged else "verify")
+        return self.wire.staged if staged else self.wire.pieces
 
 
 class FakeLearner:
@@ -120,6 +123,9 @@ class FakeLearner:
             case ListBuckets():
                 await self.wire.step("manifest")
                 return encode_buckets(BUCKETS)
+            case Listen():
+                await self.wire.step("listen")
+                return encode_port(2345)
             case JoinGroup(world_size=size):
                 self.world_size = size
                 await self.wire.step("connect")
@@ -147,7 +153,7 @@ def session(wire, **config):
 
 
 def weight_sync_of(fleet, learner, settings):
-    transport = Broadcast(fleet, learner.move_weights, settings)
+    transport = Broadcast(fleet, learner.move_weights, minimal(weight_sync=settings))
     return WeightSync(fleet, learner, transport, settings)
 
 
@@ -292,13 +298,100 @@ def test_a_tensor_without_digest_is_named_but_a_tied_head_is_fine():
         run_virtual(scenario(PIECES[1:]))
 
 
-def test_verification_can_be_switched_off():
+@pytest.mark.parametrize(("every", "verified"), [(0, [0]), (1, [0, 1, 2, 3]), (2, [0, 2])])
+def test_digests_are_compared_first_and_then_every_so_often(every, verified):
     async def scenario():
         wire = Wire()
-        weight_sync, _ = session(wire, verify_first=False)
+        weight_sync, _ = session(wire, verify_every=every)
         await weight_sync.open()
-        await weight_sync.sync(1)
-        assert "verify" not in wire.log
+        for index in range(4):
+            wire.log.clear()
+            wire.reset()
+            await weight_sync.sync(index + 1)
+            assert ("verify" in wire.log) == (index in verified)
+
+    run_virtual(scenario())
+
+
+class Staging:
+    """A transport that stages all of its tensors but those of `paused`."""
+
+    stages = True
+    tensors = frozenset(piece.hf_name for piece in PIECES)
+    num_bytes = 8
+
+    def __init__(self, wire):
+        self.wire = wire
+
+    async def open(self):
+        await self.wire.step("open")
+
+    async def stage(self, version):
+        assert self.wire.running
+        await self.wire.step("stage")
+
+    async def send(self, version):
+        assert not self.wire.running
+        await self.wire.step("send")
+
+    async def close(self):
+        await self.wire.step("close")
+
+
+def staging_session(wire, **config):
+    settings = WeightSyncConfig(timeout_s=30.0, staging=True, **config)
+    return WeightSync(FakeFleet(wire), FakeLearner(wire), Staging(wire), settings)
+
+
+def test_what_is_staged_is_compared_before_the_pause():
+    async def scenario():
+        wire = Wire()
+        weight_sync = staging_session(wire, verify_every=2)
+        await weight_sync.open()
+        wire.log.clear()
+        first = await weight_sync.sync(1)
+        begun = "stage verify_staged learner_digests pause begin send flush end"
+        order = [name.replace(" ", "_") for name in wire.log]
+        # the first time also that the servers copied the shadow right
+        assert order == f"{begun} verify learner_digests continue info".split()
+        assert first.paused_s == pytest.approx(0.8)
+        wire.log.clear()
+        await weight_sync.sync(2)
+        assert wire.log == ["stage", "pause", "begin", "send", "flush", "end", "continue", "info"]
+        wire.log.clear()
+        third = await weight_sync.sync(3)
+        assert [n.replace(" ", "_") for n in wire.log] == f"{begun} continue info".split()
+        assert third.paused_s == pytest.approx(0.6)
+        assert third.phase_seconds()["verify"] == pytest.approx(0.2)
+
+    run_virtual(scenario())
+
+
+def test_what_is_not_staged_is_compared_in_the_pause():
+    async def scenario():
+        wire = Wire()
+        wire.staged = dict.fromkeys(URLS, PIECES[:1])
+        weight_sync = staging_session(wire, verify_every=1)
+        await weight_sync.open()
+        for version in (1, 2):
+            wire.log.clear()
+            await weight_sync.sync(version)
+            assert wire.log.index("verify staged") < wire.log.index("pause")
+            assert wire.log.index("end") < wire.log.index("verify")
+
+    run_virtual(scenario())
+
+
+def test_a_bit_that_changed_in_a_shadow_never_goes_live():
+    async def scenario():
+        wire = Wire()
+        damaged = replace(PIECES[1], digest="0" * 16)
+        wire.staged[URLS[1]] = [PIECES[0], damaged, PIECES[2]]
+        weight_sync = staging_session(wire)
+        await weight_sync.open()
+        with pytest.raises(WeightSyncFailed, match=f"verify: {URLS[1]} rank 0: norm .* sync 1"):
+            await weight_sync.sync(1)
+        assert "pause" not in wire.log
 
     run_virtual(scenario())
 

@@ -7,8 +7,10 @@ import pytest
 from megatron_opd.config.sections import TRANSPORTS, WeightSyncConfig
 from megatron_opd.weight_sync.broadcast import BROADCAST
 from megatron_opd.weight_sync.session import WeightSync
+from megatron_opd.weight_sync.shards import SHARDS
 from megatron_opd.weight_sync.transport import FleetPart, TransportKind, transport_kind
 from sglang_bridge.protocol import WeightPiece
+from tests.support.config_files import minimal
 from tests.support.fakes import run_virtual
 
 SERVER = "http://a:1"
@@ -25,6 +27,11 @@ class Hearsay:
     async def open(self):
         self.tensors = frozenset((await self.ask(b"names")).decode().split())
         self.num_bytes = 8 * len(self.tensors)
+
+    stages = False
+
+    async def stage(self, version):
+        raise AssertionError("it stages nothing")
 
     async def send(self, version):
         for name in sorted(self.tensors):
@@ -77,7 +84,7 @@ class Servers:
     async def end_weight_update(self, version):
         self.version = version
 
-    async def weight_digests(self):
+    async def weight_digests(self, *, staged=False):
         return {
             SERVER: [
                 WeightPiece(0, name, 0, 0, 1, "float32", value.hex())
@@ -100,12 +107,12 @@ class Learner:
 
 
 def test_a_transport_from_outside_the_package_serves_a_whole_weight_sync():
-    config = WeightSyncConfig(type=f"{__name__}:HEARSAY")
-    kind = transport_kind(config)
+    config = minimal(weight_sync={"type": f"{__name__}:HEARSAY"})
+    kind = transport_kind(config.weight_sync)
     weights = {"embed": b"one", "norm": b"two"}
     servers, learner = Servers(), Learner(kind.learner_part(dict(weights), config))
     transport: FleetPart = kind.fleet_part(servers, learner.move_weights, config)
-    weight_sync = WeightSync(servers, learner, transport, config)
+    weight_sync = WeightSync(servers, learner, transport, config.weight_sync)
 
     async def scenario():
         await weight_sync.open()
@@ -120,9 +127,10 @@ def test_a_transport_from_outside_the_package_serves_a_whole_weight_sync():
     assert servers.log == ["pause", "begin", "flush ['embed', 'norm']", "resume"]
 
 
-def test_every_named_transport_is_there_and_broadcast_is_the_default():
+def test_every_named_transport_is_there_and_shards_is_the_default():
     kinds = {name: transport_kind(WeightSyncConfig(type=name)) for name in TRANSPORTS}
-    assert kinds["broadcast"] is BROADCAST is transport_kind(WeightSyncConfig())
+    assert kinds == {"shards": SHARDS, "broadcast": BROADCAST}
+    assert transport_kind(WeightSyncConfig()) is SHARDS
 
 
 @pytest.mark.parametrize(
@@ -140,5 +148,7 @@ def test_a_path_that_names_no_transport_is_refused_in_one_line(path: str, messag
 
 
 def test_a_name_that_is_neither_is_refused_with_the_configuration():
-    with pytest.raises(ValueError, match="must be one of broadcast or your own as MODULE:NAME"):
+    with pytest.raises(
+        ValueError, match="must be one of shards, broadcast or your own as MODULE:NAME"
+    ):
         WeightSyncConfig(type="carrier-pigeon")

@@ -275,6 +275,13 @@ def test_update_groups_get_our_timeout(monkeypatch: pytest.MonkeyPatch):
     assert seen["timeout"] is None
 
 
+def test_an_update_group_that_was_not_joined_is_named():
+    """Before: `KeyError: 'other'`."""
+    runner = SimpleNamespace(weight_updater=SimpleNamespace(_model_update_group={}))
+    with pytest.raises(LookupError, match=r"^this rank has not joined a group named other$"):
+        compat.update_group(runner, "other")
+
+
 def test_checksum_payload_has_the_wire_types():
     import msgspec
     from sglang.srt.managers.io_struct import ChecksumInfo, ParallelismInfo

@@ -1,5 +1,6 @@
 """A server's stacked experts under the names that checkpoints have, so that digests compare."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -38,3 +39,37 @@ def test_pieces_of_experts_have_published_names(family: Family):
     assert torch.equal(by_name[down].view, w2[1])
     places = {n: (by_name[n].dim, by_name[n].start, by_name[n].length) for n in (gate, up, down)}
     assert places == {gate: (0, 4, 4), up: (0, 4, 4), down: (1, 4, 4)}
+
+
+LAYERS = "sglang.srt.layers"  # importing them takes seconds, and files of a server's own
+
+
+@pytest.fixture
+def embedding(monkeypatch: pytest.MonkeyPatch) -> type:
+    """The class that SGLang's vocabulary layers have here."""
+    kinds = ("QKVParallelLinear", "MergedColumnParallelLinear", "RowParallelLinear")
+    linear = SimpleNamespace(**{kind: type(kind, (), {}) for kind in kinds})
+    vocabulary = SimpleNamespace(VocabParallelEmbedding=type("VocabParallelEmbedding", (), {}))
+    experts = SimpleNamespace(FusedMoE=type("FusedMoE", (), {}))
+    for name, module in {
+        LAYERS: SimpleNamespace(linear=linear),
+        f"{LAYERS}.vocab_parallel_embedding": vocabulary,
+        f"{LAYERS}.moe.fused_moe_triton.layer": experts,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return vocabulary.VocabParallelEmbedding
+
+
+@pytest.mark.parametrize(("rank", "held"), [(0, [(0, 3)]), (1, [(3, 2)]), (2, [])])
+def test_a_rank_of_padding_alone_holds_no_piece(
+    embedding: type, rank: int, held: list[tuple[int, int]]
+):
+    """Five ids over three ranks of three. Before: a piece of no rows, which no plan has."""
+    module = embedding()
+    count = max(0, min(3, 5 - 3 * rank))
+    module.shard_indices = SimpleNamespace(
+        num_added_elements=0, num_org_elements=count, org_vocab_start_index=min(5, 3 * rank)
+    )
+    found = list(pieces._pieces_of(module, "model.embed_tokens", "weight", torch.zeros(3, 4)))
+    assert [(piece.start, piece.length) for piece in found] == held
+    assert all(piece.view.shape == (piece.length, 4) for piece in found)

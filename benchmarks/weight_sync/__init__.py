@@ -1,0 +1,173 @@
+"""A weight sync by `shards`, by `broadcast` and by an older commit, side by side in one run.
+
+    python -m benchmarks weight_sync [--tiny] [--before COMMIT] [--only WORD] [--limit N]
+
+Real processes: torchrun's learner ranks, an SGLang server, the fleet, remote learner and session of
+`opd run`; nothing is trained. The model is a random Qwen3-MoE of 604 MB in float32, at TP2 and
+TP2xEP2 on both sides. The older commit (default: the last one before `shards`) is unpacked beside,
+and its own learner, servers and session do the same.
+
+For each case: seconds of every sync after the first, its phases and pause; bytes that every rank
+sent and received, as the kernel counted them; peak memory above what was there before the sync;
+CPU seconds; seconds of the digests after the first sync; tokens that a fleet with requests in
+flight samples in equal windows with and without a sync. As a control one bit of a received weight
+is flipped, and the digests must find that slice and no other.
+
+What it cannot say: everything is on one machine over loopback, so a "network" of memory copies that
+compete with the ranks for its cores; no GPU, no NCCL. With two cores for four ranks and whatever
+else runs, only ratios inside one run mean something, and CPU seconds more than seconds. A figure of
+one commit is that of its defaults with the same bucket_bytes. Tokens lost depend on how fast the
+server decodes here.
+
+Rows are kept in runs/weight_sync/rows.jsonl; stopped, it goes on where it was. A row counts only
+for the code and the settings that made it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.synthetic import write_model
+from benchmarks.weight_sync.cases import BEFORE, SIZES, Case, chosen_cases
+from benchmarks.weight_sync.older import ROOT, NoCommit, check_out, full_commit
+from benchmarks.weight_sync.summary import ratios, summarised
+from megatron_opd.metrics.summary import commit
+from megatron_opd.models.spec import read_model_spec
+from megatron_opd.planning.parameters import model_parameters
+from megatron_opd.transport.lifetime import PARENT_VARIABLE
+from sglang_bridge.server.launch import last_lines
+
+DEFAULT_BEFORE = "d1eb496"
+LIMIT_S = 900.0
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+ROWS = Path("runs") / "weight_sync" / "rows.jsonl"
+Tree = dict[str, Any]
+Run = Callable[[Case, Path, Path, Path], Tree]
+
+
+def measure(options: Sequence[str] = (), *, rows: Path = ROWS, run: Run | None = None) -> Tree:
+    """Run what is missing; every case by name, and the ratios of each layout."""
+    arguments = _arguments(options)
+    size = SIZES["tiny" if arguments.tiny else "full"]
+    before: str = arguments.before
+    with tempfile.TemporaryDirectory(prefix="opd-weight-sync-") as directory:
+        scratch = Path(directory)
+        trees = {BEFORE: check_out(before, scratch / "tree")}
+        cases = [case for case in chosen_cases(size) if arguments.only in case.name]
+        prints = {case.name: case.fingerprint(trees.get(case.way, ROOT)) for case in cases}
+        kept = _kept(rows, prints)
+        missing = [case for case in cases if case.name not in kept]
+        model = _model(scratch / "model", size.model)
+        for case in missing[: arguments.limit]:
+            began = time.monotonic()
+            made = (run or run_case)(case, trees.get(case.way, ROOT), model, scratch)
+            row = {"name": case.name, "fingerprint": prints[case.name], "figures": made}
+            row["commit"] = before if case.way == BEFORE else commit()
+            _append(rows, row)
+            kept[case.name] = row
+            _say(f"{len(kept)}/{len(cases)} {case.name}: {time.monotonic() - began:.0f} s")
+        parameters = model_parameters(read_model_spec(model)).total
+    return _result(cases, kept, parameters, before) | {
+        "size": "tiny" if arguments.tiny else "full",
+        "bucket_bytes": size.bucket_bytes,
+        "model": size.model,
+    }
+
+
+def run_case(case: Case, tree: Path, model: Path, scratch: Path) -> Tree:
+    """Run one case in its tree. RuntimeError, with the ends of the logs: it failed."""
+    own = Path(tempfile.mkdtemp(dir=scratch))
+    asked, out = case.asked(model, own), own / "figures.json"
+    (own / "case.json").write_text(json.dumps(asked), encoding="utf-8")
+    command = [sys.executable, "-m", "benchmarks.weight_sync.case", str(own / "case.json")]
+    # -m puts the working directory first, for this process and for all that it starts
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    environment |= {"PYTHONPATH": str(tree), PARENT_VARIABLE: str(os.getpid())}
+    log = own / "case.log"
+    with log.open("wb") as output:
+        done = subprocess.run(
+            command, cwd=tree, env=environment, stdout=output, stderr=output, timeout=LIMIT_S
+        )
+    if done.returncode or not out.exists():
+        ends = "\n".join(f"{path.name}:\n{last_lines(path)}" for path in sorted(own.glob("*.log")))
+        raise RuntimeError(f"{case.name} failed (exit code {done.returncode}):\n{ends}")
+    figures = json.loads(out.read_text(encoding="utf-8"))
+    shutil.rmtree(own)
+    return figures
+
+
+def _arguments(options: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks weight_sync")
+    parser.add_argument("--tiny", action="store_true", help="two cases of a model of 1 MB")
+    parser.add_argument("--before", default=DEFAULT_BEFORE, metavar="COMMIT")
+    parser.add_argument("--only", default="", metavar="WORD", help="cases whose name holds it")
+    parser.add_argument("--limit", type=int, help="run at most so many of the missing cases")
+    parsed = parser.parse_args(list(options))
+    try:
+        parsed.before = full_commit(parsed.before)
+    except NoCommit as error:
+        parser.error(str(error))
+    return parsed
+
+
+def _model(path: Path, config: Tree) -> Path:
+    """A random model with a tokenizer, which SGLang wants and nobody here uses."""
+    write_model(path, config)
+    for name in TOKENIZER:
+        shutil.copy(ROOT / "examples" / "arithmetic" / "student" / name, path)
+    return path
+
+
+def _kept(rows: Path, prints: dict[str, str]) -> dict[str, Tree]:
+    """The newest row of every case that this code made."""
+    lines = rows.read_text(encoding="utf-8").splitlines() if rows.exists() else []
+    found = {row["name"]: row for row in map(json.loads, lines)}
+    return {name: row for name, row in found.items() if row["fingerprint"] == prints.get(name)}
+
+
+def _append(rows: Path, row: Tree) -> None:
+    rows.parent.mkdir(parents=True, exist_ok=True)
+    with rows.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row, separators=(",", ":")) + "\n")
+
+
+def _result(cases: Sequence[Case], kept: dict[str, Tree], parameters: int, before: str) -> Tree:
+    model_bytes = 4 * parameters
+    done = [case for case in cases if case.name in kept]
+    found = {case.name: summarised(kept[case.name]["figures"], model_bytes) for case in done}
+    layouts = dict.fromkeys(case.layout for case in done)
+    flips = {case.name: kept[case.name]["figures"]["flipped_bit"] for case in done}
+    return {
+        "before": before,
+        "run_commits": sorted({str(kept[case.name]["commit"]) for case in done}),
+        "model_bytes": model_bytes,
+        "parameters": parameters,
+        "missing": [case.name for case in cases if case.name not in kept],
+        "cases": found,
+        "times_shards": {
+            layout: ratios({c.way: found[c.name] for c in done if c.layout == layout})
+            for layout in layouts
+        },
+        "flipped_bit": flips,
+        "failed": [name for name, flip in flips.items() if not _found(flip)],
+    }
+
+
+def _found(flip: Tree) -> bool:
+    """Whether the digests agreed before and after, and differed in one slice between."""
+    around = flip["differing_before"] + flip["differing_after_the_next_sync"]
+    return not around and len(flip["differing"]) == 1
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,70 @@
+"""The control that must fail: one bit of one received weight is flipped, and must be found."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from megatron_opd.transport.zmq import RemoteLearner
+from sglang_bridge.fleet import Fleet
+from sglang_bridge.listening import keep_groups_on
+from sglang_bridge.ports import free_port
+from sglang_bridge.protocol import BucketSpec
+
+HOST, GROUP, BACKEND = "127.0.0.1", "benchmark-flipped", "gloo"
+
+
+async def differing(fleet: Fleet, learner: RemoteLearner) -> list[str]:
+    """The slices of servers whose digest is not the learner's, as the session compares them."""
+    by_server = await fleet.weight_digests()
+    held = [piece for pieces in by_server.values() for piece in pieces]
+    digests = await learner.piece_digests(held)
+    return [
+        f"rank {piece.rank} {piece.hf_name}"
+        for piece, digest in zip(held, digests, strict=True)
+        if piece.digest != digest
+    ]
+
+
+async def flip_a_bit(fleet: Fleet, model: Path, name: str) -> None:
+    """Send the servers `name` of the checkpoint with the least bit of its first number changed.
+
+    It passes through SGLang's own receiver, in a group that this process and the servers form.
+    """
+    from sglang.srt.utils.common import init_custom_process_group
+
+    with safe_open(model / "model.safetensors", framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(name).float()
+    tensor.view(torch.int32).view(-1)[0] ^= 1
+    keep_groups_on(HOST, os.environ)
+    port, world_size = free_port(HOST), 1 + sum(info.tp_size for info in fleet.infos)
+    group: Any
+    group, _ = await asyncio.gather(
+        asyncio.to_thread(
+            init_custom_process_group,
+            backend=BACKEND,
+            init_method=f"tcp://{HOST}:{port}",
+            world_size=world_size,
+            rank=0,
+            group_name=GROUP,
+        ),
+        fleet.init_weights_group(HOST, port, GROUP, BACKEND, 60.0),
+    )
+    bucket = BucketSpec((name,), ("float32",), (tuple(tensor.shape),))
+    await fleet.pause("retract")
+    await fleet.begin_weight_update()
+    flat = tensor.flatten().view(torch.uint8)
+    await asyncio.gather(
+        fleet.update_bucket(bucket, GROUP), asyncio.to_thread(dist.broadcast, flat, 0, group)
+    )
+    await fleet.flush_cache()
+    await fleet.end_weight_update(fleet.infos[0].version)
+    await fleet.resume()
+    await fleet.destroy_weights_group(GROUP)
+    dist.destroy_process_group(group)

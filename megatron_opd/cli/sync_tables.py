@@ -1,0 +1,96 @@
+"""Makes the tables of a weight sync for `opd check`: layouts side by side, who sends what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from megatron_opd.cli.tables import byte_text, new_table
+from megatron_opd.config.schema import Config
+from megatron_opd.models.spec import ModelSpec
+from megatron_opd.planning.activations import BYTES
+from megatron_opd.planning.matching import compared
+from megatron_opd.planning.servers import server_memory
+from megatron_opd.weight_sync.holdings import learner_holdings, server_holdings
+from megatron_opd.weight_sync.reshard import elements_received, elements_sent, plan_routes
+
+GB = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class SyncSizes:
+    """Holds the bytes of one weight sync. Lists are by rank; shadow: of a server rank."""
+
+    sent: list[int]
+    received: list[int]
+    pairs: int
+    shadow: int
+
+    @property
+    def imbalance(self) -> float:
+        """Returns the busiest sender's bytes over the mean of all learner ranks."""
+        return max(self.sent) * len(self.sent) / sum(self.sent)
+
+    def seconds(self, link_gbs: float) -> float:
+        """Return how long the busiest rank of either side takes at `link_gbs` GB/s a rank."""
+        return max(*self.sent, *self.received) / (link_gbs * GB)
+
+
+def sync_sizes(config: Config, spec: ModelSpec) -> SyncSizes:
+    """Plan a weight sync of type shards to the student's servers. ValueError: it has no plan."""
+    learner, student = config.learner, config.student
+    servers, size = len(student.urls) or student.servers, BYTES[student.dtype]
+    held = learner_holdings(spec, learner.parallel, learner.megatron)
+    routes = plan_routes(held, server_holdings(spec, student.tp, student.ep))
+    sent, received = elements_sent(routes, servers), elements_received(routes)
+    pairs = {
+        (route.source(server), server, route.destination)
+        for route in routes
+        for server in range(servers)
+    }
+    weights = max(received.values()) * size
+    settings = config.weight_sync
+    shadow = 0
+    if settings.staging:
+        shadow = weights if settings.staging_bytes is None else settings.staging_bytes
+    return SyncSizes(
+        sent=[sent[rank] * size for rank in range(learner.parallel.world_size)],
+        received=[received[rank] * size for rank in range(student.tp)],
+        pairs=len(pairs),
+        shadow=min(shadow, weights),
+    )
+
+
+def sync_tables(config: Config, spec: ModelSpec, link_gbs: float) -> Iterator[Table]:
+    """Yield the tables. link_gbs: GB/s that a rank sends or receives. ValueError: no plan."""
+    yield _layouts(config, spec)
+    if config.weight_sync.type == "shards":
+        yield _transfers(config, spec, link_gbs)
+
+
+def _layouts(config: Config, spec: ModelSpec) -> Table:
+    table = new_table("learner and sampler", ("what", "learner", "sampler", "same"))
+    for row in compared(config, spec):
+        table.add_row(row.what, row.learner, row.sampler, "no" if row.differs else "yes")
+    return table
+
+
+def _transfers(config: Config, spec: ModelSpec, link_gbs: float) -> Table:
+    sizes, student = sync_sizes(config, spec), config.student
+    servers, settings = len(student.urls) or student.servers, config.weight_sync
+    senders, receivers = len(sizes.sent), servers * len(sizes.received)
+    table = new_table("a weight sync, shard to shard", ("what", "most"))
+    table.add_row(f"bytes sent by a learner rank, of {senders}", byte_text(max(sizes.sent)))
+    table.add_row("the busiest sender over the mean", f"{sizes.imbalance:.3f}")
+    table.add_row(
+        f"bytes received by a server rank, of {receivers}", byte_text(max(sizes.received))
+    )
+    table.add_row("its own share of the weights", byte_text(server_memory(spec, student).weights))
+    table.add_row("pairs of ranks that talk", f"{sizes.pairs:,} of {senders * receivers:,}")
+    table.add_row("buffers of every rank", byte_text(2 * settings.bucket_bytes))
+    if settings.staging:
+        table.add_row("shadow buffers of a server rank", byte_text(sizes.shadow))
+    table.add_row(f"seconds at {link_gbs:g} GB/s a rank", f"{sizes.seconds(link_gbs):.2f}")
+    return table

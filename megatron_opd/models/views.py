@@ -1,0 +1,78 @@
+"""Shows what a Megatron rank holds as slices of Hugging Face tensors, without copying.
+
+A fused parameter is several slices: of q, k and v one for each KV group, as they interleave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron_opd.models.shards import Shard
+from megatron_opd.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Describes live memory: [start, start + length) of dimension `dim` of tensor `name`."""
+
+    name: str
+    dim: int
+    start: int
+    tensor: torch.Tensor
+
+    @property
+    def length(self) -> int:
+        """Returns the indices of its dimension that it holds."""
+        return self.tensor.shape[self.dim]
+
+    def cut(self, start: int, length: int) -> View | None:
+        """Return what it holds of [start, start + length), counted in the whole; None: nothing."""
+        first, end = max(start, self.start), min(start + length, self.start + self.length)
+        if first >= end:
+            return None
+        part = self.tensor.narrow(self.dim, first - self.start, end - first)
+        return View(self.name, self.dim, first, part)
+
+
+def views_by_name(shards: Iterable[Shard], spec: ModelSpec) -> dict[str, list[View]]:
+    """Return what the shards hold, by Hugging Face name, each tensor's slices in order."""
+    found: dict[str, list[View]] = {}
+    for shard in shards:
+        for view in shard_views(shard, spec):
+            found.setdefault(view.name, []).append(view)
+    return found
+
+
+def shard_views(shard: Shard, spec: ModelSpec) -> Iterator[View]:
+    """Yield a shard's slices, those of one tensor in order; rows that pad the vocabulary not."""
+    whole, row = shard.parameter.detach(), shard.row
+    if row.fusion == "qkv":
+        yield from _qkv(shard, spec, whole)
+    elif row.fusion == "gate_up":
+        half = len(whole) // 2
+        for index, name in enumerate(shard.names):
+            yield View(name, 0, shard.index * half, whole.narrow(0, index * half, half))
+    elif row.vocab:
+        start = shard.index * len(whole)
+        rows = max(0, min(len(whole), spec.vocab_size - start))
+        yield View(shard.names[0], 0, start, whole[:rows])
+    else:
+        dim = row.dim or 0
+        yield View(shard.names[0], dim, shard.index * whole.shape[dim], whole)
+
+
+def _qkv(shard: Shard, spec: ModelSpec, whole: torch.Tensor) -> Iterator[View]:
+    """Yield the rows of q, of k and of v, which lie as [q.., k, v] of each KV group in turn."""
+    ratio = spec.num_heads // spec.num_kv_heads
+    groups = spec.num_kv_heads // shard.count
+    by_group = whole.view(groups, -1, *whole.shape[1:])
+    offset = 0
+    for name, heads in zip(shard.names, (ratio, 1, 1), strict=True):
+        rows = heads * spec.head_dim
+        for group in range(groups):
+            start = (shard.index * groups + group) * rows
+            yield View(name, 0, start, by_group[group].narrow(0, offset, rows))
+        offset += rows

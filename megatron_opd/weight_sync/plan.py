@@ -1,0 +1,126 @@
+"""Plans a whole weight sync from what is known before anything runs. Torch-free.
+
+Learner ranks and controller make the same plan, each for itself, from config.json, the learner's
+layout and the servers' layouts. Nobody needs to send it to the learner; the servers get their part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.config.sections import WeightSyncConfig
+from megatron_opd.models.spec import ModelSpec
+from megatron_opd.weight_sync.holdings import Held, learner_holdings, server_holdings
+from megatron_opd.weight_sync.reshard import plan_routes
+from sglang_bridge.weights.schedule import Bucket, Limits, Place, Route, outgoing
+from sglang_bridge.weights.share import encode_routes, encode_share
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number, by the dtypes in which weights are sent."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ServerLayout:
+    """Describes how one server is cut: tp ranks, ep of which split the experts."""
+
+    tp: int
+    ep: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutPlan:
+    """Holds the routes to each server of one layout, and where these servers are.
+
+    staged: sent before the pause, to shadow buffers; paused: in the pause.
+    """
+
+    staged: tuple[Route, ...]
+    paused: tuple[Route, ...]
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SyncPlan:
+    """Says who sends what to whom in a weight sync."""
+
+    layouts: tuple[LayoutPlan, ...]
+    limits: Limits
+
+    @property
+    def sends_in_pause(self) -> bool:
+        """Returns whether anything is left for the pause."""
+        return any(layout.paused for layout in self.layouts)
+
+    def outgoing(self, source: int, *, staged: bool) -> list[Bucket]:
+        """Return what the learner rank `source` sends, in order."""
+        groups = [
+            (layout.staged if staged else layout.paused, layout.places) for layout in self.layouts
+        ]
+        return outgoing(groups, source, self.limits)
+
+    def shares(self) -> list[str]:
+        """Return what each server, in order, must know to receive its part."""
+        found: dict[int, str] = {}
+        for layout in self.layouts:
+            routes = encode_routes(layout.staged, layout.paused)
+            for place in layout.places:
+                found[place.first] = encode_share(routes, place, self.limits)
+        return [found[first] for first in sorted(found)]
+
+
+def plan_sync(
+    spec: ModelSpec,
+    parallel: ParallelConfig,
+    fields: Mapping[str, Any],
+    servers: Sequence[ServerLayout],
+    max_elements_of_bucket: int,
+    max_elements_staged: float,
+) -> SyncPlan:
+    """Plan a weight sync to `servers`, in their order.
+
+    fields: learner.megatron. max_elements_staged: numbers that a server rank has room to stage.
+    CannotReshard: the learner does not hold what the servers want.
+    """
+    learner = list(learner_holdings(spec, parallel, fields))
+    *firsts, receivers = accumulate((server.tp for server in servers), initial=0)
+    layouts: list[LayoutPlan] = []
+    for layout in sorted(set(servers)):
+        held = list(server_holdings(spec, layout.tp, layout.ep))
+        names = staged_names(held, max_elements_staged)
+        staged: list[Route] = []
+        paused: list[Route] = []
+        for route in plan_routes(learner, held):
+            (staged if route.name in names else paused).append(route)
+        at = [first for first, other in zip(firsts, servers, strict=True) if other == layout]
+        places = tuple(Place(index, first) for index, first in enumerate(at))
+        layouts.append(LayoutPlan(tuple(staged), tuple(paused), places))
+    return SyncPlan(tuple(layouts), Limits(receivers, max_elements_of_bucket))
+
+
+def bucket_and_stage(settings: WeightSyncConfig, dtype: str) -> tuple[int, float]:
+    """Return the most numbers of `dtype` that a bucket, and a server rank's shadow, may hold."""
+    size = ITEM_BYTES[dtype]
+    room = math.inf if settings.staging_bytes is None else settings.staging_bytes / size
+    return max(1, settings.bucket_bytes // size), room if settings.staging else 0
+
+
+def staged_names(held: Iterable[Held], max_elements: float) -> frozenset[str]:
+    """Return the tensors that are staged: as many, from the first, as every rank has room for."""
+    shares: dict[str, Counter[int]] = defaultdict(Counter)
+    for part in held:
+        for rank in part.ranks:
+            shares[part.name][rank] += part.length * (math.prod(part.shape) // part.shape[part.dim])
+    taken: Counter[int] = Counter()
+    names: list[str] = []
+    for name, share in shares.items():
+        taken.update(share)
+        if max(taken.values()) > max_elements:
+            break
+        names.append(name)
+    return frozenset(names)

@@ -1,0 +1,181 @@
+"""Sends every server rank the slices that it holds, straight from the learner ranks that hold them.
+
+All ranks of the learner and of the servers form one group. Who sends what to whom follows from the
+layouts alone (plan.py); what the servers say they hold is compared with it before anything is sent.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from megatron_opd.config.schema import Config
+from megatron_opd.models.spec import ModelSpec, read_model_spec
+from megatron_opd.weight_sync.holdings import server_holdings
+from megatron_opd.weight_sync.plan import (
+    ITEM_BYTES,
+    ServerLayout,
+    bucket_and_stage,
+    plan_sync,
+)
+from megatron_opd.weight_sync.shards_messages import (
+    Join,
+    Listen,
+    Listening,
+    SendShards,
+    decode,
+    encode,
+)
+from megatron_opd.weight_sync.transport import (
+    AskLearner,
+    LearnerPart,
+    ReceivingFleet,
+    TransportKind,
+    both,
+)
+from sglang_bridge.protocol import ServerInfo, WeightPiece
+
+if TYPE_CHECKING:
+    from megatron_opd.models.gather import FullTensors
+
+Slice = tuple[int, str, int, int, int]
+"""rank, tensor, dimension, start, length"""
+
+
+class CannotServe(ValueError):
+    """Reports a server whose weights are not cut as this transport knows."""
+
+
+class Shards:
+    """Connects the servers' ranks and lets them receive; implements transport.FleetPart."""
+
+    def __init__(self, fleet: ReceivingFleet, ask: AskLearner, config: Config) -> None:
+        self._fleet, self._ask, self._config = fleet, ask, config
+        # a server refuses a name it has seen, also one of an earlier run
+        self._group = f"opd-{uuid.uuid4().hex[:12]}"
+        self._names: frozenset[str] = frozenset()
+        self._num_bytes = 0
+        self._sends_in_pause = True
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        """Returns the names of all tensors of which a rank of a server holds a slice."""
+        return self._names
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of the rank of a server that receives most."""
+        return self._num_bytes
+
+    async def open(self) -> None:
+        """Compare plan and servers, tell the servers what will come, form the group.
+
+        CannotServe, CannotReshard: see there.
+        """
+        spec = read_model_spec(self._config.student.model)
+        pieces = await self._fleet.weight_pieces()
+        dtype = common_dtype(pieces)
+        layouts = [server_layout(info) for info in self._fleet.infos]
+        for layout, (url, found) in zip(layouts, pieces.items(), strict=True):
+            require_as_planned(url, spec, layout, found)
+        learner, limits = self._config.learner, bucket_and_stage(self._config.weight_sync, dtype)
+        plan = plan_sync(spec, learner.parallel, learner.megatron, layouts, *limits)
+        expected = await self._fleet.expect_weights(plan.shares())
+        self._sends_in_pause = plan.sends_in_pause
+        self._num_bytes = max(size for ranks in expected for size in ranks)
+        self._names = frozenset(piece.hf_name for found in pieces.values() for piece in found)
+        await self._form_group(layouts, dtype)
+
+    @property
+    def stages(self) -> bool:
+        """Returns whether weights go to shadow buffers first."""
+        return self._config.weight_sync.staging
+
+    async def stage(self, version: int) -> None:
+        """Let the learner's ranks send into the servers' shadow buffers, while they sample."""
+        await both(self._ask(encode(SendShards(True))), self._fleet.stage_weights(self._group))
+
+    async def send(self, version: int) -> None:
+        """Let the servers' ranks take what is staged, and receive what is not."""
+        limit_s = self._config.weight_sync.timeout_s
+        taken = self._fleet.receive_weights(self._group, limit_s)
+        if self._sends_in_pause:
+            await both(self._ask(encode(SendShards(False))), taken)
+        else:
+            await taken
+
+    async def close(self) -> None:
+        """Let the servers leave the group."""
+        await self._fleet.destroy_weights_group(self._group)
+
+    async def _form_group(self, layouts: Sequence[ServerLayout], dtype: str) -> None:
+        config = self._config.weight_sync
+        host, limit_s = config.host, config.timeout_s
+        receivers = sum(layout.tp for layout in layouts)
+        senders = self._config.learner.parallel.world_size
+        there = decode(await self._ask(encode(Listen(host, senders + receivers, limit_s))))
+        assert isinstance(there, Listening)
+        servers = tuple(
+            (info.url, layout.tp, layout.ep)
+            for info, layout in zip(self._fleet.infos, layouts, strict=True)
+        )
+        size, backend = senders + receivers, there.backend
+        join = Join(host, there.port, size, self._group, backend, limit_s, servers, dtype)
+        await both(
+            self._ask(encode(join)),
+            self._fleet.init_weights_group(
+                host, there.port, self._group, backend, limit_s, senders=senders
+            ),
+        )
+
+
+def server_layout(info: ServerInfo) -> ServerLayout:
+    """Return how a server is cut, by its own words."""
+    return ServerLayout(info.tp_size, info.ep_size)
+
+
+def common_dtype(pieces: Mapping[str, Sequence[WeightPiece]]) -> str:
+    """Return the one dtype of all pieces. CannotServe: there are several, or one never sent."""
+    first = {piece.dtype: (url, piece) for url, found in pieces.items() for piece in found}
+    if len(first) > 1:
+        shown = ", ".join(f"{p.hf_name} of {url} is {kind}" for kind, (url, p) in first.items())
+        raise CannotServe(f"the servers' weights differ in dtype: {shown}")
+    (dtype,) = first
+    if dtype not in ITEM_BYTES:
+        raise CannotServe(f"the servers' weights are {dtype}, not one of {sorted(ITEM_BYTES)}")
+    return dtype
+
+
+def require_as_planned(
+    url: str, spec: ModelSpec, layout: ServerLayout, pieces: Sequence[WeightPiece]
+) -> None:
+    """Compare what a server holds with what its layout implies. CannotServe: they differ."""
+    planned: set[Slice] = {
+        (rank, held.name, held.dim, held.start, held.length)
+        for held in server_holdings(spec, layout.tp, layout.ep)
+        for rank in held.ranks
+    }
+    found: set[Slice] = {(p.rank, p.hf_name, p.dim, p.start, p.length) for p in pieces}
+    if planned == found:
+        return
+    by_place: dict[tuple[int, str], dict[str, str]] = defaultdict(dict)
+    for side, slices in (("holds", found - planned), ("should hold", planned - found)):
+        for rank, name, dim, start, length in slices:
+            by_place[rank, name][side] = f"[{start}:{start + length}] of dimension {dim}"
+    (rank, name), sides = min(by_place.items())
+    said = ", ".join(f"{side} {sides.get(side, 'nothing')}" for side in ("should hold", "holds"))
+    raise CannotServe(
+        f"{url} (tp={layout.tp}, ep={layout.ep}) rank {rank}: {said} of {name}: "
+        "use weight_sync.type: broadcast for servers that are cut otherwise"
+    )
+
+
+def _learner_part(full: FullTensors, config: Config) -> LearnerPart:
+    from megatron_opd.weight_sync.shards_sender import ShardsSender
+
+    return ShardsSender(full, config)
+
+
+SHARDS = TransportKind(Shards, _learner_part)

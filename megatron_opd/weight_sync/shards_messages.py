@@ -1,0 +1,58 @@
+"""Defines what the two parts of the shards transport say to each other."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Listen(msgspec.Struct, frozen=True, tag=True):
+    """Asks rank 0 to listen for a group of `world_size` ranks; it answers with Listening."""
+
+    host: str
+    world_size: int
+    timeout_s: float
+
+
+class Listening(msgspec.Struct, frozen=True, tag=True):
+    """Says where rank 0 listens, and with what backend of torch.distributed the group is formed."""
+
+    port: int
+    backend: str
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """Asks all ranks to plan and to form the group, as its first ones.
+
+    servers: (url, tp, ep) of each, in order. dtype: torch's name of what their parameters are.
+    """
+
+    host: str
+    port: int
+    world_size: int
+    group_name: str
+    backend: str
+    timeout_s: float
+    servers: tuple[tuple[str, int, int], ...]
+    dtype: str
+
+
+class SendShards(msgspec.Struct, frozen=True, tag=True):
+    """Asks all ranks to send what the plan gives them, once: what is staged, or the rest."""
+
+    staged: bool
+
+
+Message = Listen | Listening | Join | SendShards
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """Encode a request or its answer."""
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """Decode a request or its answer. msgspec.DecodeError: it is anything else."""
+    return _DECODER.decode(data)

@@ -1,0 +1,128 @@
+"""Holds the learner's part of the shards transport: every rank sends its own slices.
+
+The learner's ranks are the first of the group, in their order; the servers' ranks follow. Nothing
+waits longer than the group's timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from megatron_opd.config.schema import Config
+from megatron_opd.models.gather import FullTensors
+from megatron_opd.models.views import View, views_by_name
+from megatron_opd.weight_sync import group as groups
+from megatron_opd.weight_sync.plan import ServerLayout, bucket_and_stage, plan_sync
+from megatron_opd.weight_sync.row_maxima import reader
+from megatron_opd.weight_sync.shards_messages import (
+    Join,
+    Listen,
+    Listening,
+    SendShards,
+    decode,
+    encode,
+)
+from sglang_bridge.weights.exchange import Message, PeerLost, send
+from sglang_bridge.weights.schedule import Bucket, Part
+
+
+class ShardsSender:
+    """Sends what this rank holds; implements transport.LearnerPart."""
+
+    def __init__(self, full: FullTensors, config: Config) -> None:
+        self._full, self._config = full, config
+        self._store: Store | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._staged: list[Message] = []
+        self._paused: list[Message] = []
+        self._receivers: list[str] = []
+        self._dtype = full.dtype
+        self._device = torch.device("cpu")
+
+    def handle(self, request: bytes) -> bytes:
+        """Execute one request of shards.Shards.
+
+        Raises torch.distributed.DistError when a rank stays away from the group for its timeout,
+        RuntimeError when one does not take a message in time.
+        """
+        match decode(request):
+            case Listen() as asked:
+                return self._listen(asked)
+            case Join() as asked:
+                self._join(asked)
+            case SendShards(staged):
+                self._send(self._staged if staged else self._paused)
+            case Listening():
+                raise ValueError("Listening is an answer of the learner, no request")
+        return b""
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _listen(self, asked: Listen) -> bytes:
+        if self._full.world.rank != 0:
+            return b""
+        store = groups.listen(asked.host, 0, asked.world_size, asked.timeout_s)
+        self._store = store
+        backend = self._config.weight_sync.backend
+        if backend == "auto":
+            backend = "nccl" if self._full.world.device.type == "cuda" else "gloo"
+        return encode(Listening(store.port, backend))
+
+    def _join(self, asked: Join) -> None:
+        world, size, limit_s = self._full.world, asked.world_size, asked.timeout_s
+        self._plan(asked)
+        store = self._store or groups.visit(asked.host, asked.port, size, limit_s)
+        self._group = groups.join(store, world.rank, size, asked.group_name, asked.backend, limit_s)
+        self._device = torch.device(groups.buffer_device_type(asked.backend))
+
+    def _plan(self, asked: Join) -> None:
+        """Find what each of this rank's messages holds in its parameters."""
+        full, learner = self._full, self._config.learner
+        servers = [ServerLayout(tp, ep) for _, tp, ep in asked.servers]
+        limits = bucket_and_stage(self._config.weight_sync, asked.dtype)
+        plan = plan_sync(full.spec, learner.parallel, learner.megatron, servers, *limits)
+        views = views_by_name(full.shards.values(), full.spec)
+        first, rank = full.world.size, full.world.rank
+        self._staged, self._paused = (
+            [_message(first + b.receiver, b, views) for b in plan.outgoing(rank, staged=staged)]
+            for staged in (True, False)
+        )
+        self._dtype = getattr(torch, asked.dtype)
+        self._receivers = [
+            f"{url} rank {rank}" for url, tp, _ in asked.servers for rank in range(tp)
+        ]
+
+    def _send(self, messages: Sequence[Message]) -> None:
+        if self._group is None:
+            raise RuntimeError("the weight group is not connected")
+        read = reader(self._full, self._config.weight_sync.round_to)
+        try:
+            send(self._group, messages, self._dtype, self._device, read)
+        except PeerLost as error:
+            receiver = self._receivers[error.peer - self._full.world.size]
+            raise RuntimeError(f"{receiver} did not take its weights: {error.cause}") from error
+
+
+def _message(peer: int, bucket: Bucket, views: Mapping[str, Sequence[View]]) -> Message:
+    found = [view for part in bucket.parts for view in cut(part, views[part.name])]
+    return Message(peer, tuple(v.name for v in found), tuple(v.tensor for v in found))
+
+
+def cut(part: Part, views: Sequence[View]) -> list[View]:
+    """Return the memory of a part, in order. RuntimeError: this rank does not hold all of it."""
+    found = [cut for view in views if (cut := view.cut(part.start, part.length)) is not None]
+    whole = sum(view.length for view in found) == part.length
+    if not whole or any(view.dim != part.dim for view in found):
+        raise RuntimeError(
+            f"this rank does not hold [{part.start}:{part.start + part.length}] of dimension "
+            f"{part.dim} of {part.name}, which the plan lets it send"
+        )
+    return found

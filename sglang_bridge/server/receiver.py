@@ -1,0 +1,213 @@
+"""Receives weights into the parameters of one rank, straight from the learner's ranks.
+
+`expect` says once what will come: for each message its sender and the slices it holds, in order.
+Every element of every parameter must come exactly once, or the list is refused. Staged messages are
+received by a thread into shadow buffers while the server samples; `receive` copies them into the
+parameters and receives the other messages, while the server is paused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sglang_bridge import wire
+from sglang_bridge.errors import one_line
+from sglang_bridge.server.pieces import Piece, pieces
+from sglang_bridge.weights.exchange import Message, PeerLost, receive
+from sglang_bridge.weights.share import PAUSED, STAGED
+
+Slices = Sequence[tuple[str, int, int, int]]
+"""tensor, dimension, start, length"""
+
+
+class BadExpectation(ValueError):
+    """Reports a list of messages that does not fill this rank's parameters exactly once."""
+
+
+class Receiver:
+    """Holds what this rank of a server expects, and what has come. model: whose parameters."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._pieces = {piece.hf_name: piece for piece in pieces(model)}
+        self._shadows: dict[str, torch.Tensor] = {}
+        self._staged: list[Message] = []
+        self._paused: list[Message] = []
+        self._stage: _Stage | None = None
+
+    def expect(self, share: Any) -> int:
+        """Prepare for the messages of `share`, see weights/share.py; returns their bytes.
+
+        BadExpectation: they do not fill every piece of this rank exactly once.
+        """
+        # what an earlier run staged and never took is forgotten
+        self._staged, self._paused, self._stage = [], [], None
+        to_stage, to_pause = (_listed(share, kind) for kind in (STAGED, PAUSED))
+        filled: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+        for _, slices in (*to_stage, *to_pause):
+            for name, *place in slices:
+                filled[name].append(tuple(place))
+        for name in filled.keys() - self._pieces.keys():
+            raise BadExpectation(f"this rank holds no {name}")
+        for name, piece in self._pieces.items():
+            _require_filled_once(piece, filled[name])
+        dtypes = sorted({str(piece.view.dtype) for piece in self._pieces.values()})
+        if len(dtypes) > 1:
+            raise BadExpectation(f"this rank holds weights of {' and '.join(dtypes)}")
+        staged = {name for _, slices in to_stage for name, *_ in slices}
+        self._shadows = {name: torch.empty_like(self._pieces[name].view) for name in sorted(staged)}
+        self._staged = [self._message(sender, s, self._shadows) for sender, s in to_stage]
+        live = {name: piece.view for name, piece in self._pieces.items()}
+        self._paused = [self._message(sender, slices, live) for sender, slices in to_pause]
+        return sum(m.elements * m.views[0].itemsize for m in (*self._staged, *self._paused))
+
+    def stage(self, group: Any, device: torch.device) -> None:
+        """Begin to receive the staged messages. device: where the group's buffers are.
+
+        BadExpectation: none are expected, or the last ones were not taken.
+        """
+        if not self._staged:
+            raise BadExpectation("no staged weights are expected here")
+        if self._stage is not None:
+            raise BadExpectation("the weights that were staged before are not live yet")
+        self._stage = _Stage(group, self._staged, device)
+
+    def staged_digests(self) -> dict[str, str]:
+        """Wait for the staged weights; returns {piece key: digest} of them.
+
+        RuntimeError: a sender was silent.
+        """
+        self._wait()
+        return {
+            piece.key: piece.digest_of(self._shadows[name])
+            for name, piece in self._pieces.items()
+            if name in self._shadows
+        }
+
+    def receive(self, group: Any, device: torch.device) -> None:
+        """Make the staged weights live, and receive the others, once.
+
+        BadExpectation: nothing is expected, or staged weights have not been asked for.
+        RuntimeError: a sender was silent.
+        """
+        if not (self._staged or self._paused):
+            raise BadExpectation("no weights are expected here")
+        if self._staged:
+            self._wait()
+            self._stage = None
+            with torch.no_grad():
+                for name, shadow in self._shadows.items():
+                    self._pieces[name].view.copy_(shadow)
+        if self._paused:
+            receive(group, self._paused, self._paused[0].views[0].dtype, device)
+
+    def _wait(self) -> None:
+        if self._stage is None:
+            raise BadExpectation("no weights have been staged here")
+        self._stage.wait()
+
+    def _message(self, sender: int, slices: Slices, memory: dict[str, torch.Tensor]) -> Message:
+        views: list[torch.Tensor] = []
+        for name, dim, start, length in slices:
+            # dimensions other than the piece's own are whole
+            first = self._pieces[name].start if dim == self._pieces[name].dim else 0
+            views.append(memory[name].narrow(dim, start - first, length))
+        return Message(sender, tuple(name for name, *_ in slices), tuple(views))
+
+
+class _Stage:
+    """Receives messages in a thread of its own."""
+
+    def __init__(self, group: Any, messages: Sequence[Message], device: torch.device) -> None:
+        self._error: BaseException | None = None
+        arguments = (group, messages, messages[0].views[0].dtype, device)
+        self._thread = threading.Thread(
+            target=self._run, args=arguments, name="staged weights", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when all have come; raises what went wrong."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(
+        self,
+        group: Any,
+        messages: Sequence[Message],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+                with torch.cuda.stream(torch.cuda.Stream(device)) as stream:
+                    receive(group, messages, dtype, device)
+                    torch.cuda.current_stream(device).synchronize()
+                del stream
+            else:
+                receive(group, messages, dtype, device)
+        except BaseException as error:  # noqa: BLE001  raised by who waits for the weights
+            self._error = error
+
+
+def _listed(share: Any, kind: str) -> list[tuple[int, Slices]]:
+    """Return a share's messages of a kind; BadExpectation: they are none. Numbers come later."""
+    messages = share.get(kind) if isinstance(share, dict) else None
+    if not isinstance(messages, list):
+        raise BadExpectation(f"a share is lists {STAGED} and {PAUSED}, {kind} is none")
+    for message in messages:
+        whole = isinstance(message, list) and len(message) == 2
+        if not whole or not isinstance(message[1], list) or not message[1]:
+            raise BadExpectation(f"{_shown(message)} is no message [sender, slices]")
+        sender, slices = message
+        if type(sender) is not int or sender < 0:
+            raise BadExpectation(f"{_shown(sender)} is no rank of a sender")
+        for part in slices:
+            if not isinstance(part, list) or not part or not isinstance(part[0], str):
+                raise BadExpectation(f"{_shown(part)} is no slice of a tensor")
+    return messages
+
+
+def _shown(value: Any) -> str:
+    return one_line(repr(value), 100)
+
+
+def _require_filled_once(piece: Piece, slices: Sequence[tuple[int, ...]]) -> None:
+    """Raise BadExpectation unless the slices, all of one dimension, cover the piece once."""
+    for numbers in slices:
+        if len(numbers) != 3 or not all(type(number) is int for number in numbers):
+            shown = _shown(numbers)
+            raise BadExpectation(f"{piece.hf_name}: {shown} are no dimension, start and length")
+    dims = {dim for dim, _, _ in slices}
+    if len(dims) != 1 or not 0 <= min(dims) < piece.view.dim():
+        raise BadExpectation(f"{piece.hf_name}: cut along the dimensions {sorted(dims)}")
+    (dim,) = dims
+    covered = first = piece.start if dim == piece.dim else 0
+    end = first + piece.view.shape[dim]
+    for _, start, length in sorted(slices, key=lambda place: place[1]):
+        if start != covered or length < 1:
+            break
+        covered += length
+    else:
+        if covered == end:
+            return
+    raise BadExpectation(
+        f"{piece.hf_name}: [{first}:{end}] of dimension {dim} is not filled exactly once, "
+        f"up to {covered} it is"
+    )
+
+
+def answer(act: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """Return what `act` answers, or its failure in one line: other ranks wait for either."""
+    try:
+        return act()
+    except PeerLost as error:
+        return {wire.ERROR: f"rank {error.peer} of the learner sent no weights: {error.cause}"}
+    except Exception as error:  # noqa: BLE001  the client raises it, with the rank's name
+        return {wire.ERROR: f"{type(error).__name__}: {error}"}

@@ -1,0 +1,195 @@
+"""What the ranks of a learner do in tests of weight syncs from shard to shard."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_opd.checkpoint.convert import load_weights, source_of
+from megatron_opd.config.schema import Config
+from megatron_opd.learner.devices import cpu
+from megatron_opd.learner.model import build_model
+from megatron_opd.learner.world import init_world
+from megatron_opd.models.gather import FullTensors
+from megatron_opd.models.spec import read_model_spec
+from megatron_opd.weight_sync.digests import piece_digests
+from megatron_opd.weight_sync.plan import ServerLayout
+from megatron_opd.weight_sync.rounding import Format, rounded
+from megatron_opd.weight_sync.shards import Shards
+from megatron_opd.weight_sync.shards_sender import ShardsSender
+from sglang_bridge import wire
+from sglang_bridge.protocol import WeightPiece
+from sglang_bridge.weights import schedule
+from tests.support.receiving import ThreadFleet
+
+BUCKET_BYTES = 30_000
+ALONE = 600  # numbers of a part that travels alone, of the tiny models' tensors about half
+STEP = 1.25  # what weights are multiplied by between two weight syncs: exact in binary
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Servers that weights of a model are sent to. servers: (tp, ep) of each.
+
+    staging_bytes: what a rank stages; 0: nothing.
+    """
+
+    model: str
+    servers: tuple[tuple[int, int], ...]
+    dtype: str
+    round_to: Format | None = None
+    staging_bytes: int = 0
+
+
+def shards_to_fleets(
+    out: Path, *, models: dict[str, Path], parallel: dict[str, int], fleets: list[Fleet]
+) -> None:
+    """Sends every model's weights, as they are and after a change, to all its fleets."""
+    configs = {fleet: _config(models[fleet.model], parallel, fleet) for fleet in fleets}
+    learner = configs[fleets[0]].learner
+    schedule.ALONE = ALONE
+    with cpu.install():
+        world = init_world(learner.parallel, 1, 1, 60.0)
+        for name in dict.fromkeys(fleet.model for fleet in fleets):
+            spec = read_model_spec(models[name])
+            chunks = [wrapped.module for wrapped in build_model(spec, world, learner)]
+            load_weights(chunks, spec, world, source_of(models[name], spec, None))
+            full = FullTensors(chunks, spec, world)
+            for fleet in fleets:
+                if fleet.model == name:
+                    _serve(full, configs[fleet], fleet)
+    dist.destroy_process_group()
+
+
+def _config(model: Path, parallel: dict[str, int], fleet: Fleet) -> Config:
+    server = {"model": str(model)}
+    return Config.model_validate(
+        {
+            "data": {"train": "unused"},
+            "student": server,
+            "teacher": server,
+            "learner": {"dtype": "float32", "threads": 1, "parallel": parallel},
+            "weight_sync": {
+                "bucket_bytes": BUCKET_BYTES,
+                "timeout_s": 30.0,
+                "round_to": fleet.round_to,
+                "staging": fleet.staging_bytes > 0,
+                "staging_bytes": fleet.staging_bytes or None,
+            },
+        }
+    )
+
+
+def _serve(full: FullTensors, config: Config, fleet: Fleet) -> None:
+    """Executes what the controller, a thread of rank 0, asks of all ranks."""
+    sender = ShardsSender(full, config)
+    asked: Queue[Any] = Queue()
+    answers: Queue[Any] = Queue()
+    failed: list[BaseException] = []
+
+    def control() -> None:
+        try:
+            asyncio.run(_control(asked, answers, full, config, fleet))
+        except BaseException as error:  # noqa: BLE001  raised below
+            failed.append(error)
+        finally:
+            asked.put(None)
+
+    controller = threading.Thread(target=control)
+    if full.world.rank == 0:
+        controller.start()
+    while True:
+        box = [asked.get() if full.world.rank == 0 else None]
+        dist.broadcast_object_list(box)
+        if box[0] is None:
+            break
+        answers.put(_handle(box[0], sender, full, fleet))
+    if full.world.rank == 0:
+        controller.join()
+    sender.close()
+    if failed:
+        raise failed[0]
+
+
+def _handle(request: Any, sender: ShardsSender, full: FullTensors, fleet: Fleet) -> Any:
+    match request:
+        case bytes():
+            return sender.handle(request)
+        case "export":
+            return {name: tensor.clone() for name, tensor in full.tensors()}
+        case "step":
+            with torch.no_grad():
+                for shard in full.shards.values():
+                    shard.parameter.mul_(STEP)
+        case pieces:
+            return piece_digests(full, pieces, fleet.round_to)
+
+
+async def _control(
+    asked: Queue[Any], answers: Queue[Any], full: FullTensors, config: Config, fleet: Fleet
+) -> None:
+    async def ask(request: Any) -> Any:
+        asked.put(request)
+        return await asyncio.to_thread(answers.get, timeout=60)
+
+    servers = ThreadFleet(full.spec, [ServerLayout(*s) for s in fleet.servers], fleet.dtype)
+    shards = Shards(servers, ask, config)
+    await shards.open()
+    assert shards.num_bytes == max(rank.num_bytes for rank in servers.ranks())
+    for version in (1, 2):
+        for rank in servers.ranks():
+            assert rank.group is not None
+            rank.group.sizes.clear()
+        if shards.stages:
+            await shards.stage(version)
+            await _require_staged(servers, ask, fleet)
+        await shards.send(version)
+        exported = await ask("export")
+        assert shards.tensors == exported.keys(), shards.tensors ^ exported.keys()
+        _require_received(servers, exported, fleet)
+        await ask("step") if version == 1 else None
+    pieces = [p for found in servers.described(digests=True).values() for p in found]
+    assert await ask(pieces) == [piece.digest for piece in pieces], "digests"
+    await shards.close()
+
+
+async def _require_staged(
+    servers: ThreadFleet, ask: Callable[[Any], Awaitable[Any]], fleet: Fleet
+) -> None:
+    """Shadow buffers hold the learner's weights, as many as fit; live memory is as before."""
+    before = servers.described(digests=True)
+    staged = [
+        WeightPiece(0, name, int(dim), int(start), int(length), dtype, digest)
+        for rank in servers.ranks()
+        for key, digest in rank.receiver.staged_digests().items()
+        for name, dim, start, length, dtype in [key.split(wire.PIECE_SEPARATOR)]
+    ]
+    assert staged
+    assert await ask(staged) == [piece.digest for piece in staged], "staged digests"
+    assert servers.described(digests=True) == before
+    for rank in servers.ranks():
+        assert rank.group is not None
+        assert sum(rank.group.sizes) <= fleet.staging_bytes
+
+
+def _require_received(
+    servers: ThreadFleet, exported: dict[str, torch.Tensor], fleet: Fleet
+) -> None:
+    """Every rank holds its slices of the export, bit for bit, and nothing came besides."""
+    for index, rank in enumerate(servers.ranks()):
+        assert rank.group is not None
+        assert sum(rank.group.sizes) == rank.num_bytes, (fleet, index)
+        assert max(rank.group.sizes) <= BUCKET_BYTES < rank.num_bytes
+        for piece, canvas in zip(rank.pieces, rank.canvases, strict=True):
+            whole = rounded(piece.hf_name, exported[piece.hf_name], fleet.round_to)
+            part = whole.narrow(piece.dim, piece.start, piece.length).to(piece.view.dtype)
+            assert torch.equal(piece.view, part), (fleet, index, piece.hf_name)
+            assert int(canvas.isfinite().sum()) == part.numel(), "memory beside it was written"

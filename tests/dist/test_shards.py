@@ -1,0 +1,111 @@
+"""Real learners send their shards to servers' ranks: each holds its slices, bit for bit."""
+
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from tests.dist import shard_jobs
+from tests.dist.layouts import LAYOUTS
+from tests.dist.shard_jobs import Fleet
+from tests.dist.worlds import run_world
+from tests.support.models import tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+
+pytestmark = pytest.mark.dist
+
+LEARNERS = ("one rank", "tp2", "pp2", "pp2 vpp2", "dp2 ep2", "tp2 ep2", "dp2", "cp2")
+TP1, TP2, TP4, TP2_EP2, TP4_EP2 = (1, 1), (2, 1), (4, 1), (2, 2), (4, 2)
+# "biased" has two KV heads: ranks of TP4 hold copies of them. Servers may differ from each other.
+DENSE = [
+    Fleet("tied", (TP1,), "float32"),
+    Fleet("tied", (TP2, TP2), "bfloat16"),
+    Fleet("biased", (TP1, TP1), "bfloat16"),
+    Fleet("biased", (TP2,), "float32"),
+    Fleet("biased", (TP4, TP1), "float32"),
+]
+MOE = [
+    Fleet("moe", (TP2_EP2,), "float32"),
+    Fleet("moe", (TP2_EP2, TP2_EP2), "bfloat16"),
+    Fleet("moe", (TP1, TP4_EP2), "bfloat16"),
+    Fleet("moe", (TP2,), "float32"),
+]
+# columns of a matrix lie on two ranks, whose rows share a scale
+ROUNDED = [
+    Fleet("tied", (TP2,), "bfloat16", "int8"),
+    Fleet("moe", (TP2_EP2, TP1), "float32", "int8"),
+    Fleet("moe", (TP2,), "float32", "fp8"),
+]
+# into shadow buffers with room for some of the weights, and for all
+STAGED = [
+    Fleet("moe", (TP2_EP2, TP1), "float32", "fp8", staging_bytes=200_000),
+    Fleet("moe", (TP2_EP2,), "bfloat16", staging_bytes=10_000_000),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("shards")
+    small = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 301}
+    return {
+        "tied": tiny_qwen3(base / "tied", seed=1, **small, tie_word_embeddings=True),
+        "biased": tiny_qwen2(base / "biased", seed=2, **small),
+        # several KV groups on each of two ranks
+        "moe": tiny_qwen3_moe(
+            base / "moe",
+            seed=3,
+            **small,
+            mlp_only_layers=[1],
+            num_attention_heads=8,
+            num_key_value_heads=4,
+        ),
+    }
+
+
+def fleets_of(learner: str) -> list[Fleet]:
+    """What a learner of this layout sends to."""
+    return [
+        *(DENSE if LAYOUTS[learner].dense else []),
+        *MOE,
+        *(ROUNDED if learner == "tp2" else []),
+        *(STAGED if learner == "tp2 ep2" else []),
+    ]
+
+
+@pytest.mark.parametrize("learner", LEARNERS)
+def test_every_server_rank_holds_its_slices(learner: str, models: dict[str, Path], tmp_path: Path):
+    layout = LAYOUTS[learner]
+    arguments = {"models": models, "parallel": layout.parallel, "fleets": fleets_of(learner)}
+    run_world(shard_jobs.shards_to_fleets, layout.ranks, tmp_path, **arguments)
+
+
+def test_every_pair_of_factors_is_among_them():
+    """Any two of: learner, its model, a server's layout, number of servers, dtype."""
+    wanted = {
+        "learner": set(LEARNERS),
+        "model": {"tied", "biased", "moe"},
+        "server": {TP1, TP2, TP2_EP2},
+        "servers": {1, 2},
+        "dtype": {"float32", "bfloat16"},
+    }
+    runs = [
+        {
+            "learner": learner,
+            "model": fleet.model,
+            "server": server,
+            "servers": len(fleet.servers),
+            "dtype": fleet.dtype,
+        }
+        for learner in LEARNERS
+        for fleet in fleets_of(learner)
+        for server in fleet.servers
+    ]
+    for one, other in combinations(wanted, 2):
+        found = {(run[one], run[other]) for run in runs}
+        missing = {(a, b) for a in wanted[one] for b in wanted[other]} - found
+        impossible = {
+            (a, b)
+            for a, b in missing
+            if ("tied" in (a, b) or "biased" in (a, b))  # without experts
+            and any(side in (TP2_EP2, "dp2 ep2", "tp2 ep2") for side in (a, b))
+        }
+        assert missing == impossible, (one, other)

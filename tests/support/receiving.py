@@ -1,0 +1,197 @@
+"""Servers without SGLang: threads that hold what a layout implies, and receive it as servers do."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import ProcessGroupGloo
+
+from megatron_opd.models.spec import ModelSpec
+from megatron_opd.weight_sync.holdings import server_holdings
+from megatron_opd.weight_sync.plan import ServerLayout
+from sglang_bridge.fleet import WeightsWorld, weights_world
+from sglang_bridge.ports import free_port
+from sglang_bridge.protocol import ServerInfo, WeightPiece
+from sglang_bridge.server import receiver
+from sglang_bridge.server.pieces import Piece
+from sglang_bridge.weights.share import decode_share
+
+HOST = "127.0.0.1"
+CPU = torch.device("cpu")
+
+
+def receiver_of(held: Sequence[Piece]) -> receiver.Receiver:
+    """A Receiver of a rank that holds these pieces."""
+    with mock.patch.object(receiver, "pieces", return_value=list(held)):
+        return receiver.Receiver(torch.nn.Module())
+
+
+def canvas_of(shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(memory of NaN, a view of `shape` in its midst): as a fused parameter's, not contiguous."""
+    canvas = torch.full([size + 3 for size in shape], math.nan, dtype=dtype)
+    view = canvas
+    for dim, size in enumerate(shape):
+        view = view.narrow(dim, 1, size)
+    return canvas, view
+
+
+class Counted:
+    """A process group that notes the bytes of what it is asked to receive."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.sizes: list[int] = []
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        self.sizes += [tensor.nbytes for tensor in tensors]
+        return self.group.recv(tensors, peer, tag)
+
+
+class Rank:
+    """One rank of a server: its memory, its receiver, its end of the group."""
+
+    def __init__(self, spec: ModelSpec, layout: ServerLayout, rank: int, dtype: torch.dtype):
+        self.pieces: list[Piece] = []
+        self.canvases: list[torch.Tensor] = []
+        for held in server_holdings(spec, layout.tp, layout.ep):
+            if rank in held.ranks:
+                shape = [*held.shape]
+                shape[held.dim] = held.length
+                canvas, view = canvas_of(shape, dtype)
+                self.canvases.append(canvas)
+                self.pieces.append(Piece(held.name, held.dim, held.start, held.length, view))
+        self.receiver = receiver_of(self.pieces)
+        self.group: Counted | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that it holds."""
+        return sum(piece.view.nbytes for piece in self.pieces)
+
+    def described(self, rank: int, *, digests: bool) -> list[WeightPiece]:
+        """What it answers when it is asked what it holds."""
+        dtype = str(self.pieces[0].view.dtype).removeprefix("torch.")
+        return [
+            WeightPiece(
+                rank, p.hf_name, p.dim, p.start, p.length, dtype, p.digest if digests else ""
+            )
+            for p in self.pieces
+        ]
+
+    def join(self, port: int, name: str, rank: int, size: int, timeout_s: float) -> None:
+        """As SGLang's init_custom_process_group, for threads that share a process."""
+        self.group = Counted(gloo_group(port, name, rank, size, timeout_s))
+
+    def stage(self) -> None:
+        assert self.group is not None
+        self.receiver.stage(self.group, CPU)
+
+    def receive(self) -> None:
+        assert self.group is not None
+        self.receiver.receive(self.group, CPU)
+
+
+def gloo_group(
+    port: int, name: str, rank: int, size: int, timeout_s: float, *, listens: bool = False
+) -> ProcessGroupGloo:
+    """A member of a group, not known to torch.distributed's own register of groups."""
+    limit = timedelta(seconds=timeout_s)
+    store = TCPStore(HOST, port, size, listens, limit, wait_for_workers=False)
+    inside = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+    return ProcessGroupGloo(inside, rank, size, limit)
+
+
+def gloo_groups(size: int, timeout_s: float) -> list[ProcessGroupGloo]:
+    """All members of a new group, for threads of this process."""
+    port = free_port()
+    with ThreadPoolExecutor(size) as threads:
+        joined = [
+            threads.submit(gloo_group, port, "threads", rank, size, timeout_s, listens=rank == 0)
+            for rank in range(size)
+        ]
+    return [member.result() for member in joined]
+
+
+class ThreadFleet:
+    """Implements weight_sync.transport.ReceivingFleet; `layouts`: of its servers, in order."""
+
+    def __init__(self, spec: ModelSpec, layouts: Sequence[ServerLayout], dtype: str) -> None:
+        kind = getattr(torch, dtype)
+        self.infos = [
+            ServerInfo(
+                f"http://s{i}:1", "", 1, 1, layout.tp, layout.ep, 0, dtype, 1, deterministic=False
+            )
+            for i, layout in enumerate(layouts)
+        ]
+        self.servers = [[Rank(spec, at, rank, kind) for rank in range(at.tp)] for at in layouts]
+
+    def ranks(self) -> Iterator[Rank]:
+        """All ranks of all servers, in the order of the plan's receivers."""
+        for server in self.servers:
+            yield from server
+
+    def described(self, *, digests: bool) -> dict[str, list[WeightPiece]]:
+        return {
+            info.url: [
+                piece
+                for index, rank in enumerate(server)
+                for piece in rank.described(index, digests=digests)
+            ]
+            for info, server in zip(self.infos, self.servers, strict=True)
+        }
+
+    def world(self, senders: int = 1) -> WeightsWorld:
+        return weights_world([info.tp_size for info in self.infos], senders)
+
+    async def weight_pieces(self) -> dict[str, list[WeightPiece]]:
+        return self.described(digests=False)
+
+    async def expect_weights(self, shares: Sequence[str]) -> list[list[int]]:
+        return [
+            [rank.receiver.expect(decode_share(text, index)) for index, rank in enumerate(server)]
+            for text, server in zip(shares, self.servers, strict=True)
+        ]
+
+    async def init_weights_group(
+        self,
+        host: str,
+        port: int,
+        name: str,
+        backend: str,
+        timeout_s: float | None = None,
+        *,
+        senders: int = 1,
+    ) -> None:
+        assert (host, backend) == (HOST, "gloo")
+        size = self.world(senders).size
+        await self._everywhere(
+            [
+                lambda r=rank, i=index: r.join(port, name, i, size, timeout_s or 30)
+                for index, rank in enumerate(self.ranks(), senders)
+            ]
+        )
+
+    async def stage_weights(self, group_name: str) -> None:
+        await self._everywhere([rank.stage for rank in self.ranks()])
+
+    async def receive_weights(self, group_name: str, timeout_s: float | None = None) -> None:
+        await self._everywhere([rank.receive for rank in self.ranks()])
+
+    async def destroy_weights_group(self, name: str) -> None:
+        for rank in self.ranks():
+            rank.group = None
+
+    async def update_bucket(self, *_: object) -> None:
+        raise AssertionError("no bucket is broadcast")
+
+    @staticmethod
+    async def _everywhere(calls: Sequence[Callable[[], None]]) -> None:
+        await asyncio.gather(*(asyncio.to_thread(call) for call in calls))

@@ -1,0 +1,143 @@
+"""The benchmark of weight syncs around its cases, which are not run, and its counters."""
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import weight_sync
+from benchmarks.weight_sync.cases import BEFORE, SIZES, Case, chosen_cases
+from benchmarks.weight_sync.older import ROOT, check_out
+from benchmarks.weight_sync.processes import measured
+from benchmarks.weight_sync.summary import ratios
+from megatron_opd.config.schema import Config
+
+MIB = 2**20
+HERE = ("--tiny", "--before", "HEAD")
+
+
+def figures(seconds: float, differing: tuple[str, ...] = ("rank 0 a",)) -> dict[str, Any]:
+    """What a case of one learner rank and one server rank leaves."""
+    rank = {"cpu_s": [1.0], "peak_extra_bytes": [8], "sent_bytes": [100], "received_bytes": [200]}
+    sync = {"seconds": seconds, "paused_s": seconds / 2, "phases_s": {"send": seconds}}
+    sync |= {"learner": rank, "server": rank}
+    return {
+        "up_s": 1.0,
+        "open_s": 0.1,
+        "first": sync | {"phases_s": {"send": seconds, "verify": 3.0, "verify live": 1.0}},
+        "syncs": [sync, sync],
+        "shard_bytes": [160],
+        "decoding": {"syncs": [sync], "tokens_lost_of_each": [5.0]}
+        | dict.fromkeys(("tokens_lost", "tokens_per_s", "tokens_per_s_times_pause"), 5.0)
+        | {"window_s": 9.0},
+        "flipped_bit": {
+            "differing_before": [],
+            "differing": list(differing),
+            "differing_after_the_next_sync": [],
+        },
+    }
+
+
+class Cases:
+    """Stands for running cases: says what they leave, and which were run."""
+
+    def __init__(self, **made: dict[str, Any]) -> None:
+        self.made, self.run, self.trees = made, list[str](), list[Path]()
+
+    def __call__(self, case: Case, tree: Path, model: Path, scratch: Path) -> dict[str, Any]:
+        assert (model / "model.safetensors").exists()
+        self.run.append(case.way)
+        self.trees.append(tree)
+        return self.made.get(case.way, figures(2.0))
+
+
+def test_it_goes_on_where_it_was_and_a_change_of_code_runs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    rows, cases = tmp_path / "runs" / "rows.jsonl", Cases(before=figures(6.0))
+    part = weight_sync.measure([*HERE, "--limit", "1"], rows=rows, run=cases)
+    assert part["missing"] == ["tp2_to_tp1-before"]
+    whole = weight_sync.measure(HERE, rows=rows, run=cases)
+    assert cases.run == ["shards", BEFORE], "no case is run twice"
+    assert cases.trees[0] == ROOT != cases.trees[1]
+    assert whole["missing"] == whole["failed"] == []
+    assert whole["times_shards"]["tp2_to_tp1"][BEFORE]["seconds"] == 3
+    row = whole["cases"]["tp2_to_tp1-shards"]
+    assert (row["verify_s"], row["received_over_shard"], row["cpu_s"]) == (4.0, [1.25], 2.0)
+    monkeypatch.setattr(Case, "fingerprint", lambda case, tree: "other code")
+    weight_sync.measure(HERE, rows=rows, run=cases)
+    assert cases.run == ["shards", BEFORE] * 2
+
+
+@pytest.mark.parametrize("differing", [(), ("rank 0 a", "rank 1 b")])
+def test_a_flipped_bit_that_is_not_found_alone_fails(tmp_path: Path, differing: tuple[str, ...]):
+    cases = Cases(shards=figures(2.0, differing))
+    found = weight_sync.measure(HERE, rows=tmp_path / "rows.jsonl", run=cases)
+    assert found["failed"] == ["tp2_to_tp1-shards"]
+
+
+def test_a_figure_that_was_not_measured_has_no_ratio():
+    one, none = {"seconds": 2.0}, {"seconds": None}
+    keys = dict.fromkeys(("paused_s", "cpu_s", "learner_peak_extra_bytes"), 1)
+    keys |= dict.fromkeys(("server_peak_extra_bytes", "sent_bytes_max", "received_bytes_max"), 0)
+    keys |= {"tokens_lost": -1.0, "tokens_per_s_times_pause": 1.0, "verify_s": 1.0}
+    found = ratios({"shards": keys | one, "broadcast": keys | none})["broadcast"]
+    assert found["seconds"] is found["tokens_lost"] is found["sent_bytes_max"] is None
+    assert found["paused_s"] == 1
+    assert ratios({"broadcast": keys | one}) == {}
+
+
+def test_a_commit_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        weight_sync.measure(["--before", "no-such-commit"])
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "--before no-such-commit: this checkout has no such commit" in last
+
+
+def test_an_older_commit_is_unpacked_beside_and_git_does_not_know(tmp_path: Path):
+    listed = ["git", "worktree", "list"]
+    before = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout
+    tree = check_out("HEAD", tmp_path / "tree")
+    assert (tree / "megatron_opd" / "weight_sync" / "session.py").is_file()
+    assert (tree / "benchmarks" / "weight_sync" / "case.py").is_file()
+    assert not (tree / "benchmarks" / "results").exists()
+    assert subprocess.run(listed, cwd=ROOT, capture_output=True).stdout == before
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_case_is_a_valid_run(size: str, tmp_path: Path):
+    cases = chosen_cases(SIZES[size])
+    assert len({case.name for case in cases}) == len(cases) >= 2
+    for case in cases:
+        asked = json.loads(json.dumps(case.asked(tmp_path, tmp_path)))
+        config = Config.model_validate(asked["config"])
+        assert config.student.tp * config.learner.parallel.world_size in (2, 4)
+
+
+def test_bytes_and_memory_are_counted_by_process(monkeypatch: pytest.MonkeyPatch):
+    me = (os.getpid(),)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = socket.create_connection(listener.getsockname())
+        receiver, _ = listener.accept()
+        with sender, receiver:
+            with measured(me) as spent:
+                memory = bytearray(64 * MIB)
+                for _ in range(10):
+                    sender.sendall(bytes(10_000))
+                    assert receiver.recv(10_000, socket.MSG_WAITALL)
+                del memory
+            assert spent.peak_extra_bytes is not None
+            assert 60 * MIB < spent.peak_extra_bytes[0] < 80 * MIB
+            # all that is open here counts, so at least these
+            assert spent.sent_bytes is None or spent.sent_bytes[0] >= 100_000
+            assert spent.received_bytes is None or spent.received_bytes[0] >= 100_000
+    monkeypatch.setenv("PATH", "")
+    with measured(me) as spent:
+        sum(range(1_000_000))
+    assert (spent.sent_bytes, spent.received_bytes) == (None, None)
+    assert spent.cpu_s is not None
+    assert spent.cpu_s[0] > 0

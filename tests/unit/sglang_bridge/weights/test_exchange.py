@@ -1,0 +1,262 @@
+"""Messages between threads over gloo: what arrives, in what order, through how much memory."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import ProcessGroupGloo
+
+from sglang_bridge.weights import exchange
+from sglang_bridge.weights.exchange import BUFFERS, IN_FLIGHT, Message, PeerLost, receive, send
+from tests.support.figures import bounded
+from tests.support.receiving import CPU, canvas_of, gloo_groups
+
+FLOAT, HALF = torch.float32, torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def pair() -> list[ProcessGroupGloo]:
+    return gloo_groups(2, 30)
+
+
+@pytest.fixture(scope="module")
+def four() -> list[ProcessGroupGloo]:
+    return gloo_groups(4, 30)
+
+
+def side_by_side(*calls: Callable[[], None]) -> None:
+    """All at once; the first failure is raised."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        for done in [threads.submit(call) for call in calls]:
+            done.result(timeout=60)
+
+
+def message(peer: int, *views: torch.Tensor) -> Message:
+    return Message(peer, tuple(f"t{i}" for i in range(len(views))), views)
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = FLOAT) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_what_is_sent_arrives(pair: Sequence[ProcessGroupGloo], data: st.DataObject):
+    """Any shapes, cut out of larger tensors at both ends, of either dtype at either end."""
+    shapes = st.lists(st.integers(1, 9), min_size=1, max_size=2)
+    lists = data.draw(st.lists(st.lists(shapes, min_size=1, max_size=4), max_size=6))
+    ours, theirs = (data.draw(st.sampled_from([FLOAT, HALF])) for _ in range(2))
+    sent, arrived, canvases = [], [], []
+    for at, parts in enumerate(lists):
+        pairs = [(canvas_of(shape, ours), canvas_of(shape, theirs)) for shape in parts]
+        for index, ((_, here), _) in enumerate(pairs):
+            here.copy_(noise(*here.shape, seed=100 * at + index))
+        sent.append(message(1, *(here for (_, here), _ in pairs)))
+        arrived.append(message(0, *(there for _, (_, there) in pairs)))
+        canvases += [canvas for _, (canvas, _) in pairs]
+    side_by_side(
+        lambda: send(pair[0], sent, theirs, CPU), lambda: receive(pair[1], arrived, theirs, CPU)
+    )
+    for here, there in zip(sent, arrived, strict=True):
+        assert here.elements == there.elements
+        for mine, held in zip(here.views, there.views, strict=True):
+            assert torch.equal(held, mine.to(theirs))
+    written = sum(int(canvas.isfinite().sum()) for canvas in canvases)
+    assert written == sum(there.elements for there in arrived), "and nothing beside the views"
+
+
+def test_a_receiver_of_another_dtype_than_the_message_casts(pair: Sequence[ProcessGroupGloo]):
+    whole, held = noise(40), torch.zeros(40, dtype=HALF)
+    side_by_side(
+        lambda: send(pair[0], [message(1, whole)], FLOAT, CPU),
+        lambda: receive(pair[1], [message(0, held)], FLOAT, CPU),
+    )
+    assert torch.equal(held, whole.to(HALF))
+
+
+def test_nothing_to_send_and_nothing_to_receive_is_no_wait(pair: Sequence[ProcessGroupGloo]):
+    send(pair[0], [], FLOAT, CPU)
+    receive(pair[1], [], FLOAT, CPU)
+
+
+def test_messages_of_many_ranks_meet_in_one_order(four: Sequence[ProcessGroupGloo]):
+    """Two senders, two receivers, several messages of every pair; ends listed as a plan does."""
+    order = [(turn, s, 2 + (s + d) % 2) for turn in range(5) for d in range(2) for s in range(2)]
+    weights = {at: noise(3000, seed=index) for index, at in enumerate(order)}
+    held = {at: torch.zeros(3000) for at in order}
+
+    def sender(rank: int) -> None:
+        mine = [message(to, weights[t, s, to]) for t, s, to in order if s == rank]
+        send(four[rank], mine, FLOAT, CPU)
+
+    def receiver(rank: int) -> None:
+        mine = [message(s, held[t, s, to]) for t, s, to in order if to == rank]
+        receive(four[rank], mine, FLOAT, CPU)
+
+    for _ in range(2):  # a second weight sync finds nothing of the first
+        side_by_side(
+            *(lambda r=r: sender(r) for r in (0, 1)), *(lambda r=r: receiver(r) for r in (2, 3))
+        )
+        assert all(torch.equal(held[at], weights[at]) for at in order)
+        for at in order:
+            weights[at] += 1
+
+
+def test_what_is_read_of_a_view_is_what_is_sent(pair: Sequence[ProcessGroupGloo]):
+    held = torch.zeros(4)
+    seen: list[str] = []
+
+    def read(name: str, view: torch.Tensor) -> torch.Tensor:
+        seen.append(name)
+        return 10 * view
+
+    side_by_side(
+        lambda: send(pair[0], [message(1, torch.ones(1), torch.full((3,), 2.0))], FLOAT, CPU, read),
+        lambda: receive(pair[1], [message(0, held)], FLOAT, CPU),
+    )
+    assert held.tolist() == [10, 20, 20, 20]
+    assert seen == ["t0", "t1"]
+
+
+class Late:
+    """A group whose messages are under way until they are waited for."""
+
+    def __init__(self) -> None:
+        self.under_way: list[torch.Tensor] = []
+        self.most = 0
+        self.memory: set[int] = set()
+        self.sent: list[list[float]] = []
+        self.tags: list[tuple[int, int]] = []
+
+    def _start(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
+        (tensor,) = tensors
+        assert all(tensor.data_ptr() != other.data_ptr() for other in self.under_way), "in use"
+        self.under_way.append(tensor)
+        self.most = max(self.most, len(self.under_way))
+        self.memory.add(tensor.untyped_storage().data_ptr())
+        self.tags.append((peer, tag))
+        return self
+
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
+        self._kind = "send"
+        return self._start(tensors, peer, tag)
+
+    def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
+        self._kind = "recv"
+        return self._start(tensors, peer, tag)
+
+    def wait(self) -> None:
+        tensor = self.under_way.pop(0)
+        if self._kind == "send":
+            self.sent.append(tensor.tolist())
+        else:
+            tensor.fill_(len(self.sent))
+            self.sent.append([])
+
+
+PEERS = (1, 2, 1, 1, 2, 1, 2)
+
+
+def test_two_buffers_are_filled_in_turn_while_they_are_not_under_way():
+    group: Any = Late()
+    messages = [
+        message(peer, torch.full((1,), float(i)), torch.full((2,), float(i)))
+        for i, peer in enumerate(PEERS)
+    ]
+    send(group, messages, FLOAT, CPU)
+    assert group.sent == [[float(i)] * 3 for i in range(len(PEERS))], "as it was when packed"
+    assert (group.most, len(group.memory)) == (BUFFERS, BUFFERS)
+    assert group.under_way == [], "all have left"
+    assert group.tags == [(1, 0), (2, 0), (1, 1), (1, 2), (2, 1), (1, 3), (2, 2)]
+
+
+def test_two_buffers_are_emptied_in_turn():
+    group: Any = Late()
+    messages = [message(peer, torch.zeros(1), torch.zeros(2)) for peer in PEERS]
+    receive(group, messages, FLOAT, CPU)
+    arrived = [[*m.views[0].tolist(), *m.views[1].tolist()] for m in messages]
+    assert arrived == [[float(i)] * 3 for i in range(len(PEERS))]
+    assert (group.most, len(group.memory)) == (BUFFERS, BUFFERS)
+    assert group.tags == [(1, 0), (2, 0), (1, 1), (1, 2), (2, 1), (1, 3), (2, 2)]
+
+
+@pytest.mark.parametrize("side", [send, receive])
+def test_one_piece_of_memory_travels_without_a_copy(side: Callable[..., None]):
+    group: Any = Late()
+    views = [torch.zeros(4, 6)[1:3] for _ in range(3 * IN_FLIGHT)]
+    side(group, [message(1, view) for view in views], FLOAT, CPU)
+    assert group.memory == {view.untyped_storage().data_ptr() for view in views}
+    assert (group.most, group.under_way) == (IN_FLIGHT, [])
+
+
+@pytest.mark.parametrize(
+    ("view", "options"),
+    [
+        (torch.zeros(4, 6)[:, 1:3], ()),
+        (torch.zeros(4, 6, dtype=HALF), ()),
+        (torch.zeros(4, 6), (lambda name, view: view + 1,)),
+    ],
+    ids=["in several pieces", "of another dtype", "changed on the way"],
+)
+def test_what_does_not_lie_as_it_travels_is_packed(view: torch.Tensor, options: tuple[Any, ...]):
+    group: Any = Late()
+    send(group, [message(1, view)] * 5, FLOAT, CPU, *options)
+    assert view.untyped_storage().data_ptr() not in group.memory
+    assert len(group.memory) == BUFFERS
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 9])
+def test_memory_beside_the_weights_is_two_of_the_largest_messages(
+    monkeypatch: pytest.MonkeyPatch, count: int
+):
+    made: list[int] = []
+    real = torch.empty
+
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made.append(real(*args, **kwargs).nbytes)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(exchange.torch, "empty", empty)
+    messages = [message(1, torch.zeros(2 + i % 3)) for i in range(count)]
+    for side in (send, receive):
+        made.clear()
+        side(Late(), messages, HALF, CPU)  # type: ignore[arg-type]
+        assert len(made) == min(count, BUFFERS)
+        assert all(size == 2 * max(m.elements for m in messages) for size in made)
+
+
+def test_a_peer_that_never_comes_is_an_error_within_the_timeout():
+    """Both ways; more than sockets hold, or a sender would not notice. And after good messages."""
+    limit_s = 1.5
+    weights, held = noise(100), torch.zeros(100)
+    for silent in ("receiver", "sender"):
+        one, other = gloo_groups(2, limit_s)
+        side_by_side(
+            lambda a=one: send(a, [message(1, weights)], FLOAT, CPU),
+            lambda b=other: receive(b, [message(0, held)], FLOAT, CPU),
+        )
+        assert torch.equal(held, weights)
+        waits = {
+            "receiver": lambda a=one: send(a, [message(1, torch.zeros(16 * 2**20))], FLOAT, CPU),
+            "sender": lambda b=other: receive(b, [message(0, held)] * 2, FLOAT, CPU),
+        }
+        started = time.monotonic()
+        with pytest.raises(
+            PeerLost, match=r"^rank [01] of the group: (?i:.*timed out|.*timeout)"
+        ) as e:
+            waits[silent]()
+        assert e.value.peer == {"receiver": 1, "sender": 0}[silent]
+        assert "\n" not in str(e.value)
+        waited_s = time.monotonic() - started
+        assert waited_s > limit_s / 2
+        bounded("a silent peer: error after (timeouts)", waited_s / limit_s, 6, silent)
+
+
+def test_names_and_views_that_differ_in_number_are_an_error():
+    with pytest.raises(ValueError, match="zip"):
+        send(Late(), [Message(1, ("a",), (noise(2), noise(2)))], FLOAT, CPU)  # type: ignore[arg-type]

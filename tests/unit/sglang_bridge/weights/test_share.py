@@ -1,0 +1,107 @@
+"""What a server is told is read as it was written, by every rank, or refused in one line."""
+
+import base64
+import json
+import zlib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_bridge.weights import share as module
+from sglang_bridge.weights.schedule import Limits, Place, Route
+from sglang_bridge.weights.share import (
+    PAUSED,
+    STAGED,
+    BadShare,
+    decode_share,
+    encode_routes,
+    encode_share,
+)
+
+ROUTES = [
+    Route("a", 0, 0, 4, 0, (2, 5), 0, 40),
+    Route("a", 0, 4, 4, 1, (2, 5), 1, 40),
+    Route("b", 1, 6, 3, 1, (3,), 0, 9),
+]
+LIMITS = Limits(receivers=6, max_elements=20)
+PLACE = Place(index=1, first=2)
+TEXT = encode_share(encode_routes(ROUTES[2:], ROUTES[:2]), PLACE, LIMITS)
+
+
+def test_every_rank_reads_its_own_messages():
+    """Replicas take turns: server 1 gets from the other one; parts are cut to the limit."""
+    assert decode_share(TEXT, 0) == {
+        STAGED: [],
+        PAUSED: [[5, [["a", 0, 0, 2]]], [5, [["a", 0, 2, 2]]]],
+    }
+    assert decode_share(TEXT, 1) == {
+        STAGED: [[3, [["b", 1, 6, 3]]]],
+        PAUSED: [[2, [["a", 0, 4, 2]]], [2, [["a", 0, 6, 2]]]],
+    }
+    assert decode_share(TEXT, 2) == {STAGED: [], PAUSED: []}
+
+
+def test_the_routes_of_all_servers_of_a_layout_are_one_text():
+    routes = encode_routes((), ROUTES)
+    texts = [encode_share(routes, Place(index, 2 * index), LIMITS) for index in range(3)]
+    assert len({text.partition(" ")[2] for text in texts}) == 1
+    froms = [decode_share(text, 0)[PAUSED][0][0] for text in texts]
+    assert froms == [2, 5, 2]
+
+
+def packed(tree: Any) -> str:
+    return base64.b64encode(zlib.compress(json.dumps(tree).encode())).decode()
+
+
+HEAD = "[0,0,6,20]"
+EMPTY = packed({"sources": [], STAGED: [], PAUSED: []})
+ROW = ["a", 0, 0, 4, 0, 0, 40, 0]
+EMPTY_ROW = ["a", 0, 0, 0, 0, 0, 40, 0]
+BAD = {
+    "nothing": "",
+    "no routes": HEAD,
+    "a head of three": f"[0,0,6] {EMPTY}",
+    "a head that is none": f"null {EMPTY}",
+    "a head that is an object": f"{{}} {EMPTY}",
+    "no base64": f"{HEAD} ???",
+    "no zlib": f"{HEAD} {base64.b64encode(b'[]').decode()}",
+    "cut short": TEXT[:-8],
+    "no JSON": f"{HEAD} {base64.b64encode(zlib.compress(b'{')).decode()}",
+    "a list": f"{HEAD} {packed([])}",
+    "no sources": f"{HEAD} {packed({STAGED: [], PAUSED: []})}",
+    "nothing paused": f"{HEAD} {packed({'sources': [], STAGED: []})}",
+    "a source that is missing": f"{HEAD} {packed({'sources': [], STAGED: [], PAUSED: [ROW]})}",
+    "a source of no rank": f"{HEAD} {packed({'sources': [[]], STAGED: [], PAUSED: [ROW]})}",
+    "a short row": f"{HEAD} {packed({'sources': [[0]], STAGED: [], PAUSED: [ROW[:-1]]})}",
+    "no length": f"{HEAD} {packed({'sources': [[0]], STAGED: [EMPTY_ROW], PAUSED: []})}",
+    "text for a number": f"{HEAD} {packed({'sources': [['x']], STAGED: [], PAUSED: [ROW]})}",
+    "no receivers": f"[0,0,0,20] {packed({'sources': [[0]], STAGED: [], PAUSED: [ROW]})}",
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_is_no_share_is_refused_in_one_line(what: str):
+    with pytest.raises(BadShare, match=r"^no list of weights: ") as caught:
+        decode_share(BAD[what], 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_small_text_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "MAX_BYTES", 1000)
+    bomb = base64.b64encode(zlib.compress(b"[" + b" " * 10**6 + b"]")).decode()
+    with pytest.raises(BadShare, match="more than 1000 bytes, or cut short"):
+        decode_share(f"{HEAD} {bomb}", 0)
+    assert decode_share(f"{HEAD} {EMPTY}", 0) == {STAGED: [], PAUSED: []}
+
+
+@settings(max_examples=200)
+@given(at=st.integers(0, len(TEXT) - 1), to=st.characters(max_codepoint=0x2FF))
+def test_a_changed_character_is_refused_or_of_the_head(at: int, to: str):
+    """The routes have a checksum."""
+    try:
+        found = decode_share(TEXT[:at] + to + TEXT[at + 1 :], 1)
+    except BadShare:
+        return
+    assert found == decode_share(TEXT, 1) or at < len(TEXT.partition(" ")[0])

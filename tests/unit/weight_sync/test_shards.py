@@ -1,0 +1,334 @@
+"""The controller's part: what it compares, asks and says when a side fails."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_opd.config.schema import Config
+from megatron_opd.models.spec import ModelSpec, read_model_spec
+from megatron_opd.weight_sync.holdings import server_holdings
+from megatron_opd.weight_sync.plan import ServerLayout, bucket_and_stage, plan_sync
+from megatron_opd.weight_sync.reshard import CannotReshard
+from megatron_opd.weight_sync.shards import (
+    CannotServe,
+    Shards,
+    common_dtype,
+    require_as_planned,
+    server_layout,
+)
+from megatron_opd.weight_sync.shards_messages import (
+    Join,
+    Listen,
+    Listening,
+    SendShards,
+    decode,
+    encode,
+)
+from sglang_bridge.errors import RankFailed, WeightSyncFailed
+from sglang_bridge.fleet import WeightsWorld, weights_world
+from sglang_bridge.protocol import ServerInfo, WeightPiece
+from sglang_bridge.weights.share import decode_share
+from tests.support.config_files import minimal
+from tests.support.fakes import run_virtual
+
+URL = "http://a:1"
+LAYOUTS = (ServerLayout(2, 2), ServerLayout(1, 1))
+REMEDY = "use weight_sync.type: broadcast for servers that are cut otherwise"
+
+
+def pieces_of(spec: ModelSpec, layout: ServerLayout, dtype: str = "float32") -> list[WeightPiece]:
+    """What a server of this layout says that it holds."""
+    return [
+        WeightPiece(rank, held.name, held.dim, held.start, held.length, dtype, "")
+        for held in server_holdings(spec, layout.tp, layout.ep)
+        for rank in held.ranks
+    ]
+
+
+@pytest.fixture(scope="module")
+def spec(moe: Path) -> ModelSpec:
+    return read_model_spec(moe)
+
+
+def test_what_follows_from_the_layout_is_accepted(spec: ModelSpec):
+    for layout in (*LAYOUTS, ServerLayout(4, 2)):  # of TP 4, ranks that hold copies of KV heads
+        require_as_planned(URL, spec, layout, pieces_of(spec, layout))
+
+
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"start": 0}, r"should hold \[32:64\] of dimension 0, holds \[0:32\] of dimension 0"),
+        ({"length": 16}, r"should hold \[32:64\] of dimension 0, holds \[32:48\] of dimension 0"),
+        ({"dim": 1}, r"should hold \[32:64\] of dimension 0, holds \[32:64\] of dimension 1"),
+        (None, r"should hold \[32:64\] of dimension 0, holds nothing"),
+    ],
+)
+def test_a_piece_that_is_cut_otherwise_is_named(spec: ModelSpec, change: Any, said: str):
+    """By url, rank, tensor and remedy, in one line."""
+    layout = LAYOUTS[0]
+    others, (mine,) = [], [p for p in pieces_of(spec, layout) if (p.rank, p.hf_name) == (1, QUERY)]
+    others = [piece for piece in pieces_of(spec, layout) if piece != mine]
+    found = others if change is None else [*others, replace(mine, **change)]
+    message = rf"^{URL} \(tp=2, ep=2\) rank 1: {said} of {QUERY}: {REMEDY}$"
+    with pytest.raises(CannotServe, match=message):
+        require_as_planned(URL, spec, layout, found)
+
+
+def test_a_tensor_or_a_rank_too_many_is_named(spec: ModelSpec):
+    layout = LAYOUTS[0]
+    pieces = pieces_of(spec, layout)
+    odd = WeightPiece(0, "model.odd.weight", 0, 0, 5, "float32", "")
+    with pytest.raises(
+        CannotServe, match=r"rank 0: should hold nothing, holds \[0:5\] .* of model"
+    ):
+        require_as_planned(URL, spec, layout, [*pieces, odd])
+    more = [*pieces, *(replace(piece, rank=2) for piece in pieces if piece.rank == 1)]
+    with pytest.raises(CannotServe, match=r"rank 2: should hold nothing, holds"):
+        require_as_planned(URL, spec, layout, more)
+    with pytest.raises(CannotServe, match=r"rank 1: should hold \[.*, holds nothing of"):
+        require_as_planned(URL, spec, layout, [piece for piece in pieces if piece.rank == 0])
+
+
+def test_another_layout_than_the_server_says_is_named(spec: ModelSpec):
+    found = pieces_of(spec, ServerLayout(2, 1))
+    with pytest.raises(
+        CannotServe, match=rf"^{URL} \(tp=2, ep=2\) rank [01]: .*experts.*: {REMEDY}$"
+    ):
+        require_as_planned(URL, spec, ServerLayout(2, 2), found)
+
+
+def test_one_dtype_is_everyones():
+    def of(*kinds: str) -> list[WeightPiece]:
+        return [WeightPiece(0, f"t{i}", 0, 0, 1, kind, "") for i, kind in enumerate(kinds)]
+
+    assert (
+        common_dtype({URL: of("bfloat16", "bfloat16"), "http://b:2": of("bfloat16")}) == "bfloat16"
+    )
+    with pytest.raises(CannotServe, match=r"differ in dtype: .*t1 of http://a:1 is float32"):
+        common_dtype({URL: of("bfloat16", "float32")})
+    with pytest.raises(CannotServe, match=r"t0 of http://a:1 is float32, t0 of http://b:2 is floa"):
+        common_dtype({URL: of("float32"), "http://b:2": of("float16")})
+    with pytest.raises(CannotServe, match=r"are float8_e4m3fn, not one of \['bfloat16', 'float16'"):
+        common_dtype({URL: of("float8_e4m3fn")})
+
+
+def test_how_a_server_is_cut_is_what_it_says():
+    assert server_layout(info(0, ServerLayout(4, 2))) == ServerLayout(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "expected"),
+    [
+        ({"bucket_bytes": 10}, "float32", (2, 0)),
+        ({"bucket_bytes": 10}, "bfloat16", (5, 0)),
+        ({"bucket_bytes": 3}, "float32", (1, 0)),
+        ({"staging": True}, "float32", (2**27, float("inf"))),
+        ({"staging": True, "staging_bytes": 10}, "bfloat16", (2**28, 5)),
+    ],
+)
+def test_numbers_of_a_bucket_and_of_a_shadow(settings: Any, dtype: str, expected: Any):
+    assert bucket_and_stage(minimal(weight_sync=settings).weight_sync, dtype) == expected
+
+
+def info(index: int, layout: ServerLayout) -> ServerInfo:
+    url = f"http://{'ab'[index]}:{index + 1}"
+    return ServerInfo(url, "", 1, 1, layout.tp, layout.ep, 0, "float32", 1, deterministic=False)
+
+
+class Wire:
+    """Servers and learner on one log; whoever sends waits for the other side."""
+
+    def __init__(self, spec: ModelSpec, config: Config) -> None:
+        self.spec, self.config = spec, config
+        self.log: list[str] = []
+        self.fails: dict[str, Exception] = {}
+        self.hangs: set[str] = set()
+        self.cancelled: list[str] = []
+        self.infos = [info(i, layout) for i, layout in enumerate(LAYOUTS)]
+        self.shares: Sequence[str] = ()
+        self.joined: Join | None = None
+
+    async def step(self, name: str) -> None:
+        self.log.append(name)
+        try:
+            await asyncio.sleep(0.1)
+            if name in self.hangs:
+                await asyncio.sleep(1e9)
+        except asyncio.CancelledError:
+            self.cancelled.append(name)
+            raise
+        if name in self.fails:
+            raise self.fails[name]
+
+    async def ask(self, request: bytes) -> bytes:
+        message = decode(request)
+        match message:
+            case Listen():
+                assert (message.host, message.world_size) == ("127.0.0.1", 1 + 3)
+                await self.step("listen")
+                return encode(Listening(4711, "gloo"))
+            case Join():
+                self.joined = message
+                await self.step("learner joins")
+            case SendShards(staged):
+                await self.step("learner stages" if staged else "learner sends")
+        return b""
+
+    def world(self, senders: int = 1) -> WeightsWorld:
+        return weights_world([layout.tp for layout in LAYOUTS], senders)
+
+    async def weight_pieces(self) -> dict[str, list[WeightPiece]]:
+        await self.step("pieces")
+        held = [pieces_of(self.spec, layout) for layout in LAYOUTS]
+        return dict(zip([info.url for info in self.infos], held, strict=True))
+
+    async def expect_weights(self, shares: Sequence[str]) -> list[list[int]]:
+        self.shares = shares
+        await self.step("expect")
+        return [[10, 30], [20]]
+
+    async def init_weights_group(
+        self, host: str, port: int, name: str, backend: str, timeout_s: Any = None, *, senders: int
+    ) -> None:
+        assert (host, port, backend, senders) == ("127.0.0.1", 4711, "gloo", 1)
+        await self.step("servers join")
+
+    async def stage_weights(self, group_name: str) -> None:
+        await self.step("servers stage")
+
+    async def receive_weights(self, group_name: str, timeout_s: float | None = None) -> None:
+        assert timeout_s == self.config.weight_sync.timeout_s
+        await self.step("servers receive")
+
+    async def destroy_weights_group(self, name: str) -> None:
+        await self.step("leave")
+
+    async def update_bucket(self, *_: object) -> None:
+        raise AssertionError("no bucket is broadcast")
+
+
+OPENED = ["pieces", "expect", "listen", "servers join", "learner joins"]
+
+
+@pytest.fixture
+def wire(moe: Path, spec: ModelSpec) -> Wire:
+    return Wire(spec, minimal(student={"model": str(moe)}, weight_sync={"bucket_bytes": 4000}))
+
+
+def test_a_whole_life_of_the_transport(wire: Wire):
+    async def scenario() -> Shards:
+        shards = Shards(wire, wire.ask, wire.config)
+        await shards.open()
+        assert not shards.stages
+        await shards.send(1)
+        await shards.send(2)
+        await shards.close()
+        return shards
+
+    shards = run_virtual(scenario())
+    assert wire.log == [*OPENED, *["servers receive", "learner sends"] * 2, "leave"]
+    assert shards.num_bytes == 30
+    assert shards.tensors == {held.name for held in server_holdings(wire.spec, 1, 1)}
+    learner = wire.config.learner
+    plan = plan_sync(wire.spec, learner.parallel, learner.megatron, LAYOUTS, 1000, 0)
+    assert list(wire.shares) == plan.shares()
+    told = [decode_share(text, rank) for text, rank in zip(wire.shares, (1, 0), strict=True)]
+    assert min(len(share["paused"]) for share in told) > 20
+    joined = wire.joined
+    assert joined is not None
+    servers = (("http://a:1", 2, 2), ("http://b:2", 1, 1))
+    assert (joined.servers, joined.dtype, joined.world_size) == (servers, "float32", 4)
+
+
+def test_what_fits_is_staged_and_nothing_is_sent_in_the_pause(wire: Wire, moe: Path):
+    wire.config = minimal(student={"model": str(moe)}, weight_sync={"staging": True})
+
+    async def scenario() -> None:
+        shards = Shards(wire, wire.ask, wire.config)
+        await shards.open()
+        assert shards.stages
+        await shards.stage(1)
+        await shards.send(1)
+
+    run_virtual(scenario())
+    assert wire.log == [*OPENED, "servers stage", "learner stages", "servers receive"]
+
+
+def test_every_transport_has_a_group_of_its_own(wire: Wire):
+    names = {Shards(wire, wire.ask, wire.config)._group for _ in range(20)}
+    assert len(names) == 20
+
+
+async def opened(wire: Wire) -> Shards:
+    shards = Shards(wire, wire.ask, wire.config)
+    await shards.open()
+    return shards
+
+
+@pytest.mark.parametrize(
+    ("step", "done"),
+    [("pieces", 1), ("expect", 2), ("listen", 3), ("servers join", 5), ("learner joins", 5)],
+)
+def test_a_failure_while_opening_goes_no_further(wire: Wire, step: str, done: int):
+    wire.fails[step] = WeightSyncFailed(f"{URL} rank 1: no {step}")
+    with pytest.raises(WeightSyncFailed, match=f"rank 1: no {step}"):
+        run_virtual(opened(wire))
+    assert wire.log == OPENED[:done]
+
+
+@pytest.mark.parametrize(
+    ("failing", "other"),
+    [
+        ("servers receive", "learner sends"),
+        ("learner sends", "servers receive"),
+        ("servers join", "learner joins"),
+        ("learner joins", "servers join"),
+    ],
+)
+def test_one_side_that_fails_ends_the_other_s_wait(wire: Wire, failing: str, other: str):
+    """The other one hangs; nobody waits for it."""
+    wire.fails[failing] = RankFailed(f"{URL} rank 0: RuntimeError: silent")
+    wire.hangs.add(other)
+
+    async def scenario() -> None:
+        shards = await opened(wire)
+        await shards.send(1)
+
+    with pytest.raises(RankFailed, match="rank 0: RuntimeError: silent"):
+        run_virtual(scenario())
+    assert wire.cancelled == [other]
+
+
+def test_of_two_failures_the_servers_is_told(wire: Wire):
+    wire.fails = {
+        "servers receive": RankFailed(f"{URL} rank 0: refused"),
+        "learner sends": RuntimeError("a peer left"),
+    }
+
+    async def scenario() -> None:
+        await (await opened(wire)).send(1)
+
+    with pytest.raises(RankFailed, match="rank 0: refused"):
+        run_virtual(scenario())
+
+
+def test_a_server_that_is_cut_otherwise_is_told_nothing(wire: Wire):
+    wire.infos[1] = replace(wire.infos[1], tp_size=2)
+    with pytest.raises(CannotServe, match=r"^http://b:2 \(tp=2, ep=1\) rank 0: "):
+        run_virtual(opened(wire))
+    assert wire.log == ["pieces"]
+
+
+def test_servers_of_a_model_that_is_not_the_learner_s(wire: Wire):
+    wire.spec = replace(wire.spec, num_layers=3, moe_layers=(False, True, True))
+    with pytest.raises((CannotServe, CannotReshard), match="should hold nothing, holds"):
+        run_virtual(opened(wire))
+    assert wire.log == ["pieces"]
