@@ -25,10 +25,20 @@ STUDIES = (
     "noticing",
     "step",
     "weight_sync",
+    "sync_layouts",
     "fuzz",
     "gpu",
 )
-WITH_OPTIONS = ("step", "weight_sync", "mismatch", "staleness", "fuzz", "noticing", "gpu")
+WITH_OPTIONS = (
+    "step",
+    "weight_sync",
+    "sync_layouts",
+    "mismatch",
+    "staleness",
+    "fuzz",
+    "noticing",
+    "gpu",
+)
 NAMES = (*BENCHMARKS, *STUDIES)
 
 

@@ -25,7 +25,7 @@ from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 
 
-def write_model(path: Path, config: Mapping[str, Any]) -> Path:
+def write_model(path: Path, config: Mapping[str, Any], seed: int = 0) -> Path:
     """A checkpoint of the architecture in `config`, untrained, in bfloat16; returns `path`.
 
     Drawing a billion numbers takes longer than reading them, so that several cases share a model.
@@ -33,7 +33,7 @@ def write_model(path: Path, config: Mapping[str, Any]) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     spec = read_model_spec(path)
-    shapes, source = expected_tensors(spec), FreshSource(spec, seed=0)
+    shapes, source = expected_tensors(spec), FreshSource(spec, seed=seed)
 
     def drawn(name: str) -> tuple[str, torch.Tensor]:
         shape = shapes[name]

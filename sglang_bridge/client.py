@@ -20,6 +20,7 @@ from sglang_bridge.http import REPLY_BYTES, HttpConnection
 from sglang_bridge.parse import (
     Known,
     empty_scores,
+    is_pending,
     parse_done,
     parse_expected,
     parse_info,
@@ -45,6 +46,8 @@ ALIVE_TIMEOUT_S = 5.0
 INFO_TIMEOUT_S = 60.0
 # For requests that change or report a server's state: a run ends when one fails for good.
 CONTROL_BACKOFF = Backoff(attempts=4, first_wait_s=0.25)
+# between two questions whether the ranks are done with what they do beside sampling
+POLL_S = 0.05
 PauseMode = Literal["retract", "in_place", "abort"]
 
 
@@ -188,10 +191,14 @@ class ServerClient:
     async def weight_digests(self, *, staged: bool = False) -> list[WeightPiece]:
         """Returns a digest of every slice of weights that every tensor-parallel rank holds now.
 
-        staged: of the weights that were staged and are not live yet.
+        staged: of the weights that were staged and are not live yet, once they are all there.
         """
         action = wire.STAGED_DIGEST_ACTION if staged else wire.DIGEST_ACTION
-        return parse_pieces(self.url, await self._ask_ranks(action))
+        reply = await self._ask_ranks(action)
+        while is_pending(self.url, reply):
+            await asyncio.sleep(POLL_S)
+            reply = await self._ask_ranks(action)
+        return parse_pieces(self.url, reply)
 
     # ------------------------------------------------------------ weight sync
 

@@ -170,6 +170,11 @@ def parse_expected(url: str, reply: Any) -> list[int]:
     return [found[rank] for rank in answered]
 
 
+def is_pending(url: str, reply: Any) -> bool:
+    """Returns whether a rank is not done with an action of the plugin."""
+    return any(wire.PENDING in answers for _, answers in _by_rank(url, reply))
+
+
 def parse_done(url: str, reply: Any) -> None:
     """Parses the reply to an action that answers nothing but failures."""
     _by_rank(url, reply)

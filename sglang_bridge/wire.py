@@ -60,6 +60,7 @@ EXPECT_ACTION = "bridge_expect"  # a share, see weights/share.py
 STAGE_ACTION = "bridge_stage"  # the group's name
 RECEIVE_ACTION = "bridge_receive"  # the group's name
 RECEIVED_BYTES = "bytes"
+PENDING = "pending"  # a rank is not done: ask again
 ERROR = "error"
 
 

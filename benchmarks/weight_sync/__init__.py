@@ -26,30 +26,30 @@ for the code and the settings that made it.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.synthetic import write_model
+from benchmarks.case_rows import (
+    ROOT,
+    append_row,
+    kept_rows,
+    model_with_tokenizer,
+    own_directory,
+    run_program,
+    say,
+)
 from benchmarks.weight_sync.cases import BEFORE, SIZES, Case, chosen_cases
-from benchmarks.weight_sync.older import ROOT, NoCommit, check_out, full_commit
+from benchmarks.weight_sync.older import NoCommit, check_out, full_commit
 from benchmarks.weight_sync.summary import ratios, summarised
 from megatron_opd.metrics.summary import commit
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.planning.parameters import model_parameters
-from megatron_opd.transport.lifetime import PARENT_VARIABLE
-from sglang_bridge.server.launch import last_lines
 
 DEFAULT_BEFORE = "d1eb496"
 LIMIT_S = 900.0
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 ROWS = Path("runs") / "weight_sync" / "rows.jsonl"
 Tree = dict[str, Any]
 Run = Callable[[Case, Path, Path, Path], Tree]
@@ -65,17 +65,17 @@ def measure(options: Sequence[str] = (), *, rows: Path = ROWS, run: Run | None =
         trees = {BEFORE: check_out(before, scratch / "tree")}
         cases = [case for case in chosen_cases(size) if arguments.only in case.name]
         prints = {case.name: case.fingerprint(trees.get(case.way, ROOT)) for case in cases}
-        kept = _kept(rows, prints)
+        kept = kept_rows(rows, prints)
         missing = [case for case in cases if case.name not in kept]
-        model = _model(scratch / "model", size.model)
+        model = model_with_tokenizer(scratch / "model", size.model)
         for case in missing[: arguments.limit]:
             began = time.monotonic()
             made = (run or run_case)(case, trees.get(case.way, ROOT), model, scratch)
             row = {"name": case.name, "fingerprint": prints[case.name], "figures": made}
             row["commit"] = before if case.way == BEFORE else commit()
-            _append(rows, row)
+            append_row(rows, row)
             kept[case.name] = row
-            _say(f"{len(kept)}/{len(cases)} {case.name}: {time.monotonic() - began:.0f} s")
+            say(f"{len(kept)}/{len(cases)} {case.name}: {time.monotonic() - began:.0f} s")
         parameters = model_parameters(read_model_spec(model)).total
     return _result(cases, kept, parameters, before) | {
         "size": "tiny" if arguments.tiny else "full",
@@ -86,24 +86,9 @@ def measure(options: Sequence[str] = (), *, rows: Path = ROWS, run: Run | None =
 
 def run_case(case: Case, tree: Path, model: Path, scratch: Path) -> Tree:
     """Run one case in its tree. RuntimeError, with the ends of the logs: it failed."""
-    own = Path(tempfile.mkdtemp(dir=scratch))
-    asked, out = case.asked(model, own), own / "figures.json"
-    (own / "case.json").write_text(json.dumps(asked), encoding="utf-8")
-    command = [sys.executable, "-m", "benchmarks.weight_sync.case", str(own / "case.json")]
-    # -m puts the working directory first, for this process and for all that it starts
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ
-    environment |= {"PYTHONPATH": str(tree), PARENT_VARIABLE: str(os.getpid())}
-    log = own / "case.log"
-    with log.open("wb") as output:
-        done = subprocess.run(
-            command, cwd=tree, env=environment, stdout=output, stderr=output, timeout=LIMIT_S
-        )
-    if done.returncode or not out.exists():
-        ends = "\n".join(f"{path.name}:\n{last_lines(path)}" for path in sorted(own.glob("*.log")))
-        raise RuntimeError(f"{case.name} failed (exit code {done.returncode}):\n{ends}")
-    figures = json.loads(out.read_text(encoding="utf-8"))
-    shutil.rmtree(own)
-    return figures
+    own = own_directory(scratch)
+    asked, module = case.asked(model, own), "benchmarks.weight_sync.case"
+    return run_program(module, asked, own, tree=tree, limit_s=LIMIT_S)
 
 
 def _arguments(options: Sequence[str]) -> argparse.Namespace:
@@ -118,27 +103,6 @@ def _arguments(options: Sequence[str]) -> argparse.Namespace:
     except NoCommit as error:
         parser.error(str(error))
     return parsed
-
-
-def _model(path: Path, config: Tree) -> Path:
-    """A random model with a tokenizer, which SGLang wants and nobody here uses."""
-    write_model(path, config)
-    for name in TOKENIZER:
-        shutil.copy(ROOT / "examples" / "arithmetic" / "student" / name, path)
-    return path
-
-
-def _kept(rows: Path, prints: dict[str, str]) -> dict[str, Tree]:
-    """The newest row of every case that this code made."""
-    lines = rows.read_text(encoding="utf-8").splitlines() if rows.exists() else []
-    found = {row["name"]: row for row in map(json.loads, lines)}
-    return {name: row for name, row in found.items() if row["fingerprint"] == prints.get(name)}
-
-
-def _append(rows: Path, row: Tree) -> None:
-    rows.parent.mkdir(parents=True, exist_ok=True)
-    with rows.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 
 def _result(cases: Sequence[Case], kept: dict[str, Tree], parameters: int, before: str) -> Tree:
@@ -167,7 +131,3 @@ def _found(flip: Tree) -> bool:
     """Whether the digests agreed before and after, and differed in one slice between."""
     around = flip["differing_before"] + flip["differing_after_the_next_sync"]
     return not around and len(flip["differing"]) == 1
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

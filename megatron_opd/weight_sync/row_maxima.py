@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
 from megatron_opd.models.families import hf_names, row_of
-from megatron_opd.models.gather import FullTensors
+from megatron_opd.models.gather import Entry, FullTensors
 from megatron_opd.weight_sync.rounding import Format, is_rounded, rounded
 from sglang_bridge.weights.exchange import Read, as_it_is
+
+ROWS_AT_ONCE = 1 << 20
+"""Rows whose maxima are reduced at once: 4 MB, where a reduction costs its bytes."""
 
 
 def reader(full: FullTensors, format: Format | None) -> Read:
@@ -31,17 +36,34 @@ def row_maxima(full: FullTensors) -> dict[str, torch.Tensor]:
 
     Collective over the learner's world; a rank keeps those of the tensors that it holds.
     """
-    world, found = full.world, dict[str, torch.Tensor]()
+    found: dict[str, torch.Tensor] = {}
+    batch: list[Entry] = []
     for entry in full.entries:
-        (name, *_) = hf_names(full.spec.family, entry.key)
-        if row_of(full.spec.family, entry.key).dim != 1 or not is_rounded(name, len(entry.shape)):
-            continue
-        shard = full.shards.get(entry.key)
-        largest = torch.zeros(entry.shape[0], 1, device=world.device)
+        if _is_cut_along_columns(full, entry):
+            batch.append(entry)
+            if sum(other.shape[0] for other in batch) >= ROWS_AT_ONCE:
+                found |= _maxima_of(full, batch)
+                batch = []
+    return found | _maxima_of(full, batch)
+
+
+def _is_cut_along_columns(full: FullTensors, entry: Entry) -> bool:
+    name = hf_names(full.spec.family, entry.key)[0]
+    return row_of(full.spec.family, entry.key).dim == 1 and is_rounded(name, len(entry.shape))
+
+
+def _maxima_of(full: FullTensors, batch: Sequence[Entry]) -> dict[str, torch.Tensor]:
+    """Return the maxima of some matrices, by one reduction over all ranks."""
+    rows = [entry.shape[0] for entry in batch]
+    largest = torch.zeros(sum(rows), 1, device=full.world.device)
+    shards = [full.shards.get(entry.key) for entry in batch]
+    for shard, part in zip(shards, largest.split(rows), strict=True):
         if shard is not None:
-            largest = shard.parameter.detach().float().abs().amax(dim=1, keepdim=True)
-        if world.size > 1:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        if shard is not None:
-            found[name] = largest
-    return found
+            part.copy_(shard.parameter.detach().float().abs().amax(dim=1, keepdim=True))
+    if full.world.size > 1 and batch:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return {
+        hf_names(full.spec.family, entry.key)[0]: part
+        for entry, shard, part in zip(batch, shards, largest.split(rows), strict=True)
+        if shard is not None
+    }

@@ -144,7 +144,7 @@ def around_check_weights(
         wire.MODEL_ACTION: pieces.model_facts,
         wire.EXPECT_ACTION: lambda model: expect_weights(model, argument),
         wire.STAGE_ACTION: lambda _: stage_weights(argument),
-        wire.STAGED_DIGEST_ACTION: lambda _: the_receiver().staged_digests(),
+        wire.STAGED_DIGEST_ACTION: lambda _: staged_digests(),
         wire.RECEIVE_ACTION: lambda _: receive_weights(argument),
     }
     if verb not in answers:
@@ -170,6 +170,12 @@ def stage_weights(group_name: str) -> dict[str, str]:
     """Begins to receive staged weights from the update group `group_name`."""
     the_receiver().stage(*compat.update_group(_runner, group_name))
     return {}
+
+
+def staged_digests() -> dict[str, str]:
+    """Digests staged weights; while that takes, the answer is wire.PENDING."""
+    found = the_receiver().staged_digests()
+    return {wire.PENDING: ""} if found is None else found
 
 
 def receive_weights(group_name: str) -> dict[str, str]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ class Receiver:
         self._shadows: dict[str, torch.Tensor] = {}
         self._staged: list[Message] = []
         self._paused: list[Message] = []
-        self._stage: _Stage | None = None
+        self._stage: _Task | None = None
+        self._digests: _Task | None = None
 
     def expect(self, share: Any) -> int:
         """Prepare for the messages of `share`, see weights/share.py; returns their bytes.
@@ -45,7 +47,8 @@ class Receiver:
         BadExpectation: they do not fill every piece of this rank exactly once.
         """
         # what an earlier run staged and never took is forgotten
-        self._staged, self._paused, self._stage = [], [], None
+        self._staged, self._paused = [], []
+        self._stage = self._digests = None
         to_stage, to_pause = (_listed(share, kind) for kind in (STAGED, PAUSED))
         filled: dict[str, list[tuple[int, ...]]] = defaultdict(list)
         for _, slices in (*to_stage, *to_pause):
@@ -74,41 +77,58 @@ class Receiver:
             raise BadExpectation("no staged weights are expected here")
         if self._stage is not None:
             raise BadExpectation("the weights that were staged before are not live yet")
-        self._stage = _Stage(group, self._staged, device)
+        messages, dtype = self._staged, self._staged[0].views[0].dtype
 
-    def staged_digests(self) -> dict[str, str]:
-        """Wait for the staged weights; returns {piece key: digest} of them.
+        def receive_all() -> dict[str, str]:
+            with _own_stream(messages[0].views[0].device):
+                receive(group, messages, dtype, device)
+            return {}
 
-        RuntimeError: a sender was silent.
+        self._stage = _Task(receive_all)
+
+    def staged_digests(self) -> dict[str, str] | None:
+        """Return {piece key: digest} of the staged weights; None: not yet, ask again.
+
+        It never waits, for the server samples meanwhile. BadExpectation: nothing has been staged.
+        PeerLost: a sender was silent.
         """
-        self._wait()
-        return {
-            piece.key: piece.digest_of(self._shadows[name])
-            for name, piece in self._pieces.items()
-            if name in self._shadows
-        }
+        stage, shadows = self._staged_task(), self._shadows
+
+        def digest_all() -> dict[str, str]:
+            stage.result()
+            with _own_stream(next(iter(shadows.values())).device):
+                held = [
+                    (piece, shadows[name])
+                    for name, piece in self._pieces.items()
+                    if name in shadows
+                ]
+                return {piece.key: piece.digest_of(shadow) for piece, shadow in held}
+
+        if self._digests is None:
+            self._digests = _Task(digest_all)
+        return self._digests.result() if self._digests.is_done else None
 
     def receive(self, group: Any, device: torch.device) -> None:
         """Make the staged weights live, and receive the others, once.
 
         BadExpectation: nothing is expected, or staged weights have not been asked for.
-        RuntimeError: a sender was silent.
+        PeerLost: a sender was silent.
         """
         if not (self._staged or self._paused):
             raise BadExpectation("no weights are expected here")
         if self._staged:
-            self._wait()
-            self._stage = None
+            self._staged_task().result()
+            self._stage = self._digests = None
             with torch.no_grad():
                 for name, shadow in self._shadows.items():
                     self._pieces[name].view.copy_(shadow)
         if self._paused:
             receive(group, self._paused, self._paused[0].views[0].dtype, device)
 
-    def _wait(self) -> None:
+    def _staged_task(self) -> _Task:
         if self._stage is None:
             raise BadExpectation("no weights have been staged here")
-        self._stage.wait()
+        return self._stage
 
     def _message(self, sender: int, slices: Slices, memory: dict[str, torch.Tensor]) -> Message:
         views: list[torch.Tensor] = []
@@ -119,41 +139,44 @@ class Receiver:
         return Message(sender, tuple(name for name, *_ in slices), tuple(views))
 
 
-class _Stage:
-    """Receives messages in a thread of its own."""
+class _Task:
+    """Executes something in a thread of its own, which does not keep the process alive."""
 
-    def __init__(self, group: Any, messages: Sequence[Message], device: torch.device) -> None:
+    def __init__(self, act: Callable[[], dict[str, str]]) -> None:
+        self._found: dict[str, str] = {}
         self._error: BaseException | None = None
-        arguments = (group, messages, messages[0].views[0].dtype, device)
-        self._thread = threading.Thread(
-            target=self._run, args=arguments, name="staged weights", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(act,), daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Return when all have come; raises what went wrong."""
+    @property
+    def is_done(self) -> bool:
+        """Returns whether `result` would not wait."""
+        return not self._thread.is_alive()
+
+    def result(self) -> dict[str, str]:
+        """Wait for what was found; raises what went wrong."""
         self._thread.join()
         if self._error is not None:
             raise self._error
+        return self._found
 
-    def _run(
-        self,
-        group: Any,
-        messages: Sequence[Message],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def _run(self, act: Callable[[], dict[str, str]]) -> None:
         try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-                with torch.cuda.stream(torch.cuda.Stream(device)) as stream:
-                    receive(group, messages, dtype, device)
-                    torch.cuda.current_stream(device).synchronize()
-                del stream
-            else:
-                receive(group, messages, dtype, device)
-        except BaseException as error:  # noqa: BLE001  raised by who waits for the weights
+            self._found = act()
+        except BaseException as error:  # noqa: BLE001  raised by who asks for the result
             self._error = error
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """Let a thread's copies on a GPU run beside the forward passes, and be done at the end."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
+        stream.synchronize()
 
 
 def _listed(share: Any, kind: str) -> list[tuple[int, Slices]]:

@@ -17,6 +17,8 @@ from sglang_bridge.weights.schedule import Limits, Place, Route, incoming
 STAGED, PAUSED = "staged", "paused"
 MAX_BYTES = 1 << 30
 """Largest size of the routes as JSON: those of a model of several million tensors."""
+MAX_PARTS = 1 << 24
+"""Most parts of a rank's messages: more would be of buckets too small to be meant."""
 
 
 class BadShare(ValueError):
@@ -62,6 +64,8 @@ def decode_share(text: str, rank: int) -> dict[str, list[Any]]:
                 for name, dim, start, length, destination, turn, elements, held in tree[key]
                 if destination == rank
             ]
+            if sum(route.elements for route in listed) // max_elements > MAX_PARTS:
+                raise ValueError(f"more than {MAX_PARTS} messages of {max_elements} numbers")
             found[key] = [
                 [b.source, [[p.name, p.dim, p.start, p.length] for p in b.parts]]
                 for b in incoming(listed, place, rank, limits)

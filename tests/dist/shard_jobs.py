@@ -28,7 +28,7 @@ from megatron_opd.weight_sync.shards_sender import ShardsSender
 from sglang_bridge import wire
 from sglang_bridge.protocol import WeightPiece
 from sglang_bridge.weights import schedule
-from tests.support.receiving import ThreadFleet
+from tests.support.receiving import ThreadFleet, staged_digests_of
 
 BUCKET_BYTES = 30_000
 ALONE = 600  # numbers of a part that travels alone, of the tiny models' tensors about half
@@ -169,7 +169,7 @@ async def _require_staged(
     staged = [
         WeightPiece(0, name, int(dim), int(start), int(length), dtype, digest)
         for rank in servers.ranks()
-        for key, digest in rank.receiver.staged_digests().items()
+        for key, digest in staged_digests_of(rank.receiver).items()
         for name, dim, start, length, dtype in [key.split(wire.PIECE_SEPARATOR)]
     ]
     assert staged

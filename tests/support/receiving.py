@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -195,3 +196,10 @@ class ThreadFleet:
     @staticmethod
     async def _everywhere(calls: Sequence[Callable[[], None]]) -> None:
         await asyncio.gather(*(asyncio.to_thread(call) for call in calls))
+
+
+def staged_digests_of(rank: receiver.Receiver) -> dict[str, str]:
+    """The digests of what is staged, asked for until they are there."""
+    while (found := rank.staged_digests()) is None:
+        time.sleep(0.001)
+    return found

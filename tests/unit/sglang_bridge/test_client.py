@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 
+from sglang_bridge import wire
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BadReply, ServerRefused, ServerUnreachable, WeightSyncFailed
 from sglang_bridge.fleet import Fleet, weights_world
@@ -277,3 +278,34 @@ def test_ranks_of_the_weight_update_group():
     assert world.rank_offsets == (1, 2, 4)
     with pytest.raises(ValueError, match="at least one server"):
         Fleet([])
+
+
+def test_staged_digests_are_asked_for_until_every_rank_has_them():
+    key = "n|0|0|7|float32"
+
+    def ranks(*answers: dict[str, str]) -> object:
+        held = [
+            {"checksums": found, "parallelism_info": [{"tp_rank": rank}]}
+            for rank, found in enumerate(answers)
+        ]
+        return {"ranks": held}
+
+    pending, done = {wire.PENDING: ""}, {key: "00ff"}
+    replies = [ranks(pending, pending), ranks(done, pending), ranks(done, done)]
+    actions: list[str] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        actions.append((await request.json())["action"])
+        return web.json_response(replies[len(actions) - 1])
+
+    async def run():
+        routes = {"/weights_checker": answer}
+        async with FakeServer(routes) as server, client_of(server.url) as client:
+            return await client.weight_digests(staged=True)
+
+    found = asyncio.run(run())
+    assert [(piece.rank, piece.hf_name, piece.digest) for piece in found] == [
+        (0, "n", "00ff"),
+        (1, "n", "00ff"),
+    ]
+    assert actions == [wire.STAGED_DIGEST_ACTION] * 3

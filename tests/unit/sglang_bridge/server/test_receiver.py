@@ -1,6 +1,7 @@
 """A rank takes only lists that fill it exactly once, and only when they were announced."""
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from sglang_bridge.server.pieces import Piece
 from sglang_bridge.server.receiver import BadExpectation, Receiver, answer
 from sglang_bridge.weights.digest import as_text, digest
 from sglang_bridge.weights.share import PAUSED, STAGED
-from tests.support.receiving import CPU, canvas_of, receiver_of
+from tests.support.receiving import CPU, canvas_of, receiver_of, staged_digests_of
 
 # [4, 6] of rows 8.. of "a", columns 3.. of "b" and the vector "n"
 HELD = (("a", 0, 8, (4, 6)), ("b", 1, 3, (5, 4)), ("n", 0, 0, (7,)))
@@ -48,11 +49,11 @@ def changed(at: tuple[int, ...], value: Any) -> list[Any]:
 
 
 class Arrivals:
-    """A group whose every message holds the numbers 1, 2, ... and, on request, fails."""
+    """A group whose every message holds the numbers 1, 2, ... and, on request, fails or waits."""
 
-    def __init__(self, fails: bool = False) -> None:
+    def __init__(self, fails: bool = False, until: threading.Event | None = None) -> None:
         self.asked: list[tuple[int, int, int]] = []
-        self.fails = fails
+        self.fails, self.until = fails, until
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         if self.fails:
@@ -62,7 +63,8 @@ class Arrivals:
         return self
 
     def wait(self) -> None:
-        pass
+        if self.until is not None:
+            assert self.until.wait(30)
 
 
 def test_a_good_list_is_received_into_its_views_in_order():
@@ -201,7 +203,7 @@ def test_staged_weights_are_live_only_when_they_are_taken():
         receiver.receive(group, CPU)
     receiver.stage(group, CPU)
     expected = as_text(digest(torch.arange(1.0, 8)))
-    assert receiver.staged_digests() == {"n|0|0|7|float32": expected}
+    assert staged_digests_of(receiver) == {"n|0|0|7|float32": expected}
     assert all(piece.view.isnan().all() for piece in held)
     with pytest.raises(BadExpectation, match="staged before are not live yet"):
         receiver.stage(group, CPU)
@@ -214,13 +216,29 @@ def test_staged_weights_are_live_only_when_they_are_taken():
     receiver.receive(group, CPU)
 
 
+def test_nothing_waits_for_staged_weights_while_the_server_samples():
+    held, there = pieces(), threading.Event()
+    receiver, group = receiver_of(held), Arrivals(until=there)
+    receiver.expect(share(staged=GOOD))
+    receiver.stage(group, CPU)
+    for _ in range(3):
+        assert receiver.staged_digests() is None
+    there.set()
+    assert len(staged_digests_of(receiver)) == len(HELD)
+    assert staged_digests_of(receiver) == staged_digests_of(receiver)
+    receiver.receive(group, CPU)
+    live = {piece.key: piece.digest for piece in held}
+    receiver.stage(group, CPU)
+    assert staged_digests_of(receiver) == live
+
+
 def test_a_silent_sender_of_staged_weights_is_an_error_and_a_new_list_starts_anew():
     """Of a run that died between staging and taking. Before: every later run was refused."""
     held = pieces()
     receiver = receiver_of(held)
     receiver.expect(share(staged=GOOD))
     receiver.stage(Arrivals(fails=True), CPU)
-    for act in (receiver.staged_digests, lambda: receiver.receive(Arrivals(), CPU)):
+    for act in (lambda: staged_digests_of(receiver), lambda: receiver.receive(Arrivals(), CPU)):
         with pytest.raises(RuntimeError, match="silent"):
             act()
     assert all(piece.view.isnan().all() for piece in held)

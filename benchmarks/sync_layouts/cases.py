@@ -1,0 +1,111 @@
+"""Which layouts meet: every pair of two factors' values at least once."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.case_rows import ROOT
+
+Tree = dict[str, Any]
+LEARNERS: Mapping[str, Tree] = {
+    "1": {},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "vpp2": {"pp": 2, "vpp": 2},
+    "ep2": {"dp": 2, "ep": 2},
+    "tp2_ep2": {"tp": 2, "ep": 2},
+    "dp2": {"dp": 2},
+    "cp2": {"cp": 2},
+}
+FLEETS: Mapping[str, Tree] = {"tp1": {}, "tp2": {"tp": 2}, "tp2_ep2": {"tp": 2, "ep": 2}}
+COMMON: Tree = {
+    "vocab_size": 509,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "initializer_range": 0.2,
+    "hidden_act": "silu",
+}
+MODELS: Mapping[str, Tree] = {
+    "tied": COMMON
+    | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
+    # with biases; heads of hidden_size / num_attention_heads
+    "biased": COMMON
+    | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "head_dim": 8},
+    "moe": COMMON
+    | {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+    },
+}
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a learner sends its weights to servers that hold other ones."""
+
+    learner: str
+    fleet: str
+    servers: int
+    model: str
+    dtype: str
+    staging: bool
+
+    @property
+    def name(self) -> str:
+        """Names its row."""
+        staged = "-staged" if self.staging else ""
+        return f"{self.model}-{self.learner}-to-{self.servers}x{self.fleet}-{self.dtype}{staged}"
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether experts are split where there are some."""
+        return self.model == "moe" or "ep2" not in self.learner + self.fleet
+
+    def fingerprint(self) -> str:
+        """Changes with the project's code, this benchmark's, and what is asked."""
+        asked = [asdict(self), LEARNERS[self.learner], FLEETS[self.fleet], MODELS[self.model]]
+        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
+        for package in ("megatron_opd", "sglang_bridge", "benchmarks/sync_layouts"):
+            for path in sorted((ROOT / package).rglob("*.py")):
+                digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+        return digest.hexdigest()[:16]
+
+
+def all_cases() -> list[Case]:
+    """Few cases in which every possible pair of two factors' values is met, by greedy choice."""
+    possible = [
+        case
+        for values in itertools.product(LEARNERS, FLEETS, (1, 2), MODELS, DTYPES, (False, True))
+        if (case := Case(*values)).is_possible
+    ]
+    missing = {pair for case in possible for pair in pairs(case)}
+    chosen: list[Case] = []
+    while missing:
+        best = max(possible, key=lambda case: len(missing & set(pairs(case))))
+        chosen.append(best)
+        missing -= set(pairs(best))
+    return chosen
+
+
+def pairs(case: Case) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """Any two factors with their values."""
+    return itertools.combinations(asdict(case).items(), 2)
