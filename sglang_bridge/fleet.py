@@ -70,6 +70,7 @@ class Fleet:
             raise ValueError("a fleet needs at least one server")
         self._servers = [_Server(client) for client in clients]
         self._infos: tuple[ServerInfo, ...] = ()
+        self._silent: tuple[str, ...] = ()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -87,6 +88,11 @@ class Fleet:
     def infos(self) -> tuple[ServerInfo, ...]:
         """Returns what each server said of itself at `start`."""
         return self._infos
+
+    @property
+    def silent(self) -> tuple[str, ...]:
+        """Returns the servers that had not answered when the last step for all was given up."""
+        return self._silent
 
     @property
     def in_flight(self) -> int:
@@ -233,8 +239,13 @@ class Fleet:
     async def _ask_all(self, verb: Callable[[ServerClient], Awaitable[Any]]) -> list[Any]:
         """Returns results in server order. The first failure cancels the rest and is raised."""
         tasks = [asyncio.ensure_future(verb(client)) for client in self.clients]
+        self._silent = ()
         try:
             return await asyncio.gather(*tasks)
+        except asyncio.CancelledError:
+            asked = zip(self.clients, tasks, strict=True)
+            self._silent = tuple(client.url for client, task in asked if task.cancelled())
+            raise
         finally:
             for task in tasks:
                 task.cancel()

@@ -28,6 +28,11 @@ TIED_HEAD = "lm_head.weight"
 class SyncedFleet(Protocol):
     """Names the methods of sglang_bridge.fleet.Fleet that every weight sync needs."""
 
+    @property
+    def silent(self) -> Sequence[str]:
+        """Returns the servers that had not answered when the last step was given up."""
+        ...
+
     async def versions(self) -> Mapping[str, int]:
         """Return the version that each server holds, by server."""
         ...
@@ -197,8 +202,14 @@ class WeightSync:
         except Exception as error:
             silent = isinstance(error, TimeoutError) and limit.expired()
             allowed = f"weight_sync.timeout_s = {self._config.timeout_s:g}"
-            cause = f"not done within {allowed}" if silent else str(error) or type(error).__name__
+            cause = str(error) or type(error).__name__
+            if silent:
+                cause = "; ".join([f"not done within {allowed}", *self._said_nothing()])
             raise WeightSyncFailed(f"{name}: {cause}") from error
+
+    def _said_nothing(self) -> list[str]:
+        servers = self._fleet.silent
+        return [f"no answer from {', '.join(servers)}"] if servers else []
 
 
 def _slice(piece: WeightPiece) -> tuple[str, int, int, int, str]:

@@ -40,6 +40,8 @@ from sglang_bridge.protocol import ServerInfo, WeightPiece
 if TYPE_CHECKING:
     from megatron_opd.models.gather import FullTensors
 
+PATIENCE = 0.9
+"""Share of weight_sync.timeout_s that the learner's ranks wait for each other and for servers."""
 Slice = tuple[int, str, int, int, int]
 """rank, tensor, dimension, start, length"""
 
@@ -112,7 +114,8 @@ class Shards:
 
     async def _form_group(self, layouts: Sequence[ServerLayout], dtype: str) -> None:
         config = self._config.weight_sync
-        host, limit_s = config.host, config.timeout_s
+        # ranks give up before the session does: they know who was silent
+        host, limit_s = config.host, PATIENCE * config.timeout_s
         receivers = sum(layout.tp for layout in layouts)
         senders = self._config.learner.parallel.world_size
         there = decode(await self._ask(encode(Listen(host, senders + receivers, limit_s))))

@@ -309,3 +309,21 @@ def test_staged_digests_are_asked_for_until_every_rank_has_them():
         (1, "n", "00ff"),
     ]
     assert actions == [wire.STAGED_DIGEST_ACTION] * 3
+
+
+def test_a_fleet_names_the_servers_that_were_silent_when_a_step_was_given_up():
+    async def hang(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(60)
+        raise AssertionError("nobody waits so long")
+
+    async def run():
+        path = "/pause_generation"
+        async with FakeServer({path: answering({})}) as one, FakeServer({path: hang}) as two:
+            fleet = Fleet([client_of(one.url, 60), client_of(two.url, 60)])
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await fleet.pause()
+            assert fleet.silent == (two.url,)
+            await fleet.close()
+
+    asyncio.run(run())

@@ -66,6 +66,7 @@ class Wire:
 class FakeFleet:
     def __init__(self, wire):
         self.wire = wire
+        self.silent = ()
 
     def world(self, senders=1):
         return weights_world([2, 1], senders)
@@ -230,7 +231,8 @@ def test_a_silent_step_fails_after_the_limit_and_is_named(step):
         await weight_sync.open()
         started = asyncio.get_running_loop().time()
         phase = {"bucket 0": "send", "learner digests": "verify"}.get(step, step)
-        match = f"^{phase}: not done within weight_sync.timeout_s = 30$"
+        match = f"^{phase}: not done within weight_sync.timeout_s = 30; no answer from {URLS[1]}$"
+        weight_sync._fleet.silent = URLS[1:]
         with pytest.raises(WeightSyncFailed, match=match):
             await weight_sync.sync(1)
         assert asyncio.get_running_loop().time() - started < 32

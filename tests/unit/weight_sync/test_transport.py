@@ -61,6 +61,8 @@ HEARSAY = TransportKind(Hearsay, HearsayLearner)
 class Servers:
     """What every weight sync asks of the servers."""
 
+    silent = ()
+
     def __init__(self):
         self.log: list[str] = []
         self.held: dict[str, bytes] = {}
