@@ -15,7 +15,8 @@ compares the digests of every slice and fails where one differs.
 
 What it cannot say: the models are tiny and everything is on one machine; nothing is timed here
 (python -m benchmarks weight_sync). A model whose KV heads several ranks copy is not among them:
-SGLang does not load one on a CPU.
+SGLang does not load one on a CPU. Nor is one whose features per rank are no multiple of 64: SGLang
+pads those on a CPU, and a weight sync by shards refuses such a server by name.
 
 Rows are kept in runs/sync_layouts/rows.jsonl; stopped, it goes on where it was. A row counts only
 for the code that made it.
