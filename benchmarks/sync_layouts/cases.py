@@ -52,7 +52,6 @@ MODELS: Mapping[str, Tree] = {
         "moe_intermediate_size": 128,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [1],
     },
 }
 DTYPES = ("float32", "bfloat16")
