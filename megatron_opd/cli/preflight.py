@@ -103,6 +103,7 @@ def check_models(config: Config, *, plan: bool = False) -> CheckedModels:
         if plan and not has_weights(facts.path)
     }
     for role, facts in models.items():
+        check_experts(f"{role}.model", facts.spec)
         check_vocabulary_size(f"{role}.model", facts.vocab_size, student.vocab_size)
         if role not in absent:
             check_weights(facts.path, f"{role}.model", facts.spec)
@@ -119,6 +120,19 @@ def check_models(config: Config, *, plan: bool = False) -> CheckedModels:
     check_memory(config, models)
     lines = (f"{role}.model {models[role].path}: {what} not here" for role, what in absent.items())
     return CheckedModels(models, tokenizer, tuple(lines))
+
+
+def check_experts(key: str, spec: ModelSpec) -> None:
+    """Check that SGLang can serve the model: its version here puts experts into every layer.
+
+    It would serve dense layers of such a model with experts that were never loaded.
+    """
+    dense = [layer for layer, moe in enumerate(spec.moe_layers) if not moe]
+    if spec.is_moe and dense:
+        raise UserError(
+            f"{key} must have experts in every layer, because SGLang 0.5.23 ignores "
+            f"mlp_only_layers and decoder_sparse_step; layer {dense[0]} of config.json is dense"
+        )
 
 
 def read_models(config: Config) -> dict[Role, ModelFacts]:

@@ -49,3 +49,17 @@ def test_ids_that_text_uses_are_no_padding(
     capsys.readouterr()  # of the library that wrote the models
     words = ("teacher.model", "vocab_size 512", "uses id 539", "pad the student's embedding to 544")
     refused(capsys, call(tmp_path, tree, verb="check"), *words)
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+@pytest.mark.parametrize("fields", [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])
+def test_dense_layers_of_a_mixture_are_refused_for_they_would_be_served_wrong(
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str], role: str, fields
+):
+    """Before: SGLang served them with experts that no checkpoint had filled."""
+    config[role]["model"] = str(tiny_qwen3_moe(tmp_path / "mixed", **fields))
+    capsys.readouterr()  # of writing the model
+    dense = 1 if "mlp_only_layers" in fields else 0
+    words = [f"{role}.model must have experts in every layer", f"layer {dense} of config.json"]
+    for verb in ("check", "run"):
+        refused(capsys, call(tmp_path, config, verb=verb), *words)
