@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -45,6 +46,15 @@ def run_program(
     figures = json.loads(out.read_text(encoding="utf-8"))
     shutil.rmtree(own)
     return figures
+
+
+def fingerprint_of(asked: Any, benchmark: str, tree: Path = ROOT) -> str:
+    """Changes with the project's code in `tree`, that of a folder of benchmarks, and `asked`."""
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
+    for package in ("megatron_opd", "sglang_bridge", f"benchmarks/{benchmark}"):
+        for path in sorted((tree / package).rglob("*.py")):
+            digest.update(str(path.relative_to(tree)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def own_directory(scratch: Path) -> Path:

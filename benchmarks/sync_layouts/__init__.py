@@ -67,8 +67,9 @@ def measure(options: Sequence[str] = (), *, rows: Path = ROWS) -> Tree:
             began = time.monotonic()
             figures = run_case(case, models[case.model], scratch)
             row = {"name": case.name, "fingerprint": prints[case.name], "commit": commit()}
-            append_row(rows, row | {"factors": asdict(case), "figures": figures})
-            kept = kept_rows(rows, prints)
+            row |= {"factors": asdict(case), "figures": figures}
+            append_row(rows, row)
+            kept[case.name] = row
             say(f"{len(kept)}/{len(cases)} {case.name}: {time.monotonic() - began:.0f} s")
     done = {name: row["factors"] | row["figures"] for name, row in kept.items()}
     return {

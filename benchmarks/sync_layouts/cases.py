@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.case_rows import ROOT
+from benchmarks.case_rows import fingerprint_of
 
 Tree = dict[str, Any]
 LEARNERS: Mapping[str, Tree] = {
@@ -82,11 +80,7 @@ class Case:
     def fingerprint(self) -> str:
         """Changes with the project's code, this benchmark's, and what is asked."""
         asked = [asdict(self), LEARNERS[self.learner], FLEETS[self.fleet], MODELS[self.model]]
-        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
-        for package in ("megatron_opd", "sglang_bridge", "benchmarks/sync_layouts"):
-            for path in sorted((ROOT / package).rglob("*.py")):
-                digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
-        return digest.hexdigest()[:16]
+        return fingerprint_of(asked, "sync_layouts")
 
 
 def all_cases() -> list[Case]:

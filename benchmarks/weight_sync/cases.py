@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.case_rows import fingerprint_of
 from benchmarks.step import QWEN3_MOE_1_6B, TINY
 from megatron_opd.config.sections import WeightSyncConfig
 
@@ -131,15 +130,11 @@ class Case:
         }
         config["buffer"] = {"batch_size": 4}
         effort = {key: getattr(self.size, key) for key in ("syncs", "loaded", "slots")}
-        return {"config": config, **effort, "flip": FLIPPED, "out": str(scratch / "figures.json")}
+        return {"config": config, **effort, "flip": FLIPPED}
 
     def fingerprint(self, tree: Path) -> str:
         """Changes with the code of `tree`, the benchmark's own, and what is asked."""
-        digest = hashlib.sha256(json.dumps(self.asked(Path(), Path()), sort_keys=True).encode())
-        for package in ("megatron_opd", "sglang_bridge", "benchmarks/weight_sync"):
-            for path in sorted((tree / package).rglob("*.py")):
-                digest.update(str(path.relative_to(tree)).encode() + b"\0" + path.read_bytes())
-        return digest.hexdigest()[:16]
+        return fingerprint_of(self.asked(Path(), Path()), "weight_sync", tree)
 
 
 def chosen_cases(size: Size) -> list[Case]:

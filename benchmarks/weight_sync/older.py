@@ -8,7 +8,8 @@ import subprocess
 import tarfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.case_rows import ROOT
+
 BENCHMARKS = "benchmarks"
 
 

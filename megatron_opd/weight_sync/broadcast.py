@@ -21,6 +21,7 @@ from megatron_opd.weight_sync.broadcast_messages import (
     decode_port,
     encode_request,
 )
+from megatron_opd.weight_sync.plan import ITEM_BYTES
 from megatron_opd.weight_sync.transport import (
     AskLearner,
     LearnerPart,
@@ -32,8 +33,6 @@ from sglang_bridge.protocol import BucketSpec
 
 if TYPE_CHECKING:
     from megatron_opd.models.gather import FullTensors
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Broadcast:

@@ -17,7 +17,7 @@ from megatron_opd.models.views import View, views_by_name
 from megatron_opd.weight_sync.rounding import Format
 from megatron_opd.weight_sync.row_maxima import reader
 from sglang_bridge.protocol import WeightPiece
-from sglang_bridge.weights.digest import as_text, digest, signed
+from sglang_bridge.weights.digest import as_text, signed, slice_digest
 
 
 def piece_digests(
@@ -42,7 +42,9 @@ def piece_digests(
                 piece = pieces[index]
                 part = _overlap(view, piece)
                 if part is not None:
-                    totals[index] += _digest(read(name, part.tensor), part, piece.dtype)
+                    # in the dtype in which the server holds it
+                    held = read(name, part.tensor).to(getattr(torch, piece.dtype))
+                    totals[index] += slice_digest(held, part.dim, part.start)
     summed = torch.tensor([signed(total) for total in totals], dtype=torch.int64)
     if full.world.size > 1:
         summed = summed.to(full.world.device)
@@ -55,9 +57,3 @@ def _overlap(view: View, piece: WeightPiece) -> View | None:
     if view.dim == piece.dim:
         return view.cut(piece.start, piece.length)
     return view
-
-
-def _digest(held: torch.Tensor, part: View, dtype: str) -> int:
-    """Digest a part in the dtype in which the server holds it."""
-    row, column = (0, part.start) if part.dim else (part.start, 0)
-    return digest(held.to(getattr(torch, dtype)), row, column)

@@ -6,6 +6,7 @@ anything runs. Torch-free. Rank order is Megatron's, see planning/layout.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,11 @@ class Held:
     start: int
     length: int
     ranks: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Returns how many numbers the part is."""
+        return self.length * (math.prod(self.shape) // self.shape[self.dim])
 
     @property
     def is_whole(self) -> bool:

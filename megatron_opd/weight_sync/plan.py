@@ -115,7 +115,7 @@ def staged_names(held: Iterable[Held], max_elements: float) -> frozenset[str]:
     shares: dict[str, Counter[int]] = defaultdict(Counter)
     for part in held:
         for rank in part.ranks:
-            shares[part.name][rank] += part.length * (math.prod(part.shape) // part.shape[part.dim])
+            shares[part.name][rank] += part.elements
     taken: Counter[int] = Counter()
     names: list[str] = []
     for name, share in shares.items():

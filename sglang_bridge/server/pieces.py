@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sglang_bridge import wire
-from sglang_bridge.weights.digest import as_text, digest
+from sglang_bridge.weights.digest import as_text, slice_digest
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,8 +43,7 @@ class Piece:
 
     def digest_of(self, values: torch.Tensor) -> str:
         """Returns the digest that it would have with these values."""
-        row, column = (0, self.start) if self.dim else (self.start, 0)
-        return as_text(digest(values, row, column))
+        return as_text(slice_digest(values, self.dim, self.start))
 
 
 def piece_list(model: torch.nn.Module) -> dict[str, str]:

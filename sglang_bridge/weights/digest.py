@@ -43,6 +43,11 @@ def digest(tensor: torch.Tensor, row: int = 0, column: int = 0) -> int:
     return int((sums_H * _keys(ROWS, row, height, device)).sum()) % MODULUS
 
 
+def slice_digest(tensor: torch.Tensor, dim: int, start: int) -> int:
+    """Digest a slice that begins at index `start` of dimension `dim` of the whole."""
+    return digest(tensor, *((0, start) if dim else (start, 0)))
+
+
 def as_text(total: int) -> str:
     """Return a digest as it is sent: 16 hexadecimal digits."""
     return f"{total % MODULUS:016x}"
