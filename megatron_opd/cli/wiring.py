@@ -6,13 +6,14 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 
 from megatron_opd.batching.shares import shares
 from megatron_opd.cli.guards import RunGuard
 from megatron_opd.cli.prepare import Prepared
-from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.processes import LocalProcesses, Lose, needed
 from megatron_opd.cli.resume import Resumption
 from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
 from megatron_opd.cli.run_dir import RunDir
@@ -86,12 +87,12 @@ def make_recorder(
 
 
 def engines_elsewhere(
-    processes: LocalProcesses, fleets: Mapping[Role, Fleet]
+    processes: LocalProcesses, fleets: Mapping[Role, Fleet], lose: Lose = needed
 ) -> list[WatchedEngine]:
     """Return the servers that were not started here, which are watched by asking them."""
     ours = {server.spec.url for server in processes.servers}
     return [
-        WatchedEngine(f"{role} server {client.url}", client.alive)
+        WatchedEngine(f"{role} server {client.url}", client.alive, partial(lose, client.url))
         for role, fleet in fleets.items()
         for client in fleet.clients
         if client.url not in ours
@@ -103,10 +104,11 @@ def make_guard(
     fleets: Mapping[Role, Fleet],
     totals: RunTotals,
     learner: RemoteLearner,
+    lose: Lose,
 ) -> RunGuard:
     """Watch processes by their ids, engines elsewhere by asking, the learner by its socket."""
-    engines = engines_elsewhere(processes, fleets)
-    health = HealthGuard(processes.watched(), engines, on_tick=totals.memory.sample)
+    engines = engines_elsewhere(processes, fleets, lose)
+    health = HealthGuard(processes.watched(lose), engines, on_tick=totals.memory.sample)
     return RunGuard(health, learner)
 
 

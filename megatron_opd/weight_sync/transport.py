@@ -13,6 +13,7 @@ config/sections.py; a user's own is named in YAML: `weight_sync: {type: "my_modu
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -97,7 +98,14 @@ class FleetPart(Protocol):
         ...
 
     async def open(self) -> None:
-        """Connect learner and servers; called once, before the first `send`."""
+        """Connect learner and servers; called once, before anything else."""
+        ...
+
+    async def reopen(self) -> None:
+        """Connect learner and servers again, with the servers that the fleet has now.
+
+        Called after a failed `stage` or `send`, and after a server was lost.
+        """
         ...
 
     @property
@@ -127,7 +135,8 @@ class LearnerPart(Protocol):
     def handle(self, request: bytes) -> bytes:
         """Execute one request of the FleetPart. All ranks get the same; rank 0's answer is sent.
 
-        Whatever it raises ends the learner, with the message in the controller's error.
+        Whatever it raises ends the learner, with the message in the controller's error: answer
+        what a server can cause, so that the weight sync can be tried again.
         """
         ...
 
@@ -160,6 +169,11 @@ async def both(learner: Awaitable[object], fleet: Awaitable[object]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def new_group_name() -> str:
+    """Return a name for a group. A server refuses one it has seen, also in an earlier run."""
+    return f"opd-{uuid.uuid4().hex[:12]}"
 
 
 def transport_kind(config: WeightSyncConfig) -> TransportKind:

@@ -42,9 +42,8 @@ class Message:
 class PeerLost(RuntimeError):
     """Reports that a message was not taken or did not come. peer: the other end's rank."""
 
-    def __init__(self, peer: int, cause: BaseException) -> None:
-        self.peer = peer
-        self.cause = (str(cause).splitlines() or [type(cause).__name__])[0]
+    def __init__(self, peer: int, cause: str) -> None:
+        self.peer, self.cause = peer, cause
         super().__init__(f"rank {peer} of the group: {self.cause}")
 
 
@@ -186,7 +185,8 @@ def _with_peer(peer: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PeerLost(peer, error) from error
+        cause = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PeerLost(peer, cause) from None
 
 
 def _tagged(messages: Sequence[Message]) -> Iterator[tuple[Message, int]]:
