@@ -38,11 +38,11 @@ from megatron_opd.cli.servers import server_processes
 from megatron_opd.cli.survivors import Survivors
 from megatron_opd.cli.teacher_guard import check_teachers
 from megatron_opd.cli.wiring import (
-    engines_elsewhere,
     make_controller,
     make_fleet,
     make_guard,
     make_recorder,
+    watched_engines,
 )
 from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.schema import Config
@@ -355,7 +355,8 @@ class PipelineRun:
 
     def _elsewhere(self, fleets: Mapping[Role, Fleet]) -> Callable[[], Awaitable[None]]:
         """Return what watches the servers of these roles that were started elsewhere."""
-        return HealthGuard(engines=engines_elsewhere(self.processes, fleets)).watch
+        ours = {server.spec.url for server in self.processes.servers}
+        return HealthGuard(engines=watched_engines(fleets, besides=ours)).watch
 
     async def _all_up(
         self, remote: RemoteLearner, startup_s: float, parts: Mapping[str, Part]

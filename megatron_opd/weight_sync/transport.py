@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from megatron_opd.config.import_path import load_object
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sections import TRANSPORTS, WeightSyncConfig
+from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.fleet import WeightsWorld
 from sglang_bridge.protocol import BucketSpec, ServerInfo, WeightPiece
 
@@ -157,11 +158,15 @@ async def both(learner: Awaitable[object], fleet: Awaitable[object]) -> None:
     """Run the two sides of one exchange; the first failure cancels the other side and is raised.
 
     When both have failed by then, the fleet's is raised: a server that refuses is the cause of a
-    learner that keeps waiting.
+    learner that keeps waiting. Servers that are not at fault know only that the learner has left
+    them: then it is the learner who knows why.
     """
     tasks = [asyncio.ensure_future(fleet), asyncio.ensure_future(learner)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if tasks[0].done() and _was_left(tasks[0].exception()):
+            tasks.reverse()
+            await asyncio.wait(tasks[:1])
         for task in tasks:
             if task.done():
                 task.result()
@@ -169,6 +174,10 @@ async def both(learner: Awaitable[object], fleet: Awaitable[object]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _was_left(failure: BaseException | None) -> bool:
+    return isinstance(failure, WeightSyncFailed) and not failure.servers
 
 
 def new_group_name() -> str:

@@ -8,6 +8,7 @@ while those before it are on their way.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -185,8 +186,13 @@ def _with_peer(peer: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        cause = (str(error).splitlines() or [type(error).__name__])[0]
-        raise PeerLost(peer, cause) from None
+        raise PeerLost(peer, said_plainly(error)) from None
+
+
+def said_plainly(error: BaseException) -> str:
+    """Return the first sentence of what gloo or NCCL says, without the place in its source."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[\S+\.\w+:\d+\]\s*", "", line).split(". ")[0]
 
 
 def _tagged(messages: Sequence[Message]) -> Iterator[tuple[Message, int]]:

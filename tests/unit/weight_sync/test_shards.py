@@ -365,3 +365,18 @@ def test_servers_of_a_model_that_is_not_the_learner_s(wire: Wire):
     with pytest.raises((CannotServe, CannotReshard), match="should hold nothing, holds"):
         run_virtual(opened(wire))
     assert wire.log == ["pieces"]
+
+
+def test_who_left_the_learner_is_asked_why(wire: Wire):
+    """A server that the learner has left is not at fault; the learner knows who is."""
+    wire.fails["servers receive"] = WeightSyncFailed("http://b:2 rank 0: rank 1 sent no weights")
+    wire.failures = ("http://a:1 rank 0 did not take its weights: Connection closed",)
+
+    async def scenario() -> None:
+        await (await opened(wire)).send(1)
+
+    with pytest.raises(WeightSyncFailed, match=r"^http://a:1 rank 0 did not take its weights"):
+        run_virtual(scenario())
+    wire.failures = ()
+    with pytest.raises(WeightSyncFailed, match=r"^http://b:2 rank 0: rank 1 sent no weights"):
+        run_virtual(scenario())
