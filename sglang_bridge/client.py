@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from sglang_bridge import sizes, wire
-from sglang_bridge.errors import BridgeError
+from sglang_bridge.errors import BridgeError, ServerRefused
 from sglang_bridge.http import REPLY_BYTES, HttpConnection
 from sglang_bridge.parse import (
     Known,
@@ -48,6 +48,7 @@ INFO_TIMEOUT_S = 60.0
 CONTROL_BACKOFF = Backoff(attempts=4, first_wait_s=0.25)
 # between two questions whether the ranks are done with what they do beside sampling
 POLL_S = 0.05
+BAD_REQUEST = 400
 PauseMode = Literal["retract", "in_place", "abort"]
 
 
@@ -251,9 +252,17 @@ class ServerClient:
         await self._post("/init_weights_update_group", body, timeout_s=timeout_s, repeatable=False)
 
     async def destroy_weights_group(self, name: str) -> None:
-        """Leaves the update group called `name`."""
+        """Leaves the update group called `name`, if it is in it."""
         body = {"group_name": name}
-        await self._post("/destroy_weights_update_group", body, repeatable=False)
+        await self._post_unless_done("/destroy_weights_update_group", body)
+
+    async def abandon_weight_update(self) -> None:
+        """Pauses, and closes the session that a failed weight sync may have left open.
+
+        Its weights may be a mixture: let it resume only after another weight sync.
+        """
+        await self.pause()
+        await self._post_unless_done("/end_weight_update", {})
 
     async def update_bucket(
         self, bucket: BucketSpec, group_name: str, timeout_s: float | None = None
@@ -308,6 +317,14 @@ class ServerClient:
         return await retried(
             lambda _: self._http.get(path, timeout_s=timeout_s), self._backoff, is_lost_connection
         )
+
+    async def _post_unless_done(self, path: str, body: dict[str, Any]) -> None:
+        """Posts what a server answers with 400 where there is nothing to do."""
+        try:
+            await self._post(path, body, repeatable=True)
+        except ServerRefused as error:
+            if error.status != BAD_REQUEST:
+                raise
 
     async def _post(
         self,

@@ -5,6 +5,8 @@ Every message is one printable line and names the server.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 MESSAGE_LENGTH = 1000  # characters
 
 
@@ -55,11 +57,25 @@ class RequestAborted(BridgeError):
 
 
 class RankFailed(BridgeError):
-    """Reports that a rank of a server could not do what the plugin was asked."""
+    """Reports that a rank of a server could not do what the plugin was asked.
+
+    peer_lost: because a rank of the learner left or was silent, which is no fault of the server.
+    """
+
+    def __init__(self, message: str, *, peer_lost: bool = False) -> None:
+        super().__init__(message)
+        self.peer_lost = peer_lost
 
 
 class WeightSyncFailed(BridgeError):
-    """Reports that new weights did not reach every server: the servers may differ, so stop."""
+    """Reports that new weights did not reach every server: the servers may differ.
+
+    servers: the urls of those that are known to be at fault.
+    """
+
+    def __init__(self, message: str, servers: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.servers = frozenset(servers)
 
 
 class ServerDied(BridgeError):

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from sglang_bridge.client import PauseMode, ServerClient
-from sglang_bridge.errors import BadReply, BridgeError, WeightSyncFailed
+from sglang_bridge.errors import (
+    BadReply,
+    BridgeError,
+    RankFailed,
+    ServerUnreachable,
+    WeightSyncFailed,
+)
 from sglang_bridge.protocol import (
     BucketSpec,
     RolloutReply,
@@ -56,6 +62,21 @@ class _Server:
         self.client = client
         self.in_flight = 0
         self.rests_until_s = 0.0
+        self.gone = asyncio.Event()
+
+    async def reply(self, call: Callable[[ServerClient], Awaitable[Reply]]) -> Reply:
+        """Returns the server's reply. ServerUnreachable: it was taken out while it worked."""
+        work = asyncio.ensure_future(call(self.client))
+        gone = asyncio.ensure_future(self.gone.wait())
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ServerUnreachable(self.client.url, "", "it was taken out", sent=True)
+            return await work
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
 
 
 class Fleet:
@@ -71,6 +92,7 @@ class Fleet:
         self._servers = [_Server(client) for client in clients]
         self._infos: tuple[ServerInfo, ...] = ()
         self._silent: tuple[str, ...] = ()
+        self._gone: list[ServerClient] = []
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -95,6 +117,11 @@ class Fleet:
         return self._silent
 
     @property
+    def urls(self) -> tuple[str, ...]:
+        """Returns the servers' addresses, in order."""
+        return tuple(client.url for client in self.clients)
+
+    @property
     def in_flight(self) -> int:
         """Returns the number of requests being served by all servers."""
         return sum(server.in_flight for server in self._servers)
@@ -112,8 +139,22 @@ class Fleet:
         return self._infos
 
     async def close(self) -> None:
-        """Closes the connections to every server."""
-        await asyncio.gather(*(client.close() for client in self.clients))
+        """Closes the connections to every server, also to those that were taken out."""
+        await asyncio.gather(*(client.close() for client in (*self.clients, *self._gone)))
+
+    def drop(self, url: str) -> None:
+        """Takes a server out for good: it gets no more work, and what it works on ends.
+
+        That work raises ServerUnreachable, as if the connection had broken. ValueError: no such
+        server, or the last one.
+        """
+        (server,) = [server for server in self._servers if server.client.url == url]
+        if len(self._servers) == 1:
+            raise ValueError(f"{url} is the fleet's last server")
+        self._servers.remove(server)
+        self._infos = tuple(info for info in self._infos if info.url != url)
+        server.gone.set()
+        self._gone.append(server.client)
 
     # ------------------------------------------------------------ work
 
@@ -129,7 +170,7 @@ class Fleet:
         server = self._least_loaded(self._servers)
         try:
             with _counted(server):
-                return await call(server.client)
+                return await server.reply(call)
         except BridgeError as error:
             if is_transient(error):
                 server.rests_until_s = time.monotonic() + REST_S
@@ -192,6 +233,28 @@ class Fleet:
         """Leaves the group on every server (see ServerClient.destroy_weights_group)."""
         await self._everywhere(lambda client: client.destroy_weights_group(name))
 
+    async def settle(self, limit_s: float) -> dict[str, str]:
+        """Pauses every server and closes what a failed weight sync left open on it.
+
+        Returns {url: why} of the servers that refuse or do not answer within `limit_s`.
+        """
+
+        async def why_not(client: ServerClient) -> str | None:
+            try:
+                async with asyncio.timeout(limit_s):
+                    await client.abandon_weight_update()
+            except TimeoutError:
+                return f"no answer within {limit_s:g} s"
+            except BridgeError as error:
+                return str(error)
+            return None
+
+        clients = self.clients
+        found = await asyncio.gather(*map(why_not, clients))
+        return {
+            client.url: why for client, why in zip(clients, found, strict=True) if why is not None
+        }
+
     async def update_bucket(
         self, bucket: BucketSpec, group_name: str, timeout_s: float | None = None
     ) -> None:
@@ -201,12 +264,12 @@ class Fleet:
     async def versions(self) -> dict[str, int]:
         """Returns {server url: version of the weights it samples from}."""
         versions = await self._everywhere(ServerClient.version)
-        return dict(zip((client.url for client in self.clients), versions, strict=True))
+        return dict(zip(self.urls, versions, strict=True))
 
     async def weight_pieces(self) -> dict[str, list[WeightPiece]]:
         """Returns {server url: the slices of weights that its ranks hold}, without digests."""
         pieces = await self._everywhere(ServerClient.weight_pieces)
-        return dict(zip((client.url for client in self.clients), pieces, strict=True))
+        return dict(zip(self.urls, pieces, strict=True))
 
     async def expect_weights(self, shares: Sequence[str]) -> list[list[int]]:
         """Tells each server, in order, what its ranks will receive; returns their bytes.
@@ -227,14 +290,24 @@ class Fleet:
     async def weight_digests(self, *, staged: bool = False) -> dict[str, list[WeightPiece]]:
         """Returns {server url: its ranks' weight digests}. staged: of weights not live yet."""
         digests = await self._everywhere(lambda client: client.weight_digests(staged=staged))
-        return dict(zip((client.url for client in self.clients), digests, strict=True))
+        return dict(zip(self.urls, digests, strict=True))
 
     async def _everywhere(self, verb: Callable[[ServerClient], Awaitable[Any]]) -> list[Any]:
         """Runs a step of a weight sync on every server; a failure raises WeightSyncFailed."""
+        at_fault: list[str] = []
+
+        async def ask(client: ServerClient) -> Any:
+            try:
+                return await verb(client)
+            except BridgeError as error:
+                if not (isinstance(error, RankFailed) and error.peer_lost):
+                    at_fault.append(client.url)
+                raise
+
         try:
-            return await self._ask_all(verb)
+            return await self._ask_all(ask)
         except BridgeError as error:
-            raise WeightSyncFailed(str(error)) from error
+            raise WeightSyncFailed(str(error), at_fault) from error
 
     async def _ask_all(self, verb: Callable[[ServerClient], Awaitable[Any]]) -> list[Any]:
         """Returns results in server order. The first failure cancels the rest and is raised."""

@@ -191,7 +191,8 @@ def _by_rank(url: str, reply: Any) -> list[tuple[int, dict[str, Any]]]:
         parallelism = _field(url, info, "parallelism_info", list)
         rank = _count(url, parallelism[0], "tp_rank") if parallelism else position
         if wire.ERROR in answers:
-            raise RankFailed(f"{url} rank {rank}: {answers[wire.ERROR]}")
+            said, lost = answers[wire.ERROR], wire.PEER_LOST in answers
+            raise RankFailed(f"{url} rank {rank}: {said}", peer_lost=lost)
         found.append((rank, answers))
     require(url, len(found) > 0, "no rank answered: is the server's plugin active?")
     return found

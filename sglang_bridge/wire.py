@@ -62,6 +62,7 @@ RECEIVE_ACTION = "bridge_receive"  # the group's name
 RECEIVED_BYTES = "bytes"
 PENDING = "pending"  # a rank is not done: ask again
 ERROR = "error"
+PEER_LOST = "peer_lost"  # beside ERROR: a rank of the learner was the cause
 
 
 def pack(array: np.ndarray | bytes | bytearray) -> str:

@@ -33,17 +33,33 @@ async def differing(fleet: Fleet, learner: RemoteLearner) -> list[str]:
 
 
 async def flip_a_bit(fleet: Fleet, model: Path, name: str) -> None:
-    """Send the servers `name` of the checkpoint with the least bit of its first number changed.
+    """Send the servers `name` of the checkpoint with the least bit of its first number changed."""
+    await fleet.pause("retract")
+    await fleet.begin_weight_update()
+    await send_instead(fleet, name, flipped_tensor(model, name))
+    await fleet.flush_cache()
+    await fleet.end_weight_update(fleet.infos[0].version)
+    await fleet.resume()
+
+
+def flipped_tensor(model: Path, name: str) -> torch.Tensor:
+    """`name` of the checkpoint, in float32, with the least bit of its first number changed."""
+    with safe_open(model / "model.safetensors", framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(name).float()
+    tensor.view(torch.int32).view(-1)[0] ^= 1
+    return tensor
+
+
+async def send_instead(fleet: Fleet, name: str, tensor: torch.Tensor) -> None:
+    """Put `tensor` into servers that are paused, with an open update, whatever they hold.
 
     It passes through SGLang's own receiver, in a group that this process and the servers form.
     """
     from sglang.srt.utils.common import init_custom_process_group
 
-    with safe_open(model / "model.safetensors", framework="pt") as file:
-        tensor: torch.Tensor = file.get_tensor(name).float()
-    tensor.view(torch.int32).view(-1)[0] ^= 1
     keep_groups_on(HOST, os.environ)
     port, world_size = free_port(HOST), 1 + sum(info.tp_size for info in fleet.infos)
+    own_name = f"{GROUP}-{port}"  # a server refuses a name it has seen
     group: Any
     group, _ = await asyncio.gather(
         asyncio.to_thread(
@@ -52,19 +68,14 @@ async def flip_a_bit(fleet: Fleet, model: Path, name: str) -> None:
             init_method=f"tcp://{HOST}:{port}",
             world_size=world_size,
             rank=0,
-            group_name=GROUP,
+            group_name=own_name,
         ),
-        fleet.init_weights_group(HOST, port, GROUP, BACKEND, 60.0),
+        fleet.init_weights_group(HOST, port, own_name, BACKEND, 60.0),
     )
     bucket = BucketSpec((name,), ("float32",), (tuple(tensor.shape),))
-    await fleet.pause("retract")
-    await fleet.begin_weight_update()
     flat = tensor.flatten().view(torch.uint8)
     await asyncio.gather(
-        fleet.update_bucket(bucket, GROUP), asyncio.to_thread(dist.broadcast, flat, 0, group)
+        fleet.update_bucket(bucket, own_name), asyncio.to_thread(dist.broadcast, flat, 0, group)
     )
-    await fleet.flush_cache()
-    await fleet.end_weight_update(fleet.infos[0].version)
-    await fleet.resume()
-    await fleet.destroy_weights_group(GROUP)
+    await fleet.destroy_weights_group(own_name)
     dist.destroy_process_group(group)

@@ -6,7 +6,7 @@ Invariant: `stop` leaves none of them, in whatever state the start was when it f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.joining import Part, there
@@ -18,6 +18,14 @@ from sglang_bridge.server.launch import ServerProcess, last_lines
 GRACE_S = 4.0
 POLL_S = 0.2
 
+Lose = Callable[[str, str], bool]
+"""Is told that the server at a url is gone, and why; returns whether the run goes on without it."""
+
+
+def needed(url: str, why: str) -> bool:
+    """Return False: the run needs every server."""
+    return False
+
 
 class LocalProcesses:
     """Starts, watches and stops the servers and the learner world of one run."""
@@ -25,6 +33,7 @@ class LocalProcesses:
     def __init__(self, servers: Sequence[ServerProcess], learner: LearnerProcess | None) -> None:
         self.servers = tuple(servers)
         self.learner = learner
+        self._discards: dict[str, asyncio.Future[None]] = {}
 
     def start(self) -> None:
         """Start everything at once: start-up is mostly imports, and they overlap."""
@@ -60,9 +69,17 @@ class LocalProcesses:
             f"the end of {self.learner.log}:\n{last_lines(self.learner.log)}"
         )
 
-    def watched(self) -> list[WatchedProcess]:
-        """Return every process as the health guard polls it."""
-        watched = [*map(_watched, self.servers)]
+    def discard(self, url: str) -> None:
+        """Kill the server at `url`, if it was started here; from now on its end means nothing."""
+        for server in self.servers:
+            if server.spec.url == url and url not in self._discards:
+                ending = asyncio.to_thread(server.stop, 0)
+                self._discards[url] = asyncio.ensure_future(ending)
+
+    def watched(self, lose: Lose = needed) -> list[WatchedProcess]:
+        """Return every process as the health guard polls it. lose: what if a server ends."""
+        kept = [server for server in self.servers if server.spec.url not in self._discards]
+        watched = [_watched(server, lose) for server in kept]
         if self.learner is not None:
             watched.append(WatchedProcess("the learner", self.learner.exit_code, self.learner.log))
         return watched
@@ -73,15 +90,19 @@ class LocalProcesses:
 
     async def stop(self) -> None:
         """End everything at once, each part by its own process ids."""
+        await asyncio.gather(*self._discards.values())
         stops = [asyncio.to_thread(server.stop, GRACE_S) for server in self.servers]
         if self.learner is not None:
             stops.append(asyncio.to_thread(self.learner.stop, GRACE_S))
         await asyncio.gather(*stops)
 
 
-def _watched(server: ServerProcess) -> WatchedProcess:
-    name = f"{server.spec.role} server {server.spec.url}"
-    return WatchedProcess(name, server.exit_code, server.log_path, server.cause)
+def _watched(server: ServerProcess, lose: Lose = needed) -> WatchedProcess:
+    url = server.spec.url
+    name = f"{server.spec.role} server {url}"
+    return WatchedProcess(
+        name, server.exit_code, server.log_path, server.cause, lambda why: lose(url, why)
+    )
 
 
 async def _ready(server: ServerProcess, timeout_s: float) -> None:

@@ -35,13 +35,14 @@ from megatron_opd.cli.resume import Resumption, find_resumption, reopen_run_dir
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of, teacher_roles
 from megatron_opd.cli.run_dir import RunDir, hold_run_dir, prepare_run_dir
 from megatron_opd.cli.servers import server_processes
+from megatron_opd.cli.survivors import Survivors
 from megatron_opd.cli.teacher_guard import check_teachers
 from megatron_opd.cli.wiring import (
-    engines_elsewhere,
     make_controller,
     make_fleet,
     make_guard,
     make_recorder,
+    watched_engines,
 )
 from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.schema import Config
@@ -157,6 +158,7 @@ class PipelineRun:
         self.controller: Controller | None = None
         self.remote: RemoteLearner | None = None
         self.processes = LocalProcesses([], None)
+        self.survivors: Survivors | None = None
         self.started_s = time.monotonic()
 
     async def main(self) -> None:
@@ -220,7 +222,8 @@ class PipelineRun:
             self._say(f"everything is up after {time.monotonic() - self.started_s:.0f} s")
             teachers = {name: fleets[role] for name, role in teacher_roles(config).items()}
             asked = {name: fleet.clients for name, fleet in teachers.items()}
-            guard = make_guard(self.processes, fleets, self.totals, remote)
+            self.survivors = Survivors(config, fleets, self.processes, self._say)
+            guard = make_guard(self.processes, fleets, self.totals, remote, self.survivors.lose)
             checks = check_teachers(config, self.prepared, asked)
             self._say(*await while_alive(guard, checks))
             if not self.opened:
@@ -251,7 +254,10 @@ class PipelineRun:
         student = fleets[STUDENT]
         make_transport = transport_kind(config.weight_sync).fleet_part
         transport = make_transport(student, remote.move_weights, config)
-        weight_sync = WeightSync(student, remote, transport, config.weight_sync)
+        assert self.survivors is not None
+        weight_sync = WeightSync(
+            student, remote, transport, config.weight_sync, self.survivors.lose
+        )
         await weight_sync.open()
         if resumed is not None or config.weight_sync.round_to is not None:
             # the servers loaded the exact checkpoint that the run began with
@@ -349,7 +355,8 @@ class PipelineRun:
 
     def _elsewhere(self, fleets: Mapping[Role, Fleet]) -> Callable[[], Awaitable[None]]:
         """Return what watches the servers of these roles that were started elsewhere."""
-        return HealthGuard(engines=engines_elsewhere(self.processes, fleets)).watch
+        ours = {server.spec.url for server in self.processes.servers}
+        return HealthGuard(engines=watched_engines(fleets, besides=ours)).watch
 
     async def _all_up(
         self, remote: RemoteLearner, startup_s: float, parts: Mapping[str, Part]
@@ -406,6 +413,7 @@ class PipelineRun:
         summary |= self.accuracies.summary()
         summary["resumed_at_updates"] = self._resumed_at()
         summary["resumed_with_changes"] = self._changes()
+        summary["servers_lost"] = {} if self.survivors is None else self.survivors.lost
         summary["frames_refused"] = 0 if self.remote is None else self.remote.frames_refused
         if self.checkpoints is not None:
             summary["checkpoint_wait_s_mean"] = self.checkpoints.waited_s.value

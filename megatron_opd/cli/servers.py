@@ -34,7 +34,7 @@ def make_spec(config: Config, role: Role, port: int, index: int, model: Path) ->
         max_running_requests=section.max_running_requests,
         mem_fraction_static=section.mem_fraction_static,
         seed=config.run.seed + index,
-        group_timeout_s=config.weight_sync.timeout_s,
+        group_timeout_s=config.weight_sync.try_s,
         routed_experts=role == STUDENT and config.learner.routing_replay == "rollout",
         deterministic=config.run.deterministic,
         extra_args=section.extra_args,

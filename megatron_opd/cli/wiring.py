@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 
 from megatron_opd.batching.shares import shares
 from megatron_opd.cli.guards import RunGuard
 from megatron_opd.cli.prepare import Prepared
-from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.processes import LocalProcesses, Lose, needed
 from megatron_opd.cli.resume import Resumption
 from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
 from megatron_opd.cli.run_dir import RunDir
@@ -85,16 +86,18 @@ def make_recorder(
     )
 
 
-def engines_elsewhere(
-    processes: LocalProcesses, fleets: Mapping[Role, Fleet]
+def watched_engines(
+    fleets: Mapping[Role, Fleet], lose: Lose = needed, besides: Container[str] = ()
 ) -> list[WatchedEngine]:
-    """Return the servers that were not started here, which are watched by asking them."""
-    ours = {server.spec.url for server in processes.servers}
+    """Return all servers, as they are watched by asking them. besides: urls of those that are not.
+
+    lose: what if one does not answer.
+    """
     return [
-        WatchedEngine(f"{role} server {client.url}", client.alive)
+        WatchedEngine(f"{role} server {client.url}", client.alive, partial(lose, client.url))
         for role, fleet in fleets.items()
         for client in fleet.clients
-        if client.url not in ours
+        if client.url not in besides
     ]
 
 
@@ -103,10 +106,14 @@ def make_guard(
     fleets: Mapping[Role, Fleet],
     totals: RunTotals,
     learner: RemoteLearner,
+    lose: Lose,
 ) -> RunGuard:
-    """Watch processes by their ids, engines elsewhere by asking, the learner by its socket."""
-    engines = engines_elsewhere(processes, fleets)
-    health = HealthGuard(processes.watched(), engines, on_tick=totals.memory.sample)
+    """Watch processes by their ids, servers by asking them too, the learner by its socket.
+
+    A server's process may be there and hang.
+    """
+    engines = watched_engines(fleets, lose)
+    health = HealthGuard(processes.watched(lose), engines, on_tick=totals.memory.sample)
     return RunGuard(health, learner)
 
 

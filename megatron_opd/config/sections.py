@@ -126,6 +126,9 @@ class ServerConfig(Section):
     dtype: Dtype = "bfloat16"
     """Number format of weights and KV cache in the servers. float32 takes twice the memory of
     bfloat16 and is slower, and brings sampler and learner closer."""
+    min_servers: Processes = 1
+    """Number of servers without which the run ends. Until then it goes on without servers that are
+    lost, more slowly. Not with run.deterministic, where every server counts."""
     tp: Processes = 1
     """Tensor-parallel ranks per server, each a process (on a GPU node one GPU each). More ranks
     hold larger models and communicate more."""
@@ -277,6 +280,10 @@ TRANSPORTS = {
 """Where the weight transports are, by `weight_sync.type`."""
 
 
+SETTLING = 0.2
+"""Share of a weight sync's time that is kept for what follows a failed try."""
+
+
 class WeightSyncConfig(Section):
     """Says how new weights reach the student servers."""
 
@@ -297,8 +304,11 @@ class WeightSyncConfig(Section):
     """Largest size in bytes of one bucket of weights. Raising it sends fewer, larger messages;
     every rank of learner and servers holds at most two (broadcast: one) while weights are sent."""
     timeout_s: Seconds = 300.0
-    """Longest wait in seconds for any step of a weight sync; then the run ends with an error. Raise
-    it for large models on slow networks."""
+    """Longest time in seconds that a weight sync may take, all tries together; then the run ends
+    with an error. Raise it for large models on slow networks."""
+    tries: PositiveInt = 3
+    """Number of times that a weight sync is tried. Servers that are lost or fail twice are given up
+    while student.min_servers are left. Raising it leaves each try a smaller part of timeout_s."""
     host: Host = "127.0.0.1"
     """Host name or IPv4 address on which the learner's rank 0 listens for the servers' ranks during
     a weight sync."""
@@ -316,6 +326,16 @@ class WeightSyncConfig(Section):
     """Number of weight syncs between two that compare digests of every weight slice on the servers
     with the learner's weights; 0: only the first one of a run. Costs one pass over the weights
     on both sides."""
+
+    @property
+    def try_s(self) -> float:
+        """Returns the seconds that one try may take."""
+        return (1 - SETTLING) * self.timeout_s / self.tries
+
+    @property
+    def settle_s(self) -> float:
+        """Returns the seconds in which a server must answer after a failed try."""
+        return SETTLING * self.timeout_s / self.tries
 
     @model_validator(mode="after")
     def _only_shards_stage(self) -> WeightSyncConfig:

@@ -202,6 +202,7 @@ class RunRecorder:
             "publish_s": report.seconds,
             "pause_s": report.paused_s,
             "publish_bytes": report.num_bytes,
+            "publish_tries": report.tries,
             "rolling_samples": depths.rolling,
             "scoring_samples": depths.scoring,
             "buffered_samples": depths.buffered,

@@ -105,7 +105,8 @@ class WeightSyncReport:
     """Reports one weight sync. version: the one now live; phases: in order, without overlap.
 
     num_bytes: bytes the learner sent once (each server receives all of them). paused_from_s,
-    resumed_s: when the servers were told to pause, and when all had continued.
+    resumed_s: when the servers were told to pause, and when all had continued. All are of the
+    last of `tries` tries.
     """
 
     version: int
@@ -113,6 +114,7 @@ class WeightSyncReport:
     num_bytes: int
     paused_from_s: float
     resumed_s: float
+    tries: int = 1
 
     @property
     def started_s(self) -> float:

@@ -8,16 +8,17 @@ refuses its bucket, so the first failure on either side ends the step.
 from __future__ import annotations
 
 import math
-import uuid
 from typing import TYPE_CHECKING
 
 from megatron_opd.config.schema import Config
 from megatron_opd.weight_sync.broadcast_messages import (
     JoinGroup,
+    LeaveGroup,
     ListBuckets,
     Listen,
     SendBuckets,
     decode_buckets,
+    decode_failure,
     decode_port,
     encode_request,
 )
@@ -28,7 +29,9 @@ from megatron_opd.weight_sync.transport import (
     ReceivingFleet,
     TransportKind,
     both,
+    new_group_name,
 )
+from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.protocol import BucketSpec
 
 if TYPE_CHECKING:
@@ -47,8 +50,7 @@ class Broadcast:
     ) -> None:
         self._fleet, self._ask, self._backend = fleet, ask, backend
         self._config = config.weight_sync
-        # a server refuses a name it has seen, also one of an earlier run
-        self._group = f"opd-{uuid.uuid4().hex[:12]}"
+        self._group = new_group_name()
         self._buckets: tuple[BucketSpec, ...] = ()
 
     @property
@@ -64,13 +66,20 @@ class Broadcast:
     async def open(self) -> None:
         """Form the group of the learner's rank 0 and every rank of every server."""
         self._buckets = decode_buckets(await self._ask(encode_request(ListBuckets())))
-        host, limit_s, size = self._config.host, self._config.timeout_s, self._fleet.world().size
+        host, limit_s, size = self._config.host, self._config.try_s, self._fleet.world().size
         port = decode_port(await self._ask(encode_request(Listen(host, size, limit_s))))
         join = JoinGroup(size, self._group, self._backend, limit_s)
         await both(
-            self._ask(encode_request(join)),
+            self._done(join),
             self._fleet.init_weights_group(host, port, self._group, self._backend, limit_s),
         )
+
+    async def reopen(self) -> None:
+        """Form another group, with the servers that the fleet has now."""
+        await self._fleet.destroy_weights_group(self._group)
+        await self._ask(encode_request(LeaveGroup()))
+        self._group = new_group_name()
+        await self.open()
 
     @property
     def stages(self) -> bool:
@@ -82,7 +91,7 @@ class Broadcast:
 
     async def send(self, version: int) -> None:
         """Let every server receive each bucket while the learner broadcasts them."""
-        await both(self._ask(encode_request(SendBuckets())), self._receive())
+        await both(self._done(SendBuckets()), self._receive())
 
     async def close(self) -> None:
         """Let the servers leave the group."""
@@ -90,7 +99,13 @@ class Broadcast:
 
     async def _receive(self) -> None:
         for bucket in self._buckets:
-            await self._fleet.update_bucket(bucket, self._group, self._config.timeout_s)
+            await self._fleet.update_bucket(bucket, self._group, self._config.try_s)
+
+    async def _done(self, request: JoinGroup | SendBuckets) -> None:
+        """Let the learner's rank 0 do it. WeightSyncFailed, with what it says: it could not."""
+        failure = decode_failure(await self._ask(encode_request(request)))
+        if failure is not None:
+            raise WeightSyncFailed(failure)
 
 
 def bucket_bytes(bucket: BucketSpec) -> int:

@@ -22,7 +22,7 @@ class Listen(msgspec.Struct, frozen=True, tag=True):
 
 
 class JoinGroup(msgspec.Struct, frozen=True, tag=True):
-    """Asks rank 0 to form the group where it listens; answered when all have joined."""
+    """Asks rank 0 to form the group where it listens; it answers why not, if it could not."""
 
     world_size: int
     group_name: str
@@ -31,13 +31,18 @@ class JoinGroup(msgspec.Struct, frozen=True, tag=True):
 
 
 class SendBuckets(msgspec.Struct, frozen=True, tag=True):
-    """Asks to broadcast every bucket once."""
+    """Asks to broadcast every bucket once; rank 0 answers why not, if it could not."""
 
 
-Request = ListBuckets | Listen | JoinGroup | SendBuckets
+class LeaveGroup(msgspec.Struct, frozen=True, tag=True):
+    """Asks rank 0 to leave the group, if it is in one."""
+
+
+Request = ListBuckets | Listen | JoinGroup | SendBuckets | LeaveGroup
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS = msgspec.msgpack.Decoder(Request)
+_FAILURE = msgspec.msgpack.Decoder(str | None)
 _PORT = msgspec.msgpack.Decoder(int)
 _BUCKETS = msgspec.msgpack.Decoder(tuple[BucketSpec, ...])
 
@@ -60,6 +65,16 @@ def encode_buckets(buckets: Sequence[BucketSpec]) -> bytes:
 def decode_buckets(answer: bytes) -> tuple[BucketSpec, ...]:
     """Decode the answer to ListBuckets. msgspec.DecodeError: it is anything else."""
     return _BUCKETS.decode(answer)
+
+
+def encode_failure(failure: str | None) -> bytes:
+    """Encode the answer to JoinGroup and SendBuckets."""
+    return _ENCODER.encode(failure)
+
+
+def decode_failure(answer: bytes) -> str | None:
+    """Decode the answer to JoinGroup and SendBuckets. msgspec.DecodeError: it is anything else."""
+    return _FAILURE.decode(answer)
 
 
 def encode_port(port: int) -> bytes:

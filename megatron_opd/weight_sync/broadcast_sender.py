@@ -17,14 +17,17 @@ from megatron_opd.models.gather import FullTensors
 from megatron_opd.weight_sync import group as groups
 from megatron_opd.weight_sync.broadcast_messages import (
     JoinGroup,
+    LeaveGroup,
     ListBuckets,
     Listen,
     SendBuckets,
     decode_request,
     encode_buckets,
+    encode_failure,
     encode_port,
 )
 from megatron_opd.weight_sync.rounding import Format, rounded
+from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import BucketSpec
 
 
@@ -70,8 +73,8 @@ class BroadcastSender:
     def handle(self, request: bytes) -> bytes:
         """Execute one request of broadcast.Broadcast.
 
-        Raises torch.distributed.DistError when a peer stays away from the group for its timeout,
-        RuntimeError when one does not take a bucket in time or the group was not formed.
+        A server that stays away from the group or does not take a bucket in time is answered; then
+        rank 0 has left the group, and another one may be formed.
         """
         match decode_request(request):
             case ListBuckets():
@@ -79,16 +82,18 @@ class BroadcastSender:
             case Listen() as asked:
                 return self._listen(asked)
             case JoinGroup() as asked:
-                self._join(asked)
+                return encode_failure(self._join(asked))
             case SendBuckets():
-                self._send()
-        return b""
+                return encode_failure(self._send())
+            case LeaveGroup():
+                self.close()
+                return b""
 
     def close(self) -> None:
         """Leave the group."""
         if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
+            groups.leave(self._group)
+        self._group = self._store = None
 
     @property
     def _is_root(self) -> bool:
@@ -100,29 +105,49 @@ class BroadcastSender:
         self._store = groups.listen(asked.host, 0, asked.world_size, asked.timeout_s)
         return encode_port(self._store.port)
 
-    def _join(self, asked: JoinGroup) -> None:
+    def _join(self, asked: JoinGroup) -> str | None:
+        """Form the group; returns why not."""
         if not self._is_root:
-            return
+            return None
         if self._store is None:
-            raise RuntimeError("nobody listens for the weight group")
-        self._group = groups.join(
-            self._store, 0, asked.world_size, asked.group_name, asked.backend, asked.timeout_s
-        )
+            return "nobody listens for the weight group"
+        name, limit_s = asked.group_name, asked.timeout_s
+        try:
+            self._group = groups.join(
+                self._store, 0, asked.world_size, name, asked.backend, limit_s
+            )
+        except RuntimeError as error:  # DistError is one
+            failure = f"the weight group did not form: {one_line(str(error))}"
+            self.close()
+            return failure
+        return None
 
-    def _send(self) -> None:
-        """Broadcast every bucket once, in order."""
+    def _send(self) -> str | None:
+        """Broadcast every bucket once, in order; returns why not."""
         if not self._is_root:
             for _ in self._full.tensors():
                 pass
-            return
-        if self._group is None:
-            raise RuntimeError("the weight group is not connected")
+            return None
+        failure = None if self._group is not None else "the weight group is not connected"
         tensors = self._rounded()
         for bucket in self._buckets:
+            # also after a failure: the other ranks of the learner pass through all tensors
             flat = _flatten(tensors, bucket)
-            dist.broadcast(flat, src=0, group=self._group)
+            if self._group is not None:
+                failure = self._broadcast(self._group, flat)
         for name, _ in tensors:  # keep the ranks that send in step
             raise RuntimeError(f"tensor {name} belongs to no bucket")
+        return failure
+
+    def _broadcast(self, group: dist.ProcessGroup, flat: torch.Tensor) -> str | None:
+        try:
+            dist.broadcast(flat, src=0, group=group)
+        except RuntimeError as error:
+            failure = f"a server did not take its weights: {one_line(str(error))}"
+        else:
+            return None
+        self.close()
+        return failure
 
     def _rounded(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._full.tensors():

@@ -50,6 +50,13 @@ def join(
     return group
 
 
+def leave(group: dist.ProcessGroup) -> None:
+    """Leave a group, also one that has failed; its other ranks notice at once."""
+    if dist.get_backend(group) == "nccl":
+        group.abort()  # else it would wait for messages that no one takes
+    dist.destroy_process_group(group)
+
+
 def buffer_device_type(backend: str) -> str:
     """Return where a group of this backend wants its buffers: "cpu" or "cuda"."""
     return "cpu" if backend == "gloo" else "cuda"

@@ -1,73 +1,37 @@
 """Syncs learner weights to the student's servers without discarding any request in flight.
 
-    [stage -> compare digests] -> pause(retract) -> begin -> the transport sends -> flush cache
-      -> end(version) -> [compare digests] -> continue
-
-Where the transport stages, weights are moved and compared while the servers sample. Digests are
-compared the first time, and every `verify_every` times. A retracted request keeps the tokens it
-has; its KV is rebuilt under the new weights. If any step fails or is silent for longer than the
-limit, the sync fails and the servers are not resumed: they may hold a mixture of versions.
+A weight sync is tried a few times (steps.py: what one try does). After a failed try every server is
+asked to settle: one that does not answer is lost, and so is one that is at fault a second time. The
+others are connected anew and get the weights, of which they may hold a mixture: until a try
+succeeds none of them samples. Where too few servers or no time is left the weight sync fails, and
+they stay paused.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
 from megatron_opd.config.sections import WeightSyncConfig
-from megatron_opd.metrics.types import Phase, WeightSyncReport
+from megatron_opd.metrics.types import WeightSyncReport
+from megatron_opd.weight_sync.steps import DigestingLearner, Steps, SyncedFleet
 from megatron_opd.weight_sync.transport import FleetPart
 from sglang_bridge.errors import WeightSyncFailed
-from sglang_bridge.protocol import WeightPiece
 
-# a server with tied embeddings has no output head of its own to compare
-TIED_HEAD = "lm_head.weight"
+logger = logging.getLogger(__name__)
 
+FAULTS = 2
+"""A server that answers is given up once this many tries failed by its fault."""
 
-class SyncedFleet(Protocol):
-    """Names the methods of sglang_bridge.fleet.Fleet that every weight sync needs."""
-
-    @property
-    def silent(self) -> Sequence[str]:
-        """Returns the servers that had not answered when the last step was given up."""
-        ...
-
-    async def versions(self) -> Mapping[str, int]:
-        """Return the version that each server holds, by server."""
-        ...
-
-    async def pause(self, mode: Literal["retract"] = "retract") -> None:
-        """Stop sampling on all servers."""
-        ...
-
-    async def resume(self) -> None:
-        """Continue sampling on all servers."""
-        ...
-
-    async def flush_cache(self) -> None:
-        """Discard cached prefixes, which old weights computed."""
-        ...
-
-    async def begin_weight_update(self) -> None:
-        """Open the update on all servers."""
-        ...
-
-    async def end_weight_update(self, version: int) -> None:
-        """Close the update and label later tokens with its version."""
-        ...
-
-    async def weight_digests(self, *, staged: bool = False) -> Mapping[str, Sequence[WeightPiece]]:
-        """Return what every rank of every server holds, by server. staged: and is not live yet."""
-        ...
+Lose = Callable[[str, str], bool]
+"""Takes the server at a url out of the fleet, for a reason; returns False if the run needs it."""
 
 
-class DigestingLearner(Protocol):
-    """Names the method of transport.zmq.RemoteLearner that every weight sync needs."""
-
-    async def piece_digests(self, pieces: Sequence[WeightPiece]) -> Sequence[str]:
-        """Return digests of the same slices of the learner's export, in order."""
-        ...
+def needed(url: str, why: str) -> bool:
+    """Return False: the run needs every server."""
+    return False
 
 
 class WeightSync:
@@ -78,6 +42,7 @@ class WeightSync:
         learner: where the weights are.
         transport: moves the weights between them.
         config: limits, verification.
+        lose: gives up servers.
     """
 
     def __init__(
@@ -86,10 +51,13 @@ class WeightSync:
         learner: DigestingLearner,
         transport: FleetPart,
         config: WeightSyncConfig,
+        lose: Lose = needed,
     ) -> None:
-        self._fleet, self._learner, self._config = fleet, learner, config
-        self._transport = transport
-        self._phases: list[Phase] = []
+        self._fleet, self._transport, self._config = fleet, transport, config
+        self._lose = lose
+        settings = f"weight_sync.timeout_s = {config.timeout_s:g}, weight_sync.tries = "
+        self._steps = Steps(fleet, learner, transport, f"{settings}{config.tries}")
+        self._connected: tuple[str, ...] | None = None
         self._opened = False
         self._num_syncs = 0
         self._failed: str | None = None
@@ -100,16 +68,18 @@ class WeightSync:
         Raises WeightSyncFailed when a server holds weights of another run or does not connect in
         time.
         """
-        for url, version in (await self._within("versions", self._fleet.versions())).items():
+        self._steps.start(self._config.timeout_s)
+        for url, version in (await self._steps.take("versions", self._fleet.versions())).items():
             if version != 0:
                 raise WeightSyncFailed(
                     f"{url} already holds version {version} of another run: restart it"
                 )
-        await self._within("open", self._transport.open())
+        self._connected = self._fleet.urls
+        await self._steps.take("open", self._transport.open())
         self._opened = True
 
     async def sync(self, version: int) -> WeightSyncReport:
-        """Make `version` live on every server.
+        """Make `version` live on every server that is left.
 
         Raises WeightSyncFailed; the servers stay paused then, and every later call fails too.
         """
@@ -118,99 +88,52 @@ class WeightSync:
         if self._failed is not None:
             raise WeightSyncFailed(f"an earlier weight sync failed: {self._failed}")
         try:
-            return await self._sync(version)
+            report = await self._tried(version)
         except WeightSyncFailed as error:
             self._failed = str(error)
             raise
+        self._num_syncs += 1
+        return report
 
     async def close(self) -> None:
         """Release what the servers hold of the transport, for servers that outlive the run."""
-        await self._within("close", self._transport.close())
+        self._steps.start(self._config.timeout_s)
+        await self._steps.take("close", self._transport.close())
 
-    async def _sync(self, version: int) -> WeightSyncReport:
-        self._phases = []
-        transport, verifies = self._transport, self._is_to_verify()
-        covered: frozenset[str] = frozenset()
-        if transport.stages:
-            await self._phase("stage", transport.stage(version))
-            if verifies:
-                covered = await self._phase("verify", self._verify(staged=True))
-        await self._phase("pause", self._fleet.pause("retract"))
-        paused_from_s = self._phases[-1].started_s
-        await self._phase("begin", self._fleet.begin_weight_update())
-        await self._phase("send", transport.send(version))
-        await self._phase("flush", self._fleet.flush_cache())
-        await self._phase("end", self._fleet.end_weight_update(version))
-        # what was not staged; in a run's first sync also that the staged was copied right
-        if verifies and (self._num_syncs == 0 or transport.tensors - covered - {TIED_HEAD}):
-            await self._phase("verify live" if covered else "verify", self._verify())
-        await self._phase("continue", self._fleet.resume())
-        resumed_s = self._phases[-1].finished_s
-        await self._phase("versions", self._check_versions(version))
-        self._num_syncs += 1
-        phases, num_bytes = tuple(self._phases), transport.num_bytes
-        return WeightSyncReport(version, phases, num_bytes, paused_from_s, resumed_s)
+    async def _tried(self, version: int) -> WeightSyncReport:
+        tries = self._config.tries
+        faults: Counter[str] = Counter()
+        for number in range(1, tries + 1):
+            try:
+                return replace(await self._try(version, again=number > 1), tries=number)
+            except WeightSyncFailed as error:
+                if number == tries:
+                    said = f"{tries} tries failed, the last one: {error}" if tries > 1 else error
+                    raise WeightSyncFailed(str(said), error.servers) from error
+                logger.warning("weight sync %d, try %d: %s", version, number, error)
+                faults.update(error.servers)
+                await self._settle(error, faults)
+        raise AssertionError("weight_sync.tries is at least 1")
 
-    async def _check_versions(self, version: int) -> None:
-        for url, held in (await self._fleet.versions()).items():
-            if held != version:
-                raise WeightSyncFailed(
-                    f"{url} reports version {held} after version {version} was sent"
-                )
+    async def _try(self, version: int, *, again: bool) -> WeightSyncReport:
+        """Make `version` live once. again: a try before this one failed: what came is verified."""
+        self._steps.start(self._config.try_s)
+        if self._connected != self._fleet.urls:
+            self._connected = self._fleet.urls
+            await self._steps.take("reopen", self._transport.reopen())
+        every, first = self._config.verify_every, self._num_syncs == 0
+        due = first or (every > 0 and self._num_syncs % every == 0)
+        return await self._steps.sync(version, verifies=due or again, live=first or again)
 
-    def _is_to_verify(self) -> bool:
-        every = self._config.verify_every
-        return self._num_syncs == 0 or (every > 0 and self._num_syncs % every == 0)
-
-    async def _verify(self, *, staged: bool = False) -> frozenset[str]:
-        """Compare what every server rank holds with the learner's weights; returns its names.
-
-        staged: what is not live yet, which may be a part of the tensors.
-        """
-        by_server = await self._fleet.weight_digests(staged=staged)
-        held = frozenset(piece.hf_name for pieces in by_server.values() for piece in pieces)
-        names = held if staged else self._transport.tensors - {TIED_HEAD}
-        wanted = {_slice(piece): piece for pieces in by_server.values() for piece in pieces}
-        digests = await self._learner.piece_digests(list(wanted.values()))
-        expected = dict(zip(wanted, digests, strict=True))
-        for url, pieces in by_server.items():
-            missing = names - {piece.hf_name for piece in pieces}
-            if missing:
-                raise WeightSyncFailed(f"{url} reports no digest of {min(missing)}")
-            for piece in pieces:
-                if piece.digest != expected[_slice(piece)]:
-                    raise WeightSyncFailed(
-                        f"{url} rank {piece.rank}: {piece.hf_name} "
-                        f"[{piece.start}:{piece.start + piece.length}] of dimension {piece.dim} "
-                        f"differs from the learner's in weight sync {self._num_syncs + 1}"
-                    )
-        return held
-
-    async def _phase(self, name: str, step: Awaitable[Any]) -> Any:
-        clock = asyncio.get_running_loop().time
-        started_s = clock()
-        result = await self._within(name, step)
-        self._phases.append(Phase(name, started_s, clock()))
-        return result
-
-    async def _within(self, name: str, step: Awaitable[Any]) -> Any:
-        """Return `step`'s result; a failure or timeout becomes WeightSyncFailed with its name."""
-        limit = asyncio.timeout(self._config.timeout_s)
-        try:
-            async with limit:
-                return await step
-        except Exception as error:
-            silent = isinstance(error, TimeoutError) and limit.expired()
-            allowed = f"weight_sync.timeout_s = {self._config.timeout_s:g}"
-            cause = str(error) or type(error).__name__
-            if silent:
-                cause = "; ".join([f"not done within {allowed}", *self._said_nothing()])
-            raise WeightSyncFailed(f"{name}: {cause}") from error
-
-    def _said_nothing(self) -> list[str]:
-        servers = self._fleet.silent
-        return [f"no answer from {', '.join(servers)}"] if servers else []
-
-
-def _slice(piece: WeightPiece) -> tuple[str, int, int, int, str]:
-    return piece.hf_name, piece.dim, piece.start, piece.length, piece.dtype
+    async def _settle(self, error: WeightSyncFailed, faults: Counter[str]) -> None:
+        """Prepare for another try. WeightSyncFailed: too few servers are left for one."""
+        self._connected = None
+        lost = dict(await self._fleet.settle(self._config.settle_s))
+        for url, count in faults.items():
+            if count >= FAULTS:
+                lost.setdefault(url, f"{count} tries failed there: {error}")
+        for url, why in lost.items():
+            # it may have been given up meanwhile by who watches its process
+            if url in self._fleet.urls and not self._lose(url, why):
+                cause = "" if why in str(error) else f": {why}"
+                raise WeightSyncFailed(f"{error}; without {url} too few servers are left{cause}")

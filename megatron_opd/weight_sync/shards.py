@@ -6,7 +6,6 @@ layouts alone (plan.py); what the servers say they hold is compared with it befo
 
 from __future__ import annotations
 
-import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -22,8 +21,10 @@ from megatron_opd.weight_sync.plan import (
 )
 from megatron_opd.weight_sync.shards_messages import (
     Join,
+    Leave,
     Listen,
     Listening,
+    Outcome,
     SendShards,
     decode,
     encode,
@@ -34,14 +35,16 @@ from megatron_opd.weight_sync.transport import (
     ReceivingFleet,
     TransportKind,
     both,
+    new_group_name,
 )
+from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.protocol import ServerInfo, WeightPiece
 
 if TYPE_CHECKING:
     from megatron_opd.models.gather import FullTensors
 
 PATIENCE = 0.9
-"""Share of weight_sync.timeout_s that the learner's ranks wait for each other and for servers."""
+"""Share of a try's time that the learner's ranks wait for each other and for servers."""
 Slice = tuple[int, str, int, int, int]
 """rank, tensor, dimension, start, length"""
 
@@ -55,8 +58,7 @@ class Shards:
 
     def __init__(self, fleet: ReceivingFleet, ask: AskLearner, config: Config) -> None:
         self._fleet, self._ask, self._config = fleet, ask, config
-        # a server refuses a name it has seen, also one of an earlier run
-        self._group = f"opd-{uuid.uuid4().hex[:12]}"
+        self._group = new_group_name()
         self._names: frozenset[str] = frozenset()
         self._num_bytes = 0
         self._sends_in_pause = True
@@ -90,6 +92,13 @@ class Shards:
         self._names = frozenset(piece.hf_name for found in pieces.values() for piece in found)
         await self._form_group(layouts, dtype)
 
+    async def reopen(self) -> None:
+        """Form another group, with the servers that the fleet has now."""
+        await self._fleet.destroy_weights_group(self._group)
+        await self._ask(encode(Leave()))
+        self._group = new_group_name()
+        await self.open()
+
     @property
     def stages(self) -> bool:
         """Returns whether weights go to shadow buffers first."""
@@ -97,14 +106,13 @@ class Shards:
 
     async def stage(self, version: int) -> None:
         """Let the learner's ranks send into the servers' shadow buffers, while they sample."""
-        await both(self._ask(encode(SendShards(True))), self._fleet.stage_weights(self._group))
+        await both(self._sent(staged=True), self._fleet.stage_weights(self._group))
 
     async def send(self, version: int) -> None:
         """Let the servers' ranks take what is staged, and receive what is not."""
-        limit_s = self._config.weight_sync.timeout_s
-        taken = self._fleet.receive_weights(self._group, limit_s)
+        taken = self._fleet.receive_weights(self._group, self._config.weight_sync.try_s)
         if self._sends_in_pause:
-            await both(self._ask(encode(SendShards(False))), taken)
+            await both(self._sent(staged=False), taken)
         else:
             await taken
 
@@ -115,7 +123,7 @@ class Shards:
     async def _form_group(self, layouts: Sequence[ServerLayout], dtype: str) -> None:
         config = self._config.weight_sync
         # ranks give up before the session does: they know who was silent
-        host, limit_s = config.host, PATIENCE * config.timeout_s
+        host, limit_s = config.host, PATIENCE * config.try_s
         receivers = sum(layout.tp for layout in layouts)
         senders = self._config.learner.parallel.world_size
         there = decode(await self._ask(encode(Listen(host, senders + receivers, limit_s))))
@@ -127,11 +135,21 @@ class Shards:
         size, backend = senders + receivers, there.backend
         join = Join(host, there.port, size, self._group, backend, limit_s, servers, dtype)
         await both(
-            self._ask(encode(join)),
+            self._done(join),
             self._fleet.init_weights_group(
                 host, there.port, self._group, backend, limit_s, senders=senders
             ),
         )
+
+    async def _sent(self, *, staged: bool) -> None:
+        await self._done(SendShards(staged))
+
+    async def _done(self, request: Join | SendShards) -> None:
+        """Let the learner's ranks do it. WeightSyncFailed, with what they say: one could not."""
+        outcome = decode(await self._ask(encode(request)))
+        assert isinstance(outcome, Outcome)
+        if outcome.failures:
+            raise WeightSyncFailed("; ".join(outcome.failures))
 
 
 def server_layout(info: ServerInfo) -> ServerLayout:

@@ -36,13 +36,26 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     dtype: str
 
 
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """Asks all ranks to leave the group, if they are in one."""
+
+
+class Outcome(msgspec.Struct, frozen=True, tag=True):
+    """Answers Join and SendShards. failures: one line of each rank that failed, in order.
+
+    After a failure no rank is in the group any more.
+    """
+
+    failures: tuple[str, ...]
+
+
 class SendShards(msgspec.Struct, frozen=True, tag=True):
     """Asks all ranks to send what the plan gives them, once: what is staged, or the rest."""
 
     staged: bool
 
 
-Message = Listen | Listening | Join | SendShards
+Message = Listen | Listening | Join | Leave | SendShards | Outcome
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Message)

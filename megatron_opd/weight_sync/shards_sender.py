@@ -14,18 +14,22 @@ from torch._C._distributed_c10d import Store
 
 from megatron_opd.config.schema import Config
 from megatron_opd.models.gather import FullTensors
+from megatron_opd.models.ranks import all_gather_json
 from megatron_opd.models.views import View, views_by_name
 from megatron_opd.weight_sync import group as groups
 from megatron_opd.weight_sync.plan import ServerLayout, bucket_and_stage, plan_sync
 from megatron_opd.weight_sync.row_maxima import reader
 from megatron_opd.weight_sync.shards_messages import (
     Join,
+    Leave,
     Listen,
     Listening,
+    Outcome,
     SendShards,
     decode,
     encode,
 )
+from sglang_bridge.errors import one_line
 from sglang_bridge.weights.exchange import Message, PeerLost, send
 from sglang_bridge.weights.schedule import Bucket, Part
 
@@ -46,25 +50,27 @@ class ShardsSender:
     def handle(self, request: bytes) -> bytes:
         """Execute one request of shards.Shards.
 
-        Raises torch.distributed.DistError when a rank stays away from the group for its timeout,
-        RuntimeError when one does not take a message in time.
+        What a server can cause, by staying away from the group or by not taking a message in time,
+        is answered; then no rank is in the group any more, and another one may be formed.
         """
         match decode(request):
             case Listen() as asked:
                 return self._listen(asked)
             case Join() as asked:
-                self._join(asked)
+                return self._outcome(self._join(asked))
             case SendShards(staged):
-                self._send(self._staged if staged else self._paused)
-            case Listening():
-                raise ValueError("Listening is an answer of the learner, no request")
-        return b""
+                return self._outcome(self._send(self._staged if staged else self._paused))
+            case Leave():
+                self.close()
+                return b""
+            case Listening() | Outcome() as answer:
+                raise ValueError(f"{type(answer).__name__} is an answer of the learner")
 
     def close(self) -> None:
         """Leave the group."""
         if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
+            groups.leave(self._group)
+        self._group = self._store = None
 
     def _listen(self, asked: Listen) -> bytes:
         if self._full.world.rank != 0:
@@ -76,12 +82,27 @@ class ShardsSender:
             backend = "nccl" if self._full.world.device.type == "cuda" else "gloo"
         return encode(Listening(store.port, backend))
 
-    def _join(self, asked: Join) -> None:
+    def _join(self, asked: Join) -> str | None:
+        """Form the group; returns why not."""
         world, size, limit_s = self._full.world, asked.world_size, asked.timeout_s
         self._plan(asked)
-        store = self._store or groups.visit(asked.host, asked.port, size, limit_s)
-        self._group = groups.join(store, world.rank, size, asked.group_name, asked.backend, limit_s)
         self._device = torch.device(groups.buffer_device_type(asked.backend))
+        try:
+            store = self._store or groups.visit(asked.host, asked.port, size, limit_s)
+            self._group = groups.join(
+                store, world.rank, size, asked.group_name, asked.backend, limit_s
+            )
+        except RuntimeError as error:  # DistError is one
+            return f"the weight group did not form: {one_line(str(error))}"
+        return None
+
+    def _outcome(self, failure: str | None) -> bytes:
+        """Leave the group if any rank has failed; return what rank 0 answers. Collective."""
+        said = all_gather_json(failure, self._full.world)
+        failures = tuple(text for text in said if text)
+        if failures:
+            self.close()
+        return encode(Outcome(failures))
 
     def _plan(self, asked: Join) -> None:
         """Find what each of this rank's messages holds in its parameters."""
@@ -100,15 +121,21 @@ class ShardsSender:
             f"{url} rank {rank}" for url, tp, _ in asked.servers for rank in range(tp)
         ]
 
-    def _send(self, messages: Sequence[Message]) -> None:
+    def _send(self, messages: Sequence[Message]) -> str | None:
+        """Send; returns why not all of it."""
         if self._group is None:
-            raise RuntimeError("the weight group is not connected")
+            return "the weight group is not connected"
         read = reader(self._full, self._config.weight_sync.round_to)
         try:
             send(self._group, messages, self._dtype, self._device, read)
         except PeerLost as error:
             receiver = self._receivers[error.peer - self._full.world.size]
-            raise RuntimeError(f"{receiver} did not take its weights: {error.cause}") from error
+            failure = f"{receiver} did not take its weights: {error.cause}"
+        else:
+            return None
+        # at once, so that no server waits for this rank until the group's timeout
+        self.close()
+        return failure
 
 
 def _message(peer: int, bucket: Bucket, views: Mapping[str, Sequence[View]]) -> Message:

@@ -13,6 +13,7 @@ config/sections.py; a user's own is named in YAML: `weight_sync: {type: "my_modu
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from megatron_opd.config.import_path import load_object
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sections import TRANSPORTS, WeightSyncConfig
+from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.fleet import WeightsWorld
 from sglang_bridge.protocol import BucketSpec, ServerInfo, WeightPiece
 
@@ -97,7 +99,14 @@ class FleetPart(Protocol):
         ...
 
     async def open(self) -> None:
-        """Connect learner and servers; called once, before the first `send`."""
+        """Connect learner and servers; called once, before anything else."""
+        ...
+
+    async def reopen(self) -> None:
+        """Connect learner and servers again, with the servers that the fleet has now.
+
+        Called after a failed `stage` or `send`, and after a server was lost.
+        """
         ...
 
     @property
@@ -127,7 +136,8 @@ class LearnerPart(Protocol):
     def handle(self, request: bytes) -> bytes:
         """Execute one request of the FleetPart. All ranks get the same; rank 0's answer is sent.
 
-        Whatever it raises ends the learner, with the message in the controller's error.
+        Whatever it raises ends the learner, with the message in the controller's error: answer
+        what a server can cause, so that the weight sync can be tried again.
         """
         ...
 
@@ -148,11 +158,15 @@ async def both(learner: Awaitable[object], fleet: Awaitable[object]) -> None:
     """Run the two sides of one exchange; the first failure cancels the other side and is raised.
 
     When both have failed by then, the fleet's is raised: a server that refuses is the cause of a
-    learner that keeps waiting.
+    learner that keeps waiting. Servers that are not at fault know only that the learner has left
+    them: then it is the learner who knows why.
     """
     tasks = [asyncio.ensure_future(fleet), asyncio.ensure_future(learner)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if tasks[0].done() and _was_left(tasks[0].exception()):
+            tasks.reverse()
+            await asyncio.wait(tasks[:1])
         for task in tasks:
             if task.done():
                 task.result()
@@ -160,6 +174,15 @@ async def both(learner: Awaitable[object], fleet: Awaitable[object]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _was_left(failure: BaseException | None) -> bool:
+    return isinstance(failure, WeightSyncFailed) and not failure.servers
+
+
+def new_group_name() -> str:
+    """Return a name for a group. A server refuses one it has seen, also in an earlier run."""
+    return f"opd-{uuid.uuid4().hex[:12]}"
 
 
 def transport_kind(config: WeightSyncConfig) -> TransportKind:

@@ -388,6 +388,13 @@ def update_group(runner: Any, name: str) -> tuple[Any, torch.device]:
     return group, torch.device("cpu" if on_cpu else runner.device)
 
 
+def leave_update_group(runner: Any, name: str) -> None:
+    """Leaves the update group called `name`, if this rank is in it: its peers notice at once."""
+    group = runner.weight_updater._model_update_group.pop(name, None)
+    if group is not None:
+        torch.distributed.destroy_process_group(group)
+
+
 @contextmanager
 def process_group_timeout(seconds: float) -> Iterator[None]:
     """Gives process groups that are made inside a timeout shorter than torch's 30 minutes."""

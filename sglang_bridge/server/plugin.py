@@ -179,8 +179,15 @@ def staged_digests() -> dict[str, str]:
 
 
 def receive_weights(group_name: str) -> dict[str, str]:
-    """Makes staged weights live and receives the others from the update group `group_name`."""
-    the_receiver().receive(*compat.update_group(_runner, group_name))
+    """Makes staged weights live and receives the others from the update group `group_name`.
+
+    A rank that fails leaves the group, so that no one waits for it until the group's timeout.
+    """
+    try:
+        the_receiver().receive(*compat.update_group(_runner, group_name))
+    except BaseException:
+        compat.leave_update_group(_runner, group_name)
+        raise
     return {}
 
 

@@ -163,6 +163,9 @@ class _Task:
     def _run(self, act: Callable[[], dict[str, str]]) -> None:
         try:
             self._found = act()
+        except PeerLost as error:
+            # without the frames, which hold the group and so its connections
+            self._error = PeerLost(error.peer, error.cause)
         except BaseException as error:  # noqa: BLE001  raised by who asks for the result
             self._error = error
 
@@ -231,6 +234,7 @@ def answer(act: Callable[[], dict[str, str]]) -> dict[str, str]:
     try:
         return act()
     except PeerLost as error:
-        return {wire.ERROR: f"rank {error.peer} of the learner sent no weights: {error.cause}"}
+        said = f"rank {error.peer} of the learner sent no weights: {error.cause}"
+        return {wire.ERROR: said, wire.PEER_LOST: ""}
     except Exception as error:  # noqa: BLE001  the client raises it, with the rank's name
         return {wire.ERROR: f"{type(error).__name__}: {error}"}

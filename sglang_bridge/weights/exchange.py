@@ -8,6 +8,7 @@ while those before it are on their way.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,9 +43,8 @@ class Message:
 class PeerLost(RuntimeError):
     """Reports that a message was not taken or did not come. peer: the other end's rank."""
 
-    def __init__(self, peer: int, cause: BaseException) -> None:
-        self.peer = peer
-        self.cause = (str(cause).splitlines() or [type(cause).__name__])[0]
+    def __init__(self, peer: int, cause: str) -> None:
+        self.peer, self.cause = peer, cause
         super().__init__(f"rank {peer} of the group: {self.cause}")
 
 
@@ -186,7 +186,13 @@ def _with_peer(peer: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PeerLost(peer, error) from error
+        raise PeerLost(peer, said_plainly(error)) from None
+
+
+def said_plainly(error: BaseException) -> str:
+    """Return the first sentence of what gloo or NCCL says, without the place in its source."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[\S+\.\w+:\d+\]\s*", "", line).split(". ")[0]
 
 
 def _tagged(messages: Sequence[Message]) -> Iterator[tuple[Message, int]]:

@@ -129,6 +129,9 @@ class Running:
         metrics = self.run_dir / "metrics.jsonl"
         return metrics.exists() and metrics.stat().st_size > 0
 
+    def updates(self) -> int:
+        return len((self.run_dir / "metrics.jsonl").read_text().splitlines())
+
     def finish(self, timeout_s: float) -> Finished:
         output = self.process.communicate(timeout=timeout_s)[0]
         alive = psutil.wait_procs(list(self.seen), timeout=2)[1]
@@ -371,13 +374,29 @@ def test_batches_held_back_have_an_exact_staleness(
     assert differing(pieces, load_file(inputs / "student" / "model.safetensors")) != []
 
 
+def kill_a_server(running: Running) -> str:
+    """Kill all processes of a server of the run; returns its address."""
+    with_us = [process for process in running.seen if process.is_running()]
+    server = next(p for p in with_us if "sglang_bridge.server" in p.cmdline())
+    os.killpg(server.pid, signal.SIGKILL)
+    arguments = server.cmdline()
+    port = arguments[arguments.index("--port") + 1]
+    return f"http://127.0.0.1:{port}"
+
+
 def test_interrupt_stops_everything_and_keeps_the_summary(
     inputs: Path, tmp_path: Path, shared: Sections, start: Callable[..., Running]
 ):
-    """The student server is the run's own, the teacher is not."""
+    """The student's servers are the run's own, the teacher is not. One of them is killed before."""
     teacher = shared["teacher"]
-    running = start(write_config(inputs, tmp_path, run={"max_steps": 5000}, teacher=teacher))
+    two = {"servers": 2}
+    running = start(
+        write_config(inputs, tmp_path, run={"max_steps": 5000}, teacher=teacher, student=two)
+    )
     running.wait_until(running.has_updated)
+    running.look()
+    url, updates = kill_a_server(running), running.updates()
+    running.wait_until(lambda: running.updates() >= updates + 3)
     running.process.send_signal(signal.SIGINT)
     stopped = time.monotonic()
     time.sleep(0.5)
@@ -388,7 +407,9 @@ def test_interrupt_stops_everything_and_keeps_the_summary(
     assert done.code == 130, done.output
     assert asyncio.run(held_by(teacher["urls"][0]))[1], "the teacher serves on"
     assert done.summary["status"] == "interrupted"
-    assert done.summary["updates"] >= 1
+    assert done.summary["updates"] >= 3
+    assert list(done.summary["servers_lost"]) == [url]
+    assert f"student server {url} is lost, the run goes on with 1: " in done.output
     accounted = ("samples_consumed", "samples_in_flight")
     assert sum(done.summary[key] for key in accounted) == done.summary["samples_admitted"]
     assert "Traceback" not in done.output

@@ -171,3 +171,45 @@ def test_a_failure_outside_the_loops_names_the_process_too(tmp_path):
         f"see {tmp_path / 's.log'}"
     )
     assert run_virtual(LocalProcesses([], None).explain(error)) == str(error)
+
+
+def test_a_process_that_the_run_can_spare_is_watched_no_more():
+    codes: dict[str, int | None] = {"a": None, "b": None}
+    told: list[str] = []
+
+    def lose(why: str) -> bool:
+        told.append(why)
+        return len(told) == 1
+
+    processes = [WatchedProcess(name, lambda n=name: codes[n], lose=lose) for name in codes]
+    guard = HealthGuard(processes, interval_s=0.5)
+
+    async def scenario() -> None:
+        watch = asyncio.create_task(guard.watch())
+        codes["a"] = -9
+        await asyncio.sleep(5)
+        assert not watch.done()
+        assert told == ["a ended with signal 9"]
+        codes["b"] = 1
+        await watch
+
+    with pytest.raises(ProcessDied, match=r"^b ended with exit code 1$"):
+        run_virtual(scenario())
+    assert told == ["a ended with signal 9", "b ended with exit code 1"]
+
+
+def test_an_engine_that_the_run_can_spare_is_asked_no_more():
+    asked: list[str] = []
+
+    def engine(name: str, spared: bool, answers: int) -> WatchedEngine:
+        async def alive() -> bool:
+            asked.append(name)
+            return asked.count(name) <= answers
+
+        return WatchedEngine(name, alive, lambda why: spared)
+
+    engines = [engine("a", True, 2), engine("b", False, 20)]
+    guard = HealthGuard(engines=engines, engine_interval_s=1.0, engine_misses=3)
+    with pytest.raises(EngineLost, match=r"^b did not answer 3 times in a row$"):
+        run_virtual(guard.watch())
+    assert (asked.count("a"), asked.count("b")) == (5, 23)

@@ -22,8 +22,10 @@ from megatron_opd.weight_sync.shards import (
 )
 from megatron_opd.weight_sync.shards_messages import (
     Join,
+    Leave,
     Listen,
     Listening,
+    Outcome,
     SendShards,
     decode,
     encode,
@@ -151,6 +153,7 @@ class Wire:
         self.log: list[str] = []
         self.fails: dict[str, Exception] = {}
         self.hangs: set[str] = set()
+        self.failures: tuple[str, ...] = ()
         self.cancelled: list[str] = []
         self.infos = [info(i, layout) for i, layout in enumerate(LAYOUTS)]
         self.shares: Sequence[str] = ()
@@ -180,7 +183,10 @@ class Wire:
                 await self.step("learner joins")
             case SendShards(staged):
                 await self.step("learner stages" if staged else "learner sends")
-        return b""
+            case Leave():
+                await self.step("learner leaves")
+                return b""
+        return encode(Outcome(self.failures))
 
     def world(self, senders: int = 1) -> WeightsWorld:
         return weights_world([layout.tp for layout in LAYOUTS], senders)
@@ -205,7 +211,7 @@ class Wire:
         await self.step("servers stage")
 
     async def receive_weights(self, group_name: str, timeout_s: float | None = None) -> None:
-        assert timeout_s == self.config.weight_sync.timeout_s
+        assert timeout_s == self.config.weight_sync.try_s
         await self.step("servers receive")
 
     async def destroy_weights_group(self, name: str) -> None:
@@ -260,6 +266,33 @@ def test_what_fits_is_staged_and_nothing_is_sent_in_the_pause(wire: Wire, moe: P
 
     run_virtual(scenario())
     assert wire.log == [*OPENED, "servers stage", "learner stages", "servers receive"]
+
+
+def test_what_the_learner_s_ranks_could_not_do_is_told(wire: Wire):
+    """Those that sent are not named; the transport can be opened again afterwards."""
+
+    async def scenario() -> None:
+        shards = await opened(wire)
+        wire.failures = ("http://a:1 rank 0 did not take its weights: closed", "also this")
+        with pytest.raises(WeightSyncFailed, match=r"^http://a:1 rank 0 did not .*; also this$"):
+            await shards.send(1)
+        wire.failures = ()
+        wire.log.clear()
+        names = {shards._group}
+        await shards.reopen()
+        await shards.send(1)
+        assert len(names | {shards._group}) == 2
+        assert wire.joined is not None
+        assert wire.joined.group_name == shards._group
+
+    run_virtual(scenario())
+    assert wire.log == ["leave", "learner leaves", *OPENED, "servers receive", "learner sends"]
+
+
+def test_a_group_that_does_not_form_is_told(wire: Wire):
+    wire.failures = ("the weight group did not form: a rank is missing",)
+    with pytest.raises(WeightSyncFailed, match="the weight group did not form: a rank is missing"):
+        run_virtual(opened(wire))
 
 
 def test_every_transport_has_a_group_of_its_own(wire: Wire):
@@ -332,3 +365,18 @@ def test_servers_of_a_model_that_is_not_the_learner_s(wire: Wire):
     with pytest.raises((CannotServe, CannotReshard), match="should hold nothing, holds"):
         run_virtual(opened(wire))
     assert wire.log == ["pieces"]
+
+
+def test_who_left_the_learner_is_asked_why(wire: Wire):
+    """A server that the learner has left is not at fault; the learner knows who is."""
+    wire.fails["servers receive"] = WeightSyncFailed("http://b:2 rank 0: rank 1 sent no weights")
+    wire.failures = ("http://a:1 rank 0 did not take its weights: Connection closed",)
+
+    async def scenario() -> None:
+        await (await opened(wire)).send(1)
+
+    with pytest.raises(WeightSyncFailed, match=r"^http://a:1 rank 0 did not take its weights"):
+        run_virtual(scenario())
+    wire.failures = ()
+    with pytest.raises(WeightSyncFailed, match=r"^http://b:2 rank 0: rank 1 sent no weights"):
+        run_virtual(scenario())

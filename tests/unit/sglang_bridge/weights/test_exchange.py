@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from torch.distributed import ProcessGroupGloo
 
 from sglang_bridge.weights import exchange
-from sglang_bridge.weights.exchange import BUFFERS, IN_FLIGHT, Message, PeerLost, receive, send
+from sglang_bridge.weights.exchange import (
+    BUFFERS,
+    IN_FLIGHT,
+    Message,
+    PeerLost,
+    receive,
+    said_plainly,
+    send,
+)
 from tests.support.figures import bounded
 from tests.support.receiving import CPU, canvas_of, gloo_groups
 
@@ -260,3 +268,22 @@ def test_a_peer_that_never_comes_is_an_error_within_the_timeout():
 def test_names_and_views_that_differ_in_number_are_an_error():
     with pytest.raises(ValueError, match="zip"):
         send(Late(), [Message(1, ("a",), (noise(2), noise(2)))], FLOAT, CPU)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("said", "plainly"),
+    [
+        (
+            "[/pytorch/third_party/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+            "[127.0.0.1]:3817. This is typically caused by a remote worker.\nmore",
+            "Connection closed by peer [127.0.0.1]:3817",
+        ),
+        (
+            "Timed out waiting 100ms for send operation",
+            "Timed out waiting 100ms for send operation",
+        ),
+        ("", "RuntimeError"),
+    ],
+)
+def test_what_gloo_says_is_told_in_a_sentence(said: str, plainly: str):
+    assert said_plainly(RuntimeError(said)) == plainly

@@ -1,0 +1,137 @@
+"""A fleet that loses servers: their work goes elsewhere, and what failed is known by server."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from aiohttp import web
+
+from sglang_bridge import wire
+from sglang_bridge.client import ServerClient
+from sglang_bridge.errors import ServerUnreachable, WeightSyncFailed
+from sglang_bridge.fleet import Fleet
+from sglang_bridge.retry import Backoff, is_lost_connection, retried
+from tests.support.bridge_replies import REQUEST, FakeServer, answering, rollout_reply
+
+FINE = {"success": True}
+
+
+def client_of(server: FakeServer) -> ServerClient:
+    return ServerClient(server.url, timeout_s=20, backoff=Backoff(1))
+
+
+class Silent:
+    """A handler that answers nothing, until the test is over."""
+
+    def __init__(self) -> None:
+        self.asked, self.over = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        self.asked.set()
+        await self.over.wait()
+        return web.json_response({})
+
+
+def with_two(
+    one: dict, two: dict, scenario: Callable[[Fleet, FakeServer, FakeServer], Awaitable[None]]
+) -> None:
+    async def run() -> None:
+        async with FakeServer(one) as first, FakeServer(two) as second:
+            fleet = Fleet([client_of(first), client_of(second)])
+            try:
+                await scenario(fleet, first, second)
+            finally:
+                await fleet.close()
+                for handler in (*one.values(), *two.values()):
+                    if isinstance(handler, Silent):
+                        handler.over.set()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_what_a_dropped_server_works_on_goes_to_another_one():
+    silent = Silent()
+
+    async def scenario(fleet: Fleet, hung: FakeServer, other: FakeServer) -> None:
+        work = asyncio.create_task(
+            retried(lambda _: fleet.generate(REQUEST), Backoff(2), is_lost_connection)
+        )
+        await silent.asked.wait()
+        assert (fleet.in_flight, other.seen) == (1, [])
+        fleet.drop(hung.url)
+        reply = await work
+        assert reply.url == other.url
+        assert fleet.urls == (other.url,)
+        assert fleet.in_flight == 0
+        with pytest.raises(ValueError, match=f"^{other.url} is the fleet's last server$"):
+            fleet.drop(other.url)
+        await fleet.generate(REQUEST)
+        assert len(hung.seen) == 1
+
+    with_two({"/generate": silent}, {"/generate": answering(rollout_reply())}, scenario)
+
+
+def test_a_dropped_server_is_no_timeout():
+    """A request that ran out of time is never repeated; one whose server was lost is."""
+    silent = Silent()
+
+    async def scenario(fleet: Fleet, hung: FakeServer, other: FakeServer) -> None:
+        work = asyncio.create_task(fleet.generate(REQUEST))
+        await silent.asked.wait()
+        fleet.drop(hung.url)
+        with pytest.raises(ServerUnreachable, match="taken out") as caught:
+            await work
+        assert is_lost_connection(caught.value)
+
+    with_two({"/generate": silent}, {}, scenario)
+
+
+def rank_answers(**said: str) -> dict:
+    return {"ranks": [{"checksums": said, "parallelism_info": []}]}
+
+
+@pytest.mark.parametrize(
+    ("reply", "at_fault"),
+    [
+        (answering(rank_answers(**{wire.ERROR: "no room"})), True),
+        (answering(rank_answers(**{wire.ERROR: "left", wire.PEER_LOST: ""})), False),
+        (answering({"message": "no"}, 400), True),
+    ],
+)
+def test_who_is_at_fault_is_known(reply: Callable, at_fault: bool):
+    """A rank that the learner left has done nothing wrong."""
+
+    async def scenario(fleet: Fleet, one: FakeServer, two: FakeServer) -> None:
+        with pytest.raises(WeightSyncFailed) as caught:
+            await fleet.receive_weights("group")
+        assert caught.value.servers == ({two.url} if at_fault else set())
+        assert two.url in str(caught.value)
+
+    path = "/weights_checker"
+    with_two({path: answering(rank_answers())}, {path: reply}, scenario)
+
+
+def test_servers_settle_and_those_that_do_not_are_named():
+    pause, end = "/pause_generation", "/end_weight_update"
+    # nothing was open there
+    well = {pause: answering(FINE), end: answering({"success": False}, 400)}
+    for bad in ({pause: Silent()}, {pause: answering(FINE), end: answering({}, 500)}):
+
+        async def scenario(fleet: Fleet, one: FakeServer, two: FakeServer) -> None:
+            gone = await fleet.settle(0.5)
+            assert list(gone) == [two.url]
+            assert "within 0.5 s" in gone[two.url] or "HTTP 500" in gone[two.url]
+            assert one.seen == [pause, end]
+
+        with_two(well, bad, scenario)
+
+
+def test_a_group_that_a_server_is_not_in_is_left():
+    path = "/destroy_weights_update_group"
+
+    async def scenario(fleet: Fleet, one: FakeServer, two: FakeServer) -> None:
+        await fleet.destroy_weights_group("never joined")
+        assert one.seen == two.seen == [path]
+
+    missing = answering({"message": "The group to be destroyed does not exist."}, 400)
+    with_two({path: answering(FINE)}, {path: missing}, scenario)
