@@ -37,6 +37,7 @@ def make_spec(config: Config, role: Role, port: int, index: int, model: Path) ->
         group_timeout_s=config.weight_sync.timeout_s,
         routed_experts=role == STUDENT and config.learner.routing_replay == "rollout",
         deterministic=config.run.deterministic,
+        quantization=section.quantization,
         extra_args=section.extra_args,
     )
     check_extra_args(section, role)
