@@ -24,8 +24,9 @@ from megatron_opd.weight_sync.broadcast_messages import (
     encode_buckets,
     encode_port,
 )
-from megatron_opd.weight_sync.rounding import Format, rounded
+from megatron_opd.weight_sync.rounding import rounded
 from sglang_bridge.protocol import BucketSpec
+from sglang_bridge.weights.formats import Format
 
 
 def plan_buckets(

@@ -1,4 +1,4 @@
-"""Makes of the learner's weights what servers of `student.quantization` hold: numbers and scales.
+"""Quantises the learner's weights for servers of `student.quantization`: numbers and scales.
 
 A row's scale follows from its largest magnitude over all ranks that hold some of its columns, so
 every rank quantises what it holds by itself. Weights are cast to the servers' dtype first, as those
@@ -30,7 +30,8 @@ class Quantiser:
     def __init__(
         self, full: FullTensors, shards: Iterable[Shard], format: Format, dtype: torch.dtype
     ) -> None:
-        self._full, self._dtype, self._format = full, dtype, format
+        self._full, self._dtype = full, dtype
+        self._format: Format = format
         self._maxima: Mapping[str, torch.Tensor] = {}
         mine = list(shards)
         self.views = views_by_name(mine, full.spec)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.weight_sync.holdings import as_held, server_holdings
 from sglang_bridge.protocol import WeightPiece
-from sglang_bridge.weights.formats import HELD_AS, PLAIN, SCALE_DTYPE, Format, dtype_of
+from sglang_bridge.weights.formats import HELD_AS, PLAIN, SCALE_DTYPE, Format, Kind, dtype_of
 
 REMEDY = "start it with `opd serve` and this configuration"
 
@@ -28,7 +28,7 @@ def plain_pieces(
     for url, found in pieces.items():
         plain[url] = []
         for piece in found:
-            kind = kinds.get(piece.hf_name, PLAIN)
+            kind: Kind = kinds.get(piece.hf_name, PLAIN)
             if kind != PLAIN:
                 _require(url, piece, dtype_of(kind, SCALE_DTYPE, format), format)
                 continue

@@ -87,7 +87,7 @@ class RowScaledLinear(LinearMethodBase):
 
     def create_weights(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -110,14 +110,12 @@ class RowScaledLinear(LinearMethodBase):
         set_weight_attrs(layer.weight, {"input_dim": 1, "output_dim": 0, "weight_loader": load})
         set_weight_attrs(layer.weight_scale, {"output_dim": 0, "weight_loader": weight_loader})
 
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Returns x times the matrix, transposed, plus the bias."""
         if self._kernel is not None:
             # SGLang's kernels read the matrix transposed: here a view, so that what is received
             # into the parameter needs nothing done to it
-            as_theirs = SimpleNamespace(
+            as_theirs: Any = SimpleNamespace(
                 weight=layer.weight.t(), weight_scale=layer.weight_scale, input_scale=None
             )
             return self._kernel.apply(as_theirs, x, bias)
@@ -133,7 +131,7 @@ class RowScaledExperts(FusedMoEMethodBase):
 
     def create_weights(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -175,19 +173,19 @@ class RowScaledExperts(FusedMoEMethodBase):
             layer.register_parameter(f"{name}_scale", scales)
         layer.w13_input_scale = layer.w2_input_scale = None  # SGLang's kernels ask for them
 
-    def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
+    def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         """Makes what runs SGLang's kernels, where they run."""
         self._config = moe_runner_config
         if self._kernel is not None:
             self._kernel.create_moe_runner(layer, moe_runner_config)
             self.runner = self._kernel.runner
 
-    def get_triton_quant_info(self, layer: torch.nn.Module) -> Any:
+    def get_triton_quant_info(self, layer: Any) -> Any:
         """Returns SGLang's description of the parameters."""
         assert self._kernel is not None, "there are no kernels on a CPU"
         return self._kernel.get_triton_quant_info(layer)
 
-    def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
+    def apply(self, layer: Any, dispatch_output: Any) -> Any:
         """Returns the weighted sum of what the chosen experts make of every token."""
         if self._kernel is not None:
             return self._kernel.apply(layer, dispatch_output)
@@ -196,7 +194,7 @@ class RowScaledExperts(FusedMoEMethodBase):
         from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
         x, topk = dispatch_output.hidden_states, dispatch_output.topk_output
-        plain = SimpleNamespace(
+        plain: Any = SimpleNamespace(
             num_experts=layer.num_experts,
             w13_weight=_Dequantising(layer.w13_weight, layer.w13_weight_scale, x.dtype),
             w2_weight=_Dequantising(layer.w2_weight, layer.w2_weight_scale, x.dtype),
