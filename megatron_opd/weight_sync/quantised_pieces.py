@@ -23,12 +23,14 @@ def plain_pieces(
 
     CannotServe: a matrix is held otherwise than in `format`, or quantised although there is none.
     """
-    kinds = {held.name: held.kind for held in as_held(server_holdings(spec, 1, 1), format)}
+    kinds: dict[str, Kind] = {
+        held.name: held.kind for held in as_held(server_holdings(spec, 1, 1), format)
+    }
     plain: dict[str, list[WeightPiece]] = {}
     for url, found in pieces.items():
         plain[url] = []
         for piece in found:
-            kind: Kind = kinds.get(piece.hf_name, PLAIN)
+            kind = kinds.get(piece.hf_name, PLAIN)
             if kind != PLAIN:
                 _require(url, piece, dtype_of(kind, SCALE_DTYPE, format), format)
                 continue

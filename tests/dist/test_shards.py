@@ -35,10 +35,10 @@ ROUNDED = [
     Fleet("moe", (TP2_EP2, TP1), "float32", "int8"),
     Fleet("moe", (TP2,), "float32", "fp8"),
 ]
-# numbers and scales; of "moe" on TP2 some columns of an expert's rows, and all their scales
+# numbers and scales; a rank of TP4_EP2 holds some columns of an expert, and all scales of its rows
 QUANTISED = [
     Fleet("moe", (TP2_EP2, TP1), "bfloat16", quantization="int8"),
-    Fleet("moe", (TP2, TP4_EP2), "float32", quantization="fp8", staging_bytes=60_000),
+    Fleet("moe", (TP4_EP2, TP1), "float32", quantization="fp8", staging_bytes=60_000),
 ]
 QUANTISED_DENSE = [
     Fleet("tied", (TP2, TP1), "float32", quantization="int8", staging_bytes=40_000),
