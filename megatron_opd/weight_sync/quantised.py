@@ -13,6 +13,7 @@ import torch
 
 from megatron_opd.models.gather import FullTensors
 from megatron_opd.models.shards import Shard
+from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.views import View, shard_views, views_by_name
 from megatron_opd.weight_sync.row_maxima import reader, row_maxima
 from sglang_bridge.weights import quantise
@@ -24,18 +25,30 @@ class Quantiser:
     """Quantises what a rank of the learner holds.
 
     dtype: of the servers' other weights. `views` describes also the scales, which lie in memory
-    that `refresh` fills.
+    that `refresh` fills; with `once` those of rows whose columns lie on several ranks are on the
+    first of these alone.
     """
 
     def __init__(
-        self, full: FullTensors, shards: Iterable[Shard], format: Format, dtype: torch.dtype
+        self,
+        full: FullTensors,
+        shards: Iterable[Shard],
+        format: Format,
+        dtype: torch.dtype,
+        *,
+        once: bool = False,
     ) -> None:
         self._full, self._dtype = full, dtype
         self._format: Format = format
         self._maxima: Mapping[str, torch.Tensor] = {}
         mine = list(shards)
         self.views = views_by_name(mine, full.spec)
-        self._scales = [pair for shard in mine for pair in _with_scales(shard, full)]
+        self._scales = [
+            (weight, scales)
+            for shard in mine
+            for weight, scales in _with_scales(shard, full.spec)
+            if weight.dim == 0 or shard.index == 0 or not once
+        ]
         for _, scales in self._scales:
             self.views.setdefault(scales.name, []).append(scales)
 
@@ -77,14 +90,14 @@ def reader_of_held(
     owned = list(full.owned())
     if format is None:
         return views_by_name(owned, full.spec), reader(full, round_to)
-    quantiser = Quantiser(full, owned, format, dtype)
+    quantiser = Quantiser(full, owned, format, dtype, once=True)
     return quantiser.views, quantiser.refresh()
 
 
-def _with_scales(shard: Shard, full: FullTensors) -> list[tuple[View, View]]:
+def _with_scales(shard: Shard, spec: ModelSpec) -> list[tuple[View, View]]:
     """Return each matrix of a shard with memory for the scales of its rows."""
     found: list[tuple[View, View]] = []
-    for view in shard_views(shard, full.spec):
+    for view in shard_views(shard, spec):
         if is_quantised(view.name, view.tensor.dim()):
             rows = view.tensor.shape[0]
             memory = torch.zeros(rows, 1, device=view.tensor.device)

@@ -28,7 +28,7 @@ from sglang_bridge.server.spec import (
     QUANTIZATION_VARIABLE,
     SEED_VARIABLE,
 )
-from sglang_bridge.weights.formats import HELD_AS
+from sglang_bridge.weights.formats import HELD_AS, SCALES_SUFFIX
 from sglang_bridge.weights.share import decode_share
 
 _plan: score_plan.ScorePlan | None = None  # for the forward pass being launched
@@ -63,7 +63,8 @@ def install_observer(result: None, runner: Any, *args: Any, **kwargs: Any) -> No
     """Gives the output rank its draws: the model runner's observer, the scores' generator."""
     global _generator, _runner
     if compat.is_deterministic() and not torch.cuda.is_available():
-        invariance.check(runner.model.parameters())
+        named = runner.model.named_parameters()
+        invariance.check(held for name, held in named if not name.endswith(SCALES_SUFFIX))
     if runner.is_draft_worker:
         return
     _runner = runner

@@ -86,6 +86,9 @@ def server_command(spec: ServerSpec) -> list[str]:
         command += ["--context-length", str(spec.context_length)]
     if spec.max_total_tokens is not None:
         command += ["--max-total-tokens", str(spec.max_total_tokens)]
+    if spec.quantization is not None:
+        # of what SGLang might choose itself, some lays experts out anew; a CPU ignores it
+        command += ["--moe-runner-backend", "triton"]
     if spec.routed_experts:
         command += ["--enable-return-routed-experts"]
     if spec.deterministic:

@@ -27,15 +27,13 @@ def quantised_oracle(weight: torch.Tensor, format: Format) -> tuple[torch.Tensor
 
 
 def _nearest_fp8(steps: torch.Tensor) -> torch.Tensor:
-    """By distance to each of the 127 magnitudes; the sign, also that of -0, is kept."""
-    magnitudes = FP8_VALUES[:127]
-    distances = (steps.abs()[..., None] - magnitudes).abs()
-    low = distances.argmin(-1)  # the smaller of two equally near ones
-    high = (low + 1).clamp(max=126)
-    to_low, to_high = (distances.gather(-1, at[..., None])[..., 0] for at in (low, high))
-    chosen = torch.where((to_low == to_high) & (low % 2 == 1), high, low)
-    negative = torch.signbit(steps)
-    return (chosen + 128 * negative).to(torch.uint8).view(torch.float8_e4m3fn)
+    """The nearer of the two magnitudes around each; the sign, also that of -0, is kept."""
+    magnitudes, exact = FP8_VALUES[:127], steps.abs()
+    high = torch.searchsorted(magnitudes, exact).clamp(1, 126)
+    to_low, to_high = exact - magnitudes[high - 1], magnitudes[high] - exact
+    takes_high = (to_high < to_low) | ((to_high == to_low) & (high % 2 == 0))
+    chosen = torch.where(takes_high, high, high - 1)
+    return (chosen + 128 * torch.signbit(steps)).to(torch.uint8).view(torch.float8_e4m3fn)
 
 
 def is_kept(name: str) -> bool:

@@ -10,7 +10,7 @@ from torch.nn.functional import linear, silu
 from sglang_bridge.server import plugin
 from sglang_bridge.server.__main__ import offer_standins
 from sglang_bridge.server.experts import local_experts_only
-from sglang_bridge.server.spec import QUANTIZATION_VARIABLE, ServerSpec, server_env
+from sglang_bridge.server.spec import QUANTIZATION_VARIABLE, ServerSpec, server_command, server_env
 from sglang_bridge.weights.formats import Format
 from tests.support.quantised import dequantised_oracle, held_oracle
 
@@ -115,7 +115,9 @@ def test_routers_and_heads_are_held_as_they_are(prefix: str, kind: str):
 def test_only_servers_that_are_told_to_quantise(monkeypatch: pytest.MonkeyPatch):
     spec = ServerSpec(model_path="m", role="student", port=1, quantization="fp8")
     assert server_env(spec, {})[QUANTIZATION_VARIABLE] == "fp8"
+    assert server_command(spec)[-2:] == ["--moe-runner-backend", "triton"]
     plain = ServerSpec(model_path="m", role="teacher", port=1)
+    assert "--moe-runner-backend" not in server_command(plain)
     inherited = {QUANTIZATION_VARIABLE: "int8"}
     assert QUANTIZATION_VARIABLE not in server_env(plain, inherited)
     monkeypatch.delenv(QUANTIZATION_VARIABLE, raising=False)
