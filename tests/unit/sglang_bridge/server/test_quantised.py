@@ -19,30 +19,43 @@ offer_standins()  # SGLang is imported in seconds; test_compat.py does so anyway
 FORMATS: tuple[Format, ...] = ("int8", "fp8")
 
 
-def layer_of(format: Format, rows: int = 6, columns: int = 5) -> tuple[Any, Any, torch.Tensor]:
-    """(method, a loaded layer without TP, the weights it computes with)."""
+def layer_of(
+    format: Format, dtype: torch.dtype = torch.float32
+) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """(method, a layer without TP of a server of `dtype`, what it must hold of a checkpoint)."""
     from sglang_bridge.server.quantised import RowScaledLinear
 
-    method, layer = RowScaledLinear(format), torch.nn.Module()
+    method, layer, (rows, columns) = RowScaledLinear(format), torch.nn.Module(), (6, 5)
 
     def weight_loader(parameter: torch.nn.Parameter, loaded: torch.Tensor) -> None:
         parameter.data.copy_(loaded)
 
     method.create_weights(
-        layer, columns, [rows], columns, rows, torch.float32, weight_loader=weight_loader
+        layer, columns, [2, rows - 2], columns, rows, dtype, weight_loader=weight_loader
     )
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
     layer.weight.weight_loader(layer.weight, weight)
-    return method, layer, dequantised_oracle(held_oracle({"w.weight": weight}, format))["w.weight"]
+    return method, layer, held_oracle({"w.weight": weight}, format, dtype)
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_layer_multiplies_with_what_it_holds(format: Format):
-    method, layer, weight = layer_of(format)
+    method, layer, expected = layer_of(format)
+    weight = dequantised_oracle(expected)["w.weight"]
     held = sum(parameter.nbytes for parameter in layer.parameters())
     assert held == weight.numel() + 4 * len(weight)
     x, bias = torch.randn(3, 5), torch.randn(6)
     assert torch.allclose(method.apply(layer, x, bias), linear(x, weight, bias), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_checkpoint_is_quantised_as_the_server_would_hold_it(format: Format, dtype: torch.dtype):
+    """A float32 checkpoint on a bfloat16 server: cast first, as the sender does."""
+    _, layer, expected = layer_of(format, dtype)
+    numbers, scales = layer.weight.data, layer.weight_scale.data
+    assert torch.equal(numbers.view(torch.uint8), expected["w.weight"].view(torch.uint8))
+    assert torch.equal(scales, expected["w.weight_scale"])
 
 
 @pytest.mark.parametrize("format", FORMATS)
