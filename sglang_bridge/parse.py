@@ -39,6 +39,7 @@ from sglang_bridge.tables import (
     read_rows,
     require,
 )
+from sglang_bridge.weights.formats import HELD_AS
 
 # SGLang ends a response this near to the context's end, with the reason "length".
 CONTEXT_SLACK = 8
@@ -219,6 +220,8 @@ def parse_info(url: str, server: Any, model: Any, models: Any, plugin: Any) -> S
     require(url, len(entries) > 0, "/v1/models names no model")
     vocab_size = _number(url, "vocab_size", described.get("vocab_size"))
     require(url, 0 < vocab_size <= MAX_IDS, f"vocab_size is {vocab_size}")
+    format = _text(url, described, wire.QUANTIZATION)
+    require(url, format in (*HELD_AS, wire.NOT_QUANTISED), f"quantization is {format!r}")
     return ServerInfo(
         url=url,
         model_path=_text(url, model, "model_path"),
@@ -230,6 +233,7 @@ def parse_info(url: str, server: Any, model: Any, models: Any, plugin: Any) -> S
         dtype=_text(url, described, "dtype"),
         max_total_tokens=_count(url, server, "max_total_num_tokens", least=1),
         deterministic=_field(url, server, "enable_deterministic_inference", bool),
+        quantization=None if format == wire.NOT_QUANTISED else format,
     )
 
 

@@ -200,7 +200,7 @@ class ScoreReply:
 class ServerInfo:
     """Describes a server by its own words.
 
-    version: of its weights. context_length: in tokens. deterministic: see ServerSpec.
+    version: of its weights. context_length: in tokens. deterministic, quantization: see ServerSpec.
     """
 
     url: str
@@ -213,6 +213,7 @@ class ServerInfo:
     dtype: str
     max_total_tokens: int
     deterministic: bool
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

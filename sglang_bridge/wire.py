@@ -54,6 +54,7 @@ PIECE_ACTION = "bridge_pieces"
 DIGEST_ACTION = "bridge_digests"
 STAGED_DIGEST_ACTION = "bridge_staged_digests"
 MODEL_ACTION = "bridge_model"
+QUANTIZATION, NOT_QUANTISED = "quantization", "none"  # in the answer of MODEL_ACTION
 PIECE_SEPARATOR = "|"
 # actions with an argument, after a space; a rank that fails answers ERROR alone
 EXPECT_ACTION = "bridge_expect"  # a share, see weights/share.py

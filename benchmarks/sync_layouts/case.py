@@ -29,13 +29,13 @@ from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.models.tensors import expected_tensors
 from megatron_opd.transport.lifetime import die_with_parent
 from megatron_opd.transport.zmq import Admission, RemoteLearner
-from megatron_opd.weight_sync.plan import ITEM_BYTES
 from megatron_opd.weight_sync.session import WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import ScoreRequest, WeightPiece
 from sglang_bridge.server.launch import ServerProcess
+from sglang_bridge.weights.formats import PLAIN_BYTES
 
 STARTUP_S = 300.0
 SEQUENCES, PROMPT, RESPONSE = 4, 5, 40
@@ -173,7 +173,7 @@ def shard_bytes(spec: ModelSpec, pieces: Sequence[WeightPiece]) -> list[int]:
     for piece in pieces:
         shape = list(shapes[piece.hf_name])
         shape[piece.dim] = piece.length
-        found[piece.rank] += prod(shape) * ITEM_BYTES[piece.dtype]
+        found[piece.rank] += prod(shape) * PLAIN_BYTES[piece.dtype]
     return found
 
 

@@ -121,7 +121,12 @@ def server_row(config: Config, role: Role) -> str:
     """Return where a role's servers come from and how each is sharded."""
     section = section_of(config, role)
     where = ", ".join(section.urls) or f"{section.servers} started on {section.host}"
-    return f"{where}; tp {section.tp} x ep {section.ep}, {section.dtype}"
+    held = section.dtype
+    if section.quantization is not None:
+        held += f", matrices held as {section.quantization}"
+    elif role == STUDENT and config.weight_sync.round_to is not None:
+        held += f", matrices rounded to {config.weight_sync.round_to} but held in {section.dtype}"
+    return f"{where}; tp {section.tp} x ep {section.ep}, {held}"
 
 
 def data_rows(inputs: Inputs, limit: int) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.roles import Role
+from megatron_opd.cli.roles import STUDENT, Role
 from megatron_opd.config.sections import ServerConfig
 from sglang_bridge.server import options
 
@@ -40,6 +40,8 @@ def check_extra_args(section: ServerConfig, role: Role) -> None:
             f"{key} must be whole options of SGLang, one list item per argument: {error}"
         ) from None
     for option, setting in given.items():
+        if setting == "quantization" and (role == STUDENT or section.quantization is not None):
+            raise UserError(f"{key} must not hold {option}: use {role}.quantization")
         if setting in DECIDED:
             instead = DECIDED[setting].format(role=role)
             raise UserError(f"{key} must not hold {option}: use {instead}")

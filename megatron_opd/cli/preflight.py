@@ -303,6 +303,9 @@ def check_served(
         )
     if info.dtype != section.dtype:
         raise UserError(f"{key}: {info.url} must serve {section.dtype}, got {info.dtype}")
+    if info.quantization != section.quantization:
+        wanted, found = section.quantization or "none", info.quantization or "none"
+        raise UserError(f"{key}: {info.url} must hold quantization {wanted}, got {found}")
     if info.version != 0:
         raise UserError(
             f"{key}: {info.url} already holds version {info.version} of another run: restart it"

@@ -37,6 +37,7 @@ def make_spec(config: Config, role: Role, port: int, index: int, model: Path) ->
         group_timeout_s=config.weight_sync.try_s,
         routed_experts=role == STUDENT and config.learner.routing_replay == "rollout",
         deterministic=config.run.deterministic,
+        quantization=section.quantization,
         extra_args=section.extra_args,
     )
     check_extra_args(section, role)
@@ -46,6 +47,11 @@ def make_spec(config: Config, role: Role, port: int, index: int, model: Path) ->
 
 def _check_for_device(spec: ServerSpec, role: Role) -> None:
     """Raise UserError for options that this machine's device does not support."""
+    if spec.quantization is not None and spec.dtype == "float32" and has_gpu():
+        raise UserError(
+            f"{role}.dtype must be bfloat16 with {role}.quantization on a GPU, whose kernels take "
+            "no float32, got float32"
+        )
     try:
         arguments_for_device(server_command(spec), cuda=has_gpu())
     except ValueError as error:

@@ -10,11 +10,11 @@ from rich.table import Table
 from megatron_opd.cli.tables import byte_text, new_table
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.planning.activations import BYTES
 from megatron_opd.planning.matching import compared
 from megatron_opd.planning.servers import server_memory
-from megatron_opd.weight_sync.holdings import learner_holdings, server_holdings
-from megatron_opd.weight_sync.reshard import elements_received, elements_sent, plan_routes
+from megatron_opd.weight_sync.holdings import as_held, learner_holdings, server_holdings
+from megatron_opd.weight_sync.reshard import bytes_received, bytes_sent, plan_routes
+from sglang_bridge.weights.formats import item_bytes
 
 GB = 10**9
 
@@ -41,23 +41,24 @@ class SyncSizes:
 def sync_sizes(config: Config, spec: ModelSpec) -> SyncSizes:
     """Plan a weight sync of type shards to the student's servers. ValueError: it has no plan."""
     learner, student = config.learner, config.student
-    servers, size = len(student.urls) or student.servers, BYTES[student.dtype]
-    held = learner_holdings(spec, learner.parallel, learner.megatron)
-    routes = plan_routes(held, server_holdings(spec, student.tp, student.ep))
-    sent, received = elements_sent(routes, servers), elements_received(routes)
+    servers, sizes = len(student.urls) or student.servers, item_bytes(student.dtype)
+    held = as_held(learner_holdings(spec, learner.parallel, learner.megatron), student.quantization)
+    wanted = as_held(server_holdings(spec, student.tp, student.ep), student.quantization)
+    routes = plan_routes(held, wanted)
+    sent, received = bytes_sent(routes, servers, sizes), bytes_received(routes, sizes)
     pairs = {
         (route.source(server), server, route.destination)
         for route in routes
         for server in range(servers)
     }
-    weights = max(received.values()) * size
+    weights = max(received.values())
     settings = config.weight_sync
     shadow = 0
     if settings.staging:
         shadow = weights if settings.staging_bytes is None else settings.staging_bytes
     return SyncSizes(
-        sent=[sent[rank] * size for rank in range(learner.parallel.world_size)],
-        received=[received[rank] * size for rank in range(student.tp)],
+        sent=[sent[rank] for rank in range(learner.parallel.world_size)],
+        received=[received[rank] for rank in range(student.tp)],
         pairs=len(pairs),
         shadow=min(shadow, weights),
     )
@@ -88,6 +89,10 @@ def _transfers(config: Config, spec: ModelSpec, link_gbs: float) -> Table:
         f"bytes received by a server rank, of {receivers}", byte_text(max(sizes.received))
     )
     table.add_row("its own share of the weights", byte_text(server_memory(spec, student).weights))
+    if student.quantization is not None:
+        plain = student.model_copy(update={"quantization": None})
+        whole = byte_text(server_memory(spec, plain).weights)
+        table.add_row(f"that share in {student.dtype}, not quantised", whole)
     table.add_row("pairs of ranks that talk", f"{sizes.pairs:,} of {senders * receivers:,}")
     table.add_row("buffers of every rank", byte_text(2 * settings.bucket_bytes))
     if settings.staging:

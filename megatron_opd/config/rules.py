@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megatron_opd.config.sections import TRANSPORTS
 from megatron_opd.config.tree import ConfigTree
 
 
@@ -208,6 +209,23 @@ def _offloaded(config: ConfigTree) -> str | None:
     return None
 
 
+def _quantised(config: ConfigTree) -> str | None:
+    format, sync = config.student.quantization, config.weight_sync
+    if format is None:
+        return None
+    if sync.round_to is not None:
+        return (
+            "weight_sync.round_to must be null with student.quantization, which quantises what it "
+            f"would only round, got {sync.round_to} and {format}"
+        )
+    if sync.type in TRANSPORTS and sync.type != "shards":
+        return (
+            "weight_sync.type must be shards with student.quantization, because only shards sends "
+            f"quantised weights, got {sync.type} and {format}"
+        )
+    return None
+
+
 RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _estimator,
     _shares,
@@ -222,4 +240,5 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _deterministic,
     _offloaded,
     _warmup,
+    _quantised,
 )

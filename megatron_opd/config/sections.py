@@ -32,6 +32,7 @@ from megatron_opd.config.section import (
     is_host,
 )
 from megatron_opd.config.wording import shown
+from sglang_bridge.weights.formats import Format
 
 DEFAULT_TEACHER = "teacher"
 Guard = Annotated[Literal["refuse", "warn", "off"], OFF_IS_A_WORD]
@@ -126,6 +127,13 @@ class ServerConfig(Section):
     dtype: Dtype = "bfloat16"
     """Number format of weights and KV cache in the servers. float32 takes twice the memory of
     bfloat16 and is slower, and brings sampler and learner closer."""
+    quantization: Format | None = None
+    """Holds the matrices of attention, MLP and experts as numbers of one byte (int8, or fp8: e4m3)
+    and a float32 scale for each row, which halves the memory that they take in bfloat16. All else
+    stays in dtype, and so does the whole learner. Checkpoints are quantised while they are loaded,
+    new weights by the learner (weight_sync.type: shards). Widens the gap between learner and
+    sampler; on a CPU it is slow, because every product de-quantises its matrix. null: not
+    quantised."""
     min_servers: Processes = 1
     """Number of servers without which the run ends. Until then it goes on without servers that are
     lost, more slowly. Not with run.deterministic, where every server counts."""
@@ -312,10 +320,11 @@ class WeightSyncConfig(Section):
     host: Host = "127.0.0.1"
     """Host name or IPv4 address on which the learner's rank 0 listens for the servers' ranks during
     a weight sync."""
-    round_to: Literal["int8", "fp8"] | None = None
+    round_to: Format | None = None
     """Rounds weight matrices to this format before they are sent (a row's largest magnitude sets
     its scale), to study the mismatch between learner and a low-precision sampler; null sends them
-    unchanged. The learner keeps its own precision."""
+    unchanged. Only the values are rounded: the servers hold them in their dtype and save no memory,
+    which student.quantization does. The learner keeps its own precision."""
     staging: bool = False
     """Receives weights into shadow buffers while the servers sample, so that they pause only while
     they copy them. Costs each server rank the memory of its share of the weights. type: shards."""

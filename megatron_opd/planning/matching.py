@@ -83,7 +83,21 @@ def compared(config: Config, spec: ModelSpec) -> list[Side]:
                 "sums over an expert's ranks are rounded differently",
             ),
         ]
-    return rows
+    return [*rows, *_matrices(config)]
+
+
+def _matrices(config: Config) -> list[Side]:
+    """Return how the sampler holds matrices, where that is not the learner's way."""
+    learner, student, rounded = config.learner, config.student, config.weight_sync.round_to
+    if student.quantization is not None:
+        key, shown = "student.quantization={}", student.quantization
+        why = "matrices are held as one byte a number, with a scale for each row"
+    elif rounded is not None:
+        key, shown = "weight_sync.round_to={}", f"{rounded} values"
+        why = f"matrices are only rounded: they are held in {student.dtype} and save no memory"
+    else:
+        return []
+    return [Side("matrices", "learner.dtype={}", learner.dtype, key, shown, why)]
 
 
 def differences(config: Config, spec: ModelSpec) -> list[str]:

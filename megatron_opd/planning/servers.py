@@ -2,7 +2,8 @@
 
 SGLang's own rule is kept: weights and KV cache together take mem_fraction_static of the GPU, the
 rest is for activations and CUDA graphs. Queries, feed-forward features, vocabulary and experts are
-split over tp (experts by ep * (tp / ep)), key-value heads too until each rank has one.
+split over tp (experts by ep * (tp / ep)), key-value heads too until each rank has one. Quantised
+matrices take a byte a number, and four a row for its scale.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import layer_rows, row_shapes
 from megatron_opd.planning.activations import BYTES
 from megatron_opd.planning.learner import GIB
+from sglang_bridge.weights.formats import NUMBERS, PLAIN, SCALES, is_quantised, item_bytes
 
 REPLICATED_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
 
@@ -39,7 +41,7 @@ class ServerMemory:
 def server_memory(spec: ModelSpec, section: ServerConfig) -> ServerMemory:
     """Plan a server: its KV pool is max_total_tokens, or what mem_fraction_static leaves."""
     size = BYTES[section.dtype]
-    weights = size * server_parameters(spec, section.tp)
+    weights = weight_bytes(spec, section)
     heads = max(1, spec.num_kv_heads // section.tp)
     kv = 2 * spec.num_layers * heads * spec.head_dim * size
     tokens = section.max_total_tokens
@@ -48,9 +50,10 @@ def server_memory(spec: ModelSpec, section: ServerConfig) -> ServerMemory:
     return ServerMemory(weights, kv, tokens)
 
 
-def server_parameters(spec: ModelSpec, tp: int) -> int:
-    """Count the elements on one of `tp` ranks."""
-    total = 0
+def weight_bytes(spec: ModelSpec, section: ServerConfig) -> int:
+    """Count the bytes of the weights on one rank of a server."""
+    tp, total = section.tp, 0
+    sizes = item_bytes(section.dtype)
     for layer in range(spec.num_layers):
         for _, row in layer_rows(spec, layer):
             for name, shape in zip(row.hf, row_shapes(spec, row), strict=True):
@@ -58,11 +61,17 @@ def server_parameters(spec: ModelSpec, tp: int) -> int:
                 cut = 1 if row.dim is None else tp
                 if name.endswith(REPLICATED_HEADS):
                     cut = min(tp, spec.num_kv_heads)
-                total += prod(shape) * copies // cut
+                if section.quantization is None or not is_quantised(name, len(shape)):
+                    total += prod(shape) * copies // cut * sizes[PLAIN]
+                    continue
+                total += prod(shape) * copies // cut * sizes[NUMBERS]
+                # ranks that hold some columns of every row hold the scales of all rows
+                cut_rows = cut if row.dim == 0 else section.ep if row.expert else 1
+                total += shape[0] * copies // cut_rows * sizes[SCALES]
     for row in spec.family.top:
         if spec.tied and row.hf == ("lm_head.weight",):
             continue
-        total += prod(row_shapes(spec, row)[0]) // (1 if row.dim is None else tp)
+        total += prod(row_shapes(spec, row)[0]) // (1 if row.dim is None else tp) * sizes[PLAIN]
     return total
 
 

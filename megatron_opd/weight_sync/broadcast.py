@@ -22,7 +22,6 @@ from megatron_opd.weight_sync.broadcast_messages import (
     decode_port,
     encode_request,
 )
-from megatron_opd.weight_sync.plan import ITEM_BYTES
 from megatron_opd.weight_sync.transport import (
     AskLearner,
     LearnerPart,
@@ -33,6 +32,7 @@ from megatron_opd.weight_sync.transport import (
 )
 from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.protocol import BucketSpec
+from sglang_bridge.weights.formats import PLAIN_BYTES
 
 if TYPE_CHECKING:
     from megatron_opd.models.gather import FullTensors
@@ -115,9 +115,9 @@ def bucket_bytes(bucket: BucketSpec) -> int:
     """
     total = 0
     for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
-        if dtype.removeprefix("torch.") not in ITEM_BYTES:
-            raise ValueError(f"{name}: dtype {dtype} is not one of {sorted(ITEM_BYTES)}")
-        total += math.prod(shape) * ITEM_BYTES[dtype.removeprefix("torch.")]
+        if dtype.removeprefix("torch.") not in PLAIN_BYTES:
+            raise ValueError(f"{name}: dtype {dtype} is not one of {sorted(PLAIN_BYTES)}")
+        total += math.prod(shape) * PLAIN_BYTES[dtype.removeprefix("torch.")]
     return total
 
 

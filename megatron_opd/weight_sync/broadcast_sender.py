@@ -26,9 +26,10 @@ from megatron_opd.weight_sync.broadcast_messages import (
     encode_failure,
     encode_port,
 )
-from megatron_opd.weight_sync.rounding import Format, rounded
+from megatron_opd.weight_sync.rounding import rounded
 from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import BucketSpec
+from sglang_bridge.weights.formats import Format
 
 
 def plan_buckets(

@@ -13,30 +13,40 @@ import torch
 import torch.distributed as dist
 
 from megatron_opd.models.gather import FullTensors
-from megatron_opd.models.views import View, views_by_name
-from megatron_opd.weight_sync.rounding import Format
-from megatron_opd.weight_sync.row_maxima import reader
+from megatron_opd.models.views import View
+from megatron_opd.weight_sync.quantised import reader_of_held
 from sglang_bridge.protocol import WeightPiece
 from sglang_bridge.weights.digest import as_text, signed, slice_digest
+from sglang_bridge.weights.formats import Format, is_quantised, scales_of
 
 
 def piece_digests(
-    full: FullTensors, pieces: Sequence[WeightPiece], round_to: Format | None = None
+    full: FullTensors,
+    pieces: Sequence[WeightPiece],
+    round_to: Format | None = None,
+    format: Format | None = None,
+    dtype: str = "float32",
 ) -> list[str]:
     """Return digests of slices of the current weights, in order, on every rank.
 
-    Collective. round_to: the servers hold weights of this precision. KeyError: a piece of a tensor
-    that the model does not have.
+    Collective. round_to: the servers hold weights rounded to it. format: they hold matrices
+    quantised, and everything else in `dtype`. KeyError: a piece of a tensor that the model does not
+    have.
     """
-    unknown = {piece.hf_name for piece in pieces} - {name for name, _ in full.manifest()}
+    known = {name for name, _ in full.manifest()}
+    if format is not None:
+        known |= {
+            scales_of(name) for name, shape in full.manifest() if is_quantised(name, len(shape))
+        }
+    unknown = {piece.hf_name for piece in pieces} - known
     if unknown:
         raise KeyError(f"the learner has no tensor named {min(unknown)}")
     wanted: dict[str, list[int]] = defaultdict(list)
     for index, piece in enumerate(pieces):
         wanted[piece.hf_name].append(index)
-    read = reader(full, round_to)
+    owned, read = reader_of_held(full, round_to, format, getattr(torch, dtype))
     totals = [0] * len(pieces)
-    for name, views in views_by_name(full.owned(), full.spec).items():
+    for name, views in owned.items():
         for view in views:
             for index in wanted[name]:
                 piece = pieces[index]

@@ -7,8 +7,9 @@ anything runs. Torch-free. Rank order is Megatron's, see planning/layout.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from megatron_opd.config.learner import ParallelConfig
@@ -21,6 +22,15 @@ from megatron_opd.planning.layout import (
     groups_along,
     stage_layers,
 )
+from sglang_bridge.weights.formats import (
+    NUMBERS,
+    PLAIN,
+    SCALES,
+    Format,
+    Kind,
+    is_quantised,
+    scales_of,
+)
 
 SGLANG_VOCAB_MULTIPLE = 64
 """SGLang pads the vocabulary to a multiple of this before it splits it over ranks."""
@@ -30,7 +40,8 @@ SGLANG_VOCAB_MULTIPLE = 64
 class Held:
     """Says that every rank of `ranks` holds [start, start + length) of dimension `dim` of `name`.
 
-    shape: of the whole tensor. The part is whole in every other dimension.
+    shape: of the whole tensor. The part is whole in every other dimension. kind: see
+    sglang_bridge/weights/formats.py.
     """
 
     name: str
@@ -39,6 +50,7 @@ class Held:
     start: int
     length: int
     ranks: tuple[int, ...]
+    kind: Kind = PLAIN
 
     @property
     def elements(self) -> int:
@@ -111,6 +123,30 @@ def server_holdings(spec: ModelSpec, tp: int, ep: int) -> Iterator[Held]:
             size = _multiple(shape[0], SGLANG_VOCAB_MULTIPLE) if row.vocab else shape[dim]
             for index, members in enumerate(holders):
                 yield from _part(name, shape, dim, index, size // count, members)
+
+
+def as_held(held: Iterable[Held], format: Format | None) -> Iterator[Held]:
+    """Yield the parts of tensors as servers of `format` hold them; None: just `held`.
+
+    A matrix becomes numbers, of the same parts, and scales: of a rank's rows, or of all rows where
+    ranks hold some columns of each. held: the parts of one tensor follow each other.
+    """
+    for name, found in groupby(held, key=lambda part: part.name):
+        parts = list(found)
+        if format is None or not is_quantised(name, len(parts[0].shape)):
+            yield from parts
+            continue
+        rows = parts[0].shape[0]
+        yield from (replace(part, kind=NUMBERS) for part in parts)
+        scales = replace(parts[0], name=scales_of(name), shape=(rows, 1), dim=0, kind=SCALES)
+        if parts[0].dim == 0:
+            yield from (
+                replace(scales, start=part.start, length=part.length, ranks=part.ranks)
+                for part in parts
+            )
+        else:
+            ranks = tuple(sorted({rank for part in parts for rank in part.ranks}))
+            yield replace(scales, start=0, length=rows, ranks=ranks)
 
 
 def _part(

@@ -16,13 +16,16 @@ from typing import Any
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.config.sections import WeightSyncConfig
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.weight_sync.holdings import Held, learner_holdings, server_holdings
+from megatron_opd.weight_sync.holdings import (
+    Held,
+    as_held,
+    learner_holdings,
+    server_holdings,
+)
 from megatron_opd.weight_sync.reshard import plan_routes
+from sglang_bridge.weights.formats import PLAIN, Format, Kind, item_bytes
 from sglang_bridge.weights.schedule import Bucket, Limits, Place, Route, outgoing
 from sglang_bridge.weights.share import encode_routes, encode_share
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of a number, by the dtypes in which weights are sent."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -31,6 +34,25 @@ class ServerLayout:
 
     tp: int
     ep: int
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Says what servers hold, and how much of it moves at once.
+
+    dtype: of what is not quantised. max_elements: numbers of a bucket. max_staged: bytes that a
+    server rank has room to stage.
+    """
+
+    dtype: str
+    format: Format | None
+    max_elements: int
+    max_staged: float
+
+    @property
+    def item_bytes(self) -> Mapping[Kind, int]:
+        """Returns the bytes of a number of each kind."""
+        return item_bytes(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +101,18 @@ def plan_sync(
     parallel: ParallelConfig,
     fields: Mapping[str, Any],
     servers: Sequence[ServerLayout],
-    max_elements_of_bucket: int,
-    max_elements_staged: float,
+    room: Room,
 ) -> SyncPlan:
-    """Plan a weight sync to `servers`, in their order.
+    """Plan a weight sync to `servers`, in their order. fields: learner.megatron.
 
-    fields: learner.megatron. max_elements_staged: numbers that a server rank has room to stage.
     CannotReshard: the learner does not hold what the servers want.
     """
-    learner = list(learner_holdings(spec, parallel, fields))
+    learner = list(as_held(learner_holdings(spec, parallel, fields), room.format))
     *firsts, receivers = accumulate((server.tp for server in servers), initial=0)
     layouts: list[LayoutPlan] = []
     for layout in sorted(set(servers)):
-        held = list(server_holdings(spec, layout.tp, layout.ep))
-        names = staged_names(held, max_elements_staged)
+        held = list(as_held(server_holdings(spec, layout.tp, layout.ep), room.format))
+        names = staged_names(held, room.max_staged, room.item_bytes)
         staged: list[Route] = []
         paused: list[Route] = []
         for route in plan_routes(learner, held):
@@ -100,27 +120,35 @@ def plan_sync(
         at = [first for first, other in zip(firsts, servers, strict=True) if other == layout]
         places = tuple(Place(index, first) for index, first in enumerate(at))
         layouts.append(LayoutPlan(tuple(staged), tuple(paused), places))
-    return SyncPlan(tuple(layouts), Limits(receivers, max_elements_of_bucket))
+    return SyncPlan(tuple(layouts), Limits(receivers, room.max_elements))
 
 
-def bucket_and_stage(settings: WeightSyncConfig, dtype: str) -> tuple[int, float]:
-    """Return the most numbers of `dtype` that a bucket, and a server rank's shadow, may hold."""
-    size = ITEM_BYTES[dtype]
-    room = math.inf if settings.staging_bytes is None else settings.staging_bytes / size
-    return max(1, settings.bucket_bytes // size), room if settings.staging else 0
+def room_of(settings: WeightSyncConfig, dtype: str, format: Format | None) -> Room:
+    """Return what servers of `dtype` and `format` hold, and the limits of the configuration."""
+    sizes = item_bytes(dtype)
+    largest = sizes[PLAIN] if format is None else max(sizes.values())
+    shadow = math.inf if settings.staging_bytes is None else settings.staging_bytes
+    return Room(
+        dtype,
+        format,
+        max_elements=max(1, settings.bucket_bytes // largest),
+        max_staged=shadow if settings.staging else 0,
+    )
 
 
-def staged_names(held: Iterable[Held], max_elements: float) -> frozenset[str]:
+def staged_names(
+    held: Iterable[Held], max_bytes: float, item_bytes: Mapping[Kind, int]
+) -> frozenset[str]:
     """Return the tensors that are staged: as many, from the first, as every rank has room for."""
     shares: dict[str, Counter[int]] = defaultdict(Counter)
     for part in held:
         for rank in part.ranks:
-            shares[part.name][rank] += part.elements
+            shares[part.name][rank] += part.elements * item_bytes[part.kind]
     taken: Counter[int] = Counter()
     names: list[str] = []
     for name, share in shares.items():
         taken.update(share)
-        if max(taken.values()) > max_elements:
+        if max(taken.values()) > max_bytes:
             break
         names.append(name)
     return frozenset(names)

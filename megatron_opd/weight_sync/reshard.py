@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_opd.models.tensors import Shape
 from megatron_opd.weight_sync.holdings import Held
+from sglang_bridge.weights.formats import Kind
 from sglang_bridge.weights.schedule import Route
 
 
@@ -47,27 +48,34 @@ def plan_routes(learner: Iterable[Held], server: Iterable[Held]) -> list[Route]:
                     turn = turns[source.ranks, elements]
                     turns[source.ranks, elements] += 1
                     routes.append(
-                        Route(name, dim, start, length, rank, source.ranks, turn, elements)
+                        Route(
+                            name, dim, start, length, rank, source.ranks, turn, elements, part.kind
+                        )
                     )
     return routes
 
 
-def elements_sent(routes: Sequence[Route], servers: int) -> Counter[int]:
-    """Count the numbers that each learner rank sends to `servers` servers of one layout."""
+def bytes_sent(
+    routes: Sequence[Route], servers: int, item_bytes: Mapping[Kind, int]
+) -> Counter[int]:
+    """Count the bytes that each learner rank sends to `servers` servers of one layout.
+
+    item_bytes: of a number of each kind.
+    """
     sent: Counter[int] = Counter()
     for route in routes:
         replicas = len(route.sources)
         for step in range(min(servers, replicas)):
             times = (servers - step - 1) // replicas + 1
-            sent[route.source(step)] += times * route.elements
+            sent[route.source(step)] += times * route.elements * item_bytes[route.kind]
     return sent
 
 
-def elements_received(routes: Sequence[Route]) -> Counter[int]:
-    """Count the numbers that each rank of a server receives."""
+def bytes_received(routes: Sequence[Route], item_bytes: Mapping[Kind, int]) -> Counter[int]:
+    """Count the bytes that each rank of a server receives."""
     received: Counter[int] = Counter()
     for route in routes:
-        received[route.destination] += route.elements
+        received[route.destination] += route.elements * item_bytes[route.kind]
     return received
 
 

@@ -9,8 +9,10 @@ import torch.distributed as dist
 
 from megatron_opd.models.families import hf_names, row_of
 from megatron_opd.models.gather import Entry, FullTensors
-from megatron_opd.weight_sync.rounding import Format, is_rounded, rounded
+from megatron_opd.weight_sync.rounding import rounded
+from sglang_bridge.weights import quantise
 from sglang_bridge.weights.exchange import Read, as_it_is
+from sglang_bridge.weights.formats import Format, is_quantised
 
 ROWS_AT_ONCE = 1 << 20
 """Rows whose maxima are reduced at once: 4 MB, where a reduction costs its bytes."""
@@ -32,7 +34,7 @@ def reader(full: FullTensors, format: Format | None) -> Read:
 
 
 def row_maxima(full: FullTensors) -> dict[str, torch.Tensor]:
-    """Return float32 [rows, 1] of every matrix that is rounded and cut along its columns.
+    """Return float32 [rows, 1] of every matrix that is quantised and cut along its columns.
 
     Collective over the learner's world; a rank keeps those of the tensors that it holds.
     """
@@ -49,7 +51,7 @@ def row_maxima(full: FullTensors) -> dict[str, torch.Tensor]:
 
 def _is_cut_along_columns(full: FullTensors, entry: Entry) -> bool:
     name = hf_names(full.spec.family, entry.key)[0]
-    return row_of(full.spec.family, entry.key).dim == 1 and is_rounded(name, len(entry.shape))
+    return row_of(full.spec.family, entry.key).dim == 1 and is_quantised(name, len(entry.shape))
 
 
 def _maxima_of(full: FullTensors, batch: Sequence[Entry]) -> dict[str, torch.Tensor]:
@@ -59,7 +61,7 @@ def _maxima_of(full: FullTensors, batch: Sequence[Entry]) -> dict[str, torch.Ten
     shards = [full.shards.get(entry.key) for entry in batch]
     for shard, part in zip(shards, largest.split(rows), strict=True):
         if shard is not None:
-            part.copy_(shard.parameter.detach().float().abs().amax(dim=1, keepdim=True))
+            part.copy_(quantise.row_maxima(shard.parameter.detach()))
     if full.world.size > 1 and batch:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return {

@@ -12,13 +12,9 @@ from typing import TYPE_CHECKING
 
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec, read_model_spec
-from megatron_opd.weight_sync.holdings import server_holdings
-from megatron_opd.weight_sync.plan import (
-    ITEM_BYTES,
-    ServerLayout,
-    bucket_and_stage,
-    plan_sync,
-)
+from megatron_opd.weight_sync.holdings import as_held, server_holdings
+from megatron_opd.weight_sync.plan import ServerLayout, plan_sync, room_of
+from megatron_opd.weight_sync.quantised_pieces import CannotServe, plain_pieces
 from megatron_opd.weight_sync.shards_messages import (
     Join,
     Leave,
@@ -39,6 +35,7 @@ from megatron_opd.weight_sync.transport import (
 )
 from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.protocol import ServerInfo, WeightPiece
+from sglang_bridge.weights.formats import PLAIN_BYTES, Format
 
 if TYPE_CHECKING:
     from megatron_opd.models.gather import FullTensors
@@ -47,10 +44,6 @@ PATIENCE = 0.9
 """Share of a try's time that the learner's ranks wait for each other and for servers."""
 Slice = tuple[int, str, int, int, int]
 """rank, tensor, dimension, start, length"""
-
-
-class CannotServe(ValueError):
-    """Reports a server whose weights are not cut as this transport knows."""
 
 
 class Shards:
@@ -79,13 +72,14 @@ class Shards:
         CannotServe, CannotReshard: see there.
         """
         spec = read_model_spec(self._config.student.model)
+        format = self._config.student.quantization
         pieces = await self._fleet.weight_pieces()
-        dtype = common_dtype(pieces)
+        dtype = common_dtype(plain_pieces(spec, format, pieces))
         layouts = [server_layout(info) for info in self._fleet.infos]
         for layout, (url, found) in zip(layouts, pieces.items(), strict=True):
-            require_as_planned(url, spec, layout, found)
-        learner, limits = self._config.learner, bucket_and_stage(self._config.weight_sync, dtype)
-        plan = plan_sync(spec, learner.parallel, learner.megatron, layouts, *limits)
+            require_as_planned(url, spec, layout, found, format)
+        learner, room = self._config.learner, room_of(self._config.weight_sync, dtype, format)
+        plan = plan_sync(spec, learner.parallel, learner.megatron, layouts, room)
         expected = await self._fleet.expect_weights(plan.shares())
         self._sends_in_pause = plan.sends_in_pause
         self._num_bytes = max(size for ranks in expected for size in ranks)
@@ -164,18 +158,22 @@ def common_dtype(pieces: Mapping[str, Sequence[WeightPiece]]) -> str:
         shown = ", ".join(f"{p.hf_name} of {url} is {kind}" for kind, (url, p) in first.items())
         raise CannotServe(f"the servers' weights differ in dtype: {shown}")
     (dtype,) = first
-    if dtype not in ITEM_BYTES:
-        raise CannotServe(f"the servers' weights are {dtype}, not one of {sorted(ITEM_BYTES)}")
+    if dtype not in PLAIN_BYTES:
+        raise CannotServe(f"the servers' weights are {dtype}, not one of {sorted(PLAIN_BYTES)}")
     return dtype
 
 
 def require_as_planned(
-    url: str, spec: ModelSpec, layout: ServerLayout, pieces: Sequence[WeightPiece]
+    url: str,
+    spec: ModelSpec,
+    layout: ServerLayout,
+    pieces: Sequence[WeightPiece],
+    format: Format | None = None,
 ) -> None:
     """Compare what a server holds with what its layout implies. CannotServe: they differ."""
     planned: set[Slice] = {
         (rank, held.name, held.dim, held.start, held.length)
-        for held in server_holdings(spec, layout.tp, layout.ep)
+        for held in as_held(server_holdings(spec, layout.tp, layout.ep), format)
         for rank in held.ranks
     }
     found: set[Slice] = {(p.rank, p.hf_name, p.dim, p.start, p.length) for p in pieces}

@@ -17,7 +17,8 @@ from megatron_opd.models.gather import FullTensors
 from megatron_opd.models.ranks import all_gather_json
 from megatron_opd.models.views import View, views_by_name
 from megatron_opd.weight_sync import group as groups
-from megatron_opd.weight_sync.plan import ServerLayout, bucket_and_stage, plan_sync
+from megatron_opd.weight_sync.plan import ServerLayout, plan_sync, room_of
+from megatron_opd.weight_sync.quantised import Quantiser
 from megatron_opd.weight_sync.row_maxima import reader
 from megatron_opd.weight_sync.shards_messages import (
     Join,
@@ -31,6 +32,7 @@ from megatron_opd.weight_sync.shards_messages import (
 )
 from sglang_bridge.errors import one_line
 from sglang_bridge.weights.exchange import Message, PeerLost, send
+from sglang_bridge.weights.formats import Format, dtype_of
 from sglang_bridge.weights.schedule import Bucket, Part
 
 
@@ -44,7 +46,7 @@ class ShardsSender:
         self._staged: list[Message] = []
         self._paused: list[Message] = []
         self._receivers: list[str] = []
-        self._dtype = full.dtype
+        self._quantiser: Quantiser | None = None
         self._device = torch.device("cpu")
 
     def handle(self, request: bytes) -> bytes:
@@ -108,26 +110,39 @@ class ShardsSender:
         """Find what each of this rank's messages holds in its parameters."""
         full, learner = self._full, self._config.learner
         servers = [ServerLayout(tp, ep) for _, tp, ep in asked.servers]
-        limits = bucket_and_stage(self._config.weight_sync, asked.dtype)
-        plan = plan_sync(full.spec, learner.parallel, learner.megatron, servers, *limits)
-        views = views_by_name(full.shards.values(), full.spec)
+        format = self._config.student.quantization
+        room = room_of(self._config.weight_sync, asked.dtype, format)
+        plan = plan_sync(full.spec, learner.parallel, learner.megatron, servers, room)
+        views = self._views(format, asked.dtype)
         first, rank = full.world.size, full.world.rank
         self._staged, self._paused = (
-            [_message(first + b.receiver, b, views) for b in plan.outgoing(rank, staged=staged)]
+            [
+                _message(first + b.receiver, b, views, dtype_of(b.kind, asked.dtype, format))
+                for b in plan.outgoing(rank, staged=staged)
+            ]
             for staged in (True, False)
         )
-        self._dtype = getattr(torch, asked.dtype)
         self._receivers = [
             f"{url} rank {rank}" for url, tp, _ in asked.servers for rank in range(tp)
         ]
+
+    def _views(self, format: Format | None, dtype: str) -> Mapping[str, Sequence[View]]:
+        shards = self._full.shards.values()
+        if format is None:
+            return views_by_name(shards, self._full.spec)
+        self._quantiser = Quantiser(self._full, shards, format, getattr(torch, dtype))
+        return self._quantiser.views
 
     def _send(self, messages: Sequence[Message]) -> str | None:
         """Send; returns why not all of it."""
         if self._group is None:
             return "the weight group is not connected"
-        read = reader(self._full, self._config.weight_sync.round_to)
+        if self._quantiser is not None:
+            read = self._quantiser.refresh()
+        else:
+            read = reader(self._full, self._config.weight_sync.round_to)
         try:
-            send(self._group, messages, self._dtype, self._device, read)
+            send(self._group, messages, self._device, read)
         except PeerLost as error:
             receiver = self._receivers[error.peer - self._full.world.size]
             failure = f"{receiver} did not take its weights: {error.cause}"
@@ -138,9 +153,10 @@ class ShardsSender:
         return failure
 
 
-def _message(peer: int, bucket: Bucket, views: Mapping[str, Sequence[View]]) -> Message:
+def _message(peer: int, bucket: Bucket, views: Mapping[str, Sequence[View]], dtype: str) -> Message:
     found = [view for part in bucket.parts for view in cut(part, views[part.name])]
-    return Message(peer, tuple(v.name for v in found), tuple(v.tensor for v in found))
+    names, tensors = tuple(v.name for v in found), tuple(v.tensor for v in found)
+    return Message(peer, names, tensors, getattr(torch, dtype))
 
 
 def cut(part: Part, views: Sequence[View]) -> list[View]:

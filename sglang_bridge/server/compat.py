@@ -32,6 +32,7 @@ CHECK_WEIGHTS = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
 NATIVE_EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 BATCH_INVARIANT = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
+QUANT_CONFIG = "sglang.srt.model_loader.loader._get_quantization_config"
 SEEDED_CHOICE = "sglang.srt.layers.sampler.multinomial_with_seed"
 
 INIT_GROUP = (
@@ -49,6 +50,7 @@ TARGETS = (
     NATIVE_EXPERTS,
     BATCH_INVARIANT,
     SEEDED_CHOICE,
+    QUANT_CONFIG,
     INIT_GROUP,
 )
 

@@ -45,16 +45,20 @@ def check(weights: Iterable[torch.Tensor]) -> None:
     """Multiplies random inputs with a matrix of every shape and dtype among `weights`.
 
     weights: any number of dimensions; those with two are used as [outputs, inputs], those with
-    three as one such matrix each. Raises NotInvariant naming the first shape that fails.
+    three as one such matrix each. The first one's dtype is also that in which quantised ones, of
+    one byte a number, are multiplied. Raises NotInvariant naming the first shape that fails.
     """
     tried: set[tuple[Any, ...]] = set()
+    dtype: torch.dtype | None = None
     for weight in weights:
+        dtype = dtype or weight.dtype
         matrix = weight[0] if weight.dim() == 3 else weight
-        key = (*matrix.shape, matrix.dtype)
-        if matrix.dim() != 2 or not matrix.is_floating_point() or key in tried:
+        kind = dtype if weight.itemsize == 1 else weight.dtype
+        key = (*matrix.shape, kind)
+        if matrix.dim() != 2 or not kind.is_floating_point or key in tried:
             continue
         tried.add(key)
-        _check_one(matrix)
+        _check_one(matrix.to(kind))
 
 
 def _check_one(weight: torch.Tensor) -> None:

@@ -2,7 +2,8 @@
 
 SGLang fuses q, k, v; gate and up; and all experts. A learner knows only Hugging Face names, so
 every fused parameter is taken apart into pieces {name, dim, start, length}: the same list serves
-comparing and receiving weights.
+comparing and receiving weights. The scales of a quantised matrix are a tensor [rows, 1] of their
+own, split as the matrix's rows are.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import torch
 
 from sglang_bridge import wire
 from sglang_bridge.weights.digest import as_text, slice_digest
+from sglang_bridge.weights.formats import HELD_AS, PLAIN_BYTES, scales_of
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+KNOWN = frozenset(getattr(torch, name) for name in (*PLAIN_BYTES, *HELD_AS.values()))
+WEIGHT, SCALES = "weight", scales_of("weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +73,11 @@ def pieces(model: torch.nn.Module) -> list[Piece]:
     modules = dict(model.named_modules())
     found: list[Piece] = []
     for name, parameter in model.named_parameters():  # yields a shared parameter once
-        if parameter.dtype not in FLOATS:
-            raise TypeError(f"{name}: {parameter.dtype} (quantised weights are not supported)")
+        if parameter.dtype not in KNOWN:
+            raise TypeError(
+                f"{name}: {parameter.dtype} (of quantised weights only those of "
+                "student.quantization are supported)"
+            )
         owner, _, leaf = name.rpartition(".")
         found.extend(_pieces_of(modules[owner], owner, leaf, parameter.data))
     return found
@@ -89,7 +95,7 @@ def _pieces_of(
         yield from _qkv(module, owner, leaf, data)
     elif isinstance(module, linear.MergedColumnParallelLinear):
         yield from _gate_up(module, owner, leaf, data)
-    elif isinstance(module, linear.RowParallelLinear) and leaf == "weight":
+    elif isinstance(module, linear.RowParallelLinear) and leaf == WEIGHT:
         length = data.shape[1]
         yield Piece(f"{owner}.{leaf}", 1, _rank(module.tp_group) * length, length, data)
     elif isinstance(module, VocabParallelEmbedding):  # the language-model head is a subclass
@@ -103,7 +109,7 @@ def _pieces_of(
     elif isinstance(module, FusedMoE):
         yield from _experts(module, owner, leaf, data)
     elif isinstance(module, linear.ReplicatedLinear | linear.RowParallelLinear) or data.ndim == 1:
-        yield Piece(f"{owner}.{leaf}", 0, 0, data.shape[0], data)  # router, norm, bias
+        yield Piece(f"{owner}.{leaf}", 0, 0, data.shape[0], data)  # router, norm, bias, scales
     else:
         raise TypeError(f"{owner}.{leaf}: unknown layer {type(module).__name__}")
 
@@ -143,16 +149,18 @@ def _experts(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for local in range(data.shape[0]):
         base = f"{owner}.{first + local}"
-        if leaf == "w13_weight":
+        if leaf in (f"w13_{WEIGHT}", f"w13_{SCALES}"):
             length = data.shape[1] // 2
             start = module.moe_tp_rank * length
             for half, part in enumerate((gate, up)):
                 view = data[local].narrow(0, half * length, length)
-                yield Piece(f"{base}.{part}.weight", 0, start, length, view)
-        elif leaf == "w2_weight":
+                yield Piece(f"{base}.{part}.{leaf.removeprefix('w13_')}", 0, start, length, view)
+        elif leaf == f"w2_{SCALES}":
+            yield Piece(f"{base}.{down}.{SCALES}", 0, 0, data.shape[1], data[local])
+        elif leaf == f"w2_{WEIGHT}":
             length = data.shape[2]
             start = module.moe_tp_rank * length
-            yield Piece(f"{base}.{down}.weight", 1, start, length, data[local])
+            yield Piece(f"{base}.{down}.{WEIGHT}", 1, start, length, data[local])
         else:
             raise TypeError(f"{owner}.{leaf}: unknown expert parameter")
 

@@ -23,7 +23,12 @@ from sglang_bridge.server import (
     validate,
 )
 from sglang_bridge.server.experts import local_experts_only
-from sglang_bridge.server.spec import GROUP_TIMEOUT_VARIABLE, SEED_VARIABLE
+from sglang_bridge.server.spec import (
+    GROUP_TIMEOUT_VARIABLE,
+    QUANTIZATION_VARIABLE,
+    SEED_VARIABLE,
+)
+from sglang_bridge.weights.formats import HELD_AS, SCALES_SUFFIX
 from sglang_bridge.weights.share import decode_share
 
 _plan: score_plan.ScorePlan | None = None  # for the forward pass being launched
@@ -49,6 +54,7 @@ def register() -> None:
     compat.hook(compat.INIT_GROUP, around_init_group, "around")
     compat.hook(compat.BATCH_INVARIANT, around_batch_invariant, "around")
     compat.hook(compat.SEEDED_CHOICE, around_seeded_choice, "around")
+    compat.hook(compat.QUANT_CONFIG, around_quant_config, "around")
     if not torch.cuda.is_available():
         compat.allow_deterministic_attention("torch_native")
 
@@ -57,7 +63,8 @@ def install_observer(result: None, runner: Any, *args: Any, **kwargs: Any) -> No
     """Gives the output rank its draws: the model runner's observer, the scores' generator."""
     global _generator, _runner
     if compat.is_deterministic() and not torch.cuda.is_available():
-        invariance.check(runner.model.parameters())
+        named = runner.model.named_parameters()
+        invariance.check(held for name, held in named if not name.endswith(SCALES_SUFFIX))
     if runner.is_draft_worker:
         return
     _runner = runner
@@ -141,7 +148,7 @@ def around_check_weights(
     answers: dict[str, Callable[[torch.nn.Module], dict[str, str]]] = {
         wire.PIECE_ACTION: pieces.piece_list,
         wire.DIGEST_ACTION: pieces.piece_digests,
-        wire.MODEL_ACTION: pieces.model_facts,
+        wire.MODEL_ACTION: model_facts,
         wire.EXPECT_ACTION: lambda model: expect_weights(model, argument),
         wire.STAGE_ACTION: lambda _: stage_weights(argument),
         wire.STAGED_DIGEST_ACTION: lambda _: staged_digests(),
@@ -155,6 +162,12 @@ def around_check_weights(
         lambda model: receiver.answer(lambda: answers[verb](model)),
         role=kwargs["role"],
     )
+
+
+def model_facts(model: torch.nn.Module) -> dict[str, str]:
+    """Returns what the client asks of a model; text, as the reply carries only text."""
+    format = os.environ.get(QUANTIZATION_VARIABLE, wire.NOT_QUANTISED)
+    return pieces.model_facts(model) | {wire.QUANTIZATION: format}
 
 
 def expect_weights(model: torch.nn.Module, share: str) -> dict[str, str]:
@@ -233,6 +246,23 @@ def around_seeded_choice(
     """Provides SGLang's seeded sampling, on a CPU too."""
     choose = original if logprobs.device.type == "cuda" else seeded.choose
     return choose(logprobs, *args, **kwargs)
+
+
+def around_quant_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Lets layers hold their matrices as the server was told to.
+
+    Raises ValueError where SGLang quantises them already.
+    """
+    config, format = original(*args, **kwargs), os.environ.get(QUANTIZATION_VARIABLE)
+    if format is None:
+        return config
+    if config is not None or format not in HELD_AS:
+        how = f"one of {', '.join(HELD_AS)}" if config is None else "unset: SGLang quantises itself"
+        raise ValueError(f"{QUANTIZATION_VARIABLE} must be {how}, got {format!r}")
+    # imported late: it needs most of SGLang
+    from sglang_bridge.server.quantised import RowScaledConfig
+
+    return RowScaledConfig("int8" if format == "int8" else "fp8")
 
 
 def around_init_group(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,8 @@ class Receiver:
     def expect(self, share: Any) -> int:
         """Prepare for the messages of `share`, see weights/share.py; returns their bytes.
 
-        BadExpectation: they do not fill every piece of this rank exactly once.
+        BadExpectation: they do not fill every piece of this rank exactly once, or a message holds
+        numbers of several dtypes.
         """
         # what an earlier run staged and never took is forgotten
         self._staged, self._paused = [], []
@@ -58,15 +59,12 @@ class Receiver:
             raise BadExpectation(f"this rank holds no {name}")
         for name, piece in self._pieces.items():
             _require_filled_once(piece, filled[name])
-        dtypes = sorted({str(piece.view.dtype) for piece in self._pieces.values()})
-        if len(dtypes) > 1:
-            raise BadExpectation(f"this rank holds weights of {' and '.join(dtypes)}")
         staged = {name for _, slices in to_stage for name, *_ in slices}
         self._shadows = {name: torch.empty_like(self._pieces[name].view) for name in sorted(staged)}
         self._staged = [self._message(sender, s, self._shadows) for sender, s in to_stage]
         live = {name: piece.view for name, piece in self._pieces.items()}
         self._paused = [self._message(sender, slices, live) for sender, slices in to_pause]
-        return sum(m.elements * m.views[0].itemsize for m in (*self._staged, *self._paused))
+        return sum(message.nbytes for message in (*self._staged, *self._paused))
 
     def stage(self, group: Any, device: torch.device) -> None:
         """Begin to receive the staged messages. device: where the group's buffers are.
@@ -77,11 +75,11 @@ class Receiver:
             raise BadExpectation("no staged weights are expected here")
         if self._stage is not None:
             raise BadExpectation("the weights that were staged before are not live yet")
-        messages, dtype = self._staged, self._staged[0].views[0].dtype
+        messages = self._staged
 
         def receive_all() -> dict[str, str]:
             with _own_stream(messages[0].views[0].device):
-                receive(group, messages, dtype, device)
+                receive(group, messages, device)
             return {}
 
         self._stage = _Task(receive_all)
@@ -123,7 +121,7 @@ class Receiver:
                 for name, shadow in self._shadows.items():
                     self._pieces[name].view.copy_(shadow)
         if self._paused:
-            receive(group, self._paused, self._paused[0].views[0].dtype, device)
+            receive(group, self._paused, device)
 
     def _staged_task(self) -> _Task:
         if self._stage is None:
@@ -136,7 +134,10 @@ class Receiver:
             # dimensions other than the piece's own are whole
             first = self._pieces[name].start if dim == self._pieces[name].dim else 0
             views.append(memory[name].narrow(dim, start - first, length))
-        return Message(sender, tuple(name for name, *_ in slices), tuple(views))
+        dtypes = {view.dtype for view in views}
+        if len(dtypes) > 1:
+            raise BadExpectation(f"a message holds {' and '.join(sorted(map(str, dtypes)))}")
+        return Message(sender, tuple(name for name, *_ in slices), tuple(views), dtypes.pop())
 
 
 class _Task:

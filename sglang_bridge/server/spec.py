@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sglang_bridge.listening import keep_groups_on
+from sglang_bridge.weights.formats import Format
 
 SEED_VARIABLE = "SGLANG_BRIDGE_SEED"
 PARENT_VARIABLE = "SGLANG_BRIDGE_PARENT"
 # never on a command line: every user of a machine reads those
 API_KEY_VARIABLE = "SGLANG_BRIDGE_API_KEY"
 FILES_VARIABLE = "SGLANG_BRIDGE_FILES"
+QUANTIZATION_VARIABLE = "SGLANG_BRIDGE_QUANTIZATION"
 GROUP_TIMEOUT_VARIABLE = "SGLANG_BRIDGE_GROUP_TIMEOUT_S"
 # An idle connection is the client's to close (http.KEEPALIVE_S): a server that closes one just as a
 # request enters it fails that request. Its own default of 5 s does so on a machine that stalls.
@@ -33,7 +35,8 @@ class ServerSpec:
     for a silent peer of a weight-update group. routed_experts: keep which experts each token
     visited, 4 bytes a token of the KV pool, layer and expert; MoE models only. deterministic: what
     a request gets depends on its seed and the weights alone, not on what is batched beside it (but
-    truncated requests, top_p < 1, are for times of their own).
+    truncated requests, top_p < 1, are for times of their own). quantization: how matrices are held;
+    None: as they are (sglang_bridge/server/quantised.py).
     extra_args: appended to the command line.
     """
 
@@ -53,6 +56,7 @@ class ServerSpec:
     group_timeout_s: float = 300.0
     routed_experts: bool = False
     deterministic: bool = False
+    quantization: Format | None = None
     extra_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -82,6 +86,9 @@ def server_command(spec: ServerSpec) -> list[str]:
         command += ["--context-length", str(spec.context_length)]
     if spec.max_total_tokens is not None:
         command += ["--max-total-tokens", str(spec.max_total_tokens)]
+    if spec.quantization is not None:
+        # of what SGLang might choose itself, some lays experts out anew; a CPU ignores it
+        command += ["--moe-runner-backend", "triton"]
     if spec.routed_experts:
         command += ["--enable-return-routed-experts"]
     if spec.deterministic:
@@ -101,7 +108,12 @@ def server_env(
     api_key: what every request must bring. files: a directory for the server's own files.
     """
     env = dict(os.environ if base is None else base)
-    for name, value in ((API_KEY_VARIABLE, api_key), (FILES_VARIABLE, files)):
+    given = {
+        API_KEY_VARIABLE: api_key,
+        FILES_VARIABLE: files,
+        QUANTIZATION_VARIABLE: spec.quantization,
+    }
+    for name, value in given.items():
         env.pop(name, None)
         if value is not None:
             env[name] = value

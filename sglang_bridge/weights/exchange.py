@@ -27,17 +27,18 @@ IN_FLIGHT = 16
 class Message:
     """Describes one message. peer: the other end's rank in the group. views: live memory.
 
-    names: of the views' tensors, for whoever changes them on the way.
+    names: of the views' tensors, for whoever changes them on the way. dtype: in which they travel.
     """
 
     peer: int
     names: tuple[str, ...]
     views: tuple[torch.Tensor, ...]
+    dtype: torch.dtype
 
     @property
-    def elements(self) -> int:
-        """Returns the numbers that it holds."""
-        return sum(view.numel() for view in self.views)
+    def nbytes(self) -> int:
+        """Returns its bytes on the way."""
+        return self.dtype.itemsize * sum(view.numel() for view in self.views)
 
 
 class PeerLost(RuntimeError):
@@ -59,16 +60,15 @@ def as_it_is(name: str, view: torch.Tensor) -> torch.Tensor:
 def send(
     group: ProcessGroup,
     messages: Sequence[Message],
-    dtype: torch.dtype,
     device: torch.device,
     read: Read = as_it_is,
 ) -> None:
-    """Send every message, cast to `dtype`; returns when the last one has left.
+    """Send every message; returns when the last one has left.
 
     device: where the group wants its buffers. read: what to send in place of a view.
     PeerLost: the peer did not take a message within the group's timeout.
     """
-    flight = _Flight(messages, dtype, device, packs_all=read is not as_it_is)
+    flight = _Flight(messages, device, packs_all=read is not as_it_is)
     with torch.no_grad():
         for message, tag in _tagged(messages):
             slot = flight.slot(message)
@@ -77,25 +77,23 @@ def send(
                 for place, (name, view) in zip(slot.places(), named, strict=True):
                     place.copy_(read(name, view))
             with _with_peer(message.peer):
-                work = group.send([slot.numbers], message.peer, tag)
+                work = group.send([slot.wire], message.peer, tag)
             flight.add(work, slot)
         while flight.is_on:
             flight.land()
 
 
-def receive(
-    group: ProcessGroup, messages: Sequence[Message], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Receive every message of numbers of `dtype` into its views.
+def receive(group: ProcessGroup, messages: Sequence[Message], device: torch.device) -> None:
+    """Receive every message into its views.
 
     PeerLost: the peer did not send a message within the group's timeout.
     """
-    flight = _Flight(messages, dtype, device, unpacks=True)
+    flight = _Flight(messages, device, unpacks=True)
     with torch.no_grad():
         for message, tag in _tagged(messages):
             slot = flight.slot(message)
             with _with_peer(message.peer):
-                work = group.recv([slot.numbers], message.peer, tag)
+                work = group.recv([slot.wire], message.peer, tag)
             flight.add(work, slot)
         while flight.is_on:
             flight.land()
@@ -108,6 +106,11 @@ class _Slot:
     message: Message
     numbers: torch.Tensor
     buffer: torch.Tensor | None
+
+    @property
+    def wire(self) -> torch.Tensor:
+        """Returns the numbers as bytes: not every backend knows every dtype."""
+        return self.numbers.view(torch.uint8)
 
     def places(self) -> Iterator[torch.Tensor]:
         """Yield the part of the numbers that belongs to each view, in its shape."""
@@ -126,18 +129,17 @@ class _Flight:
     def __init__(
         self,
         messages: Sequence[Message],
-        dtype: torch.dtype,
         device: torch.device,
         *,
         packs_all: bool = False,
         unpacks: bool = False,
     ) -> None:
-        self._dtype, self._device = dtype, device
+        self._device = device
         self._packs_all, self._unpacks = packs_all, unpacks
         self._under_way: deque[tuple[Any, _Slot]] = deque()
-        packed = [message.elements for message in messages if not self._lies_ready(message)]
+        packed = [message.nbytes for message in messages if not self._lies_ready(message)]
         self._free = deque(
-            torch.empty(max(packed), dtype=dtype, device=device)
+            torch.empty(max(packed), dtype=torch.uint8, device=device)
             for _ in range(min(BUFFERS, len(packed)))
         )
 
@@ -154,7 +156,7 @@ class _Flight:
         if lies_ready:
             return _Slot(message, message.views[0].view(-1), None)
         buffer = self._free.popleft()
-        return _Slot(message, buffer[: message.elements], buffer)
+        return _Slot(message, buffer[: message.nbytes].view(message.dtype), buffer)
 
     def add(self, work: Any, slot: _Slot) -> None:
         """Add a message that has been started."""
@@ -176,7 +178,7 @@ class _Flight:
         if self._packs_all or len(message.views) != 1:
             return False
         (view,) = message.views
-        is_there = view.dtype == self._dtype and view.device.type == self._device.type
+        is_there = view.dtype == message.dtype and view.device.type == self._device.type
         return is_there and view.is_contiguous()
 
 

@@ -1,6 +1,6 @@
 """Puts the routes of a plan into buckets, and all buckets into one order. Torch-free.
 
-A bucket holds consecutive parts of one (learner rank, server rank) pair, end to end, and is never
+A bucket holds parts of one kind and one (learner rank, server rank) pair, end to end, and is never
 larger than the limit: a part that does not fit is cut along its dimension. A part of ALONE numbers
 or more is a bucket of its own: a rank that holds it in one piece then sends or receives it there,
 without a copy (exchange.py).
@@ -19,6 +19,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from sglang_bridge.weights.formats import PLAIN, Kind
+
 ALONE = 1 << 16
 """Numbers of the smallest part that travels alone: for fewer a message costs more than a copy."""
 
@@ -28,7 +30,7 @@ class Route:
     """Describes [start, start + length) of dimension `dim` of `name` on its way to a server rank.
 
     sources: the learner ranks that hold it. turn: which of them serves server 0. destination: the
-    rank within its server. elements: how many numbers it is.
+    rank within its server. elements: how many numbers it is. kind: what numbers they are.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Route:
     sources: tuple[int, ...]
     turn: int
     elements: int
+    kind: Kind = PLAIN
 
     def source(self, server: int) -> int:
         """Return the learner rank that sends it to `server`, counted from 0."""
@@ -54,6 +57,7 @@ class Part:
     start: int
     length: int
     elements: int
+    kind: Kind = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,11 @@ class Bucket:
         """Returns the numbers that it holds."""
         return sum(part.elements for part in self.parts)
 
+    @property
+    def kind(self) -> Kind:
+        """Returns the kind of all its parts."""
+        return self.parts[0].kind
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -89,6 +98,10 @@ class Limits:
     max_elements: int
 
 
+Streams = dict[tuple[int, int, Kind], list[Part]]
+"""Holds the parts on their way, by learner rank, receiver and kind."""
+
+
 def outgoing(
     groups: Iterable[tuple[Sequence[Route], Sequence[Place]]], source: int, limits: Limits
 ) -> list[Bucket]:
@@ -96,32 +109,34 @@ def outgoing(
 
     groups: for every layout of servers the routes to one of them, and where they all are.
     """
-    parts: dict[tuple[int, int], list[Part]] = defaultdict(list)
+    parts: Streams = defaultdict(list)
     for routes, places in groups:
         for route in routes:
             if source in route.sources:
                 for place in places:
                     if route.source(place.index) == source:
-                        parts[source, place.first + route.destination].append(_part(route))
+                        receiver = place.first + route.destination
+                        parts[source, receiver, route.kind].append(_part(route))
     return _ordered(parts, limits)
 
 
 def incoming(routes: Iterable[Route], place: Place, rank: int, limits: Limits) -> list[Bucket]:
     """Return what rank `rank` of the server at `place` receives, in order."""
-    parts: dict[tuple[int, int], list[Part]] = defaultdict(list)
+    parts: Streams = defaultdict(list)
     for route in routes:
         if route.destination == rank:
-            parts[route.source(place.index), place.first + rank].append(_part(route))
+            source = route.source(place.index)
+            parts[source, place.first + rank, route.kind].append(_part(route))
     return _ordered(parts, limits)
 
 
-def _ordered(streams: dict[tuple[int, int], list[Part]], limits: Limits) -> list[Bucket]:
+def _ordered(streams: Streams, limits: Limits) -> list[Bucket]:
     """Put every stream into buckets, and the buckets into the one order of all ranks."""
-    keyed: list[tuple[tuple[int, int, int], Bucket]] = []
-    for (source, receiver), parts in streams.items():
+    keyed: list[tuple[tuple[int, int, int, str], Bucket]] = []
+    for (source, receiver, kind), parts in streams.items():
         distance = (receiver - source) % limits.receivers
         for turn, content in enumerate(_buckets(parts, limits.max_elements)):
-            keyed.append(((turn, distance, source), Bucket(source, receiver, content)))
+            keyed.append(((turn, distance, source, kind), Bucket(source, receiver, content)))
     return [bucket for _, bucket in sorted(keyed, key=lambda pair: pair[0])]
 
 
@@ -156,4 +171,4 @@ def _cut(part: Part, max_elements: int) -> Iterator[Part]:
 
 
 def _part(route: Route) -> Part:
-    return Part(route.name, route.dim, route.start, route.length, route.elements)
+    return Part(route.name, route.dim, route.start, route.length, route.elements, route.kind)

@@ -31,7 +31,7 @@ def encode_routes(staged: Sequence[Route], paused: Sequence[Route]) -> str:
     rows: dict[str, list[list[Any]]] = {}
     for key, routes in ((STAGED, staged), (PAUSED, paused)):
         rows[key] = [
-            [r.name, r.dim, r.start, r.length, r.destination, r.turn, r.elements, held]
+            [r.name, r.dim, r.start, r.length, r.destination, r.turn, r.elements, held, r.kind]
             for r in routes
             for held in (sources.setdefault(r.sources, len(sources)),)
         ]
@@ -60,8 +60,8 @@ def decode_share(text: str, rank: int) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {}
         for key in (STAGED, PAUSED):
             listed = [
-                Route(name, dim, start, length, rank, sources[held], turn, elements)
-                for name, dim, start, length, destination, turn, elements, held in tree[key]
+                Route(name, dim, start, length, rank, sources[held], turn, elements, kind)
+                for name, dim, start, length, destination, turn, elements, held, kind in tree[key]
                 if destination == rank
             ]
             if sum(route.elements for route in listed) // max_elements > MAX_PARTS:

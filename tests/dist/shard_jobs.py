@@ -22,12 +22,14 @@ from megatron_opd.models.gather import FullTensors
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.weight_sync.digests import piece_digests
 from megatron_opd.weight_sync.plan import ServerLayout
-from megatron_opd.weight_sync.rounding import Format, rounded
+from megatron_opd.weight_sync.rounding import rounded
 from megatron_opd.weight_sync.shards import Shards
 from megatron_opd.weight_sync.shards_sender import ShardsSender
 from sglang_bridge import wire
 from sglang_bridge.protocol import WeightPiece
 from sglang_bridge.weights import schedule
+from sglang_bridge.weights.formats import Format
+from tests.support.quantised import held_oracle
 from tests.support.receiving import ThreadFleet, staged_digests_of
 
 BUCKET_BYTES = 30_000
@@ -39,13 +41,15 @@ STEP = 1.25  # what weights are multiplied by between two weight syncs: exact in
 class Fleet:
     """Servers that weights of a model are sent to. servers: (tp, ep) of each.
 
-    staging_bytes: what a rank stages; 0: nothing.
+    round_to: what their values are rounded to. quantization: how they hold matrices. staging_bytes:
+    what a rank stages; 0: nothing.
     """
 
     model: str
     servers: tuple[tuple[int, int], ...]
     dtype: str
     round_to: Format | None = None
+    quantization: Format | None = None
     staging_bytes: int = 0
 
 
@@ -70,11 +74,11 @@ def shards_to_fleets(
 
 
 def _config(model: Path, parallel: dict[str, int], fleet: Fleet) -> Config:
-    server = {"model": str(model)}
+    server = {"model": str(model), "dtype": fleet.dtype}
     return Config.model_validate(
         {
             "data": {"train": "unused"},
-            "student": server,
+            "student": server | {"quantization": fleet.quantization},
             "teacher": server,
             "learner": {"dtype": "float32", "threads": 1, "parallel": parallel},
             "weight_sync": {
@@ -130,7 +134,7 @@ def _handle(request: Any, sender: ShardsSender, full: FullTensors, fleet: Fleet)
                 for shard in full.shards.values():
                     shard.parameter.mul_(STEP)
         case pieces:
-            return piece_digests(full, pieces, fleet.round_to)
+            return piece_digests(full, pieces, fleet.round_to, fleet.quantization, fleet.dtype)
 
 
 async def _control(
@@ -140,7 +144,8 @@ async def _control(
         asked.put(request)
         return await asyncio.to_thread(answers.get, timeout=60)
 
-    servers = ThreadFleet(full.spec, [ServerLayout(*s) for s in fleet.servers], fleet.dtype)
+    layouts = [ServerLayout(*s) for s in fleet.servers]
+    servers = ThreadFleet(full.spec, layouts, fleet.dtype, fleet.quantization)
     shards = Shards(servers, ask, config)
     await shards.open()
     assert shards.num_bytes == max(rank.num_bytes for rank in servers.ranks())
@@ -153,8 +158,9 @@ async def _control(
             await _require_staged(servers, ask, fleet)
         await shards.send(version)
         exported = await ask("export")
-        assert shards.tensors == exported.keys(), shards.tensors ^ exported.keys()
-        _require_received(servers, exported, fleet)
+        wanted = _wanted(exported, fleet)
+        assert shards.tensors == wanted.keys(), shards.tensors ^ wanted.keys()
+        _require_received(servers, wanted, fleet)
         await ask("step") if version == 1 else None
     pieces = [p for found in servers.described(digests=True).values() for p in found]
     assert await ask(pieces) == [piece.digest for piece in pieces], "digests"
@@ -180,16 +186,29 @@ async def _require_staged(
         assert sum(rank.group.sizes) <= fleet.staging_bytes
 
 
-def _require_received(
-    servers: ThreadFleet, exported: dict[str, torch.Tensor], fleet: Fleet
-) -> None:
-    """Every rank holds its slices of the export, bit for bit, and nothing came besides."""
+def _wanted(exported: dict[str, torch.Tensor], fleet: Fleet) -> dict[str, torch.Tensor]:
+    """What servers are to hold of the export, whole."""
+    if fleet.quantization is not None:
+        return held_oracle(exported, fleet.quantization, getattr(torch, fleet.dtype))
+    return {name: rounded(name, tensor, fleet.round_to) for name, tensor in exported.items()}
+
+
+def _require_received(servers: ThreadFleet, wanted: dict[str, torch.Tensor], fleet: Fleet) -> None:
+    """Every rank holds its slices of what it is to hold, bit for bit; nothing came besides."""
     for index, rank in enumerate(servers.ranks()):
         assert rank.group is not None
         assert sum(rank.group.sizes) == rank.num_bytes, (fleet, index)
-        assert max(rank.group.sizes) <= BUCKET_BYTES < rank.num_bytes
+        assert max(rank.group.sizes) <= BUCKET_BYTES
+        assert fleet.quantization is not None or rank.num_bytes > BUCKET_BYTES
         for piece, canvas in zip(rank.pieces, rank.canvases, strict=True):
-            whole = rounded(piece.hf_name, exported[piece.hf_name], fleet.round_to)
-            part = whole.narrow(piece.dim, piece.start, piece.length).to(piece.view.dtype)
-            assert torch.equal(piece.view, part), (fleet, index, piece.hf_name)
-            assert int(canvas.isfinite().sum()) == part.numel(), "memory beside it was written"
+            whole = wanted[piece.hf_name].to(piece.view.dtype)
+            part = whole.narrow(piece.dim, piece.start, piece.length)
+            same = torch.equal(_bits(piece.view), _bits(part))
+            assert same, (fleet, index, piece.hf_name)
+            filled = canvas > -128 if canvas.dtype == torch.int8 else canvas.float().isfinite()
+            assert int(filled.sum()) == part.numel(), "memory beside it was written"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies in memory: also the sign of a zero."""
+    return tensor.contiguous().view(torch.uint8)

@@ -35,6 +35,15 @@ ROUNDED = [
     Fleet("moe", (TP2_EP2, TP1), "float32", "int8"),
     Fleet("moe", (TP2,), "float32", "fp8"),
 ]
+# numbers and scales; a rank of TP4_EP2 holds some columns of an expert, and all scales of its rows
+QUANTISED = [
+    Fleet("moe", (TP2_EP2, TP1), "bfloat16", quantization="int8"),
+    Fleet("moe", (TP4_EP2, TP1), "float32", quantization="fp8", staging_bytes=60_000),
+]
+QUANTISED_DENSE = [
+    Fleet("tied", (TP2, TP1), "float32", quantization="int8", staging_bytes=40_000),
+    Fleet("biased", (TP4,), "bfloat16", quantization="fp8"),
+]
 # into shadow buffers with room for some of the weights, and for all
 STAGED = [
     Fleet("moe", (TP2_EP2, TP1), "float32", "fp8", staging_bytes=200_000),
@@ -68,6 +77,8 @@ def fleets_of(learner: str) -> list[Fleet]:
         *MOE,
         *(ROUNDED if learner == "tp2" else []),
         *(STAGED if learner == "tp2 ep2" else []),
+        *(QUANTISED if learner in ("one rank", "tp2", "tp2 ep2", "dp2 ep2") else []),
+        *(QUANTISED_DENSE if learner in ("one rank", "tp2", "pp2 vpp2") else []),
     ]
 
 

@@ -190,7 +190,7 @@ def test_shards_reach_both_ranks(
     """Some tensors by way of shadow buffers, while requests run, and the others in the pause."""
     changed_model = perturbed_copy(student_model, tmp_path / "changed", scale=0.1, seed=6)
     changed = load_tensors(changed_model)
-    plan = plan_for(student_model, ServerLayout(2, 2), staged=50_000)
+    plan = plan_for(student_model, ServerLayout(2, 2), staged=200_000)
     first, rest = (shards_of(plan, changed, staged=staged) for staged in (True, False))
     requests = requests_of(tokens=64, count=4)
     device = torch.device("cpu")
@@ -204,14 +204,14 @@ def test_shards_reach_both_ranks(
             old = (await fleet.weight_digests())[url]
             work = [asyncio.create_task(fleet.generate(request)) for request in requests]
             await fleet.stage_weights(name)
-            await asyncio.to_thread(send, group, first, torch.float32, device)
+            await asyncio.to_thread(send, group, first, device)
             staged = (await fleet.weight_digests(staged=True))[url]
             still = (await fleet.weight_digests())[url]
             await fleet.pause("retract")
             await fleet.begin_weight_update()
             await asyncio.gather(
                 fleet.receive_weights(name, 60),
-                asyncio.to_thread(send, group, rest, torch.float32, device),
+                asyncio.to_thread(send, group, rest, device),
             )
             await fleet.flush_cache()
             await fleet.end_weight_update(version)

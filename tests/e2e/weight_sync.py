@@ -12,7 +12,7 @@ from torch import distributed
 
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.weight_sync.plan import ServerLayout, SyncPlan, plan_sync
+from megatron_opd.weight_sync.plan import Room, ServerLayout, SyncPlan, plan_sync
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.ports import free_port
@@ -92,8 +92,9 @@ async def sync_weights(
 
 
 def plan_for(model: Path, server: ServerLayout, staged: float) -> SyncPlan:
-    """What rank 0 of a group sends to a server's ranks; staged: numbers that each may stage."""
-    return plan_sync(read_model_spec(model), ParallelConfig(), {}, [server], 10_000, staged)
+    """What rank 0 of a group sends to a server's ranks; staged: bytes that each may stage."""
+    room = Room("float32", None, 10_000, staged)
+    return plan_sync(read_model_spec(model), ParallelConfig(), {}, [server], room)
 
 
 def shards_of(
@@ -105,6 +106,7 @@ def shards_of(
             1 + bucket.receiver,
             tuple(part.name for part in bucket.parts),
             tuple(tensors[p.name].narrow(p.dim, p.start, p.length) for p in bucket.parts),
+            tensors[bucket.parts[0].name].dtype,
         )
         for bucket in plan.outgoing(0, staged=staged)
     ]

@@ -8,19 +8,18 @@ from dataclasses import dataclass, replace
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.families import FAMILIES
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.weight_sync.plan import ServerLayout
+from megatron_opd.weight_sync.plan import Room, ServerLayout
 from tests.support.published import spec_of
 
 
 @dataclass(frozen=True)
 class Case:
-    """limit: numbers of a bucket. staged: numbers that a server rank may stage."""
+    """What is planned for whom."""
 
     spec: ModelSpec
     parallel: ParallelConfig
     servers: tuple[ServerLayout, ...]
-    limit: int
-    staged: float
+    room: Room
 
 
 def random_spec(rng: random.Random) -> ModelSpec:
@@ -79,5 +78,7 @@ def random_case(seed: int) -> Case:
     layouts = [random_server(rng, spec) for _ in range(2)]
     servers = tuple(rng.choice(layouts) for _ in range(rng.choice([1, 2, 2, 3])))
     limit = rng.choice([20, 100, 400, 10**6])
-    staged = rng.choice([0, 0, 500, 3000, float("inf")])
-    return Case(spec, random_learner(rng, spec), servers, limit, staged)
+    staged = rng.choice([0, 0, 1000, 6000, float("inf")])
+    format = rng.choice([None, "int8", "fp8"])
+    room = Room("bfloat16", format, limit, staged)
+    return Case(spec, random_learner(rng, spec), servers, room)

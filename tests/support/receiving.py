@@ -16,13 +16,14 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroupGloo
 
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.weight_sync.holdings import server_holdings
+from megatron_opd.weight_sync.holdings import as_held, server_holdings
 from megatron_opd.weight_sync.plan import ServerLayout
 from sglang_bridge.fleet import WeightsWorld, weights_world
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import ServerInfo, WeightPiece
 from sglang_bridge.server import receiver
 from sglang_bridge.server.pieces import Piece
+from sglang_bridge.weights.formats import Format, dtype_of
 from sglang_bridge.weights.share import decode_share
 
 HOST = "127.0.0.1"
@@ -37,7 +38,9 @@ def receiver_of(held: Sequence[Piece]) -> receiver.Receiver:
 
 def canvas_of(shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(memory of NaN, a view of `shape` in its midst): as a fused parameter's, not contiguous."""
-    canvas = torch.full([size + 3 for size in shape], math.nan, dtype=dtype)
+    # -128 in int8, which no quantised weight is
+    filling = math.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+    canvas = torch.full([size + 3 for size in shape], filling, dtype=dtype)
     view = canvas
     for dim, size in enumerate(shape):
         view = view.narrow(dim, 1, size)
@@ -59,14 +62,16 @@ class Counted:
 class Rank:
     """One rank of a server: its memory, its receiver, its end of the group."""
 
-    def __init__(self, spec: ModelSpec, layout: ServerLayout, rank: int, dtype: torch.dtype):
+    def __init__(
+        self, spec: ModelSpec, layout: ServerLayout, rank: int, dtype: str, format: Format | None
+    ):
         self.pieces: list[Piece] = []
         self.canvases: list[torch.Tensor] = []
-        for held in server_holdings(spec, layout.tp, layout.ep):
+        for held in as_held(server_holdings(spec, layout.tp, layout.ep), format):
             if rank in held.ranks:
                 shape = [*held.shape]
                 shape[held.dim] = held.length
-                canvas, view = canvas_of(shape, dtype)
+                canvas, view = canvas_of(shape, getattr(torch, dtype_of(held.kind, dtype, format)))
                 self.canvases.append(canvas)
                 self.pieces.append(Piece(held.name, held.dim, held.start, held.length, view))
         self.receiver = receiver_of(self.pieces)
@@ -79,10 +84,15 @@ class Rank:
 
     def described(self, rank: int, *, digests: bool) -> list[WeightPiece]:
         """What it answers when it is asked what it holds."""
-        dtype = str(self.pieces[0].view.dtype).removeprefix("torch.")
         return [
             WeightPiece(
-                rank, p.hf_name, p.dim, p.start, p.length, dtype, p.digest if digests else ""
+                rank,
+                p.hf_name,
+                p.dim,
+                p.start,
+                p.length,
+                str(p.view.dtype).removeprefix("torch."),
+                p.digest if digests else "",
             )
             for p in self.pieces
         ]
@@ -124,15 +134,22 @@ def gloo_groups(size: int, timeout_s: float) -> list[ProcessGroupGloo]:
 class ThreadFleet:
     """Implements weight_sync.transport.ReceivingFleet; `layouts`: of its servers, in order."""
 
-    def __init__(self, spec: ModelSpec, layouts: Sequence[ServerLayout], dtype: str) -> None:
-        kind = getattr(torch, dtype)
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layouts: Sequence[ServerLayout],
+        dtype: str,
+        format: Format | None = None,
+    ) -> None:
         self.infos = [
             ServerInfo(
                 f"http://s{i}:1", "", 1, 1, layout.tp, layout.ep, 0, dtype, 1, deterministic=False
             )
             for i, layout in enumerate(layouts)
         ]
-        self.servers = [[Rank(spec, at, rank, kind) for rank in range(at.tp)] for at in layouts]
+        self.servers = [
+            [Rank(spec, at, rank, dtype, format) for rank in range(at.tp)] for at in layouts
+        ]
 
     def ranks(self) -> Iterator[Rank]:
         """All ranks of all servers, in the order of the plan's receivers."""

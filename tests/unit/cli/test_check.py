@@ -286,3 +286,15 @@ def test_a_path_with_a_nul_character_is_refused(tmp_path: Path, config: dict, ca
     config["run"]["dir"] = "a\0b"
     refused(capsys, call(tmp_path, config, verb="run"), "run.dir", "NUL")
     assert os.listdir(tmp_path)
+
+
+def test_held_quantised_and_rounded_are_said_apart(tmp_path: Path, config: dict, capsys):
+    """Which servers save memory, and which only sample from rounded values."""
+    assert call(tmp_path, config, "--set", "student.quantization=int8", verb="check") == 0
+    said = printed(capsys)
+    assert squeezed("bfloat16, matrices held as int8") in said
+    assert "notquantised" in said
+    assert call(tmp_path, config, "--set", "weight_sync.round_to=int8", verb="check") == 0
+    said = printed(capsys)
+    assert squeezed("bfloat16, matrices rounded to int8 but held in bfloat16") in said
+    assert "notquantised" not in said

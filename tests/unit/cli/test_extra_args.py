@@ -33,6 +33,15 @@ def test_whole_options_pass(extra_args: tuple[str, ...]):
     check(*extra_args)
 
 
+def test_a_teacher_may_be_quantised_by_sglang_itself():
+    quantise = ("--quantization", "fp8")
+    check_extra_args(ServerConfig(model="m", extra_args=quantise), "teacher")
+    with pytest.raises(UserError, match=r"must not hold --quantization: use teacher\.quantization"):
+        check_extra_args(
+            ServerConfig(model="m", extra_args=quantise, quantization="int8"), "teacher"
+        )
+
+
 @pytest.mark.parametrize(
     ("extra_args", "words"),
     [
@@ -53,6 +62,7 @@ def test_whole_options_pass(extra_args: tuple[str, ...]):
         (["--expert-parallel-size", "2"], ["student.ep"]),
         (["--context-length", "16k"], ["student.context_length"]),
         (["--dtype", "half"], ["student.dtype"]),
+        (["--quantization", "fp8"], ["--quantization", "use student.quantization"]),
         (["--random-seed", "1"], ["run.seed"]),
         (["--enable-deterministic-inference"], ["run.deterministic"]),
         (["--log-levle", "info"], ["--log-levle"]),

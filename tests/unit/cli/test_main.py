@@ -223,6 +223,7 @@ def served(**fields: object) -> ServerInfo:
     [
         ({"vocab_size": 1024}, "512 ids, got 1024"),
         ({"dtype": "float32"}, "bfloat16, got float32"),
+        ({"quantization": "int8"}, "must hold quantization none, got int8"),
         ({"model_path": "/etc"}, "got /etc"),
         ({"version": 3}, "version 3 of another run: restart it"),
         ({"deterministic": False}, "started with --enable-deterministic-inference, as run.determ"),

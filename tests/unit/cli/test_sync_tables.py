@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -46,6 +47,22 @@ def test_sizes_are_those_of_what_the_ranks_hold():
     assert sizes.seconds(50) == pytest.approx(max(share) / 50e9)
     assert sizes.seconds(25) == 2 * sizes.seconds(50)
     assert sizes.shadow == 0
+
+
+def test_quantised_bytes_are_half_of_bfloat16():
+    settings: dict[str, Any] = {"tp": 2, "ep": 2, "dtype": "bfloat16"}
+    sizes, plain = (
+        sync_sizes(minimal(student={"model": "s", "quantization": format, **settings}), MOE)
+        for format in ("int8", None)
+    )
+    # embeddings and head stay; every scale of 4 bytes is a row's of 768 numbers or more
+    assert 0.5 < sum(sizes.received) / sum(plain.received) < 0.52
+    assert sum(sizes.sent) == sum(sizes.received)
+    config = minimal(student={"model": "s", "quantization": "int8", **settings})
+    said = shown(config, MOE)
+    assert "matrices bfloat16 int8 no" in said
+    assert "its own share of the weights 14.6 GiB" in said
+    assert "that share in bfloat16, not quantised 28.4 GiB" in said
 
 
 def test_shadow_buffers_are_counted_and_limited():

@@ -131,6 +131,16 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ],
         ["learner.optimizer.optimizer_cpu_offload=false"],
     ),
+    (
+        ["student.quantization=int8", "weight_sync.round_to=fp8"],
+        ["weight_sync.round_to must be null", "student.quantization", "got fp8 and int8"],
+        ["weight_sync.round_to=null"],
+    ),
+    (
+        ["student.quantization=fp8", "weight_sync.type=broadcast"],
+        ["weight_sync.type must be shards", "student.quantization", "got broadcast and fp8"],
+        ["weight_sync.type=my_module:MY_TRANSPORT"],
+    ),
 ]
 
 

@@ -35,6 +35,25 @@ def test_each_difference_is_one_line(parallel: dict, student: dict, dtype: str, 
     assert found.startswith(line)
 
 
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            {"student": {"model": "s", "quantization": "int8"}},
+            "learner.dtype=bfloat16 and student.quantization=int8: matrices are held as one byte",
+        ),
+        (
+            {"weight_sync": {"round_to": "fp8"}},
+            "learner.dtype=bfloat16 and weight_sync.round_to=fp8 values: matrices are only "
+            "rounded: they are held in bfloat16 and save no memory",
+        ),
+    ],
+)
+def test_held_quantised_and_merely_rounded_are_told_apart(settings: dict, line: str):
+    (found,) = differences(minimal(**settings), DENSE)
+    assert found.startswith(line)
+
+
 def test_experts_are_compared_where_there_are_some():
     config = config_of({"tp": 2, "ep": 2, "etp": 1}, {"tp": 2})
     assert differences(config, DENSE) == []

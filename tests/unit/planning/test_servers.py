@@ -7,6 +7,8 @@ import pytest
 from megatron_opd.config.sections import ServerConfig
 from megatron_opd.planning import servers
 from megatron_opd.planning.parameters import model_parameters
+from megatron_opd.weight_sync.holdings import as_held, server_holdings
+from sglang_bridge.weights.formats import item_bytes
 from tests.support.published import MODELS, spec_of
 
 GIB = 2**30
@@ -36,6 +38,23 @@ def test_servers_that_cannot_fit(fields: dict[str, Any], words: list[str]):
     assert "\n" not in message
     for word in words:
         assert word in message, message
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (4, 1), (8, 8), (8, 2)])
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-1.7B"])
+def test_quantised_weights_are_counted_as_they_are_held(name: str, tp: int, ep: int):
+    spec = spec_of(name)
+    section = server(tp=tp, ep=ep, quantization="int8")
+    sizes = item_bytes("bfloat16")
+    held = as_held(server_holdings(spec, tp, ep), "int8")
+    by_rank = [0] * tp
+    for part in held:
+        for rank in part.ranks:
+            by_rank[rank] += part.elements * sizes[part.kind]
+    assert servers.server_memory(spec, section).weights == max(by_rank)
+    plain = servers.server_memory(spec, server(tp=tp, ep=ep)).weights
+    matrices = 0.95 if name == "Qwen3-30B-A3B" else 0.6  # a small model is embeddings for much
+    assert max(by_rank) < plain * (1 - matrices / 2)
 
 
 def test_server_shards():

@@ -308,13 +308,22 @@ def test_pieces_and_info():
     with pytest.raises(BadReply, match="ranks is missing"):
         parse_pieces(URL, {"success": True})
     described = {
-        "ranks": [{"checksums": {"vocab_size": "512", "dtype": "bfloat16"}, "parallelism_info": []}]
+        "ranks": [
+            {
+                "checksums": {"vocab_size": "512", "dtype": "bfloat16", "quantization": "fp8"},
+                "parallelism_info": [],
+            }
+        ]
     }
     server = {"tp_size": 2, "ep_size": 2, "max_total_num_tokens": 99}
     server["enable_deterministic_inference"] = True
     model = {"model_path": "m", "weight_version": "3"}
     info = parse_info(URL, server, model, {"data": [{"max_model_len": 64}]}, described)
     assert (info.vocab_size, info.context_length, info.tp_size, info.version) == (512, 64, 2, 3)
+    assert info.quantization == "fp8"
+    described["ranks"][0]["checksums"]["quantization"] = "none"
+    info = parse_info(URL, server, model, {"data": [{"max_model_len": 64}]}, described)
+    assert info.quantization is None
 
 
 @pytest.mark.parametrize(

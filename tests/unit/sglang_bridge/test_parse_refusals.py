@@ -184,7 +184,7 @@ INFO = {
     },
     "model": {"model_path": "m", "weight_version": "3"},
     "models": {"data": [{"max_model_len": 64}]},
-    "plugin": described({"vocab_size": "512", "dtype": "bfloat16"}),
+    "plugin": described({"vocab_size": "512", "dtype": "bfloat16", "quantization": "int8"}),
 }
 
 
@@ -210,11 +210,13 @@ def test_impossible_pieces(key: str, digest: Any):
 @pytest.mark.parametrize(
     ("section", "change"),
     [
-        ("plugin", described({"vocab_size": "0", "dtype": "x"})),
-        ("plugin", described({"vocab_size": "-5", "dtype": "x"})),
-        ("plugin", described({"dtype": "x"})),
-        ("plugin", described({"vocab_size": "9" * 12, "dtype": "x"})),
-        ("plugin", described({"vocab_size": "5", "dtype": "x\x1b["})),
+        ("plugin", described({"vocab_size": "0", "dtype": "x", "quantization": "none"})),
+        ("plugin", described({"vocab_size": "-5", "dtype": "x", "quantization": "none"})),
+        ("plugin", described({"dtype": "x", "quantization": "none"})),
+        ("plugin", described({"vocab_size": "9" * 12, "dtype": "x", "quantization": "none"})),
+        ("plugin", described({"vocab_size": "5", "dtype": "x\x1b[", "quantization": "none"})),
+        ("plugin", described({"vocab_size": "5", "dtype": "x"})),
+        ("plugin", described({"vocab_size": "5", "dtype": "x", "quantization": "int4"})),
         ("server", {"tp_size": True}),
         ("server", {"tp_size": 0}),
         ("server", {"max_total_num_tokens": HUGE}),

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from megatron_opd.config.learner import ParallelConfig
-from megatron_opd.weight_sync.holdings import Held, learner_holdings, server_holdings
+from megatron_opd.weight_sync.holdings import Held, as_held, learner_holdings, server_holdings
 from megatron_opd.weight_sync.plan import (
+    Room,
     ServerLayout,
     SyncPlan,
     plan_sync,
@@ -34,7 +35,7 @@ def first_receivers(servers: Sequence[ServerLayout]) -> list[int]:
 
 
 def plan_of(case: Case) -> SyncPlan:
-    return plan_sync(case.spec, case.parallel, {}, case.servers, case.limit, case.staged)
+    return plan_sync(case.spec, case.parallel, {}, case.servers, case.room)
 
 
 def shares_of(case: Case, plan: SyncPlan) -> list[dict[str, list[Message]]]:
@@ -64,6 +65,7 @@ def check_both_ends(plan: SyncPlan, kind: str, shares: list[Any], senders: int) 
     for source, buckets in enumerate(queues):
         for bucket in buckets:
             assert bucket.source == source
+            assert {part.kind for part in bucket.parts} == {bucket.kind}
             sent[source, bucket.receiver].append(as_message(bucket))
     for receiver, share in enumerate(shares):
         for message in share[kind]:
@@ -85,12 +87,12 @@ def check_both_ends(plan: SyncPlan, kind: str, shares: list[Any], senders: int) 
 def check_parts(case: Case, shares: list[dict[str, list[Message]]]) -> None:
     """Every receiver gets what its layout says, each index once, from a rank that holds it."""
     sources: dict[str, list[Held]] = defaultdict(list)
-    for held in learner_holdings(case.spec, case.parallel):
+    for held in as_held(learner_holdings(case.spec, case.parallel), case.room.format):
         sources[held.name].append(held)
     firsts = first_receivers(case.servers)
     for first, layout in zip(firsts, case.servers, strict=False):
         wanted: dict[int, dict[str, Held]] = defaultdict(dict)
-        for held in server_holdings(case.spec, layout.tp, layout.ep):
+        for held in as_held(server_holdings(case.spec, layout.tp, layout.ep), case.room.format):
             for rank in held.ranks:
                 wanted[rank][held.name] = held
         for rank in range(layout.tp):
@@ -122,8 +124,8 @@ def check_staged(case: Case, shares: list[dict[str, list[Message]]]) -> None:
     firsts = first_receivers(case.servers)
     for first, layout in zip(firsts, case.servers, strict=False):
         sizes: Counter[tuple[int, str]] = Counter()
-        for held in server_holdings(case.spec, layout.tp, layout.ep):
-            one = 1
+        for held in as_held(server_holdings(case.spec, layout.tp, layout.ep), case.room.format):
+            one = {"plain": 2, "numbers": 1, "scales": 4}[held.kind]
             for dim, size in enumerate(held.shape):
                 one *= held.length if dim == held.dim else size
             for rank in held.ranks:
@@ -134,7 +136,7 @@ def check_staged(case: Case, shares: list[dict[str, list[Message]]]) -> None:
                 kind: {name for _, slices in share[kind] for name, *_ in slices} for kind in share
             }
             assert not names[STAGED] & names[PAUSED]
-            assert sum(sizes[rank, name] for name in names[STAGED]) <= case.staged
+            assert sum(sizes[rank, name] for name in names[STAGED]) <= case.room.max_staged
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -182,7 +184,8 @@ def test_what_is_staged_is_as_many_tensors_as_every_rank_has_room_for():
         Held("b", (3,), 0, 0, 3, (0, 1)),
         Held("c", (1,), 0, 0, 1, (1,)),
     ]
-    found = {room: staged_names(held, room) for room in (0, 7.9, 8, 11, 12, float("inf"))}
+    rooms = (0, 7.9, 8, 11, 12, float("inf"))
+    found = {room: staged_names(held, 2 * room, {"plain": 2}) for room in rooms}
     assert found == {
         0: set(),
         7.9: set(),
@@ -207,7 +210,7 @@ def test_a_plan_for_235b(capsys: pytest.CaptureFixture[str]):
     parallel = ParallelConfig(tp=4, pp=2, dp=8, ep=32, etp=1)
     servers = [ServerLayout(8, 8)] * 8
     started = time.perf_counter()
-    plan = plan_sync(spec, parallel, {}, servers, 2**28, 0)
+    plan = plan_sync(spec, parallel, {}, servers, Room("bfloat16", None, 2**28, 0))
     planned = time.perf_counter()
     buckets = plan.outgoing(5, staged=False)
     outgoing = time.perf_counter()

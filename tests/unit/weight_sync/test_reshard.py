@@ -14,12 +14,13 @@ from megatron_opd.models.spec import ModelSpec
 from megatron_opd.weight_sync.holdings import Held, learner_holdings, server_holdings
 from megatron_opd.weight_sync.reshard import (
     CannotReshard,
-    elements_received,
-    elements_sent,
+    bytes_received,
+    bytes_sent,
     plan_routes,
 )
 from tests.support.published import spec_of
 
+ONE = {"plain": 1}
 SMALL = spec_of("Qwen3-1.7B")
 DEGREES = st.sampled_from([1, 2, 4])
 
@@ -112,13 +113,13 @@ def test_every_element_arrives_once_from_a_rank_that_holds_it(data: st.DataObjec
             assert times[place].size == route.elements
         assert written.keys() == wanted.keys()
         assert all((written[key] == wanted[key]).all() for key in wanted)
-    received = elements_received(routes)
+    received = bytes_received(routes, ONE)
     assert sum(received.values()) == sum(mask.sum() for mask in wanted.values())
     sent: Counter[int] = Counter()
     for route in routes:
         for at in range(servers):
             sent[route.source(at)] += route.elements
-    assert elements_sent(routes, servers) == sent
+    assert bytes_sent(routes, servers, ONE) == sent
     assert max(sent) < parallel.world_size
 
 
@@ -145,11 +146,10 @@ def test_what_every_rank_of_a_published_model_holds_adds_up(tp: int):
     whole = sum(
         h.length * int(np.prod(h.shape)) // h.shape[h.dim] for h in server_holdings(spec, 1, 1)
     )
-    received = elements_received(
-        plan_routes(
-            learner_holdings(spec, ParallelConfig(tp=2, ep=2, dp=2)), server_holdings(spec, tp, tp)
-        )
+    routes = plan_routes(
+        learner_holdings(spec, ParallelConfig(tp=2, ep=2, dp=2)), server_holdings(spec, tp, tp)
     )
+    received = bytes_received(routes, ONE)
     assert len(received) == tp
     assert min(received.values()) >= whole / tp  # replicated norms and routers come on top
     assert max(received.values()) <= 1.02 * whole / tp

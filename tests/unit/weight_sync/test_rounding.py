@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from megatron_opd.weight_sync.rounding import EXACT, FP8, INT8_MAX, rounded
+from megatron_opd.weight_sync.rounding import rounded
+from sglang_bridge.weights.formats import EXACT
 
+INT8_MAX, FP8 = 127, torch.float8_e4m3fn
 NAME = "model.layers.0.mlp.experts.1.up_proj.weight"
 
 

@@ -11,10 +11,10 @@ import pytest
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.weight_sync.holdings import server_holdings
-from megatron_opd.weight_sync.plan import ServerLayout, bucket_and_stage, plan_sync
+from megatron_opd.weight_sync.plan import Room, ServerLayout, plan_sync, room_of
+from megatron_opd.weight_sync.quantised_pieces import CannotServe
 from megatron_opd.weight_sync.reshard import CannotReshard
 from megatron_opd.weight_sync.shards import (
-    CannotServe,
     Shards,
     common_dtype,
     require_as_planned,
@@ -127,17 +127,20 @@ def test_how_a_server_is_cut_is_what_it_says():
 
 
 @pytest.mark.parametrize(
-    ("settings", "dtype", "expected"),
+    ("settings", "expected"),
     [
-        ({"bucket_bytes": 10}, "float32", (2, 0)),
-        ({"bucket_bytes": 10}, "bfloat16", (5, 0)),
-        ({"bucket_bytes": 3}, "float32", (1, 0)),
-        ({"staging": True}, "float32", (2**27, float("inf"))),
-        ({"staging": True, "staging_bytes": 10}, "bfloat16", (2**28, 5)),
+        ({"bucket_bytes": 10}, Room("float32", None, 2, 0)),
+        ({"bucket_bytes": 10}, Room("bfloat16", None, 5, 0)),
+        # a bucket of scales is no larger either
+        ({"bucket_bytes": 10}, Room("bfloat16", "int8", 2, 0)),
+        ({"bucket_bytes": 3}, Room("float32", None, 1, 0)),
+        ({"staging": True}, Room("float32", None, 2**27, float("inf"))),
+        ({"staging": True, "staging_bytes": 10}, Room("bfloat16", None, 2**28, 10)),
     ],
 )
-def test_numbers_of_a_bucket_and_of_a_shadow(settings: Any, dtype: str, expected: Any):
-    assert bucket_and_stage(minimal(weight_sync=settings).weight_sync, dtype) == expected
+def test_numbers_of_a_bucket_and_bytes_of_a_shadow(settings: Any, expected: Room):
+    found = room_of(minimal(weight_sync=settings).weight_sync, expected.dtype, expected.format)
+    assert found == expected
 
 
 def info(index: int, layout: ServerLayout) -> ServerInfo:
@@ -244,7 +247,8 @@ def test_a_whole_life_of_the_transport(wire: Wire):
     assert shards.num_bytes == 30
     assert shards.tensors == {held.name for held in server_holdings(wire.spec, 1, 1)}
     learner = wire.config.learner
-    plan = plan_sync(wire.spec, learner.parallel, learner.megatron, LAYOUTS, 1000, 0)
+    room = Room("float32", None, 1000, 0)
+    plan = plan_sync(wire.spec, learner.parallel, learner.megatron, LAYOUTS, room)
     assert list(wire.shares) == plan.shares()
     told = [decode_share(text, rank) for text, rank in zip(wire.shares, (1, 0), strict=True)]
     assert min(len(share["paused"]) for share in told) > 20

@@ -55,6 +55,11 @@ def test_products_that_do_are_refused(limit: int):
         patch.setattr(torch.nn.functional, "linear", linear)
         with pytest.raises(invariance.NotInvariant, match=r"float32 \[8, 4\] depends on the num"):
             invariance.check([torch.ones(8, 4), torch.ones(8, 4)])
+        for held in (torch.int8, torch.float8_e4m3fn):  # multiplied in what the first one is
+            with pytest.raises(
+                invariance.NotInvariant, match=r"float32 \[8, 4\] depends on the num"
+            ):
+                invariance.check([torch.ones(3), torch.ones(8, 4).to(held)])
 
 
 def test_a_server_is_told_to_be_deterministic():

@@ -41,6 +41,25 @@ def test_pieces_of_experts_have_published_names(family: Family):
     assert places == {gate: (0, 4, 4), up: (0, 4, 4), down: (1, 4, 4)}
 
 
+@pytest.mark.parametrize("family", [f for f in FAMILIES.values() if f.moe], ids=lambda f: f.name)
+def test_scales_of_experts_are_cut_as_their_rows_are(family: Family):
+    """Gate's and up's over the ranks; down's not, of which each rank holds columns of all rows."""
+    owner = OWNER[family.name]
+    module = SimpleNamespace(num_fused_shared_experts=0, moe_ep_rank=1, moe_tp_rank=1)
+    w13, w2 = torch.arange(16.0).view(2, 8, 1), torch.arange(8.0).view(2, 4, 1)
+    found = [
+        *pieces._experts(module, owner, "w13_weight_scale", w13),
+        *pieces._experts(module, owner, "w2_weight_scale", w2),
+    ]
+    by_name = {piece.hf_name.removesuffix("_scale"): piece for piece in found}
+    gate, up, down = expert_names(family, 3)
+    assert torch.equal(by_name[gate].view, w13[1, :4])
+    assert torch.equal(by_name[up].view, w13[1, 4:])
+    assert torch.equal(by_name[down].view, w2[1])
+    places = {n: (by_name[n].dim, by_name[n].start, by_name[n].length) for n in (gate, up, down)}
+    assert places == {gate: (0, 4, 4), up: (0, 4, 4), down: (0, 0, 4)}
+
+
 LAYERS = "sglang.srt.layers"  # importing them takes seconds, and files of a server's own
 
 

@@ -58,8 +58,9 @@ class Arrivals:
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         if self.fails:
             raise RuntimeError("silent")
-        self.asked.append((peer, tag, tensors[0].numel()))
-        tensors[0].copy_(torch.arange(1, 1 + tensors[0].numel()))
+        numbers = tensors[0].view(torch.float32)
+        self.asked.append((peer, tag, numbers.numel()))
+        numbers.copy_(torch.arange(1, 1 + numbers.numel()))
         return self
 
     def wait(self) -> None:
@@ -256,8 +257,8 @@ def test_a_failure_is_an_answer():
     assert answer(lambda: {"bytes": "3"}) == {"bytes": "3"}
 
 
-def test_a_model_of_two_dtypes_is_refused_before_anything_is_sent():
+def test_a_message_of_two_dtypes_is_refused_before_anything_is_sent():
     held = [Piece("a", 0, 0, 2, torch.zeros(2)), Piece("b", 0, 0, 2, torch.zeros(2).half())]
     receiver: Receiver = receiver_of(held)
-    with pytest.raises(BadExpectation, match=r"of torch\.float16 and torch\.float32"):
+    with pytest.raises(BadExpectation, match=r"a message holds torch\.float16 and torch\.float32"):
         receiver.expect(share([[0, [["a", 0, 0, 2], ["b", 0, 0, 2]]]]))

@@ -44,8 +44,8 @@ def side_by_side(*calls: Callable[[], None]) -> None:
             done.result(timeout=60)
 
 
-def message(peer: int, *views: torch.Tensor) -> Message:
-    return Message(peer, tuple(f"t{i}" for i in range(len(views))), views)
+def message(peer: int, *views: torch.Tensor, dtype: torch.dtype = FLOAT) -> Message:
+    return Message(peer, tuple(f"t{i}" for i in range(len(views))), views, dtype)
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = FLOAT) -> torch.Tensor:
@@ -55,41 +55,41 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = FLOAT) -> torch.Tenso
 @settings(max_examples=25)
 @given(data=st.data())
 def test_what_is_sent_arrives(pair: Sequence[ProcessGroupGloo], data: st.DataObject):
-    """Any shapes, cut out of larger tensors at both ends, of either dtype at either end."""
+    """Any shapes, cut out of larger tensors at both ends; each message of a dtype of its own."""
     shapes = st.lists(st.integers(1, 9), min_size=1, max_size=2)
     lists = data.draw(st.lists(st.lists(shapes, min_size=1, max_size=4), max_size=6))
-    ours, theirs = (data.draw(st.sampled_from([FLOAT, HALF])) for _ in range(2))
+    ours = data.draw(st.sampled_from([FLOAT, HALF]))
     sent, arrived, canvases = [], [], []
     for at, parts in enumerate(lists):
+        theirs = data.draw(st.sampled_from([FLOAT, HALF, torch.float8_e4m3fn]))
         pairs = [(canvas_of(shape, ours), canvas_of(shape, theirs)) for shape in parts]
         for index, ((_, here), _) in enumerate(pairs):
             here.copy_(noise(*here.shape, seed=100 * at + index))
-        sent.append(message(1, *(here for (_, here), _ in pairs)))
-        arrived.append(message(0, *(there for _, (_, there) in pairs)))
+        sent.append(message(1, *(here for (_, here), _ in pairs), dtype=theirs))
+        arrived.append(message(0, *(there for _, (_, there) in pairs), dtype=theirs))
         canvases += [canvas for _, (canvas, _) in pairs]
-    side_by_side(
-        lambda: send(pair[0], sent, theirs, CPU), lambda: receive(pair[1], arrived, theirs, CPU)
-    )
+    side_by_side(lambda: send(pair[0], sent, CPU), lambda: receive(pair[1], arrived, CPU))
     for here, there in zip(sent, arrived, strict=True):
-        assert here.elements == there.elements
+        assert here.nbytes == there.nbytes
         for mine, held in zip(here.views, there.views, strict=True):
-            assert torch.equal(held, mine.to(theirs))
-    written = sum(int(canvas.isfinite().sum()) for canvas in canvases)
-    assert written == sum(there.elements for there in arrived), "and nothing beside the views"
+            assert torch.equal(held.float(), mine.to(there.dtype).float())
+    written = sum(int(canvas.float().isfinite().sum()) for canvas in canvases)
+    numbers = sum(view.numel() for there in arrived for view in there.views)
+    assert written == numbers, "and nothing beside the views"
 
 
 def test_a_receiver_of_another_dtype_than_the_message_casts(pair: Sequence[ProcessGroupGloo]):
     whole, held = noise(40), torch.zeros(40, dtype=HALF)
     side_by_side(
-        lambda: send(pair[0], [message(1, whole)], FLOAT, CPU),
-        lambda: receive(pair[1], [message(0, held)], FLOAT, CPU),
+        lambda: send(pair[0], [message(1, whole)], CPU),
+        lambda: receive(pair[1], [message(0, held)], CPU),
     )
     assert torch.equal(held, whole.to(HALF))
 
 
 def test_nothing_to_send_and_nothing_to_receive_is_no_wait(pair: Sequence[ProcessGroupGloo]):
-    send(pair[0], [], FLOAT, CPU)
-    receive(pair[1], [], FLOAT, CPU)
+    send(pair[0], [], CPU)
+    receive(pair[1], [], CPU)
 
 
 def test_messages_of_many_ranks_meet_in_one_order(four: Sequence[ProcessGroupGloo]):
@@ -100,11 +100,11 @@ def test_messages_of_many_ranks_meet_in_one_order(four: Sequence[ProcessGroupGlo
 
     def sender(rank: int) -> None:
         mine = [message(to, weights[t, s, to]) for t, s, to in order if s == rank]
-        send(four[rank], mine, FLOAT, CPU)
+        send(four[rank], mine, CPU)
 
     def receiver(rank: int) -> None:
         mine = [message(s, held[t, s, to]) for t, s, to in order if to == rank]
-        receive(four[rank], mine, FLOAT, CPU)
+        receive(four[rank], mine, CPU)
 
     for _ in range(2):  # a second weight sync finds nothing of the first
         side_by_side(
@@ -124,8 +124,8 @@ def test_what_is_read_of_a_view_is_what_is_sent(pair: Sequence[ProcessGroupGloo]
         return 10 * view
 
     side_by_side(
-        lambda: send(pair[0], [message(1, torch.ones(1), torch.full((3,), 2.0))], FLOAT, CPU, read),
-        lambda: receive(pair[1], [message(0, held)], FLOAT, CPU),
+        lambda: send(pair[0], [message(1, torch.ones(1), torch.full((3,), 2.0))], CPU, read),
+        lambda: receive(pair[1], [message(0, held)], CPU),
     )
     assert held.tolist() == [10, 20, 20, 20]
     assert seen == ["t0", "t1"]
@@ -140,6 +140,7 @@ class Late:
         self.memory: set[int] = set()
         self.sent: list[list[float]] = []
         self.tags: list[tuple[int, int]] = []
+        self._kind = ""
 
     def _start(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
         (tensor,) = tensors
@@ -161,9 +162,9 @@ class Late:
     def wait(self) -> None:
         tensor = self.under_way.pop(0)
         if self._kind == "send":
-            self.sent.append(tensor.tolist())
+            self.sent.append(tensor.view(FLOAT).tolist() if tensor.numel() % 4 == 0 else [])
         else:
-            tensor.fill_(len(self.sent))
+            tensor.view(FLOAT if tensor.numel() % 4 == 0 else HALF).fill_(len(self.sent))
             self.sent.append([])
 
 
@@ -176,7 +177,7 @@ def test_two_buffers_are_filled_in_turn_while_they_are_not_under_way():
         message(peer, torch.full((1,), float(i)), torch.full((2,), float(i)))
         for i, peer in enumerate(PEERS)
     ]
-    send(group, messages, FLOAT, CPU)
+    send(group, messages, CPU)
     assert group.sent == [[float(i)] * 3 for i in range(len(PEERS))], "as it was when packed"
     assert (group.most, len(group.memory)) == (BUFFERS, BUFFERS)
     assert group.under_way == [], "all have left"
@@ -186,7 +187,7 @@ def test_two_buffers_are_filled_in_turn_while_they_are_not_under_way():
 def test_two_buffers_are_emptied_in_turn():
     group: Any = Late()
     messages = [message(peer, torch.zeros(1), torch.zeros(2)) for peer in PEERS]
-    receive(group, messages, FLOAT, CPU)
+    receive(group, messages, CPU)
     arrived = [[*m.views[0].tolist(), *m.views[1].tolist()] for m in messages]
     assert arrived == [[float(i)] * 3 for i in range(len(PEERS))]
     assert (group.most, len(group.memory)) == (BUFFERS, BUFFERS)
@@ -197,7 +198,7 @@ def test_two_buffers_are_emptied_in_turn():
 def test_one_piece_of_memory_travels_without_a_copy(side: Callable[..., None]):
     group: Any = Late()
     views = [torch.zeros(4, 6)[1:3] for _ in range(3 * IN_FLIGHT)]
-    side(group, [message(1, view) for view in views], FLOAT, CPU)
+    side(group, [message(1, view) for view in views], CPU)
     assert group.memory == {view.untyped_storage().data_ptr() for view in views}
     assert (group.most, group.under_way) == (IN_FLIGHT, [])
 
@@ -213,7 +214,7 @@ def test_one_piece_of_memory_travels_without_a_copy(side: Callable[..., None]):
 )
 def test_what_does_not_lie_as_it_travels_is_packed(view: torch.Tensor, options: tuple[Any, ...]):
     group: Any = Late()
-    send(group, [message(1, view)] * 5, FLOAT, CPU, *options)
+    send(group, [message(1, view)] * 5, CPU, *options)
     assert view.untyped_storage().data_ptr() not in group.memory
     assert len(group.memory) == BUFFERS
 
@@ -230,12 +231,12 @@ def test_memory_beside_the_weights_is_two_of_the_largest_messages(
         return real(*args, **kwargs)
 
     monkeypatch.setattr(exchange.torch, "empty", empty)
-    messages = [message(1, torch.zeros(2 + i % 3)) for i in range(count)]
+    messages = [message(1, torch.zeros(2 + i % 3), dtype=HALF) for i in range(count)]
     for side in (send, receive):
         made.clear()
-        side(Late(), messages, HALF, CPU)  # type: ignore[arg-type]
+        side(Late(), messages, CPU)  # type: ignore[arg-type]
         assert len(made) == min(count, BUFFERS)
-        assert all(size == 2 * max(m.elements for m in messages) for size in made)
+        assert all(size == max(m.nbytes for m in messages) for size in made)
 
 
 def test_a_peer_that_never_comes_is_an_error_within_the_timeout():
@@ -245,13 +246,13 @@ def test_a_peer_that_never_comes_is_an_error_within_the_timeout():
     for silent in ("receiver", "sender"):
         one, other = gloo_groups(2, limit_s)
         side_by_side(
-            lambda a=one: send(a, [message(1, weights)], FLOAT, CPU),
-            lambda b=other: receive(b, [message(0, held)], FLOAT, CPU),
+            lambda a=one: send(a, [message(1, weights)], CPU),
+            lambda b=other: receive(b, [message(0, held)], CPU),
         )
         assert torch.equal(held, weights)
         waits = {
-            "receiver": lambda a=one: send(a, [message(1, torch.zeros(16 * 2**20))], FLOAT, CPU),
-            "sender": lambda b=other: receive(b, [message(0, held)] * 2, FLOAT, CPU),
+            "receiver": lambda a=one: send(a, [message(1, torch.zeros(16 * 2**20))], CPU),
+            "sender": lambda b=other: receive(b, [message(0, held)] * 2, CPU),
         }
         started = time.monotonic()
         with pytest.raises(
@@ -267,7 +268,7 @@ def test_a_peer_that_never_comes_is_an_error_within_the_timeout():
 
 def test_names_and_views_that_differ_in_number_are_an_error():
     with pytest.raises(ValueError, match="zip"):
-        send(Late(), [Message(1, ("a",), (noise(2), noise(2)))], FLOAT, CPU)  # type: ignore[arg-type]
+        send(Late(), [Message(1, ("a",), (noise(2), noise(2)), FLOAT)], CPU)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

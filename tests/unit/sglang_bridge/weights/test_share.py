@@ -43,6 +43,14 @@ def test_every_rank_reads_its_own_messages():
     assert decode_share(TEXT, 2) == {STAGED: [], PAUSED: []}
 
 
+def test_numbers_of_one_kind_share_a_message():
+    """Those of another have another size."""
+    kinds = ("plain", "numbers", "scales", "numbers")
+    routes = [Route(f"t{i}", 0, 0, 1, 0, (3,), 0, 1, kind) for i, kind in enumerate(kinds)]
+    found = decode_share(encode_share(encode_routes((), routes), PLACE, LIMITS), 0)[PAUSED]
+    assert [[name for name, *_ in slices] for _, slices in found] == [["t1", "t3"], ["t0"], ["t2"]]
+
+
 def test_the_routes_of_all_servers_of_a_layout_are_one_text():
     routes = encode_routes((), ROUTES)
     texts = [encode_share(routes, Place(index, 2 * index), LIMITS) for index in range(3)]
@@ -57,8 +65,8 @@ def packed(tree: Any) -> str:
 
 HEAD = "[0,0,6,20]"
 EMPTY = packed({"sources": [], STAGED: [], PAUSED: []})
-ROW = ["a", 0, 0, 4, 0, 0, 40, 0]
-EMPTY_ROW = ["a", 0, 0, 0, 0, 0, 40, 0]
+ROW = ["a", 0, 0, 4, 0, 0, 40, 0, "plain"]
+EMPTY_ROW = ["a", 0, 0, 0, 0, 0, 40, 0, "plain"]
 BAD = {
     "nothing": "",
     "no routes": HEAD,

@@ -1,0 +1,28 @@
+"""What servers are started with, by role and device."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_opd.cli import servers
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.servers import make_spec
+from tests.support.config_files import minimal
+
+
+def spec_of(dtype: str, role: str = "student"):
+    section = {"model": "m", "dtype": dtype, "quantization": "fp8"}
+    return make_spec(minimal(**{role: section}), role, 4000, 0, Path("m"))
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_quantization_is_passed_on(role: str):
+    assert spec_of("float32", role).quantization == "fp8"
+    assert make_spec(minimal(), role, 4000, 0, Path("m")).quantization is None
+
+
+def test_kernels_of_a_gpu_take_no_float32(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(servers, "has_gpu", lambda: True)
+    assert spec_of("bfloat16").quantization == "fp8"
+    with pytest.raises(UserError, match=r"^student\.dtype must be bfloat16 with student\.quantiz"):
+        spec_of("float32")
