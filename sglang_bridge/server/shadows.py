@@ -36,10 +36,12 @@ class Shadows:
         return self._fill is not None and self._fill.is_done
 
     def begin(self, fill: Callable[[], None]) -> None:
-        """Let a thread fill the buffers; an earlier fill is forgotten."""
-        device = self._device
+        """Let a thread fill the buffers, once an earlier fill is over, however that ended."""
+        device, earlier = self._device, self._fill
 
         def fill_all() -> Digests:
+            if earlier is not None:
+                earlier.end()
             with _own_stream(device):
                 fill()
             return {}
@@ -95,6 +97,10 @@ class _Task:
     def is_done(self) -> bool:
         """Returns whether `result` would not wait."""
         return not self._thread.is_alive()
+
+    def end(self) -> None:
+        """Wait until it is over."""
+        self._thread.join()
 
     def result(self) -> Digests:
         """Wait for what was found; raises what went wrong."""

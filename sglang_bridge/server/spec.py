@@ -16,6 +16,7 @@ PARENT_VARIABLE = "SGLANG_BRIDGE_PARENT"
 API_KEY_VARIABLE = "SGLANG_BRIDGE_API_KEY"
 FILES_VARIABLE = "SGLANG_BRIDGE_FILES"
 GROUP_TIMEOUT_VARIABLE = "SGLANG_BRIDGE_GROUP_TIMEOUT_S"
+WEIGHTS_DIR_VARIABLE = "SGLANG_BRIDGE_WEIGHTS_DIR"
 # An idle connection is the client's to close (http.KEEPALIVE_S): a server that closes one just as a
 # request enters it fails that request. Its own default of 5 s does so on a machine that stalls.
 KEEP_ALIVE_S = 600
@@ -33,7 +34,8 @@ class ServerSpec:
     for a silent peer of a weight-update group. routed_experts: keep which experts each token
     visited, 4 bytes a token of the KV pool, layer and expert; MoE models only. deterministic: what
     a request gets depends on its seed and the weights alone, not on what is batched beside it (but
-    truncated requests, top_p < 1, are for times of their own).
+    truncated requests, top_p < 1, are for times of their own). weights_dir: the one directory below
+    which it reads new weights; None: it reads none from disk.
     extra_args: appended to the command line.
     """
 
@@ -53,6 +55,7 @@ class ServerSpec:
     group_timeout_s: float = 300.0
     routed_experts: bool = False
     deterministic: bool = False
+    weights_dir: str | None = None
     extra_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -101,7 +104,8 @@ def server_env(
     api_key: what every request must bring. files: a directory for the server's own files.
     """
     env = dict(os.environ if base is None else base)
-    for name, value in ((API_KEY_VARIABLE, api_key), (FILES_VARIABLE, files)):
+    given = (API_KEY_VARIABLE, api_key), (FILES_VARIABLE, files)
+    for name, value in (*given, (WEIGHTS_DIR_VARIABLE, spec.weights_dir)):
         env.pop(name, None)
         if value is not None:
             env[name] = value

@@ -60,7 +60,7 @@ def num_blocks(numbers: int) -> int:
 
 
 def groups_of_blocks(first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield (block, block after the last) of the blocks of numbers [first, end), a few at a time."""
+    """Yield (block, block after the last) for the blocks of numbers [first, end), a few at once."""
     last = num_blocks(end)
     for block in range(first // BLOCK, last, AT_ONCE):
         yield block, min(block + AT_ONCE, last)

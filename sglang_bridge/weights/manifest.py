@@ -92,6 +92,18 @@ class Manifest(msgspec.Struct, frozen=True):
         return sum(file.num_bytes for file in self.files)
 
 
+class Opening(msgspec.Struct, frozen=True):
+    """Tells a server rank where versions come: the run's directory below the one it may read.
+
+    staged: the tensors that are read into shadow buffers first; None: all. wait_s: how long files
+    may take to appear.
+    """
+
+    stream: str
+    staged: tuple[str, ...] | None
+    wait_s: float
+
+
 def checksum(data: bytes | bytearray | memoryview, start: int = 0) -> int:
     """Return the CRC-32 of data; any flipped bit changes it. start: of what came before it."""
     return zlib.crc32(data, start)
@@ -122,7 +134,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(text: bytes, name: str) -> Manifest:
-    """Return the manifest of version `name`. BadManifest: it is another's, damaged or impossible."""
+    """Return the manifest of version `name`. BadManifest: it is another's or damaged."""
     body, _, seal = text[:-1].rpartition(b"\n")
     if text[-1:] != b"\n" or seal != f"{checksum(body):08x}".encode():
         raise BadManifest("its bytes are not those that were written")
@@ -144,7 +156,9 @@ def decode(text: bytes, name: str) -> Manifest:
 def _check_file(file: File, has_base: bool) -> None:
     """Raise BadManifest unless all that a file is said to hold lies in it."""
     if FILE.fullmatch(file.name) is None:
-        raise BadManifest(f"{file.name[:80]!r} is no name of its files, such as rank00000.safetensors")
+        raise BadManifest(
+            f"{file.name[:80]!r} is no name of its files, such as rank00000.safetensors"
+        )
     if not 8 <= file.head_bytes <= file.num_bytes:
         raise BadManifest(f"{file.name}: a head of {file.head_bytes} bytes of {file.num_bytes}")
     for part in file.slices:

@@ -33,7 +33,7 @@ TORCH_FREE = {"types", "config", "buffer", "batching", "controller", "rollout", 
 TORCH_FREE |= {"columns", "metrics", "planning"}
 HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
 # What learner ranks and server ranks do alike with tensors; the client side stays free of it.
-WITH_TORCH = {"sglang_bridge.weights.digest", "sglang_bridge.weights.exchange"}
+WITH_TORCH = {f"sglang_bridge.weights.{name}" for name in ("changes", "digest", "exchange")}
 
 
 @cache
