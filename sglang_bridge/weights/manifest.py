@@ -146,6 +146,8 @@ def decode(text: bytes, name: str) -> Manifest:
         raise BadManifest(f"its format is {found.format}, not {FORMAT}")
     if found.name != name:
         raise BadManifest(f"it is that of {found.name[:80]!r}, not of {name}")
+    if version_name(order(name), found.version) != name:
+        raise BadManifest(f"it is of the weights' version {found.version}, not that of {name}")
     if found.base is not None and order(found.base) >= order(name):
         raise BadManifest(f"its base {found.base} is not older than {name}")
     for file in found.files:
