@@ -1,6 +1,7 @@
 """What may be deleted: never what a version that stays is based on, or a server may still need."""
 
 import errno
+import os
 import random
 from pathlib import Path
 
@@ -71,8 +72,6 @@ def test_one_that_is_being_deleted_has_lost_its_name_before(
     ],
 )
 def test_a_failure_names_path_and_remedy(number: int, said: str):
-    import os
-
     for error in (
         OSError(number, os.strerror(number)),
         OSError(number, os.strerror(number), "/d/f"),
