@@ -73,3 +73,11 @@ async def relabel(fleet: Fleet, version: int) -> None:
     await fleet.begin_weight_update()
     await fleet.end_weight_update(version)
     await fleet.resume()
+
+
+def flip_the_last_bit(directory: Path, version: int) -> None:
+    """Damage the only file of a version."""
+    (file,) = directory.glob(f"run-*/*-version-{version}/rank00000.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
