@@ -1,12 +1,8 @@
-"""Takes from a learner rank the slices that it writes, and finds what of them has changed.
-
-Of ranks that hold the same slice one writes it; they take turns over slices of the same size.
-"""
+"""Takes from a learner rank the slices that it writes, and finds what of them has changed."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -17,15 +13,6 @@ from megatron_opd.weight_sync.shards_sender import cut
 from sglang_bridge.weights.changes import Changes, find_changes
 from sglang_bridge.weights.exchange import Read
 from sglang_bridge.weights.schedule import Part
-
-
-def writers(learner: Iterable[Held]) -> Iterator[tuple[int, Held]]:
-    """Yield (rank that writes it, slice) for all that a learner's ranks hold."""
-    turns: Counter[tuple[tuple[int, ...], int]] = Counter()
-    for held in learner:
-        turn = turns[held.ranks, held.elements]
-        turns[held.ranks, held.elements] += 1
-        yield held.ranks[turn % len(held.ranks)], held
 
 
 class Slices:

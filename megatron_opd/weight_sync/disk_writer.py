@@ -21,7 +21,8 @@ from megatron_opd.models.ranks import all_gather_json
 from megatron_opd.models.views import views_by_name
 from megatron_opd.weight_sync.disk_files import Content, write_file
 from megatron_opd.weight_sync.disk_messages import Open, Refused, Write, Written, decode, encode
-from megatron_opd.weight_sync.disk_slices import Slices, writers
+from megatron_opd.weight_sync.disk_plan import writers
+from megatron_opd.weight_sync.disk_slices import Slices
 from megatron_opd.weight_sync.disk_versions import Stream, needed, told
 from megatron_opd.weight_sync.holdings import learner_holdings
 from megatron_opd.weight_sync.row_maxima import reader
