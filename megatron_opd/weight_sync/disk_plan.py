@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_opd.config.schema import Config
+from megatron_opd.config.sections import WeightSyncConfig
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.weight_sync.holdings import Held, learner_holdings
 from megatron_opd.weight_sync.plan import ITEM_BYTES
@@ -48,10 +49,19 @@ def disk_sizes(config: Config, spec: ModelSpec) -> DiskSizes:
     size, written = ITEM_BYTES[config.student.dtype], Counter[int]()
     for rank, held in writers(learner_holdings(spec, learner.parallel, learner.megatron)):
         written[rank] += held.elements * size
+    wholes, changes = versions_at_once(settings)
+    return DiskSizes(written.total(), max(written.values()), wholes, changes)
+
+
+def versions_at_once(settings: WeightSyncConfig) -> tuple[int, int]:
+    """Return how many whole versions, and versions of changes, are there at once, at most.
+
+    Servers that are behind keep more of them.
+    """
     there = settings.keep_versions + 1
-    wholes = there
-    if settings.delta:
-        # from the whole one that the oldest kept may be based on
-        there += settings.full_every - 1
-        wholes = 1 + (there - 1) // settings.full_every
-    return DiskSizes(written.total(), max(written.values()), wholes, there - wholes)
+    if not settings.delta:
+        return there, 0
+    # from the whole one that the oldest kept may be based on
+    there += settings.full_every - 1
+    wholes = 1 + (there - 1) // settings.full_every
+    return wholes, there - wholes
