@@ -25,6 +25,7 @@ STUDIES = (
     "noticing",
     "step",
     "weight_sync",
+    "weight_sync_disk",
     "sync_layouts",
     "fuzz",
     "gpu",
