@@ -27,7 +27,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Announces a tensor in a file. make: returns it, in one piece in host memory."""
+    """Describes a tensor in a file. make: returns it, in one piece in host memory."""
 
     key: str
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Announces a slice in a file; see sglang_bridge.weights.manifest.Slice."""
+    """Describes a slice in a file; see sglang_bridge.weights.manifest.Slice."""
 
     name: str
     dim: int

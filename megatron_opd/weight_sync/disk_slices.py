@@ -35,11 +35,11 @@ class Slices:
         self._last: dict[str, torch.Tensor] = {}
 
     def whole(self, read: Read) -> list[Content]:
-        """Announce all slices. read: what to write in place of a view."""
+        """List all slices. read: what to write in place of a view."""
         return [self._whole(held, read) for held in self._held]
 
     def changes(self, read: Read) -> list[Content]:
-        """Announce what has changed since the last version, and remember what is now."""
+        """List what has changed since the last version, and remember what is now."""
         return [self._changed(held, read) for held in self._held]
 
     def _whole(self, held: Held, read: Read) -> Content:

@@ -53,7 +53,7 @@ class Stream:
         sync_directory(self.path)
 
     def keep(self, versions: Collection[str]) -> None:
-        """Delete all other versions, and what a failure left of one."""
+        """Remove all other versions, and what a failure left of one."""
         for entry in sorted(self.path.iterdir()):
             name = entry.name.removesuffix(PARTIAL).removesuffix(REMOVED)
             if VERSION.fullmatch(name) is None or entry.name in versions:
@@ -64,7 +64,7 @@ class Stream:
             shutil.rmtree(gone)
 
     def remove(self) -> None:
-        """Delete it with all its versions."""
+        """Remove it with all its versions."""
         self.keep(())
         (self.path / OWNER).unlink()
         self.path.rmdir()

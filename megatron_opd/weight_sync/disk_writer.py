@@ -62,7 +62,7 @@ class DiskWriter:
             return encode(Refused(str(error)))
 
     def close(self) -> None:
-        """Delete what was written: no server needs it any more."""
+        """Remove what was written: no server needs it any more."""
         stream, self._stream = self._stream, None
         if stream is not None and self._crew.rank == 0:
             stream.remove()

@@ -1,4 +1,4 @@
-"""Brings weights in memory to a version on disk, from whatever version they are now."""
+"""Moves weights in memory to a version on disk, from whatever version they are now."""
 
 from __future__ import annotations
 
