@@ -31,7 +31,8 @@ class Stream:
         """Make it, and remove those of earlier runs of the same owner. OSError: it cannot."""
         self._directory.mkdir(exist_ok=True)
         for entry in sorted(self._directory.iterdir()):
-            if STREAM.fullmatch(entry.name) and _owner(entry) == owner:
+            ours = STREAM.fullmatch(entry.name) and not entry.is_symlink()
+            if ours and _owner(entry) == owner:
                 shutil.rmtree(entry)
         self.path.mkdir()
         write_synced(self.path / OWNER, owner)

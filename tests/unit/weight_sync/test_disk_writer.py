@@ -258,7 +258,7 @@ def test_what_an_earlier_try_of_the_same_run_left_is_removed_and_nothing_else(
     for path, owner in ((old, "me"), (others, "somebody"), (mine, "me")):
         (path / version_name(0, 0)).mkdir(parents=True)
         (path / "owner").write_text(owner)
-    (root / "run-cccccccccccc").symlink_to(tmp_path)
+    (root / "run-cccccccccccc").symlink_to(mine)
     learner = Learner(monkeypatch, root)
     assert {entry.name for entry in root.iterdir()} == {
         RUN,
