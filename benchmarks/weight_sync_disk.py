@@ -2,7 +2,7 @@
 
     python -m benchmarks weight_sync_disk
 
-Two learner ranks (TP2, bfloat16 with float32 masters) train a random Qwen3 of 29 M parameters with
+Two learner ranks (TP2, bfloat16 with float32 masters) train a random Qwen3 of 28 M parameters with
 AdamW at a constant learning rate, on another synthetic batch each update, and write a version after
 each as the run's learner does: the first whole, the others as the numbers whose bfloat16 bits
 changed. The bytes are those of all files of a version, the manifest included.
