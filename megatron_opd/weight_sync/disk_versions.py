@@ -6,6 +6,7 @@ ever deleted that has another name than these. Rank 0 of the learner alone chang
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -62,13 +63,15 @@ class Stream:
             gone = entry
             if entry.name == name:  # nobody may see half of it under its own name
                 gone = entry.rename(entry.with_name(f"{name}{REMOVED}"))
-            shutil.rmtree(gone)
+            # a network file system keeps what a reader has open: that goes the next time
+            shutil.rmtree(gone, ignore_errors=True)
 
     def remove(self) -> None:
-        """Remove it with all its versions."""
-        self.keep(())
-        (self.path / OWNER).unlink()
-        self.path.rmdir()
+        """Remove it with all its versions, as far as it can: a run does not fail at its end."""
+        with contextlib.suppress(OSError):
+            self.keep(())
+            (self.path / OWNER).unlink()
+            self.path.rmdir()
 
 
 def needed(bases: Mapping[str, str | None], keep: int, taken: str | None) -> frozenset[str]:
