@@ -25,6 +25,7 @@ STUDIES = (
     "noticing",
     "step",
     "weight_sync",
+    "weight_sync_disk",
     "sync_layouts",
     "sync_chaos",
     "fuzz",

@@ -21,6 +21,7 @@ from sglang_bridge.parse import (
     Known,
     empty_scores,
     is_pending,
+    parse_answers,
     parse_done,
     parse_expected,
     parse_info,
@@ -199,7 +200,7 @@ class ServerClient:
         while is_pending(self.url, reply):
             await asyncio.sleep(POLL_S)
             reply = await self._ask_ranks(action)
-        return parse_pieces(self.url, reply)
+        return parse_pieces(self.url, reply, none=staged)
 
     # ------------------------------------------------------------ weight sync
 
@@ -300,6 +301,13 @@ class ServerClient:
         """Lets every rank make staged weights live and receive the others; send them now."""
         action = f"{wire.RECEIVE_ACTION} {group_name}"
         parse_done(self.url, await self._ask_ranks(action, timeout_s, repeatable=False))
+
+    async def ask_ranks(self, action: str, timeout_s: float | None = None) -> list[dict[str, str]]:
+        """Returns what every rank answers to an action of the plugin, which it may receive twice.
+
+        RankFailed: a rank could not do it.
+        """
+        return parse_answers(self.url, await self._ask_ranks(action, timeout_s))
 
     async def _ask_ranks(
         self, action: str, timeout_s: float | None = None, *, repeatable: bool = True

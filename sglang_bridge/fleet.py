@@ -287,6 +287,13 @@ class Fleet:
         """Lets every rank of every server make its weights live (see ServerClient)."""
         await self._everywhere(lambda client: client.receive_weights(group_name, timeout_s))
 
+    async def ask_ranks(
+        self, action: str, timeout_s: float | None = None
+    ) -> dict[str, list[dict[str, str]]]:
+        """Returns {server url: what its ranks answer to an action of the plugin}."""
+        answers = await self._everywhere(lambda client: client.ask_ranks(action, timeout_s))
+        return dict(zip((client.url for client in self.clients), answers, strict=True))
+
     async def weight_digests(self, *, staged: bool = False) -> dict[str, list[WeightPiece]]:
         """Returns {server url: its ranks' weight digests}. staged: of weights not live yet."""
         digests = await self._everywhere(lambda client: client.weight_digests(staged=staged))

@@ -150,12 +150,17 @@ def empty_scores(request: ScoreRequest) -> ScoreReply:
     return ScoreReply(values, join(request, values, RowTable(offsets_T1, ids, values, values)))
 
 
-def parse_pieces(url: str, reply: Any, *, digests: bool = True) -> list[WeightPiece]:
-    """Parses every rank's pieces of weights. digests: their digests were asked for."""
+def parse_pieces(
+    url: str, reply: Any, *, digests: bool = True, none: bool = False
+) -> list[WeightPiece]:
+    """Parses every rank's pieces of weights.
+
+    digests: their digests were asked for. none: there may be no pieces.
+    """
     pieces: list[WeightPiece] = []
     for rank, answers in _by_rank(url, reply):
         pieces += [_piece(url, rank, key, digest, digests) for key, digest in answers.items()]
-    require(url, len(pieces) > 0, "no pieces of weights: is the server's plugin active?")
+    require(url, none or len(pieces) > 0, "no pieces of weights: is the server's plugin active?")
     return pieces
 
 
@@ -179,6 +184,15 @@ def is_pending(url: str, reply: Any) -> bool:
 def parse_done(url: str, reply: Any) -> None:
     """Parses the reply to an action that answers nothing but failures."""
     _by_rank(url, reply)
+
+
+def parse_answers(url: str, reply: Any) -> list[dict[str, str]]:
+    """Parses what every rank answered to an action of the plugin: text by name."""
+    answers = [each for _, each in _by_rank(url, reply)]
+    for each in answers:
+        text = all(isinstance(word, str) for pair in each.items() for word in pair)
+        require(url, text, "a rank answered other than text")
+    return answers
 
 
 def _by_rank(url: str, reply: Any) -> list[tuple[int, dict[str, Any]]]:

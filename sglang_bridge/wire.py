@@ -60,6 +60,12 @@ PIECE_SEPARATOR = "|"
 EXPECT_ACTION = "bridge_expect"  # a share, see weights/share.py
 STAGE_ACTION = "bridge_stage"  # the group's name
 RECEIVE_ACTION = "bridge_receive"  # the group's name
+# of weights on disk: the argument is an Opening as JSON, or a version's name
+OPEN_VERSIONS = "bridge_open_versions"
+STAGE_VERSION = "bridge_stage_version"
+STAGED_VERSION = "bridge_staged_version"
+TAKE_VERSION = "bridge_take_version"
+CLOSE_VERSIONS = "bridge_close_versions"
 RECEIVED_BYTES = "bytes"
 PENDING = "pending"  # a rank is not done: ask again
 ERROR = "error"

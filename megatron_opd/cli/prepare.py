@@ -11,6 +11,7 @@ from functools import partial
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, TypeVar
 
+from megatron_opd.cli.disk_tables import disk_notes
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.notes import notes, sampler_gaps
 from megatron_opd.cli.preflight import CheckedModels, ModelFacts, check_models, prompt_limit
@@ -116,6 +117,7 @@ def read_inputs(
     said = (
         *notes(config),
         *gaps,
+        *disk_notes(config, models.student.spec),
         *skipped,
         *seen_problems(found.get("train"), found.get("heldout")),
     )

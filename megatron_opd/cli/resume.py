@@ -63,6 +63,10 @@ MAY_CHANGE = (
     "weight_sync.staging",
     "weight_sync.staging_bytes",
     "weight_sync.verify_every",
+    "weight_sync.directory",
+    "weight_sync.keep_versions",
+    "weight_sync.delta",
+    "weight_sync.full_every",
 )
 """Keys that change neither what is sampled nor what is learnt from it, except by rounding."""
 CANNOT_CHANGE = {

@@ -38,11 +38,18 @@ def make_spec(config: Config, role: Role, port: int, index: int, model: Path) ->
         routed_experts=role == STUDENT and config.learner.routing_replay == "rollout",
         deterministic=config.run.deterministic,
         quantization=section.quantization,
+        weights_dir=_weights_dir(config, role),
         extra_args=section.extra_args,
     )
     check_extra_args(section, role)
     _check_for_device(spec, role)
     return spec
+
+
+def _weights_dir(config: Config, role: Role) -> str | None:
+    """Return the directory below which a server of this role may read new weights."""
+    directory = config.weight_sync.directory
+    return str(directory.absolute()) if directory is not None and role == STUDENT else None
 
 
 def _check_for_device(spec: ServerSpec, role: Role) -> None:

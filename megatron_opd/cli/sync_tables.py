@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from megatron_opd.cli.disk_tables import disk_table
 from megatron_opd.cli.tables import byte_text, new_table
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec
@@ -69,6 +70,8 @@ def sync_tables(config: Config, spec: ModelSpec, link_gbs: float) -> Iterator[Ta
     yield _layouts(config, spec)
     if config.weight_sync.type == "shards":
         yield _transfers(config, spec, link_gbs)
+    if config.weight_sync.type == "disk":
+        yield disk_table(config, spec, max(sync_sizes(config, spec).received))
 
 
 def _layouts(config: Config, spec: ModelSpec) -> Table:

@@ -36,6 +36,7 @@ NOT_THE_LEARNERS = (
     "buffer.hold_batches",
     "weight_sync.timeout_s",
     "weight_sync.host",
+    "weight_sync.directory",
     "weight_sync.verify_every",
     "evaluation.*",
     "checkpoint.*",

@@ -284,6 +284,7 @@ class BufferConfig(Section):
 TRANSPORTS = {
     "shards": "megatron_opd.weight_sync.shards:SHARDS",
     "broadcast": "megatron_opd.weight_sync.broadcast:BROADCAST",
+    "disk": "megatron_opd.weight_sync.disk:DISK",
 }
 """Where the weight transports are, by `weight_sync.type`."""
 
@@ -298,7 +299,9 @@ class WeightSyncConfig(Section):
     type: str = "shards"
     """Weight transport. shards: every rank of the learner sends each server rank what that rank
     holds, straight into its parameters. broadcast: the learner's rank 0 gathers every tensor and
-    broadcasts it to all ranks of all servers, which is slower and takes any server. MODULE:NAME:
+    broadcasts it to all ranks of all servers, which is slower and takes any server. disk: every
+    rank of the learner writes its share to weight_sync.directory, and each server rank reads what
+    it holds; for servers that share a file system with the learner and no network. MODULE:NAME:
     your own (docs/extending.md)."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Backend of torch.distributed that carries the weights: auto takes nccl where the learner has
@@ -331,6 +334,21 @@ class WeightSyncConfig(Section):
     staging_bytes: ByteCount | None = None
     """Largest size in bytes of a server rank's shadow buffers; the rest of its weights is received
     while the server is paused. null: room for all of them."""
+    directory: FilePath | None = None
+    """Directory in which versions of the weights are written and read, on a file system that all
+    ranks of the learner and all servers share; servers may have it under another path. Takes the
+    weights' size for each version. type: disk."""
+    keep_versions: PositiveInt = 2
+    """Number of newest versions on disk that stay readable, besides the one being written; older
+    ones are deleted once every server has a newer one. Raising it takes more disk space. type:
+    disk."""
+    delta: bool = False
+    """Writes only the numbers that changed since the last version, compared as the servers hold
+    them: of bfloat16 weights a small learning rate changes few. Costs each learner rank host memory
+    for its share of the weights in the servers' dtype. type: disk."""
+    full_every: PositiveInt = 10
+    """Number of versions of which one is whole with delta: true. Raising it writes less, and keeps
+    longer chains on disk, which a restarted server has to read. type: disk."""
     verify_every: NonNegativeInt = 0
     """Number of weight syncs between two that compare digests of every weight slice on the servers
     with the learner's weights; 0: only the first one of a run. Costs one pass over the weights
@@ -352,6 +370,18 @@ class WeightSyncConfig(Section):
             raise ValueError("staging needs type: shards, got type: broadcast")
         if self.staging_bytes is not None and not self.staging:
             raise ValueError("staging_bytes needs staging: true")
+        return self
+
+    @model_validator(mode="after")
+    def _only_disk_has_a_directory(self) -> WeightSyncConfig:
+        if self.type == "disk" and self.directory is None:
+            raise ValueError(
+                "directory must name a directory that learner and servers share with type: disk, "
+                "got null"
+            )
+        for key, value in (("directory", self.directory), ("delta", self.delta or None)):
+            if self.type != "disk" and value is not None:
+                raise ValueError(f"{key} needs type: disk, got type: {self.type}; leave it out")
         return self
 
     @field_validator("type")

@@ -80,6 +80,12 @@ class ReceivingFleet(Protocol):
         """Let every rank of every server receive what it expects."""
         ...
 
+    async def ask_ranks(
+        self, action: str, timeout_s: float | None = None
+    ) -> Mapping[str, Sequence[Mapping[str, str]]]:
+        """Let every rank of every server execute an action of the plugin; return their answers."""
+        ...
+
 
 AskLearner = Callable[[bytes], Awaitable[bytes]]
 """Hands a request to LearnerPart.handle on every rank; returns rank 0's answer."""

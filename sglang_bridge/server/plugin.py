@@ -12,6 +12,7 @@ import torch
 from sglang_bridge import wire
 from sglang_bridge.server import (
     compat,
+    disk_reader,
     draws,
     invariance,
     pieces,
@@ -27,6 +28,7 @@ from sglang_bridge.server.spec import (
     GROUP_TIMEOUT_VARIABLE,
     QUANTIZATION_VARIABLE,
     SEED_VARIABLE,
+    WEIGHTS_DIR_VARIABLE,
 )
 from sglang_bridge.weights.formats import HELD_AS, SCALES_SUFFIX
 from sglang_bridge.weights.share import decode_share
@@ -35,6 +37,7 @@ _plan: score_plan.ScorePlan | None = None  # for the forward pass being launched
 _generator: torch.Generator | None = None  # for the teacher's draws
 _runner: Any = None  # SGLang's model runner
 _receiver: receiver.Receiver | None = None  # once weights are expected
+_reader: disk_reader.DiskReader | None = None  # once weights come from disk
 
 
 def register() -> None:
@@ -153,6 +156,7 @@ def around_check_weights(
         wire.STAGE_ACTION: lambda _: stage_weights(argument),
         wire.STAGED_DIGEST_ACTION: lambda _: staged_digests(),
         wire.RECEIVE_ACTION: lambda _: receive_weights(argument),
+        **{name: lambda model: read_weights(model, verb, argument) for name in disk_reader.ACTIONS},
     }
     if verb not in answers:
         return original(checker, action, *args, **kwargs)
@@ -172,9 +176,10 @@ def model_facts(model: torch.nn.Module) -> dict[str, str]:
 
 def expect_weights(model: torch.nn.Module, share: str) -> dict[str, str]:
     """Prepares this rank for its part of the server's share (sglang_bridge/weights/share.py)."""
-    global _receiver
+    global _receiver, _reader
     if _receiver is None:
         _receiver = receiver.Receiver(model)
+    _reader = None  # one way at a time
     size = _receiver.expect(decode_share(share, compat.tp_rank()))
     return {wire.RECEIVED_BYTES: str(size)}
 
@@ -187,7 +192,7 @@ def stage_weights(group_name: str) -> dict[str, str]:
 
 def staged_digests() -> dict[str, str]:
     """Digests staged weights; while that takes, the answer is wire.PENDING."""
-    found = the_receiver().staged_digests()
+    found = (the_receiver() if _reader is None else _reader).staged_digests()
     return {wire.PENDING: ""} if found is None else found
 
 
@@ -202,6 +207,15 @@ def receive_weights(group_name: str) -> dict[str, str]:
         compat.leave_update_group(_runner, group_name)
         raise
     return {}
+
+
+def read_weights(model: torch.nn.Module, verb: str, argument: str) -> dict[str, str]:
+    """Lets this rank's reader of weights on disk do what `verb` says."""
+    global _reader
+    if _reader is None:
+        root = os.environ.get(WEIGHTS_DIR_VARIABLE)
+        _reader = disk_reader.DiskReader(pieces.pieces(model), root)
+    return disk_reader.ACTIONS[verb](_reader, argument)
 
 
 def the_receiver() -> receiver.Receiver:

@@ -8,10 +8,8 @@ parameters and receives the other messages, while the server is paused.
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ import torch
 from sglang_bridge import wire
 from sglang_bridge.errors import one_line
 from sglang_bridge.server.pieces import Piece, pieces
+from sglang_bridge.server.shadows import Shadows
 from sglang_bridge.weights.exchange import Message, PeerLost, receive
 from sglang_bridge.weights.share import PAUSED, STAGED
 
@@ -35,11 +34,9 @@ class Receiver:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._pieces = {piece.hf_name: piece for piece in pieces(model)}
-        self._shadows: dict[str, torch.Tensor] = {}
+        self._shadows = Shadows({})
         self._staged: list[Message] = []
         self._paused: list[Message] = []
-        self._stage: _Task | None = None
-        self._digests: _Task | None = None
 
     def expect(self, share: Any) -> int:
         """Prepare for the messages of `share`, see weights/share.py; returns their bytes.
@@ -48,8 +45,7 @@ class Receiver:
         numbers of several dtypes.
         """
         # what an earlier run staged and never took is forgotten
-        self._staged, self._paused = [], []
-        self._stage = self._digests = None
+        self._staged, self._paused, self._shadows = [], [], Shadows({})
         to_stage, to_pause = (_listed(share, kind) for kind in (STAGED, PAUSED))
         filled: dict[str, list[tuple[int, ...]]] = defaultdict(list)
         for _, slices in (*to_stage, *to_pause):
@@ -60,8 +56,8 @@ class Receiver:
         for name, piece in self._pieces.items():
             _require_filled_once(piece, filled[name])
         staged = {name for _, slices in to_stage for name, *_ in slices}
-        self._shadows = {name: torch.empty_like(self._pieces[name].view) for name in sorted(staged)}
-        self._staged = [self._message(sender, s, self._shadows) for sender, s in to_stage]
+        self._shadows = Shadows({name: self._pieces[name] for name in sorted(staged)})
+        self._staged = [self._message(sender, s, self._shadows.memory) for sender, s in to_stage]
         live = {name: piece.view for name, piece in self._pieces.items()}
         self._paused = [self._message(sender, slices, live) for sender, slices in to_pause]
         return sum(message.nbytes for message in (*self._staged, *self._paused))
@@ -73,16 +69,10 @@ class Receiver:
         """
         if not self._staged:
             raise BadExpectation("no staged weights are expected here")
-        if self._stage is not None:
+        if self._shadows.is_begun:
             raise BadExpectation("the weights that were staged before are not live yet")
         messages = self._staged
-
-        def receive_all() -> dict[str, str]:
-            with _own_stream(messages[0].views[0].device):
-                receive(group, messages, device)
-            return {}
-
-        self._stage = _Task(receive_all)
+        self._shadows.begin(lambda: receive(group, messages, device))
 
     def staged_digests(self) -> dict[str, str] | None:
         """Return {piece key: digest} of the staged weights; None: not yet, ask again.
@@ -90,21 +80,7 @@ class Receiver:
         It never waits, for the server samples meanwhile. BadExpectation: nothing has been staged.
         PeerLost: a sender was silent.
         """
-        stage, shadows = self._staged_task(), self._shadows
-
-        def digest_all() -> dict[str, str]:
-            stage.result()
-            with _own_stream(next(iter(shadows.values())).device):
-                held = [
-                    (piece, shadows[name])
-                    for name, piece in self._pieces.items()
-                    if name in shadows
-                ]
-                return {piece.key: piece.digest_of(shadow) for piece, shadow in held}
-
-        if self._digests is None:
-            self._digests = _Task(digest_all)
-        return self._digests.result() if self._digests.is_done else None
+        return self._begun().digests()
 
     def receive(self, group: Any, device: torch.device) -> None:
         """Make the staged weights live, and receive the others, once.
@@ -115,20 +91,16 @@ class Receiver:
         if not (self._staged or self._paused):
             raise BadExpectation("no weights are expected here")
         if self._staged:
-            self._staged_task().result()
-            self._stage = self._digests = None
-            with torch.no_grad():
-                for name, shadow in self._shadows.items():
-                    self._pieces[name].view.copy_(shadow)
+            self._begun().take()
         if self._paused:
             receive(group, self._paused, device)
 
-    def _staged_task(self) -> _Task:
-        if self._stage is None:
+    def _begun(self) -> Shadows:
+        if not self._shadows.is_begun:
             raise BadExpectation("no weights have been staged here")
-        return self._stage
+        return self._shadows
 
-    def _message(self, sender: int, slices: Slices, memory: dict[str, torch.Tensor]) -> Message:
+    def _message(self, sender: int, slices: Slices, memory: Mapping[str, torch.Tensor]) -> Message:
         views: list[torch.Tensor] = []
         for name, dim, start, length in slices:
             # dimensions other than the piece's own are whole
@@ -138,49 +110,6 @@ class Receiver:
         if len(dtypes) > 1:
             raise BadExpectation(f"a message holds {' and '.join(sorted(map(str, dtypes)))}")
         return Message(sender, tuple(name for name, *_ in slices), tuple(views), dtypes.pop())
-
-
-class _Task:
-    """Executes something in a thread of its own, which does not keep the process alive."""
-
-    def __init__(self, act: Callable[[], dict[str, str]]) -> None:
-        self._found: dict[str, str] = {}
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(act,), daemon=True)
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        """Returns whether `result` would not wait."""
-        return not self._thread.is_alive()
-
-    def result(self) -> dict[str, str]:
-        """Wait for what was found; raises what went wrong."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._found
-
-    def _run(self, act: Callable[[], dict[str, str]]) -> None:
-        try:
-            self._found = act()
-        except PeerLost as error:
-            # without the frames, which hold the group and so its connections
-            self._error = PeerLost(error.peer, error.cause)
-        except BaseException as error:  # noqa: BLE001  raised by who asks for the result
-            self._error = error
-
-
-@contextmanager
-def _own_stream(device: torch.device) -> Iterator[None]:
-    """Let a thread's copies on a GPU run beside the forward passes, and be done at the end."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        yield
-        stream.synchronize()
 
 
 def _listed(share: Any, kind: str) -> list[tuple[int, Slices]]:

@@ -18,6 +18,7 @@ API_KEY_VARIABLE = "SGLANG_BRIDGE_API_KEY"
 FILES_VARIABLE = "SGLANG_BRIDGE_FILES"
 QUANTIZATION_VARIABLE = "SGLANG_BRIDGE_QUANTIZATION"
 GROUP_TIMEOUT_VARIABLE = "SGLANG_BRIDGE_GROUP_TIMEOUT_S"
+WEIGHTS_DIR_VARIABLE = "SGLANG_BRIDGE_WEIGHTS_DIR"
 # An idle connection is the client's to close (http.KEEPALIVE_S): a server that closes one just as a
 # request enters it fails that request. Its own default of 5 s does so on a machine that stalls.
 KEEP_ALIVE_S = 600
@@ -36,7 +37,8 @@ class ServerSpec:
     visited, 4 bytes a token of the KV pool, layer and expert; MoE models only. deterministic: what
     a request gets depends on its seed and the weights alone, not on what is batched beside it (but
     truncated requests, top_p < 1, are for times of their own). quantization: how matrices are held;
-    None: as they are (sglang_bridge/server/quantised.py).
+    None: as they are (sglang_bridge/server/quantised.py). weights_dir: the one directory below
+    which it reads new weights; None: it reads none from disk.
     extra_args: appended to the command line.
     """
 
@@ -57,6 +59,7 @@ class ServerSpec:
     routed_experts: bool = False
     deterministic: bool = False
     quantization: Format | None = None
+    weights_dir: str | None = None
     extra_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -112,6 +115,7 @@ def server_env(
         API_KEY_VARIABLE: api_key,
         FILES_VARIABLE: files,
         QUANTIZATION_VARIABLE: spec.quantization,
+        WEIGHTS_DIR_VARIABLE: spec.weights_dir,
     }
     for name, value in given.items():
         env.pop(name, None)

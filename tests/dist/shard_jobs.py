@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -14,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_opd.checkpoint.convert import load_weights, source_of
+from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.model import build_model
-from megatron_opd.learner.world import init_world
+from megatron_opd.learner.world import World, init_world
 from megatron_opd.models.gather import FullTensors
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.weight_sync.digests import piece_digests
@@ -25,6 +27,7 @@ from megatron_opd.weight_sync.plan import ServerLayout
 from megatron_opd.weight_sync.rounding import rounded
 from megatron_opd.weight_sync.shards import Shards
 from megatron_opd.weight_sync.shards_sender import ShardsSender
+from megatron_opd.weight_sync.transport import LearnerPart
 from sglang_bridge import wire
 from sglang_bridge.protocol import WeightPiece
 from sglang_bridge.weights import schedule
@@ -35,6 +38,9 @@ from tests.support.receiving import ThreadFleet, staged_digests_of
 BUCKET_BYTES = 30_000
 ALONE = 600  # numbers of a part that travels alone, of the tiny models' tensors about half
 STEP = 1.25  # what weights are multiplied by between two weight syncs: exact in binary
+
+
+Ask = Callable[[Any], Awaitable[Any]]
 
 
 @dataclass(frozen=True)
@@ -57,23 +63,31 @@ def shards_to_fleets(
     out: Path, *, models: dict[str, Path], parallel: dict[str, int], fleets: list[Fleet]
 ) -> None:
     """Sends every model's weights, as they are and after a change, to all its fleets."""
-    configs = {fleet: _config(models[fleet.model], parallel, fleet) for fleet in fleets}
+    configs = {fleet: config_of(models[fleet.model], parallel, fleet) for fleet in fleets}
     learner = configs[fleets[0]].learner
     schedule.ALONE = ALONE
     with cpu.install():
         world = init_world(learner.parallel, 1, 1, 60.0)
         for name in dict.fromkeys(fleet.model for fleet in fleets):
-            spec = read_model_spec(models[name])
-            chunks = [wrapped.module for wrapped in build_model(spec, world, learner)]
-            load_weights(chunks, spec, world, source_of(models[name], spec, None))
-            full = FullTensors(chunks, spec, world)
+            full = loaded(models[name], world, learner)
             for fleet in fleets:
                 if fleet.model == name:
-                    _serve(full, configs[fleet], fleet)
+                    part = ShardsSender(full, configs[fleet])
+                    control = partial(_control, config=configs[fleet], fleet=fleet)
+                    serve(full, part, control, fleet)
     dist.destroy_process_group()
 
 
-def _config(model: Path, parallel: dict[str, int], fleet: Fleet) -> Config:
+def loaded(model: Path, world: World, learner: LearnerConfig) -> FullTensors:
+    """A checkpoint's weights as the ranks of `world` hold them."""
+    spec = read_model_spec(model)
+    chunks = [wrapped.module for wrapped in build_model(spec, world, learner)]
+    load_weights(chunks, spec, world, source_of(model, spec, None))
+    return FullTensors(chunks, spec, world)
+
+
+def config_of(model: Path, parallel: dict[str, int], fleet: Fleet, **transport: object) -> Config:
+    """What learner and controller are configured with."""
     server = {"model": str(model), "dtype": fleet.dtype}
     return Config.model_validate(
         {
@@ -87,27 +101,39 @@ def _config(model: Path, parallel: dict[str, int], fleet: Fleet) -> Config:
                 "round_to": fleet.round_to,
                 "staging": fleet.staging_bytes > 0,
                 "staging_bytes": fleet.staging_bytes or None,
+                **transport,
             },
         }
     )
 
 
-def _serve(full: FullTensors, config: Config, fleet: Fleet) -> None:
-    """Executes what the controller, a thread of rank 0, asks of all ranks."""
-    sender = ShardsSender(full, config)
+def serve(
+    full: FullTensors,
+    part: LearnerPart,
+    control: Callable[[Ask, FullTensors], Awaitable[None]],
+    fleet: Fleet,
+) -> None:
+    """Executes what `control`, in a thread of rank 0, asks of all ranks."""
     asked: Queue[Any] = Queue()
     answers: Queue[Any] = Queue()
     failed: list[BaseException] = []
 
-    def control() -> None:
+    async def ask(request: Any) -> Any:
+        asked.put(request)
+        return await asyncio.to_thread(answers.get, timeout=60)
+
+    async def steer() -> None:
+        await control(ask, full)
+
+    def run() -> None:
         try:
-            asyncio.run(_control(asked, answers, full, config, fleet))
+            asyncio.run(steer())
         except BaseException as error:  # noqa: BLE001  raised below
             failed.append(error)
         finally:
             asked.put(None)
 
-    controller = threading.Thread(target=control)
+    controller = threading.Thread(target=run)
     if full.world.rank == 0:
         controller.start()
     while True:
@@ -115,35 +141,33 @@ def _serve(full: FullTensors, config: Config, fleet: Fleet) -> None:
         dist.broadcast_object_list(box)
         if box[0] is None:
             break
-        answers.put(_handle(box[0], sender, full, fleet))
+        answers.put(_handle(box[0], part, full, fleet))
     if full.world.rank == 0:
         controller.join()
-    sender.close()
+    part.close()
     if failed:
         raise failed[0]
 
 
-def _handle(request: Any, sender: ShardsSender, full: FullTensors, fleet: Fleet) -> Any:
+def _handle(request: Any, part: LearnerPart, full: FullTensors, fleet: Fleet) -> Any:
     match request:
         case bytes():
-            return sender.handle(request)
+            return part.handle(request)
         case "export":
             return {name: tensor.clone() for name, tensor in full.tensors()}
         case "step":
             with torch.no_grad():
                 for shard in full.shards.values():
                     shard.parameter.mul_(STEP)
+        case "small step":
+            with torch.no_grad():  # the same numbers on all ranks that hold them
+                for shard in full.shards.values():
+                    shard.parameter[:1].mul_(STEP)
         case pieces:
             return piece_digests(full, pieces, fleet.round_to, fleet.quantization, fleet.dtype)
 
 
-async def _control(
-    asked: Queue[Any], answers: Queue[Any], full: FullTensors, config: Config, fleet: Fleet
-) -> None:
-    async def ask(request: Any) -> Any:
-        asked.put(request)
-        return await asyncio.to_thread(answers.get, timeout=60)
-
+async def _control(ask: Ask, full: FullTensors, *, config: Config, fleet: Fleet) -> None:
     layouts = [ServerLayout(*s) for s in fleet.servers]
     servers = ThreadFleet(full.spec, layouts, fleet.dtype, fleet.quantization)
     shards = Shards(servers, ask, config)
@@ -158,7 +182,7 @@ async def _control(
             await _require_staged(servers, ask, fleet)
         await shards.send(version)
         exported = await ask("export")
-        wanted = _wanted(exported, fleet)
+        wanted = wanted_of(exported, fleet)
         assert shards.tensors == wanted.keys(), shards.tensors ^ wanted.keys()
         _require_received(servers, wanted, fleet)
         await ask("step") if version == 1 else None
@@ -186,7 +210,7 @@ async def _require_staged(
         assert sum(rank.group.sizes) <= fleet.staging_bytes
 
 
-def _wanted(exported: dict[str, torch.Tensor], fleet: Fleet) -> dict[str, torch.Tensor]:
+def wanted_of(exported: dict[str, torch.Tensor], fleet: Fleet) -> dict[str, torch.Tensor]:
     """What servers are to hold of the export, whole."""
     if fleet.quantization is not None:
         return held_oracle(exported, fleet.quantization, getattr(torch, fleet.dtype))
@@ -195,11 +219,17 @@ def _wanted(exported: dict[str, torch.Tensor], fleet: Fleet) -> dict[str, torch.
 
 def _require_received(servers: ThreadFleet, wanted: dict[str, torch.Tensor], fleet: Fleet) -> None:
     """Every rank holds its slices of what it is to hold, bit for bit; nothing came besides."""
+    require_held(servers, wanted, fleet)
     for index, rank in enumerate(servers.ranks()):
         assert rank.group is not None
         assert sum(rank.group.sizes) == rank.num_bytes, (fleet, index)
         assert max(rank.group.sizes) <= BUCKET_BYTES
         assert fleet.quantization is not None or rank.num_bytes > BUCKET_BYTES
+
+
+def require_held(servers: ThreadFleet, wanted: dict[str, torch.Tensor], fleet: Fleet) -> None:
+    """Every rank holds its slices of `wanted`, bit for bit, and no memory beside was written."""
+    for index, rank in enumerate(servers.ranks()):
         for piece, canvas in zip(rank.pieces, rank.canvases, strict=True):
             whole = wanted[piece.hf_name].to(piece.view.dtype)
             part = whole.narrow(piece.dim, piece.start, piece.length)

@@ -14,8 +14,12 @@ import torch
 from torch import distributed
 
 from megatron_opd.models.spec import read_model_spec
+from megatron_opd.weight_sync.disk import Disk
+from megatron_opd.weight_sync.disk_writer import DiskWriter
 from megatron_opd.weight_sync.holdings import server_holdings
 from megatron_opd.weight_sync.plan import ServerLayout
+from megatron_opd.weight_sync.session import WeightSync
+from sglang_bridge import wire
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BridgeError, ServerDied, ServerRefused, WeightSyncFailed
 from sglang_bridge.fleet import Fleet
@@ -25,6 +29,7 @@ from sglang_bridge.protocol import BucketSpec
 from sglang_bridge.server.launch import ServerProcess, running_states
 from sglang_bridge.weights.exchange import send
 from tests.e2e.conftest import STARTUP_TIMEOUT_S, left_behind, running, tiny_spec
+from tests.e2e.disk import DiskLearner, flip_the_last_bit, relabel
 from tests.e2e.replies import (
     check_selection,
     expected_scores,
@@ -42,6 +47,7 @@ from tests.e2e.weight_sync import (
     shards_of,
     sync_weights,
 )
+from tests.support.config_files import minimal
 from tests.support.figures import bounded
 from tests.support.oracles import load_reference
 from tests.support.sockets import listening, open_to_others
@@ -52,11 +58,18 @@ KEY = secrets.token_urlsafe(16)
 
 
 @pytest.fixture(scope="module")
+def weights_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory below which the server may read weights."""
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="module")
 def parallel_server(
-    student_model: Path, tmp_path_factory: pytest.TempPathFactory
+    student_model: Path, tmp_path_factory: pytest.TempPathFactory, weights_dir: Path
 ) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("logs") / "parallel.log"
     options = {"tp": 2, "ep": 2, "group_timeout_s": 4, "routed_experts": True}
+    options["weights_dir"] = str(weights_dir)
     with running(tiny_spec(student_model, "student", **options), log, KEY) as process:
         yield process
 
@@ -95,6 +108,7 @@ def test_nothing_is_done_without_the_key(parallel_server: ServerProcess, key: st
         lambda client: client.expect_weights("[]"),
         lambda client: client.stage_weights("x"),
         lambda client: client.receive_weights("x"),
+        lambda client: client.ask_ranks(f"{wire.TAKE_VERSION} 000000-version-1"),
     ]
 
     async def run():
@@ -240,6 +254,56 @@ def test_shards_reach_both_ranks(
         load_reference(changed_model), requests[0], reply, 0, len(reply.output_ids_T)
     )
     bounded("TP2 x EP2 server: draws after shards (nats)", error, TOLERANCE)
+
+
+@pytest.mark.parametrize("staging", [True, False])
+def test_versions_on_disk_reach_both_ranks(
+    parallel_server: ServerProcess,
+    student_model: Path,
+    weights_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    staging: bool,
+):
+    """A whole version and a change, while requests run; then a damaged file, which is named."""
+    changed_model = perturbed_copy(student_model, tmp_path / "changed", scale=0.1, seed=7 + staging)
+    learner = DiskLearner(monkeypatch, student_model, load_tensors(changed_model))
+    sync = {"type": "disk", "directory": str(weights_dir), "delta": True, "staging": staging}
+    config = minimal(student={"model": str(student_model)}, weight_sync=sync)
+    requests = requests_of(tokens=48, count=3)
+
+    async def run():
+        async with Fleet([client_of(parallel_server, 120)]) as fleet:
+            await relabel(fleet, 0)
+            writer = DiskWriter(learner.full, config)
+            disk = Disk(fleet, learner.asks(writer), config)
+            session = WeightSync(fleet, learner, disk, config.weight_sync)
+            await session.open()
+            work = [asyncio.create_task(fleet.generate(request)) for request in requests]
+            first = await session.sync(1)
+            learner.change_one_row()
+            second = await session.sync(2)
+            await asyncio.gather(*work)
+            found = (await fleet.weight_digests())[parallel_server.spec.url]
+            learner.change_one_row()
+            await learner.write(disk, 3)
+            flip_the_last_bit(weights_dir, 3)
+            damaged = rf"{parallel_server.spec.url} rank [01]: BadVersion: .*version-3/rank00000"
+            with pytest.raises(WeightSyncFailed, match=damaged):
+                await disk.send(3)
+            await session.sync(4)
+            again = (await fleet.weight_digests())[parallel_server.spec.url]
+            reply = await fleet.generate(replace(requests[0], rid="after disk"))
+            await session.close()
+            writer.close()
+        return first, second, found, again, reply
+
+    first, second, found, again, reply = asyncio.run(run())
+    assert 0 < second.num_bytes < first.num_bytes / 3
+    assert len(found) == len(again)
+    assert differing(again, learner.tensors) == []
+    assert list(weights_dir.glob("run-*")) == []
+    assert {version for version, _, _ in reply.spans} == {4}
 
 
 def test_a_silent_sender_is_an_error_not_a_hang(

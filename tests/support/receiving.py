@@ -18,10 +18,12 @@ from torch.distributed import ProcessGroupGloo
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.weight_sync.holdings import as_held, server_holdings
 from megatron_opd.weight_sync.plan import ServerLayout
+from sglang_bridge import wire
 from sglang_bridge.fleet import WeightsWorld, weights_world
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import ServerInfo, WeightPiece
-from sglang_bridge.server import receiver
+from sglang_bridge.server import disk_reader, receiver
+from sglang_bridge.server.disk_reader import DiskReader
 from sglang_bridge.server.pieces import Piece
 from sglang_bridge.weights.formats import Format, dtype_of
 from sglang_bridge.weights.share import decode_share
@@ -132,7 +134,10 @@ def gloo_groups(size: int, timeout_s: float) -> list[ProcessGroupGloo]:
 
 
 class ThreadFleet:
-    """Implements weight_sync.transport.ReceivingFleet; `layouts`: of its servers, in order."""
+    """Implements weight_sync.transport.ReceivingFleet; `layouts`: of its servers, in order.
+
+    weights_dir: what its ranks may read weights below.
+    """
 
     def __init__(
         self,
@@ -140,7 +145,11 @@ class ThreadFleet:
         layouts: Sequence[ServerLayout],
         dtype: str,
         format: Format | None = None,
+        weights_dir: str | None = None,
     ) -> None:
+        self.weights_dir = weights_dir
+        self.readers: dict[Rank, DiskReader] = {}
+        self._opening = ""
         self.infos = [
             ServerInfo(
                 f"http://s{i}:1", "", 1, 1, layout.tp, layout.ep, 0, dtype, 1, deterministic=False
@@ -209,6 +218,30 @@ class ThreadFleet:
 
     async def update_bucket(self, *_: object) -> None:
         raise AssertionError("no bucket is broadcast")
+
+    async def ask_ranks(
+        self, action: str, timeout_s: float | None = None
+    ) -> dict[str, list[dict[str, str]]]:
+        """What the plugin does on every rank with weights on disk."""
+        verb, _, argument = action.partition(" ")
+        if verb == wire.OPEN_VERSIONS:
+            self._opening = argument
+            self.readers = {r: DiskReader(r.pieces, self.weights_dir) for r in self.ranks()}
+
+        def act(rank: Rank) -> dict[str, str]:
+            return disk_reader.ACTIONS[verb](self.readers[rank], argument)
+
+        return {
+            info.url: list(await asyncio.gather(*(asyncio.to_thread(act, r) for r in server)))
+            for info, server in zip(self.infos, self.servers, strict=True)
+        }
+
+    async def restart(self) -> None:
+        """Lose what every rank holds, and be told where versions are once more."""
+        for rank in self.ranks():
+            for piece in rank.pieces:
+                piece.view.fill_(math.nan)
+        await self.ask_ranks(f"{wire.OPEN_VERSIONS} {self._opening}")
 
     @staticmethod
     async def _everywhere(calls: Sequence[Callable[[], None]]) -> None:

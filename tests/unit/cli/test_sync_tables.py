@@ -1,16 +1,24 @@
 """What `opd check` says of a weight sync: layouts side by side, bytes, seconds, warnings."""
 
 import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 from megatron_opd.cli.sync_tables import sync_sizes, sync_tables
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec
+from megatron_opd.planning.parameters import model_parameters
+from megatron_opd.weight_sync.disk_plan import DiskSizes, disk_sizes, versions_at_once
+from megatron_opd.weight_sync.disk_versions import needed
 from megatron_opd.weight_sync.holdings import server_holdings
+from sglang_bridge.weights.manifest import version_name
 from tests.support.cli_cases import call, refused, small_config, tiny_models
 from tests.support.config_files import minimal
 from tests.support.published import spec_of
@@ -85,6 +93,59 @@ def test_the_tables_say_what_differs_and_what_travels():
     assert "seconds at 50 GB/s a rank 0.61" in text
     assert "seconds at 5 GB/s a rank 6.11" in shown(config_of(), MOE, 5)
     assert "shard to shard" not in shown(config_of(type="broadcast"), MOE)
+
+
+def test_what_a_directory_needs_is_told(tmp_path: Path):
+    """Each number is written once, by one of the ranks that hold it."""
+    disk: dict[str, object] = {"type": "disk", "directory": str(tmp_path / "w")}
+    total = model_parameters(MOE).total
+    sizes = disk_sizes(config_of(**disk), MOE)
+    assert sizes == DiskSizes(2 * total, sizes.written, 3, 0)
+    assert 1.0 <= sizes.written * 16 / sizes.whole < 1.1
+    text = shown(config_of(**disk), MOE)
+    assert "bytes of a whole version 56.9 GiB" in text
+    assert "whole versions there at once 3" in text
+    assert "space of the whole versions 170.6 GiB" in text
+    assert "shard to shard" not in text
+    delta = {**disk, "delta": True, "keep_versions": 12, "full_every": 10}
+    assert disk_sizes(config_of(**delta), MOE) == replace(sizes, wholes=3, changes=19)
+    assert "last version in memory of a learner rank" in shown(config_of(**delta), MOE)
+    away = {**disk, "directory": "/no/such/place"}
+    assert "free here unknown: not on this machine" in shown(config_of(**away), MOE)
+
+
+@settings(max_examples=200, deadline=None)
+@given(keep=st.integers(1, 9), every=st.integers(1, 9), data=st.data())
+def test_no_more_versions_are_there_at_once(keep: int, every: int, data: st.DataObject):
+    """A run whose servers take every version, as its writer deletes."""
+    settings = {"delta": True, "keep_versions": keep, "full_every": every}
+    config = minimal(weight_sync={"type": "disk", "directory": "w", **settings})
+    wholes, changes = versions_at_once(config.weight_sync)
+    bases: dict[str, str | None] = {}
+    for step in range(data.draw(st.integers(1, 40))):
+        last = next(reversed(bases), None)
+        kept = needed(bases, keep, last)
+        bases = {name: base for name, base in bases.items() if name in kept}
+        bases[version_name(step, step)] = last if step % every else None
+        assert list(bases.values()).count(None) <= wholes
+        assert len(bases) <= wholes + changes
+
+
+def test_too_little_space_and_what_others_left_are_noted(
+    tmp_path: Path, config: dict, capsys, monkeypatch: pytest.MonkeyPatch
+):
+    weights = tmp_path / "w"
+    config["weight_sync"] = {"type": "disk", "directory": str(weights)}
+    assert call(tmp_path, config, verb="check") == 0
+    assert "note" not in capsys.readouterr().out
+    (weights / "run-0123456789ab").mkdir(parents=True)
+    full = shutil.disk_usage(tmp_path)._replace(free=2000)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: full)
+    assert call(tmp_path, config, verb="check") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "has 0.0 MiB free, and 3 whole versions take" in said
+    assert "or lower weight_sync.keep_versions" in said
+    assert "weight_sync.directory holds weights of 1 other runs, as" in said
 
 
 @pytest.fixture

@@ -33,7 +33,9 @@ TORCH_FREE = {"types", "config", "buffer", "batching", "controller", "rollout", 
 TORCH_FREE |= {"columns", "metrics", "planning"}
 HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
 # What learner ranks and server ranks do alike with tensors; the client side stays free of it.
-WITH_TORCH = {f"sglang_bridge.weights.{name}" for name in ("digest", "exchange", "quantise")}
+WITH_TORCH = {
+    f"sglang_bridge.weights.{name}" for name in ("changes", "digest", "exchange", "quantise")
+}
 
 
 @cache

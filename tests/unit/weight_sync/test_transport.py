@@ -1,11 +1,13 @@
 """A weight transport is found by its name or its import path, and a weight sync needs no more."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from megatron_opd.config.sections import TRANSPORTS, WeightSyncConfig
 from megatron_opd.weight_sync.broadcast import BROADCAST
+from megatron_opd.weight_sync.disk import DISK
 from megatron_opd.weight_sync.session import WeightSync
 from megatron_opd.weight_sync.shards import SHARDS
 from megatron_opd.weight_sync.transport import FleetPart, TransportKind, transport_kind
@@ -137,8 +139,13 @@ def test_a_transport_from_outside_the_package_serves_a_whole_weight_sync():
 
 
 def test_every_named_transport_is_there_and_shards_is_the_default():
-    kinds = {name: transport_kind(WeightSyncConfig(type=name)) for name in TRANSPORTS}
-    assert kinds == {"shards": SHARDS, "broadcast": BROADCAST}
+    kinds = {
+        name: transport_kind(
+            WeightSyncConfig(type=name, directory=Path("w") if name == "disk" else None)
+        )
+        for name in TRANSPORTS
+    }
+    assert kinds == {"shards": SHARDS, "broadcast": BROADCAST, "disk": DISK}
     assert transport_kind(WeightSyncConfig()) is SHARDS
 
 
@@ -158,6 +165,6 @@ def test_a_path_that_names_no_transport_is_refused_in_one_line(path: str, messag
 
 def test_a_name_that_is_neither_is_refused_with_the_configuration():
     with pytest.raises(
-        ValueError, match="must be one of shards, broadcast or your own as MODULE:NAME"
+        ValueError, match="must be one of shards, broadcast, disk or your own as MODULE:NAME"
     ):
         WeightSyncConfig(type="carrier-pigeon")

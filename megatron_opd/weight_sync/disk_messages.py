@@ -1,0 +1,58 @@
+"""Defines what the two parts of the disk transport say to each other."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Open(msgspec.Struct, frozen=True, tag=True):
+    """Asks all ranks to prepare for versions in the directory `stream`; answered with Written(0).
+
+    owner: names the run; what an earlier one of the same name left is removed. dtype: torch's name
+    of what the servers' parameters are.
+    """
+
+    stream: str
+    owner: str
+    dtype: str
+
+
+class Write(msgspec.Struct, frozen=True, tag=True):
+    """Asks all ranks to write the current weights as version `name`; answered with Written.
+
+    version: of the weights. whole: not as changes, for servers may not hold the last one. taken:
+    the newest version that every server holds; older ones may be deleted.
+    """
+
+    name: str
+    version: int
+    whole: bool
+    taken: str | None
+
+
+class Written(msgspec.Struct, frozen=True, tag=True):
+    """Says that it is done, and how many bytes were written."""
+
+    num_bytes: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Says in one line why it could not be done; the learner goes on."""
+
+    cause: str
+
+
+Message = Open | Write | Written | Refused
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """Encode a request or its answer."""
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """Decode a request or its answer. msgspec.DecodeError: it is anything else."""
+    return _DECODER.decode(data)

@@ -1,0 +1,91 @@
+"""Takes from a learner rank the slices that it writes, and finds what of them has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megatron_opd.models.views import View
+from megatron_opd.weight_sync.disk_files import Content, Numbers
+from megatron_opd.weight_sync.holdings import Held
+from megatron_opd.weight_sync.shards_sender import cut
+from sglang_bridge.weights.changes import Changes, find_changes
+from sglang_bridge.weights.exchange import Read
+from sglang_bridge.weights.schedule import Part
+
+
+class Slices:
+    """Holds what this rank writes. views: its live weights, by name. dtype: the servers'.
+
+    remembers: keeps the numbers of the last version, which take the bytes of one version's file of
+    this rank, so that `changes` can be told.
+    """
+
+    def __init__(
+        self,
+        held: Sequence[Held],
+        views: Mapping[str, Sequence[View]],
+        dtype: torch.dtype,
+        *,
+        remembers: bool,
+    ) -> None:
+        self._held, self._dtype, self._remembers = held, dtype, remembers
+        self._views = {part.name: cut(_part(part), views[part.name]) for part in held}
+        self._last: dict[str, torch.Tensor] = {}
+
+    def whole(self, read: Read) -> list[Content]:
+        """List all slices. read: what to write in place of a view."""
+        return [self._whole(held, read) for held in self._held]
+
+    def changes(self, read: Read) -> list[Content]:
+        """List what has changed since the last version, and remember what is now."""
+        return [self._changed(held, read) for held in self._held]
+
+    def _whole(self, held: Held, read: Read) -> Content:
+        if self._remembers:
+            now = self._numbers(held, read)
+            self._last[held.name] = last = now.clone()
+            return self._content(held, last)
+        shape = (held.length, *(size for dim, size in enumerate(held.shape) if dim != held.dim))
+        made = Numbers(held.name, self._dtype, shape, lambda: self._numbers(held, read))
+        return Content(held.name, held.dim, held.start, held.length, held.shape, "whole", (made,))
+
+    def _changed(self, held: Held, read: Read) -> Content:
+        now, last = self._numbers(held, read), self._last[held.name]
+        found = find_changes(last, now)
+        last.copy_(now)
+        return self._content(held, last, found) if found is not None else self._content(held, last)
+
+    def _content(self, held: Held, whole: torch.Tensor, changes: Changes | None = None) -> Content:
+        where = (held.name, held.dim, held.start, held.length, held.shape)
+        if changes is None:
+            return Content(*where, "whole", (_there(held.name, whole),))
+        if not len(changes.values):
+            return Content(*where, "same", ())
+        numbers = (
+            _there(f"{held.name}#counts", changes.counts),
+            _there(f"{held.name}#offsets", changes.offsets),
+            _there(f"{held.name}#values", changes.values),
+        )
+        return Content(*where, "changes", numbers)
+
+    @torch.no_grad()
+    def _numbers(self, held: Held, read: Read) -> torch.Tensor:
+        """Return a slice as it is written: dimension of the cut first, in one piece on the host.
+
+        It may be the live memory itself.
+        """
+        parts = [
+            read(view.name, view.tensor).to(self._dtype).movedim(held.dim, 0)
+            for view in self._views[held.name]
+        ]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().contiguous()
+
+
+def _there(key: str, tensor: torch.Tensor) -> Numbers:
+    return Numbers(key, tensor.dtype, tuple(tensor.shape), lambda: tensor)
+
+
+def _part(held: Held) -> Part:
+    return Part(held.name, held.dim, held.start, held.length, held.elements)
