@@ -21,8 +21,8 @@ NAMES = {
     "decode_learner": "decode, learner",
     "prefill_learner": "prefill, learner",
     "decode_prefill": "decode, prefill",
-    "decode_learner_free": "decode, learner free",
-    "decode_learner_replayed": "decode, learner replayed",
+    "decode_learner_free": "decode, no replay",
+    "decode_learner_replayed": "decode, with replay",
 }
 """Names the two sides of each comparison: decode and prefill are the sampler's."""
 HEADLINE = "decode_learner"
