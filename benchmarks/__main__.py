@@ -26,6 +26,7 @@ STUDIES = (
     "step",
     "weight_sync",
     "sync_layouts",
+    "mismatch_grid",
     "fuzz",
     "gpu",
 )
@@ -33,6 +34,7 @@ WITH_OPTIONS = (
     "step",
     "weight_sync",
     "sync_layouts",
+    "mismatch_grid",
     "mismatch",
     "staleness",
     "fuzz",

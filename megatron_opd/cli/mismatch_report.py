@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_opd.cli.mismatch import Options
+from megatron_opd.cli.mismatch_options import Options
 from megatron_opd.cli.tables import new_table
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.summary import commit, versions

@@ -24,7 +24,7 @@ from megatron_opd.cli.joining import Part, there
 from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.learner_process import LearnerProcess, learner_command
 from megatron_opd.cli.megatron_settings import check_megatron
-from megatron_opd.cli.mismatch import Options
+from megatron_opd.cli.mismatch_options import Options
 from megatron_opd.cli.notes import sampler_gaps
 from megatron_opd.cli.preflight import ModelFacts, check_addresses, check_models
 from megatron_opd.cli.prepare import checked, read_prompts

@@ -1,4 +1,4 @@
-"""Brings up what a command needs: its servers, here or elsewhere, and its learner."""
+"""Waits for what a command needs: its servers, here or elsewhere, and its learner."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def join_role(
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Cancel the current task on SIGINT and SIGTERM; KeyboardInterrupt comes out of the block.
+    """Stop the current task on SIGINT and SIGTERM; KeyboardInterrupt comes out of the block.
 
     After the block these signals do nothing, so that what is ending can end.
     """

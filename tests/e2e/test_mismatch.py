@@ -19,7 +19,7 @@ import yaml
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from megatron_opd.cli.mismatch import Options
+from megatron_opd.cli.mismatch_options import Options
 from megatron_opd.cli.mismatch_run import MismatchRun
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.mismatch import compare

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from megatron_opd.cli import mismatch_run
-from megatron_opd.cli.mismatch import Options
+from megatron_opd.cli.mismatch_options import Options
 from megatron_opd.cli.mismatch_plot import draw
 from megatron_opd.cli.mismatch_report import figures_of, tables
 from megatron_opd.config.schema import Config
@@ -19,8 +19,8 @@ from tests.support.batches import make_sample
 from tests.support.cli_cases import call, refused, small_config, tiny_models
 
 # the estimators that may sample from a part of the vocabulary at all
-TOP_P = ["--set", "rollout.top_p=0.9", "--set", "correction.type=none"]
-TOP_P += ["--set", "objective={type: forward_kl}", "--set", "support={type: teacher_topk}"]
+TOP_P = ["--set", "rollout.top_p=0.9", "--set", "objective={type: forward_kl}"]
+TOP_P += ["--set", "support={type: teacher_topk}"]
 
 
 @pytest.fixture(scope="module")
