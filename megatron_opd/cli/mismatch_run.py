@@ -134,10 +134,10 @@ class MismatchRun:
         token = secrets.token_hex(16)
         digests = checked(lambda: learner_digests(config))
         admission = Admission(token, digests, self.prepared.student.vocab_size)
-        remote = checked(lambda: RemoteLearner(config, admission))
         key = role_key(config.student, STUDENT)
         servers = server_processes(config, STUDENT, scratch, key)
         urls = config.student.urls or tuple(server.spec.url for server in servers)
+        remote = checked(lambda: RemoteLearner(config, admission))
         fleet = make_fleet(config.student, urls, key)
         try:
             self._say(*(f"note: {line}" for line in self.prepared.notes))
