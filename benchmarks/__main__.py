@@ -28,6 +28,7 @@ STUDIES = (
     "weight_sync_disk",
     "sync_layouts",
     "sync_chaos",
+    "mismatch_grid",
     "fuzz",
     "gpu",
 )
@@ -36,6 +37,7 @@ WITH_OPTIONS = (
     "weight_sync",
     "sync_layouts",
     "sync_chaos",
+    "mismatch_grid",
     "mismatch",
     "staleness",
     "fuzz",

@@ -23,7 +23,15 @@ NAVIGATION = {
     "Start": ("index", "install", "architecture"),
     "What is learned": ("losses", "estimators", "studies", "data", "extending"),
     "Training": ("learner", "layouts", "routing", "reproducible"),
-    "Running": ("cluster", "cluster_plans", "weight_sync", "checkpoints", "convert", "metrics"),
+    "Running": (
+        "cluster",
+        "cluster_plans",
+        "weight_sync",
+        "mismatch",
+        "checkpoints",
+        "convert",
+        "metrics",
+    ),
     "Reference": ("configuration",),
 }
 """The pages of docs/ in the order of the side bar, by caption; index is the front page."""

@@ -6,13 +6,19 @@ members may go to different ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+import numpy as np
+
 from megatron_opd.batching.advantages import group_columns, rows_of
-from megatron_opd.batching.plan import learner_plan
+from megatron_opd.batching.plan import BatchPlan, learner_plan
 from megatron_opd.batching.rank_batch import rank_batch
 from megatron_opd.columns import RankBatch
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
-from megatron_opd.types import Batch
+from megatron_opd.types import Batch, FloatArray, Sample
 
 
 def shares(
@@ -26,9 +32,64 @@ def shares(
     groups = group_columns(estimator, batch.samples, group_size)
     found: list[RankBatch] = []
     for rank in range(config.parallel.dp):
-        held = sorted(i for mini in plan for micro in mini[rank] for i in micro)
-        position = {index: number for number, index in enumerate(held)}
-        own = [[[position[i] for i in micro] for micro in mini[rank]] for mini in plan]
+        held = held_samples(plan, rank)
         samples = [batch.samples[i] for i in held]
+        own = rank_plan(plan, rank)
         found.append(rank_batch(batch.update, batch.version, samples, own, rows_of(groups, held)))
     return found
+
+
+def held_samples(plan: BatchPlan, rank: int) -> list[int]:
+    """Return the samples of a data-parallel rank, in the order of its share."""
+    return sorted(i for mini in plan for micro in mini[rank] for i in micro)
+
+
+def rank_plan(plan: BatchPlan, rank: int) -> list[list[list[int]]]:
+    """Return the plan of one rank, with the numbers that its share gives its samples."""
+    position = {index: number for number, index in enumerate(held_samples(plan, rank))}
+    return [[[position[i] for i in micro] for micro in mini[rank]] for mini in plan]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringShares:
+    """Holds the shares of samples that are only scored.
+
+    order: which sample stands where, share by share; the first of equal numbers counts, as samples
+    are repeated where that makes equal shares.
+    """
+
+    shares: list[RankBatch]
+    order: list[int]
+
+    def by_sample(self, logp_T: FloatArray) -> list[FloatArray]:
+        """Cut the log-probs of all shares, end to end, into those of each sample.
+
+        ValueError: their number is another.
+        """
+        lengths = [int(length) for share in self.shares for length in share.response_B]
+        if len(logp_T) != sum(lengths):
+            raise ValueError(f"{sum(lengths)} tokens were to be scored, got {len(logp_T)}")
+        parts = np.split(logp_T, np.cumsum(lengths)[:-1])
+        found = dict(zip(reversed(self.order), reversed(parts), strict=True))
+        return [found[index] for index in sorted(found)]
+
+
+def scoring_shares(samples: Sequence[Sample], version: int, config: LearnerConfig) -> ScoringShares:
+    """Return what the ranks need to score samples in one mini-batch, planned as for training.
+
+    ValueError: a sample is malformed.
+    """
+    parallel = config.parallel
+    least = parallel.dp * (parallel.pp if parallel.vpp > 1 else 1)
+    wanted = max(least, -(-len(samples) // parallel.dp) * parallel.dp)
+    index = list(islice(cycle(range(len(samples))), wanted))
+    lengths = [samples[i].rollout.num_tokens for i in index]
+    plan = learner_plan(lengths, config.model_copy(update={"num_mini_batches": 1}))
+    found: list[RankBatch] = []
+    order: list[int] = []
+    for rank in range(parallel.dp):
+        held = [index[place] for place in held_samples(plan, rank)]
+        order += held
+        own = rank_plan(plan, rank)
+        found.append(rank_batch(0, version, [samples[i] for i in held], own))
+    return ScoringShares(found, order)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_opd import __version__
-from megatron_opd.cli import commands, compare, convert
+from megatron_opd.cli import commands, compare, convert, mismatch
 from megatron_opd.cli.errors import RunFailed, UserError
 from megatron_opd.config.load import ConfigError
 
@@ -82,6 +82,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="what a rank sends in a second, for the predicted time of a weight sync; default 50",
     )
     check.set_defaults(handler=commands.check)
+
+    mismatch.add_options(with_config("mismatch", mismatch.SUMMARY))
 
     objective = verbs.add_parser(
         "objective",

@@ -89,13 +89,14 @@ class CheckedModels:
         return self.models[STUDENT]
 
 
-def check_models(config: Config, *, plan: bool = False) -> CheckedModels:
+def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -> CheckedModels:
     """Check that student and teachers exist, are supported, and share tokenizer and vocabulary.
 
-    plan: a model without weights here is checked as far as its files go, as it may be on another
-    machine; a model with weights must be whole. Raises UserError.
+    teachers: whether there are any to be checked. plan: a model without weights here is checked as
+    far as its files go, as it may be on another machine; a model with weights must be whole. Raises
+    UserError.
     """
-    models = read_models(config)
+    models = read_models(config, teachers=teachers)
     student = models[STUDENT]
     absent = {
         role: "weights" if has_tokenizer(facts.path) else "weights and tokenizer"
@@ -135,10 +136,10 @@ def check_experts(key: str, spec: ModelSpec) -> None:
         )
 
 
-def read_models(config: Config) -> dict[Role, ModelFacts]:
+def read_models(config: Config, *, teachers: bool = True) -> dict[Role, ModelFacts]:
     """Read every role's config.json, the student's first. Raises UserError."""
     models = {STUDENT: read_model(config.student.model, "student.model")}
-    for role in teacher_roles(config).values():
+    for role in teacher_roles(config).values() if teachers else ():
         models[role] = read_model(section_of(config, role).model, f"{role}.model")
     return models
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron_opd.cli.disk_tables import disk_notes
@@ -102,11 +103,7 @@ def read_inputs(
         if models.absent and not data and not path.exists():
             absent.append(f"data.{key} {path}: not here")
             continue
-        if not path.is_file() and not is_source(path):
-            raise UserError(f"data.{key}: data file not found: {path}")
-        rules = prompt_rules(config, models.student, heldout=key == "heldout")
-        load = partial(load_prompts, path, models.tokenizer, rules, first_rows=first_rows)
-        found[key] = checked(load)
+        found[key] = read_prompts(config, key, path, models, first_rows)
     judge = None
     if models.tokenizer is not None:
         ends = end_tokens(
@@ -122,6 +119,16 @@ def read_inputs(
         *seen_problems(found.get("train"), found.get("heldout")),
     )
     return Inputs(models, found.get("train"), found.get("heldout"), judge, tuple(absent), said)
+
+
+def read_prompts(
+    config: Config, key: str, path: Path, models: CheckedModels, first_rows: int | None = None
+) -> PromptSet:
+    """Load data.train or data.heldout, as `key` says. Raises UserError."""
+    if not path.is_file() and not is_source(path):
+        raise UserError(f"data.{key}: data file not found: {path}")
+    rules = prompt_rules(config, models.student, heldout=key == "heldout")
+    return checked(partial(load_prompts, path, models.tokenizer, rules, first_rows=first_rows))
 
 
 def seen_problems(train: PromptSet | None, heldout: PromptSet | None) -> list[str]:

@@ -24,17 +24,18 @@ from megatron_opd.checkpoint.state_dirs import StepDirs
 from megatron_opd.cli.accuracy import Accuracies
 from megatron_opd.cli.checkpoints import CheckpointFailed, Checkpoints
 from megatron_opd.cli.errors import RunFailed, UserError
-from megatron_opd.cli.guards import PartGone, RunGuard, while_alive
-from megatron_opd.cli.joining import Part, all_of, answers, there
+from megatron_opd.cli.guards import PartGone, while_alive
+from megatron_opd.cli.joining import Part, there
 from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.learner_process import LearnerProcess, learner_command
-from megatron_opd.cli.preflight import check_addresses, check_inputs_are_kept, check_served
+from megatron_opd.cli.preflight import check_addresses, check_inputs_are_kept
 from megatron_opd.cli.prepare import Prepared, checked, prepare
 from megatron_opd.cli.processes import LocalProcesses
 from megatron_opd.cli.resume import Resumption, find_resumption, reopen_run_dir
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of, teacher_roles
 from megatron_opd.cli.run_dir import RunDir, hold_run_dir, prepare_run_dir
 from megatron_opd.cli.servers import server_processes
+from megatron_opd.cli.startup import all_up, join_role
 from megatron_opd.cli.survivors import Survivors
 from megatron_opd.cli.teacher_guard import check_teachers
 from megatron_opd.cli.wiring import (
@@ -326,7 +327,7 @@ class PipelineRun:
             )
             for role in self.roles
         }
-        await self._all_up(remote, max(limits.values()), parts)
+        await all_up(remote, max(limits.values()), parts, self._say)
 
     def _start(self, controller_address: str) -> None:
         config = self.config
@@ -348,7 +349,7 @@ class PipelineRun:
         startup_s = max(section_of(config, role).startup_timeout_s for role in self.roles)
         parts = self.processes.parts(startup_s)
         parts["servers elsewhere"] = Part(there(), self._elsewhere(fleets))
-        await self._all_up(remote, startup_s, parts)
+        await all_up(remote, startup_s, parts, self._say)
         for role in self.roles:
             if not section_of(config, role).urls:
                 await self._join(role, fleets[role])
@@ -358,37 +359,8 @@ class PipelineRun:
         ours = {server.spec.url for server in self.processes.servers}
         return HealthGuard(engines=watched_engines(fleets, besides=ours)).watch
 
-    async def _all_up(
-        self, remote: RemoteLearner, startup_s: float, parts: Mapping[str, Part]
-    ) -> None:
-        """Wait for the learner and `parts`, each of which is watched once it is there."""
-        watch = RunGuard(HealthGuard(), remote).watch
-        learner = Part(remote.wait_ready(startup_s), watch)
-        try:
-            await all_of({**parts, "the learner": learner}, self._say)
-        except LearnerError as error:
-            raise UserError(f"the learner did not start: {error}") from None
-
     async def _join(self, role: Role, fleet: Fleet, wait_s: float = 0.0) -> None:
-        """Ask a role's servers what they are; those started elsewhere may be another model's.
-
-        wait_s: how long they may take to answer at all.
-        """
-        section = section_of(self.config, role)
-        try:
-            infos = await answers(fleet, wait_s)
-        except BridgeError as error:
-            if not section.urls:
-                raise
-            raise UserError(f"{role}.urls: {one_line(str(error))}") from None
-        for info in infos:
-            check_served(
-                f"{role}.urls",
-                info,
-                section,
-                self.prepared.vocab_sizes[role],
-                deterministic=self.config.run.deterministic,
-            )
+        await join_role(self.config, role, fleet, self.prepared.vocab_sizes[role], wait_s)
 
     def _see_logs(self) -> str:
         return f"; logs are in {self.run_dir.logs}" if self.opened else ""

@@ -21,6 +21,9 @@ from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import evaluate
 from megatron_opd.losses.ratios import ratio_histogram
 
+ROUTING_SUMS = ("routing_moved", "routing_pairs", "routing_choices_moved", "routing_choices")
+"""Names what MicroRouting.counts returns, in its order."""
+
 MicroT = TypeVar("MicroT", SftMicro, DistilMicro)
 LossFn = Callable[[torch.Tensor, MicroT], tuple[torch.Tensor, Totals]]
 
@@ -114,6 +117,29 @@ def mismatch_totals(
         return logp_T.sum(dtype=torch.float64), totals
 
     return run_mini_batch(model, micros, measure, world, forward_only=True)
+
+
+def path_logp(
+    model: Sequence[DistributedDataParallel],
+    micros: Sequence[DistilMicro],
+    world: World,
+    head: StudentLogp,
+    temperature: float,
+) -> tuple[list[torch.Tensor], Totals]:
+    """Return [T] of each micro-batch, the path tokens' log-probs as distil_loss computes them.
+
+    No gradient; empty on ranks that compute no logits. The totals count routing alone.
+    """
+    found: list[torch.Tensor] = []
+
+    def collect(out_1s: torch.Tensor, micro: DistilMicro) -> tuple[torch.Tensor, Totals]:
+        row_T = torch.arange(len(micro.draws.path_T), device=out_1s.device)
+        logp_T = head(out_1s, micro.rows, row_T, micro.id_N[micro.draws.path_T], temperature).logp_N
+        found.append(logp_T.detach())
+        return logp_T.sum(dtype=torch.float64), Totals.of(out_1s.device, sums={"count": 1})
+
+    totals = run_mini_batch(model, micros, collect, world, forward_only=True)
+    return found, totals
 
 
 def wants_prox(estimator: Estimator) -> bool:
@@ -242,10 +268,10 @@ def _reduce(outputs: Sequence[Totals], micros: Sequence[MicroT], world: World) -
 
 def _routing_counts(micros: Sequence[MicroT], device: torch.device) -> Totals:
     """Count what routing replay changed on this rank."""
-    moved = pairs = 0.0
+    sums: dict[str, float] = dict.fromkeys(ROUTING_SUMS, 0.0)
     for micro in micros:
         routing = micro.rows.packing.routing
         if routing is not None:
-            counts = routing.counts()
-            moved, pairs = moved + counts[0], pairs + counts[1]
-    return Totals.of(device, sums={"routing_moved": moved, "routing_pairs": pairs})
+            for name, count in zip(ROUTING_SUMS, routing.counts(), strict=True):
+                sums[name] += count
+    return Totals.of(device, sums=sums)

@@ -27,7 +27,13 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.balancing import Balancing
 from megatron_opd.learner.devices import cpu
-from megatron_opd.learner.forward import distil_loss, run_mini_batch, sft_loss, wants_prox
+from megatron_opd.learner.forward import (
+    distil_loss,
+    path_logp,
+    run_mini_batch,
+    sft_loss,
+    wants_prox,
+)
 from megatron_opd.learner.micro_batch import SftMicro, distil_micros
 from megatron_opd.learner.model import DTYPES, build_model
 from megatron_opd.learner.optimizer import (
@@ -36,8 +42,9 @@ from megatron_opd.learner.optimizer import (
     learning_rate,
     set_learning_rate,
 )
-from megatron_opd.learner.passes import Passes
+from megatron_opd.learner.passes import Passes, compared_only
 from megatron_opd.learner.routing import Routing
+from megatron_opd.learner.scores import whole_batch
 from megatron_opd.learner.student_logp import make_student_logp
 from megatron_opd.learner.totals import Mismatch, Totals
 from megatron_opd.learner.world import World, init_world
@@ -45,7 +52,7 @@ from megatron_opd.losses.reduction import count_of
 from megatron_opd.models.gather import FullTensors
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.planning.flops import PEAK_BF16_TFLOPS, Work, mfu, train_flops
-from megatron_opd.transport.messages import LearnerInfo, UpdateMetrics
+from megatron_opd.transport.messages import LearnerInfo, Scores, UpdateMetrics
 
 
 class NotFinite(RuntimeError):
@@ -154,6 +161,25 @@ class MegatronLearner:
         samples = self._sum_over_data(len(batch.prompt_B))
         metrics = self._metrics(batch.update, lr, steps, samples, wants_prox(estimator), free)
         return self._with_speed(metrics, batch)
+
+    def score(self, batch: RankBatch, temperature: float, *, replays: bool) -> Scores:
+        """Return the log-prob of every sampled token, as `train` on this batch computes them.
+
+        That is without learning, and the whole batch as one mini-batch. replays: tokens visit the
+        experts that the batch names; otherwise every router chooses for itself. Collective; the
+        same on every rank.
+        """
+        micros = distil_micros(batch, 0, self.layout, self.routing)
+        if not replays:
+            micros = [compared_only(micro) for micro in micros]
+        with self._device_mode:
+            found, totals = path_logp(self.model, micros, self.world, self.head, temperature)
+            logp_T = whole_batch(found, batch, self.world)
+        return Scores(
+            logp_T=logp_T.astype("<f4").tobytes(),
+            routing_choices=int(totals.sum("routing_choices")),
+            routing_choices_moved=int(totals.sum("routing_choices_moved")),
+        )
 
     def _compares_routing(self, update: int) -> bool:
         """Return whether the update also measures the mismatch without replay."""

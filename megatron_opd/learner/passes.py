@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.random import (
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.learner.forward import collect_caches, mismatch_totals, wants_prox
 from megatron_opd.learner.micro_batch import DistilMicro
+from megatron_opd.learner.routing import MicroRouting
 from megatron_opd.learner.student_logp import StudentLogp
 from megatron_opd.learner.totals import Mismatch
 from megatron_opd.learner.world import World
@@ -100,6 +101,17 @@ class Passes:
 
     def _caches(self, mini: Sequence[DistilMicro]) -> list[Cache]:
         return collect_caches(self.model, mini, self.world, self.head, self.temperature)
+
+
+def compared_only(micro: DistilMicro) -> DistilMicro:
+    """Return the micro-batch with every router free, and its choice compared with what is given."""
+    packing = copy(micro.rows.packing)
+    routing: MicroRouting | None = packing.routing
+    if routing is not None:
+        packing.routing = None
+        if routing.given:
+            packing.routing = replace(routing, follows=False, moved={})
+    return replace(micro, rows=replace(micro.rows, packing=packing))
 
 
 def _routed_freely(micro: DistilMicro) -> DistilMicro:

@@ -42,12 +42,15 @@ class MicroRouting:
 
     given: by layer (index into L) int16 [m, k], -1 in rows that route freely; a layer that is not
     there yet is recorded when it is first computed. real_m: bool, no filler. moved: by layer, how
-    many real positions the router would have sent elsewhere; None until it is replayed.
+    many real positions the router would have sent elsewhere, and of how many given experts it would
+    have chosen others; None until it is replayed. follows: visit what is given; otherwise the
+    router's choice is only compared with it.
     """
 
     given: dict[int, torch.Tensor]
     real_m: torch.Tensor
     moved: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    follows: bool = True
 
     def experts(self, layer: int, own_mk: torch.Tensor) -> torch.Tensor:
         """Return int64 [m, k]: the experts `layer` uses; own_mk: what its router would choose.
@@ -60,14 +63,20 @@ class MicroRouting:
         given_mk = self.given[layer].long()
         assert given_mk.shape == own_mk.shape, f"{given_mk.shape} given, {own_mk.shape} routed"
         used_mk = torch.where(given_mk[:, :1] < 0, own_mk, given_mk)
-        moved_m = (used_mk.sort(1).values != own_mk.sort(1).values).any(1)
-        self.moved[layer] = (moved_m & self.real_m).sum()
-        return used_mk
+        # experts of a token are distinct: it moved if one of them is not among the router's own
+        other_mk = (used_mk[:, :, None] != own_mk[:, None, :]).all(2) & self.real_m[:, None]
+        self.moved[layer] = torch.stack([other_mk.any(1).sum(), other_mk.sum()])
+        return used_mk if self.follows else own_mk
 
-    def counts(self) -> tuple[float, float]:
-        """Return the (position, layer) pairs of this rank that moved, and that were replayed."""
-        moved = sum(float(count) for count in self.moved.values())
-        return moved, float(self.real_m.sum()) * len(self.moved)
+    def counts(self) -> tuple[float, float, float, float]:
+        """Return what moved on this rank, and what could have.
+
+        That is (position, layer) pairs, and all of them; (position, layer, slot) choices, and all.
+        """
+        moved, choices = (sum(float(n[i]) for n in self.moved.values()) for i in range(2))
+        pairs = float(self.real_m.sum()) * len(self.moved)
+        slots = next((given_mk.shape[1] for given_mk in self.given.values()), 0)
+        return moved, pairs, choices, pairs * slots
 
 
 class LayerReplay(RouterReplay):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_opd.batching.checks import check_batch
 from megatron_opd.checkpoint.run_lock import Claim
+from megatron_opd.columns import RankBatch
 from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import Channel, ControllerLost, NotWelcome
@@ -31,6 +32,7 @@ from megatron_opd.transport.messages import (
     Request,
     Result,
     SaveState,
+    Score,
     Stop,
     Train,
     WeightsMoved,
@@ -138,23 +140,31 @@ class RankServer:
         if self.claim is not None:
             self.claim.check()
 
+    def _checked(self, batch: RankBatch) -> RankBatch:
+        spec = self.learner.spec
+        check_batch(
+            batch,
+            vocab_size=spec.vocab_size,
+            num_experts=spec.num_experts,
+            sampled=self.estimator.support.owner == "student",
+        )
+        return batch
+
     def handle(self, request: Request, frames: list[memoryview]) -> Result:
         """Execute one request on this rank."""
         match request:
             case Train():
-                batch = from_frames(request.update, request.version, request.plan, frames)
-                spec = self.learner.spec
-                check_batch(
-                    batch,
-                    vocab_size=spec.vocab_size,
-                    num_experts=spec.num_experts,
-                    sampled=self.estimator.support.owner == "student",
-                )
+                update, version, plan = request.update, request.version, request.plan
                 return self.learner.train(
-                    batch,
+                    self._checked(from_frames(update, version, plan, frames)),
                     self.estimator,
                     self.config.rollout.temperature,
                     truncated_sampler=self.config.rollout.top_p < 1,
+                )
+            case Score():
+                batch = self._checked(from_frames(0, request.version, request.plan, frames))
+                return self.learner.score(
+                    batch, self.config.rollout.temperature, replays=request.replays
                 )
             case MoveWeights():
                 self.learner.settle_weights()

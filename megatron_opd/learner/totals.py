@@ -24,6 +24,8 @@ SUMS = (
     "mismatch_tokens",
     "routing_moved",
     "routing_pairs",
+    "routing_choices_moved",
+    "routing_choices",
     *NAMES,
 )
 MAXIMA = ("mismatch", "log_ratio")

@@ -1,7 +1,7 @@
 """Defines the records that travel between controller and learner; msgspec, never pickle.
 
-A message is one header frame (a record below, tagged with its name) and, for Train, one raw frame
-per column of the RankBatch, in the order of columns.COLUMNS. Whatever arrives is read by
+A message is one header frame (a record below, tagged with its name) and, for Train and Score, one
+raw frame per column of the RankBatch, in the order of columns.COLUMNS. Whatever arrives is read by
 `decode_request` or `decode_reply`, which raise BadMessage and nothing else.
 """
 
@@ -110,6 +110,18 @@ class Train(msgspec.Struct, frozen=True, tag=True):
     plan: list[list[list[int]]]
 
 
+class Score(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the log-probs of the sampled tokens of a batch that follows in raw frames, as Train.
+
+    plan: one mini-batch. replays: with the experts of the batch.
+    """
+
+    call: int
+    version: int
+    plan: list[list[list[int]]]
+    replays: bool
+
+
 class MoveWeights(msgspec.Struct, frozen=True, tag=True):
     """Carries a request of the weight transport to its part in every rank.
 
@@ -178,7 +190,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Request = Train | MoveWeights | DigestPieces | ExportHf | SaveState | LoadState | Stop
+Request = Train | Score | MoveWeights | DigestPieces | ExportHf | SaveState | LoadState | Stop
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -192,6 +204,19 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     data_rank: int | None
     info: LearnerInfo
     digests: dict[str, str]
+
+
+class Scores(msgspec.Struct, frozen=True, tag=True):
+    """Answers Score.
+
+    logp_T: little-endian float32 of every response token, share by share. routing_choices: (input,
+    layer, slot) choices of experts that the batch names, 0 where it names none;
+    routing_choices_moved: those that the learner's routers would have made otherwise.
+    """
+
+    logp_T: bytes
+    routing_choices: int
+    routing_choices_moved: int
 
 
 class WeightsMoved(msgspec.Struct, frozen=True, tag=True):
@@ -210,7 +235,7 @@ class Nothing(msgspec.Struct, frozen=True, tag=True):
     """Answers a request that has no result."""
 
 
-Result = UpdateMetrics | WeightsMoved | Digests | Nothing
+Result = UpdateMetrics | Scores | WeightsMoved | Digests | Nothing
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

@@ -39,6 +39,8 @@ from megatron_opd.transport.messages import (
     Request,
     Result,
     SaveState,
+    Score,
+    Scores,
     Stop,
     Train,
     UpdateMetrics,
@@ -149,13 +151,21 @@ class RemoteLearner:
         self, shares: Sequence[RankBatch], timeout_s: float | None = None
     ) -> UpdateMetrics:
         """Make one update. shares: one for each data-parallel rank, in order."""
-        assert len(shares) == self._config.parallel.dp
         call = self._roster.next_call()
-        messages: dict[int, list[Any]] = {}
-        for rank, share in enumerate(shares):
-            header = Train(call, share.update, share.version, share.plan)
-            messages[rank] = [encode(header), *to_frames(share)]
+        requests = [Train(call, share.update, share.version, share.plan) for share in shares]
+        messages = self._with_shares(requests, shares)
         return await self._exchange(call, messages, UpdateMetrics, timeout_s, "train")
+
+    async def score(self, shares: Sequence[RankBatch], *, replays: bool) -> Scores:
+        """Return the learner's log-probs of the sampled tokens; see messages.Scores.
+
+        shares: as of `train`, each with one mini-batch.
+        """
+        call = self._roster.next_call()
+        requests = [Score(call, share.version, share.plan, replays) for share in shares]
+        return await self._exchange(
+            call, self._with_shares(requests, shares), Scores, None, "score"
+        )
 
     async def move_weights(self, payload: bytes) -> bytes:
         """Hand a request to the weight transport's part in every rank; return rank 0's answer."""
@@ -200,6 +210,17 @@ class RemoteLearner:
             self._gate.close()
             self._socket.close(linger=LINGER_MS)
             self._context.destroy(linger=LINGER_MS)
+
+    def _with_shares(
+        self, requests: Sequence[Request], shares: Sequence[RankBatch]
+    ) -> dict[int, list[Any]]:
+        """Return the frames of every data-parallel rank: its request, then its share."""
+        assert len(shares) == self._config.parallel.dp
+        pairs = zip(requests, shares, strict=True)
+        return {
+            rank: [encode(request), *to_frames(share)]
+            for rank, (request, share) in enumerate(pairs)
+        }
 
     async def _ask(
         self, request: Request, expected: type[ResultT], timeout_s: float | None = None

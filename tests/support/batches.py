@@ -11,6 +11,8 @@ from tests.support.wire import config
 
 FIGURES = m.UpdateMetrics(0, *(1.5,) * 3, 1, 1, 1, 0.0, 0.0, 0, *(1.0,) * 5, 1)
 
+SCORES = m.Scores(b"scores", 12, 3)
+
 
 def make_sample(uid: int, tokens: int, version: int = 0) -> Sample:
     """Row t holds the ids t and t + 1; the path alternates between them."""
@@ -50,6 +52,7 @@ def make_shares(
 def done(request: m.Request) -> m.Reply:
     results = {
         m.Train: FIGURES,
+        m.Score: SCORES,
         m.MoveWeights: m.WeightsMoved(b"moved"),
         m.DigestPieces: m.Digests(["d"]),
     }

@@ -19,7 +19,7 @@ LAYERS = (
     {"config"},
     {"models", "buffer", "losses", "data", "batching", "metrics"},
     {"planning", "transport", "checkpoint", "weight_sync", "rollout", "teacher"},
-    {"learner", "controller", "evaluation"},
+    {"learner", "controller", "evaluation", "mismatch"},
     {"cli"},
     {"__main__"},
 )

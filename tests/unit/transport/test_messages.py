@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_opd.transport import messages as m
 from megatron_opd.transport.frames import MIN_FRAME_BYTES, largest_frame_bytes
-from tests.support.batches import FIGURES
+from tests.support.batches import FIGURES, SCORES
 from tests.support.wire import config, hello, safe
 
 VALID_REPLIES = [
@@ -16,11 +16,18 @@ VALID_REPLIES = [
     hello(1, 2),
     m.Done(1, FIGURES),
     m.Done(2, m.Digests(["a"])),
+    m.Done(3, SCORES),
     m.Failed(0, "why"),
 ]
 
 
-VALID_REQUESTS = [m.Train(1, 0, 0, [[[0]]]), m.Stop(3), m.Welcome("/x", "t", True), m.Refused("no")]
+VALID_REQUESTS = [
+    m.Train(1, 0, 0, [[[0]]]),
+    m.Score(2, 0, [[[0]]], True),
+    m.Stop(3),
+    m.Welcome("/x", "t", True),
+    m.Refused("no"),
+]
 
 
 def damaged(valid: list[Any]) -> st.SearchStrategy[bytes]:

@@ -12,7 +12,7 @@ from megatron_opd.transport.frames import from_frames
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.types import Batch
 from sglang_bridge.protocol import WeightPiece
-from tests.support.batches import FIGURES, done, make_batch, make_shares, silent
+from tests.support.batches import FIGURES, SCORES, done, make_batch, make_shares, silent
 from tests.support.wire import TOKEN, Rank, config, drive
 
 
@@ -38,6 +38,20 @@ def test_each_head_receives_exactly_its_own_samples():
         used = sorted(i for mini in request.plan for micro in mini for i in micro)
         assert used == [0, 1, 2, 3]
     assert sorted(seen) == list(range(8))
+
+
+def test_every_head_scores_its_own_share_and_rank_0_answers_for_all():
+    whole = make_shares(parallel={"dp": 2})
+
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(5)
+        assert await remote.score(whole, replays=True) == SCORES
+
+    for rank, share in zip(drive(body, [done, silent]), whole, strict=True):
+        ((request, frames),) = rank.received
+        assert request == m.Score(1, share.version, share.plan, True)
+        found = from_frames(0, request.version, request.plan, frames)
+        assert found.ids_S.tolist() == share.ids_S.tolist()
 
 
 def test_a_group_split_over_ranks_keeps_the_advantages_of_the_whole():

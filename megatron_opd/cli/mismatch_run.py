@@ -1,0 +1,210 @@
+"""Starts the student's servers and the learner of `opd mismatch`, and measures with them.
+
+No teacher is started. The servers get the learner's weights, as version 0: servers started
+elsewhere hold the same weights afterwards, and can be used by a run. run.dir is not touched.
+Invariant: every process that was started here is ended, whatever happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import tempfile
+import uuid
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_opd.cli.errors import RunFailed, UserError
+from megatron_opd.cli.guards import PartGone, RunGuard, while_alive
+from megatron_opd.cli.joining import Part, there
+from megatron_opd.cli.keys import role_key
+from megatron_opd.cli.learner_process import LearnerProcess, learner_command
+from megatron_opd.cli.megatron_settings import check_megatron
+from megatron_opd.cli.mismatch_options import Options
+from megatron_opd.cli.notes import sampler_gaps
+from megatron_opd.cli.preflight import ModelFacts, check_addresses, check_models
+from megatron_opd.cli.prepare import checked, read_prompts
+from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.roles import STUDENT
+from megatron_opd.cli.servers import server_processes
+from megatron_opd.cli.startup import all_up, join_role, stopped_by_signals
+from megatron_opd.cli.wiring import make_fleet, watched_engines
+from megatron_opd.config.digests import learner_digests
+from megatron_opd.config.load import dump_config
+from megatron_opd.config.schema import Config
+from megatron_opd.controller.health import EngineLost, HealthGuard, ProcessDied
+from megatron_opd.data.prompts import PromptSource
+from megatron_opd.mismatch import FREE, REPLAYED, Measured, measure
+from megatron_opd.models.spec import ModelSpec
+from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
+from megatron_opd.types import Prompt
+from megatron_opd.weight_sync.session import WeightSync
+from megatron_opd.weight_sync.transport import transport_kind
+from sglang_bridge import open_files
+from sglang_bridge.errors import BridgeError, one_line
+from sglang_bridge.fleet import Fleet
+
+RESOLVED = "config.resolved.yaml"
+VERSION = 0  # of the weights that are compared
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Holds the checked input. notes: for the terminal."""
+
+    student: ModelFacts
+    prompts: tuple[Prompt, ...]
+    notes: tuple[str, ...]
+
+
+def prepare(config: Config, num_prompts: int) -> Prepared:
+    """Check the student's model and the prompts; teachers are not looked at. Raises UserError."""
+    models = check_models(config, teachers=False)
+    read = read_prompts(config, "train", config.data.train, models)
+    source = PromptSource(read.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+    notes = list(sampler_gaps(config, models.student.spec))
+    if read.skipped_line is not None:
+        notes.append(read.skipped_line)
+    if num_prompts > len(read.prompts):
+        notes.append(
+            f"data.train has {len(read.prompts)} prompts: some of the {num_prompts} are repeated"
+        )
+    return Prepared(models.student, tuple(islice(source, num_prompts)), tuple(notes))
+
+
+def with_recorded_routing(config: Config, spec: ModelSpec) -> Config:
+    """Return the configuration with the experts of every token recorded, where that is possible.
+
+    Servers started elsewhere stay as they are, and so does a learner whose settings exclude replay.
+    """
+    if not spec.is_moe or config.student.urls or config.learner.routing_replay == "rollout":
+        return config
+    learner = config.learner.model_copy(update={"routing_replay": "rollout"})
+    try:
+        check_megatron(spec, learner)
+    except UserError:
+        return config
+    return config.model_copy(update={"learner": learner})
+
+
+class MismatchRun:
+    """Performs one measurement, from checking its input to ending its processes."""
+
+    def __init__(self, config: Config, options: Options, console: Console) -> None:
+        open_files.raise_limit()
+        self.options, self.console = options, console
+        checked(lambda: transport_kind(config.weight_sync))
+        self.prepared = prepare(config, options.prompts)
+        check_addresses(config, learner_here=True)
+        # what training sees is decided by the configuration as it was given
+        self.trained = REPLAYED if config.learner.routing_replay == "rollout" else FREE
+        self.config = with_recorded_routing(config, self.prepared.student.spec)
+        self.processes = LocalProcesses([], None)
+
+    def measure(self) -> Measured:
+        """Measure once. UserError: bad input. RunFailed: a part failed; its logs are kept."""
+        scratch = Path(tempfile.mkdtemp(prefix="opd-mismatch-"))
+        try:
+            return asyncio.run(self._main(scratch))
+        except RunFailed as error:
+            kept, scratch = scratch, None
+            raise RunFailed(f"{error}; logs are in {kept}") from error
+        finally:
+            if scratch is not None:
+                shutil.rmtree(scratch, ignore_errors=True)
+
+    async def _main(self, scratch: Path) -> Measured:
+        try:
+            with stopped_by_signals():
+                return await self._measure(scratch)
+        except (BridgeError, LearnerError) as error:
+            raise RunFailed(await self.processes.explain(error)) from error
+        except (PartGone, ProcessDied, EngineLost) as error:
+            raise RunFailed(one_line(str(error))) from error
+        finally:
+            await self.processes.stop()
+
+    async def _measure(self, scratch: Path) -> Measured:
+        config = self.config
+        token = secrets.token_hex(16)
+        digests = checked(lambda: learner_digests(config))
+        admission = Admission(token, digests, self.prepared.student.vocab_size)
+        key = role_key(config.student, STUDENT)
+        servers = server_processes(config, STUDENT, scratch, key)
+        urls = config.student.urls or tuple(server.spec.url for server in servers)
+        remote = checked(lambda: RemoteLearner(config, admission))
+        fleet = make_fleet(config.student, urls, key)
+        try:
+            self._say(*(f"note: {line}" for line in self.prepared.notes))
+            if config.student.urls:  # checked before anything is started
+                await self._join(fleet)
+            resolved = scratch / RESOLVED
+            resolved.write_text(dump_config(config), encoding="utf-8")
+            command = learner_command(resolved, config.learner, ["--controller", remote.address])
+            log, threads = scratch / "learner.log", config.learner.threads
+            learner = LearnerProcess(command, log, threads, token)
+            self.processes = LocalProcesses(servers, learner)
+            self._say(
+                f"starting {len(servers)} SGLang servers and a learner of "
+                f"{config.learner.parallel.world_size} ranks"
+            )
+            self.processes.start()
+            servers = watched_engines({STUDENT: fleet})
+            startup_s = config.student.startup_timeout_s
+            parts = self.processes.parts(startup_s)
+            parts["servers elsewhere"] = Part(there(), HealthGuard(engines=servers).watch)
+            await all_up(remote, startup_s, parts, self._say)
+            if not config.student.urls:
+                await self._join(fleet)
+            guard = RunGuard(HealthGuard(self.processes.watched(), servers), remote)
+            measured = await while_alive(guard, self._with_same_weights(fleet, remote))
+            await remote.stop()
+            return measured
+        finally:
+            await fleet.close()
+            remote.close()
+
+    async def _with_same_weights(self, fleet: Fleet, remote: RemoteLearner) -> Measured:
+        config = self.config
+        make_transport = transport_kind(config.weight_sync).fleet_part
+        transport = make_transport(fleet, remote.move_weights, config)
+        weight_sync = WeightSync(fleet, remote, transport, config.weight_sync)
+        await weight_sync.open()
+        await weight_sync.sync(VERSION)
+        sampler = RolloutGenerator(
+            fleet,
+            config.rollout,
+            config.estimator.support,
+            self.prepared.student.vocab_size,
+            f"mismatch-{uuid.uuid4().hex[:8]}",
+            routed_experts=config.learner.routing_replay == "rollout",
+            seed=config.run.seed,
+        )
+        try:
+            measured = await measure(
+                config,
+                self.prepared.prompts,
+                sampler,
+                fleet,
+                remote,
+                version=VERSION,
+                trained=self.trained,
+                say=self._say,
+            )
+        except ValueError as error:
+            raise RunFailed(str(error)) from error
+        if config.student.urls:
+            await weight_sync.close()  # servers that outlive this leave its group
+        return measured
+
+    async def _join(self, fleet: Fleet) -> None:
+        await join_role(self.config, STUDENT, fleet, self.prepared.student.vocab_size)
+
+    def _say(self, *lines: str) -> None:
+        for line in lines:
+            self.console.print(line, soft_wrap=True, markup=False)

@@ -1,0 +1,123 @@
+"""Collecting log-probs: the right tokens by the right side, in order, whoever answers."""
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_opd.buffer.rejection import RolloutRejected
+from megatron_opd.config.schema import Config
+from megatron_opd.mismatch import DECODE, FREE, PREFILL, REPLAYED, measure
+from megatron_opd.transport.messages import Scores
+from megatron_opd.types import Prompt, VersionSpan
+from sglang_bridge.protocol import ScoreReply
+from tests.support.batches import make_sample
+from tests.support.wire import config
+
+PROMPTS = [Prompt(uid, "", np.array([1, 2], np.int32)) for uid in range(7)]
+REJECTED = 4
+
+
+class FakeSampler:
+    """Prompt 4 gets no response; the others get one of uid + 2 tokens, the first ones last."""
+
+    def __init__(self) -> None:
+        self.busy = self.most = 0
+
+    async def generate(self, prompt: Prompt) -> Any:
+        self.busy += 1
+        self.most = max(self.most, self.busy)
+        await asyncio.sleep(0.01 * (8 - prompt.uid))
+        self.busy -= 1
+        if prompt.uid == REJECTED:
+            raise RolloutRejected("empty_response", "")
+        rollout = make_sample(prompt.uid, prompt.uid + 2).rollout
+        spans = (VersionSpan(0, 0, rollout.num_response_tokens),)
+        return replace(rollout, prompt=prompt, spans=spans)
+
+
+class FakeFleet:
+    """Scores every id with -id / 100."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def score(self, request: Any) -> ScoreReply:
+        self.calls.append("score")
+        assert request.temperature == 0.7
+        return ScoreReply(-request.ids_N.astype(np.float32) / 100)
+
+    async def flush_cache(self) -> None:
+        self.calls.append("flush")
+
+
+class FakeLearner:
+    """Scores every id with -id / 10, without replay one less."""
+
+    def __init__(self, choices: int) -> None:
+        self.choices = choices
+        self.asked: list[tuple[int, bool]] = []
+
+    async def score(self, shares: Any, *, replays: bool) -> Scores:
+        self.asked.append((sum(len(share.prompt_B) for share in shares), replays))
+        ids_T = np.concatenate([share.ids_N[share.path_T] for share in shares])
+        logp_T = -ids_T.astype("<f4") / 10 - (0 if replays else 1)
+        return Scores(logp_T.tobytes(), self.choices, 1 if replays else 3)
+
+
+def settings() -> Config:
+    rollout = {"temperature": 0.7, "concurrency": 2, "max_new_tokens": 16}
+    return config({"rollout": rollout, "buffer": {"batch_size": 4}}, parallel={"dp": 2})
+
+
+def collect(choices: int, trained: str, prompts: list[Prompt] = PROMPTS) -> Any:
+    sampler, fleet, learner = FakeSampler(), FakeFleet(), FakeLearner(choices)
+    work = measure(settings(), prompts, sampler, fleet, learner, version=0, trained=trained)
+    return SimpleNamespace(
+        measured=asyncio.run(work), sampler=sampler, fleet=fleet, learner=learner
+    )
+
+
+def test_every_side_scores_the_sampled_tokens_in_order():
+    done = collect(choices=10, trained=REPLAYED)
+    measured = done.measured
+    assert [r.prompt.uid for r in measured.rollouts] == [0, 1, 2, 3, 5, 6]
+    assert measured.rejected == 1
+    assert done.sampler.most == 2, "rollout.concurrency"
+    assert done.fleet.calls == ["flush"] + ["score"] * 6, "prefill reads no cached response"
+    # 4 samples, then 2; first without replay, then with
+    assert done.learner.asked == [(4, False), (2, False), (4, True), (2, True)]
+    for index, rollout in enumerate(measured.rollouts):
+        ids_T = rollout.response_ids_T.astype(np.float32)
+        sampled = rollout.draws.sampler_logp_N[rollout.draws.path_T]
+        assert measured.logp[DECODE][index].tolist() == sampled.tolist()
+        np.testing.assert_allclose(measured.logp[PREFILL][index], -ids_T / 100, rtol=1e-6)
+        np.testing.assert_allclose(measured.logp[REPLAYED][index], -ids_T / 10, rtol=1e-6)
+        np.testing.assert_allclose(measured.logp[FREE][index], -ids_T / 10 - 1, rtol=1e-6)
+    # two batches of 10 choices each
+    assert (measured.routing.choices, measured.routing.free, measured.routing.replayed) == (
+        20,
+        6,
+        2,
+    )
+    assert measured.routing.as_dict()["differ_free_fraction"] == 0.3
+    compared = measured.comparisons([8], 0.1)
+    names = ["decode_learner", "prefill_learner", "decode_prefill", "decode_learner_free"]
+    assert list(compared) == names
+    assert compared["decode_learner"] != compared["decode_learner_free"]
+
+
+def test_without_recorded_experts_nothing_is_replayed():
+    done = collect(choices=0, trained=FREE)
+    assert [replays for _, replays in done.learner.asked] == [False, False]
+    assert done.measured.routing is None
+    names = ["decode_learner", "prefill_learner", "decode_prefill"]
+    assert list(done.measured.comparisons([8], 0.1)) == names
+
+
+def test_no_response_at_all_is_said():
+    with pytest.raises(ValueError, match="no response to 1 prompts"):
+        collect(choices=0, trained=FREE, prompts=[PROMPTS[REJECTED]])
