@@ -154,14 +154,17 @@ class MismatchRun:
                 f"{config.learner.parallel.world_size} ranks"
             )
             self.processes.start()
-            servers = watched_engines({STUDENT: fleet})
+            ours = {server.spec.url for server in servers}
+            elsewhere = watched_engines({STUDENT: fleet}, besides=ours)
             startup_s = config.student.startup_timeout_s
             parts = self.processes.parts(startup_s)
-            parts["servers elsewhere"] = Part(there(), HealthGuard(engines=servers).watch)
+            parts["servers elsewhere"] = Part(there(), HealthGuard(engines=elsewhere).watch)
             await all_up(remote, startup_s, parts, self._say)
             if not config.student.urls:
                 await self._join(fleet)
-            guard = RunGuard(HealthGuard(self.processes.watched(), servers), remote)
+            guard = RunGuard(
+                HealthGuard(self.processes.watched(), watched_engines({STUDENT: fleet})), remote
+            )
             measured = await while_alive(guard, self._with_same_weights(fleet, remote))
             await remote.stop()
             return measured

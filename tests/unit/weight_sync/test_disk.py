@@ -13,7 +13,7 @@ from megatron_opd.weight_sync.disk import Disk
 from megatron_opd.weight_sync.disk_messages import Open, Refused, Write, Written, decode, encode
 from megatron_opd.weight_sync.holdings import server_holdings
 from megatron_opd.weight_sync.plan import ServerLayout
-from megatron_opd.weight_sync.shards import CannotServe
+from megatron_opd.weight_sync.quantised_pieces import CannotServe
 from sglang_bridge import wire
 from sglang_bridge.errors import RankFailed, WeightSyncFailed
 from sglang_bridge.protocol import ServerInfo, WeightPiece
