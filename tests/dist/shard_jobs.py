@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -29,11 +31,12 @@ from megatron_opd.weight_sync.shards import Shards
 from megatron_opd.weight_sync.shards_sender import ShardsSender
 from megatron_opd.weight_sync.transport import LearnerPart
 from sglang_bridge import wire
+from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.protocol import WeightPiece
 from sglang_bridge.weights import schedule
 from sglang_bridge.weights.formats import Format
 from tests.support.quantised import held_oracle
-from tests.support.receiving import ThreadFleet, staged_digests_of
+from tests.support.receiving import LosingFleet, ThreadFleet, staged_digests_of
 
 BUCKET_BYTES = 30_000
 ALONE = 600  # numbers of a part that travels alone, of the tiny models' tensors about half
@@ -75,6 +78,19 @@ def shards_to_fleets(
                     part = ShardsSender(full, configs[fleet])
                     control = partial(_control, config=configs[fleet], fleet=fleet)
                     serve(full, part, control, fleet)
+    dist.destroy_process_group()
+
+
+def shards_without_a_lost_server(out: Path, *, model: Path, parallel: dict[str, int]) -> None:
+    """Sends to two servers, of which one is lost while it receives, and then to the other one."""
+    fleet = Fleet("biased", ((1, 1), (1, 1)), "float32")
+    # whoever waited for a timeout would wait for more than a minute
+    config = config_of(model, parallel, fleet, timeout_s=300.0)
+    schedule.ALONE = ALONE
+    with cpu.install():
+        world = init_world(config.learner.parallel, 1, 1, 60.0)
+        full = loaded(model, world, config.learner)
+        serve(full, ShardsSender(full, config), partial(_lose, config=config, fleet=fleet), fleet)
     dist.destroy_process_group()
 
 
@@ -188,6 +204,27 @@ async def _control(ask: Ask, full: FullTensors, *, config: Config, fleet: Fleet)
         await ask("step") if version == 1 else None
     pieces = [p for found in servers.described(digests=True).values() for p in found]
     assert await ask(pieces) == [piece.digest for piece in pieces], "digests"
+    await shards.close()
+
+
+async def _lose(ask: Ask, full: FullTensors, *, config: Config, fleet: Fleet) -> None:
+    servers = LosingFleet(full.spec, [ServerLayout(*s) for s in fleet.servers], fleet.dtype)
+    lost = servers.infos[0].url
+    shards = Shards(servers, ask, config)
+    await shards.open()
+    await shards.send(1)
+    servers.losing = True
+    began = time.monotonic()
+    # the other server knows only that the learner has left it
+    with pytest.raises(WeightSyncFailed, match=f"{lost} rank 0 did not take its weights: ") as told:
+        await shards.send(2)
+    assert not told.value.servers
+    assert time.monotonic() - began < 20.0, "somebody waited for a timeout"
+    servers.drop_first()
+    await ask("step")
+    await shards.reopen()
+    await shards.send(2)
+    require_held(servers, wanted_of(await ask("export"), fleet), fleet)
     await shards.close()
 
 

@@ -89,6 +89,15 @@ def test_every_server_rank_holds_its_slices(learner: str, models: dict[str, Path
     run_world(shard_jobs.shards_to_fleets, layout.ranks, tmp_path, **arguments)
 
 
+@pytest.mark.parametrize("learner", ["one rank", "tp2"])
+def test_the_others_receive_without_a_server_that_was_lost(
+    learner: str, models: dict[str, Path], tmp_path: Path
+):
+    layout = LAYOUTS[learner]
+    arguments = {"model": models["biased"], "parallel": layout.parallel}
+    run_world(shard_jobs.shards_without_a_lost_server, layout.ranks, tmp_path, **arguments)
+
+
 def test_every_pair_of_factors_is_among_them():
     """Any two of: learner, its model, a server's layout, number of servers, dtype."""
     wanted = {

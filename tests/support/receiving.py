@@ -19,12 +19,14 @@ from megatron_opd.models.spec import ModelSpec
 from megatron_opd.weight_sync.holdings import as_held, server_holdings
 from megatron_opd.weight_sync.plan import ServerLayout
 from sglang_bridge import wire
+from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.fleet import WeightsWorld, weights_world
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import ServerInfo, WeightPiece
 from sglang_bridge.server import disk_reader, receiver
 from sglang_bridge.server.disk_reader import DiskReader
 from sglang_bridge.server.pieces import Piece
+from sglang_bridge.weights.exchange import PeerLost
 from sglang_bridge.weights.formats import Format, dtype_of
 from sglang_bridge.weights.share import decode_share
 
@@ -246,6 +248,32 @@ class ThreadFleet:
     @staticmethod
     async def _everywhere(calls: Sequence[Callable[[], None]]) -> None:
         await asyncio.gather(*(asyncio.to_thread(call) for call in calls))
+
+
+class LosingFleet(ThreadFleet):
+    """Loses its first server once it is `losing`; the others leave a group that fails them."""
+
+    losing = False
+
+    async def receive_weights(self, group_name: str, timeout_s: float | None = None) -> None:
+        if not self.losing:
+            return await super().receive_weights(group_name, timeout_s)
+        first, *others = self.servers
+        for rank in first:
+            rank.group = None  # its connections end, as those of a process that is killed
+        try:
+            await self._everywhere([rank.receive for server in others for rank in server])
+        except PeerLost as error:
+            failure = str(error)
+        else:
+            raise AssertionError("they were not left")
+        for rank in self.ranks():
+            rank.group = None
+        raise WeightSyncFailed(failure)
+
+    def drop_first(self) -> None:
+        """Go on without it."""
+        self.losing, self.servers, self.infos = False, self.servers[1:], self.infos[1:]
 
 
 def staged_digests_of(rank: receiver.Receiver) -> dict[str, str]:
