@@ -127,13 +127,13 @@ class Round:
             session._config = session._config.model_copy(update={"verify_every": 0})
         said, tries = "", None
         requests = Requests(fleet, SLOTS, self.vocab, self.version)
-        async with requests.running(ends=fault["control"] is None):
+        async with requests.running():
             await asyncio.sleep(0.3)
             began = time.monotonic()
             try:
                 tries = (await session.sync(self.version)).tries
             except WeightSyncFailed as error:
-                said = str(error)
+                said, requests.servers_stopped = str(error), True
             seconds = time.monotonic() - began
             at_s = await happened
             if not flips:  # it came after the sync's last step: the next one would notice

@@ -29,18 +29,19 @@ class Requests:
         self._version = version
         self._numbers = itertools.count()
         self.restarted = 0
+        self.servers_stopped = False
         self.lost: list[str] = []
 
     @asynccontextmanager
-    async def running(self, *, ends: bool) -> AsyncIterator[None]:
-        """Sample inside the block. ends: the servers go on, so wait for what is in flight."""
+    async def running(self) -> AsyncIterator[None]:
+        """Sample inside the block; what is in flight at its end is waited for, if servers go on."""
         ended = asyncio.Event()
         slots = [asyncio.create_task(self._slot(ended)) for _ in range(self._slots)]
         try:
             yield
         finally:
             ended.set()
-            if not ends:
+            if self.servers_stopped:
                 for slot in slots:
                     slot.cancel()
             await asyncio.gather(*slots, return_exceptions=True)
