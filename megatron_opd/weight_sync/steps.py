@@ -128,13 +128,13 @@ class Steps:
                 raise WeightSyncFailed(said, [url])
 
     async def _verify(self, version: int, *, staged: bool = False) -> frozenset[str]:
-        """Compare what every server rank holds with the learner's weights; returns its names.
+        """Compare what every server rank holds with the learner's weights.
 
-        staged: what is not live yet, which may be a part of the tensors.
+        staged: what is not live yet, which may be a part of the tensors, and of servers of another
+        layout another part. Returns the tensors that were compared on every server.
         """
         by_server = await self._fleet.weight_digests(staged=staged)
-        held = frozenset(piece.hf_name for pieces in by_server.values() for piece in pieces)
-        names = held if staged else self._transport.tensors - {TIED_HEAD}
+        names = frozenset[str]() if staged else self._transport.tensors - {TIED_HEAD}
         wanted = {_slice(piece): piece for pieces in by_server.values() for piece in pieces}
         digests = await self._learner.piece_digests(list(wanted.values()))
         expected = dict(zip(wanted, digests, strict=True))
@@ -150,7 +150,8 @@ class Steps:
                         f"learner's in version {version}",
                         [url],
                     )
-        return held
+        held = [{piece.hf_name for piece in pieces} for pieces in by_server.values()]
+        return frozenset(set.intersection(*held))
 
     async def _phase(self, name: str, step: Awaitable[Any]) -> Any:
         clock = asyncio.get_running_loop().time

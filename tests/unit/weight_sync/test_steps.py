@@ -397,6 +397,22 @@ def test_what_is_not_staged_is_compared_in_the_pause():
     run_virtual(scenario())
 
 
+def test_servers_of_two_layouts_stage_different_tensors():
+    """What one of them does not stage is compared in the pause, and no server is blamed."""
+
+    async def scenario():
+        wire = Wire()
+        wire.staged = {URLS[0]: PIECES, URLS[1]: PIECES[:1]}
+        weight_sync = staging_session(wire, verify_every=1)
+        await weight_sync.open()
+        for version in (1, 2):
+            wire.log.clear()
+            await weight_sync.sync(version)
+            assert wire.log.index("end") < wire.log.index("verify")
+
+    run_virtual(scenario())
+
+
 def test_a_bit_that_changed_in_a_shadow_never_goes_live():
     async def scenario():
         wire = Wire()
