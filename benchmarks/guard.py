@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_opd.cli.preflight import read_model
 from megatron_opd.cli.tokenizer_files import load_tokenizer
-from megatron_opd.data.prompts import load_prompts
+from megatron_opd.data.prompts import PromptRules, load_prompts
+from megatron_opd.data.records import Columns
 from megatron_opd.metrics.teacher_health import ScoreShape
 from megatron_opd.teacher.guard import TOKENS, Probe, probe
 from megatron_opd.types import FloatArray, Prompt
@@ -35,6 +36,7 @@ from sglang_bridge.server.spec import ServerSpec
 
 MODELS = Path("examples/arithmetic")
 PROMPTS = 64
+RULES = PromptRules(Columns(("prompt",)), max_tokens=64)
 STARTUP_S = 300.0
 DTYPES = ("float32", "bfloat16")
 Spoil = Callable[[ScoreRequest, FloatArray, int], FloatArray]
@@ -130,7 +132,7 @@ def served(model: Path, dtype: str, scratch: Path) -> dict[str, Any]:
 async def _probed(model: Path, url: str, dtype: str) -> dict[str, Any]:
     vocab_size = read_model(model, "--model").vocab_size
     tokenizer = load_tokenizer(model, "--model")
-    prompts = load_prompts(MODELS / "heldout.jsonl", tokenizer, max_tokens=64).prompts[:PROMPTS]
+    prompts = load_prompts(MODELS / "heldout.jsonl", tokenizer, RULES).prompts[:PROMPTS]
     async with ServerClient(url, timeout_s=120) as client:
         servers: dict[str, Any] = {"itself": client}
         servers |= {name: Spoiled(client, spoil, vocab_size) for name, spoil in SPOILS.items()}
