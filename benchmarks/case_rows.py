@@ -70,6 +70,15 @@ def model_with_tokenizer(path: Path, config: Mapping[str, Any], seed: int = 0) -
     return path
 
 
+def old_and_new(path: Path, config: Mapping[str, Any]) -> dict[str, Path]:
+    """Two random checkpoints of one architecture, in the new directory `path`."""
+    path.mkdir()
+    return {
+        name: model_with_tokenizer(path / name, config, seed)
+        for seed, name in enumerate(("old", "new"))
+    }
+
+
 def kept_rows(rows: Path, prints: Mapping[str, str]) -> dict[str, Tree]:
     """The newest row of every case whose fingerprint is still the same."""
     lines = rows.read_text(encoding="utf-8").splitlines() if rows.exists() else []

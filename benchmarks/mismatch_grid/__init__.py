@@ -38,7 +38,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.case_rows import (
     append_row,
     kept_rows,
-    model_with_tokenizer,
+    old_and_new,
     own_directory,
     run_program,
     say,
@@ -227,11 +227,7 @@ def passed(case: Tree) -> bool:
 
 def _models(path: Path, config: Tree) -> Tree:
     """Two random checkpoints of one architecture, peaked, whose responses never end."""
-    path.mkdir()
-    made = {
-        name: model_with_tokenizer(path / name, config, seed)
-        for seed, name in enumerate(("old", "new"))
-    }
+    made = old_and_new(path, config)
     for model in made.values():
         tensors = load_file(model / SINGLE)
         head = tensors["lm_head.weight"] * HEAD_GAIN

@@ -20,19 +20,18 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.learner_world import learner_world
 from benchmarks.mismatch_grid.cases import LEARNERS, LENGTHS, PROMPT_TOKENS, PROMPTS, SEEDS
-from megatron_opd.cli.learner_process import LearnerProcess, learner_command
 from megatron_opd.cli.processes import LocalProcesses
 from megatron_opd.cli.servers import server_processes
 from megatron_opd.cli.wiring import make_fleet
-from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.mismatch import Comparison, compare
 from megatron_opd.mismatch import learner_logp, prefill_logp
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.transport.lifetime import die_with_parent
-from megatron_opd.transport.zmq import Admission, RemoteLearner
+from megatron_opd.transport.zmq import RemoteLearner
 from megatron_opd.types import FloatArray, Prompt, Rollout
 from megatron_opd.weight_sync.session import WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
@@ -133,12 +132,7 @@ class Measurement:
         parallel = type(self.config.learner.parallel).model_validate(LEARNERS[name])
         own = self.config.learner.model_copy(update={"parallel": parallel})
         config = self.config.model_copy(update={"learner": own})
-        token = secrets.token_hex(16)
-        remote = RemoteLearner(config, Admission(token))
-        file = self.scratch / f"learner-{name}.yaml"
-        file.write_text(dump_config(config), encoding="utf-8")
-        command = learner_command(file, own, ["--controller", remote.address])
-        world = LearnerProcess(command, self.scratch / f"learner-{name}.log", own.threads, token)
+        remote, world = learner_world(config, self.scratch, f"learner-{name}")
         processes = LocalProcesses([], world)
         try:
             processes.start()

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.case_rows import fingerprint_of
+from benchmarks.sync_layouts.cases import COMMON as TINY
+from benchmarks.sync_layouts.cases import MODELS as TINY_MODELS
 
 Tree = dict[str, Any]
 LEARNERS: Mapping[str, Tree] = {
@@ -23,32 +25,9 @@ LENGTHS: Mapping[str, int] = {"1x": 48, "5x": 240}
 SEEDS = (0, 1, 2)
 PROMPTS = 10  # of a seed
 PROMPT_TOKENS = 8
-COMMON: Tree = {
-    "vocab_size": 509,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 128,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-    "initializer_range": 0.2,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
+COMMON: Tree = TINY | {"tie_word_embeddings": False}
 MODELS: Mapping[str, Tree] = {
-    "moe": COMMON
-    | {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 128,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-    },
+    "moe": TINY_MODELS["moe"] | COMMON | {"num_experts": 8},
     "dense": COMMON | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
 }
 LOGIT_STD = 3.0  # about 2 nats of entropy: peaked, as a trained model's

@@ -11,27 +11,24 @@ import asyncio
 import json
 import os
 import random
-import secrets
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.learner_world import learner_world
 from benchmarks.sync_chaos.faults import FLIPPED
 from benchmarks.sync_chaos.hooks import Hooked, at_phase
 from benchmarks.sync_chaos.requests import Requests
 from benchmarks.synthetic import Shape, sample
 from benchmarks.weight_sync.flipped import differing, flipped_tensor, send_instead
-from megatron_opd.cli.learner_process import LearnerProcess, learner_command
 from megatron_opd.cli.processes import LocalProcesses
 from megatron_opd.cli.servers import server_processes
 from megatron_opd.cli.wiring import BatchLearner, make_fleet
-from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.transport.lifetime import die_with_parent
-from megatron_opd.transport.zmq import Admission, RemoteLearner
 from megatron_opd.types import Batch
 from megatron_opd.weight_sync.session import WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
@@ -56,13 +53,7 @@ class Round:
         self.config = Config.model_validate(asked["config"])
         self.random = random.Random(asked["seed"])
         self.vocab = read_model_spec(self.config.student.model).vocab_size
-        token = secrets.token_hex(16)
-        self.remote = RemoteLearner(self.config, Admission(token))
-        file = scratch / "config.yaml"
-        file.write_text(dump_config(self.config), encoding="utf-8")
-        learner = self.config.learner
-        command = learner_command(file, learner, ["--controller", self.remote.address])
-        world = LearnerProcess(command, scratch / "learner.log", learner.threads, token)
+        self.remote, world = learner_world(self.config, scratch)
         servers = server_processes(self.config, "student", scratch)
         self.processes = LocalProcesses(servers, world)
         self.version = 0

@@ -35,7 +35,7 @@ from typing import Any
 from benchmarks.case_rows import (
     append_row,
     kept_rows,
-    model_with_tokenizer,
+    old_and_new,
     own_directory,
     run_program,
     say,
@@ -62,7 +62,7 @@ def measure(options: Sequence[str] = (), *, rows: Path = ROWS) -> Tree:
     missing = [case for case in cases if case.name not in kept]
     with tempfile.TemporaryDirectory(prefix="opd-sync-layouts-") as directory:
         scratch = Path(directory)
-        models = {name: _models(scratch / name, config) for name, config in MODELS.items()}
+        models = {name: old_and_new(scratch / name, config) for name, config in MODELS.items()}
         for case in missing[: arguments.limit]:
             began = time.monotonic()
             figures = run_case(case, models[case.model], scratch)
@@ -100,15 +100,6 @@ def run_case(case: Case, models: Tree, scratch: Path) -> Tree:
     }
     asked = {"config": config, "old": str(models["old"])}
     return run_program("benchmarks.sync_layouts.case", asked, own, limit_s=LIMIT_S)
-
-
-def _models(path: Path, config: Tree) -> Tree:
-    """Two random checkpoints of one architecture, with a tokenizer, which SGLang wants."""
-    path.mkdir()
-    return {
-        name: model_with_tokenizer(path / name, config, seed)
-        for seed, name in enumerate(("old", "new"))
-    }
 
 
 def _passed(figures: Tree) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import sys
 from collections.abc import Sequence
 from math import prod
@@ -19,16 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron_opd.cli.learner_process import LearnerProcess, learner_command
+from benchmarks.learner_world import learner_world
 from megatron_opd.cli.processes import LocalProcesses
 from megatron_opd.cli.servers import server_processes
 from megatron_opd.cli.wiring import make_fleet
-from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.models.tensors import expected_tensors
 from megatron_opd.transport.lifetime import die_with_parent
-from megatron_opd.transport.zmq import Admission, RemoteLearner
 from megatron_opd.weight_sync.session import WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge.client import ServerClient
@@ -51,12 +48,7 @@ async def run(asked: Tree, scratch: Path) -> Tree:
     loaded = None
     if config.student.dtype != "float32":
         loaded = await logp_of_loaded(config, sequences, scratch)
-    token = secrets.token_hex(16)
-    remote = RemoteLearner(config, Admission(token))
-    file = scratch / "config.yaml"
-    file.write_text(dump_config(config), encoding="utf-8")
-    command = learner_command(file, config.learner, ["--controller", remote.address])
-    world = LearnerProcess(command, scratch / "learner.log", config.learner.threads, token)
+    remote, world = learner_world(config, scratch)
     servers = server_processes(with_model(config, asked["old"]), "student", scratch)
     processes = LocalProcesses(servers, world)
     fleet: Fleet | None = None

@@ -6,25 +6,18 @@ Invariant: `stop` leaves none of them, in whatever state the start was when it f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.joining import Part, there
 from megatron_opd.cli.learner_process import LearnerProcess
 from megatron_opd.controller.health import HealthGuard, WatchedProcess
+from megatron_opd.weight_sync.session import Lose, needed
 from sglang_bridge.errors import PortInUse, ServerDied, one_line
 from sglang_bridge.server.launch import ServerProcess, last_lines
 
 GRACE_S = 4.0
 POLL_S = 0.2
-
-Lose = Callable[[str, str], bool]
-"""Is told that the server at a url is gone, and why; returns whether the run goes on without it."""
-
-
-def needed(url: str, why: str) -> bool:
-    """Return False: the run needs every server."""
-    return False
 
 
 class LocalProcesses:

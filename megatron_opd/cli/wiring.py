@@ -13,7 +13,7 @@ from rich.console import Console
 from megatron_opd.batching.shares import shares
 from megatron_opd.cli.guards import RunGuard
 from megatron_opd.cli.prepare import Prepared
-from megatron_opd.cli.processes import LocalProcesses, Lose, needed
+from megatron_opd.cli.processes import LocalProcesses
 from megatron_opd.cli.resume import Resumption
 from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
 from megatron_opd.cli.run_dir import RunDir
@@ -39,6 +39,7 @@ from megatron_opd.teacher.scorer import FleetScorer, Reward
 from megatron_opd.transport.messages import UpdateMetrics
 from megatron_opd.transport.zmq import RemoteLearner
 from megatron_opd.types import Batch, Rollout
+from megatron_opd.weight_sync.session import Lose, needed
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 

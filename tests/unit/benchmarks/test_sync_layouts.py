@@ -31,7 +31,7 @@ def test_every_pair_that_can_be_met_is_met():
 
 def measured(monkeypatch: pytest.MonkeyPatch, rows: Path, found: dict, *options: str) -> dict:
     monkeypatch.setattr(sync_layouts, "run_case", lambda *_: found)
-    monkeypatch.setattr(sync_layouts, "_models", lambda *_: {"old": "old", "new": "new"})
+    monkeypatch.setattr(sync_layouts, "old_and_new", lambda *_: {"old": "old", "new": "new"})
     return sync_layouts.measure(options, rows=rows)
 
 
