@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -35,7 +34,7 @@ from megatron_opd.cli.resume import Resumption, find_resumption, reopen_run_dir
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of, teacher_roles
 from megatron_opd.cli.run_dir import RunDir, hold_run_dir, prepare_run_dir
 from megatron_opd.cli.servers import server_processes
-from megatron_opd.cli.startup import all_up, join_role
+from megatron_opd.cli.startup import all_up, join_role, stopped_by_signals
 from megatron_opd.cli.survivors import Survivors
 from megatron_opd.cli.teacher_guard import check_teachers
 from megatron_opd.cli.wiring import (
@@ -164,17 +163,14 @@ class PipelineRun:
 
     async def main(self) -> None:
         """Perform the run; at its end summary.json is written and nothing is left running."""
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, task.cancel)
         status, cause = "failed", None
         try:
-            await self._run()
+            with stopped_by_signals():
+                await self._run()
             status = "finished"
-        except asyncio.CancelledError:
+        except KeyboardInterrupt:
             status = "interrupted"
-            raise KeyboardInterrupt from None
+            raise
         except UserError as error:
             cause = str(error)
             raise
@@ -190,8 +186,6 @@ class PipelineRun:
             cause = one_line(f"{type(error).__name__}: {error}{where}")
             raise RunFailed(f"{cause}; {self._keep_traceback()}") from error
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, lambda: None)  # the run is stopping already
             if self.checkpoints is not None:
                 await self.checkpoints.abandon()
             await self.processes.stop()

@@ -378,8 +378,8 @@ def kill_a_server(running: Running) -> str:
     """Kill all processes of a server of the run; returns its address."""
     with_us = [process for process in running.seen if process.is_running()]
     server = next(p for p in with_us if "sglang_bridge.server" in p.cmdline())
+    arguments = server.cmdline()  # a zombie has none
     os.killpg(server.pid, signal.SIGKILL)
-    arguments = server.cmdline()
     port = arguments[arguments.index("--port") + 1]
     return f"http://127.0.0.1:{port}"
 
