@@ -29,6 +29,7 @@ STREAMER_CLASS = "sglang.srt.managers.scheduler.Scheduler.get_output_streamer_cl
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 INPUT_LOGPROBS = "sglang.srt.layers.logprob_processor.InputLogprobProcessor.forward"
 CHECK_WEIGHTS = "sglang.srt.utils.weight_checker.WeightChecker.handle"
+WHILE_PAUSED = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
 NATIVE_EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 BATCH_INVARIANT = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
@@ -43,6 +44,7 @@ INIT_GROUP = (
 TARGETS = (
     AFTER_RUNNER_INIT,
     STREAMER_CLASS,
+    WHILE_PAUSED,
     FORWARD,
     INPUT_LOGPROBS,
     CHECK_WEIGHTS,

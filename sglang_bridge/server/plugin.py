@@ -49,6 +49,7 @@ def register() -> None:
     compat.bind_stores()
     compat.hook(compat.AFTER_RUNNER_INIT, install_observer, "after")
     compat.hook(compat.STREAMER_CLASS, streamer_class, "replace")
+    compat.hook(compat.WHILE_PAUSED, rest_while_paused, "after")
     compat.hook(compat.FORWARD, around_forward, "around")
     compat.hook(compat.INPUT_LOGPROBS, around_input_logprobs, "around")
     compat.hook(compat.CHECK_WEIGHTS, around_check_weights, "around")
@@ -98,6 +99,14 @@ def payload_of(req: Any) -> dict[str, Any] | None:
 def streamer_class(scheduler: Any) -> type:
     """Returns SGLang's output streamer with our payload."""
     return compat.streamer_class(payload_of, wire.PAYLOAD)
+
+
+def rest_while_paused(result: None, scheduler: Any) -> None:
+    """Lets a paused scheduler wait for its next request as an idle one does.
+
+    SGLang's loop spins then, which on a CPU takes a core from whoever brings the new weights.
+    """
+    scheduler.maybe_sleep_on_idle()
 
 
 def around_forward(
