@@ -46,7 +46,7 @@ from megatron_opd.metrics.summary import commit
 
 ROWS = Path("runs") / "sync_chaos" / "rows.jsonl"
 LIMIT_S = 1200.0
-TIMEOUT_S = 90.0
+TIMEOUT_S = 36.0
 Tree = dict[str, Any]
 
 
