@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -34,8 +35,8 @@ from megatron_opd.cli.resume import Resumption, find_resumption, reopen_run_dir
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of, teacher_roles
 from megatron_opd.cli.run_dir import RunDir, hold_run_dir, prepare_run_dir
 from megatron_opd.cli.servers import server_processes
-from megatron_opd.cli.startup import all_up, join_role, stopped_by_signals
-from megatron_opd.cli.survivors import Survivors
+from megatron_opd.cli.startup import all_up, join_role, stopped_by_signals, take_in
+from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.cli.teacher_guard import check_teachers
 from megatron_opd.cli.wiring import (
     make_controller,
@@ -158,7 +159,7 @@ class PipelineRun:
         self.controller: Controller | None = None
         self.remote: RemoteLearner | None = None
         self.processes = LocalProcesses([], None)
-        self.survivors: Survivors | None = None
+        self.supervisor: Supervisor | None = None
         self.started_s = time.monotonic()
 
     async def main(self) -> None:
@@ -215,32 +216,51 @@ class PipelineRun:
             else:
                 await self._wait_for_others(remote, fleets)
             self._say(f"everything is up after {time.monotonic() - self.started_s:.0f} s")
-            teachers = {name: fleets[role] for name, role in teacher_roles(config).items()}
-            asked = {name: fleet.clients for name, fleet in teachers.items()}
-            self.survivors = Survivors(config, fleets, self.processes, self._say)
-            guard = make_guard(self.processes, fleets, self.totals, remote, self.survivors.lose)
-            checks = check_teachers(config, self.prepared, asked)
-            self._say(*await while_alive(guard, checks))
-            if not self.opened:
-                self._open_run_dir()
-            if self.resumed is None:
-                before = self.accuracies.before(fleets[STUDENT], teachers)
-                self._say(*await while_alive(guard, before))
-            else:
-                self.accuracies.restore(self.resumed.extras["accuracies"])
-            await self._train(remote, fleets, guard)
-            self._say(*await while_alive(guard, self.accuracies.after(fleets[STUDENT])))
-            if config.checkpoint.export_hf:
-                await remote.export_hf(self.run_dir.final_checkpoint)
-                self._say(f"checkpoint: {self.run_dir.final_checkpoint}")
+            supervisor = self.supervisor = Supervisor(
+                config, fleets, self.processes, partial(self._take_in, fleets), self._say
+            )
+            async with supervisor.watching():
+                guard = make_guard(self.processes, self.totals, remote, supervisor)
+                await self._evaluate_and_train(remote, fleets, guard)
             await remote.stop()
         finally:
             await asyncio.gather(*(fleet.close() for fleet in fleets.values()))
             remote.close()
 
-    async def _train(
+    async def _evaluate_and_train(
         self, remote: RemoteLearner, fleets: Mapping[Role, Fleet], guard: Guard
     ) -> None:
+        config = self.config
+        teachers = {name: fleets[role] for name, role in teacher_roles(config).items()}
+        asked = {name: fleet.clients for name, fleet in teachers.items()}
+        checks = check_teachers(config, self.prepared, asked)
+        self._say(*await while_alive(guard, checks))
+        if not self.opened:
+            self._open_run_dir()
+        if self.resumed is None:
+            before = self.accuracies.before(fleets[STUDENT], teachers)
+            self._say(*await while_alive(guard, before))
+        else:
+            self.accuracies.restore(self.resumed.extras["accuracies"])
+        weight_sync = await self._train(remote, fleets, guard)
+        assert self.controller is not None
+        version = self.controller.accounting.version
+        serve_on = weight_sync.serve_on(lambda: version, asyncio.Lock())
+        after = self.accuracies.after(fleets[STUDENT])
+        self._say(*await while_alive(guard, after, beside=serve_on))
+        if config.student.urls:
+            await weight_sync.close()  # servers that outlive this run leave its group
+        if config.checkpoint.export_hf:
+            await remote.export_hf(self.run_dir.final_checkpoint)
+            self._say(f"checkpoint: {self.run_dir.final_checkpoint}")
+
+    async def _take_in(self, fleets: Mapping[Role, Fleet], role: Role, url: str) -> None:
+        key, vocab_size = self.keys[role], self.prepared.vocab_sizes[role]
+        await take_in(self.config, role, fleets[role], url, key, vocab_size)
+
+    async def _train(
+        self, remote: RemoteLearner, fleets: Mapping[Role, Fleet], guard: Guard
+    ) -> WeightSync:
         config = self.config
         resumed = self.resumed
         state = NOTHING_YET if resumed is None else resumed.state
@@ -249,9 +269,9 @@ class PipelineRun:
         student = fleets[STUDENT]
         make_transport = transport_kind(config.weight_sync).fleet_part
         transport = make_transport(student, remote.move_weights, config)
-        assert self.survivors is not None
+        assert self.supervisor is not None
         weight_sync = WeightSync(
-            student, remote, transport, config.weight_sync, self.survivors.lose
+            student, remote, transport, config.weight_sync, self.supervisor.lose
         )
         await weight_sync.open()
         if resumed is not None or config.weight_sync.round_to is not None:
@@ -274,8 +294,7 @@ class PipelineRun:
         self.recorder = recorder
         await self.controller.run()
         await while_alive(guard, kept.finish())
-        if config.student.urls:
-            await weight_sync.close()  # servers that outlive this run leave its group
+        return weight_sync
 
     def _extras(self) -> dict[str, Any]:
         """Return what a resumed run needs besides learner and controller."""
@@ -379,7 +398,10 @@ class PipelineRun:
         summary |= self.accuracies.summary()
         summary["resumed_at_updates"] = self._resumed_at()
         summary["resumed_with_changes"] = self._changes()
-        summary["servers_lost"] = {} if self.survivors is None else self.survivors.lost
+        supervisor = self.supervisor
+        summary["servers_lost"] = {} if supervisor is None else supervisor.lost
+        restarted = 0 if supervisor is None else supervisor.restarted.total()
+        summary["servers_restarted"] = restarted
         summary["frames_refused"] = 0 if self.remote is None else self.remote.frames_refused
         if self.checkpoints is not None:
             summary["checkpoint_wait_s_mean"] = self.checkpoints.waited_s.value

@@ -13,6 +13,7 @@
 | score-i   | rollouts         | a teacher slot (i)  | a score finishing                       |
 | learn     | scored samples   | (h + 1) B, in order | score; the weight sync of its update    |
 | sync      | updated weights  | the optimizer step  | learn                                   |
+| serve on  | added servers    | no server left      | the supervisor, once one is up again    |
 
 Invariants: every admitted prompt is trained on, dropped with a counted reason, or reported as in
 flight at the end; it holds one permit until then (buffer/permits.py); no more prompts are admitted
@@ -66,6 +67,7 @@ class Controller:
         # oldest first: the front of the line is what the next batch waits for
         self._finished: asyncio.PriorityQueue[tuple[int, Rollout]] = asyncio.PriorityQueue()
         self._trained: asyncio.Queue[Batch] = asyncio.Queue()
+        self._learner_is_free = asyncio.Lock()
         self._serving: list[asyncio.Task[None]] = []
         # admitted and not scored: the prompt, or the rollout that waits for its score
         self._unscored: dict[int, Prompt | Rollout] = {}
@@ -151,6 +153,8 @@ class Controller:
         schedule = self._schedule
         start("learn", self._learn())
         self._serving = [start("admit", self._admit()), start("sync", self._sync())]
+        serve_on = self._ports.weight_sync.serve_on(lambda: self._version, self._learner_is_free)
+        self._serving.append(start("serve on", serve_on))
         rollout_slots = min(schedule.rollout_slots, self._permits.total)
         score_slots = min(schedule.score_slots, self._permits.total)
         self._serving += [start(f"rollout-{i}", self._roll_out()) for i in range(rollout_slots)]
@@ -244,28 +248,32 @@ class Controller:
         self._ports.observer.dropped(uid, rejection.reason, rejection.detail)
 
     async def _learn(self) -> None:
-        clock = asyncio.get_running_loop().time
         for update in range(self._num_updates, self._schedule.updates):
             samples = await self._batcher.next_batch()
             if not samples:
                 break
             batch = Batch(update=update, version=self._version, samples=samples)
             check_staleness(batch, self._schedule.max_staleness)
-            started_s = clock()
-            figures = await self._ports.learner.train(batch)
-            if not (math.isfinite(figures.loss) and math.isfinite(figures.grad_norm)):
-                raise LearnerDiverged(
-                    f"update {update}: loss {figures.loss}, gradient norm {figures.grad_norm}: "
-                    "both must be finite"
-                )
-            self._num_updates += 1
-            self._num_consumed += len(samples)
-            self._ports.observer.trained(batch, figures, started_s, clock())
-            self._trained.put_nowait(batch)
-            await self._trained.join()
+            async with self._learner_is_free:
+                await self._update(batch)
+                await self._trained.join()
         # the remaining loops wait for work that will never come
         for task in self._serving:
             task.cancel()
+
+    async def _update(self, batch: Batch) -> None:
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
+        figures = await self._ports.learner.train(batch)
+        if not (math.isfinite(figures.loss) and math.isfinite(figures.grad_norm)):
+            raise LearnerDiverged(
+                f"update {batch.update}: loss {figures.loss}, gradient norm {figures.grad_norm}: "
+                "both must be finite"
+            )
+        self._num_updates += 1
+        self._num_consumed += len(batch.samples)
+        self._ports.observer.trained(batch, figures, started_s, clock())
+        self._trained.put_nowait(batch)
 
     async def _sync(self) -> None:
         while True:

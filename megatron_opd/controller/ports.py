@@ -5,6 +5,7 @@ Every method may raise; an exception other than SampleRejected stops the run wit
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -48,6 +49,13 @@ class WeightSyncer(Protocol):
         """Return when `version` is live on every engine.
 
         A failure raises, and leaves no engine running on half-updated weights.
+        """
+        ...
+
+    async def serve_on(self, version: Callable[[], int], learner_is_free: asyncio.Lock) -> None:
+        """Sync the current version again whenever only engines without it are left.
+
+        Runs until it is cancelled. learner_is_free: held while the learner's weights are others.
         """
         ...
 

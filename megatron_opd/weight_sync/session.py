@@ -9,6 +9,7 @@ they stay paused.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -57,10 +58,11 @@ class WeightSync:
         self._lose = lose
         settings = f"weight_sync.timeout_s = {config.timeout_s:g}, weight_sync.tries = "
         self._steps = Steps(fleet, learner, transport, f"{settings}{config.tries}")
-        self._connected: tuple[str, ...] | None = None
+        self._connected: int | None = None
         self._opened = False
         self._num_syncs = 0
         self._failed: str | None = None
+        self._syncing = asyncio.Lock()
 
     async def open(self) -> None:
         """Connect the learner and the servers.
@@ -68,13 +70,14 @@ class WeightSync:
         Raises WeightSyncFailed when a server holds weights of another run or does not connect in
         time.
         """
+        await self._fleet.let_in()
         self._steps.start(self._config.timeout_s)
         for url, version in (await self._steps.take("versions", self._fleet.versions())).items():
             if version != 0:
                 raise WeightSyncFailed(
                     f"{url} already holds version {version} of another run: restart it"
                 )
-        self._connected = self._fleet.urls
+        self._connected = self._fleet.epoch
         await self._steps.take("open", self._transport.open())
         self._opened = True
 
@@ -83,6 +86,28 @@ class WeightSync:
 
         Raises WeightSyncFailed; the servers stay paused then, and every later call fails too.
         """
+        async with self._syncing:
+            return await self._sync(version)
+
+    async def serve_on(self, version: Callable[[], int], learner_is_free: asyncio.Lock) -> None:
+        """Sync the current version again whenever only servers without it are left.
+
+        Otherwise servers that were added get their weights with the next version. Runs until it is
+        cancelled; raises as `sync`. learner_is_free: held while the learner's weights may differ
+        from those of `version`.
+        """
+        while True:
+            await self._fleet.stranded()
+            async with learner_is_free, self._syncing:
+                if self._fleet.is_stranded:
+                    await self._sync(version())
+
+    async def close(self) -> None:
+        """Release what the servers hold of the transport, for servers that outlive the run."""
+        self._steps.start(self._config.timeout_s)
+        await self._steps.take("close", self._transport.close())
+
+    async def _sync(self, version: int) -> WeightSyncReport:
         if not self._opened:
             raise WeightSyncFailed("weights were sent before the weight sync was opened")
         if self._failed is not None:
@@ -94,11 +119,6 @@ class WeightSync:
             raise
         self._num_syncs += 1
         return report
-
-    async def close(self) -> None:
-        """Release what the servers hold of the transport, for servers that outlive the run."""
-        self._steps.start(self._config.timeout_s)
-        await self._steps.take("close", self._transport.close())
 
     async def _tried(self, version: int) -> WeightSyncReport:
         tries = self._config.tries
@@ -116,14 +136,20 @@ class WeightSync:
         raise AssertionError("weight_sync.tries is at least 1")
 
     async def _try(self, version: int, *, again: bool) -> WeightSyncReport:
-        """Make `version` live once. again: a try before this one failed: what came is verified."""
+        """Make `version` live once, also on servers that were added since.
+
+        What comes after a failed try (again) or to other servers than before is verified.
+        """
+        await self._fleet.let_in()  # where none is left, one is being started again
         self._steps.start(self._config.try_s)
-        if self._connected != self._fleet.urls:
-            self._connected = self._fleet.urls
+        joined = self._connected != self._fleet.epoch
+        if joined:
+            self._connected = self._fleet.epoch
             await self._steps.take("reopen", self._transport.reopen())
         every, first = self._config.verify_every, self._num_syncs == 0
         due = first or (every > 0 and self._num_syncs % every == 0)
-        return await self._steps.sync(version, verifies=due or again, live=first or again)
+        unsure = first or again or joined
+        return await self._steps.sync(version, verifies=due or unsure, live=unsure)
 
     async def _settle(self, error: WeightSyncFailed, faults: Counter[str]) -> None:
         """Prepare for another try. WeightSyncFailed: too few servers are left for one."""

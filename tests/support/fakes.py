@@ -211,6 +211,10 @@ class WeightSyncer:
         phases = (Phase("pause", started_s, started_s), Phase("send", started_s, clock()))
         return WeightSyncReport(version, phases, 1000, started_s, clock())
 
+    async def serve_on(self, version: Callable[[], int], learner_is_free: asyncio.Lock) -> None:
+        """Never needed: its servers are never lost."""
+        await asyncio.Event().wait()
+
 
 @dataclass
 class Witness:

@@ -37,6 +37,8 @@ class Servers:
         self.updating: set[str] = set()
         self.connected: tuple[str, ...] = ()
         self.staged = 0
+        self.epoch = 0
+        self.waiting: list[str] = []
 
     async def step(self, name: str, act: Callable[[str], None] = lambda url: None) -> None:
         """Every server does it, unless the step fails before; a lost one lets all others wait."""
@@ -56,7 +58,15 @@ class Servers:
 
     def drop(self, url: str) -> None:
         self.urls = tuple(other for other in self.urls if other != url)
+        self.epoch += 1
         self.log.append(f"drop {url}")
+
+    def add(self, url: str) -> None:
+        """One that was lost is back, with the weights that it started with."""
+        self.lost.discard(url)
+        self.waiting.append(url)
+        self.held[url] = self.version[url] = 0
+        self.samples[url] = False
 
     # the transport
     tensors = frozenset({"w"})
@@ -84,6 +94,20 @@ class Servers:
         await self.step("close")
 
     # the fleet
+    async def let_in(self) -> None:
+        while not (self.urls or self.waiting):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        self.epoch += bool(self.waiting)
+        self.urls, self.waiting = (*self.urls, *self.waiting), []
+
+    @property
+    def is_stranded(self) -> bool:
+        return bool(self.waiting) and not any(self.samples[url] for url in self.urls)
+
+    async def stranded(self) -> None:
+        while not self.is_stranded:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
     async def versions(self) -> Mapping[str, int]:
         await self.step("versions")
         return {url: self.version[url] for url in self.urls}
