@@ -65,7 +65,8 @@ class RunGuard:
         try:
             done, _ = await asyncio.wait((health, *others), return_when=asyncio.FIRST_COMPLETED)
             if not health.done():
-                cause: Exception = next(iter(done)).result()
+                cause = next(iter(done)).result()
+                assert isinstance(cause, Exception)
                 raise await self._health.diagnose() or cause
             await health
         finally:

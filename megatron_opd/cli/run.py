@@ -159,6 +159,7 @@ class PipelineRun:
         self.controller: Controller | None = None
         self.remote: RemoteLearner | None = None
         self.processes = LocalProcesses([], None)
+        self.fleets: dict[Role, Fleet] = {}
         self.supervisor: Supervisor | None = None
         self.started_s = time.monotonic()
 
@@ -200,7 +201,7 @@ class PipelineRun:
             remote = self.remote = RemoteLearner(config, self.admission)
         except ValueError as error:
             raise UserError(str(error)) from None
-        fleets: dict[Role, Fleet] = {}
+        fleets = self.fleets
         try:
             for role in self.roles:
                 section = section_of(config, role)
@@ -402,6 +403,7 @@ class PipelineRun:
         summary["servers_lost"] = {} if supervisor is None else supervisor.lost
         restarted = 0 if supervisor is None else supervisor.restarted.total()
         summary["servers_restarted"] = restarted
+        summary["samples_readmitted"] = sum(fleet.restarted for fleet in self.fleets.values())
         summary["frames_refused"] = 0 if self.remote is None else self.remote.frames_refused
         if self.checkpoints is not None:
             summary["checkpoint_wait_s_mean"] = self.checkpoints.waited_s.value

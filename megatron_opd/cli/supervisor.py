@@ -10,7 +10,6 @@ A server that was started elsewhere is not started here: it is taken in when it 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -27,6 +26,8 @@ from sglang_bridge.errors import BridgeError, ServerDied, one_line
 from sglang_bridge.fleet import Fleet
 
 FIRST_WAIT_S, MAX_WAIT_S = 1.0, 60.0
+BUDGET_S = 3600.0
+"""max_restarts holds for so long: a server that lasts is not given up for what was long ago."""
 ASK_EVERY_S = 2.0
 
 TakeIn = Callable[[Role, str], Awaitable[None]]
@@ -35,14 +36,14 @@ TakeIn = Callable[[Role, str], Awaitable[None]]
 
 @dataclass
 class _Server:
-    """Follows one server. lost: set while it is taken out. restarts: how many have begun."""
+    """Follows one server. lost: set while it is taken out. restarts: when each was begun."""
 
     url: str
     roles: tuple[Role, ...]
     client: ServerClient
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     why: str = ""
-    restarts: int = 0
+    restarts: list[float] = field(default_factory=list)
     given_up: bool = False
 
 
@@ -128,7 +129,7 @@ class Supervisor:
 
     def _may_come_back(self, server: _Server) -> bool:
         limit = max(self._section(role).max_restarts for role in server.roles)
-        return not server.given_up and server.restarts < limit
+        return not server.given_up and _recent(server) < limit
 
     def _enough(self, server: _Server) -> bool:
         """Return whether every role of `server` has servers enough when it is out."""
@@ -147,12 +148,13 @@ class Supervisor:
             except (EngineLost, ProcessDied) as error:
                 if not self.lose(server.url, str(error)):
                     raise
-            began_s = time.monotonic()
+            clock = asyncio.get_running_loop().time
+            began_s = clock()
             if not await self._brought_back(server):
                 break
             server.lost.clear()
             self.restarted[server.url] += 1
-            after_s = time.monotonic() - began_s
+            after_s = clock() - began_s
             for role in server.roles:
                 self._say(f"{role} server {server.url} is back after {after_s:.0f} s")
         server.given_up = True
@@ -179,8 +181,8 @@ class Supervisor:
     async def _brought_back(self, server: _Server) -> bool:
         """Start it again, or wait until it answers again, and take it in; False: in vain."""
         while self._may_come_back(server):
-            wait_s = min(FIRST_WAIT_S * 2**server.restarts, MAX_WAIT_S)
-            server.restarts += 1
+            wait_s = min(FIRST_WAIT_S * 2 ** _recent(server), MAX_WAIT_S)
+            server.restarts.append(asyncio.get_running_loop().time())
             await asyncio.sleep(wait_s)
             try:
                 await self._started(server)
@@ -199,12 +201,21 @@ class Supervisor:
         if self._processes.watched_server(server.url):
             await self._processes.restart(server.url, limit_s)
             return
-        deadline_s = time.monotonic() + limit_s
-        while time.monotonic() < deadline_s:
-            try:
-                if await server.client.alive():
-                    return
-            except (OSError, TimeoutError, BridgeError):
-                pass
-            await asyncio.sleep(ASK_EVERY_S)
-        raise ServerDied(f"{server.url} did not answer within {limit_s:g} s")
+        try:
+            async with asyncio.timeout(limit_s):
+                while not await _answers(server.client):  # noqa: ASYNC110
+                    await asyncio.sleep(ASK_EVERY_S)
+        except TimeoutError:
+            raise ServerDied(f"{server.url} did not answer within {limit_s:g} s") from None
+
+
+def _recent(server: _Server) -> int:
+    now_s = asyncio.get_running_loop().time()
+    return sum(now_s - began_s < BUDGET_S for began_s in server.restarts)
+
+
+async def _answers(client: ServerClient) -> bool:
+    try:
+        return await client.alive()
+    except (OSError, BridgeError):
+        return False
