@@ -36,7 +36,7 @@ TakeIn = Callable[[Role, str], Awaitable[None]]
 
 @dataclass
 class _Server:
-    """Follows one server. lost: set while it is taken out. restarts: when each was begun."""
+    """Holds what is known of one server. lost: set while it is taken out. restarts: when each was begun."""
 
     url: str
     roles: tuple[Role, ...]
@@ -141,7 +141,7 @@ class Supervisor:
         return True
 
     async def _life(self, server: _Server) -> None:
-        """Follow a server until it is lost for good. EngineLost, ProcessDied: the run needs it."""
+        """Keep a server until it is lost for good. EngineLost, ProcessDied: the run needs it."""
         while True:
             try:
                 await self._watch(server)
