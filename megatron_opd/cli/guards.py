@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from megatron_opd.cli.supervisor import Supervisor
@@ -49,16 +49,23 @@ async def while_alive(
 
 
 class RunGuard:
-    """Guards processes, servers and the learner's connections; a controller.ports.Guard."""
+    """Guards processes, servers and the learner's connections; a controller.ports.Guard.
+
+    health: what watches the processes that there are now; they change when one is started again.
+    """
 
     def __init__(
-        self, health: HealthGuard, learner: RemoteLearner, servers: Supervisor | None = None
+        self,
+        health: Callable[[], HealthGuard],
+        learner: RemoteLearner,
+        servers: Supervisor | None = None,
     ) -> None:
-        self._health, self._learner, self._servers = health, learner, servers
+        self._make_health, self._learner, self._servers = health, learner, servers
 
     async def watch(self) -> None:
         """Run until cancelled; raise what is gone, a process in preference to its connection."""
-        health = asyncio.ensure_future(self._health.watch())
+        guard = self._make_health()
+        health = asyncio.ensure_future(guard.watch())
         others: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._learner.failed())]
         if self._servers is not None:
             others.append(asyncio.ensure_future(self._servers.failed()))
@@ -67,7 +74,7 @@ class RunGuard:
             if not health.done():
                 cause = next(iter(done)).result()
                 assert isinstance(cause, Exception)
-                raise await self._health.diagnose() or cause
+                raise await guard.diagnose() or cause
             await health
         finally:
             for task in (health, *others):
@@ -76,4 +83,4 @@ class RunGuard:
 
     async def diagnose(self) -> Exception | None:
         """Return the ended process that explains why another loop failed, if there is one."""
-        return await self._health.diagnose()
+        return await self._make_health().diagnose()

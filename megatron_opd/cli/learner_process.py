@@ -52,6 +52,7 @@ class LearnerProcess:
         token: str | None = None,
     ) -> None:
         self.command = list(command)
+        self._threads, self._token = threads, token
         self.log = log
         self.environment = {
             **os.environ,
@@ -64,6 +65,12 @@ class LearnerProcess:
         if threads is not None:
             self.environment["OMP_NUM_THREADS"] = str(threads)
         self._process: subprocess.Popen[bytes] | None = None
+
+    def again(self, number: int, command: Sequence[str]) -> LearnerProcess:
+        """Return another world like this one, not started; its log bears `number`."""
+        assert self.log is not None
+        log = self.log.with_name(f"{self.log.name.split('.')[0]}.restart{number}.log")
+        return LearnerProcess(command, log, self._threads, self._token)
 
     @property
     def pid(self) -> int:

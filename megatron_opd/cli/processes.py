@@ -87,6 +87,23 @@ class LocalProcesses:
         kept = [server for server in self.servers if server.spec.url not in self._discards]
         return [*map(_watched, kept), *self.watched_learner()]
 
+    @property
+    def learner_ended(self) -> bool:
+        """Returns whether the learner was started here and has ended."""
+        return self.learner is not None and self.learner.exit_code() is not None
+
+    async def restart_learner(self, number: int, command: Sequence[str]) -> dict[str, Part]:
+        """Start the learner again, where it was started here; return what its start-up waits for.
+
+        number: of the restart, for the name of its log.
+        """
+        if self.learner is None:
+            return {}
+        await asyncio.to_thread(self.learner.stop, GRACE_S)
+        self.learner = self.learner.again(number, command)
+        self.learner.start()
+        return {"the learner's process": Part(there(), self.learner_died)}
+
     def watched_learner(self) -> list[WatchedProcess]:
         """Return the learner as the health guard polls it; nothing if it runs elsewhere."""
         if self.learner is None:

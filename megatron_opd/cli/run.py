@@ -13,7 +13,7 @@ import json
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron_opd.cli.guards import PartGone, while_alive
 from megatron_opd.cli.joining import Part, there
 from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.learner_process import LearnerProcess, learner_command
+from megatron_opd.cli.learner_restart import LearnerRestarts, last_checkpoint
 from megatron_opd.cli.preflight import check_addresses, check_inputs_are_kept
 from megatron_opd.cli.prepare import Prepared, checked, prepare
 from megatron_opd.cli.processes import LocalProcesses
@@ -161,6 +162,8 @@ class PipelineRun:
         self.processes = LocalProcesses([], None)
         self.fleets: dict[Role, Fleet] = {}
         self.supervisor: Supervisor | None = None
+        self.restarts: LearnerRestarts | None = None
+        self.rolled_back = 0
         self.started_s = time.monotonic()
 
     async def main(self) -> None:
@@ -212,7 +215,7 @@ class PipelineRun:
                     if section_of(config, role).urls:  # checked before anything is started
                         await self._join(role, fleets[role])
                 self._open_run_dir()
-                self._start(remote.address)
+                self._start(remote)
                 await self._connect(remote, fleets)
             else:
                 await self._wait_for_others(remote, fleets)
@@ -221,7 +224,7 @@ class PipelineRun:
                 config, fleets, self.processes, partial(self._take_in, fleets), self._say
             )
             async with supervisor.watching():
-                guard = make_guard(self.processes, self.totals, remote, supervisor)
+                guard = make_guard(self.processes, lambda: self.totals, remote, supervisor)
                 await self._evaluate_and_train(remote, fleets, guard)
             await remote.stop()
         finally:
@@ -262,23 +265,61 @@ class PipelineRun:
     async def _train(
         self, remote: RemoteLearner, fleets: Mapping[Role, Fleet], guard: Guard
     ) -> WeightSync:
-        config = self.config
-        resumed = self.resumed
-        state = NOTHING_YET if resumed is None else resumed.state
-        if resumed is not None:
-            await remote.load_state(resumed.learner)
-        student = fleets[STUDENT]
+        """Make all updates, from the last checkpoint again whenever the learner was lost."""
+        config, student = self.config, fleets[STUDENT]
         make_transport = transport_kind(config.weight_sync).fleet_part
         transport = make_transport(student, remote.move_weights, config)
         assert self.supervisor is not None
-        weight_sync = WeightSync(
-            student, remote, transport, config.weight_sync, self.supervisor.lose
-        )
+        lose = self.supervisor.lose
+        weight_sync = WeightSync(student, remote, transport, config.weight_sync, lose)
         await weight_sync.open()
-        if resumed is not None or config.weight_sync.round_to is not None:
-            # the servers loaded the exact checkpoint that the run began with
+        restarts = self.restarts = LearnerRestarts(
+            config, remote, self.processes, partial(self._learner_command, remote), self._say
+        )
+        wall_s = self._earlier("wall_s", 0.0)
+        while True:
+            try:
+                await self._attempt(remote, fleets, guard, weight_sync)
+                return weight_sync
+            except (LoopFailed, PartGone) as error:
+                if not await restarts.possible():
+                    raise
+                self._say(f"the learner is lost and started again: {one_line(str(error))}")
+            assert self.checkpoints is not None
+            await self.checkpoints.abandon()
+            await restarts.again()
+            self._roll_back(last_checkpoint(config, wall_s))
+            await weight_sync.start_over()
+
+    def _roll_back(self, resumed: Resumption | None) -> None:
+        """Continue from there, as if nothing had been done since."""
+        assert self.controller is not None
+        state = NOTHING_YET if resumed is None else resumed.state
+        updates, next_uid = state.updates, state.next_uid
+        self.rolled_back += self.controller.accounting.updates - updates
+        self._say(f"the learner is up, and continues from update {updates}")
+        self.resumed = resumed
+        self.totals = RunTotals(self.urls[STUDENT], self.config.rollout.group_size)
+        self.prepared = replace(self.prepared, prompts=self.prepared.prompts.at(next_uid))
+        self.run_dir.rewind(updates)
+
+    async def _attempt(
+        self,
+        remote: RemoteLearner,
+        fleets: Mapping[Role, Fleet],
+        guard: Guard,
+        weight_sync: WeightSync,
+    ) -> None:
+        """Make the updates that are left, with one learner."""
+        config, resumed = self.config, self.resumed
+        state = NOTHING_YET if resumed is None else resumed.state
+        if resumed is not None:
+            await remote.load_state(resumed.learner)
+        assert self.restarts is not None
+        if resumed is not None or self.restarts.count or config.weight_sync.round_to is not None:
+            # the servers hold other weights: the checkpoint that the run began with, or later ones
             await weight_sync.sync(state.version)
-        recorder = make_recorder(
+        recorder = self.recorder = make_recorder(
             config,
             self.run_dir,
             self.totals,
@@ -292,10 +333,12 @@ class PipelineRun:
         self.controller = make_controller(
             config, self.prepared, fleets, remote, weight_sync, recorder, guard, kept, state
         )
-        self.recorder = recorder
         await self.controller.run()
         await while_alive(guard, kept.finish())
-        return weight_sync
+
+    def _learner_command(self, remote: RemoteLearner) -> list[str]:
+        extra = ["--controller", remote.address]
+        return learner_command(self.run_dir.resolved_config, self.config.learner, extra)
 
     def _extras(self) -> dict[str, Any]:
         """Return what a resumed run needs besides learner and controller."""
@@ -343,11 +386,8 @@ class PipelineRun:
         }
         await all_up(remote, max(limits.values()), parts, self._say)
 
-    def _start(self, controller_address: str) -> None:
-        config = self.config
-        command = learner_command(
-            self.run_dir.resolved_config, config.learner, ["--controller", controller_address]
-        )
+    def _start(self, remote: RemoteLearner) -> None:
+        config, command = self.config, self._learner_command(remote)
         log, token = self.run_dir.logs / "learner.log", self.admission.token
         learner = LearnerProcess(command, log, config.learner.threads, token)
         servers = [server for role in self.roles for server in self.servers[role]]
@@ -403,6 +443,8 @@ class PipelineRun:
         summary["servers_lost"] = {} if supervisor is None else supervisor.lost
         restarted = 0 if supervisor is None else supervisor.restarted.total()
         summary["servers_restarted"] = restarted
+        summary["learner_restarts"] = 0 if self.restarts is None else self.restarts.count
+        summary["updates_rolled_back"] = self.rolled_back
         summary["samples_readmitted"] = sum(fleet.restarted for fleet in self.fleets.values())
         summary["frames_refused"] = 0 if self.remote is None else self.remote.frames_refused
         if self.checkpoints is not None:

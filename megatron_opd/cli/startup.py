@@ -27,7 +27,7 @@ async def all_up(
     say: Callable[[str], None],
 ) -> None:
     """Wait for the learner and `parts`, each of which is watched once it is there."""
-    watch = RunGuard(HealthGuard(), remote).watch
+    watch = RunGuard(HealthGuard, remote).watch
     learner = Part(remote.wait_ready(startup_s), watch)
     try:
         await all_of({**parts, "the learner": learner}, say)

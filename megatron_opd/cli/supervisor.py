@@ -36,7 +36,10 @@ TakeIn = Callable[[Role, str], Awaitable[None]]
 
 @dataclass
 class _Server:
-    """Holds what is known of one server. lost: set while it is taken out. restarts: when each was begun."""
+    """Holds what is known of one server.
+
+    lost: set while it is taken out. restarts: when each was begun.
+    """
 
     url: str
     roles: tuple[Role, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -103,10 +103,16 @@ def watched_engines(
 
 
 def make_guard(
-    processes: LocalProcesses, totals: RunTotals, learner: RemoteLearner, servers: Supervisor
+    processes: LocalProcesses,
+    totals: Callable[[], RunTotals],
+    learner: RemoteLearner,
+    servers: Supervisor,
 ) -> RunGuard:
     """Watch the learner by its process and its socket; the servers are the supervisor's."""
-    health = HealthGuard(processes.watched_learner(), on_tick=totals.memory.sample)
+
+    def health() -> HealthGuard:
+        return HealthGuard(processes.watched_learner(), on_tick=totals().memory.sample)
+
     return RunGuard(health, learner, servers)
 
 

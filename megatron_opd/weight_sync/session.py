@@ -102,6 +102,15 @@ class WeightSync:
                 if self._fleet.is_stranded:
                     await self._sync(version())
 
+    async def start_over(self) -> None:
+        """Prepare for another learner, after one that may have been lost in a weight sync.
+
+        WeightSyncFailed: too few servers are left.
+        """
+        async with self._syncing:
+            self._failed, self._num_syncs = None, 0
+            await self._settle(WeightSyncFailed("the learner is lost"), Counter())
+
     async def close(self) -> None:
         """Release what the servers hold of the transport, for servers that outlive the run."""
         self._steps.start(self._config.timeout_s)
