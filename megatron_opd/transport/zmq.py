@@ -125,6 +125,7 @@ class RemoteLearner:
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._connections: dict[int, bytes] = {}
         self._failure: LearnerError | None = None
+        self._silent: LearnerError | None = None
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._lock = asyncio.Lock()
@@ -142,12 +143,12 @@ class RemoteLearner:
 
     @property
     def failure(self) -> LearnerError | None:
-        """Returns why the learner is of no use any more; None while it is."""
-        return self._failure
+        """Returns why the learner is of no use, or that it was silent when last asked."""
+        return self._failure or self._silent
 
     def start_over(self) -> None:
         """Forget a learner that is gone, so that another one can join at the same address."""
-        self._roster, self._failure = Roster(self._expected), None
+        self._roster, self._failure, self._silent = Roster(self._expected), None, None
         self._connections.clear()
 
     async def wait_ready(self, timeout_s: float) -> LearnerInfo:
@@ -302,12 +303,10 @@ class RemoteLearner:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._changed.wait()
             except TimeoutError:
-                # what it says later answers a question that nobody asks any more
-                self._fail(
-                    f"{what}: no answer from the learner within {timeout_s:g} s", final=False
-                )
-                assert self._failure is not None
-                raise self._failure from None
+                said = f"{what}: no answer from the learner within {timeout_s:g} s"
+                self._silent = LearnerError(said, final=False)
+                raise self._silent from None
+        self._silent = None
 
     async def _receive(self) -> None:
         poller = zmq.asyncio.Poller()

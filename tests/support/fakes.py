@@ -191,6 +191,18 @@ class Learner:
         return replace(figures, mismatch_tokens=0, **nothing)
 
 
+class SameServers:
+    """What a fleet says to whose servers nothing happens."""
+
+    epoch = 0
+    is_stranded = False
+
+    async def let_in(self) -> None: ...
+
+    async def stranded(self) -> None:
+        await asyncio.Event().wait()
+
+
 @dataclass
 class WeightSyncer:
     fleet: Fleet
