@@ -8,7 +8,7 @@ import pytest
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.extra_args import DECIDED, check_extra_args
-from megatron_opd.config.sections import ServerConfig
+from megatron_opd.config.servers import ServerConfig
 from sglang_bridge.server import options
 from sglang_bridge.server.spec import ServerSpec, server_command
 from tests.support.cli_cases import call, refused, small_config, tiny_models
