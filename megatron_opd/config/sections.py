@@ -195,7 +195,8 @@ class WeightSyncConfig(Section):
     your own (docs/extending.md)."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Backend of torch.distributed that carries the weights: auto takes nccl where the learner has
-    GPUs, gloo elsewhere. gloo on GPUs copies through host memory, which is slower."""
+    GPUs, gloo elsewhere and where `opd run` has placed learner and student servers on one GPU
+    (cluster.share_gpus). gloo on GPUs copies through host memory, which is slower."""
 
     match: Literal["require", "prefer", "off"] = "prefer"
     """What to do where learner and student servers are cut differently or differ in dtype, which
