@@ -39,7 +39,7 @@ from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.health import EngineLost, HealthGuard, ProcessDied
 from megatron_opd.data.prompts import PromptSource
-from megatron_opd.launch.placement import LEARNER
+from megatron_opd.launch.parts import LEARNER
 from megatron_opd.mismatch import FREE, REPLAYED, Measured, measure
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.rollout.generator import RolloutGenerator

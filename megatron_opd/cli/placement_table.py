@@ -15,7 +15,8 @@ from megatron_opd.cli.roles import STUDENT, Role, section_of
 from megatron_opd.cli.tables import byte_text, new_table
 from megatron_opd.config.schema import Config
 from megatron_opd.launch.gpus import gpus_here
-from megatron_opd.launch.placement import LEARNER, Placement, gpu_text, gpus_needed, place
+from megatron_opd.launch.parts import LEARNER, gpus_needed
+from megatron_opd.launch.placement import Placement, gpu_text, place
 from megatron_opd.planning.learner import learner_memory, worst_stage
 from megatron_opd.planning.servers import server_memory
 from sglang_bridge.gpus import VARIABLE

@@ -9,15 +9,8 @@ from megatron_opd.cli.prepare import checked
 from megatron_opd.cli.roles import STUDENT, Role, section_of
 from megatron_opd.config.schema import Config
 from megatron_opd.launch.gpus import gpus_here
-from megatron_opd.launch.placement import (
-    LEARNER,
-    Part,
-    Placement,
-    learner_part,
-    place,
-    place_server,
-    server_parts,
-)
+from megatron_opd.launch.parts import LEARNER, Part, learner_part, server_parts
+from megatron_opd.launch.placement import Placement, place, place_server
 
 NCCL_MAY_CARRY = ("shards",)
 """Weight transports of ours that use NCCL where they can."""

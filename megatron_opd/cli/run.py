@@ -53,7 +53,8 @@ from megatron_opd.controller.health import EngineLost, HealthGuard, ProcessDied
 from megatron_opd.controller.ports import Guard
 from megatron_opd.controller.snapshot import NOTHING_YET
 from megatron_opd.data.records import data_crc32
-from megatron_opd.launch.placement import LEARNER, UNPLACED, Placement
+from megatron_opd.launch.parts import LEARNER
+from megatron_opd.launch.placement import UNPLACED, Placement
 from megatron_opd.metrics.persist import dump_totals
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import json_ready, write_json

@@ -13,7 +13,8 @@ from megatron_opd.config.load import dump_config
 from megatron_opd.config.sft import SftConfig
 from megatron_opd.data.records import read_records
 from megatron_opd.launch.gpus import gpus_here
-from megatron_opd.launch.placement import LEARNER, learner_part, place
+from megatron_opd.launch.parts import LEARNER, learner_part
+from megatron_opd.launch.placement import place
 from megatron_opd.models.spec import read_model_spec
 
 GRACE_S = 5.0

@@ -8,18 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.config.learner import LearnerConfig
-from megatron_opd.launch.placement import (
-    LEARNER,
-    UNPLACED,
-    Part,
-    Placement,
-    gpu_text,
-    gpus_needed,
-    learner_part,
-    place,
-    place_server,
-    server_parts,
-)
+from megatron_opd.launch.parts import LEARNER, Part, gpus_needed, learner_part, server_parts
+from megatron_opd.launch.placement import UNPLACED, Placement, gpu_text, place, place_server
 from tests.support.config_files import minimal
 
 
