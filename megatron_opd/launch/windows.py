@@ -21,13 +21,8 @@ def in_blocks(uses: Sequence[int], size: int, start: int) -> tuple[int, ...] | N
 
 
 def packed(uses: Sequence[int], size: int, start: int) -> tuple[int, ...] | None:
-    """Find free neighbours."""
-    return next(_free(uses, size, start), None)
-
-
-def scattered(uses: Sequence[int], size: int, start: int) -> tuple[int, ...] | None:
     """Find free neighbours, otherwise the lowest free GPUs, where named ones leave no others."""
-    neighbours = packed(uses, size, start)
+    neighbours = next(_free(uses, size, start), None)
     if neighbours is not None:
         return neighbours
     free = tuple(islice((gpu for gpu, count in enumerate(uses) if count == 0), size))
@@ -45,7 +40,7 @@ def least_used(uses: Sequence[int], size: int, start: int) -> tuple[int, ...] | 
     return min(windows, key=crowding, default=None)
 
 
-LAYOUTS: tuple[Layout, ...] = (in_blocks, packed, scattered)
+LAYOUTS: tuple[Layout, ...] = (in_blocks, packed)
 """Ways in which no GPU is shared, the best one first."""
 
 

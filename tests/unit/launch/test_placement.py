@@ -143,6 +143,11 @@ def test_lists_may_overlap_where_sharing_is_allowed():
     assert placement.shared("teacher") is None
 
 
+def test_a_list_may_leave_gaps_in_the_smallest_node():
+    assert gpus_needed([part(LEARNER, 1, 1), part("student", 1, 1, (5,))]) == 6
+    assert gpus_needed([part(LEARNER, 1, 8), part("student", 1, 1, (5,))]) == 9
+
+
 def test_a_cut_group_is_better_than_no_run():
     parts = [part(LEARNER, 1, 2), part("student", 1, 1, (1,))]
     assert place(parts, node(3)).of(LEARNER) == (0, 2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_opd.launch.windows import in_blocks, least_used, packed, scattered
+from megatron_opd.launch.windows import in_blocks, least_used, packed
 
 
 @pytest.mark.parametrize(
@@ -15,10 +15,9 @@ from megatron_opd.launch.windows import in_blocks, least_used, packed, scattered
         (in_blocks, "11000000", 3, (4, 5, 6)),
         (in_blocks, "00000000", 6, (0, 1, 2, 3, 4, 5)),
         (in_blocks, "1000", 4, None),
-        (packed, "01010", 2, None),
-        (scattered, "01010", 2, (0, 2)),
-        (scattered, "01001", 2, (2, 3)),
-        (scattered, "0111", 2, None),
+        (packed, "01010", 2, (0, 2)),
+        (packed, "01001", 2, (2, 3)),
+        (packed, "0111", 2, None),
         (least_used, "2112", 2, (1, 2)),
         (least_used, "1111", 2, (0, 1)),
         (least_used, "2111", 2, (2, 3)),
