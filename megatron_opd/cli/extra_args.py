@@ -15,6 +15,7 @@ DECIDED = {
     "port": "{role}.base_port",
     "dtype": "{role}.dtype",
     "tp_size": "{role}.tp",
+    "pp_size": "{role}.tp, because a server gets one GPU for each of its tp ranks",
     "base_gpu_id": "{role}.gpus",
     "gpu_id_step": "{role}.gpus",
     "ep_size": "{role}.ep",

@@ -56,6 +56,8 @@ def test_a_teacher_may_be_quantised_by_sglang_itself():
         (["--model", "m"], ["--model", "student.model"]),
         (["--model_path", "m"], ["--model_path"]),
         (["--tensor-parallel-size", "2"], ["--tensor-parallel-size", "student.tp"]),
+        (["--pipeline-parallel-size=2"], ["student.tp", "one GPU for each"]),
+        (["--gpu-id-step=2"], ["--gpu-id-step", "student.gpus"]),
         (["--tp-size=2"], ["--tp-size", "student.tp"]),
         (["--tp", "2"], ["--tp"]),
         (["--ep", "2"], ["--ep", "student.ep"]),
