@@ -16,7 +16,7 @@ from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.gpu.process import run
 from benchmarks.gpu.record import Record, Result
 from benchmarks.header import header
-from megatron_opd.cli.gpu import has_gpu
+from megatron_opd.launch.gpus import has_gpu
 
 NO_GPU = "gpu: no NVIDIA GPU is here; --dry runs every part at a tiny size on the CPU"
 RunPart = Callable[[Part, float], Result]

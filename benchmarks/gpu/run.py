@@ -24,6 +24,7 @@ DRY = (
     "evaluation.problems=0",
 )
 ON_GPU = (
+    "cluster.share_gpus=true",
     "run.max_steps=20",
     "evaluation.problems=64",
     "learner.dtype=bfloat16",

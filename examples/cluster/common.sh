@@ -1,11 +1,11 @@
 # shellcheck shell=bash disable=SC2153
-# The parts of a run on the nodes of a cluster. Sourced by an example's launch.sh, which sets
+# The parts of a run on several nodes (one needs `opd run` alone). Sourced by an example's launch.sh,
+# which sets
 #   LEARNER_NODES STUDENT_NODES TEACHER_NODES   nodes of each role, in this order in HOSTS
 #   LEARNER_GPUS STUDENT_GPUS TEACHER_GPUS      GPUs that a role uses on each of its nodes
 #   STUDENT_TP TEACHER_TP                       GPUs of one server
 #
 #   launch.sh learner N | student N | teacher N | control      one part, on its node
-#   launch.sh all                                              all of it, on one node
 #   launch.sh slurm                                            all of it, from a batch job
 #
 # Environment:
@@ -57,7 +57,7 @@ become() {
   exec "$@"
 }
 
-# Address of node $2 of the role $1. One host alone plays every role.
+# Address of node $2 of the role $1.
 host_of() {
   local first=0
   case $1 in
@@ -66,18 +66,14 @@ host_of() {
     teacher) first=$((LEARNER_NODES + STUDENT_NODES)) ;;
     *) fail "a role is learner, student or teacher, got $1" ;;
   esac
-  if ((${#hosts[@]} == 1)); then
-    echo "${hosts[0]}"
-  else
-    echo "${hosts[first + $2]}"
-  fi
+  echo "${hosts[first + $2]}"
 }
 
 read_hosts() {
   local wanted=$((LEARNER_NODES + STUDENT_NODES + TEACHER_NODES))
   [[ -n ${HOSTS:-} ]] || fail "HOSTS must list the addresses of the nodes"
   read -r -a hosts <<<"$HOSTS"
-  if ((${#hosts[@]} != wanted)) && ! ((${#hosts[@]} == 1 && LEARNER_NODES == 1)); then
+  if ((${#hosts[@]} != wanted)); then
     fail "HOSTS must list $wanted addresses (learner, student, teacher nodes), got ${#hosts[@]}"
   fi
 }
@@ -189,21 +185,6 @@ end_children() {
   kill -KILL "${children[@]}" 2>/dev/null || true
 }
 
-# Everything on one node: the controller decides when it is over.
-all() {
-  own_children
-  if [[ -n ${DRY_RUN:-} ]]; then
-    servers student 0 && servers teacher 0 && learner 0 && control
-    return
-  fi
-  servers student 0 &
-  servers teacher 0 &
-  learner 0 &
-  local last=$!
-  control
-  wait "$last" # the controller has told it to stop
-}
-
 # Everything from a batch job: a step for each part, on its node.
 slurm() {
   local names name address node learners=()
@@ -215,10 +196,6 @@ slurm() {
   done
   export HOSTS
   own_children
-  if ((${#names[@]} == 1)); then
-    step "${names[0]}" all
-    return
-  fi
   for ((node = 0; node < STUDENT_NODES; node++)); do
     step "${names[LEARNER_NODES + node]}" student "$node" &
   done
@@ -252,12 +229,12 @@ main() {
         servers "$1" "$2"
       fi
       ;;
-    control | all)
+    control)
       read_settings
-      "$1"
+      control
       ;;
     slurm) slurm ;;
-    *) fail "give a part: learner N, student N, teacher N, control, all or slurm" ;;
+    *) fail "give a part: learner N, student N, teacher N, control or slurm" ;;
   esac
 }
 

@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_opd.cli.extra_args import check_extra_args
-from megatron_opd.cli.gpu import has_gpu
 from megatron_opd.cli.memory_tables import memory_tables
+from megatron_opd.cli.placement_table import placement_table
 from megatron_opd.cli.preflight import ModelFacts, check_inputs_are_kept, prompt_limit
 from megatron_opd.cli.prepare import Inputs, checked, read_inputs
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of
@@ -22,6 +22,7 @@ from megatron_opd.cli.sync_tables import sync_tables
 from megatron_opd.cli.weights import check_finite, has_weights
 from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.schema import Config
+from megatron_opd.launch.gpus import has_gpu
 from megatron_opd.losses.formulas import formula
 from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge import open_files
@@ -165,6 +166,7 @@ def check(
         for role, facts in models.items():
             if has_weights(facts.path):
                 check_finite(facts.path, f"{role}.model")
+    gpus = placement_table(config, models, elsewhere=bool(inputs.absent))
     rows = [
         *plan_rows(config, models),
         *data_rows(inputs, prompt_limit(config, models[STUDENT])),
@@ -184,6 +186,6 @@ def check(
     console.print(table)
     spec = models[STUDENT].spec
     syncs = checked(lambda: list(sync_tables(config, spec, link_gbs)))
-    for each in (*memory_tables(config, models), *syncs):
+    for each in (*memory_tables(config, models), gpus, *syncs):
         console.print()
         console.print(each)

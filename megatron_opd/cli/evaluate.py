@@ -11,9 +11,11 @@ from megatron_opd.cli.accuracy import evaluation_plan
 from megatron_opd.cli.errors import RunFailed, UserError
 from megatron_opd.cli.joining import all_of
 from megatron_opd.cli.keys import role_key
+from megatron_opd.cli.placing import gpus_of_server
 from megatron_opd.cli.preflight import read_model
 from megatron_opd.cli.prepare import prepare
 from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.roles import STUDENT
 from megatron_opd.cli.servers import make_spec
 from megatron_opd.cli.weights import check_weights
 from megatron_opd.cli.wiring import make_fleet
@@ -35,9 +37,10 @@ def evaluate_checkpoint(config: Config, model: Path) -> EvaluationReport:
         raise UserError(
             "opd eval needs evaluation.problems > 0, data.heldout and a task with a verifier"
         )
+    gpus = gpus_of_server(config, STUDENT, 0)
     with tempfile.TemporaryDirectory(prefix="opd-eval-") as scratch:
-        spec = make_spec(config, "student", free_port(config.student.host), 0, model)
-        key = role_key(config.student.model_copy(update={"urls": ()}), "student")
+        spec = make_spec(config, STUDENT, free_port(config.student.host), 0, model, gpus)
+        key = role_key(config.student.model_copy(update={"urls": ()}), STUDENT)
         server = ServerProcess(spec, Path(scratch) / "server.log", key)
         try:
             return asyncio.run(_evaluate(config, prepared.heldout, prepared.judge, server, key))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.roles import STUDENT, Role
-from megatron_opd.config.sections import ServerConfig
+from megatron_opd.config.servers import ServerConfig
 from sglang_bridge.server import options
 
 # Setting of SGLang -> what to use instead; {role} is the section.
@@ -15,6 +15,9 @@ DECIDED = {
     "port": "{role}.base_port",
     "dtype": "{role}.dtype",
     "tp_size": "{role}.tp",
+    "pp_size": "{role}.tp, because a server gets one GPU for each of its tp ranks",
+    "base_gpu_id": "{role}.gpus",
+    "gpu_id_step": "{role}.gpus",
     "ep_size": "{role}.ep",
     "context_length": "{role}.context_length",
     "max_total_tokens": "{role}.max_total_tokens",

@@ -10,7 +10,7 @@ import secrets
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.roles import Role
-from megatron_opd.config.sections import ServerConfig
+from megatron_opd.config.servers import ServerConfig
 
 KEY_BYTES = 32
 

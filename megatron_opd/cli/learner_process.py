@@ -6,6 +6,7 @@ Invariant: after `stop` returns no process of the tree is left, whatever state i
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import signal
 import subprocess
@@ -18,7 +19,15 @@ import psutil
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.transport.lifetime import PARENT_VARIABLE
 from megatron_opd.transport.token import TOKEN_VARIABLE
+from sglang_bridge.gpus import let_see
 from sglang_bridge.ports import free_port
+
+ON_GPUS = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+}
+"""Set for ranks on GPUs unless the user has set them; docs/cluster.md has the reasons."""
 
 
 def learner_command(config_file: Path, learner: LearnerConfig, extra: Sequence[str]) -> list[str]:
@@ -41,7 +50,8 @@ class LearnerProcess:
     """Starts and ends one learner world, and sends the output of every rank to `log`.
 
     log: None: the ranks write to our own output. token: what the ranks show their controller; it is
-    not on the command line, which anyone on the machine may read.
+    not on the command line, which anyone on the machine may read. gpus: what CUDA calls those of
+    the ranks, in their order; None: those that this process sees.
     """
 
     def __init__(
@@ -50,9 +60,9 @@ class LearnerProcess:
         log: Path | None,
         threads: int | None,
         token: str | None = None,
+        gpus: Sequence[str] | None = None,
     ) -> None:
         self.command = list(command)
-        self._threads, self._token = threads, token
         self.log = log
         self.environment = {
             **os.environ,
@@ -60,6 +70,9 @@ class LearnerProcess:
             "PYTHONUNBUFFERED": "1",
             PARENT_VARIABLE: str(os.getpid()),
         }
+        if gpus is not None:
+            self.environment = ON_GPUS | self.environment
+            let_see(self.environment, gpus)
         if token is not None:
             self.environment[TOKEN_VARIABLE] = token
         if threads is not None:
@@ -69,8 +82,10 @@ class LearnerProcess:
     def again(self, number: int, command: Sequence[str]) -> LearnerProcess:
         """Return another world like this one, not started; its log bears `number`."""
         assert self.log is not None
-        log = self.log.with_name(f"{self.log.name.split('.')[0]}.restart{number}.log")
-        return LearnerProcess(command, log, self._threads, self._token)
+        other = copy.copy(self)
+        other.command, other._process = list(command), None
+        other.log = self.log.with_name(f"{self.log.name.split('.')[0]}.restart{number}.log")
+        return other
 
     @property
     def pid(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 
 from rich.table import Table
 
@@ -12,6 +11,7 @@ from megatron_opd.cli.preflight import ModelFacts, longest_sample, prompt_limit
 from megatron_opd.cli.roles import STUDENT, Role, section_of
 from megatron_opd.cli.tables import byte_text, count_text, new_table
 from megatron_opd.config.schema import Config
+from megatron_opd.launch.gpus import has_gpu
 from megatron_opd.planning.activations import TransformerImpl
 from megatron_opd.planning.flops import Work, train_flops
 from megatron_opd.planning.layout import RankGroups, rank_groups
@@ -31,7 +31,6 @@ from megatron_opd.planning.settings import unread
 MIB, KIB = 2**20, 2**10
 MOST_STAGES = 8
 HEADS = {"gradients": "grads", "activations": "activ."}
-GPU_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def memory_tables(config: Config, models: Mapping[Role, ModelFacts]) -> Iterator[Table]:
@@ -50,7 +49,7 @@ def kernels_here(config: Config) -> TransformerImpl:
     """Return the kernels to count activations for: a stated GPU size means TransformerEngine."""
     if config.learner.gpu_memory_gib is not None:
         return "transformer_engine"
-    engine = GPU_DRIVER.exists() and find_spec("transformer_engine") is not None
+    engine = has_gpu() and find_spec("transformer_engine") is not None
     return "transformer_engine" if engine else "local"
 
 

@@ -26,6 +26,7 @@ from megatron_opd.cli.learner_process import LearnerProcess, learner_command
 from megatron_opd.cli.megatron_settings import check_megatron
 from megatron_opd.cli.mismatch_options import Options
 from megatron_opd.cli.notes import sampler_gaps
+from megatron_opd.cli.placing import placement_here, with_backend
 from megatron_opd.cli.preflight import ModelFacts, check_addresses, check_models
 from megatron_opd.cli.prepare import checked, read_prompts
 from megatron_opd.cli.processes import LocalProcesses
@@ -38,6 +39,7 @@ from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.health import EngineLost, HealthGuard, ProcessDied
 from megatron_opd.data.prompts import PromptSource
+from megatron_opd.launch.parts import LEARNER
 from megatron_opd.mismatch import FREE, REPLAYED, Measured, measure
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.rollout.generator import RolloutGenerator
@@ -103,6 +105,8 @@ class MismatchRun:
         check_addresses(config, learner_here=True)
         # what training sees is decided by the configuration as it was given
         self.trained = REPLAYED if config.learner.routing_replay == "rollout" else FREE
+        self.placement = placement_here(config, (STUDENT,))
+        config = with_backend(config, self.placement)
         self.config = with_recorded_routing(config, self.prepared.student.spec)
         self.processes = LocalProcesses([], None)
 
@@ -135,7 +139,7 @@ class MismatchRun:
         digests = checked(lambda: learner_digests(config))
         admission = Admission(token, digests, self.prepared.student.vocab_size)
         key = role_key(config.student, STUDENT)
-        servers = server_processes(config, STUDENT, scratch, key)
+        servers = server_processes(config, STUDENT, scratch, key, self.placement)
         urls = config.student.urls or tuple(server.spec.url for server in servers)
         remote = checked(lambda: RemoteLearner(config, admission))
         fleet = make_fleet(config.student, urls, key)
@@ -147,7 +151,8 @@ class MismatchRun:
             resolved.write_text(dump_config(config), encoding="utf-8")
             command = learner_command(resolved, config.learner, ["--controller", remote.address])
             log, threads = scratch / "learner.log", config.learner.threads
-            learner = LearnerProcess(command, log, threads, token)
+            gpus = self.placement.visible(LEARNER)
+            learner = LearnerProcess(command, log, threads, token, gpus)
             self.processes = LocalProcesses(servers, learner)
             self._say(
                 f"starting {len(servers)} SGLang servers and a learner of "

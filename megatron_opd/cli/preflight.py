@@ -18,7 +18,7 @@ from megatron_opd.cli.tokenizer_parts import check_tokenizer
 from megatron_opd.cli.weights import check_weights, has_weights
 from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config
-from megatron_opd.config.sections import ServerConfig
+from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.wording import shown
 from megatron_opd.models.families import FAMILIES
 from megatron_opd.models.spec import ModelSpec, read_config, read_model_spec

@@ -43,6 +43,8 @@ MAY_CHANGE = (
     "*.startup_timeout_s",
     "*.request_timeout_s",
     "*.gpu_memory_gib",
+    "*.gpus",
+    "cluster.*",
     "*.timeout_s",
     "*.threads",
     "*.api_key_env",

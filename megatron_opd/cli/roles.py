@@ -10,7 +10,7 @@ import re
 from megatron_opd.cli.errors import UserError
 from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config
-from megatron_opd.config.sections import ServerConfig
+from megatron_opd.config.servers import ServerConfig
 
 Role = str
 STUDENT: Role = "student"

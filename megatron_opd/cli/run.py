@@ -29,6 +29,7 @@ from megatron_opd.cli.joining import Part, there
 from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.learner_process import LearnerProcess, learner_command
 from megatron_opd.cli.learner_restart import LearnerRestarts, last_checkpoint
+from megatron_opd.cli.placing import placement_here, with_backend
 from megatron_opd.cli.preflight import check_addresses, check_inputs_are_kept
 from megatron_opd.cli.prepare import Prepared, checked, prepare
 from megatron_opd.cli.processes import LocalProcesses
@@ -54,6 +55,8 @@ from megatron_opd.controller.health import EngineLost, HealthGuard, ProcessDied
 from megatron_opd.controller.ports import Guard
 from megatron_opd.controller.snapshot import NOTHING_YET
 from megatron_opd.data.records import data_crc32
+from megatron_opd.launch.parts import LEARNER
+from megatron_opd.launch.placement import UNPLACED, Placement
 from megatron_opd.metrics.persist import dump_totals
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import json_ready, write_json
@@ -96,6 +99,8 @@ def run_pipeline(
     open_files.raise_limit()
     check_inputs_are_kept(config)
     checked(lambda: transport_kind(config.weight_sync))
+    placement = placement_here(config, all_roles(config)) if launch else UNPLACED
+    config = with_backend(config, placement)
     with hold_run_dir(config.run.dir, resume=resume, overwrite=overwrite) as lock:
         resumed = find_resumption(config, accepted) if resume else None
         prepared = prepare(config, 0 if resumed is None else resumed.state.next_uid)
@@ -104,11 +109,18 @@ def run_pipeline(
         logs = RunDir(config.run.dir).logs
         keys = {role: role_key(section_of(config, role), role) for role in all_roles(config)}
         servers: dict[Role, list[ServerProcess]] = {
-            role: server_processes(config, role, logs, keys[role]) if launch else []
+            role: server_processes(config, role, logs, keys[role], placement) if launch else []
             for role in keys
         }
         run = PipelineRun(
-            config, prepared, admission, servers, keys, launch=launch, resumed=resumed
+            config,
+            prepared,
+            admission,
+            servers,
+            keys,
+            placement,
+            launch=launch,
+            resumed=resumed,
         )
         asyncio.run(run.main())
     return 0
@@ -137,6 +149,7 @@ class PipelineRun:
         admission: Admission,
         servers: Mapping[Role, Sequence[ServerProcess]],
         keys: Mapping[Role, str | None],
+        placement: Placement,
         *,
         launch: bool,
         resumed: Resumption | None = None,
@@ -146,6 +159,7 @@ class PipelineRun:
         self.run_dir = RunDir(config.run.dir)
         self.opened = False  # whether the directory is this run's
         self.servers, self.keys, self.launch = servers, keys, launch
+        self.placement = placement
         self.roles = tuple(servers)
         self.console = Console(highlight=False)
         self.urls: dict[Role, tuple[str, ...]] = {
@@ -389,13 +403,16 @@ class PipelineRun:
     def _start(self, remote: RemoteLearner) -> None:
         config, command = self.config, self._learner_command(remote)
         log, token = self.run_dir.logs / "learner.log", self.admission.token
-        learner = LearnerProcess(command, log, config.learner.threads, token)
+        gpus = self.placement.visible(LEARNER)
+        learner = LearnerProcess(command, log, config.learner.threads, token, gpus)
         servers = [server for role in self.roles for server in self.servers[role]]
         self.processes = LocalProcesses(servers, learner)
         self._say(
             f"starting {len(servers)} SGLang servers and a learner of "
             f"{config.learner.parallel.world_size} ranks; logs in {self.run_dir.logs}"
         )
+        if gpus is not None:
+            self._say(f"GPUs: {self.placement.line}")
         self.processes.start()
 
     async def _connect(self, remote: RemoteLearner, fleets: Mapping[Role, Fleet]) -> None:

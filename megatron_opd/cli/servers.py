@@ -6,19 +6,29 @@ from pathlib import Path
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.extra_args import check_extra_args
-from megatron_opd.cli.gpu import has_gpu
+from megatron_opd.cli.placing import gpus_of_server
 from megatron_opd.cli.preflight import require_free, server_ports
 from megatron_opd.cli.roles import STUDENT, Role, section_of
 from megatron_opd.config.schema import Config
+from megatron_opd.launch.gpus import has_gpu
+from megatron_opd.launch.placement import UNPLACED, Placement
 from sglang_bridge.server.__main__ import arguments_for_device
 from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.server.spec import ServerSpec, server_command
 
 
-def make_spec(config: Config, role: Role, port: int, index: int, model: Path) -> ServerSpec:
+def make_spec(
+    config: Config,
+    role: Role,
+    port: int,
+    index: int,
+    model: Path,
+    gpus: tuple[str, ...] | None = None,
+) -> ServerSpec:
     """Return what server `index` of a role is started with; each server has a seed of its own.
 
-    Raises UserError when extra_args contradict the configuration.
+    gpus: what CUDA calls those that it sees; None: those that this process sees. Raises UserError
+    when extra_args contradict the configuration.
     """
     section = section_of(config, role)
     spec = ServerSpec(
@@ -39,6 +49,7 @@ def make_spec(config: Config, role: Role, port: int, index: int, model: Path) ->
         deterministic=config.run.deterministic,
         quantization=section.quantization,
         weights_dir=_weights_dir(config, role),
+        gpus=gpus,
         extra_args=section.extra_args,
     )
     check_extra_args(section, role)
@@ -67,15 +78,20 @@ def _check_for_device(spec: ServerSpec, role: Role) -> None:
 
 
 def server_spec(config: Config, role: Role, index: int) -> ServerSpec:
-    """Return server `index` of a role on its configured port. Raises UserError if it is taken."""
+    """Return server `index` of a role on its configured port and GPUs. Raises UserError."""
     section = section_of(config, role)
     port = section.base_port + index
     require_free(section.host, port, f"{role}.base_port")
-    return make_spec(config, role, port, index, section.model)
+    gpus = gpus_of_server(config, role, index)
+    return make_spec(config, role, port, index, section.model, gpus)
 
 
 def server_processes(
-    config: Config, role: Role, logs: Path, api_key: str | None = None
+    config: Config,
+    role: Role,
+    logs: Path,
+    api_key: str | None = None,
+    placement: Placement = UNPLACED,
 ) -> list[ServerProcess]:
     """Return the role's servers of this machine, not started; none when its urls name others."""
     section = section_of(config, role)
@@ -83,7 +99,7 @@ def server_processes(
         return []
     return [
         ServerProcess(
-            make_spec(config, role, port, index, section.model),
+            make_spec(config, role, port, index, section.model, placement.visible(role, index)),
             logs / f"{log_name(role)}-{index}.log",
             api_key,
         )

@@ -12,6 +12,9 @@ from megatron_opd.cli.prepare import checked
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.sft import SftConfig
 from megatron_opd.data.records import read_records
+from megatron_opd.launch.gpus import gpus_here
+from megatron_opd.launch.parts import LEARNER, learner_part
+from megatron_opd.launch.placement import place
 from megatron_opd.models.spec import read_model_spec
 
 GRACE_S = 5.0
@@ -30,11 +33,13 @@ def run_sft(config: SftConfig) -> int:
     for path in (config.train, config.validation):
         if path is not None:
             checked(lambda path=path: read_records(path, (config.prompt_key, config.response_key)))
+    placement = checked(lambda: place([learner_part(config.learner)], gpus_here()))
     with tempfile.TemporaryDirectory(prefix="opd-sft-") as scratch:
         resolved = Path(scratch) / "sft.yaml"
         resolved.write_text(dump_config(config), encoding="utf-8")
         command = learner_command(resolved, config.learner, ["--sft"])
-        process = LearnerProcess(command, log=None, threads=config.learner.threads)
+        gpus = placement.visible(LEARNER)
+        process = LearnerProcess(command, None, config.learner.threads, gpus=gpus)
         process.start()
         try:
             code = process.wait()

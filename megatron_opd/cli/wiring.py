@@ -19,7 +19,7 @@ from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.cli.teacher_guard import make_teacher_watch
 from megatron_opd.config.schema import Config
-from megatron_opd.config.sections import ServerConfig
+from megatron_opd.config.servers import ServerConfig
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.health import HealthGuard, WatchedEngine
 from megatron_opd.controller.ports import Guard, Keeper, Ports, WeightSyncer

@@ -46,6 +46,8 @@ NOT_THE_LEARNERS = (
     "learner.threads",
     "learner.timeout_s",
     "learner.gpu_memory_gib",
+    "learner.gpus",
+    "cluster.*",
 )
 """Keys that a learner does not read, or that may differ between it and its controller."""
 SAMPLE_BYTES = 65_536

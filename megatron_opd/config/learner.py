@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from megatron_opd.config.section import (
     OFF_IS_A_WORD,
+    GpuList,
     Host,
     NonNegativeFloat,
     NonNegativeInt,
@@ -197,6 +198,11 @@ class LearnerConfig(Section):
     threads: Processes | None = None
     """CPU threads per rank; null leaves torch's choice. More than the cores divided by the ranks
     slows all of them."""
+    gpus: GpuList | None = None
+    """GPUs of this node for the learner's ranks in their order, such as [6, 7], one for each of
+    tp * cp * pp * dp. They are counted from 0, within CUDA_VISIBLE_DEVICES where that is set. null:
+    laid out by itself, before the servers; `opd check` shows where. A learner that torchrun starts
+    elsewhere takes what torchrun is given."""
     timeout_s: Seconds = 1800.0
     """Longest wait in seconds for one reply of the learner; then the run ends with an error. Raise
     it for large batches on slow machines."""

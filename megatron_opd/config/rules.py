@@ -65,6 +65,24 @@ def _ports(config: ConfigTree) -> str | None:
     return None
 
 
+def _gpus(config: ConfigTree) -> str | None:
+    if config.cluster.share_gpus:
+        return None
+    named = {"learner": config.learner.gpus, "student": config.student.gpus} | {
+        key_of_teacher(name): section.gpus for name, section in config.all_teachers.items()
+    }
+    taken: dict[int, str] = {}
+    for key, gpus in named.items():
+        for gpu in gpus or ():
+            if gpu in taken:
+                return (
+                    f"{taken[gpu]}.gpus and {key}.gpus must not share a GPU, got GPU {gpu} in "
+                    "both; name others, or set cluster.share_gpus: true"
+                )
+        taken |= dict.fromkeys(gpus or (), key)
+    return None
+
+
 def _urls(config: ConfigTree) -> str | None:
     for name, section in config.all_teachers.items():
         shared = sorted(set(config.student.urls) & set(section.urls))
@@ -232,6 +250,7 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _interleaved,
     _teachers,
     _ports,
+    _gpus,
     _urls,
     _groups,
     _rewards,

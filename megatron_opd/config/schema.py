@@ -1,7 +1,7 @@
 """Defines the configuration of a run: frozen, strict, torch-free.
 
-Rules that involve one key are stated on the field (sections.py); rules that involve several are in
-rules.py and name every key they compare.
+Rules that involve one key are stated on the field (sections.py and beside it); rules that involve
+several are in rules.py and name every key they compare.
 """
 
 from __future__ import annotations

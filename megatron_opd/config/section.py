@@ -20,6 +20,8 @@ MAX_CONCURRENCY = 65_535
 # Timers count milliseconds in 32 bits: 2^31 ms are 24.8 days.
 MAX_TIMEOUT_S = 2_000_000
 MAX_BYTES = 2**40
+# Of one node; more than any has.
+MAX_GPUS = 1024
 
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -90,6 +92,19 @@ FilePath = Annotated[
 Text = Annotated[str, AfterValidator(_without_nul)]
 Host = Annotated[str, AfterValidator(_names_a_host)]
 Texts = tuple[Text, ...]
+
+
+def _named_once(gpus: tuple[int, ...]) -> tuple[int, ...]:
+    for gpu in gpus:
+        if gpus.count(gpu) > 1:
+            raise ValueError(f"must name each GPU once, got GPU {gpu} twice")
+    return gpus
+
+
+# A node's GPUs, counted from 0 as nvidia-smi does, or within the user's CUDA_VISIBLE_DEVICES.
+GpuList = Annotated[
+    tuple[Annotated[int, Field(ge=0, lt=MAX_GPUS)], ...], AfterValidator(_named_once)
+]
 
 
 class Section(BaseModel):

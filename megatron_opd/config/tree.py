@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from pydantic import Field
 
+from megatron_opd.config.cluster import ClusterConfig
 from megatron_opd.config.corrections import CorrectionConfig
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
@@ -23,9 +24,9 @@ from megatron_opd.config.sections import (
     RolloutConfig,
     RunConfig,
     ScoringConfig,
-    ServerConfig,
     WeightSyncConfig,
 )
+from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.supports import SupportConfig
 
 
@@ -85,6 +86,8 @@ class ConfigTree(Section):
     """The Megatron-Core learner, its parallel layout and its optimizer."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     """How new weights reach the student's servers."""
+    cluster: ClusterConfig = ClusterConfig()
+    """How the processes of a run share machines."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """What is measured on held-out problems, and when."""
     checkpoint: CheckpointConfig = CheckpointConfig()

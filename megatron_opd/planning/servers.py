@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from megatron_opd.config.sections import ServerConfig
+from megatron_opd.config.servers import ServerConfig
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import layer_rows, row_shapes
 from megatron_opd.planning.activations import BYTES

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from sglang_bridge.gpus import let_see
 from sglang_bridge.listening import keep_groups_on
 from sglang_bridge.weights.formats import Format
 
@@ -38,7 +39,8 @@ class ServerSpec:
     a request gets depends on its seed and the weights alone, not on what is batched beside it (but
     truncated requests, top_p < 1, are for times of their own). quantization: how matrices are held;
     None: as they are (sglang_bridge/server/quantised.py). weights_dir: the one directory below
-    which it reads new weights; None: it reads none from disk.
+    which it reads new weights; None: it reads none from disk. gpus: what CUDA calls the GPUs that
+    it sees, one for each of its tp ranks (gpus.py); None: those that its parent sees.
     extra_args: appended to the command line.
     """
 
@@ -60,6 +62,7 @@ class ServerSpec:
     deterministic: bool = False
     quantization: Format | None = None
     weights_dir: str | None = None
+    gpus: tuple[str, ...] | None = None
     extra_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -67,6 +70,8 @@ class ServerSpec:
             raise ValueError(f"port must be in 1..65535, got {self.port}")
         if self.tp < 1 or self.ep < 1 or self.tp % self.ep:
             raise ValueError(f"ep must divide tp, got ep={self.ep}, tp={self.tp}")
+        if self.gpus is not None and len(self.gpus) != self.tp:
+            raise ValueError(f"gpus must be tp = {self.tp} GPUs, got {len(self.gpus)}")
 
     @property
     def url(self) -> str:
@@ -121,6 +126,8 @@ def server_env(
         env.pop(name, None)
         if value is not None:
             env[name] = value
+    if spec.gpus is not None:
+        let_see(env, spec.gpus)
     keep_groups_on(spec.host, env)
     env["OMP_NUM_THREADS"] = str(spec.threads)
     env["HF_HUB_OFFLINE"] = "1"

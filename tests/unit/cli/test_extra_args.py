@@ -8,7 +8,7 @@ import pytest
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.extra_args import DECIDED, check_extra_args
-from megatron_opd.config.sections import ServerConfig
+from megatron_opd.config.servers import ServerConfig
 from sglang_bridge.server import options
 from sglang_bridge.server.spec import ServerSpec, server_command
 from tests.support.cli_cases import call, refused, small_config, tiny_models
@@ -56,6 +56,8 @@ def test_a_teacher_may_be_quantised_by_sglang_itself():
         (["--model", "m"], ["--model", "student.model"]),
         (["--model_path", "m"], ["--model_path"]),
         (["--tensor-parallel-size", "2"], ["--tensor-parallel-size", "student.tp"]),
+        (["--pipeline-parallel-size=2"], ["student.tp", "one GPU for each"]),
+        (["--gpu-id-step=2"], ["--gpu-id-step", "student.gpus"]),
         (["--tp-size=2"], ["--tp-size", "student.tp"]),
         (["--tp", "2"], ["--tp"]),
         (["--ep", "2"], ["--ep", "student.ep"]),

@@ -9,7 +9,7 @@ from megatron_opd.cli import commands, serve
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.keys import named_key, role_key
 from megatron_opd.cli.main import build_parser
-from megatron_opd.config.sections import ServerConfig
+from megatron_opd.config.servers import ServerConfig
 from sglang_bridge.server.spec import API_KEY_VARIABLE, ServerSpec, server_command, server_env
 from tests.support.cli_cases import call, refused, small_config, tiny_models
 

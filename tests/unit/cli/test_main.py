@@ -17,7 +17,7 @@ import yaml
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.main import main
 from megatron_opd.cli.preflight import check_served
-from megatron_opd.config.sections import ServerConfig
+from megatron_opd.config.servers import ServerConfig
 from megatron_opd.transport.lifetime import PARENT_VARIABLE
 from sglang_bridge.protocol import ServerInfo
 from tests.support.cli_cases import call, refused

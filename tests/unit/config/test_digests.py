@@ -69,6 +69,8 @@ def test_a_key_that_the_learner_reads_is_named(tree: dict[str, Any], key: str, v
         ("teacher.model", "other"),
         ("learner.listen_port", 7),
         ("learner.threads", 7),
+        ("learner.gpus", [7]),
+        ("cluster.share_gpus", True),
         ("metrics.trace", False),
         ("checkpoint.every", 7),
     ],

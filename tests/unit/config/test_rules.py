@@ -65,6 +65,20 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["teacher.base_port=30100"],
     ),
     (
+        ["student.gpus=[3]", "learner.gpus=[3]"],
+        ["learner.gpus and student.gpus must not share a GPU", "got GPU 3 in both", "name others"],
+        ["cluster.share_gpus=true"],
+    ),
+    (
+        [
+            "data.teacher_key=who",
+            "teacher={model: t, servers: 2, gpus: [7, 0]}",
+            "teachers={maths: {model: m, gpus: [0]}}",
+        ],
+        ["teacher.gpus and teachers.maths.gpus", "GPU 0", "cluster.share_gpus: true"],
+        ["teachers={maths: {model: m, gpus: [1]}}"],
+    ),
+    (
         ["objective.type=gepo"],
         ["rollout.group_size", ">= 2", "gepo", "got 1"],
         ["rollout.group_size=4"],

@@ -12,14 +12,17 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from megatron_opd.cli.main import build_parser, main
+from megatron_opd.cli.placing import parts_of
+from megatron_opd.cli.roles import all_roles
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
+from megatron_opd.launch.placement import place
 from megatron_opd.learner.__main__ import build_parser as learner_parser
 from tests.support.cli_cases import refused
 from tests.support.paths import ROOT
 
 CLUSTER = ROOT / "examples" / "cluster"
-NODES = {"one_node": 1, "four_nodes": 4, "sixteen_nodes": 16}
+NODES = {"four_nodes": 4, "sixteen_nodes": 16}  # one_node is a single `opd run`
 SCRIPTS = sorted([*CLUSTER.glob("*.sh"), *CLUSTER.glob("*/launch.sh"), *CLUSTER.glob("*/*.slurm")])
 
 # A batch system of one machine: srun runs here what it is told to run on a node.
@@ -133,6 +136,29 @@ def words_after_environment(command: list[str]) -> list[str]:
     return command[2:] if command[0] == "env" else command
 
 
+def test_one_node_is_one_command(tmp_path: Path):
+    (tmp_path / "opd").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "opd").chmod(0o755)
+    given = {"STUDENT_MODEL": "/models/s", "TEACHER_MODEL": "/models/with space", "TRAIN": "t"}
+    environment = given | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HELDOUT": "h"}
+    environment["SLURM_SUBMIT_DIR"] = str(ROOT)
+    script = ["bash", CLUSTER / "one_node" / "job.slurm"]
+    done = subprocess.run(script, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    parsed = build_parser().parse_args(done.stdout.splitlines())
+    assert parsed.verb == "run"
+    loaded = load_config(Config, parsed.config, parsed.overrides)
+    assert loaded.teacher
+    assert str(loaded.teacher.model) == "/models/with space"
+    assert (str(loaded.student.model), str(loaded.data.heldout)) == ("/models/s", "h")
+
+
+def test_one_node_fills_its_node():
+    config = config_of("one_node")
+    placement = place(parts_of(config, all_roles(config)), tuple("01234567"))
+    assert placement.line == "learner 0-1, student 2 3 4 5 6, teacher 7"
+
+
 @pytest.mark.parametrize("example", sorted(NODES))
 def test_every_command_is_one_that_the_programs_take(example: str, tmp_path: Path):
     config = config_of(example)
@@ -180,25 +206,24 @@ def test_every_command_is_one_that_the_programs_take(example: str, tmp_path: Pat
 
 PROGRAM = """#!/usr/bin/env bash
 echo $$ >>"$PIDS"
-[[ $1 != control ]] || exit "$CODE"
-[[ $1 != --nnodes=* || $CODE != 0 ]] || exit 0  # a learner that was told to stop
+[[ "$*" != *"--index 0"* ]] || exit "$CODE"
 exec sleep 600
 """
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_nothing_outlives_the_controller(tmp_path: Path, code: int):
-    """Servers and learner that would run for ever, a controller that ends."""
-    for name, text in (("opd", PROGRAM), ("torchrun", PROGRAM), ("curl", "#!/bin/sh\nexit 0\n")):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+def test_the_servers_of_a_node_end_together(tmp_path: Path, code: int):
+    """Four servers that would run for ever, but for the first."""
+    (tmp_path / "opd").write_text(PROGRAM)
+    (tmp_path / "opd").chmod(0o755)
     pids = tmp_path / "pids"
     environment = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "PIDS": str(pids),
         "CODE": str(code),
+        "HOSTS": "10.0.0.1 10.0.0.2 10.0.0.3 10.0.0.4",
     }
-    script = ["bash", CLUSTER / "one_node" / "launch.sh", "all"]
+    script = ["bash", CLUSTER / "four_nodes" / "launch.sh", "student", "0"]
     done = subprocess.run(script, env=environment, timeout=60)
     assert done.returncode == code
     started = [int(line) for line in pids.read_text().split()]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron_opd.config.sections import ServerConfig
+from megatron_opd.config.servers import ServerConfig
 from megatron_opd.planning import servers
 from megatron_opd.planning.parameters import model_parameters
 from megatron_opd.weight_sync.holdings import as_held, server_holdings

@@ -18,7 +18,7 @@ LAYERS = (
     {"columns"},
     {"config"},
     {"models", "buffer", "losses", "data", "batching", "metrics"},
-    {"planning", "transport", "checkpoint", "weight_sync", "rollout", "teacher"},
+    {"planning", "transport", "checkpoint", "weight_sync", "rollout", "teacher", "launch"},
     {"learner", "controller", "evaluation", "mismatch"},
     {"cli"},
     {"__main__"},
@@ -28,9 +28,10 @@ ONLY = {
     "losses": {"types", "columns", "config"},
     "controller": {"types", "config", "buffer", "metrics"},
     "planning": {"types", "config", "models"},
+    "launch": {"config"},
 }
 TORCH_FREE = {"types", "config", "buffer", "batching", "controller", "rollout", "teacher"}
-TORCH_FREE |= {"columns", "metrics", "planning"}
+TORCH_FREE |= {"columns", "metrics", "planning", "launch"}
 HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
 # What learner ranks and server ranks do alike with tensors; the client side stays free of it.
 WITH_TORCH = {

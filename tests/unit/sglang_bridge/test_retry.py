@@ -9,7 +9,8 @@ import pytest
 from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.config.sections import RolloutConfig, ScoringConfig, ServerConfig
+from megatron_opd.config.sections import RolloutConfig, ScoringConfig
+from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.supports import McSupport
 from megatron_opd.evaluation import FleetPort
 from megatron_opd.rollout.generator import RolloutGenerator

@@ -63,7 +63,11 @@ def test_command_and_environment():
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
-    [({"port": 0}, "port must be in"), ({"tp": 2, "ep": 3}, "ep must divide tp, got ep=3, tp=2")],
+    [
+        ({"port": 0}, "port must be in"),
+        ({"tp": 2, "ep": 3}, "ep must divide tp, got ep=3, tp=2"),
+        ({"tp": 2, "gpus": ("0",)}, "gpus must be tp = 2 GPUs, got 1"),
+    ],
 )
 def test_impossible_specs(overrides: dict, message: str):
     with pytest.raises(ValueError, match=message):
@@ -110,6 +114,20 @@ def start_script(monkeypatch: pytest.MonkeyPatch, log: Path, script: str) -> Ser
     process = ServerProcess(spec(), log)
     process.start()
     return process
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sees"), [(None, "sees 4,5"), (("5",), "sees 5"), (("GPU-a",), "sees GPU-a")]
+)
+def test_a_server_sees_its_gpus_alone(monkeypatch, tmp_path: Path, gpus, sees: str):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    script = "import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'])"
+    monkeypatch.setattr(launch, "server_command", lambda spec: [sys.executable, "-c", script])
+    process = ServerProcess(spec(gpus=gpus), tmp_path / "log")
+    process.start()
+    with pytest.raises(ServerDied):
+        process.wait_ready(30)
+    assert (tmp_path / "log").read_text().strip() == sees
 
 
 def test_a_server_that_dies_shows_its_last_words(monkeypatch, tmp_path: Path):

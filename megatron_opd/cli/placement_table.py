@@ -1,0 +1,89 @@
+"""Draws which GPUs of a node a run uses, and for what: the map of `opd check`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+
+from rich.table import Table
+
+from megatron_opd.cli.memory_tables import kernels_here
+from megatron_opd.cli.placing import parts_of
+from megatron_opd.cli.preflight import ModelFacts, longest_sample
+from megatron_opd.cli.prepare import checked
+from megatron_opd.cli.roles import STUDENT, Role, section_of
+from megatron_opd.cli.tables import byte_text, new_table
+from megatron_opd.config.schema import Config
+from megatron_opd.launch.gpus import gpus_here
+from megatron_opd.launch.parts import LEARNER, gpus_needed
+from megatron_opd.launch.placement import Placement, gpu_text, place
+from megatron_opd.planning.learner import learner_memory, worst_stage
+from megatron_opd.planning.servers import server_memory
+from sglang_bridge.gpus import VARIABLE
+
+MOST_ROWS = 32
+Process = tuple[str, int]  # section and index
+
+
+def placement_table(config: Config, models: Mapping[Role, ModelFacts], *, elsewhere: bool) -> Table:
+    """Return the map of the processes that `opd run` starts. Raises UserError.
+
+    elsewhere: the plan is for another machine, which may have more GPUs than this one. Where this
+    one has none, the map is of a node with exactly as many as are needed.
+    """
+    parts, names = parts_of(config, tuple(models)), gpus_here()
+    needed = gpus_needed(parts)
+    here = bool(names) and not (elsewhere and needed > len(names))
+    if not here:
+        note = f"this machine has {len(names) or 'no'} GPUs: drawn for one node of {needed}"
+        names = tuple(map(str, range(needed)))
+    elif any(name != str(index) for index, name in enumerate(names)):
+        note = f"GPUs as counted within {VARIABLE}={','.join(names)}"
+    else:
+        note = f"the {len(names)} GPUs of this machine"
+    placement = checked(lambda: place(parts, names, share=config.cluster.share_gpus))
+    table = _map(placement, _memory(config, models))
+    table.caption = "\n".join(filter(None, [table.caption, note]))  # type: ignore[arg-type]
+    return table
+
+
+def _map(placement: Placement, memory: Mapping[str, tuple[int, bool]]) -> Table:
+    """Return a row for neighbouring GPUs that the same processes use.
+
+    memory: bytes on one GPU of a section's process, and whether they are all that it takes.
+    """
+    on_gpu: list[list[Process]] = [[] for _ in placement.names]
+    for key, groups in placement.groups.items():
+        for index, gpus in enumerate(groups):
+            for gpu in gpus:
+                on_gpu[gpu].append((key, index))
+    table = new_table("GPU placement", ("GPUs", "what runs there", "memory of each"), 2)
+    runs = [(list(run), on) for on, run in groupby(range(len(on_gpu)), key=on_gpu.__getitem__)]
+    for run, processes in runs[:MOST_ROWS]:
+        what = ", ".join(_name(*process, placement) for process in processes) or "free"
+        sizes = [memory[key] for key, _ in processes]
+        whole = all(is_whole for _, is_whole in sizes)
+        size = byte_text(sum(size for size, _ in sizes)) + ("" if whole else " and KV cache")
+        table.add_row(gpu_text(tuple(run)), what, size if processes else "")
+    if len(runs) > MOST_ROWS:
+        table.caption = f"and {len(runs) - MOST_ROWS} more rows"
+    return table
+
+
+def _name(key: str, index: int, placement: Placement) -> str:
+    size = len(placement.groups[key][index])
+    ranks = f" ({size} ranks)" if size > 1 else ""
+    return f"{key}{ranks}" if key == LEARNER else f"{key} server {index}{ranks}"
+
+
+def _memory(config: Config, models: Mapping[Role, ModelFacts]) -> dict[str, tuple[int, bool]]:
+    """Return what the plan says that a process takes of each of its GPUs; see `_map`."""
+    student = models[STUDENT]
+    longest, kernels = longest_sample(config, student), kernels_here(config)
+    worst = worst_stage(learner_memory(student.spec, config.learner, longest, kernels))
+    found = {LEARNER: (worst.total, True)}
+    for role, facts in models.items():
+        planned = server_memory(facts.spec, section_of(config, role))
+        cache = (planned.kv_tokens or 0) * planned.kv_token_bytes
+        found[role] = (planned.weights + cache, planned.kv_tokens is not None)
+    return found

@@ -1,0 +1,100 @@
+"""The map that `opd check` draws."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_opd.cli.main import main
+from tests.support.cli_cases import call, refused, small_config, tiny_models
+from tests.support.gpus import with_gpus
+from tests.support.paths import ROOT
+
+ONE_NODE = "examples/cluster/one_node/config.yaml"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def config(tmp_path: Path, models: Path) -> dict[str, Any]:
+    return small_config(tmp_path, models)
+
+
+def drawn(capsys: pytest.CaptureFixture[str]) -> tuple[list[list[str]], str]:
+    """The rows of the map, cells without blanks, and what is said below it."""
+    rows: list[list[str]] = []
+    lines = capsys.readouterr().out.split("GPU placement")[1].splitlines()[4:]
+    end = next(i for i, line in enumerate(lines) if not line.strip())
+    for line in lines[:end]:
+        gpus, rest = line.split(maxsplit=1)
+        what, _, memory = rest.rstrip().partition("  ")
+        rows.append([gpus, what, " ".join(memory.split())])
+    note: list[str] = []
+    for line in lines[end + 1 :]:
+        if not line.strip():
+            break
+        note.append(line.strip())
+    return rows, " ".join(note)
+
+
+def test_without_a_gpu_the_node_has_what_is_needed(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(["check", ONE_NODE]) == 0
+    rows, note = drawn(capsys)
+    students = [[str(2 + i), f"student server {i}", "63.2 GiB"] for i in range(5)]
+    assert rows == [
+        ["0-1", "learner (2 ranks)", "52.8 GiB"],
+        *students,
+        ["7", "teacher server 0", "69.5 GiB"],
+    ]
+    assert note == "this machine has no GPUs: drawn for one node of 8"
+
+
+def test_a_plan_for_another_machine_may_need_more_than_this_one_has(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with_gpus(monkeypatch, 4)
+    assert main(["check", ONE_NODE]) == 0
+    assert drawn(capsys)[1] == "this machine has 4 GPUs: drawn for one node of 8"
+    with_gpus(monkeypatch, 16)
+    assert main(["check", ONE_NODE]) == 0
+    rows, note = drawn(capsys)
+    assert rows[-1] == ["8-15", "free", ""]
+    assert note == "the 16 GPUs of this machine"
+
+
+def test_shared_gpus_hold_the_sum(tmp_path: Path, config: dict, capsys, monkeypatch):
+    with_gpus(monkeypatch, 8, "6")
+    refused(capsys, call(tmp_path, config, verb="check"), "need 3 GPUs", "cluster.share_gpus: true")
+    sizes = {}
+    for name in ("student", "teacher"):
+        config[name]["max_total_tokens"] = 65536
+    config["cluster"] = {"share_gpus": True}
+    assert call(tmp_path, config, verb="check") == 0
+    (row,), note = drawn(capsys)
+    assert row[:2] == ["0", "learner, student server 0, teacher server 0"]
+    assert note == "GPUs as counted within CUDA_VISIBLE_DEVICES=6"
+    with_gpus(monkeypatch, 3)
+    assert call(tmp_path, config, verb="check") == 0
+    rows, _ = drawn(capsys)
+    sizes = [float(memory.split()[0]) for _, _, memory in rows]
+    assert float(row[2].split()[0]) == pytest.approx(sum(sizes), abs=0.2)
+
+
+def test_a_pool_of_the_engines_own_size_is_not_counted(
+    tmp_path: Path, config: dict, capsys, monkeypatch
+):
+    with_gpus(monkeypatch, 3)
+    assert call(tmp_path, config, verb="check") == 0
+    rows, _ = drawn(capsys)
+    assert rows[1][2].endswith("MiB and KV cache")
+
+
+def test_many_servers_are_cut_short(tmp_path: Path, config: dict, capsys):
+    config["student"]["servers"] = 5000
+    assert call(tmp_path, config, verb="check") == 0
+    rows, note = drawn(capsys)
+    assert len(rows) == 32
+    assert note.startswith("and 4970 more rows")
