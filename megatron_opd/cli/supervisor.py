@@ -19,7 +19,7 @@ from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.processes import LocalProcesses
 from megatron_opd.cli.roles import Role, section_of
 from megatron_opd.config.schema import Config
-from megatron_opd.config.sections import ServerConfig
+from megatron_opd.config.servers import ServerConfig
 from megatron_opd.controller.health import EngineLost, HealthGuard, ProcessDied, WatchedEngine
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BridgeError, ServerDied, one_line
