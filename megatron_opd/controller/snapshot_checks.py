@@ -66,4 +66,7 @@ def _rollout_fault(rollout: Rollout) -> str | None:
     experts = rollout.experts_XLk
     if experts is not None and len(experts) != rollout.num_tokens - 1:
         return f"it has {rollout.num_tokens - 1} inputs and routed experts for {len(experts)}"
+    gates = rollout.gates_XLk
+    if gates is not None and (experts is None or gates.shape != experts.shape):
+        return "its gate weights are not those of its routed experts"
     return None

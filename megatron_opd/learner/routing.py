@@ -1,7 +1,9 @@
-"""Replays routing (R3): a token's experts are given, not chosen; their weights stay the router's.
+"""Replays routing (R3): a token's experts are given, not chosen; on request their weights too.
 
-A gate stays the learner's own: the probabilities of the given experts come from its router's logits
-now, normalised as the model does it, so that gradients reach the router.
+By default a gate stays the learner's own: the probabilities of the given experts come from its
+router's logits now, normalised as the model does it, so that gradients reach the router. With the
+sampler's weights (`learner.routing_weights: sampler`) the value is given and the gradient stays the
+router's (learner/gates.py). Balancing losses see the router's own probabilities either way.
 
 Invariant: the experts of a micro-batch travel on its packing, which Megatron hands to every layer
 in the forward pass and again when the layer is recomputed. No order of micro-batches, stages or
@@ -28,12 +30,15 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_opd.config.learner import RoutingReplay
+from megatron_opd.config.learner import LearnerConfig, RoutingReplay, RoutingWeights
+from megatron_opd.learner.gates import with_sampled_gates
 from megatron_opd.learner.world import World
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.types import ExpertArray
+from megatron_opd.types import ExpertArray, GateArray
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+# Float32 weights of a token are this near to their sum.
+GATE_SLACK = 1e-4
 
 
 @dataclass(frozen=True)
@@ -44,13 +49,15 @@ class MicroRouting:
     there yet is recorded when it is first computed. real_m: bool, no filler. moved: by layer, how
     many real positions the router would have sent elsewhere, and of how many given experts it would
     have chosen others; None until it is replayed. follows: visit what is given; otherwise the
-    router's choice is only compared with it.
+    router's choice is only compared with it. gates: by layer float32 [m, k], the weights of the
+    given experts, -1 in rows that route freely; empty where the router's own count.
     """
 
     given: dict[int, torch.Tensor]
     real_m: torch.Tensor
     moved: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     follows: bool = True
+    gates: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
 
     def experts(self, layer: int, own_mk: torch.Tensor) -> torch.Tensor:
         """Return int64 [m, k]: the experts `layer` uses; own_mk: what its router would choose.
@@ -67,6 +74,10 @@ class MicroRouting:
         other_mk = (used_mk[:, :, None] != own_mk[:, None, :]).all(2) & self.real_m[:, None]
         self.moved[layer] = torch.stack([other_mk.any(1).sum(), other_mk.sum()])
         return used_mk if self.follows else own_mk
+
+    def gates_of(self, layer: int) -> torch.Tensor | None:
+        """Return the weights of the experts that `layer` uses; None: the router's own."""
+        return self.gates.get(layer) if self.follows else None
 
     def counts(self) -> tuple[float, float, float, float]:
         """Return what moved on this rank, and what could have.
@@ -90,6 +101,7 @@ class LayerReplay(RouterReplay):
         self._layer, self._alone = layer, alone
         self._micro: MicroRouting | None = None
         self._recomputed_next: deque[MicroRouting | None] = deque()
+        self._weighed: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def enter(self, micro: MicroRouting | None) -> None:
         """Begin this micro-batch, as its transformer layer begins to compute it."""
@@ -115,12 +127,23 @@ class LayerReplay(RouterReplay):
             micro = self._recomputed_next.popleft()
         if micro is None:
             return values_mk, own_mk
-        used_mk = micro.experts(self._layer, own_mk)
+        used_mk, gates_mk = micro.experts(self._layer, own_mk), micro.gates_of(self._layer)
+        self._weighed = None if gates_mk is None else (used_mk, gates_mk)
         return scores.gather(1, used_mk), used_mk
+
+    def weigh(self, probs_mE: torch.Tensor) -> torch.Tensor:
+        """Return the weights of the experts just chosen: the given ones, if there are any."""
+        weighed, self._weighed = self._weighed, None
+        return probs_mE if weighed is None else with_sampled_gates(probs_mE, *weighed)
 
 
 def _enter(replay: LayerReplay, layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
     replay.enter(getattr(kwargs.get("packed_seq_params"), "routing", None))
+
+
+def _weigh(replay: LayerReplay, router: Any, args: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
+    probs_mE, chosen_mE = found
+    return replay.weigh(probs_mE), chosen_mE
 
 
 @dataclass(frozen=True)
@@ -128,6 +151,7 @@ class Routing:
     """Replays over a model's chunks. layers: indices into L of this rank's."""
 
     mode: RoutingReplay
+    weights: RoutingWeights
     spec: ModelSpec
     layers: tuple[int, ...]
     device: torch.device
@@ -137,15 +161,16 @@ class Routing:
     @classmethod
     def of(
         cls,
-        mode: RoutingReplay,
+        config: LearnerConfig,
         chunks: Sequence[torch.nn.Module],
         spec: ModelSpec,
         world: World,
     ) -> Routing | None:
-        """Take over the routers' choice; None when `mode` is off.
+        """Take over the routers' choice, on request their weights; None without a replay.
 
         ValueError: see check_replay.
         """
+        mode, weights = config.routing_replay, config.routing_weights
         if mode == "off":
             return None
         check_replay(mode, spec, chunks[0].config)
@@ -157,15 +182,20 @@ class Routing:
                 router: Any = module.mlp.router
                 router.router_replay = replay
                 module.register_forward_pre_hook(partial(_enter, replay), with_kwargs=True)
+                if weights == "sampler":
+                    router.register_forward_hook(partial(_weigh, replay))
                 layers.append(layer)
         tp = world.parallel.tp
-        return cls(mode, spec, tuple(layers), world.device, tp, world.tp_rank)
+        return cls(mode, weights, spec, tuple(layers), world.device, tp, world.tp_rank)
 
-    def micro(self, experts_XLk: ExpertArray | None, source_s: np.ndarray) -> MicroRouting:
+    def micro(
+        self, experts_XLk: ExpertArray | None, gates_XLk: GateArray | None, source_s: np.ndarray
+    ) -> MicroRouting:
         """Return the routing of a micro-batch, whose positions hold inputs source_s (layout.Rows).
 
-        experts_XLk: of its samples; read in the mode `rollout` alone. ValueError: missing, of
-        another shape, or no k distinct experts of the model.
+        experts_XLk, gates_XLk: of its samples; read in the mode `rollout` alone, the second with
+        the sampler's weights alone. ValueError: missing, of another shape, no k distinct experts of
+        the model, or no weights of a model that normalises them so.
         """
         per_rank = len(source_s) // self.tp
         source_m = source_s[self.tp_rank * per_rank : (self.tp_rank + 1) * per_rank]
@@ -177,10 +207,38 @@ class Routing:
                 "learner.routing_replay is rollout, but the samples carry no routed experts"
             )
         self._check_experts(experts_XLk)
-        given_mLk = experts_XLk[source_m][:, list(self.layers)].astype(np.int16)
-        given_mLk[source_m < 0] = -1
-        given = torch.as_tensor(given_mLk).to(self.device)
-        return MicroRouting({layer: given[:, i] for i, layer in enumerate(self.layers)}, real_m)
+        given = self._by_layer(experts_XLk, source_m, np.dtype(np.int16))
+        if self.weights == "learner":
+            return MicroRouting(given, real_m)
+        if gates_XLk is None:
+            raise ValueError(
+                "learner.routing_weights is sampler, but the samples carry no gate weights"
+            )
+        self._check_gates(gates_XLk, experts_XLk)
+        gates = self._by_layer(gates_XLk, source_m, np.dtype(np.float32))
+        return MicroRouting(given, real_m, gates=gates)
+
+    def _by_layer(
+        self, values_XLk: np.ndarray, source_m: np.ndarray, dtype: np.dtype[Any]
+    ) -> dict[int, torch.Tensor]:
+        """Return what this rank's layers hold of its positions, -1 where there is no input."""
+        found_mLk = values_XLk[source_m][:, list(self.layers)].astype(dtype)
+        found_mLk[source_m < 0] = -1
+        found = torch.as_tensor(found_mLk).to(self.device)
+        return {layer: found[:, i] for i, layer in enumerate(self.layers)}
+
+    def _check_gates(self, gates_XLk: GateArray, experts_XLk: ExpertArray) -> None:
+        if gates_XLk.shape != experts_XLk.shape:
+            raise ValueError(
+                f"gate weights must have the shape of their experts, {experts_XLk.shape}, "
+                f"got {gates_XLk.shape}"
+            )
+        off_XL = np.abs(gates_XLk.sum(-1, dtype=np.float64) - 1)
+        if self.spec.norm_topk_prob and not (off_XL <= GATE_SLACK).all():
+            raise ValueError(
+                "gate weights of a token must add up to 1 for this model (norm_topk_prob), but "
+                f"some are off by {off_XL.max():.3g}"
+            )
 
     def _check_experts(self, experts_XLk: ExpertArray) -> None:
         spec = self.spec
