@@ -67,6 +67,8 @@ def _rollout_fault(rollout: Rollout) -> str | None:
     if experts is not None and len(experts) != rollout.num_tokens - 1:
         return f"it has {rollout.num_tokens - 1} inputs and routed experts for {len(experts)}"
     gates = rollout.gates_XLk
-    if gates is not None and (experts is None or gates.shape != experts.shape):
+    if gates is None:
+        return None
+    if experts is None or gates.shape != experts.shape or gates.dtype != np.float32:
         return "its gate weights are not those of its routed experts"
     return None

@@ -168,7 +168,11 @@ def test_gate_weights_survive_the_bytes():
     back = member.rollout.gates_XLk
     assert back.dtype == np.float32
     np.testing.assert_array_equal(back, gates)
-    for changes in ({"gates_XLk": gates[:, :2]}, {"experts_XLk": None}):
+    for changes in (
+        {"gates_XLk": gates[:, :2]},
+        {"gates_XLk": gates.astype(np.float64)},
+        {"experts_XLk": None},
+    ):
         odd = encode_state(replace_line([place(replace(rollout, **changes))]))
         with pytest.raises(ValueError, match="its gate weights are not those of its routed"):
             decode_state(odd)
