@@ -224,7 +224,8 @@ class LearnerConfig(Section):
         if self.replays_gates and not self.replays_experts:
             raise ValueError(
                 "routing_weights must be learner unless routing_replay is rollout, got sampler and "
-                f"{self.routing_replay}: the sampler's weights are those of its own experts"
+                f"{self.routing_replay}: the sampler's weights are those of its own experts, "
+                "so set routing_replay: rollout too"
             )
         return self
 

@@ -70,7 +70,8 @@ def test_defaults_fill_in_and_the_dump_loads_to_an_equal_config(tmp_path: Path):
             "learner.routing_weights=sampler",
             [
                 "learner: routing_weights must be learner unless routing_replay is rollout",
-                "got sampler and off: the sampler's weights are those of its own experts",
+                "got sampler and off: the sampler's weights",
+                "so set routing_replay: rollout too",
             ],
         ),
         (
