@@ -126,7 +126,8 @@ def ratio_lines(found: Iterator[tuple[tuple[str, ...], float]]) -> Iterator[str]
 def main() -> int:
     """Entry point."""
     cases: dict[str, Tree] = json.loads(Path(sys.argv[1]).read_text())["cases"]
-    for kind in KINDS:
+    measured = {kind for case in cases.values() for f in case["learners"].values() for kind in f}
+    for kind in filter(measured.__contains__, KINDS):
         for length in ("1x", "5x"):
             print(f"\n{kind}, {length}\n", *grid_lines(cases, kind, length), sep="\n")
     for title, ratios in (
