@@ -14,7 +14,7 @@ def figures(*kinds: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for n, kind in enumerate(kinds):
         gap = {"max_dp": [0.5**n] * 3, "mean_dp": [0.1 * 0.5**n] * 3}
-        found[kind] = {length: gap for length in ("1x", "5x", "5x_start", "1x_of_5")}
+        found[kind] = dict.fromkeys(("1x", "5x", "5x_start", "1x_of_5"), gap)
     return found
 
 
