@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -32,13 +31,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_opd.config.learner import LearnerConfig, RoutingReplay, RoutingWeights
 from megatron_opd.learner.gates import with_sampled_gates
+from megatron_opd.learner.routing_checks import check_experts, check_gates, check_replay
 from megatron_opd.learner.world import World
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.types import ExpertArray, GateArray
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-# Float32 weights of a token are this near to their sum.
-GATE_SLACK = 1e-4
 
 
 @dataclass(frozen=True)
@@ -206,7 +204,7 @@ class Routing:
             raise ValueError(
                 "learner.routing_replay is rollout, but the samples carry no routed experts"
             )
-        self._check_experts(experts_XLk)
+        check_experts(self.spec, experts_XLk)
         given = self._by_layer(experts_XLk, source_m, np.dtype(np.int16))
         if self.weights == "learner":
             return MicroRouting(given, real_m)
@@ -214,7 +212,7 @@ class Routing:
             raise ValueError(
                 "learner.routing_weights is sampler, but the samples carry no gate weights"
             )
-        self._check_gates(gates_XLk, experts_XLk)
+        check_gates(self.spec, gates_XLk, experts_XLk)
         gates = self._by_layer(gates_XLk, source_m, np.dtype(np.float32))
         return MicroRouting(given, real_m, gates=gates)
 
@@ -226,59 +224,3 @@ class Routing:
         found_mLk[source_m < 0] = -1
         found = torch.as_tensor(found_mLk).to(self.device)
         return {layer: found[:, i] for i, layer in enumerate(self.layers)}
-
-    def _check_gates(self, gates_XLk: GateArray, experts_XLk: ExpertArray) -> None:
-        if gates_XLk.shape != experts_XLk.shape:
-            raise ValueError(
-                f"gate weights must have the shape of their experts, {experts_XLk.shape}, "
-                f"got {gates_XLk.shape}"
-            )
-        off_XL = np.abs(gates_XLk.sum(-1, dtype=np.float64) - 1)
-        if self.spec.norm_topk_prob and not (off_XL <= GATE_SLACK).all():
-            raise ValueError(
-                "gate weights of a token must add up to 1 for this model (norm_topk_prob), but "
-                f"some are off by {off_XL.max():.3g}"
-            )
-
-    def _check_experts(self, experts_XLk: ExpertArray) -> None:
-        spec = self.spec
-        shape = (sum(spec.moe_layers), spec.experts_per_token)
-        if experts_XLk.shape[1:] != shape:
-            raise ValueError(
-                f"routed experts must be {shape[0]} layers of {shape[1]} experts a token, "
-                f"got {experts_XLk.shape[1:]}"
-            )
-        if int(experts_XLk.max()) >= spec.num_experts:
-            raise ValueError(
-                f"routed experts must be below {spec.num_experts}, got {int(experts_XLk.max())}"
-            )
-        for a, b in combinations(range(shape[1]), 2):
-            if (experts_XLk[..., a] == experts_XLk[..., b]).any():
-                raise ValueError("routed experts of a token must differ, got one twice")
-
-
-def check_replay(mode: RoutingReplay, spec: ModelSpec, settings: Any) -> None:
-    """Raise ValueError for what replay cannot do.
-
-    That is a model without experts, and settings (a TransformerConfig) under which
-    Megatron-Core 0.16.1 asks no replay, or not layer by layer.
-    """
-    if mode == "off":
-        return
-    if not spec.is_moe:
-        raise ValueError(
-            f"learner.routing_replay must be off for a student without experts, got {mode}"
-        )
-    refused = {
-        "moe_router_fusion": settings.moe_router_fusion,
-        "moe_router_load_balancing_type": settings.moe_router_load_balancing_type == "sinkhorn",
-        "moe_router_force_load_balancing": settings.moe_router_force_load_balancing,
-        "overlap_moe_expert_parallel_comm": settings.overlap_moe_expert_parallel_comm,
-        "cuda_graph_impl": settings.cuda_graph_impl != "none",
-    }
-    for name, bypasses in refused.items():
-        if bypasses:
-            raise ValueError(
-                f"learner.megatron.{name} must not be {getattr(settings, name)!r} with "
-                f"learner.routing_replay={mode}: with it routers ignore the replayed experts"
-            )
