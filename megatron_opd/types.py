@@ -21,6 +21,7 @@ IntArray = npt.NDArray[np.int32]
 OffsetArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 ExpertArray = npt.NDArray[np.unsignedinteger[Any]]
+GateArray = npt.NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,9 @@ class Rollout:
     [0, T), versions rise. started_s, finished_s: monotonic clock. finish_reason: "stop" or
     "length". restarts: earlier tries whose connection was lost. experts_XLk: uint8 or uint16
     [P + T - 1, layers with experts, experts a token], the experts that each input of the model
-    visited when it was last computed in the fleet; None unless asked for.
+    visited when it was last computed in the fleet; None unless asked for. gates_XLk: float32, the
+    weights that these experts' outputs were multiplied with then, in the same order; None unless
+    asked for.
     """
 
     prompt: Prompt
@@ -69,6 +72,7 @@ class Rollout:
     engine: str = ""
     restarts: int = 0
     experts_XLk: ExpertArray | None = None
+    gates_XLk: GateArray | None = None
 
     @property
     def num_response_tokens(self) -> int:

@@ -18,6 +18,7 @@ NUM_DRAWS = "bridge_num_draws"  # with NUM_ATOMS, both may be 0: keep a draw cac
 NUM_ATOMS = "bridge_num_atoms"
 THIN = "bridge_thin"
 WANTS_EXPERTS = "bridge_wants_experts"
+WANTS_GATES = "bridge_wants_gates"  # with WANTS_EXPERTS
 SCORE_START = "bridge_score_start"
 SCORE_OFFSETS = "bridge_score_offsets"  # int32 [T + 1]
 SCORE_IDS = "bridge_score_ids"  # int32 [N]

@@ -82,6 +82,7 @@ CANNOT_CHANGE = {
     "rollout.group_size": "the checkpoint's samples were grouped by it",
     "buffer.*": "the checkpoint's samples were admitted under it",
     "learner.routing_replay": "the checkpoint's samples carry what it needs, or do not",
+    "learner.routing_weights": "the checkpoint's samples carry what it needs, or do not",
 }
 """Keys whose change cannot work, each with the reason."""
 EXTRAS: Mapping[str, type | tuple[type, ...]] = {

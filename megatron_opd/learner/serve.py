@@ -164,7 +164,7 @@ class RankServer:
             case Score():
                 batch = self._checked(from_frames(0, request.version, request.plan, frames))
                 return self.learner.score(
-                    batch, self.config.rollout.temperature, replays=request.replays
+                    batch, self.config.rollout.temperature, replay=request.replay
                 )
             case MoveWeights():
                 self.learner.settle_weights()
