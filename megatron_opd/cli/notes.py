@@ -48,7 +48,8 @@ def _overlap(config: Config) -> str | None:
         return None
     return (
         "weight_sync.overlap has no effect: with buffer.hold_batches equal to "
-        f"buffer.max_staleness ({tau}) no batch is ready before the weight sync is done"
+        f"buffer.max_staleness ({tau}) no batch is ready before the weight sync is done; lower "
+        "buffer.hold_batches, or set overlap: false"
     )
 
 
