@@ -10,7 +10,7 @@ Torch-free, so that the controller and its tests need no deep-learning stack.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -126,3 +126,15 @@ class Batch:
     def num_response_tokens(self) -> int:
         """Returns the number of response tokens over all samples."""
         return sum(sample.rollout.num_response_tokens for sample in self.samples)
+
+
+class LearnerTurn(Protocol):
+    """Gives the learner to one weight sync, which has it from the beginning."""
+
+    def release(self) -> None:
+        """Let the learner's next update begin, one at most before this weight sync is done."""
+        ...
+
+    async def take_back(self) -> None:
+        """Return once no update is running; none begins before this weight sync is done."""
+        ...

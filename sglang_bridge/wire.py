@@ -54,6 +54,7 @@ SELECTION = "selection"  # in a scores payload: a row table of the ids selected 
 PIECE_ACTION = "bridge_pieces"
 DIGEST_ACTION = "bridge_digests"
 STAGED_DIGEST_ACTION = "bridge_staged_digests"
+STAGED_ACTION = "bridge_staged"
 MODEL_ACTION = "bridge_model"
 QUANTIZATION, NOT_QUANTISED = "quantization", "none"  # in the answer of MODEL_ACTION
 PIECE_SEPARATOR = "|"

@@ -173,7 +173,7 @@ class RankServer:
                 self.learner.settle_weights()
                 round_to, student = self.config.weight_sync.round_to, self.config.student
                 held = (round_to, student.quantization, student.dtype)
-                return Digests(piece_digests(self.learner.full, request.pieces, *held))
+                return Digests(piece_digests(self.sender.source, request.pieces, *held))
             case ExportHf():
                 dtype = DTYPES[request.dtype or self.config.learner.dtype]
                 self.learner.export_hf(Path(request.path), dtype, self._check_claim)

@@ -5,6 +5,10 @@ asked to settle: one that does not answer is lost, and so is one that is at faul
 others are connected anew and get the weights, of which they may hold a mixture: until a try
 succeeds none of them samples. Where too few servers or no time is left the weight sync fails, and
 they stay paused.
+
+With weight_sync.overlap the learner is released as soon as it sends in the background, unless
+digests are due, which it would have to answer. Another try first waits for the update that it is
+making, outside of all limits.
 """
 
 from __future__ import annotations
@@ -13,17 +17,30 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from megatron_opd.config.sections import WeightSyncConfig
 from megatron_opd.metrics.types import WeightSyncReport
+from megatron_opd.types import LearnerTurn
 from megatron_opd.weight_sync.steps import DigestingLearner, Steps, SyncedFleet
-from megatron_opd.weight_sync.transport import FleetPart
+from megatron_opd.weight_sync.transport import FleetPart, OverlappingPart
 from sglang_bridge.errors import WeightSyncFailed
 
 logger = logging.getLogger(__name__)
 
 FAULTS = 2
 """A server that answers is given up once this many tries failed by its fault."""
+
+
+class Alone:
+    """Stands for the turn where nothing trains besides; implements types.LearnerTurn."""
+
+    def release(self) -> None:
+        """Do nothing: nobody waits for the learner."""
+
+    async def take_back(self) -> None:
+        """Return at once: no update is running."""
+
 
 Lose = Callable[[str, str], bool]
 """Takes the server at a url out of the fleet, for a reason; returns False if the run needs it."""
@@ -32,6 +49,9 @@ Lose = Callable[[str, str], bool]
 def needed(url: str, why: str) -> bool:
     """Return False: the run needs every server."""
     return False
+
+
+ALONE = Alone()
 
 
 class WeightSync:
@@ -54,6 +74,10 @@ class WeightSync:
         lose: Lose = needed,
     ) -> None:
         self._fleet, self._transport, self._config = fleet, transport, config
+        self._overlapping: OverlappingPart | None = None
+        if config.overlap:
+            assert isinstance(transport, OverlappingPart), "only shards overlaps"
+            self._overlapping = transport
         self._lose = lose
         settings = f"weight_sync.timeout_s = {config.timeout_s:g}, weight_sync.tries = "
         self._steps = Steps(fleet, learner, transport, f"{settings}{config.tries}")
@@ -78,17 +102,18 @@ class WeightSync:
         await self._steps.take("open", self._transport.open())
         self._opened = True
 
-    async def sync(self, version: int) -> WeightSyncReport:
+    async def sync(self, version: int, turn: LearnerTurn = ALONE) -> WeightSyncReport:
         """Make `version` live on every server that is left.
 
-        Raises WeightSyncFailed; the servers stay paused then, and every later call fails too.
+        turn: with the learner, which is released early at most once. Raises WeightSyncFailed; the
+        servers stay paused then, and every later call fails too.
         """
         if not self._opened:
             raise WeightSyncFailed("weights were sent before the weight sync was opened")
         if self._failed is not None:
             raise WeightSyncFailed(f"an earlier weight sync failed: {self._failed}")
         try:
-            report = await self._tried(version)
+            report = await self._tried(version, turn)
         except WeightSyncFailed as error:
             self._failed = str(error)
             raise
@@ -100,12 +125,12 @@ class WeightSync:
         self._steps.start(self._config.timeout_s)
         await self._steps.take("close", self._transport.close())
 
-    async def _tried(self, version: int) -> WeightSyncReport:
+    async def _tried(self, version: int, turn: LearnerTurn) -> WeightSyncReport:
         tries = self._config.tries
         faults: Counter[str] = Counter()
         for number in range(1, tries + 1):
             try:
-                return replace(await self._try(version, again=number > 1), tries=number)
+                return replace(await self._try(version, turn, again=number > 1), tries=number)
             except WeightSyncFailed as error:
                 if number == tries:
                     said = f"{tries} tries failed, the last one: {error}" if tries > 1 else error
@@ -113,9 +138,10 @@ class WeightSync:
                 logger.warning("weight sync %d, try %d: %s", version, number, error)
                 faults.update(error.servers)
                 await self._settle(error, faults)
+                await turn.take_back()
         raise AssertionError("weight_sync.tries is at least 1")
 
-    async def _try(self, version: int, *, again: bool) -> WeightSyncReport:
+    async def _try(self, version: int, turn: LearnerTurn, *, again: bool) -> WeightSyncReport:
         """Make `version` live once. again: a try before this one failed: what came is verified."""
         self._steps.start(self._config.try_s)
         if self._connected != self._fleet.urls:
@@ -123,7 +149,12 @@ class WeightSync:
             await self._steps.take("reopen", self._transport.reopen())
         every, first = self._config.verify_every, self._num_syncs == 0
         due = first or (every > 0 and self._num_syncs % every == 0)
-        return await self._steps.sync(version, verifies=due or again, live=first or again)
+        verifies, start = due or again, None
+        if self._overlapping is not None:
+            # digests need the learner
+            released = None if verifies else turn.release
+            start = partial(self._overlapping.start, version, released)
+        return await self._steps.sync(version, verifies=verifies, live=first or again, start=start)
 
     async def _settle(self, error: WeightSyncFailed, faults: Counter[str]) -> None:
         """Prepare for another try. WeightSyncFailed: too few servers are left for one."""

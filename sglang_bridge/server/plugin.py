@@ -170,6 +170,7 @@ def around_check_weights(
         wire.EXPECT_ACTION: lambda model: expect_weights(model, argument),
         wire.STAGE_ACTION: lambda _: stage_weights(argument),
         wire.STAGED_DIGEST_ACTION: lambda _: staged_digests(),
+        wire.STAGED_ACTION: lambda _: the_receiver().staged(),
         wire.RECEIVE_ACTION: lambda _: receive_weights(argument),
         **{name: lambda model: read_weights(model, verb, argument) for name in disk_reader.ACTIONS},
     }

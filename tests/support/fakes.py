@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_opd.metrics.types import Accounting, Depths, Phase, WeightSyncReport
-from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.types import Batch, LearnerTurn, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 
 Result = TypeVar("Result")
@@ -199,11 +199,12 @@ class WeightSyncer:
     fail: Callable[[int], Exception | None] = lambda version: None
     synced: list[int] = field(default_factory=list)
 
-    async def sync(self, version: int) -> WeightSyncReport:
+    async def sync(self, version: int, turn: LearnerTurn) -> WeightSyncReport:
         assert not self.learner.busy
         clock = asyncio.get_running_loop().time
         started_s = clock()
         await asyncio.sleep(self.duration_s(version))
+        assert not self.learner.busy
         if (error := self.fail(version)) is not None:
             raise error
         self.fleet.version = version
