@@ -18,7 +18,7 @@ from typing import Generic
 import numpy as np
 import numpy.typing as npt
 
-from megatron_opd.types import ExpertArray, FloatArray, IntArray, OffsetArray
+from megatron_opd.types import ExpertArray, FloatArray, GateArray, IntArray, OffsetArray
 from sglang_bridge.columns import DrawColumns, Float32s, Float64s, dtypes
 
 DoubleArray = npt.NDArray[np.float64]
@@ -56,7 +56,7 @@ class RankBatch(LossColumns[FloatArray, DoubleArray]):
     update: 0-based; version: the learner's when it trains. ids_S: prompt and response tokens.
     prompt_B, response_B: how many of them. count_T: cached ids of the token. ids_N: rising inside a
     row. path_T: index into N of the id that continued the path. version_T: weights that sampled it.
-    experts_XLk: types.Rollout.experts_XLk of all samples; None where they have none.
+    experts_XLk, gates_XLk: those of types.Rollout, of all samples; None where they have none.
     """
 
     update: int
@@ -70,6 +70,7 @@ class RankBatch(LossColumns[FloatArray, DoubleArray]):
     version_T: IntArray
     ids_N: IntArray
     experts_XLk: ExpertArray | None = None
+    gates_XLk: GateArray | None = None
 
     def lengths(self) -> dict[str, int]:
         """Return the length of every axis, as prompt_B, response_B and count_T say it."""
@@ -85,9 +86,18 @@ class RankBatch(LossColumns[FloatArray, DoubleArray]):
         """Return the routed experts of these samples, end to end."""
         if self.experts_XLk is None:
             return None
+        return self.experts_XLk[self._inputs_of(samples)]
+
+    def gates_of(self, samples: Sequence[int]) -> GateArray | None:
+        """Return the weights of their experts, end to end."""
+        if self.gates_XLk is None:
+            return None
+        return self.gates_XLk[self._inputs_of(samples)]
+
+    def _inputs_of(self, samples: Sequence[int]) -> OffsetArray:
         end_B = np.cumsum(self.prompt_B + self.response_B - 1)
         start_B = np.concatenate([[0], end_B[:-1]])
-        return np.concatenate([self.experts_XLk[start_B[b] : end_B[b]] for b in samples])
+        return np.concatenate([np.arange(start_B[b], end_B[b]) for b in samples])
 
 
 COLUMNS = dtypes(RankBatch)

@@ -3,14 +3,15 @@
 The sampler's are those that a response was sampled with, token by token (decode). Its prefill
 scores the finished response in one pass. The learner's are computed as in training, in batches of
 the same size: free, with every router choosing for itself, or replayed, with the experts that the
-sampler used. Learner and servers must hold the same weights, under the label `version`.
+sampler used, or with their weights too. Learner and servers must hold the same weights, under the
+label `version`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -21,12 +22,13 @@ from megatron_opd.columns import RankBatch
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.mismatch import Comparison, compare
 from megatron_opd.teacher.requests import score_request
-from megatron_opd.transport.messages import MAX_REPLY_BYTES, Scores
+from megatron_opd.transport.messages import MAX_REPLY_BYTES, Replay, Scores
 from megatron_opd.types import FloatArray, Prompt, Rollout, Sample
 from sglang_bridge.protocol import ScoreReply, ScoreRequest
 from sglang_bridge.retry import Backoff, retried
 
-DECODE, PREFILL, FREE, REPLAYED = "decode", "prefill", "learner_free", "learner_replayed"
+DECODE, PREFILL = "decode", "prefill"
+FREE, REPLAYED, GATED = "learner_free", "learner_replayed", "learner_replayed_gates"
 TOKEN_BYTES = 4  # of a log-prob in a reply
 
 ItemT = TypeVar("ItemT")
@@ -56,7 +58,7 @@ class ScoringFleet(Protocol):
 class ScoringLearner(Protocol):
     """Names the method of transport.zmq.RemoteLearner that is needed."""
 
-    async def score(self, shares: Sequence[RankBatch], *, replays: bool) -> Scores:
+    async def score(self, shares: Sequence[RankBatch], *, replay: Replay) -> Scores:
         """Return the learner's log-probs of the sampled tokens."""
         ...
 
@@ -66,21 +68,23 @@ class RoutingGap:
     """Counts (input, layer, slot) choices of experts: all, and those the learner makes otherwise.
 
     free: where every router of the learner chooses for itself. replayed: where the layers before
-    followed the sampler.
+    followed the sampler. gated: where they used its weights too; None without recorded weights.
     """
 
     choices: int
     free: int
     replayed: int
+    gated: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return counts and shares for JSON."""
+        differ = {"free": self.free, "replayed": self.replayed}
+        if self.gated is not None:
+            differ["replayed_gates"] = self.gated
         return {
             "choices": self.choices,
-            "differ_free": self.free,
-            "differ_replayed": self.replayed,
-            "differ_free_fraction": self.free / self.choices,
-            "differ_replayed_fraction": self.replayed / self.choices,
+            **{f"differ_{kind}": count for kind, count in differ.items()},
+            **{f"differ_{kind}_fraction": n / self.choices for kind, n in differ.items()},
         }
 
 
@@ -88,7 +92,8 @@ class RoutingGap:
 class Measured:
     """Holds what was measured.
 
-    logp: by DECODE, PREFILL, FREE and, with recorded experts, REPLAYED: [T] of every rollout.
+    logp: by DECODE, PREFILL, FREE and, with recorded experts, REPLAYED, with their weights GATED:
+    [T] of every rollout.
     trained: which of the learner's a train step sees. rejected: prompts without a response.
     """
 
@@ -105,7 +110,7 @@ class Measured:
             "prefill_learner": (PREFILL, self.trained),
             "decode_prefill": (DECODE, PREFILL),
         }
-        for other in (FREE, REPLAYED):
+        for other in (FREE, REPLAYED, GATED):
             if other in self.logp and other != self.trained:
                 pairs[f"decode_{other}"] = (DECODE, other)
         return {
@@ -127,7 +132,7 @@ async def measure(
 ) -> Measured:
     """Sample a response to every prompt and score it in every way.
 
-    trained: FREE or REPLAYED, see Measured. ValueError: every response was rejected.
+    trained: FREE, REPLAYED or GATED, see Measured. ValueError: every response was rejected.
     """
 
     async def sampled(prompt: Prompt) -> Rollout | None:
@@ -148,16 +153,20 @@ async def measure(
     say(f"scoring {sum(r.num_response_tokens for r in rollouts)} tokens by the servers' prefill")
     logp[PREFILL] = await prefill_logp(config, fleet, rollouts)
     say("scoring them by the learner")
-    logp[FREE], choices, free = await learner_logp(
-        config, learner, rollouts, version, replays=False
-    )
+    logp[FREE], choices, free = await learner_logp(config, learner, rollouts, version, replay="off")
     routing = None
     if choices:
         say("scoring them by the learner with the servers' experts")
         logp[REPLAYED], _, replayed = await learner_logp(
-            config, learner, rollouts, version, replays=True
+            config, learner, rollouts, version, replay="experts"
         )
         routing = RoutingGap(choices, free, replayed)
+    if routing is not None and rollouts[0].gates_XLk is not None:
+        say("scoring them by the learner with the servers' experts and their weights")
+        logp[GATED], _, gated = await learner_logp(
+            config, learner, rollouts, version, replay="gates"
+        )
+        routing = replace(routing, gated=gated)
     return Measured(rollouts, logp, trained, routing, len(asked) - len(rollouts))
 
 
@@ -188,7 +197,7 @@ async def learner_logp(
     rollouts: Sequence[Rollout],
     version: int,
     *,
-    replays: bool,
+    replay: Replay,
 ) -> tuple[list[FloatArray], int, int]:
     """Return the learner's log-probs, [T] of each rollout, and its choices of experts: all, other.
 
@@ -202,7 +211,7 @@ async def learner_logp(
         part = rollouts[first : first + size]
         samples = [Sample(rollout, _unscored(rollout)) for rollout in part]
         cut = scoring_shares(samples, version, config.learner)
-        scores = await learner.score(cut.shares, replays=replays)
+        scores = await learner.score(cut.shares, replay=replay)
         found += cut.by_sample(np.frombuffer(scores.logp_T, dtype="<f4"))
         choices += scores.routing_choices
         other += scores.routing_choices_moved

@@ -10,7 +10,7 @@ Torch-free, so that the controller and its tests need no deep-learning stack.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ IntArray = npt.NDArray[np.int32]
 OffsetArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 ExpertArray = npt.NDArray[np.unsignedinteger[Any]]
+GateArray = npt.NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,9 @@ class Rollout:
     [0, T), versions rise. started_s, finished_s: monotonic clock. finish_reason: "stop" or
     "length". restarts: earlier tries whose connection was lost. experts_XLk: uint8 or uint16
     [P + T - 1, layers with experts, experts a token], the experts that each input of the model
-    visited when it was last computed in the fleet; None unless asked for.
+    visited when it was last computed in the fleet; None unless asked for. gates_XLk: float32, the
+    weights that these experts' outputs were multiplied with then, in the same order; None unless
+    asked for.
     """
 
     prompt: Prompt
@@ -69,6 +72,7 @@ class Rollout:
     engine: str = ""
     restarts: int = 0
     experts_XLk: ExpertArray | None = None
+    gates_XLk: GateArray | None = None
 
     @property
     def num_response_tokens(self) -> int:
@@ -122,3 +126,15 @@ class Batch:
     def num_response_tokens(self) -> int:
         """Returns the number of response tokens over all samples."""
         return sum(sample.rollout.num_response_tokens for sample in self.samples)
+
+
+class LearnerTurn(Protocol):
+    """Gives the learner to one weight sync, which has it from the beginning."""
+
+    def release(self) -> None:
+        """Let the learner's next update begin, one at most before this weight sync is done."""
+        ...
+
+    async def take_back(self) -> None:
+        """Return once no update is running; none begins before this weight sync is done."""
+        ...

@@ -110,6 +110,8 @@ class ServerClient:
                 params["custom_params"][wire.THIN] = True
             if request.experts:
                 params["custom_params"][wire.WANTS_EXPERTS] = True
+            if request.gates:
+                params["custom_params"][wire.WANTS_GATES] = True
         body = {"rid": request.rid, "input_ids": _ids(request.input_ids), "sampling_params": params}
         limit = sizes.rollout_bytes(request)
         reply = await self._http.request("POST", "/generate", body, max_bytes=limit)

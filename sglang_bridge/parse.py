@@ -21,6 +21,7 @@ from sglang_bridge.errors import BadReply, RankFailed, RequestAborted, one_line
 from sglang_bridge.protocol import (
     DrawCache,
     ExpertArray,
+    FloatArray,
     RolloutReply,
     RolloutRequest,
     ScoreReply,
@@ -29,6 +30,7 @@ from sglang_bridge.protocol import (
     WeightPiece,
 )
 from sglang_bridge.tables import (
+    WEIGHT_SLACK,
     RowTable,
     check_logp,
     check_weights,
@@ -87,11 +89,13 @@ def parse_rollout(
     payload = _payload(url, meta, wire.DRAWS)
     draws = _draw_cache(url, payload, ids_T, request, known)
     spans = _run_lengths(url, payload.get("versions"), len(ids_T), known)
-    experts = None
+    experts = gates = None
     if request.experts:
         inputs = len(request.input_ids) + len(ids_T) - 1
-        experts = _experts(url, _payload(url, meta, wire.EXPERTS), inputs)
-    return RolloutReply(ids_T, kind, draws, spans, url, experts)
+        payload = _payload(url, meta, wire.EXPERTS)
+        experts = _experts(url, payload, inputs)
+        gates = _gates(url, payload, experts) if request.gates else None
+    return RolloutReply(ids_T, kind, draws, spans, url, experts, gates)
 
 
 def _output_ids(url: str, reply: Any, vocab_size: int) -> np.ndarray:
@@ -297,6 +301,20 @@ def _experts(url: str, payload: dict[str, Any], inputs: int) -> ExpertArray:
     )
     require(url, int(flat.max()) < count, f"expert {int(flat.max())} of {count}")
     return flat.reshape(inputs, layers, topk)
+
+
+def _gates(url: str, payload: dict[str, Any], experts_XLk: ExpertArray) -> FloatArray:
+    """Reads the weights of these experts; a token's are shares of 1, or a part of them."""
+    flat = read_array(url, payload, "gates", "<f4")
+    known = experts_XLk.size
+    require(url, len(flat) == known, f"{len(flat)} gate weights for {known} routed experts")
+    require(url, bool(np.isfinite(flat).all()), "gate weights hold values that are not finite")
+    require(url, bool((flat >= 0).all()), "gate weights hold negative values")
+    gates_XLk = flat.reshape(experts_XLk.shape)
+    most = float(gates_XLk.sum(-1, dtype=np.float64).max())
+    fits = most <= 1 + WEIGHT_SLACK
+    require(url, fits, f"the gate weights of a token add up to {most:.6g} instead of at most 1")
+    return gates_XLk
 
 
 def _run_lengths(

@@ -67,9 +67,10 @@ class RolloutRequest:
     see DrawCache; thin: at most that many, fewer where p is peaked (both must be asked for).
     record: keep a cache, implied by either; alone it holds the path token only. Without a cache:
     plain generation (evaluation). experts: also tell which experts each input visited; needs a
-    cache and a server that keeps them (ServerSpec.routed_experts). temperature: 0 = greedy.
-    stop_token_ids: end the response besides the model's own end-of-sequence ids. seed: of all that
-    is random, read by deterministic servers alone; None takes SGLang's own, the same for all.
+    cache and a server that keeps them (ServerSpec.routed_experts). gates: and with what weights
+    (ServerSpec.routed_gates). temperature: 0 = greedy. stop_token_ids: end the response besides the
+    model's own end-of-sequence ids. seed: of all that is random, read by deterministic servers
+    alone; None takes SGLang's own, the same for all.
     """
 
     rid: str
@@ -82,6 +83,7 @@ class RolloutRequest:
     thin: bool = False
     record: bool = False
     experts: bool = False
+    gates: bool = False
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
 
@@ -93,6 +95,8 @@ class RolloutRequest:
             raise ValueError("input_ids must hold at least one token")
         if self.experts and not self.keeps_cache:
             raise ValueError("experts needs record, atoms or draws, got none of them")
+        if self.gates and not self.experts:
+            raise ValueError("gates needs experts, got experts=False")
 
     @property
     def keeps_cache(self) -> bool:
@@ -112,6 +116,8 @@ class RolloutReply:
     spans: (version, start, stop), covering [0, T). draws: None when the request asked for none.
     url: the server that sampled it. experts_XLk: uint8 or uint16 [P + T - 1, layers with experts,
     experts a token], where each input went when it was last computed; None unless asked for.
+    gates_XLk: float32, the weights that these experts' outputs were multiplied with, in the same
+    order; None unless asked for.
     """
 
     output_ids_T: IntArray
@@ -120,6 +126,7 @@ class RolloutReply:
     spans: tuple[tuple[int, int, int], ...]
     url: str = ""
     experts_XLk: ExpertArray | None = None
+    gates_XLk: FloatArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,8 @@ TOKEN_BYTES = 1 << 10
 ID_BYTES = 24
 # The experts of an input in base64: 256 layers of 16 two-byte numbers are 10,923.
 EXPERT_BYTES = 12 << 10
+# Their weights, of four bytes each: 21,846.
+GATE_BYTES = 24 << 10
 # Every slice of every weight of every rank: 200 bytes each, a million of them.
 DIGEST_BYTES = 256 << 20
 
@@ -26,7 +28,7 @@ def rollout_bytes(request: RolloutRequest) -> int:
     row = request.num_atoms + request.num_draws + 1
     size = BASE_BYTES + request.max_new_tokens * (TOKEN_BYTES + row * ID_BYTES)
     inputs = len(request.input_ids) + request.max_new_tokens
-    return size + inputs * EXPERT_BYTES * request.experts
+    return size + inputs * (EXPERT_BYTES * request.experts + GATE_BYTES * request.gates)
 
 
 def score_bytes(request: ScoreRequest) -> int:

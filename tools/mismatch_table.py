@@ -19,6 +19,7 @@ Tree = dict[str, Any]
 LEARNERS = ("1", "tp2", "cp2", "tp2_ep2")
 MATCHED = {"tp1": "1", "tp2": "tp2", "tp2_ep2": "tp2_ep2"}
 FIGURES = ("max_dp", "mean_dp")
+KINDS = ("decode", "prefill", "decode_replayed", "decode_replayed_gates")
 
 
 def cell(value: float) -> str:
@@ -56,7 +57,7 @@ def layout_ratios(cases: dict[str, Tree]) -> Iterator[tuple[tuple[str, ...], flo
             if differs is None:
                 continue
             alike = case["learners"][MATCHED[case["server"]]]
-            for kind in sorted(figures.keys() & {"decode", "prefill", "decode_replayed"}):
+            for kind in sorted(figures.keys() & set(KINDS)):
                 for length in ("1x", "5x"):
                     for figure in FIGURES:
                         pairs = zip(
@@ -72,7 +73,7 @@ def length_ratios(cases: dict[str, Tree]) -> Iterator[tuple[tuple[str, ...], flo
         if case["deterministic"]:
             continue
         for figures in case["learners"].values():
-            for kind in sorted(figures.keys() & {"decode", "decode_replayed"}):
+            for kind in sorted(figures.keys() & (set(KINDS) - {"prefill"})):
                 short = figures[kind]["1x"]
                 for length in ("5x", "1x_of_5", "5x_start"):
                     for figure in FIGURES:
@@ -84,7 +85,7 @@ def length_ratios(cases: dict[str, Tree]) -> Iterator[tuple[tuple[str, ...], flo
 
 
 def other_ratios(cases: dict[str, Tree]) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Replayed experts over free ones; deterministic kernels over the others."""
+    """Replayed experts over free ones, replayed gates over those; deterministic kernels or not."""
     for name, case in cases.items():
         plain = cases.get(name.removesuffix("-deterministic"))
         for learner, figures in case["learners"].items():
@@ -96,6 +97,12 @@ def other_ratios(cases: dict[str, Tree]) -> Iterator[tuple[tuple[str, ...], floa
                         replayed = figures["decode_replayed"][length][figure]
                         pairs = zip(replayed, free, strict=True)
                         yield from (((*about, "replayed", "", figure), a / b) for a, b in pairs)
+                    # absent from rows that were recorded before there were gates
+                    if "decode_replayed_gates" in figures and not case["deterministic"]:
+                        experts = figures["decode_replayed"][length][figure]
+                        weighed = figures["decode_replayed_gates"][length][figure]
+                        pairs = zip(weighed, experts, strict=True)
+                        yield from (((*about, "gates", "", figure), a / b) for a, b in pairs)
                     if case["deterministic"] and plain is not None:
                         usual = plain["learners"][learner]["decode"][length][figure]
                         pairs = zip(free, usual, strict=True)
@@ -119,7 +126,8 @@ def ratio_lines(found: Iterator[tuple[tuple[str, ...], float]]) -> Iterator[str]
 def main() -> int:
     """Entry point."""
     cases: dict[str, Tree] = json.loads(Path(sys.argv[1]).read_text())["cases"]
-    for kind in ("decode", "prefill", "decode_replayed"):
+    measured = {kind for case in cases.values() for f in case["learners"].values() for kind in f}
+    for kind in filter(measured.__contains__, KINDS):
         for length in ("1x", "5x"):
             print(f"\n{kind}, {length}\n", *grid_lines(cases, kind, length), sep="\n")
     for title, ratios in (

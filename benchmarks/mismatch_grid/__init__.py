@@ -10,10 +10,11 @@ same prompts. The number format is the same on both sides.
 
 `decode`: |p_sampler - p_learner| with the probabilities that tokens were sampled with. `prefill`:
 the server's own scores of the finished responses instead. `decode_replayed`: with the server's
-experts (routing replay). `decode_prefill`: the server against itself. max_dp: the mean over a set's
-responses of each one's largest gap; mean_dp: over all tokens. Each is given by set, so that the
-spread over sets is known. Controls: `without_sync`, where the server holds other weights, must be
-far off; float32 must be close. `1x_of_5`: the largest gap of five short responses to a prompt.
+experts (routing replay); `decode_replayed_gates`: and with their weights. `decode_prefill`: the
+server against itself. max_dp: the mean over a set's responses of each one's largest gap; mean_dp:
+over all tokens. Each is given by set, so that the spread over sets is known. Controls:
+`without_sync`, where the server holds other weights, must be far off; float32 must be close.
+`1x_of_5`: the largest gap of five short responses to a prompt.
 
 What it cannot say: the models are tiny, random and shallow, and the kernels are a CPU's.
 
@@ -108,7 +109,7 @@ def run_case(case: Case, models: Tree, scratch: Path) -> Tree:
     own = own_directory(scratch)
     server = {"max_total_tokens": 32768, "max_running_requests": 160, "mem_fraction_static": 0.3}
     server |= {"model": str(models["new"]), "dtype": case.dtype, "context_length": 512}
-    replay = "rollout" if case.model == "moe" else "off"
+    replay, weights = ("rollout", "sampler") if case.model == "moe" else ("off", "learner")
     config = {
         "data": {"train": "unused"},
         "student": server | SERVERS[case.server],
@@ -119,6 +120,7 @@ def run_case(case: Case, models: Tree, scratch: Path) -> Tree:
             "dtype": case.dtype,
             "threads": 1,
             "routing_replay": replay,
+            "routing_weights": weights,
             "max_tokens_per_microbatch": 4096,
         },
         "run": {"dir": str(own / "run"), "deterministic": case.deterministic, "seed": 5},
@@ -134,7 +136,7 @@ def entries_of(case: Tree) -> list[Tree]:
     for learner, figures in case["learners"].items():
         about = {key: case[key] for key in ("model", "server", "dtype", "deterministic")}
         about |= {"learner": learner, "matched": MATCHED[case["server"]] == learner}
-        for kind in ("decode", "prefill", "decode_replayed"):
+        for kind in ("decode", "prefill", "decode_replayed", "decode_replayed_gates"):
             for length, gap in figures.get(kind, {}).items():
                 means = {key: interval(gap[key]) for key in ("max_dp", "mean_dp") if key in gap}
                 rest = {key: gap.get(key) for key in ("largest", "k3_nats", "responses_above")}
@@ -172,6 +174,12 @@ def reading(entries: Sequence[Tree]) -> Tree:
             "mean_dp replayed / free": ratios(
                 "kind", "decode_replayed", "decode", "mean_dp", **now
             ),
+            **{
+                f"{figure} replayed gates / experts": ratios(
+                    "kind", "decode_replayed_gates", "decode_replayed", figure, **now
+                )
+                for figure in ("max_dp", "mean_dp")
+            },
             "max_dp deterministic / not": ratios(
                 "deterministic", True, False, "max_dp", dtype=dtype, kind="decode"
             ),

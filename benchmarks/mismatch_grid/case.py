@@ -13,7 +13,7 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from megatron_opd.mismatch import learner_logp, prefill_logp
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.transport.lifetime import die_with_parent
+from megatron_opd.transport.messages import Replay
 from megatron_opd.transport.zmq import RemoteLearner
 from megatron_opd.types import FloatArray, Prompt, Rollout
 from megatron_opd.weight_sync.session import WeightSync
@@ -42,6 +43,7 @@ STARTUP_S = 300.0
 REPEATS = {"1x": 5, "5x": 1}
 THRESHOLD = 0.1
 CONTROL = "control"
+REPLAYED: Mapping[str, Replay] = {"replayed": "experts", "replayed_gates": "gates"}
 Tree = dict[str, Any]
 Logp = list[FloatArray]
 
@@ -115,6 +117,7 @@ class Measurement:
             self.spec.vocab_size,
             f"grid-{secrets.token_hex(4)}",
             routed_experts=self.spec.is_moe,
+            routed_gates=self.spec.is_moe,
             seed=self.config.run.seed,
         )
         asked: list[Prompt] = []
@@ -153,20 +156,24 @@ class Measurement:
 
     async def _control(self, config: Config, remote: RemoteLearner) -> Tree:
         """The gap where the weights differ: no sync yet."""
-        logp, *_ = await learner_logp(config, remote, self.control, 0, replays=False)
+        logp, *_ = await learner_logp(config, remote, self.control, 0, replay="off")
         decode = [r.draws.sampler_logp_N[r.draws.path_T] for r in self.control]
         return {"without_sync": brief(compare(decode, logp, [LENGTHS["1x"]], THRESHOLD))}
 
     async def _compare(self, config: Config, remote: RemoteLearner) -> Tree:
-        free, choices, moved = await learner_logp(config, remote, self.rollouts, 0, replays=False)
+        free, choices, moved = await learner_logp(config, remote, self.rollouts, 0, replay="off")
         figures: Tree = {
             "decode": self._pairs(self._decode(), free),
             "prefill": self._pairs(self.prefill, free),
         }
         if choices:
-            replayed, _, after = await learner_logp(config, remote, self.rollouts, 0, replays=True)
-            figures["decode_replayed"] = self._pairs(self._decode(), replayed)
-            figures["routing"] = {"choices": choices, "free": moved, "replayed": after}
+            figures["routing"] = {"choices": choices, "free": moved}
+            for kind, replay in REPLAYED.items():
+                found, _, after = await learner_logp(
+                    config, remote, self.rollouts, 0, replay=replay
+                )
+                figures[f"decode_{kind}"] = self._pairs(self._decode(), found)
+                figures["routing"][kind] = after
         return figures
 
     def _decode(self) -> Logp:

@@ -7,7 +7,8 @@ Real processes: torchrun's learner ranks, an SGLang server, the fleet, remote le
 TP2xEP2 on both sides. The older commit (default: the last one before `shards`) is unpacked beside,
 and its own learner, servers and session do the same.
 
-For each case: seconds of every sync after the first, its phases and pause; bytes that every rank
+For each case: seconds of every sync after the first, its phases and pause, and for how much of it
+no update of the learner could begin; bytes that every rank
 sent and received, as the kernel counted them; peak memory above what was there before the sync;
 CPU seconds; seconds of the digests after the first sync; tokens that a fleet with requests in
 flight samples in equal windows with and without a sync. As a control one bit of a received weight

@@ -46,6 +46,27 @@ ITEM_BYTES = 4  # float32
 Tree = dict[str, Any]
 
 
+class Held:
+    """A turn with a learner that nothing trains, as the controller's (megatron_opd.types)."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._released: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """For how long no update could have begun, until now or until it was released."""
+        return (self._released or time.monotonic()) - self._began
+
+    def release(self) -> None:
+        """Updates could begin from now on."""
+        self._released = time.monotonic()
+
+    async def take_back(self) -> None:
+        """Another try needs the learner."""
+        self._released = None
+
+
 class Case:
     """The processes of one case and what connects them."""
 
@@ -109,12 +130,16 @@ class Case:
 
     async def _sync(self, session: WeightSync, ranks: Ranks) -> Tree:
         with measured(ranks.learner) as learner, measured(ranks.server) as server:
-            report = await self._next(session)
-        return {**_phases(report), "learner": asdict(learner), "server": asdict(server)}
+            found = await self._next(session)
+        return {**found, "learner": asdict(learner), "server": asdict(server)}
 
-    async def _next(self, session: WeightSync) -> WeightSyncReport:
+    async def _next(self, session: WeightSync) -> Tree:
         self.version += 1
-        return await session.sync(self.version)
+        held = Held()
+        # an older commit knows of no turn
+        turn = [held] if getattr(self.config.weight_sync, "overlap", False) else []
+        report = await session.sync(self.version, *turn)
+        return {**_phases(report), "learner_held_s": held.seconds}
 
     async def _shard_bytes(self, fleet: Fleet) -> list[int]:
         """Bytes of the weights of each server rank, by its own list of them."""
@@ -139,7 +164,7 @@ class Case:
             for _ in range(self.asked["loaded"]):
                 without.append(await decoding.tokens_until(time.monotonic(), window_s))
                 began = time.monotonic()
-                found = _phases(await self._next(session))
+                found = await self._next(session)
                 tokens = await decoding.tokens_until(began, window_s)
                 late = time.monotonic() - began > window_s + 1.0
                 syncs.append({**found, "tokens": tokens, "longer_than_window": late})

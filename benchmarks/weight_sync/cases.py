@@ -48,6 +48,7 @@ BEFORE = "before"
 WAYS: dict[str, Tree] = {
     "shards": {"type": "shards"},
     "shards_staged": {"type": "shards", "staging": True},
+    "shards_staged_overlap": {"type": "shards", "staging": True, "overlap": True},
     "broadcast": {"type": "broadcast"},
     BEFORE: {"type": "broadcast"},
 }

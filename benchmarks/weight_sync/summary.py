@@ -25,6 +25,7 @@ def summarised(figures: Tree, model_bytes: int) -> Tree:
         "seconds_of_each": seconds,
         "gb_per_s": model_bytes / statistics.median(seconds) / 1e9,
         "paused_s": statistics.median(each["paused_s"] for each in syncs),
+        "learner_held_s": statistics.median(each["learner_held_s"] for each in syncs),
         "phases_s": {
             name: statistics.median(each["phases_s"][name] for each in syncs)
             for name in syncs[0]["phases_s"]

@@ -51,6 +51,10 @@ def check_batch(batch: RankBatch, *, vocab_size: int, num_experts: int, sampled:
         raise ValueError(f"column ids_N must rise inside a row, value {rises.argmin() + 1}")
     if batch.experts_XLk is not None:
         _within("experts_XLk", batch.experts_XLk, 0, num_experts - 1)
+    if batch.gates_XLk is not None:
+        _finite("gates_XLk", batch.gates_XLk.reshape(-1))
+        if (batch.gates_XLk < 0).any():
+            raise ValueError(f"column gates_XLk must be >= 0, got {batch.gates_XLk.min()}")
     for name, column in arrays_of(batch, RankBatch).items():
         if column.dtype.kind == "f" and name not in MAY_BE_NAN:
             _finite(name, column)

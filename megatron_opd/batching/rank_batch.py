@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_opd.batching.advantages import no_groups
 from megatron_opd.columns import COLUMNS, DoubleArray, GroupColumns, RankBatch, RankPlan
-from megatron_opd.types import ExpertArray, Sample
+from megatron_opd.types import Sample
 from sglang_bridge.columns import DrawColumns, arrays_of, axis_of, dtypes
 
 
@@ -51,7 +51,8 @@ def rank_batch(
         version_T=np.concatenate([r.versions_T() for r in rollouts]),
         ids_N=np.concatenate([d.ids_N for d in draws]),
         teacher_logp_N=np.concatenate([sample.teacher_logp_N for sample in samples]),
-        experts_XLk=_experts(samples),
+        experts_XLk=_of_inputs(samples, "experts_XLk", "routed experts"),
+        gates_XLk=_of_inputs(samples, "gates_XLk", "gate weights"),
         **recorded,
         **arrays_of(groups, GroupColumns),
     )
@@ -62,19 +63,19 @@ def rank_batch(
     )
 
 
-def _experts(samples: Sequence[Sample]) -> ExpertArray | None:
-    """Join the routed experts.
+def _of_inputs(samples: Sequence[Sample], name: str, what: str) -> np.ndarray | None:
+    """Join what rollouts hold of their inputs under `name`.
 
-    ValueError: only some samples have them, or they are of another kind.
+    ValueError: only some samples have it, or it is of another kind.
     """
-    found = [sample.rollout.experts_XLk for sample in samples]
-    arrays = [array for array in found if array is not None]
+    found = [getattr(sample.rollout, name) for sample in samples]
+    arrays: list[np.ndarray] = [array for array in found if array is not None]
     if not arrays:
         return None
     kinds = {(array.dtype, array.shape[1:]) for array in arrays}
     if len(arrays) < len(samples) or len(kinds) > 1:
         raise ValueError(
-            "the samples of a batch must all carry routed experts of one model, or none of them: "
+            f"the samples of a batch must all carry {what} of one model, or none of them: "
             f"got {len(arrays)} of {len(samples)}, {len(kinds)} kinds"
         )
     return np.ascontiguousarray(np.concatenate(arrays))
@@ -104,3 +105,7 @@ def check_sample(sample: Sample) -> None:
         raise ValueError(
             f"sample {uid}: experts_XLk must have length {inputs}, got {len(experts_XLk)}"
         )
+    gates_XLk = rollout.gates_XLk
+    if gates_XLk is not None and (experts_XLk is None or gates_XLk.shape != experts_XLk.shape):
+        shape = None if experts_XLk is None else experts_XLk.shape
+        raise ValueError(f"sample {uid}: gates_XLk must have shape {shape}, got {gates_XLk.shape}")

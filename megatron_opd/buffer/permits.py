@@ -24,6 +24,9 @@ up to and including s, those neither dropped nor among these v B hold a permit e
 are at most (tau + 1) B. Hence at most (v + tau + 1) B prompts up to and including s are not
 dropped, now or later, and by R2 s is in a batch k <= v + tau. Therefore k - v <= tau. QED.
 
+Nothing in it says when update k begins: it holds as well where update k runs before version k is
+live (weight_sync.overlap), as permits are returned in order and only with a live version (R4).
+
 Groups. A member of a broken group holds its permit until it is dropped, so the proof stands: R5
 only says which samples are dropped. Claim: every batch holds whole groups. Members are admitted in
 a row, so those never dropped form, in admission order, blocks of G (R5 drops whole groups), and a
@@ -31,9 +34,10 @@ batch takes B of them from the front, a multiple of G. No member is missed: a ba
 scored samples only, and a group with all members scored loses none later.
 
 No stall. Claim: the learner gets its next batch. When it waits, all earlier permits are back (R4),
-and a sample in flight is scored or dropped in the end. If none is in flight and admission is
-blocked for want of a permit, all (tau + 1) B >= (h + 1) B permits are held by scored samples at the
-front of the line: the batch is there. If admission has ended, what is left drains.
+or are once the weight sync beside it is done, which waits for no sample; and a sample in flight is
+scored or dropped in the end. If none is in flight and admission is blocked for want of a permit,
+all (tau + 1) B >= (h + 1) B permits are held by scored samples at the front of the line: the batch
+is there. If admission has ended, what is left drains.
 
 Exact staleness. With h = tau every token of batch k is min(k, tau) versions old: training on batch
 k takes all (tau + 1) B permits' samples to be scored, so nothing is in flight while a version goes

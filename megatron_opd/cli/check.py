@@ -87,7 +87,10 @@ def routing_row(config: Config) -> list[tuple[str, str]]:
         "current": "the experts that the learner's routers choose at each batch's start",
     }
     mode = config.learner.routing_replay
-    return [("routing", f"{mode}: {sources[mode]}")] if mode in sources else []
+    if mode not in sources:
+        return []
+    weighed = ", weighed as there" if config.learner.replays_gates else ""
+    return [("routing", f"{mode}: {sources[mode]}{weighed}")]
 
 
 def open_files_needed(config: Config) -> int:

@@ -78,12 +78,7 @@ class Checkpoints:
         """Seconds from the snapshot to the checkpoint's name."""
 
     async def after_update(self, updates: int, state: Callable[[], ControllerState]) -> None:
-        """Save if a checkpoint is due.
-
-        Raises CheckpointFailed, also for the previous checkpoint.
-        """
-        if not self._due(updates):
-            return
+        """Save a checkpoint. Raises CheckpointFailed, also for the previous checkpoint."""
         started_s = self._last_s = time.monotonic()
         controller, run = encode_state(state()), json.dumps(self._extras())
         await self.finish()
@@ -98,7 +93,7 @@ class Checkpoints:
             await self.finish()
         self.waited_s.add(time.monotonic() - started_s)
 
-    def _due(self, updates: int) -> bool:
+    def due(self, updates: int) -> bool:
         """Return whether a checkpoint is due by count or by time; saving changes no update."""
         every, minutes = self._config.every, self._config.every_minutes
         by_count = every > 0 and updates % every == 0

@@ -11,7 +11,7 @@ from megatron_opd.cli.mismatch_options import Options
 from megatron_opd.cli.tables import new_table
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.summary import commit, versions
-from megatron_opd.mismatch import FREE, REPLAYED, Measured
+from megatron_opd.mismatch import FREE, GATED, REPLAYED, Measured
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.planning.matching import compared
 from megatron_opd.types import Prompt
@@ -23,9 +23,17 @@ NAMES = {
     "decode_prefill": "decode, prefill",
     "decode_learner_free": "decode, no replay",
     "decode_learner_replayed": "decode, with replay",
+    "decode_learner_replayed_gates": "decode, with gates",
 }
 """Names the two sides of each comparison: decode and prefill are the sampler's."""
 HEADLINE = "decode_learner"
+ROUTED = {FREE: "free", REPLAYED: "replayed", GATED: "replayed with gate weights"}
+"""Says how the learner routes when it trains."""
+CHOICES = {
+    "free": "without replay",
+    "replayed": "with replay",
+    "replayed_gates": "with replayed gates",
+}
 
 
 def figures_of(
@@ -58,7 +66,7 @@ def figures_of(
         "threshold": options.threshold,
         "prompts": len(prompts),
         "rejected": measured.rejected,
-        "learner_routing": {FREE: "free", REPLAYED: "replayed"}[measured.trained],
+        "learner_routing": ROUTED[measured.trained],
         "routing": None if measured.routing is None else measured.routing.as_dict(),
         "comparisons": {name: each.as_dict() for name, each in found.items()},
         "responses": [
@@ -135,7 +143,9 @@ def _routing(figures: Tree) -> Table:
         "experts that the learner would choose otherwise than the sampler did",
         ("learner", "choices", "differ", "share"),
     )
-    for kind, name in (("free", "without replay"), ("replayed", "with replay")):
+    for kind, name in CHOICES.items():
+        if f"differ_{kind}" not in routing:
+            continue
         differ, share = routing[f"differ_{kind}"], routing[f"differ_{kind}_fraction"]
         table.add_row(name, str(routing["choices"]), str(differ), f"{100 * share:.3g} %")
     return table

@@ -35,12 +35,13 @@ from megatron_opd.cli.servers import server_processes
 from megatron_opd.cli.startup import all_up, join_role, stopped_by_signals
 from megatron_opd.cli.wiring import make_fleet, watched_engines
 from megatron_opd.config.digests import learner_digests
+from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.health import EngineLost, HealthGuard, ProcessDied
 from megatron_opd.data.prompts import PromptSource
 from megatron_opd.launch.parts import LEARNER
-from megatron_opd.mismatch import FREE, REPLAYED, Measured, measure
+from megatron_opd.mismatch import FREE, GATED, REPLAYED, Measured, measure
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
@@ -80,18 +81,26 @@ def prepare(config: Config, num_prompts: int) -> Prepared:
 
 
 def with_recorded_routing(config: Config, spec: ModelSpec) -> Config:
-    """Return the configuration with the experts of every token recorded, where that is possible.
+    """Return the configuration with experts and their weights recorded, where that is possible.
 
     Servers started elsewhere stay as they are, and so does a learner whose settings exclude replay.
     """
-    if not spec.is_moe or config.student.urls or config.learner.routing_replay == "rollout":
+    if not spec.is_moe or config.student.urls:
         return config
-    learner = config.learner.model_copy(update={"routing_replay": "rollout"})
+    recorded = {"routing_replay": "rollout", "routing_weights": "sampler"}
+    learner = config.learner.model_copy(update=recorded)
     try:
         check_megatron(spec, learner)
     except UserError:
         return config
     return config.model_copy(update={"learner": learner})
+
+
+def trained_with(learner: LearnerConfig) -> str:
+    """Return which of the learner's scores a train step sees."""
+    if not learner.replays_experts:
+        return FREE
+    return GATED if learner.replays_gates else REPLAYED
 
 
 class MismatchRun:
@@ -104,7 +113,7 @@ class MismatchRun:
         self.prepared = prepare(config, options.prompts)
         check_addresses(config, learner_here=True)
         # what training sees is decided by the configuration as it was given
-        self.trained = REPLAYED if config.learner.routing_replay == "rollout" else FREE
+        self.trained = trained_with(config.learner)
         self.placement = placement_here(config, (STUDENT,))
         config = with_backend(config, self.placement)
         self.config = with_recorded_routing(config, self.prepared.student.spec)
@@ -189,7 +198,8 @@ class MismatchRun:
             config.estimator.support,
             self.prepared.student.vocab_size,
             f"mismatch-{uuid.uuid4().hex[:8]}",
-            routed_experts=config.learner.routing_replay == "rollout",
+            routed_experts=config.learner.replays_experts,
+            routed_gates=config.learner.replays_gates,
             seed=config.run.seed,
         )
         try:

@@ -11,7 +11,8 @@ from megatron_opd.planning.matching import differences
 
 def notes(config: Config) -> list[str]:
     """Return one line for each such setting."""
-    return [line for line in (_trust(config), _teacher(config)) if line is not None]
+    found = (_trust(config), _teacher(config), _overlap(config))
+    return [line for line in found if line is not None]
 
 
 def sampler_gaps(config: Config, spec: ModelSpec) -> list[str]:
@@ -39,6 +40,17 @@ def _trust(config: Config) -> str | None:
             "the ratio it bounds is always 1; use more mini-batches, or trust.type none"
         )
     return None
+
+
+def _overlap(config: Config) -> str | None:
+    hold, tau = config.buffer.hold_batches, config.buffer.max_staleness
+    if not config.weight_sync.overlap or hold < tau:
+        return None
+    return (
+        "weight_sync.overlap has no effect: with buffer.hold_batches equal to "
+        f"buffer.max_staleness ({tau}) no batch is ready before the weight sync is done; lower "
+        "buffer.hold_batches, or set overlap: false"
+    )
 
 
 def _teacher(config: Config) -> str | None:

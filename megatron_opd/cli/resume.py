@@ -64,6 +64,7 @@ MAY_CHANGE = (
     "weight_sync.bucket_bytes",
     "weight_sync.staging",
     "weight_sync.staging_bytes",
+    "weight_sync.overlap",
     "weight_sync.verify_every",
     "weight_sync.directory",
     "weight_sync.keep_versions",
@@ -82,6 +83,7 @@ CANNOT_CHANGE = {
     "rollout.group_size": "the checkpoint's samples were grouped by it",
     "buffer.*": "the checkpoint's samples were admitted under it",
     "learner.routing_replay": "the checkpoint's samples carry what it needs, or do not",
+    "learner.routing_weights": "the checkpoint's samples carry what it needs, or do not",
 }
 """Keys whose change cannot work, each with the reason."""
 EXTRAS: Mapping[str, type | tuple[type, ...]] = {

@@ -11,6 +11,7 @@ from megatron_opd.cli.disk_tables import disk_table
 from megatron_opd.cli.tables import byte_text, new_table
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec
+from megatron_opd.planning.learner import weight_bytes
 from megatron_opd.planning.matching import compared
 from megatron_opd.planning.servers import server_memory
 from megatron_opd.weight_sync.holdings import as_held, learner_holdings, server_holdings
@@ -22,12 +23,16 @@ GB = 10**9
 
 @dataclass(frozen=True, slots=True)
 class SyncSizes:
-    """Holds the bytes of one weight sync. Lists are by rank; shadow: of a server rank."""
+    """Holds the bytes of one weight sync. Lists are by rank.
+
+    shadow: the shadow buffers of a server rank. copied: a learner rank's copy of its shards.
+    """
 
     sent: list[int]
     received: list[int]
     pairs: int
     shadow: int
+    copied: int
 
     @property
     def imbalance(self) -> float:
@@ -62,6 +67,7 @@ def sync_sizes(config: Config, spec: ModelSpec) -> SyncSizes:
         received=[received[rank] for rank in range(student.tp)],
         pairs=len(pairs),
         shadow=min(shadow, weights),
+        copied=weight_bytes(spec, learner) if settings.overlap else 0,
     )
 
 
@@ -100,5 +106,7 @@ def _transfers(config: Config, spec: ModelSpec, link_gbs: float) -> Table:
     table.add_row("buffers of every rank", byte_text(2 * settings.bucket_bytes))
     if settings.staging:
         table.add_row("shadow buffers of a server rank", byte_text(sizes.shadow))
+    if settings.overlap:
+        table.add_row("copy of its shards in a learner rank", byte_text(sizes.copied))
     table.add_row(f"seconds at {link_gbs:g} GB/s a rank", f"{sizes.seconds(link_gbs):.2f}")
     return table

@@ -175,7 +175,8 @@ def make_controller(
             config.estimator.support,
             vocab_size,
             run_id,
-            routed_experts=config.learner.routing_replay == "rollout",
+            routed_experts=config.learner.replays_experts,
+            routed_gates=config.learner.replays_gates,
             seed=config.run.seed,
         ),
         teacher=FleetScorer(

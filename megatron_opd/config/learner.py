@@ -20,6 +20,7 @@ from megatron_opd.config.section import (
 )
 
 Dtype = Literal["float32", "bfloat16"]
+RoutingWeights = Literal["learner", "sampler"]
 RoutingReplay = Annotated[Literal["off", "rollout", "current"], OFF_IS_A_WORD]
 
 
@@ -178,6 +179,11 @@ class LearnerConfig(Section):
     rollout: the experts that the sampler used when it last computed the token (R3); current: those
     chosen at the batch's start, in all its mini-batches and recomputations. Replay brings learner
     and sampler closer and sends the experts' ids with each token."""
+    routing_weights: RoutingWeights = "learner"
+    """Whose weights scale the outputs of replayed experts. learner: those of its own routers now;
+    sampler: those that the sampler used when it last computed the token, with the learner's own
+    gradient; needs routing_replay: rollout. sampler brings the log-probs closer still, sends 4
+    bytes for each token, layer and expert, and hides a router's changes from the forward pass."""
     routing_compare_every: NonNegativeInt = 0
     """Number of updates between measurements of the learner-sampler mismatch without replay
     (probs_diff_free_*), each of which costs one more forward pass; 0: never. Nothing is measured
@@ -223,6 +229,26 @@ class LearnerConfig(Section):
                 f"got {self.routing_compare_every} and {self.routing_replay}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _weighs_a_replay(self) -> LearnerConfig:
+        if self.replays_gates and not self.replays_experts:
+            raise ValueError(
+                "routing_weights must be learner unless routing_replay is rollout, got sampler and "
+                f"{self.routing_replay}: the sampler's weights are those of its own experts, "
+                "so set routing_replay: rollout too"
+            )
+        return self
+
+    @property
+    def replays_experts(self) -> bool:
+        """Returns whether tokens visit the sampler's experts."""
+        return self.routing_replay == "rollout"
+
+    @property
+    def replays_gates(self) -> bool:
+        """Returns whether the sampler's weights scale their outputs."""
+        return self.routing_weights == "sampler"
 
     @property
     def uneven_stages(self) -> bool:

@@ -202,6 +202,15 @@ def _deterministic(config: ConfigTree) -> str | None:
     return None
 
 
+def _overlap(config: ConfigTree) -> str | None:
+    if config.run.deterministic and config.weight_sync.overlap:
+        return (
+            "weight_sync.overlap must be false with run.deterministic, where every update waits "
+            "for the weight sync before it, got true; leave it out"
+        )
+    return None
+
+
 def _warmup(config: ConfigTree) -> str | None:
     return warmup_problem(config.learner.optimizer.warmup_steps, config.run.max_steps)
 
@@ -257,6 +266,7 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _top_p,
     _held,
     _deterministic,
+    _overlap,
     _offloaded,
     _warmup,
     _quantised,

@@ -225,6 +225,11 @@ class WeightSyncConfig(Section):
     staging_bytes: ByteCount | None = None
     """Largest size in bytes of a server rank's shadow buffers; the rest of its weights is received
     while the server is paused. null: room for all of them."""
+    overlap: bool = False
+    """Lets the learner begin its next update while the version it has just made is on its way: each
+    rank sends from a copy of its shards. Costs each learner rank the memory of its shards in
+    learner.dtype. At most one update runs beside a weight sync, and none where the permits of
+    buffer.max_staleness leave no scored batch. type: shards."""
     directory: FilePath | None = None
     """Directory in which versions of the weights are written and read, on a file system that all
     ranks of the learner and all servers share; servers may have it under another path. Takes the
@@ -256,11 +261,15 @@ class WeightSyncConfig(Section):
         return SETTLING * self.timeout_s / self.tries
 
     @model_validator(mode="after")
-    def _only_shards_stage(self) -> WeightSyncConfig:
+    def _only_shards_stage_and_overlap(self) -> WeightSyncConfig:
         if self.staging and self.type == "broadcast":
             raise ValueError("staging needs type: shards, got type: broadcast")
         if self.staging_bytes is not None and not self.staging:
             raise ValueError("staging_bytes needs staging: true")
+        if self.overlap and self.type != "shards":
+            raise ValueError(
+                f"overlap needs type: shards, got type: {self.type}; set overlap: false"
+            )
         return self
 
     @model_validator(mode="after")

@@ -11,15 +11,18 @@
 | admit     | prompts          | a permit            | a version going live, a dropped sample  |
 | rollout-i | admitted prompts | an engine slot (i)  | a rollout finishing                     |
 | score-i   | rollouts         | a teacher slot (i)  | a score finishing                       |
-| learn     | scored samples   | (h + 1) B, in order | score; the weight sync of its update    |
+| learn     | scored samples   | (h + 1) B, in order | score; the weight sync of its update,   |
+|           |                  |                     | or that sync's release of the learner   |
 | sync      | updated weights  | the optimizer step  | learn                                   |
 | serve on  | added servers    | no server left      | the supervisor, once one is up again    |
 
 Invariants: every admitted prompt is trained on, dropped with a counted reason, or reported as in
 flight at the end; it holds one permit until then (buffer/permits.py); no more prompts are admitted
 than the remaining updates can consume, so a run that ends by itself has nothing in flight; a drop
-takes the rest of its group along (buffer/groups.py). Updates and weight syncs alternate: both use
-the learner's only set of weights.
+takes the rest of its group along (buffer/groups.py). Updates and weight syncs alternate, since both
+use the learner's only set of weights, unless a weight sync releases the learner: then one update
+runs beside it. Weight syncs are one at a time, in order. What is kept is the state between two
+updates: a weight sync that is followed by a checkpoint releases nothing (turn.py).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 from megatron_opd.buffer.batcher import Batcher
@@ -39,6 +43,7 @@ from megatron_opd.controller.loops import Starter, being_cancelled, start
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member, place
+from megatron_opd.controller.turn import Turn
 from megatron_opd.metrics.types import Accounting, Depths
 from megatron_opd.types import Batch, Prompt, Rollout
 
@@ -66,8 +71,9 @@ class Controller:
         self._admitted: asyncio.Queue[Prompt] = asyncio.Queue()
         # oldest first: the front of the line is what the next batch waits for
         self._finished: asyncio.PriorityQueue[tuple[int, Rollout]] = asyncio.PriorityQueue()
-        self._trained: asyncio.Queue[Batch] = asyncio.Queue()
-        self._learner_is_free = asyncio.Lock()
+        self._trained: asyncio.Queue[tuple[Batch, Turn]] = asyncio.Queue()
+        self._learner = asyncio.Lock()
+        """Held by an update or a weight sync while it uses the learner."""
         self._serving: list[asyncio.Task[None]] = []
         # admitted and not scored: the prompt, or the rollout that waits for its score
         self._unscored: dict[int, Prompt | Rollout] = {}
@@ -153,7 +159,7 @@ class Controller:
         schedule = self._schedule
         start("learn", self._learn())
         self._serving = [start("admit", self._admit()), start("sync", self._sync())]
-        serve_on = self._ports.weight_sync.serve_on(lambda: self._version, self._learner_is_free)
+        serve_on = self._ports.weight_sync.serve_on(self._current, self._learner)
         self._serving.append(start("serve on", serve_on))
         rollout_slots = min(schedule.rollout_slots, self._permits.total)
         score_slots = min(schedule.score_slots, self._permits.total)
@@ -248,43 +254,53 @@ class Controller:
         self._ports.observer.dropped(uid, rejection.reason, rejection.detail)
 
     async def _learn(self) -> None:
+        clock = asyncio.get_running_loop().time
         for update in range(self._num_updates, self._schedule.updates):
             samples = await self._batcher.next_batch()
             if not samples:
                 break
-            batch = Batch(update=update, version=self._version, samples=samples)
+            # the learner's version, which may not be live yet
+            batch = Batch(update=update, version=self._num_updates, samples=samples)
             check_staleness(batch, self._schedule.max_staleness)
-            async with self._learner_is_free:
-                await self._update(batch)
-                await self._trained.join()
+            async with self._learner:
+                started_s = clock()
+                figures = await self._ports.learner.train(batch)
+                finished_s = clock()
+            if not (math.isfinite(figures.loss) and math.isfinite(figures.grad_norm)):
+                raise LearnerDiverged(
+                    f"update {update}: loss {figures.loss}, gradient norm {figures.grad_norm}: "
+                    "both must be finite"
+                )
+            self._num_updates += 1
+            self._num_consumed += len(samples)
+            self._ports.observer.trained(batch, figures, started_s, finished_s)
+            turn = Turn(self._learner)
+            self._trained.put_nowait((batch, turn))
+            await turn.ended()
+        await self._trained.join()
         # the remaining loops wait for work that will never come
         for task in self._serving:
             task.cancel()
 
-    async def _update(self, batch: Batch) -> None:
-        clock = asyncio.get_running_loop().time
-        started_s = clock()
-        figures = await self._ports.learner.train(batch)
-        if not (math.isfinite(figures.loss) and math.isfinite(figures.grad_norm)):
-            raise LearnerDiverged(
-                f"update {batch.update}: loss {figures.loss}, gradient norm {figures.grad_norm}: "
-                "both must be finite"
-            )
-        self._num_updates += 1
-        self._num_consumed += len(batch.samples)
-        self._ports.observer.trained(batch, figures, started_s, clock())
-        self._trained.put_nowait(batch)
-
     async def _sync(self) -> None:
         while True:
-            batch = await self._trained.get()
-            report = await self._ports.weight_sync.sync(self._version + 1)
+            batch, turn = await self._trained.get()
+            keeper, updates = self._ports.keeper, batch.update + 1
+            keeps = keeper is not None and keeper.due(updates)
+            await turn.begin(early=not keeps)
+            report = await self._ports.weight_sync.sync(self._version + 1, turn)
+            report = replace(report, learner_held_s=turn.held_s)
             self._version += 1
             self._permits.release(sample.rollout.prompt.uid for sample in batch.samples)
             self._ports.observer.weights_synced(batch, report, self._depths())
-            if self._ports.keeper is not None:
-                await self._ports.keeper.after_update(self._num_updates, self.snapshot)
+            if keeper is not None and keeps:
+                await keeper.after_update(updates, self.snapshot)
+            turn.end()
             self._trained.task_done()
+
+    def _current(self) -> int | None:
+        """Return the live version if the learner has its weights, not newer ones."""
+        return self._version if self._version == self._num_updates else None
 
     def _depths(self) -> Depths:
         return Depths(

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
-from megatron_opd.types import Batch, Prompt, Rollout, Sample
+from megatron_opd.types import Batch, LearnerTurn, Prompt, Rollout, Sample
 
 
 class RolloutEngine(Protocol):
@@ -35,7 +35,7 @@ class TeacherScorer(Protocol):
 
 
 class LearnerPort(Protocol):
-    """Trains; at most one call is in progress, and none while weights are synced."""
+    """Trains; at most one call is in progress, and none while a weight sync has the turn."""
 
     async def train(self, batch: Batch) -> UpdateFigures:
         """Make one update on `batch`."""
@@ -45,17 +45,19 @@ class LearnerPort(Protocol):
 class WeightSyncer(Protocol):
     """Syncs the learner's weights to the student's servers."""
 
-    async def sync(self, version: int) -> WeightSyncReport:
-        """Return when `version` is live on every engine.
+    async def sync(self, version: int, turn: LearnerTurn) -> WeightSyncReport:
+        """Return when `version` is live on every engine; at most one call is in progress.
 
-        A failure raises, and leaves no engine running on half-updated weights.
+        turn: with the learner, for whoever can go on without it. A failure raises, and leaves no
+        engine running on half-updated weights.
         """
         ...
 
-    async def serve_on(self, version: Callable[[], int], learner_is_free: asyncio.Lock) -> None:
+    async def serve_on(self, current: Callable[[], int | None], learner: asyncio.Lock) -> None:
         """Sync the current version again whenever only engines without it are left.
 
-        Runs until it is cancelled. learner_is_free: held while the learner's weights are others.
+        Runs until it is cancelled. current: the version whose weights the learner has; None: they
+        are newer. learner: held by whoever uses it.
         """
         ...
 
@@ -120,8 +122,12 @@ class Observer(Protocol):
 class Keeper(Protocol):
     """Keeps the state of a run, so that it can continue after a crash."""
 
+    def due(self, updates: int) -> bool:
+        """Return whether the state is to be kept once `updates` updates are live."""
+        ...
+
     async def after_update(self, updates: int, state: Callable[[], ControllerState]) -> None:
-        """Keep the run's state once `updates` updates are live; the next update waits for it.
+        """Keep the run's state after `updates` updates; the next update waits for it.
 
         state: what to keep now; it must be called before anything is awaited.
         """

@@ -66,4 +66,9 @@ def _rollout_fault(rollout: Rollout) -> str | None:
     experts = rollout.experts_XLk
     if experts is not None and len(experts) != rollout.num_tokens - 1:
         return f"it has {rollout.num_tokens - 1} inputs and routed experts for {len(experts)}"
+    gates = rollout.gates_XLk
+    if gates is None:
+        return None
+    if experts is None or gates.shape != experts.shape or gates.dtype != np.float32:
+        return "its gate weights are not those of its routed experts"
     return None

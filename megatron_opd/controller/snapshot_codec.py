@@ -15,7 +15,7 @@ from megatron_opd.controller.snapshot_checks import state_fault
 def _to_wire(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         array: Any = np.ascontiguousarray(value)  # pyright: ignore[reportUnknownArgumentType]
-        if array.ndim == 3:  # routed experts: their width and shape come first
+        if array.ndim == 3:  # routed experts, their weights: width and shape come first
             return np.array([array.itemsize, *array.shape[1:]]).tobytes() + array.tobytes()
         return array.tobytes()
     raise NotImplementedError(f"cannot write a {type(value).__name__}")
@@ -25,9 +25,11 @@ def _from_wire(kind: type[Any], value: Any) -> Any:
     # kind: numpy.ndarray[Any, numpy.dtype[numpy.int32]]; its values are flat, native bytes
     (_, dtype) = get_args(kind)
     (scalar,) = get_args(dtype)
-    if get_origin(scalar) is np.unsignedinteger:
+    of_inputs = {np.unsignedinteger: "u", np.floating: "f"}
+    if get_origin(scalar) in of_inputs:
         itemsize, layers, topk = np.frombuffer(value, dtype=np.int64, count=3).tolist()
-        flat = np.frombuffer(value, dtype=f"u{itemsize}", offset=24).copy()
+        letter = of_inputs[get_origin(scalar)]
+        flat = np.frombuffer(value, dtype=f"{letter}{itemsize}", offset=24).copy()
         return flat.reshape(-1, layers, topk)
     return np.frombuffer(value, dtype=scalar).copy()
 

@@ -42,7 +42,7 @@ from megatron_opd.learner.optimizer import (
     learning_rate,
     set_learning_rate,
 )
-from megatron_opd.learner.passes import Passes, compared_only
+from megatron_opd.learner.passes import Passes, compared_only, own_gates
 from megatron_opd.learner.routing import Routing
 from megatron_opd.learner.scores import whole_batch
 from megatron_opd.learner.student_logp import make_student_logp
@@ -52,7 +52,7 @@ from megatron_opd.losses.reduction import count_of
 from megatron_opd.models.gather import FullTensors
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.planning.flops import PEAK_BF16_TFLOPS, Work, mfu, train_flops
-from megatron_opd.transport.messages import LearnerInfo, Scores, UpdateMetrics
+from megatron_opd.transport.messages import LearnerInfo, Replay, Scores, UpdateMetrics
 
 
 class NotFinite(RuntimeError):
@@ -102,7 +102,7 @@ class MegatronLearner:
             self.optimizer = build_optimizer(config.optimizer, self.model, DTYPES[config.dtype])
         connect_schedule(self.model, self.optimizer)
         self.balancing = Balancing.of(self.model, sum(self.spec.moe_layers))
-        self.routing = Routing.of(config.routing_replay, self.model, self.spec, self.world)
+        self.routing = Routing.of(config, self.model, self.spec, self.world)
         fixed = not self.model[0].config.variable_seq_lengths
         self.layout = self.world.pack_layout(config.max_tokens_per_microbatch if fixed else None)
         self.full = FullTensors(self.model, self.spec, self.world)
@@ -162,16 +162,19 @@ class MegatronLearner:
         metrics = self._metrics(batch.update, lr, steps, samples, wants_prox(estimator), free)
         return self._with_speed(metrics, batch)
 
-    def score(self, batch: RankBatch, temperature: float, *, replays: bool) -> Scores:
+    def score(self, batch: RankBatch, temperature: float, *, replay: Replay) -> Scores:
         """Return the log-prob of every sampled token, as `train` on this batch computes them.
 
-        That is without learning, and the whole batch as one mini-batch. replays: tokens visit the
-        experts that the batch names; otherwise every router chooses for itself. Collective; the
-        same on every rank.
+        That is without learning, and the whole batch as one mini-batch. Collective; the same on
+        every rank. ValueError: the sampler's weights are asked for, and this learner reads none.
         """
+        if replay == "gates" and not self.config.replays_gates:
+            raise ValueError("learner.routing_weights must be sampler to replay gates, got learner")
         micros = distil_micros(batch, 0, self.layout, self.routing)
-        if not replays:
+        if replay == "off":
             micros = [compared_only(micro) for micro in micros]
+        elif replay == "experts":
+            micros = [own_gates(micro) for micro in micros]
         with self._device_mode:
             found, totals = path_logp(self.model, micros, self.world, self.head, temperature)
             logp_T = whole_batch(found, batch, self.world)

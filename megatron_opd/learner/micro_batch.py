@@ -92,7 +92,9 @@ def distil_micros(
         lengths = [len(response) for response in responses]
         rows = layout.pack(prompts, responses)
         if routing is not None:
-            rows.packing.routing = routing.micro(batch.experts_of(samples), rows.source_s)
+            rows.packing.routing = routing.micro(
+                batch.experts_of(samples), batch.gates_of(samples), rows.source_s
+            )
         index = {"B": samples, "T": t_index, "N": n_index}
         columns = {
             name: _tensor(column[index[axis_of(name)]], device)

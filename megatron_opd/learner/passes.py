@@ -114,6 +114,15 @@ def compared_only(micro: DistilMicro) -> DistilMicro:
     return replace(micro, rows=replace(micro.rows, packing=packing))
 
 
+def own_gates(micro: DistilMicro) -> DistilMicro:
+    """Return the micro-batch with the given experts, weighed by the learner's own routers."""
+    packing = copy(micro.rows.packing)
+    routing: MicroRouting | None = packing.routing
+    if routing is not None:
+        packing.routing = replace(routing, gates={}, moved={})
+    return replace(micro, rows=replace(micro.rows, packing=packing))
+
+
 def _routed_freely(micro: DistilMicro) -> DistilMicro:
     """Return the micro-batch with nothing given and nothing recorded."""
     packing = copy(micro.rows.packing)

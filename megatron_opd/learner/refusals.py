@@ -8,7 +8,7 @@ from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.model import DTYPES, ddp_config, transformer_config
 from megatron_opd.learner.optimizer import optimizer_config
-from megatron_opd.learner.routing import check_replay
+from megatron_opd.learner.routing_checks import check_replay
 from megatron_opd.models.spec import ModelSpec
 
 

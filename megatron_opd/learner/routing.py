@@ -1,7 +1,9 @@
-"""Replays routing (R3): a token's experts are given, not chosen; their weights stay the router's.
+"""Replays routing (R3): a token's experts are given, not chosen; on request their weights too.
 
-A gate stays the learner's own: the probabilities of the given experts come from its router's logits
-now, normalised as the model does it, so that gradients reach the router.
+By default a gate stays the learner's own: the probabilities of the given experts come from its
+router's logits now, normalised as the model does it, so that gradients reach the router. With the
+sampler's weights (`learner.routing_weights: sampler`) the value is given and the gradient stays the
+router's (learner/gates.py). Balancing losses see the router's own probabilities either way.
 
 Invariant: the experts of a micro-batch travel on its packing, which Megatron hands to every layer
 in the forward pass and again when the layer is recomputed. No order of micro-batches, stages or
@@ -19,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,12 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_opd.config.learner import RoutingReplay
+from megatron_opd.config.learner import LearnerConfig, RoutingReplay, RoutingWeights
+from megatron_opd.learner.gates import with_sampled_gates
+from megatron_opd.learner.routing_checks import check_experts, check_gates, check_replay
 from megatron_opd.learner.world import World
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.types import ExpertArray
+from megatron_opd.types import ExpertArray, GateArray
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -44,13 +47,15 @@ class MicroRouting:
     there yet is recorded when it is first computed. real_m: bool, no filler. moved: by layer, how
     many real positions the router would have sent elsewhere, and of how many given experts it would
     have chosen others; None until it is replayed. follows: visit what is given; otherwise the
-    router's choice is only compared with it.
+    router's choice is only compared with it. gates: by layer float32 [m, k], the weights of the
+    given experts, -1 in rows that route freely; empty where the router's own count.
     """
 
     given: dict[int, torch.Tensor]
     real_m: torch.Tensor
     moved: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     follows: bool = True
+    gates: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
 
     def experts(self, layer: int, own_mk: torch.Tensor) -> torch.Tensor:
         """Return int64 [m, k]: the experts `layer` uses; own_mk: what its router would choose.
@@ -67,6 +72,10 @@ class MicroRouting:
         other_mk = (used_mk[:, :, None] != own_mk[:, None, :]).all(2) & self.real_m[:, None]
         self.moved[layer] = torch.stack([other_mk.any(1).sum(), other_mk.sum()])
         return used_mk if self.follows else own_mk
+
+    def gates_of(self, layer: int) -> torch.Tensor | None:
+        """Return the weights of the experts that `layer` uses; None: the router's own."""
+        return self.gates.get(layer) if self.follows else None
 
     def counts(self) -> tuple[float, float, float, float]:
         """Return what moved on this rank, and what could have.
@@ -90,6 +99,7 @@ class LayerReplay(RouterReplay):
         self._layer, self._alone = layer, alone
         self._micro: MicroRouting | None = None
         self._recomputed_next: deque[MicroRouting | None] = deque()
+        self._weighed: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def enter(self, micro: MicroRouting | None) -> None:
         """Begin this micro-batch, as its transformer layer begins to compute it."""
@@ -115,12 +125,23 @@ class LayerReplay(RouterReplay):
             micro = self._recomputed_next.popleft()
         if micro is None:
             return values_mk, own_mk
-        used_mk = micro.experts(self._layer, own_mk)
+        used_mk, gates_mk = micro.experts(self._layer, own_mk), micro.gates_of(self._layer)
+        self._weighed = None if gates_mk is None else (used_mk, gates_mk)
         return scores.gather(1, used_mk), used_mk
+
+    def weigh(self, probs_mE: torch.Tensor) -> torch.Tensor:
+        """Return the weights of the experts just chosen: the given ones, if there are any."""
+        weighed, self._weighed = self._weighed, None
+        return probs_mE if weighed is None else with_sampled_gates(probs_mE, *weighed)
 
 
 def _enter(replay: LayerReplay, layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
     replay.enter(getattr(kwargs.get("packed_seq_params"), "routing", None))
+
+
+def _weigh(replay: LayerReplay, router: Any, args: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
+    probs_mE, chosen_mE = found
+    return replay.weigh(probs_mE), chosen_mE
 
 
 @dataclass(frozen=True)
@@ -128,6 +149,7 @@ class Routing:
     """Replays over a model's chunks. layers: indices into L of this rank's."""
 
     mode: RoutingReplay
+    weights: RoutingWeights
     spec: ModelSpec
     layers: tuple[int, ...]
     device: torch.device
@@ -137,15 +159,16 @@ class Routing:
     @classmethod
     def of(
         cls,
-        mode: RoutingReplay,
+        config: LearnerConfig,
         chunks: Sequence[torch.nn.Module],
         spec: ModelSpec,
         world: World,
     ) -> Routing | None:
-        """Take over the routers' choice; None when `mode` is off.
+        """Take over the routers' choice, on request their weights; None without a replay.
 
         ValueError: see check_replay.
         """
+        mode, weights = config.routing_replay, config.routing_weights
         if mode == "off":
             return None
         check_replay(mode, spec, chunks[0].config)
@@ -157,15 +180,20 @@ class Routing:
                 router: Any = module.mlp.router
                 router.router_replay = replay
                 module.register_forward_pre_hook(partial(_enter, replay), with_kwargs=True)
+                if weights == "sampler":
+                    router.register_forward_hook(partial(_weigh, replay))
                 layers.append(layer)
         tp = world.parallel.tp
-        return cls(mode, spec, tuple(layers), world.device, tp, world.tp_rank)
+        return cls(mode, weights, spec, tuple(layers), world.device, tp, world.tp_rank)
 
-    def micro(self, experts_XLk: ExpertArray | None, source_s: np.ndarray) -> MicroRouting:
+    def micro(
+        self, experts_XLk: ExpertArray | None, gates_XLk: GateArray | None, source_s: np.ndarray
+    ) -> MicroRouting:
         """Return the routing of a micro-batch, whose positions hold inputs source_s (layout.Rows).
 
-        experts_XLk: of its samples; read in the mode `rollout` alone. ValueError: missing, of
-        another shape, or no k distinct experts of the model.
+        experts_XLk, gates_XLk: of its samples; read in the mode `rollout` alone, the second with
+        the sampler's weights alone. ValueError: missing, of another shape, no k distinct experts of
+        the model, or no weights of a model that normalises them so.
         """
         per_rank = len(source_s) // self.tp
         source_m = source_s[self.tp_rank * per_rank : (self.tp_rank + 1) * per_rank]
@@ -176,51 +204,23 @@ class Routing:
             raise ValueError(
                 "learner.routing_replay is rollout, but the samples carry no routed experts"
             )
-        self._check_experts(experts_XLk)
-        given_mLk = experts_XLk[source_m][:, list(self.layers)].astype(np.int16)
-        given_mLk[source_m < 0] = -1
-        given = torch.as_tensor(given_mLk).to(self.device)
-        return MicroRouting({layer: given[:, i] for i, layer in enumerate(self.layers)}, real_m)
-
-    def _check_experts(self, experts_XLk: ExpertArray) -> None:
-        spec = self.spec
-        shape = (sum(spec.moe_layers), spec.experts_per_token)
-        if experts_XLk.shape[1:] != shape:
+        check_experts(self.spec, experts_XLk)
+        given = self._by_layer(experts_XLk, source_m, np.dtype(np.int16))
+        if self.weights == "learner":
+            return MicroRouting(given, real_m)
+        if gates_XLk is None:
             raise ValueError(
-                f"routed experts must be {shape[0]} layers of {shape[1]} experts a token, "
-                f"got {experts_XLk.shape[1:]}"
+                "learner.routing_weights is sampler, but the samples carry no gate weights"
             )
-        if int(experts_XLk.max()) >= spec.num_experts:
-            raise ValueError(
-                f"routed experts must be below {spec.num_experts}, got {int(experts_XLk.max())}"
-            )
-        for a, b in combinations(range(shape[1]), 2):
-            if (experts_XLk[..., a] == experts_XLk[..., b]).any():
-                raise ValueError("routed experts of a token must differ, got one twice")
+        check_gates(self.spec, gates_XLk, experts_XLk)
+        gates = self._by_layer(gates_XLk, source_m, np.dtype(np.float32))
+        return MicroRouting(given, real_m, gates=gates)
 
-
-def check_replay(mode: RoutingReplay, spec: ModelSpec, settings: Any) -> None:
-    """Raise ValueError for what replay cannot do.
-
-    That is a model without experts, and settings (a TransformerConfig) under which
-    Megatron-Core 0.16.1 asks no replay, or not layer by layer.
-    """
-    if mode == "off":
-        return
-    if not spec.is_moe:
-        raise ValueError(
-            f"learner.routing_replay must be off for a student without experts, got {mode}"
-        )
-    refused = {
-        "moe_router_fusion": settings.moe_router_fusion,
-        "moe_router_load_balancing_type": settings.moe_router_load_balancing_type == "sinkhorn",
-        "moe_router_force_load_balancing": settings.moe_router_force_load_balancing,
-        "overlap_moe_expert_parallel_comm": settings.overlap_moe_expert_parallel_comm,
-        "cuda_graph_impl": settings.cuda_graph_impl != "none",
-    }
-    for name, bypasses in refused.items():
-        if bypasses:
-            raise ValueError(
-                f"learner.megatron.{name} must not be {getattr(settings, name)!r} with "
-                f"learner.routing_replay={mode}: with it routers ignore the replayed experts"
-            )
+    def _by_layer(
+        self, values_XLk: np.ndarray, source_m: np.ndarray, dtype: np.dtype[Any]
+    ) -> dict[int, torch.Tensor]:
+        """Return what this rank's layers hold of its positions, -1 where there is no input."""
+        found_mLk = values_XLk[source_m][:, list(self.layers)].astype(dtype)
+        found_mLk[source_m < 0] = -1
+        found = torch.as_tensor(found_mLk).to(self.device)
+        return {layer: found[:, i] for i, layer in enumerate(self.layers)}

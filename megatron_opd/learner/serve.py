@@ -169,7 +169,7 @@ class RankServer:
             case Score():
                 batch = self._checked(from_frames(0, request.version, request.plan, frames))
                 return self.learner.score(
-                    batch, self.config.rollout.temperature, replays=request.replays
+                    batch, self.config.rollout.temperature, replay=request.replay
                 )
             case MoveWeights():
                 self.learner.settle_weights()
@@ -178,7 +178,7 @@ class RankServer:
                 self.learner.settle_weights()
                 round_to, student = self.config.weight_sync.round_to, self.config.student
                 held = (round_to, student.quantization, student.dtype)
-                return Digests(piece_digests(self.learner.full, request.pieces, *held))
+                return Digests(piece_digests(self.sender.source, request.pieces, *held))
             case ExportHf():
                 dtype = DTYPES[request.dtype or self.config.learner.dtype]
                 self.learner.export_hf(Path(request.path), dtype, self._check_claim)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -110,7 +110,8 @@ class RunRecorder:
         self._depths = Depths(0, 0, 0, 0, 0)
         self._updates = self._version = updates
         self._done_s = clock()
-        self._row: dict[str, Any] = {}
+        # of updates whose weights are not live yet: two where a weight sync released the learner
+        self._rows: dict[int, dict[str, Any]] = {}
         self._shown: dict[str, Any] = {}
 
     def started(self, now_s: float, depths: Depths) -> None:
@@ -168,7 +169,7 @@ class RunRecorder:
             for key, value in reported.items()
             if not isinstance(value, str) and (value is not None or key in NOT_ALWAYS_MEASURED)
         }
-        self._row = columns | {
+        row = self._rows[batch.update] = columns | {
             "update": batch.update,
             "version": batch.version,
             "time_s": finished_s - self.started_s,
@@ -178,16 +179,16 @@ class RunRecorder:
             **batch_columns(batch, self.totals.group_size),
         }
         if self._teacher_watch is not None:
-            self._row |= self._teacher_watch.columns(batch)
-        self._row["without_signal"] = int(self._lacks_signal(figures))
+            row |= self._teacher_watch.columns(batch)
+        row["without_signal"] = int(self._lacks_signal(figures, row))
         if self._teacher_watch is not None:
             self._teacher_watch.look(batch)  # may stop the run; the row is written all the same
 
-    def _lacks_signal(self, figures: UpdateFigures) -> bool:
+    def _lacks_signal(self, figures: UpdateFigures, row: Mapping[str, Any]) -> bool:
         """Return whether the update taught nothing; print a line when that begins or ends."""
         if self._signal is None:
             return False
-        why, line = self._signal.add(figures, self._row["reward_uniform_group_fraction"])
+        why, line = self._signal.add(figures, row["reward_uniform_group_fraction"])
         if line is not None:
             logger.warning("%s", line)
         self.totals.updates_without_signal += why is not None
@@ -198,9 +199,10 @@ class RunRecorder:
         self.totals.add_weight_sync(report)
         self._depths = depths
         self._updates, self._version = batch.update + 1, report.version
-        self._row |= {
+        self._rows[batch.update] |= {
             "publish_s": report.seconds,
             "pause_s": report.paused_s,
+            "learner_held_s": report.learner_held_s,
             "publish_bytes": report.num_bytes,
             "publish_tries": report.tries,
             "rolling_samples": depths.rolling,
@@ -209,7 +211,7 @@ class RunRecorder:
             "permits_in_use": depths.permits_in_use,
             "dropped_samples": self.totals.drops.total(),
         }
-        self._write_row()
+        self._write_row(batch.update)
         if self._timeline is not None:
             self._timeline.weight_sync(report)
             self._timeline.flush()
@@ -223,7 +225,7 @@ class RunRecorder:
             self._timeline.depths(depths, self._clock())
 
     def ended(self, accounting: Accounting, now_s: float) -> None:
-        """Keep the accounting, write the unfinished row of an interruption, close everything."""
+        """Keep the accounting, write the unfinished rows of an interruption, close everything."""
         self.accounting = accounting
         with ExitStack() as closing:  # each of them, whatever another one raises
             for sink in self._sinks:
@@ -232,7 +234,8 @@ class RunRecorder:
                 closing.callback(self._timeline.close)
             if self._display is not None:
                 closing.callback(self._display.stop)
-            self._write_row()
+            for update in sorted(self._rows):
+                self._write_row(update)
 
     def snapshot(self) -> Snapshot:
         """Return the state of the run now."""
@@ -254,11 +257,10 @@ class RunRecorder:
             eta_s=elapsed_s / self._updates * left if self._updates else None,
         )
 
-    def _write_row(self) -> None:
-        if self._row:
-            for sink in self._sinks:
-                sink.write(self._row["update"], self._row)
-            self._shown, self._row = self._row, {}
+    def _write_row(self, update: int) -> None:
+        self._shown = self._rows.pop(update)
+        for sink in self._sinks:
+            sink.write(update, self._shown)
 
 
 def batch_columns(batch: Batch, group_size: int = 1) -> dict[str, float | int | None]:

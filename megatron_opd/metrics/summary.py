@@ -78,6 +78,7 @@ def summarise(
         "train_s_mean": totals.train_s.value,
         "publish_s_mean": totals.publish_s.value,
         "pause_s_mean": totals.pause_s.value,
+        "learner_held_s_mean": totals.learner_held_s.value,
         "publish_bytes_mean": totals.publish_bytes.value,
         "pipeline_s": times.wall_s,
         "wall_s": wall_s,

@@ -32,6 +32,7 @@ class RunTotals:
         self.cache = CacheSize()
         self.memory = PeakMemory()
         self.publish_s, self.pause_s, self.publish_bytes = Mean(), Mean(), Mean()
+        self.learner_held_s = Mean()
         self.train_s, self.rollout_s, self.score_s = Mean(), Mean(), Mean()
         self.response_tokens = Mean()
         self.mismatch_max, self.mismatch_mean = Max(), Mean()
@@ -87,4 +88,5 @@ class RunTotals:
         self.times.paused.add(report.paused_from_s, report.resumed_s)
         self.publish_s.add(report.seconds)
         self.pause_s.add(report.paused_s)
+        self.learner_held_s.add(report.learner_held_s)
         self.publish_bytes.add(report.num_bytes)

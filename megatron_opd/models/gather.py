@@ -7,8 +7,9 @@ piece sends it; replicas stay silent.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,22 @@ class FullTensors:
             assert len(known) == len(owners), f"no rank holds every piece of {key}"
             entries.append(Entry(key, known, shape))
         return entries
+
+    @torch.no_grad()
+    def copied(self) -> FullTensors:
+        """Return the same tensors in memory of their own, as large as this rank's shards."""
+        other = copy.copy(self)
+        other.shards = {
+            key: replace(shard, parameter=torch.nn.Parameter(shard.parameter.clone(), False))
+            for key, shard in self.shards.items()
+        }
+        return other
+
+    @torch.no_grad()
+    def become(self, source: FullTensors) -> None:
+        """Take over the values of `source`, of which this is a copy."""
+        for key, shard in self.shards.items():
+            shard.parameter.copy_(source.shards[key].parameter)
 
     def owned(self) -> Iterator[Shard]:
         """Yield those of this rank's shards that no rank before it holds too."""

@@ -110,6 +110,14 @@ def _stage(shapes: Shapes, config: LearnerConfig, stage: int) -> StageMemory:
     )
 
 
+def weight_bytes(spec: ModelSpec, config: LearnerConfig) -> int:
+    """Count the bytes of the weights of the rank that holds most, in learner.dtype."""
+    parallel = config.parallel
+    stages = enumerate(stage_layers(spec, parallel, config.megatron))
+    held = [rank_parameters(spec, parallel, stage, chunks).total for stage, chunks in stages]
+    return max(held) * BYTES[config.dtype]
+
+
 def optimizer_bytes(held: Parameters, config: LearnerConfig) -> int:
     """Count main parameters (of 16-bit weights) and two moments of this rank's GPU share."""
     parallel, settings = config.parallel, Settings.of(config)

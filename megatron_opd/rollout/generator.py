@@ -36,7 +36,7 @@ class RolloutGenerator:
         vocab_size: ids the student can sample.
         run_id: makes request names unique on servers that outlive a run.
         stop_token_ids: end a response besides the model's own end-of-sequence ids.
-        routed_experts: whether rollouts bring theirs.
+        routed_experts: whether rollouts bring theirs. routed_gates: and their weights.
         seed: the run's; deterministic servers sample prompt i by it and i alone.
     """
 
@@ -49,6 +49,7 @@ class RolloutGenerator:
         run_id: str,
         stop_token_ids: tuple[int, ...] = (),
         routed_experts: bool = False,
+        routed_gates: bool = False,
         seed: int = 0,
     ) -> None:
         self._fleet, self._rollout = fleet, rollout
@@ -58,7 +59,7 @@ class RolloutGenerator:
         self._thin = support.thins
         self._run_id = run_id
         self._stop_token_ids = stop_token_ids
-        self._routed_experts = routed_experts
+        self._routed_experts, self._routed_gates = routed_experts, routed_gates
         self._seed = seed
         self._backoff = Backoff(rollout.attempts)
 
@@ -94,6 +95,7 @@ class RolloutGenerator:
             thin=self._thin,
             record=True,
             experts=self._routed_experts,
+            gates=self._routed_gates,
             stop_token_ids=self._stop_token_ids,
             seed=derived_seed(self._seed, ROLLOUT, prompt.uid),
         )
@@ -118,4 +120,5 @@ class RolloutGenerator:
             engine=reply.url,
             restarts=restarts,
             experts_XLk=reply.experts_XLk,
+            gates_XLk=reply.gates_XLk,
         )

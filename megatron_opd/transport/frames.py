@@ -9,13 +9,16 @@ import numpy as np
 
 from megatron_opd.columns import COLUMNS, RankBatch, RankPlan
 from megatron_opd.config.schema import Config
-from megatron_opd.types import ExpertArray
+from megatron_opd.types import ExpertArray, GateArray
 from sglang_bridge.columns import arrays_of, axis_of
 
 MIN_FRAME_BYTES = 64 * 2**20
 """Smallest limit on a frame, for requests without a batch: the slices to digest of a model of a
 million tensors."""
 WIDEST_ITEM = 8
+GATE = np.dtype(np.float32)
+EXPERT_FRAMES = ("kind", "experts", "gates")
+"""What follows the columns; empty where samples have none."""
 
 
 def largest_frame_bytes(config: Config, vocab_size: int, experts_per_input: int) -> int:
@@ -32,27 +35,33 @@ def largest_frame_bytes(config: Config, vocab_size: int, experts_per_input: int)
 
 
 def to_frames(batch: RankBatch) -> list[memoryview]:
-    """Return the columns' raw bytes, not copied; last the routed experts and their type."""
+    """Return the columns' raw bytes, not copied; last the routed experts' type, they, and gates."""
     frames = [memoryview(column).cast("B") for column in arrays_of(batch, RankBatch).values()]
     experts = batch.experts_XLk
     if experts is None:
-        return [*frames, memoryview(b""), memoryview(b"")]
+        return [*frames, *(memoryview(b"") for _ in EXPERT_FRAMES)]
     kind = np.array([*experts.shape[1:], experts.itemsize], dtype=np.int64)
-    return [*frames, kind.data.cast("B"), experts.data.cast("B")]
+    gates = memoryview(b"") if batch.gates_XLk is None else batch.gates_XLk.data.cast("B")
+    return [*frames, kind.data.cast("B"), experts.data.cast("B"), gates]
 
 
 def from_frames(
     update: int, version: int, plan: RankPlan, frames: Sequence[memoryview]
 ) -> RankBatch:
     """Return the columns as views of the frames. ValueError: their number or lengths do not fit."""
-    if len(frames) != len(COLUMNS) + 2:
-        raise ValueError(f"a batch has {len(COLUMNS) + 2} columns, got {len(frames)} frames")
+    needed = len(COLUMNS) + len(EXPERT_FRAMES)
+    if len(frames) != needed:
+        raise ValueError(f"a batch has {needed} columns, got {len(frames)} frames")
+    kind, raw_experts, raw_gates = frames[len(COLUMNS) :]
     columns = {
         name: np.frombuffer(frame, dtype=dtype)
-        for (name, dtype), frame in zip(COLUMNS.items(), frames[:-2], strict=True)
+        for (name, dtype), frame in zip(COLUMNS.items(), frames[: len(COLUMNS)], strict=True)
     }
-    experts = _read_experts(*frames[-2:])
-    batch = RankBatch(update=update, version=version, plan=plan, experts_XLk=experts, **columns)
+    experts = _read_experts(kind, raw_experts)
+    gates = _read_gates(raw_gates, experts)
+    batch = RankBatch(
+        update=update, version=version, plan=plan, experts_XLk=experts, gates_XLk=gates, **columns
+    )
     lengths = batch.lengths()
     for name, column in columns.items():
         needed = lengths[axis_of(name)]
@@ -76,3 +85,13 @@ def _read_experts(kind: memoryview, raw: memoryview) -> ExpertArray | None:
         raise ValueError(f"column experts_XLk of {len(raw)} bytes cannot be of kind {numbers}")
     experts: ExpertArray = np.frombuffer(raw, dtype=dtypes[itemsize])
     return experts.reshape(len(raw) // row, layers, topk)
+
+
+def _read_gates(raw: memoryview, experts_XLk: ExpertArray | None) -> GateArray | None:
+    """Read the weights of these experts. ValueError: not one for each."""
+    if not len(raw):
+        return None
+    items = 0 if experts_XLk is None else experts_XLk.size
+    if experts_XLk is None or len(raw) != items * GATE.itemsize:
+        raise ValueError(f"column gates_XLk of {len(raw)} bytes cannot be of {items} experts")
+    return np.frombuffer(raw, dtype=GATE).reshape(experts_XLk.shape)

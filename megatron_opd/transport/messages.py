@@ -8,6 +8,7 @@ raw frame per column of the RankBatch, in the order of columns.COLUMNS. Whatever
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -110,16 +111,20 @@ class Train(msgspec.Struct, frozen=True, tag=True):
     plan: list[list[list[int]]]
 
 
+Replay = Literal["off", "experts", "gates"]
+"""What of the sampler's routing scored tokens follow: nothing, its experts, or its weights too."""
+
+
 class Score(msgspec.Struct, frozen=True, tag=True):
     """Asks for the log-probs of the sampled tokens of a batch that follows in raw frames, as Train.
 
-    plan: one mini-batch. replays: with the experts of the batch.
+    plan: one mini-batch. replay: see Replay.
     """
 
     call: int
     version: int
     plan: list[list[list[int]]]
-    replays: bool
+    replay: Replay
 
 
 class MoveWeights(msgspec.Struct, frozen=True, tag=True):

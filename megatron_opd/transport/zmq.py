@@ -36,6 +36,7 @@ from megatron_opd.transport.messages import (
     MoveWeights,
     Nothing,
     Refused,
+    Replay,
     Request,
     Result,
     SaveState,
@@ -173,13 +174,13 @@ class RemoteLearner:
         messages = self._with_shares(requests, shares)
         return await self._exchange(call, messages, UpdateMetrics, timeout_s, "train")
 
-    async def score(self, shares: Sequence[RankBatch], *, replays: bool) -> Scores:
+    async def score(self, shares: Sequence[RankBatch], *, replay: Replay) -> Scores:
         """Return the learner's log-probs of the sampled tokens; see messages.Scores.
 
         shares: as of `train`, each with one mini-batch.
         """
         call = self._roster.next_call()
-        requests = [Score(call, share.version, share.plan, replays) for share in shares]
+        requests = [Score(call, share.version, share.plan, replay) for share in shares]
         return await self._exchange(
             call, self._with_shares(requests, shares), Scores, None, "score"
         )

@@ -65,7 +65,7 @@ class BroadcastSender:
     def __init__(
         self, full: FullTensors, bucket_bytes: int, round_to: Format | None = None
     ) -> None:
-        self._full = full
+        self.source = full
         self._round_to: Format | None = round_to
         self._buckets = plan_buckets(full.manifest(), full.dtype, bucket_bytes)
         self._store: TCPStore | None = None
@@ -98,7 +98,7 @@ class BroadcastSender:
 
     @property
     def _is_root(self) -> bool:
-        return self._full.world.rank == 0
+        return self.source.world.rank == 0
 
     def _listen(self, asked: Listen) -> bytes:
         if not self._is_root:
@@ -126,7 +126,7 @@ class BroadcastSender:
     def _send(self) -> str | None:
         """Broadcast every bucket once, in order; returns why not."""
         if not self._is_root:
-            for _ in self._full.tensors():
+            for _ in self.source.tensors():
                 pass
             return None
         failure = None if self._group is not None else "the weight group is not connected"
@@ -151,7 +151,7 @@ class BroadcastSender:
         return failure
 
     def _rounded(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._full.tensors():
+        for name, tensor in self.source.tensors():
             yield name, rounded(name, tensor, self._round_to)
 
 

@@ -7,7 +7,6 @@ before it, every server rank reads what it holds.
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import uuid
 from typing import TYPE_CHECKING
@@ -31,6 +30,7 @@ from megatron_opd.weight_sync.transport import (
     LearnerPart,
     ReceivingFleet,
     TransportKind,
+    until_done,
 )
 from sglang_bridge import wire
 from sglang_bridge.errors import WeightSyncFailed
@@ -39,7 +39,6 @@ from sglang_bridge.weights.manifest import Opening, version_name
 if TYPE_CHECKING:
     from megatron_opd.models.gather import FullTensors
 
-POLL_S = 0.05
 """Wait between two questions whether the servers have read what they stage."""
 
 
@@ -118,11 +117,7 @@ class Disk:
         if not self._config.weight_sync.staging:
             return
         await self._fleet.ask_ranks(f"{wire.STAGE_VERSION} {name}")
-        while True:
-            found = await self._fleet.ask_ranks(f"{wire.STAGED_VERSION} {name}")
-            if not any(wire.PENDING in answer for ranks in found.values() for answer in ranks):
-                return
-            await asyncio.sleep(POLL_S)
+        await until_done(self._fleet, f"{wire.STAGED_VERSION} {name}")
 
     async def send(self, version: int) -> None:
         """Let the servers' ranks make the written version live."""

@@ -37,7 +37,7 @@ class DiskWriter:
     """Writes versions of `full`; implements transport.LearnerPart."""
 
     def __init__(self, full: FullTensors, config: Config) -> None:
-        self._full, self._config = full, config
+        self.source, self._config = full, config
         self._crew = Crew(full.world.rank, full.world.size, full.world.device)
         self._stream: Stream | None = None
         self._slices: Slices | None = None
@@ -68,7 +68,7 @@ class DiskWriter:
             stream.remove()
 
     def _open(self, asked: Open) -> None:
-        full, learner, settings = self._full, self._config.learner, self._config.weight_sync
+        full, learner, settings = self.source, self._config.learner, self._config.weight_sync
         assert settings.directory is not None, "the configuration requires it"
         stream = self._stream = Stream(settings.directory, asked.stream)
         self._step(stream.path, lambda: stream.make(asked.owner), root_only=True)
@@ -88,7 +88,7 @@ class DiskWriter:
         due = self._since_whole + 1 >= settings.full_every
         whole = asked.whole or self._is_broken or not settings.delta or due
         base = None if whole else next(reversed(self._bases))
-        read = reader(self._full, settings.round_to)
+        read = reader(self.source, settings.round_to)
         self._is_broken = True
         kept = needed(self._bases, settings.keep_versions, asked.taken)
         self._bases = {name: base for name, base in self._bases.items() if name in kept}

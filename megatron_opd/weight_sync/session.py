@@ -5,6 +5,10 @@ asked to settle: one that does not answer is lost, and so is one that is at faul
 others are connected anew and get the weights, of which they may hold a mixture: until a try
 succeeds none of them samples. Where too few servers or no time is left the weight sync fails, and
 they stay paused.
+
+With weight_sync.overlap the learner is released as soon as it sends in the background, unless
+digests are due, which it would have to answer. Another try first waits for the update that it is
+making, outside of all limits.
 """
 
 from __future__ import annotations
@@ -14,17 +18,31 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from megatron_opd.config.sections import WeightSyncConfig
 from megatron_opd.metrics.types import WeightSyncReport
+from megatron_opd.types import LearnerTurn
 from megatron_opd.weight_sync.steps import DigestingLearner, Steps, SyncedFleet
-from megatron_opd.weight_sync.transport import FleetPart
+from megatron_opd.weight_sync.transport import FleetPart, OverlappingPart
 from sglang_bridge.errors import WeightSyncFailed
 
 logger = logging.getLogger(__name__)
 
+LOOK_AGAIN_S = 0.1
 FAULTS = 2
 """A server that answers is given up once this many tries failed by its fault."""
+
+
+class Alone:
+    """Stands for the turn where nothing trains besides; implements types.LearnerTurn."""
+
+    def release(self) -> None:
+        """Do nothing: nobody waits for the learner."""
+
+    async def take_back(self) -> None:
+        """Return at once: no update is running."""
+
 
 Lose = Callable[[str, str], bool]
 """Takes the server at a url out of the fleet, for a reason; returns False if the run needs it."""
@@ -33,6 +51,9 @@ Lose = Callable[[str, str], bool]
 def needed(url: str, why: str) -> bool:
     """Return False: the run needs every server."""
     return False
+
+
+ALONE = Alone()
 
 
 class WeightSync:
@@ -55,6 +76,10 @@ class WeightSync:
         lose: Lose = needed,
     ) -> None:
         self._fleet, self._transport, self._config = fleet, transport, config
+        self._overlapping: OverlappingPart | None = None
+        if config.overlap:
+            assert isinstance(transport, OverlappingPart), "only shards overlaps"
+            self._overlapping = transport
         self._lose = lose
         settings = f"weight_sync.timeout_s = {config.timeout_s:g}, weight_sync.tries = "
         self._steps = Steps(fleet, learner, transport, f"{settings}{config.tries}")
@@ -81,26 +106,29 @@ class WeightSync:
         await self._steps.take("open", self._transport.open())
         self._opened = True
 
-    async def sync(self, version: int) -> WeightSyncReport:
+    async def sync(self, version: int, turn: LearnerTurn = ALONE) -> WeightSyncReport:
         """Make `version` live on every server that is left.
 
-        Raises WeightSyncFailed; the servers stay paused then, and every later call fails too.
+        turn: with the learner, which is released early at most once. Raises WeightSyncFailed; the
+        servers stay paused then, and every later call fails too.
         """
         async with self._syncing:
-            return await self._sync(version)
+            return await self._sync(version, turn)
 
-    async def serve_on(self, version: Callable[[], int], learner_is_free: asyncio.Lock) -> None:
+    async def serve_on(self, current: Callable[[], int | None], learner: asyncio.Lock) -> None:
         """Sync the current version again whenever only servers without it are left.
 
         Otherwise servers that were added get their weights with the next version. Runs until it is
-        cancelled; raises as `sync`. learner_is_free: held while the learner's weights may differ
-        from those of `version`.
+        cancelled; raises as `sync`. current: the version whose weights the learner has; None: they
+        are newer, and about to be synced anyway. learner: held by whoever uses it.
         """
         while True:
             await self._fleet.stranded()
-            async with learner_is_free, self._syncing:
-                if self._fleet.is_stranded:
-                    await self._sync(version())
+            async with learner, self._syncing:
+                version = current()
+                if self._fleet.is_stranded and version is not None:
+                    await self._sync(version, ALONE)
+            await asyncio.sleep(LOOK_AGAIN_S)
 
     async def start_over(self) -> None:
         """Prepare for another learner, after one that may have been lost in a weight sync.
@@ -116,25 +144,25 @@ class WeightSync:
         self._steps.start(self._config.timeout_s)
         await self._steps.take("close", self._transport.close())
 
-    async def _sync(self, version: int) -> WeightSyncReport:
+    async def _sync(self, version: int, turn: LearnerTurn) -> WeightSyncReport:
         if not self._opened:
             raise WeightSyncFailed("weights were sent before the weight sync was opened")
         if self._failed is not None:
             raise WeightSyncFailed(f"an earlier weight sync failed: {self._failed}")
         try:
-            report = await self._tried(version)
+            report = await self._tried(version, turn)
         except WeightSyncFailed as error:
             self._failed = str(error)
             raise
         self._num_syncs += 1
         return report
 
-    async def _tried(self, version: int) -> WeightSyncReport:
+    async def _tried(self, version: int, turn: LearnerTurn) -> WeightSyncReport:
         tries = self._config.tries
         faults: Counter[str] = Counter()
         for number in range(1, tries + 1):
             try:
-                return replace(await self._try(version, again=number > 1), tries=number)
+                return replace(await self._try(version, turn, again=number > 1), tries=number)
             except WeightSyncFailed as error:
                 if number == tries:
                     said = f"{tries} tries failed, the last one: {error}" if tries > 1 else error
@@ -142,9 +170,10 @@ class WeightSync:
                 logger.warning("weight sync %d, try %d: %s", version, number, error)
                 faults.update(error.servers)
                 await self._settle(error, faults)
+                await turn.take_back()
         raise AssertionError("weight_sync.tries is at least 1")
 
-    async def _try(self, version: int, *, again: bool) -> WeightSyncReport:
+    async def _try(self, version: int, turn: LearnerTurn, *, again: bool) -> WeightSyncReport:
         """Make `version` live once, also on servers that were added since.
 
         What comes after a failed try (again) or to other servers than before is verified.
@@ -158,7 +187,12 @@ class WeightSync:
         every, first = self._config.verify_every, self._num_syncs == 0
         due = first or (every > 0 and self._num_syncs % every == 0)
         unsure = first or again or joined
-        return await self._steps.sync(version, verifies=due or unsure, live=unsure)
+        verifies, start = due or unsure, None
+        if self._overlapping is not None:
+            # digests need the learner
+            released = None if verifies else turn.release
+            start = partial(self._overlapping.start, version, released)
+        return await self._steps.sync(version, verifies=verifies, live=unsure, start=start)
 
     async def _settle(self, error: WeightSyncFailed, faults: Counter[str]) -> None:
         """Prepare for another try. WeightSyncFailed: too few servers are left for one."""

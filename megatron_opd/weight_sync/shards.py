@@ -6,8 +6,9 @@ layouts alone (plan.py); what the servers say they hold is compared with it befo
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_opd.config.schema import Config
@@ -16,12 +17,15 @@ from megatron_opd.weight_sync.holdings import as_held, server_holdings
 from megatron_opd.weight_sync.plan import ServerLayout, plan_sync, room_of
 from megatron_opd.weight_sync.quantised_pieces import CannotServe, plain_pieces
 from megatron_opd.weight_sync.shards_messages import (
+    FinishSending,
     Join,
     Leave,
     Listen,
     Listening,
+    Message,
     Outcome,
     SendShards,
+    StartSending,
     decode,
     encode,
 )
@@ -32,13 +36,17 @@ from megatron_opd.weight_sync.transport import (
     TransportKind,
     both,
     new_group_name,
+    until_done,
 )
+from sglang_bridge import wire
 from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.protocol import ServerInfo, WeightPiece
 from sglang_bridge.weights.formats import PLAIN_BYTES, Format
 
 if TYPE_CHECKING:
     from megatron_opd.models.gather import FullTensors
+
+logger = logging.getLogger(__name__)
 
 PATIENCE = 0.9
 """Share of a try's time that the learner's ranks wait for each other and for servers."""
@@ -55,6 +63,7 @@ class Shards:
         self._names: frozenset[str] = frozenset()
         self._num_bytes = 0
         self._sends_in_pause = True
+        self._released = False
 
     @property
     def tensors(self) -> frozenset[str]:
@@ -89,6 +98,9 @@ class Shards:
     async def reopen(self) -> None:
         """Form another group, with the servers that the fleet has now."""
         await self._fleet.destroy_weights_group(self._group)
+        if self._released:  # nobody could ask it yet
+            for failure in await self._failures(FinishSending()):
+                logger.warning("of the last try the learner says: %s", failure)
         await self._ask(encode(Leave()))
         self._group = new_group_name()
         await self.open()
@@ -98,14 +110,32 @@ class Shards:
         """Returns whether weights go to shadow buffers first."""
         return self._config.weight_sync.staging
 
+    async def start(self, version: int, released: Callable[[], None] | None) -> None:
+        """Let the learner's ranks copy their weights and begin to send; implements OverlappingPart.
+
+        From then on what the servers say counts: the learner may be busy with its next update.
+        """
+        self._released = False
+        await self._done(StartSending(version))
+        if released is not None:
+            self._released = True
+            released()
+
     async def stage(self, version: int) -> None:
         """Let the learner's ranks send into the servers' shadow buffers, while they sample."""
-        await both(self._sent(staged=True), self._fleet.stage_weights(self._group))
+        staging = self._fleet.stage_weights(self._group)
+        if self._config.weight_sync.overlap:
+            await self._unless_left(staging)
+            await self._unless_left(until_done(self._fleet, wire.STAGED_ACTION))
+        else:
+            await both(self._sent(staged=True), staging)
 
     async def send(self, version: int) -> None:
         """Let the servers' ranks take what is staged, and receive what is not."""
         taken = self._fleet.receive_weights(self._group, self._config.weight_sync.try_s)
-        if self._sends_in_pause:
+        if self._config.weight_sync.overlap:
+            await self._unless_left(taken)
+        elif self._sends_in_pause:
             await both(self._sent(staged=False), taken)
         else:
             await taken
@@ -135,15 +165,32 @@ class Shards:
             ),
         )
 
+    async def _unless_left(self, servers: Awaitable[object]) -> None:
+        """Wait for the servers; of one that knows only that it was left the learner knows why.
+
+        A learner that was released is not asked: it answers after its update.
+        """
+        try:
+            await servers
+        except WeightSyncFailed as error:
+            if not error.servers and not self._released:
+                await self._done(FinishSending())
+            raise
+
     async def _sent(self, *, staged: bool) -> None:
         await self._done(SendShards(staged))
 
-    async def _done(self, request: Join | SendShards) -> None:
+    async def _done(self, request: Message) -> None:
         """Let the learner's ranks do it. WeightSyncFailed, with what they say: one could not."""
+        failures = await self._failures(request)
+        if failures:
+            raise WeightSyncFailed("; ".join(failures))
+
+    async def _failures(self, request: Message) -> Sequence[str]:
+        """Let the learner's ranks do it; return what those say that could not."""
         outcome = decode(await self._ask(encode(request)))
         assert isinstance(outcome, Outcome)
-        if outcome.failures:
-            raise WeightSyncFailed("; ".join(outcome.failures))
+        return outcome.failures
 
 
 def server_layout(info: ServerInfo) -> ServerLayout:

@@ -41,7 +41,7 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, tag=True):
-    """Answers Join and SendShards. failures: one line of each rank that failed, in order.
+    """Answers Join and what lets ranks send. failures: one line of each rank that failed, in order.
 
     After a failure no rank is in the group any more.
     """
@@ -55,7 +55,21 @@ class SendShards(msgspec.Struct, frozen=True, tag=True):
     staged: bool
 
 
-Message = Listen | Listening | Join | Leave | SendShards | Outcome
+class StartSending(msgspec.Struct, frozen=True, tag=True):
+    """Asks all ranks to copy their weights as `version`, unless the copy is that version already.
+
+    A thread of each then sends all that the plan gives its rank, what is staged first; the ranks
+    answer when it has begun. A later request waits for its end.
+    """
+
+    version: int
+
+
+class FinishSending(msgspec.Struct, frozen=True, tag=True):
+    """Asks all ranks whether all that StartSending began was sent."""
+
+
+Message = Listen | Listening | Join | Leave | SendShards | StartSending | FinishSending | Outcome
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Message)

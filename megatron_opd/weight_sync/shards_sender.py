@@ -1,7 +1,8 @@
 """Holds the learner's part of the shards transport: every rank sends its own slices.
 
 The learner's ranks are the first of the group, in their order; the servers' ranks follow. Nothing
-waits longer than the group's timeout.
+waits longer than the group's timeout. With weight_sync.overlap a rank sends a copy of
+its shards, in the background.
 """
 
 from __future__ import annotations
@@ -17,23 +18,28 @@ from megatron_opd.models.gather import FullTensors
 from megatron_opd.models.ranks import all_gather_json
 from megatron_opd.models.views import View, views_by_name
 from megatron_opd.weight_sync import group as groups
+from megatron_opd.weight_sync.background import Background
 from megatron_opd.weight_sync.plan import ServerLayout, plan_sync, room_of
 from megatron_opd.weight_sync.quantised import Quantiser
 from megatron_opd.weight_sync.row_maxima import reader
 from megatron_opd.weight_sync.shards_messages import (
+    FinishSending,
     Join,
     Leave,
     Listen,
     Listening,
     Outcome,
     SendShards,
+    StartSending,
     decode,
     encode,
 )
 from sglang_bridge.errors import one_line
-from sglang_bridge.weights.exchange import Message, PeerLost, send
+from sglang_bridge.weights.exchange import Message, PeerLost, Read, send
 from sglang_bridge.weights.formats import Format, dtype_of
 from sglang_bridge.weights.schedule import Bucket, Part
+
+NOT_CONNECTED = "the weight group is not connected"
 
 
 class ShardsSender:
@@ -41,6 +47,7 @@ class ShardsSender:
 
     def __init__(self, full: FullTensors, config: Config) -> None:
         self._full, self._config = full, config
+        self._background = Background(full) if config.weight_sync.overlap else None
         self._store: Store | None = None
         self._group: dist.ProcessGroup | None = None
         self._staged: list[Message] = []
@@ -49,19 +56,30 @@ class ShardsSender:
         self._quantiser: Quantiser | None = None
         self._device = torch.device("cpu")
 
+    @property
+    def source(self) -> FullTensors:
+        """Returns what is sent: the learner's weights, or with overlap the last version's copy."""
+        return self._full if self._background is None else self._background.copy
+
     def handle(self, request: bytes) -> bytes:
         """Execute one request of shards.Shards.
 
         What a server can cause, by staying away from the group or by not taking a message in time,
         is answered; then no rank is in the group any more, and another one may be formed.
         """
+        unsent = self._sent()
         match decode(request):
             case Listen() as asked:
                 return self._listen(asked)
             case Join() as asked:
                 return self._outcome(self._join(asked))
             case SendShards(staged):
-                return self._outcome(self._send(self._staged if staged else self._paused))
+                messages = self._staged if staged else self._paused
+                return self._outcome(self._send(messages, self._read()))
+            case StartSending(version):
+                return self._start(version, unsent)
+            case FinishSending():
+                return self._outcome(unsent)
             case Leave():
                 self.close()
                 return b""
@@ -69,7 +87,11 @@ class ShardsSender:
                 raise ValueError(f"{type(answer).__name__} is an answer of the learner")
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group, once nothing is sent any more."""
+        self._sent()
+        self._leave()
+
+    def _leave(self) -> None:
         if self._group is not None:
             groups.leave(self._group)
         self._group = self._store = None
@@ -103,7 +125,7 @@ class ShardsSender:
         said = all_gather_json(failure, self._full.world)
         failures = tuple(text for text in said if text)
         if failures:
-            self.close()
+            self._leave()
         return encode(Outcome(failures))
 
     def _plan(self, asked: Join) -> None:
@@ -127,20 +149,41 @@ class ShardsSender:
         ]
 
     def _views(self, format: Format | None, dtype: str) -> Mapping[str, Sequence[View]]:
-        shards = self._full.shards.values()
+        source, shards = self.source, self.source.shards.values()
         if format is None:
-            return views_by_name(shards, self._full.spec)
-        self._quantiser = Quantiser(self._full, shards, format, getattr(torch, dtype))
+            return views_by_name(shards, source.spec)
+        self._quantiser = Quantiser(source, shards, format, getattr(torch, dtype))
         return self._quantiser.views
 
-    def _send(self, messages: Sequence[Message]) -> str | None:
+    def _read(self) -> Read:
+        """Return what reads a slice as servers hold it. Collective over the learner's world."""
+        if self._quantiser is not None:
+            return self._quantiser.refresh()
+        return reader(self.source, self._config.weight_sync.round_to)
+
+    def _start(self, version: int, unsent: str | None) -> bytes:
+        """Copy the weights as `version` and begin to send them. unsent: why an earlier one is."""
+        assert self._background is not None, "weight_sync.overlap is off"
+        if unsent is None and self._group is None:
+            unsent = NOT_CONNECTED
+        answer = self._outcome(unsent)
+        if self._group is None:
+            return answer
+        self._background.keep(version)
+        read = self._read()
+        self._background.begin(
+            lambda: self._send(self._staged, read) or self._send(self._paused, read)
+        )
+        return answer
+
+    def _sent(self) -> str | None:
+        """Wait until nothing is sent any more; returns why not all of it was."""
+        return None if self._background is None else self._background.end()
+
+    def _send(self, messages: Sequence[Message], read: Read) -> str | None:
         """Send; returns why not all of it."""
         if self._group is None:
-            return "the weight group is not connected"
-        if self._quantiser is not None:
-            read = self._quantiser.refresh()
-        else:
-            read = reader(self._full, self._config.weight_sync.round_to)
+            return NOT_CONNECTED
         try:
             send(self._group, messages, self._device, read)
         except PeerLost as error:
@@ -149,7 +192,7 @@ class ShardsSender:
         else:
             return None
         # at once, so that no server waits for this rank until the group's timeout
-        self.close()
+        self._leave()
         return failure
 
 

@@ -1,16 +1,17 @@
 """Performs one try of a weight sync, step by step, within a deadline.
 
-    [stage -> compare digests] -> pause(retract) -> begin -> the transport sends -> flush cache
-      -> end(version) -> [compare digests] -> continue
+    [start] -> [stage -> compare digests] -> pause(retract) -> begin -> the transport sends
+      -> flush cache -> end(version) -> [compare digests] -> continue
 
-Where the transport stages, weights are moved and compared while the servers sample. A retracted
-request keeps the tokens it has; its KV is rebuilt under the new weights.
+Where the transport overlaps, the learner may go on after `start`. Where it stages, weights are
+moved and compared while the servers sample. A retracted request keeps the tokens it has; its KV is
+rebuilt under the new weights.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from megatron_opd.metrics.types import Phase, WeightSyncReport
@@ -113,14 +114,24 @@ class Steps:
         self._limit_s = limit_s
         self._deadline_s = asyncio.get_running_loop().time() + limit_s
 
-    async def sync(self, version: int, *, verifies: bool, live: bool) -> WeightSyncReport:
+    async def sync(
+        self,
+        version: int,
+        *,
+        verifies: bool,
+        live: bool,
+        start: Callable[[], Awaitable[None]] | None = None,
+    ) -> WeightSyncReport:
         """Make `version` live on every server.
 
-        verifies: compare digests. live: of what was staged also once it is live.
+        verifies: compare digests. live: of what was staged also once it is live. start: the first
+        step, of a transport that sends while the learner goes on.
         """
         self._phases = []
         transport = self._transport
         covered: frozenset[str] = frozenset()
+        if start is not None:
+            await self._phase("start", start())
         if transport.stages:
             await self._phase("stage", transport.stage(version))
             if verifies:

@@ -16,11 +16,12 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from megatron_opd.config.import_path import load_object
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sections import TRANSPORTS, WeightSyncConfig
+from sglang_bridge import wire
 from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.fleet import WeightsWorld
 from sglang_bridge.protocol import BucketSpec, ServerInfo, WeightPiece
@@ -87,6 +88,18 @@ class ReceivingFleet(Protocol):
         ...
 
 
+POLL_S = 0.05
+
+
+async def until_done(fleet: ReceivingFleet, action: str) -> None:
+    """Ask every rank of every server until none answers any more that it is not done."""
+    while True:
+        found = await fleet.ask_ranks(action)
+        if not any(wire.PENDING in answer for ranks in found.values() for answer in ranks):
+            return
+        await asyncio.sleep(POLL_S)
+
+
 AskLearner = Callable[[bytes], Awaitable[bytes]]
 """Hands a request to LearnerPart.handle on every rank; returns rank 0's answer."""
 
@@ -136,8 +149,26 @@ class FleetPart(Protocol):
         ...
 
 
+@runtime_checkable
+class OverlappingPart(Protocol):
+    """Names what a FleetPart needs besides where the learner goes on (weight_sync.overlap)."""
+
+    async def start(self, version: int, released: Callable[[], None] | None) -> None:
+        """Let the learner keep its current weights as `version` and begin to send them.
+
+        Called before `stage`, or before the pause. released: called as soon as the learner's next
+        update may change its weights; None: nothing may, until the weight sync is done.
+        """
+        ...
+
+
 class LearnerPart(Protocol):
     """Holds a transport's part in one rank of the learner."""
+
+    @property
+    def source(self) -> FullTensors:
+        """Returns the weights that were sent last, with which digests of servers are compared."""
+        ...
 
     def handle(self, request: bytes) -> bytes:
         """Execute one request of the FleetPart. All ranks get the same; rank 0's answer is sent.

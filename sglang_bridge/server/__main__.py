@@ -121,7 +121,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     if not cuda:
         offer_standins()
-    from sglang_bridge.server import compat
+    from sglang_bridge.server import compat, gates
 
     compat.require_supported_version()
     if model is not None and (names := architectures.unneeded(Path(model), sys.argv[1:])):
@@ -132,7 +132,8 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
-    compat.require_hooks_in_place()
+    targets = (*compat.TARGETS, *compat.GATE_TARGETS) if gates.kept() else compat.TARGETS
+    compat.require_hooks_in_place(targets)
     compat.hide_keys()
     compat.keep_files_in(own_files)
     if not cuda:

@@ -11,7 +11,7 @@ import importlib
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -35,6 +35,10 @@ NATIVE_EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 BATCH_INVARIANT = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
 QUANT_CONFIG = "sglang.srt.model_loader.loader._get_quantization_config"
 SEEDED_CHOICE = "sglang.srt.layers.sampler.multinomial_with_seed"
+# of servers that keep gates, alone
+EXPERT_RECORD = "sglang.srt.state_capturer.base.BaseTopkCapturer.__init__"
+EXPERT_CHOICE = "sglang.srt.layers.moe.topk._post_process_topk_ids"
+EXPERT_CAPTURE = "sglang.srt.layers.moe.topk.capture_routed_experts_if_allowed"
 
 INIT_GROUP = (
     "sglang.srt.model_executor.model_runner_components.weight_updater."
@@ -55,6 +59,7 @@ TARGETS = (
     QUANT_CONFIG,
     INIT_GROUP,
 )
+GATE_TARGETS = (EXPERT_RECORD, EXPERT_CHOICE, EXPERT_CAPTURE)
 
 
 def require_supported_version() -> None:
@@ -67,11 +72,11 @@ def require_supported_version() -> None:
         )
 
 
-def require_hooks_in_place() -> None:
-    """Raises RuntimeError unless every hook was applied; call after SGLang's load_plugins()."""
+def require_hooks_in_place(targets: Sequence[str] = TARGETS) -> None:
+    """Raises RuntimeError unless these hooks were applied; call after SGLang's load_plugins()."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    missing = [target for target in TARGETS if target not in HookRegistry._patched]
+    missing = [target for target in targets if target not in HookRegistry._patched]
     if missing:
         raise RuntimeError(
             "the sglang_bridge plugin is not active (is the package installed, with its entry "

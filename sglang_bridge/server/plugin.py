@@ -14,6 +14,7 @@ from sglang_bridge.server import (
     compat,
     disk_reader,
     draws,
+    gates,
     invariance,
     pieces,
     receiver,
@@ -25,6 +26,7 @@ from sglang_bridge.server import (
 )
 from sglang_bridge.server.experts import local_experts_only
 from sglang_bridge.server.spec import (
+    GATES_VARIABLE,
     GROUP_TIMEOUT_VARIABLE,
     QUANTIZATION_VARIABLE,
     SEED_VARIABLE,
@@ -59,6 +61,10 @@ def register() -> None:
     compat.hook(compat.BATCH_INVARIANT, around_batch_invariant, "around")
     compat.hook(compat.SEEDED_CHOICE, around_seeded_choice, "around")
     compat.hook(compat.QUANT_CONFIG, around_quant_config, "around")
+    if gates.kept():
+        compat.hook(compat.EXPERT_RECORD, gates.around_record, "around")
+        compat.hook(compat.EXPERT_CHOICE, gates.around_choice, "around")
+        compat.hook(compat.EXPERT_CAPTURE, gates.around_capture, "around")
     if not torch.cuda.is_available():
         compat.allow_deterministic_attention("torch_native")
 
@@ -164,6 +170,7 @@ def around_check_weights(
         wire.EXPECT_ACTION: lambda model: expect_weights(model, argument),
         wire.STAGE_ACTION: lambda _: stage_weights(argument),
         wire.STAGED_DIGEST_ACTION: lambda _: staged_digests(),
+        wire.STAGED_ACTION: lambda _: the_receiver().staged(),
         wire.RECEIVE_ACTION: lambda _: receive_weights(argument),
         **{name: lambda model: read_weights(model, verb, argument) for name in disk_reader.ACTIONS},
     }
@@ -247,6 +254,16 @@ def around_validate(
         raise ValueError(
             "routed experts need a server started with --enable-return-routed-experts, and a model "
             "with experts"
+        )
+    if params.get(wire.WANTS_GATES) and not (params.get(wire.WANTS_EXPERTS) and gates.kept()):
+        raise ValueError(
+            "gate weights need routed experts, and a server started with the environment variable "
+            f"{GATES_VARIABLE}=1"
+        )
+    if gates.kept() and getattr(obj, "return_routed_experts", False):
+        raise ValueError(
+            f"return_routed_experts must be false on a server with {GATES_VARIABLE}=1, whose "
+            "record of experts also holds their weights"
         )
     if wire.SCORE_IDS in params:
         validate.check_score_params(params, len(input_ids), vocab_size)

@@ -74,6 +74,17 @@ class Receiver:
         messages = self._staged
         self._shadows.begin(lambda: receive(group, messages, device))
 
+    def staged(self) -> dict[str, str]:
+        """Return nothing once the staged weights are all there; before, wire.PENDING: ask again.
+
+        BadExpectation: nothing has been staged. PeerLost: a sender was silent.
+        """
+        shadows = self._begun()
+        if not shadows.is_done:
+            return {wire.PENDING: ""}
+        shadows.wait()
+        return {}
+
     def staged_digests(self) -> dict[str, str] | None:
         """Return {piece key: digest} of the staged weights; None: not yet, ask again.
 

@@ -21,14 +21,20 @@ import numpy as np
 import torch
 
 from sglang_bridge import wire
-from sglang_bridge.server import compat
+from sglang_bridge.server import compat, gates
 
 RECORD = "_bridge_experts"
+GATE = np.dtype(np.float32)
 
 
 def wants_experts(req: Any) -> bool:
     """Returns whether a request asked for its routed experts."""
     return bool(compat.custom_params(req).get(wire.WANTS_EXPERTS))
+
+
+def wants_gates(req: Any) -> bool:
+    """Returns whether it also asked for their weights."""
+    return bool(compat.custom_params(req).get(wire.WANTS_GATES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,40 +52,58 @@ class Experts:
 
 @dataclass(slots=True)
 class ExpertRecord:
-    """Holds the rows of one request so far. num_prompt: tokens of its prompt."""
+    """Holds the rows of one request so far.
+
+    num_prompt: tokens of its prompt. gates: its experts' weights, where it asked for them.
+    """
 
     experts: Experts
     num_prompt: int
+    gates: bytearray | None = None
     topk: int = 0
     num_rows: int = 0
     rows: bytearray = field(default_factory=bytearray)
 
-    def append(self, index: int, rows_XLk: np.ndarray) -> None:
+    def append(self, index: int, rows_XLk: np.ndarray, gates_XLk: np.ndarray | None = None) -> None:
         """Adds the inputs up to the one that predicted output token `index`; the last ones suffice.
 
-        Rows already held are replaced; a gap is an error.
+        Rows already held are replaced; a gap is an error. gates_XLk: float32, read where this
+        record holds gates.
         """
         end = self.num_prompt + index
         first = end - len(rows_XLk)
         if not 0 <= first <= self.num_rows:
             raise RuntimeError(f"routed experts of input {self.num_rows} were lost (got {first})")
         self.topk = rows_XLk.shape[-1]
-        del self.rows[first * self._row_bytes :]
+        del self.rows[first * self._row_items * self.experts.dtype.itemsize :]
         self.rows += np.ascontiguousarray(rows_XLk, dtype=self.experts.dtype).tobytes()
         self.num_rows = end
+        if self.gates is not None:
+            assert gates_XLk is not None
+            del self.gates[first * self._row_items * GATE.itemsize :]
+            self.gates += np.ascontiguousarray(gates_XLk, dtype=GATE).tobytes()
 
     @property
-    def _row_bytes(self) -> int:
-        return len(self.experts.layers) * self.topk * self.experts.dtype.itemsize
+    def _row_items(self) -> int:
+        return len(self.experts.layers) * self.topk
 
     def payload(self) -> dict[str, Any]:
         """Returns what the client parses."""
-        return {
+        found = {
             "experts": wire.pack(bytes(self.rows)),
             "layers": len(self.experts.layers),
             "topk": self.topk,
             "num_experts": self.experts.count,
         }
+        if self.gates is not None:
+            found["gates"] = wire.pack(bytes(self.gates))
+        return found
+
+
+def record_for(req: Any, experts: Experts) -> ExpertRecord:
+    """Returns an empty record of what a request asked for."""
+    held = bytearray() if wants_gates(req) else None
+    return ExpertRecord(experts, num_prompt=len(req.origin_input_ids), gates=held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +125,12 @@ class HostSlots:
             first += count
             if commit is None or count == 0:
                 continue
-            prompt = len(req.origin_input_ids)
-            record = compat.record_of(
-                req, RECORD, lambda p=prompt: ExpertRecord(self.experts, num_prompt=p)
-            )
+            record = compat.record_of(req, RECORD, lambda r=req: record_for(r, self.experts))
             rows_XLk = compat.routed_experts(slots)[:, list(self.experts.layers)]
-            record.append(commit.output_index, rows_XLk)
+            gates_XLk = None
+            if gates.kept():
+                rows_XLk, gates_XLk = gates.divided(rows_XLk)
+            record.append(commit.output_index, rows_XLk, gates_XLk)
 
 
 @dataclass(frozen=True, slots=True)

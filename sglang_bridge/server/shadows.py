@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 import torch
 
 from sglang_bridge.server.pieces import Piece
-from sglang_bridge.weights.exchange import PeerLost
+from sglang_bridge.weights.background import Task, own_stream
 
 Digests = dict[str, str]
 
@@ -23,8 +21,8 @@ class Shadows:
     def __init__(self, pieces: Mapping[str, Piece]) -> None:
         self._pieces = dict(pieces)
         self.memory = {name: torch.empty_like(piece.view) for name, piece in pieces.items()}
-        self._fill: _Task | None = None
-        self._digests: _Task | None = None
+        self._fill: Task[Digests] | None = None
+        self._digests: Task[Digests] | None = None
 
     @property
     def is_begun(self) -> bool:
@@ -43,11 +41,11 @@ class Shadows:
         def fill_all() -> Digests:
             if earlier is not None:
                 earlier.end()
-            with _own_stream(device):
+            with own_stream(device):
                 fill()
             return {}
 
-        self._digests, self._fill = None, _Task(fill_all)
+        self._digests, self._fill = None, Task(fill_all)
 
     def wait(self) -> None:
         """Wait for the fill that has begun; raises what went wrong."""
@@ -64,12 +62,12 @@ class Shadows:
 
         def digest_all() -> Digests:
             fill.result()
-            with _own_stream(device):
+            with own_stream(device):
                 held = [(self._pieces[name], shadow) for name, shadow in self.memory.items()]
                 return {piece.key: piece.digest_of(shadow) for piece, shadow in held}
 
         if self._digests is None:
-            self._digests = _Task(digest_all)
+            self._digests = Task(digest_all)
         return self._digests.result() if self._digests.is_done else None
 
     def take(self) -> None:
@@ -83,50 +81,3 @@ class Shadows:
     @property
     def _device(self) -> torch.device:
         return next((shadow.device for shadow in self.memory.values()), torch.device("cpu"))
-
-
-class _Task:
-    """Executes something in a thread of its own, which does not keep the process alive."""
-
-    def __init__(self, act: Callable[[], Digests]) -> None:
-        self._found: Digests = {}
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(act,), daemon=True)
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        """Returns whether `result` would not wait."""
-        return not self._thread.is_alive()
-
-    def end(self) -> None:
-        """Wait until it is over."""
-        self._thread.join()
-
-    def result(self) -> Digests:
-        """Wait for what was found; raises what went wrong."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._found
-
-    def _run(self, act: Callable[[], Digests]) -> None:
-        try:
-            self._found = act()
-        except PeerLost as error:
-            # without the frames, which hold the group and so its connections
-            self._error = PeerLost(error.peer, error.cause)
-        except BaseException as error:  # noqa: BLE001  raised by who asks for the result
-            self._error = error
-
-
-@contextmanager
-def _own_stream(device: torch.device) -> Iterator[None]:
-    """Let a thread's copies on a GPU run beside the forward passes, and be done at the end."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        yield
-        stream.synchronize()

@@ -20,6 +20,7 @@ FILES_VARIABLE = "SGLANG_BRIDGE_FILES"
 QUANTIZATION_VARIABLE = "SGLANG_BRIDGE_QUANTIZATION"
 GROUP_TIMEOUT_VARIABLE = "SGLANG_BRIDGE_GROUP_TIMEOUT_S"
 WEIGHTS_DIR_VARIABLE = "SGLANG_BRIDGE_WEIGHTS_DIR"
+GATES_VARIABLE = "SGLANG_BRIDGE_ROUTING_WEIGHTS"  # 1: keep them
 # An idle connection is the client's to close (http.KEEPALIVE_S): a server that closes one just as a
 # request enters it fails that request. Its own default of 5 s does so on a machine that stalls.
 KEEP_ALIVE_S = 600
@@ -35,12 +36,13 @@ class ServerSpec:
     mem_fraction_static and a CPU take 65536. threads: OpenMP threads of each rank (CPU).
     seed: of SGLang's sampler and of the draws. group_timeout_s: how long a rank of the server waits
     for a silent peer of a weight-update group. routed_experts: keep which experts each token
-    visited, 4 bytes a token of the KV pool, layer and expert; MoE models only. deterministic: what
-    a request gets depends on its seed and the weights alone, not on what is batched beside it (but
-    truncated requests, top_p < 1, are for times of their own). quantization: how matrices are held;
-    None: as they are (sglang_bridge/server/quantised.py). weights_dir: the one directory below
-    which it reads new weights; None: it reads none from disk. gpus: what CUDA calls the GPUs that
-    it sees, one for each of its tp ranks (gpus.py); None: those that its parent sees.
+    visited, 4 bytes a token of the KV pool, layer and expert; MoE models only. routed_gates: keep
+    their weights too, another 4 bytes. deterministic: what a request gets depends on its seed and
+    the weights alone, not on what is batched beside it (but truncated requests, top_p < 1, are for
+    times of their own). quantization: how matrices are held; None: as they are
+    (sglang_bridge/server/quantised.py). weights_dir: the one directory below which it reads new
+    weights; None: it reads none from disk. gpus: what CUDA calls the GPUs that it sees, one for
+    each of its tp ranks (gpus.py); None: those that its parent sees.
     extra_args: appended to the command line.
     """
 
@@ -59,6 +61,7 @@ class ServerSpec:
     threads: int = 1
     group_timeout_s: float = 300.0
     routed_experts: bool = False
+    routed_gates: bool = False
     deterministic: bool = False
     quantization: Format | None = None
     weights_dir: str | None = None
@@ -72,6 +75,8 @@ class ServerSpec:
             raise ValueError(f"ep must divide tp, got ep={self.ep}, tp={self.tp}")
         if self.gpus is not None and len(self.gpus) != self.tp:
             raise ValueError(f"gpus must be tp = {self.tp} GPUs, got {len(self.gpus)}")
+        if self.routed_gates and not self.routed_experts:
+            raise ValueError("routed_gates needs routed_experts, got routed_experts=False")
 
     @property
     def url(self) -> str:
@@ -121,6 +126,7 @@ def server_env(
         FILES_VARIABLE: files,
         QUANTIZATION_VARIABLE: spec.quantization,
         WEIGHTS_DIR_VARIABLE: spec.weights_dir,
+        GATES_VARIABLE: "1" if spec.routed_gates else None,
     }
     for name, value in given.items():
         env.pop(name, None)

@@ -176,6 +176,22 @@ def with_experts(batch: Batch, experts_XLk: np.ndarray) -> Batch:
     return replace(batch, samples=samples)
 
 
+def with_gates(batch: Batch, gates_XLk: np.ndarray) -> Batch:
+    """The batch as if its experts had weighed so much in the fleet."""
+    parts = np.split(gates_XLk.astype(np.float32), np.cumsum(inputs(batch))[:-1])
+    samples = tuple(
+        replace(sample, rollout=replace(sample.rollout, gates_XLk=part))
+        for sample, part in zip(batch.samples, parts, strict=True)
+    )
+    return replace(batch, samples=samples)
+
+
+def random_gates(batch: Batch, seed: int, shape: tuple[int, int]) -> np.ndarray:
+    """float32 [X, L, k] that add up to 1. shape: (L, k)."""
+    drawn = np.random.default_rng(seed).random((sum(inputs(batch)), *shape)) + 0.1
+    return (drawn / drawn.sum(-1, keepdims=True)).astype(np.float32)
+
+
 def random_experts(batch: Batch, seed: int, shape: tuple[int, int, int]) -> np.ndarray:
     """uint8 [X, L, k] of distinct experts. shape: (L, experts, k)."""
     layers, experts, topk = shape

@@ -8,6 +8,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_opd.batching.shares import scoring_shares
+from megatron_opd.transport.messages import Replay
 from megatron_opd.types import Batch
 from tests.dist.jobs import make_learner
 
@@ -15,13 +16,15 @@ from tests.dist.jobs import make_learner
 def score(
     out: Path, *, model: Path, config: dict[str, Any], batch: Batch, temperature: float = 1.0
 ) -> None:
-    """The log-probs of the batch's tokens by sample, without replay and, where it can be, with."""
+    """The log-probs of the batch's tokens by sample, in every way that the learner can replay."""
     learner = make_learner(model, config)
     cut = scoring_shares(batch.samples, batch.version, learner.config)
-    modes = [False, True] if learner.config.routing_replay == "rollout" else [False]
+    modes: list[Replay] = ["off"]
+    if learner.config.replays_experts:
+        modes += ["experts", "gates"] if learner.config.replays_gates else ["experts"]
     result = []
-    for replays in modes:
-        scores = learner.score(cut.shares[learner.world.data_rank], temperature, replays=replays)
+    for replay in modes:
+        scores = learner.score(cut.shares[learner.world.data_rank], temperature, replay=replay)
         by_sample = cut.by_sample(np.frombuffer(scores.logp_T, dtype="<f4"))
         found = {"logp": [each.tolist() for each in by_sample]}
         found |= {"choices": scores.routing_choices, "moved": scores.routing_choices_moved}

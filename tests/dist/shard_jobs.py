@@ -24,6 +24,7 @@ from megatron_opd.learner.model import build_model
 from megatron_opd.learner.world import World, init_world
 from megatron_opd.models.gather import FullTensors
 from megatron_opd.models.spec import read_model_spec
+from megatron_opd.planning.learner import weight_bytes
 from megatron_opd.weight_sync.digests import piece_digests
 from megatron_opd.weight_sync.plan import ServerLayout
 from megatron_opd.weight_sync.rounding import rounded
@@ -175,12 +176,20 @@ def _handle(request: Any, part: LearnerPart, full: FullTensors, fleet: Fleet) ->
             with torch.no_grad():
                 for shard in full.shards.values():
                     shard.parameter.mul_(STEP)
+        case "train":
+            for _ in range(20):  # beside what is sent: also messages in the learner's own group
+                dist.all_reduce(torch.ones(1000))
+                with torch.no_grad():
+                    for shard in full.shards.values():
+                        shard.parameter.mul_(STEP)
         case "small step":
             with torch.no_grad():  # the same numbers on all ranks that hold them
                 for shard in full.shards.values():
                     shard.parameter[:1].mul_(STEP)
         case pieces:
-            return piece_digests(full, pieces, fleet.round_to, fleet.quantization, fleet.dtype)
+            return piece_digests(
+                part.source, pieces, fleet.round_to, fleet.quantization, fleet.dtype
+            )
 
 
 async def _control(ask: Ask, full: FullTensors, *, config: Config, fleet: Fleet) -> None:
@@ -226,6 +235,66 @@ async def _lose(ask: Ask, full: FullTensors, *, config: Config, fleet: Fleet) ->
     await shards.send(2)
     require_held(servers, wanted_of(await ask("export"), fleet), fleet)
     await shards.close()
+
+
+def shards_beside_training(
+    out: Path, *, models: dict[str, Path], parallel: dict[str, int], fleets: list[Fleet]
+) -> None:
+    """Sends versions while the learner makes the next ones; of two servers one is lost then."""
+    schedule.ALONE = ALONE
+    with cpu.install():
+        configs = {f: config_of(models[f.model], parallel, f, overlap=True) for f in fleets}
+        learner = configs[fleets[0]].learner
+        world = init_world(learner.parallel, 1, 1, 60.0)
+        for fleet in fleets:
+            full = loaded(models[fleet.model], world, learner)
+            part = ShardsSender(full, configs[fleet])
+            copied = sum(s.parameter.nbytes for s in part.source.shards.values())
+            assert copied == weight_bytes(full.spec, learner), "what opd check says"
+            serve(full, part, partial(_overlap, config=configs[fleet], fleet=fleet), fleet)
+    dist.destroy_process_group()
+
+
+async def _overlap(ask: Ask, full: FullTensors, *, config: Config, fleet: Fleet) -> None:
+    layouts = [ServerLayout(*server) for server in fleet.servers]
+    servers = LosingFleet(full.spec, layouts, fleet.dtype, fleet.quantization)
+    shards = Shards(servers, ask, config)
+    await shards.open()
+    for version in (1, 2):
+        wanted = wanted_of(await ask("export"), fleet)
+        training = await _started(shards, version, ask)
+        await _received(shards, version)
+        require_held(servers, wanted, fleet)
+        await training
+        pieces = [p for found in servers.described(digests=True).values() for p in found]
+        assert await ask(pieces) == [p.digest for p in pieces], "digests are of what was sent"
+    wanted = wanted_of(await ask("export"), fleet)
+    training = await _started(shards, 3, ask)
+    servers.losing = True
+    with pytest.raises(WeightSyncFailed):
+        await _received(shards, 3)
+    await training
+    servers.drop_first()
+    await shards.reopen()
+    await shards.start(3, None)  # the learner has made another version since
+    await _received(shards, 3)
+    require_held(servers, wanted, fleet)
+    await shards.close()
+
+
+async def _received(shards: Shards, version: int) -> None:
+    if shards.stages:
+        await shards.stage(version)
+    await shards.send(version)
+
+
+async def _started(shards: Shards, version: int, ask: Ask) -> asyncio.Task[Any]:
+    """Begin to send a version; returns the update that begins as soon as it may, and has moved."""
+    released: list[asyncio.Task[Any]] = []
+    await shards.start(version, lambda: released.append(asyncio.create_task(ask("train"))))
+    (training,) = released
+    await asyncio.sleep(0.05)  # nothing is received yet: what is sent live is no version's
+    return training
 
 
 async def _require_staged(

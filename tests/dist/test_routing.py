@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from megatron_opd.types import Batch, VersionSpan
 from tests.dist import caches, jobs, routing_jobs
@@ -21,6 +19,7 @@ from tests.dist.caches import (
     response_logp,
     with_experts,
 )
+from tests.dist.forced_gates import ForcedGates
 from tests.dist.layouts import ADAM, BALANCED, OVERLAP, relative_gap, weights
 from tests.dist.worlds import run_world
 from tests.support.figures import bounded, relative
@@ -137,34 +136,6 @@ def test_the_mismatch_without_replay_is_the_same_in_every_layout(name, runs):
         gap = relative(ours[key], expected[key])
         bounded(f"{key} against one rank (relative)", gap, 1e-5, name)
         assert relative(ours[key], ours[key.replace("free_", "")]) > 1e-3, "replay must matter"
-
-
-class ForcedGates:
-    """transformers' routers with given experts: the last token of a sample has none, and no say."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.experts_XLk = np.empty(0)
-        response_logp = caches.response_logp
-        gates: dict[int, int] = {}
-
-        def forward(gate: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            logits = F.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
-            probs = torch.softmax(logits, -1)
-            used = probs.topk(gate.top_k).indices
-            layer = gates.setdefault(id(gate), len(gates))
-            given = torch.as_tensor(self.experts_XLk[:, layer].astype(np.int64))
-            used = torch.cat([given, used[len(given) :]])
-            chosen = probs.gather(1, used)
-            if gate.norm_topk_prob:
-                chosen = chosen / chosen.sum(-1, keepdim=True)
-            return logits, chosen, used
-
-        def of_sample(model: Any, sample: Any, temperature: float = 1.0) -> torch.Tensor:
-            self.experts_XLk = sample.rollout.experts_XLk
-            return response_logp(model, sample, temperature)
-
-        patch.setattr(Qwen3MoeTopKRouter, "forward", forward)
-        patch.setattr(caches, "response_logp", of_sample)
 
 
 @pytest.mark.parametrize("kind", ["post", "pre"])

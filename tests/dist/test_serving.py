@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -80,7 +81,11 @@ def batch(model: Path) -> Batch:
     return make_batch(model, samples=4, seed=1, vocab=512)
 
 
-def make_config(model: Path, transport: str = "broadcast", **parallel: int) -> Config:
+def make_config(
+    model: Path, transport: str | dict[str, object] = "broadcast", **parallel: int
+) -> Config:
+    """A learner's configuration. transport: its type, or several keys of weight_sync."""
+    sync = transport if isinstance(transport, dict) else {"type": transport}
     server = {"model": str(model), "dtype": "float32"}
     learner = {
         "dtype": "float32",
@@ -96,7 +101,7 @@ def make_config(model: Path, transport: str = "broadcast", **parallel: int) -> C
             "teacher": server,
             "buffer": {"batch_size": 4},
             "learner": learner,
-            "weight_sync": {"type": transport, "bucket_bytes": 100_000, "timeout_s": 5.0},
+            "weight_sync": {**sync, "bucket_bytes": 100_000, "timeout_s": 5.0},
         }
     )
 
@@ -199,6 +204,41 @@ def test_train_sync_and_export(transport, parallel, model, batch, tmp_path):
 
     config = make_config(model, transport, **parallel)
     exact = oracle_update(model, batch, lr=1e-3, eps=1e-3, clip=1.0)
+    assert with_learner(config, tmp_path, body, 2) == [0, 0]
+
+
+def test_an_update_beside_a_weight_sync_changes_nothing_that_is_sent(model, batch, tmp_path):
+    """Megatron's own messages travel beside the weights; digests are of the live version."""
+
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(START_S)
+        fleet = ThreadFleet(read_model_spec(model), [ServerLayout(2, 2)], "float32")
+        shards = Shards(fleet, remote.move_weights, config)
+        await shards.open()
+        await remote.export_hf(tmp_path / "first")
+        updates: list[asyncio.Task[Any]] = []
+
+        def begin() -> None:
+            update = remote.train(shares(batch, config.learner, Estimator(), 1))
+            updates.append(asyncio.create_task(update))
+
+        await shards.start(1, begin)
+        await asyncio.wait(updates, timeout=0.5)  # under way, or done
+        await shards.send(1)
+        await asyncio.gather(*updates)
+        await remote.export_hf(tmp_path / "second")
+        first, second = (
+            load_file(tmp_path / name / "model.safetensors") for name in ("first", "second")
+        )
+        assert not torch.equal(first["model.norm.weight"], second["model.norm.weight"])
+        for rank in fleet.ranks():
+            for piece in rank.pieces:
+                part = first[piece.hf_name].narrow(piece.dim, piece.start, piece.length)
+                assert torch.equal(piece.view, part), piece.hf_name
+        await check_digests(remote, first)
+        await shards.close()
+
+    config = make_config(model, {"type": "shards", "overlap": True}, tp=2)
     assert with_learner(config, tmp_path, body, 2) == [0, 0]
 
 

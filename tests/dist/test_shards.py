@@ -98,6 +98,20 @@ def test_the_others_receive_without_a_server_that_was_lost(
     run_world(shard_jobs.shards_without_a_lost_server, layout.ranks, tmp_path, **arguments)
 
 
+def test_updates_beside_weight_syncs_change_nothing_that_is_sent(
+    models: dict[str, Path], tmp_path: Path
+):
+    """Bit for bit; also what is sent once more, when the learner has another version already."""
+    fleets = [
+        Fleet("biased", (TP1, TP2), "float32"),
+        Fleet("moe", (TP1, TP2_EP2), "bfloat16", quantization="int8", staging_bytes=60_000),
+        Fleet("tied", (TP1, TP2), "float32", "int8", staging_bytes=60_000),
+    ]
+    layout = LAYOUTS["tp2"]
+    arguments = {"models": models, "parallel": layout.parallel, "fleets": fleets}
+    run_world(shard_jobs.shards_beside_training, layout.ranks, tmp_path, **arguments)
+
+
 def test_every_pair_of_factors_is_among_them():
     """Any two of: learner, its model, a server's layout, number of servers, dtype."""
     wanted = {

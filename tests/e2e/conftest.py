@@ -80,7 +80,8 @@ def servers(
     logs = tmp_path_factory.mktemp("logs")
     processes = {
         "student": ServerProcess(
-            tiny_spec(student_model, "student", routed_experts=True), logs / "student.log"
+            tiny_spec(student_model, "student", routed_experts=True, routed_gates=True),
+            logs / "student.log",
         ),
         "teacher": ServerProcess(
             tiny_spec(teacher_model, "teacher", extra_args=("--chunked-prefill-size", "32")),

@@ -55,6 +55,37 @@ def routed(model: torch.nn.Module, ids: list[int], topk: int) -> tuple[np.ndarra
     return ordered.indices[..., :topk].sort(-1).values.numpy(), clear.numpy()
 
 
+def gate_error(model: torch.nn.Module, request: RolloutRequest, reply: RolloutReply) -> float:
+    """Largest |server - transformers| of the weights of each input's experts, pair by pair.
+
+    transformers' are those that its experts' outputs are multiplied with, spread over all experts
+    by id, so that the order in which either side names them has no say.
+    """
+    found: list[torch.Tensor] = []
+
+    def spread(gate: Any, given: Any, output: tuple[torch.Tensor, ...]) -> None:
+        logits, weights, experts = output
+        found.append(torch.zeros_like(logits).scatter(1, experts, weights.to(logits.dtype)))
+
+    named = model.named_modules()
+    hooks = [m.register_forward_hook(spread) for name, m in named if name.endswith("mlp.gate")]
+    ids = [*request.input_ids, *reply.output_ids_T.tolist()][:-1]
+    with torch.no_grad():
+        model(torch.tensor([ids]))
+    for hook in hooks:
+        hook.remove()
+    expected_XLE = torch.stack(found, 1).double().numpy()
+    assert reply.experts_XLk is not None
+    assert reply.gates_XLk is not None
+    ours_XLE = np.zeros_like(expected_XLE)
+    np.put_along_axis(ours_XLE, reply.experts_XLk.astype(np.int64), reply.gates_XLk, axis=2)
+    _, clear_XL = routed(model, ids, reply.experts_XLk.shape[-1])
+    # where a near tie may be broken otherwise, this layer and those after it are another model's
+    whole_X = clear_XL.all(1)
+    assert whole_X.mean() > 0.8
+    return float(np.abs(ours_XLE - expected_XLE)[whole_X].max())
+
+
 def differing_rows(
     model: Any, request: RolloutRequest, reply: RolloutReply, first: int, stop: int
 ) -> int:

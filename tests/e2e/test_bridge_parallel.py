@@ -33,6 +33,7 @@ from tests.e2e.disk import DiskLearner, flip_the_last_bit, relabel
 from tests.e2e.replies import (
     check_selection,
     expected_scores,
+    gate_error,
     ragged_request,
     requests_of,
     span_error,
@@ -68,7 +69,8 @@ def parallel_server(
     student_model: Path, tmp_path_factory: pytest.TempPathFactory, weights_dir: Path
 ) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("logs") / "parallel.log"
-    options = {"tp": 2, "ep": 2, "group_timeout_s": 4, "routed_experts": True}
+    options = {"tp": 2, "ep": 2, "group_timeout_s": 4}
+    options |= {"routed_experts": True, "routed_gates": True}
     options["weights_dir"] = str(weights_dir)
     with running(tiny_spec(student_model, "student", **options), log, KEY) as process:
         yield process
@@ -148,7 +150,8 @@ def test_two_ranks_draw_score_and_receive(
 ):
     changed_model = perturbed_copy(student_model, tmp_path / "changed", scale=0.1, seed=5)
     changed = load_tensors(changed_model)
-    requests = [replace(request, experts=True) for request in requests_of(tokens=64, count=6)]
+    asked = requests_of(tokens=64, count=6)
+    requests = [replace(request, experts=True, gates=True) for request in asked]
     scored = [ragged_request(f"p{i}", 12, 30, seed=i) for i in range(4)]
     scored[0] = replace(scored[0], num_atoms=4, num_draws=8, temperature=0.7)
 
@@ -182,6 +185,8 @@ def test_two_ranks_draw_score_and_receive(
             error = span_error(models[version], request, reply, start, stop)
             bounded("TP2 x EP2 server: draws across a weight sync (nats)", error, TOLERANCE)
         assert wrong_rows(request, reply, dict(enumerate(models))) == 0
+        gap = gate_error(models[reply.spans[-1][0]], request, reply)
+        bounded("gate weights of two ranks against transformers", gap, 1e-5, request.rid)
     for request, reply in zip(scored, scores, strict=True):
         error = np.abs(reply.logp_N - expected_scores(models[1], request)).max()
         bounded("TP2 x EP2 server: scores (nats)", error, TOLERANCE)

@@ -11,9 +11,11 @@ from torch import distributed
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BridgeError
 from sglang_bridge.fleet import Fleet
+from sglang_bridge.http import HttpConnection
 from sglang_bridge.server.launch import ServerProcess
-from tests.e2e.replies import differing_rows, requests_of, wrong_rows
+from tests.e2e.replies import differing_rows, gate_error, requests_of, wrong_rows
 from tests.e2e.weight_sync import join, load_tensors, perturbed_copy, sync_weights
+from tests.support.figures import bounded
 from tests.support.oracles import load_reference
 
 pytestmark = pytest.mark.e2e
@@ -25,7 +27,7 @@ def test_experts_before_and_after_a_weight_sync(
     """A rebuilt prefix has the rows that the new weights gave it, as later tokens attend to it."""
     changed_model = perturbed_copy(student_model, tmp_path / "changed", scale=0.1, seed=3)
     requests = [
-        replace(request, rid=f"routed-{i}", experts=i != 1)
+        replace(request, rid=f"routed-{i}", experts=i != 1, gates=i not in (1, 2))
         for i, request in enumerate(requests_of(tokens=480, count=8))
     ]
 
@@ -47,18 +49,26 @@ def test_experts_before_and_after_a_weight_sync(
     old, replies = asyncio.run(run())
     models = {old: load_reference(student_model), old + 1: load_reference(changed_model)}
     assert replies[1].experts_XLk is None
+    assert replies[2].gates_XLk is None, "who asks for experts alone gets them alone"
     del requests[1], replies[1]
-    split, moved = 0, 0
+    split, moved, stale = 0, 0, 0.0
     for request, reply in zip([*requests, requests[0]], replies, strict=True):
         assert reply.experts_XLk is not None
         assert reply.experts_XLk.dtype == np.uint8
         assert wrong_rows(request, reply, models) == 0
+        if reply.gates_XLk is not None:
+            assert reply.gates_XLk.dtype == np.float32
+            newest = models[reply.spans[-1][0]]
+            gap = gate_error(newest, request, reply)
+            bounded("a server's gate weights against transformers", gap, 1e-5, request.rid)
+            stale = max(stale, gate_error(models[old], request, reply))
         if len(reply.spans) == 2:
             split += 1
             rebuilt = len(request.input_ids) - 1 + reply.spans[0][2]
             moved += differing_rows(models[old], request, reply, 0, rebuilt)
     assert split >= 3, f"only {split} requests were split by the weight sync"
     assert moved > 0, "the two models route alike: the check cannot tell them apart"
+    assert stale > 1e-2, "the two models weigh alike: the check cannot tell them apart"
 
 
 def test_a_server_that_keeps_no_experts_refuses(teacher_server: ServerProcess):
@@ -67,4 +77,19 @@ def test_a_server_that_keeps_no_experts_refuses(teacher_server: ServerProcess):
             await client.generate(replace(requests_of(tokens=3, count=1)[0], experts=True))
 
     with pytest.raises(BridgeError, match="enable-return-routed-experts"):
+        asyncio.run(run())
+
+
+def test_a_server_that_keeps_gates_refuses_sglangs_own_reply(student_server: ServerProcess):
+    """Its rows would hold the bits of weights among the ids."""
+
+    async def run():
+        http = HttpConnection(student_server.spec.url, timeout_s=60)
+        asked = {"input_ids": [5, 6], "return_routed_experts": True}
+        try:
+            await http.request("POST", "/generate", asked, max_bytes=1 << 20)
+        finally:
+            await http.close()
+
+    with pytest.raises(BridgeError, match="return_routed_experts must be false on a server with"):
         asyncio.run(run())

@@ -23,7 +23,7 @@ from megatron_opd.cli.mismatch_options import Options
 from megatron_opd.cli.mismatch_run import MismatchRun
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.mismatch import compare
-from megatron_opd.mismatch import DECODE, FREE, PREFILL, REPLAYED, Measured
+from megatron_opd.mismatch import DECODE, FREE, GATED, PREFILL, REPLAYED, Measured
 from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.client import ServerClient
 from tests.e2e.conftest import Sections
@@ -48,7 +48,12 @@ def small(student_model: Path, tmp_path: Path, shared: Sections) -> dict[str, An
         "rollout": {"max_new_tokens": TOKENS, "temperature": TEMPERATURE, "concurrency": 4},
         "support": {"m": 4},
         "buffer": {"batch_size": 4},
-        "learner": {"dtype": "float32", "threads": 1, "routing_replay": "rollout"},
+        "learner": {
+            "dtype": "float32",
+            "threads": 1,
+            "routing_replay": "rollout",
+            "routing_weights": "sampler",
+        },
     }
 
 
@@ -87,7 +92,7 @@ def test_every_side_against_transformers_and_a_control_without_the_sync(
     measured = measured_by(tree)
     assert [r.prompt.uid for r in measured.rollouts] == list(range(PROMPTS))
     exact = oracle(student_model, measured)
-    for side in (DECODE, PREFILL, FREE, REPLAYED):
+    for side in (DECODE, PREFILL, FREE, REPLAYED, GATED):
         for mine, theirs in zip(measured.logp[side], exact, strict=True):
             gap = np.abs(np.asarray(mine, np.float64) - theirs).max()
             bounded(f"opd mismatch: {side} against transformers, nats", gap, 2e-5)
@@ -101,7 +106,7 @@ def test_every_side_against_transformers_and_a_control_without_the_sync(
     assert measured.routing is not None
     inputs = sum(r.num_tokens - 1 for r in measured.rollouts)
     assert measured.routing.choices == inputs * 2 * 2, "2 layers, top 2"
-    assert measured.routing.free == measured.routing.replayed == 0
+    assert measured.routing.free == measured.routing.replayed == measured.routing.gated == 0
     (url,) = shared["student"]["urls"]
     assert version_of(url) == 0, "the server can be used by a run"
 
@@ -139,7 +144,7 @@ def test_the_program_and_ctrl_c(student_model: Path, tmp_path: Path, shared: Sec
     output = asked.communicate(timeout=120)[0]
     assert asked.returncode == 0, output
     figures = json.loads(files.json.read_text())
-    assert figures["learner_routing"] == "replayed"
+    assert figures["learner_routing"] == "replayed with gate weights"
     assert len(figures["responses"]) == 6
     gap = figures["comparisons"]["decode_learner"]["gap"]
     assert 0 < gap["max_dp"]["max"] < 2e-5

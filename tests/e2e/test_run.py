@@ -167,7 +167,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
 
 
 def test_a_whole_run_and_its_products(inputs: Path, tmp_path: Path, start: Callable[..., Running]):
-    running = start(write_config(inputs, tmp_path))
+    running = start(write_config(inputs, tmp_path, weight_sync={"overlap": True, "staging": True}))
     running.wait_until(running.has_updated)
     doors = listening(running.process.pid)
     done = running.finish(START_TIMEOUT_S)
@@ -198,6 +198,11 @@ def test_a_whole_run_and_its_products(inputs: Path, tmp_path: Path, start: Calla
     assert all(row["teacher_near_uniform_fraction"] < 0.1 for row in done.rows)
     assert all(row["teacher_score_std_nats"] > 1 for row in done.rows)
     assert all(row["staleness_max_versions"] <= STALENESS for row in done.rows)
+    # every version was sent by threads of the learner's ranks, and came
+    assert [row["update"] for row in done.rows] == list(range(UPDATES))
+    assert all(row["publish_tries"] == 1 for row in done.rows)
+    assert all(row["learner_held_s"] > 0 for row in done.rows)
+    assert summary["learner_held_s_mean"] > 0
 
     run_dir = done.run_dir
     final = run_dir / "checkpoints" / "final"
@@ -212,6 +217,8 @@ def test_a_whole_run_and_its_products(inputs: Path, tmp_path: Path, start: Calla
     rows = {e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert {"teacher scoring", "learner", "weight sync"} <= rows
     assert sum(e["ph"] == "X" and e["name"].startswith("update") for e in events) == UPDATES
+    phases = [e["name"] for e in events if e["ph"] == "X"]
+    assert phases.count("start") == phases.count("stage") == UPDATES
     assert list((run_dir / "tensorboard").glob("events.*"))
     assert {path.name for path in (run_dir / "logs").iterdir()} == {
         "learner.log",

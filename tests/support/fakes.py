@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_opd.metrics.types import Accounting, Depths, Phase, WeightSyncReport
-from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.types import Batch, LearnerTurn, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 
 Result = TypeVar("Result")
@@ -211,11 +211,12 @@ class WeightSyncer:
     fail: Callable[[int], Exception | None] = lambda version: None
     synced: list[int] = field(default_factory=list)
 
-    async def sync(self, version: int) -> WeightSyncReport:
+    async def sync(self, version: int, turn: LearnerTurn) -> WeightSyncReport:
         assert not self.learner.busy
         clock = asyncio.get_running_loop().time
         started_s = clock()
         await asyncio.sleep(self.duration_s(version))
+        assert not self.learner.busy
         if (error := self.fail(version)) is not None:
             raise error
         self.fleet.version = version
@@ -223,7 +224,7 @@ class WeightSyncer:
         phases = (Phase("pause", started_s, started_s), Phase("send", started_s, clock()))
         return WeightSyncReport(version, phases, 1000, started_s, clock())
 
-    async def serve_on(self, version: Callable[[], int], learner_is_free: asyncio.Lock) -> None:
+    async def serve_on(self, current: Callable[[], int | None], learner: asyncio.Lock) -> None:
         """Never needed: its servers are never lost."""
         await asyncio.Event().wait()
 

@@ -72,7 +72,8 @@ def save_some(
 
         extras["train_crc32"] = data_crc32(config.data.train)
         for done in updates:
-            await kept.after_update(done, lambda done=done: at(done))
+            if kept.due(done):
+                await kept.after_update(done, lambda done=done: at(done))
         await kept.finish()
 
     asyncio.run(main())

@@ -224,7 +224,12 @@ class ThreadFleet:
     async def ask_ranks(
         self, action: str, timeout_s: float | None = None
     ) -> dict[str, list[dict[str, str]]]:
-        """What the plugin does on every rank with weights on disk."""
+        """What the plugin does on every rank, with weights on disk or in shadow buffers."""
+        if action == wire.STAGED_ACTION:
+            return {
+                info.url: [rank.receiver.staged() for rank in server]
+                for info, server in zip(self.infos, self.servers, strict=True)
+            }
         verb, _, argument = action.partition(" ")
         if verb == wire.OPEN_VERSIONS:
             self._opening = argument

@@ -31,6 +31,7 @@ ROLLOUTS = {
     "atoms": replace(PLAIN, num_atoms=2),
     "both": replace(PLAIN, num_atoms=2, num_draws=2),
     "experts": replace(PLAIN, record=True, experts=True),
+    "gates": replace(PLAIN, record=True, experts=True, gates=True),
 }
 SCORES = ScoreRequest(
     rid="s",
@@ -44,6 +45,7 @@ SELECTIONS = {
     "select": replace(SCORES, num_atoms=2, num_draws=2),
     "likeliest": replace(SCORES, num_atoms=2),
 }
+KINDS = wire.ROW_FIELDS | wire.DRAW_FIELDS | {"gates": "<f4"}
 Given = tuple[str, bytes]
 
 
@@ -110,6 +112,11 @@ def _rollout_fault(request: RolloutRequest, reply: Any, found: RolloutReply) -> 
         rows = len(request.input_ids) + len(ids) - 1
         if experts is None or experts.ndim != 3 or len(experts) != rows:
             return "experts of other inputs"
+        gates = found.gates_XLk
+        if (gates is None) is request.gates:
+            return "gate weights that nobody asked for, or none"
+        if gates is not None and not _are_gates(gates, experts):
+            return "gate weights that are none"
     if found.draws is None:
         return None
     draws = found.draws
@@ -122,6 +129,11 @@ def _rollout_fault(request: RolloutRequest, reply: Any, found: RolloutReply) -> 
     num_draws = request.num_draws if request.selects else 1  # a path alone is one draw
     logp = draws.sampler_logp_N.tolist()
     return _table_fault(draws, logp, len(ids), request.num_atoms, num_draws, set(path))
+
+
+def _are_gates(gates: np.ndarray, experts: np.ndarray) -> bool:
+    sums = gates.astype(np.float64).sum(-1)
+    return gates.shape == experts.shape and bool((gates >= 0).all() and (sums <= 1 + SLACK).all())
 
 
 def _scores_fault(request: ScoreRequest, found: Any) -> str | None:
@@ -213,7 +225,7 @@ def packed(rng: Random, arrays: dict[str, Any], damage: bool) -> dict[str, Any]:
     name = rng.choice(list(arrays))
     out: dict[str, Any] = {}
     for key, values in arrays.items():
-        kind = np.dtype((wire.ROW_FIELDS | wire.DRAW_FIELDS).get(key, "<u1"))
+        kind = np.dtype(KINDS.get(key, "<u1"))
         column = np.array(values, kind)
         if damage and key == name and len(column):
             at = rng.randrange(len(column))
@@ -249,7 +261,10 @@ def rollout(rng: Random, kind: str, damage: bool) -> Any:
     if request.experts:
         flat = [rng.randrange(8) for _ in range(2 * 2 * (len(request.input_ids) + len(ids) - 1))]
         shape = {"layers": 2, "topk": 2, "num_experts": 8}
-        payload[wire.EXPERTS] = {**packed(rng, {"experts": flat}, damage), **shape}
+        arrays = {"experts": flat}
+        if request.gates:
+            arrays["gates"] = np.full(len(flat), 0.5, np.float32)
+        payload[wire.EXPERTS] = {**packed(rng, arrays, damage), **shape}
     spans = [{"version": version, "start": start} for version, start in versions]
     meta = {"id": "r", "finish_reason": {"type": "stop"}, "weight_versions": spans}
     return {"text": "", "output_ids": ids, "meta_info": {**meta, wire.PAYLOAD: [payload]}}

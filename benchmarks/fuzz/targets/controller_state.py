@@ -29,8 +29,9 @@ def rollout(uid: int, experts: bool = False) -> Rollout:
     )
     prompt = Prompt(uid, "1+1=", np.array([5, 6], np.int32), "2", metadata={"a": [1, None]})
     visited = np.arange(4 * 2 * 1, dtype=np.uint8).reshape(4, 2, 1) if experts else None
+    gates = None if visited is None else np.full(visited.shape, 0.5, np.float32)
     ids, spans = np.full(3, 4, np.int32), (VersionSpan(1, 0, 2), VersionSpan(2, 2, 3))
-    return Rollout(prompt, ids, draws, spans, "stop", 0.0, 1.0, "s", experts_XLk=visited)
+    return Rollout(prompt, ids, draws, spans, "stop", 0.0, 1.0, "s", 0, visited, gates)
 
 
 @cache
@@ -101,6 +102,10 @@ def _rollout_fault(found: Rollout | None) -> str | None:
         return "spans of another response"
     if found.experts_XLk is not None and len(found.experts_XLk) != found.num_tokens - 1:
         return "experts of other inputs"
+    if found.gates_XLk is not None and (
+        found.experts_XLk is None or found.gates_XLk.shape != found.experts_XLk.shape
+    ):
+        return "gate weights of other experts"
     return None
 
 

@@ -94,6 +94,9 @@ def _experts_fault(batch: RankBatch) -> str | None:
         return None
     if len(found) != len(batch.ids_S) - len(batch.prompt_B) or int(found.max()) >= NUM_EXPERTS:
         return "experts of other inputs"
+    gates = batch.gates_XLk
+    if gates is not None and not (gates.shape == found.shape and (gates >= 0).all()):
+        return "gate weights that are none"
     return None
 
 
@@ -115,6 +118,8 @@ def batch(rng: Random) -> RankBatch:
     groups = no_groups(samples)
     inputs = len(ids) - samples
     experts = np.array([rng.randrange(NUM_EXPERTS) for _ in range(4 * inputs)], np.uint8)
+    routed = experts.reshape(inputs, 2, 2) if rng.random() < 0.4 else None
+    gates = np.full((inputs, 2, 2), 0.5, np.float32) if rng.random() < 0.5 else None
     columns: dict[str, Any] = {
         "ids_S": ids,
         "prompt_B": prompts,
@@ -134,7 +139,8 @@ def batch(rng: Random) -> RankBatch:
         plan=[[list(range(samples))]],
         **arrays,
         **arrays_of(groups, GroupColumns),
-        experts_XLk=experts.reshape(inputs, 2, 2) if rng.random() < 0.4 else None,
+        experts_XLk=routed,
+        gates_XLk=None if routed is None else gates,
     )
 
 

@@ -1,5 +1,7 @@
 """Columns of a batch and its plan are checked before they are trained on."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_opd.batching.checks import check_batch
 from megatron_opd.batching.rank_batch import rank_batch
 from megatron_opd.columns import COLUMNS
-from megatron_opd.transport.frames import from_frames, to_frames
+from megatron_opd.transport.frames import EXPERT_FRAMES, from_frames, to_frames
 from tests.support.batches import make_batch
 from tests.support.wire import safe
 
@@ -67,7 +69,7 @@ def test_damaged_columns_are_refused_with_one_error(data: st.DataObject):
 )
 def test_each_column_is_checked(column: str, value: float, words: str):
     checked(to_frames(BATCH))
-    frames = dict(zip([*COLUMNS, "kind", "experts"], to_frames(BATCH), strict=True))
+    frames = dict(zip([*COLUMNS, *EXPERT_FRAMES], to_frames(BATCH), strict=True))
     values = np.frombuffer(frames[column], dtype=COLUMNS[column]).copy()
     values[-1] = value
     frames[column] = values.data.cast("B")
@@ -77,6 +79,25 @@ def test_each_column_is_checked(column: str, value: float, words: str):
         values[-1], unread = 0.0, sorted(set(range(len(values))) - set(BATCH.path_T.tolist()))
         values[unread] = np.nan
         checked(list(frames.values()), sampled=False)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (np.nan, "column gates_XLk must be finite, value 3 is not"),
+        (np.inf, "column gates_XLk must be finite"),
+        (-0.5, "column gates_XLk must be >= 0, got -0.5"),
+    ],
+)
+def test_gate_weights_are_checked(value: float, words: str):
+    inputs = len(BATCH.ids_S) - len(BATCH.prompt_B)
+    experts = np.zeros((inputs, 2, 1), np.uint8)
+    gates = np.full(experts.shape, 0.5, np.float32)
+    checked(to_frames(replace(BATCH, experts_XLk=experts, gates_XLk=gates)))
+    gates[1, 1] = value
+    with pytest.raises(ValueError, match=words) as refused:
+        checked(to_frames(replace(BATCH, experts_XLk=experts, gates_XLk=gates)))
+    safe(refused.value)
 
 
 MOST = 2**63 - 1
@@ -95,7 +116,7 @@ MOST = 2**63 - 1
 )
 def test_columns_are_checked_against_each_other(column, change, words: str):
     """Before: each of them was trained on."""
-    frames = dict(zip([*COLUMNS, "kind", "experts"], to_frames(BATCH), strict=True))
+    frames = dict(zip([*COLUMNS, *EXPERT_FRAMES], to_frames(BATCH), strict=True))
     values = np.array(change(getattr(BATCH, column)), dtype=COLUMNS[column])
     frames[column] = values.data.cast("B")
     with pytest.raises(ValueError, match=words):

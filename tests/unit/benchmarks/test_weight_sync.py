@@ -25,7 +25,7 @@ def figures(seconds: float, differing: tuple[str, ...] = ("rank 0 a",)) -> dict[
     """What a case of one learner rank and one server rank leaves."""
     rank = {"cpu_s": [1.0], "peak_extra_bytes": [8], "sent_bytes": [100], "received_bytes": [200]}
     sync = {"seconds": seconds, "paused_s": seconds / 2, "phases_s": {"send": seconds}}
-    sync |= {"learner": rank, "server": rank}
+    sync |= {"learner_held_s": seconds / 4, "learner": rank, "server": rank}
     return {
         "up_s": 1.0,
         "open_s": 0.1,
@@ -68,6 +68,7 @@ def test_it_goes_on_where_it_was_and_a_change_of_code_runs_again(
     assert whole["missing"] == whole["failed"] == []
     assert whole["times_shards"]["tp2_to_tp1"][BEFORE]["seconds"] == 3
     row = whole["cases"]["tp2_to_tp1-shards"]
+    assert row["learner_held_s"] == 0.5
     assert (row["verify_s"], row["received_over_shard"], row["cpu_s"]) == (4.0, [1.25], 2.0)
     monkeypatch.setattr(Case, "fingerprint", lambda case, tree: "other code")
     weight_sync.measure(HERE, rows=rows, run=cases)

@@ -11,9 +11,10 @@ from megatron_opd.cli import mismatch_run
 from megatron_opd.cli.mismatch_options import Options
 from megatron_opd.cli.mismatch_plot import draw
 from megatron_opd.cli.mismatch_report import figures_of, tables
+from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.sinks import write_json
-from megatron_opd.mismatch import DECODE, FREE, PREFILL, REPLAYED, Measured, RoutingGap
+from megatron_opd.mismatch import DECODE, FREE, GATED, PREFILL, REPLAYED, Measured, RoutingGap
 from megatron_opd.models.spec import read_model_spec
 from tests.support.batches import make_sample
 from tests.support.cli_cases import call, refused, small_config, tiny_models
@@ -72,19 +73,38 @@ def test_teachers_are_not_needed(tmp_path: Path, config: dict[str, Any]):
 
 
 def test_experts_are_recorded_where_they_can_be(config: dict[str, Any], models: Path):
-    def mode(**learner: Any) -> str:
+    def recorded(**learner: Any) -> LearnerConfig:
         tree = Config.model_validate(config | {"learner": learner})
         spec = read_model_spec(tree.student.model)
-        return mismatch_run.with_recorded_routing(tree, spec).learner.routing_replay
+        return mismatch_run.with_recorded_routing(tree, spec).learner
+
+    def mode(**learner: Any) -> str:
+        return recorded(**learner).routing_replay
 
     assert mode() == "rollout"
+    assert recorded().replays_gates
+    assert recorded(routing_replay="rollout").replays_gates
     assert mode(routing_replay="current") == "rollout"
     # with it routers ignore the replayed experts
     assert mode(megatron={"moe_router_load_balancing_type": "sinkhorn"}) == "off"
     config["student"]["urls"] = ["http://127.0.0.1:1"]
     assert mode() == "off", "servers elsewhere are as they are"
+    assert not recorded(routing_replay="rollout").replays_gates
     config["student"] = {"model": str(models / "teacher")}
     assert mode() == "off", "a dense model has none"
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({}, FREE),
+        ({"routing_replay": "current"}, FREE),
+        ({"routing_replay": "rollout"}, REPLAYED),
+        ({"routing_replay": "rollout", "routing_weights": "sampler"}, GATED),
+    ],
+)
+def test_the_headline_is_what_training_sees(settings: dict[str, Any], name: str):
+    assert mismatch_run.trained_with(LearnerConfig.model_validate(settings)) == name
 
 
 def made_figures(config: dict[str, Any], routing: RoutingGap | None) -> dict[str, Any]:
@@ -96,6 +116,8 @@ def made_figures(config: dict[str, Any], routing: RoutingGap | None) -> dict[str
     logp = {DECODE: decode, PREFILL: decode, FREE: [logp - np.float32(0.5) for logp in decode]}
     if routing is not None:
         logp[REPLAYED] = decode
+        if routing.gated is not None:
+            logp[GATED] = decode
     measured = Measured(rollouts, logp, FREE, routing, 1)
     options = Options(3, (4, 64), 0.1, None, None)
     spec = read_model_spec(tree.student.model)
@@ -126,6 +148,15 @@ def test_tables_and_json_and_plot(tmp_path: Path, config: dict[str, Any]):
 def test_a_dense_model_has_no_table_of_routing(config: dict[str, Any]):
     assert len(tables(made_figures(config, None))) == 2
     assert len(tables(made_figures(config, RoutingGap(4, 1, 1)))) == 3
+
+
+def test_gate_weights_have_rows_of_their_own(config: dict[str, Any]):
+    console = Console(width=90, record=True)
+    for table in tables(made_figures(config, RoutingGap(400, 8, 4, 2))):
+        console.print(table)
+    printed = console.export_text()
+    for words in ("decode, with replay", "decode, with gates", "with replayed gates", "0.5 %"):
+        assert words in printed
 
 
 def test_a_failure_keeps_the_logs_and_names_them(

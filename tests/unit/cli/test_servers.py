@@ -6,6 +6,7 @@ import pytest
 
 from megatron_opd.cli import servers
 from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.roles import Role
 from megatron_opd.cli.servers import make_spec
 from tests.support.config_files import minimal
 
@@ -19,6 +20,16 @@ def spec_of(dtype: str, role: str = "student"):
 def test_quantization_is_passed_on(role: str):
     assert spec_of("float32", role).quantization == "fp8"
     assert make_spec(minimal(), role, 4000, 0, Path("m")).quantization is None
+
+
+@pytest.mark.parametrize("weights", ["learner", "sampler"])
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_the_students_servers_keep_what_the_learner_replays(role: Role, weights: str):
+    replay = {"routing_replay": "rollout", "routing_weights": weights}
+    spec = make_spec(minimal(learner=replay), role, 4000, 0, Path("m"))
+    assert spec.routed_experts == (role == "student")
+    assert spec.routed_gates == (role == "student" and weights == "sampler")
+    assert not make_spec(minimal(), role, 4000, 0, Path("m")).routed_experts
 
 
 def test_kernels_of_a_gpu_take_no_float32(monkeypatch: pytest.MonkeyPatch):

@@ -14,6 +14,7 @@ from rich.console import Console
 from megatron_opd.cli.sync_tables import sync_sizes, sync_tables
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec
+from megatron_opd.planning.learner import learner_memory
 from megatron_opd.planning.parameters import model_parameters
 from megatron_opd.weight_sync.disk_plan import DiskSizes, disk_sizes, versions_at_once
 from megatron_opd.weight_sync.disk_versions import needed
@@ -81,6 +82,17 @@ def test_shadow_buffers_are_counted_and_limited():
     assert "shadow buffers of a server rank 1.0 GiB" in shown(
         config_of(staging=True, staging_bytes=2**30), MOE
     )
+
+
+def test_the_copy_beside_which_the_learner_goes_on_is_counted():
+    """A rank's shards in learner.dtype, which the servers' dtype is not."""
+    assert sync_sizes(config_of(), MOE).copied == 0
+    config = config_of(overlap=True)
+    copied = sync_sizes(config, MOE).copied
+    stages = learner_memory(MOE, config.learner, 512)
+    assert copied == max(stage.weights for stage in stages)
+    assert f"copy of its shards in a learner rank {copied / 2**30:.1f} GiB" in shown(config, MOE)
+    assert "copy of its shards" not in shown(config_of(), MOE)
 
 
 def test_the_tables_say_what_differs_and_what_travels():

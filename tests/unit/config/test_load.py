@@ -66,6 +66,22 @@ def test_defaults_fill_in_and_the_dump_loads_to_an_equal_config(tmp_path: Path):
             "learner={routing_replay: current, routing_compare_every: 1}",
             ["routing_compare_every", "unless routing_replay is rollout, got 1 and current"],
         ),
+        (
+            "learner.routing_weights=sampler",
+            [
+                "learner: routing_weights must be learner unless routing_replay is rollout",
+                "got sampler and off: the sampler's weights",
+                "so set routing_replay: rollout too",
+            ],
+        ),
+        (
+            "learner={routing_replay: current, routing_weights: sampler}",
+            ["routing_weights must be learner unless", "got sampler and current"],
+        ),
+        (
+            "learner.routing_weights=both",
+            ["learner.routing_weights", "'learner' or 'sampler'", "both"],
+        ),
         ("learner.routing_compare_every=-1", ["learner.routing_compare_every", "got -1"]),
         ("learner.parallel.tp=0", ["learner.parallel.tp", "got 0"]),
         ("student.base_port=70000", ["student.base_port", "70000"]),

@@ -132,6 +132,11 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["learner.megatron.deterministic_mode=true"],
     ),
     (
+        ["run.deterministic=true", "buffer.hold_batches=1", "weight_sync.overlap=true"],
+        ["weight_sync.overlap must be false with run.deterministic", "got true; leave it out"],
+        ["weight_sync.overlap=false"],
+    ),
+    (
         ["learner.optimizer.warmup_steps=6", "run.max_steps=5"],
         ["learner.optimizer.warmup_steps must be <= run.max_steps", "got 6 and run.max_steps=5"],
         ["run.max_steps=6"],

@@ -19,6 +19,12 @@ from tests.support.config_files import minimal
         ({"directory": "/w"}, ["directory needs type: disk, got type: shards; leave it out"]),
         ({"type": "broadcast", "delta": True}, ["delta needs type: disk, got type: broadcast"]),
         ({"type": "disk", "directory": " "}, ["weight_sync.directory", "must name a file or dir"]),
+        ({"overlap": True, "type": "broadcast"}, ["overlap needs type: shards", "broadcast"]),
+        ({"overlap": True, "type": "a:B"}, ["overlap needs type: shards", "set overlap: false"]),
+        (
+            {"overlap": True, "type": "disk", "directory": "/w"},
+            ["overlap needs type: shards, got type: disk"],
+        ),
         ({"type": "disk", "directory": "/w", "keep_versions": 0}, ["weight_sync.keep_versions"]),
         ({"type": "disk", "directory": "/w", "full_every": 0}, ["weight_sync.full_every"]),
     ],

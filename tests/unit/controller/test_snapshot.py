@@ -38,6 +38,9 @@ class Keeper:
     def __init__(self):
         self.kept = {}
 
+    def due(self, updates):
+        return True
+
     async def after_update(self, updates, state):
         self.kept[updates] = encode_state(state())
 
@@ -158,6 +161,24 @@ def test_routed_experts_survive_the_bytes(dtype: type):
     back = member.rollout.experts_XLk
     assert back.dtype == dtype
     np.testing.assert_array_equal(back, experts)
+
+
+def test_gate_weights_survive_the_bytes():
+    experts = np.arange(6 * 3 * 2, dtype=np.uint8).reshape(6, 3, 2)
+    gates = (experts / 7).astype(np.float32)
+    rollout = replace(make_sample(5).rollout, experts_XLk=experts, gates_XLk=gates)
+    (member,) = decode_state(encode_state(replace_line([place(rollout)]))).line
+    back = member.rollout.gates_XLk
+    assert back.dtype == np.float32
+    np.testing.assert_array_equal(back, gates)
+    for changes in (
+        {"gates_XLk": gates[:, :2]},
+        {"gates_XLk": gates.astype(np.float64)},
+        {"experts_XLk": None},
+    ):
+        odd = encode_state(replace_line([place(replace(rollout, **changes))]))
+        with pytest.raises(ValueError, match="its gate weights are not those of its routed"):
+            decode_state(odd)
 
 
 def test_what_is_no_state_is_refused():

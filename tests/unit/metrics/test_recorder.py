@@ -12,7 +12,18 @@ from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import JsonlSink
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
-from tests.support.fakes import Figures, Fleet, Learner, Teacher, WeightSyncer, prompts, run_virtual
+from megatron_opd.metrics.types import Accounting, Depths, Phase, WeightSyncReport
+from megatron_opd.types import Batch
+from tests.support.fakes import (
+    Figures,
+    Fleet,
+    Learner,
+    Teacher,
+    WeightSyncer,
+    make_sample,
+    prompts,
+    run_virtual,
+)
 from tests.support.recorded_run import record
 
 
@@ -85,6 +96,41 @@ def test_an_interruption_between_update_and_weight_sync_keeps_the_row(tmp_path):
     assert (summary["updates"], summary["version"]) == (2, 1)
     in_flight = summary["samples_in_flight"]
     assert summary["samples_admitted"] == summary["samples_consumed"] + in_flight
+
+
+def test_rows_of_updates_beside_weight_syncs_hold_their_own_figures(tmp_path):
+    """Update u + 1 is reported before the weight sync of u; one is cut off with both unfinished."""
+    rows = RunRecorder(9, totals := RunTotals(), [JsonlSink(tmp_path / "metrics.jsonl")])
+
+    def batch(update: int) -> Batch:
+        return Batch(update, update, (make_sample(update, update, num_tokens=update + 4),))
+
+    def trained(update: int) -> None:
+        began_s = 10.0 * update
+        rows.trained(batch(update), Figures(loss=update / 2), began_s, began_s + update + 1)
+
+    def synced(update: int) -> None:
+        begun_s, size = 10.0 * update + 5, 1000 + update
+        phases = (Phase("send", begun_s, begun_s + 7),)
+        held_s = update / 4
+        report = WeightSyncReport(update + 1, phases, size, begun_s, begun_s + 1, 1, held_s)
+        rows.weights_synced(batch(update), report, Depths(0, 0, 0, 0, 0))
+
+    trained(0)
+    for update in (1, 2, 3):
+        trained(update)
+        synced(update - 1)
+    trained(4)
+    rows.ended(Accounting(5, 3, 5, 5, {}, 0, True), 60.0)
+    found = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["update"] for row in found] == [0, 1, 2, 3, 4]
+    for update, row in enumerate(found):
+        figures = (row["loss"], row["train_s"], row["num_response_tokens"])
+        assert figures == (update / 2, update + 1, update + 4)
+        sync = (row.get("publish_bytes"), row.get("learner_held_s"))
+        assert sync == ((1000 + update, update / 4) if update < 3 else (None, None))
+    summary = summarise(totals, rows.accounting, 60.0, 1)
+    assert summary["learner_held_s_mean"] == 0.25
 
 
 def test_the_first_drop_for_a_reason_is_told(tmp_path, caplog):

@@ -128,7 +128,7 @@ def test_the_row_of_the_update_that_stops_a_run_is_written():
     recorder = RunRecorder(4, RunTotals(), [Sink()], teacher_watch=watch(stop_after=1))
     with pytest.raises(NonsenseTeacher):
         recorder.trained(batch(0, scored(0, UNIFORM)), Figures(), 0.0, 1.0)
-    recorder._write_row()
+    recorder._write_row(0)
     assert rows[0]["teacher_near_uniform_fraction"] == 1
     assert rows[0]["update"] == 0
 

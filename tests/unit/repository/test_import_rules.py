@@ -35,7 +35,8 @@ TORCH_FREE |= {"columns", "metrics", "planning", "launch"}
 HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
 # What learner ranks and server ranks do alike with tensors; the client side stays free of it.
 WITH_TORCH = {
-    f"sglang_bridge.weights.{name}" for name in ("changes", "digest", "exchange", "quantise")
+    f"sglang_bridge.weights.{name}"
+    for name in ("background", "changes", "digest", "exchange", "quantise")
 }
 
 

@@ -1,6 +1,7 @@
 """Prompt to Rollout."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -104,6 +105,23 @@ def test_the_request_asks_for_what_the_student_selects(support, atoms, draws):
     (request,) = fleet.requests
     assert (request.num_atoms, request.num_draws) == (atoms, draws)
     assert request.keeps_cache, "the path is recorded whatever else is"
+
+
+@pytest.mark.parametrize(("experts", "gates"), [(False, False), (True, False), (True, True)])
+def test_experts_and_their_weights_come_when_asked_for(experts: bool, gates: bool):
+    shape = (4, 2, 1)
+    reply = replace(
+        REPLY, experts_XLk=np.zeros(shape, np.uint8), gates_XLk=np.ones(shape, np.float32)
+    )
+    fleet = FakeFleet(reply)
+    generator = RolloutGenerator(
+        fleet, RolloutConfig(), MC, 50, "run7", routed_experts=experts, routed_gates=gates
+    )
+    rollout = run_virtual(generator.generate(make_prompt(5)))
+    (request,) = fleet.requests
+    assert (request.experts, request.gates) == (experts, gates)
+    assert rollout.experts_XLk is reply.experts_XLk
+    assert rollout.gates_XLk is reply.gates_XLk
 
 
 def test_the_weights_are_the_servers():

@@ -45,11 +45,11 @@ def test_every_head_scores_its_own_share_and_rank_0_answers_for_all():
 
     async def body(remote: RemoteLearner) -> None:
         await remote.wait_ready(5)
-        assert await remote.score(whole, replays=True) == SCORES
+        assert await remote.score(whole, replay="gates") == SCORES
 
     for rank, share in zip(drive(body, [done, silent]), whole, strict=True):
         ((request, frames),) = rank.received
-        assert request == m.Score(1, share.version, share.plan, True)
+        assert request == m.Score(1, share.version, share.plan, "gates")
         found = from_frames(0, request.version, request.plan, frames)
         assert found.ids_S.tolist() == share.ids_S.tolist()
 

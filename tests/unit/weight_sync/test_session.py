@@ -82,6 +82,11 @@ class Servers:
         self.connected = self.urls
         await self.step("reopen")
 
+    async def start(self, version: int, released: Callable[[], None] | None) -> None:
+        await self.step("start")
+        if released is not None:
+            released()
+
     async def stage(self, version: int) -> None:
         assert self.connected == self.urls, "it sends to servers that are not there"
         await self.step("stage")
@@ -351,15 +356,20 @@ def test_the_current_version_is_synced_again_if_no_other_server_is_left():
         await sync.open()
         await sync.sync(1)
         free = asyncio.Lock()
-        serving = asyncio.create_task(sync.serve_on(lambda: 1, free))
+        newer = False
+        serving = asyncio.create_task(sync.serve_on(lambda: None if newer else 1, free))
         servers.drop(B)
         servers.add(B)
         await asyncio.sleep(100)
         assert servers.urls == (A,), "A serves meanwhile: B waits for the next version"
-        async with free:  # the learner's weights are not version 1 any more
+        async with free:  # the learner trains
             servers.drop(A)
+            newer = True
             await asyncio.sleep(100)
             assert not servers.samples[B]
+        await asyncio.sleep(10)
+        assert not servers.samples[B], "the next version is about to be synced"
+        newer = False
         await asyncio.sleep(10)
         require_served(servers, B)
         assert not serving.done()
@@ -381,3 +391,62 @@ def test_two_weight_syncs_are_never_made_at_once():
         assert "continue" in servers.log[half:]
 
     run_virtual(scenario())
+
+
+class Busy:
+    """A turn with a learner whose next update takes ten times what a weight sync may take."""
+
+    def __init__(self, servers: Servers) -> None:
+        self.servers = servers
+
+    def release(self) -> None:
+        self.servers.log.append("released")
+
+    async def take_back(self) -> None:
+        self.servers.log.append("take back")
+        assert not any(self.servers.samples.values()), "what failed may be sampled meanwhile"
+        await asyncio.sleep(10 * LIMIT_S)
+
+
+def overlapping(servers: Servers, **config: Any) -> WeightSync:
+    settings = WeightSyncConfig(timeout_s=LIMIT_S, staging=True, overlap=True, **config)
+    return WeightSync(servers, Learner(), servers, settings, loser(servers, 1))
+
+
+def test_the_learner_is_released_unless_digests_are_due():
+    servers = Servers()
+    logs: list[list[str]] = []
+
+    async def scenario() -> None:
+        sync = overlapping(servers, verify_every=2)
+        await sync.open()
+        for _ in range(4):
+            servers.log.clear()
+            report = await sync.sync(1, Busy(servers))
+            assert report.phases[0].name == "start"
+            logs.append([*servers.log])
+
+    run_virtual(scenario())
+    assert ["released" in log for log in logs] == [False, True, False, True]
+    assert logs[1][:4] == ["start", "released", "stage", "pause"]
+
+
+def test_another_try_waits_for_the_update_outside_of_its_limits():
+    """It then has the learner, which digests what is sent once more."""
+    servers = Servers()
+
+    async def scenario() -> WeightSyncReport:
+        sync = overlapping(servers)
+        await sync.open()
+        await sync.sync(1, Busy(servers))
+        servers.faults["send"] = fails(2, B)
+        servers.log.clear()
+        return await sync.sync(1, Busy(servers))
+
+    report = run_virtual(scenario())
+    assert report.tries == 3
+    require_served(servers, A, C)
+    assert servers.log.count("released") == 1
+    again = servers.log[servers.log.index("take back") :]
+    assert again[:4] == ["take back", "reopen", "start", "stage"]
+    assert "verify" in again

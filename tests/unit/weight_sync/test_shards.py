@@ -21,15 +21,19 @@ from megatron_opd.weight_sync.shards import (
     server_layout,
 )
 from megatron_opd.weight_sync.shards_messages import (
+    FinishSending,
     Join,
     Leave,
     Listen,
     Listening,
     Outcome,
     SendShards,
+    StartSending,
     decode,
     encode,
 )
+from megatron_opd.weight_sync.transport import OverlappingPart
+from sglang_bridge import wire as wire_names
 from sglang_bridge.errors import RankFailed, WeightSyncFailed
 from sglang_bridge.fleet import WeightsWorld, weights_world
 from sglang_bridge.protocol import ServerInfo, WeightPiece
@@ -158,6 +162,7 @@ class Wire:
         self.hangs: set[str] = set()
         self.failures: tuple[str, ...] = ()
         self.cancelled: list[str] = []
+        self.polls = 1
         self.infos = [info(i, layout) for i, layout in enumerate(LAYOUTS)]
         self.shares: Sequence[str] = ()
         self.joined: Join | None = None
@@ -186,6 +191,11 @@ class Wire:
                 await self.step("learner joins")
             case SendShards(staged):
                 await self.step("learner stages" if staged else "learner sends")
+            case StartSending(version):
+                await self.step(f"learner starts {version}")
+                return encode(Outcome(()))
+            case FinishSending():
+                await self.step("learner finishes")
             case Leave():
                 await self.step("learner leaves")
                 return b""
@@ -219,6 +229,12 @@ class Wire:
 
     async def destroy_weights_group(self, name: str) -> None:
         await self.step("leave")
+
+    async def ask_ranks(self, action: str, timeout_s: float | None = None) -> Any:
+        await self.step(action)
+        self.polls -= 1
+        answer = {wire_names.PENDING: ""} if self.polls > 0 else {}
+        return {info.url: [{}, answer] for info in self.infos}
 
     async def update_bucket(self, *_: object) -> None:
         raise AssertionError("no bucket is broadcast")
@@ -384,3 +400,72 @@ def test_who_left_the_learner_is_asked_why(wire: Wire):
     wire.failures = ()
     with pytest.raises(WeightSyncFailed, match=r"^http://b:2 rank 0: rank 1 sent no weights"):
         run_virtual(scenario())
+
+
+@pytest.fixture
+def overlapping(wire: Wire, moe: Path) -> Wire:
+    sync = {"overlap": True, "staging": True}
+    wire.config = minimal(student={"model": str(moe)}, weight_sync=sync)
+    return wire
+
+
+def test_the_learner_is_released_before_anything_is_received(overlapping: Wire):
+    """What is staged is waited for on the servers, and nothing more is asked of the learner."""
+    overlapping.polls = 3
+
+    async def scenario() -> None:
+        shards = await opened(overlapping)
+        assert isinstance(shards, OverlappingPart)
+        for version in (1, 2):
+            overlapping.log.clear()
+            await shards.start(version, lambda: overlapping.log.append("released"))
+            await shards.stage(version)
+            await shards.send(version)
+
+    run_virtual(scenario())
+    staged = ["servers stage", wire_names.STAGED_ACTION]
+    assert overlapping.log == ["learner starts 2", "released", *staged, "servers receive"]
+
+
+def test_a_learner_that_was_not_released_is_asked_why_it_left(overlapping: Wire):
+    left = WeightSyncFailed("http://b:2 rank 0: rank 1 sent no weights")
+    overlapping.fails["servers receive"] = left
+    overlapping.failures = ("http://a:1 rank 0 did not take its weights: Connection closed",)
+
+    async def scenario(released: Any) -> None:
+        overlapping.failures = ()
+        shards = await opened(overlapping)
+        overlapping.failures = ("http://a:1 rank 0 did not take its weights: closed",)
+        await shards.start(1, released)
+        overlapping.log.clear()
+        await shards.send(1)
+
+    with pytest.raises(WeightSyncFailed, match=r"^http://a:1 rank 0 did not take its weights"):
+        run_virtual(scenario(None))
+    assert overlapping.log == ["servers receive", "learner finishes"]
+    # one that trains would answer after its update
+    with pytest.raises(WeightSyncFailed, match=r"^http://b:2 rank 0: rank 1 sent no weights"):
+        run_virtual(scenario(lambda: None))
+    assert overlapping.log == ["servers receive"]
+    # a server that is at fault has said all
+    overlapping.fails["servers receive"] = WeightSyncFailed(f"{URL} refuses", [URL])
+    with pytest.raises(WeightSyncFailed, match=f"^{URL} refuses"):
+        run_virtual(scenario(None))
+    assert overlapping.log == ["servers receive"]
+
+
+def test_what_a_released_learner_could_not_say_is_logged_with_the_next_try(
+    overlapping: Wire, caplog: pytest.LogCaptureFixture
+):
+    async def scenario() -> None:
+        shards = await opened(overlapping)
+        await shards.start(1, lambda: None)
+        overlapping.log.clear()
+        overlapping.failures = ("http://a:1 rank 0 did not take its weights: closed",)
+        with pytest.raises(WeightSyncFailed):  # these failures are also the next Join's
+            await shards.reopen()
+
+    run_virtual(scenario())
+    assert overlapping.log == ["leave", "learner finishes", "learner leaves", *OPENED]
+    (told,) = (entry.getMessage() for entry in caplog.records)
+    assert told == f"of the last try the learner says: {overlapping.failures[0]}"

@@ -49,7 +49,7 @@ def test_the_table_is_of_the_installed_sglang():
     assert sglang_options.table() == options.TABLE.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("target", compat.TARGETS)
+@pytest.mark.parametrize("target", [*compat.TARGETS, *compat.GATE_TARGETS])
 def test_every_hooked_function_exists(target: str):
     assert callable(resolve(target))
 
@@ -61,6 +61,8 @@ def test_every_hooked_function_exists(target: str):
         (compat.CHECK_WEIGHTS, ["self", "action"]),
         (compat.VALIDATE, ["self", "obj", "input_ids"]),
         (compat.NATIVE_EXPERTS, ["layer", "x", "topk_output"]),
+        (compat.EXPERT_CHOICE, ["topk_ids", "topk_weights"]),
+        (compat.EXPERT_CAPTURE, ["topk_config", "layer_id", "topk_ids"]),
         (compat.INPUT_LOGPROBS, ["self", "pruned_states"]),
     ],
 )

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -191,8 +192,9 @@ def test_before_anything_is_expected_nothing_is_received():
     for act in (receiver.receive, receiver.stage):
         with pytest.raises(BadExpectation, match="expected here"):
             act(Arrivals(), CPU)
-    with pytest.raises(BadExpectation, match="no weights have been staged here"):
-        receiver.staged_digests()
+    for ask in (receiver.staged_digests, receiver.staged):
+        with pytest.raises(BadExpectation, match="no weights have been staged here"):
+            ask()
 
 
 def test_staged_weights_are_live_only_when_they_are_taken():
@@ -224,7 +226,10 @@ def test_nothing_waits_for_staged_weights_while_the_server_samples():
     receiver.stage(group, CPU)
     for _ in range(3):
         assert receiver.staged_digests() is None
+        assert receiver.staged() == {wire.PENDING: ""}
     there.set()
+    while receiver.staged():
+        time.sleep(0.001)
     assert len(staged_digests_of(receiver)) == len(HELD)
     assert staged_digests_of(receiver) == staged_digests_of(receiver)
     receiver.receive(group, CPU)
@@ -239,7 +244,11 @@ def test_a_silent_sender_of_staged_weights_is_an_error_and_a_new_list_starts_ane
     receiver = receiver_of(held)
     receiver.expect(share(staged=GOOD))
     receiver.stage(Arrivals(fails=True), CPU)
-    for act in (lambda: staged_digests_of(receiver), lambda: receiver.receive(Arrivals(), CPU)):
+    for act in (
+        lambda: staged_digests_of(receiver),
+        receiver.staged,
+        lambda: receiver.receive(Arrivals(), CPU),
+    ):
         with pytest.raises(RuntimeError, match="silent"):
             act()
     assert all(piece.view.isnan().all() for piece in held)

@@ -130,6 +130,48 @@ def test_damaged_experts_are_refused(changes: dict[str, Any], message: str):
         parse_rollout(URL, reply_of(**changes), ASKED)
 
 
+WEIGHED = replace(ASKED, gates=True)
+GATES = np.arange(1, 31, dtype=np.float32).reshape(5, 2, 3) / 120
+
+
+def test_gate_weights_are_read_in_the_order_of_their_experts():
+    found = parse_rollout(URL, reply_of(gates=wire.pack(GATES)), WEIGHED)
+    assert found.gates_XLk is not None
+    assert found.gates_XLk.dtype == np.float32
+    np.testing.assert_array_equal(found.gates_XLk, GATES)
+    assert parse_rollout(URL, reply_of(gates=wire.pack(GATES)), ASKED).gates_XLk is None
+
+
+def with_gate(value: float) -> str:
+    changed = GATES.copy()
+    changed[2, 1, 0] = value
+    return wire.pack(changed)
+
+
+@pytest.mark.parametrize(
+    ("gates", "message"),
+    [
+        (None, "gates: expected base64 text, got NoneType"),
+        (wire.pack(GATES.ravel()[:-1]), "29 gate weights for 30 routed experts"),
+        (wire.pack(b"xyz"), "gates: 3 bytes are not a whole number of <f4 items"),
+        (with_gate(np.nan), "gate weights hold values that are not finite"),
+        (with_gate(np.inf), "gate weights hold values that are not finite"),
+        (with_gate(-0.01), "gate weights hold negative values"),
+        (with_gate(0.9), "the gate weights of a token add up to 1.19167 instead of at most 1"),
+    ],
+)
+def test_damaged_gate_weights_are_refused(gates: str | None, message: str):
+    """With one line."""
+    with pytest.raises(BadReply, match=message) as refused:
+        parse_rollout(URL, reply_of(gates=gates), WEIGHED)
+    assert "\n" not in str(refused.value)
+
+
+def test_gate_weights_need_experts():
+    with pytest.raises(ValueError, match="gates needs experts"):
+        replace(REQUEST, gates=True)
+
+
 def test_missing_experts_are_refused():
     with pytest.raises(BadReply, match=r"no bridge\.experts"):
         parse_rollout(URL, rollout_reply(), ASKED)
