@@ -24,10 +24,14 @@ class ServerUnreachable(BridgeError):
     """Reports that no answer came: the connection failed, broke or timed out.
 
     sent: whether the request may have reached the server (then a repeat could apply it twice).
+    taken_out: the server is known to be lost, and gets no requests any more.
     """
 
-    def __init__(self, url: str, path: str, cause: str, *, sent: bool) -> None:
+    def __init__(
+        self, url: str, path: str, cause: str, *, sent: bool, taken_out: bool = False
+    ) -> None:
         self.url, self.path, self.cause, self.sent = url, path, one_line(cause), sent
+        self.taken_out = taken_out
         super().__init__(f"{url}{path}: no answer ({self.cause})")
 
     @property

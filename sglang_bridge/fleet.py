@@ -7,9 +7,7 @@ because the one that failed rests for a while.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -18,9 +16,9 @@ from sglang_bridge.errors import (
     BadReply,
     BridgeError,
     RankFailed,
-    ServerUnreachable,
     WeightSyncFailed,
 )
+from sglang_bridge.members import Member, Members
 from sglang_bridge.protocol import (
     BucketSpec,
     RolloutReply,
@@ -30,10 +28,7 @@ from sglang_bridge.protocol import (
     ServerInfo,
     WeightPiece,
 )
-from sglang_bridge.retry import is_transient
-
-# a server that failed gets no work for this long while another one can be asked
-REST_S = 5.0
+from sglang_bridge.retry import is_lost_connection, is_transient
 
 Reply = TypeVar("Reply")
 
@@ -55,44 +50,22 @@ def weights_world(tp_sizes: Sequence[int], senders: int) -> WeightsWorld:
     return WeightsWorld(size, tuple(offsets))
 
 
-class _Server:
-    """Holds a client and its load."""
-
-    def __init__(self, client: ServerClient) -> None:
-        self.client = client
-        self.in_flight = 0
-        self.rests_until_s = 0.0
-        self.gone = asyncio.Event()
-
-    async def reply(self, call: Callable[[ServerClient], Awaitable[Reply]]) -> Reply:
-        """Returns the server's reply. ServerUnreachable: it was taken out while it worked."""
-        work = asyncio.ensure_future(call(self.client))
-        gone = asyncio.ensure_future(self.gone.wait())
-        try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise ServerUnreachable(self.client.url, "", "it was taken out", sent=True)
-            return await work
-        finally:
-            for task in (work, gone):
-                task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
-
-
 class Fleet:
     """Represents servers that hold the same model.
 
     Requests are spread over them; the steps of a weight sync address all servers at once. Call
     `start` before anything else and `close` at the end, or use `async with`.
+
+    restarted: requests that failed because the connection to their server did.
     """
 
     def __init__(self, clients: Sequence[ServerClient]) -> None:
         if not clients:
             raise ValueError("a fleet needs at least one server")
-        self._servers = [_Server(client) for client in clients]
-        self._infos: tuple[ServerInfo, ...] = ()
+        self._members = Members(list(clients))
+        self._synced = False
         self._silent: tuple[str, ...] = ()
-        self._gone: list[ServerClient] = []
+        self.restarted = 0
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -103,13 +76,18 @@ class Fleet:
 
     @property
     def clients(self) -> tuple[ServerClient, ...]:
-        """Returns the servers' clients, in order."""
-        return tuple(server.client for server in self._servers)
+        """Returns the servers' clients, in order; not of those that wait to be let in."""
+        return tuple(member.client for member in self._members.present)
+
+    @property
+    def epoch(self) -> int:
+        """Returns a number that changes whenever a server comes or goes."""
+        return self._members.epoch
 
     @property
     def infos(self) -> tuple[ServerInfo, ...]:
-        """Returns what each server said of itself at `start`."""
-        return self._infos
+        """Returns what each server said of itself; none before `start`."""
+        return tuple(member.info for member in self._members.present if member.info is not None)
 
     @property
     def silent(self) -> tuple[str, ...]:
@@ -124,37 +102,57 @@ class Fleet:
     @property
     def in_flight(self) -> int:
         """Returns the number of requests being served by all servers."""
-        return sum(server.in_flight for server in self._servers)
+        return sum(member.in_flight for member in self._members.present)
 
     async def start(self) -> tuple[ServerInfo, ...]:
         """Asks every server what it is.
 
         Raises BadReply when their vocabularies or versions differ.
         """
-        self._infos = tuple(await self._ask_all(ServerClient.info))
+        for member, info in zip(
+            self._members.present, await self._ask_all(ServerClient.info), strict=True
+        ):
+            member.info = info
         for what in ("vocab_size", "version"):
-            values = {info.url: getattr(info, what) for info in self._infos}
+            values = {info.url: getattr(info, what) for info in self.infos}
             if len(set(values.values())) > 1:
                 raise BadReply(f"the servers of a fleet differ in {what}: {values}")
-        return self._infos
+        return self.infos
 
     async def close(self) -> None:
         """Closes the connections to every server, also to those that were taken out."""
-        await asyncio.gather(*(client.close() for client in (*self.clients, *self._gone)))
+        await asyncio.gather(*(client.close() for client in self._members.clients))
+
+    # ------------------------------------------------------------ membership
 
     def drop(self, url: str) -> None:
-        """Takes a server out for good: it gets no more work, and what it works on ends.
+        """Takes a server out: it gets no more work, and what it works on ends.
 
-        That work raises ServerUnreachable, as if the connection had broken. ValueError: no such
-        server, or the last one.
+        That work raises ServerUnreachable, as if the connection had broken. Without any server,
+        work waits for one. ValueError: no such server.
         """
-        (server,) = [server for server in self._servers if server.client.url == url]
-        if len(self._servers) == 1:
-            raise ValueError(f"{url} is the fleet's last server")
-        self._servers.remove(server)
-        self._infos = tuple(info for info in self._infos if info.url != url)
-        server.gone.set()
-        self._gone.append(server.client)
+        self._members.drop(url)
+
+    def add(self, client: ServerClient, info: ServerInfo) -> None:
+        """Takes in a server that has the weights which the fleet was started with.
+
+        Where weights have been synced since, it waits for `let_in`, and gets work only when it has
+        them. info: what it says of itself. ValueError: it is there already.
+        """
+        self._members.add(Member(client, info), waits=self._synced)
+
+    async def let_in(self) -> None:
+        """Lets added servers take part in the next weight sync; waits until there is a server."""
+        await self._members.let_in()
+
+    @property
+    def is_stranded(self) -> bool:
+        """Returns whether no server gives answers, and one that was added waits for weights."""
+        return self._members.is_stranded
+
+    async def stranded(self) -> None:
+        """Returns once that is so."""
+        await self._members.stranded()
 
     # ------------------------------------------------------------ work
 
@@ -167,28 +165,24 @@ class Fleet:
         return await self._dispatch(lambda client: client.score(request))
 
     async def _dispatch(self, call: Callable[[ServerClient], Awaitable[Reply]]) -> Reply:
-        server = self._least_loaded(self._servers)
+        member = await self._members.next()
         try:
-            with _counted(server):
-                return await server.reply(call)
+            reply = await member.reply(call)
         except BridgeError as error:
             if is_transient(error):
-                server.rests_until_s = time.monotonic() + REST_S
+                member.rest(unreachable=is_lost_connection(error))
+            self.restarted += is_lost_connection(error)
             raise
-
-    @staticmethod
-    def _least_loaded(servers: list[_Server]) -> _Server:
-        """Returns the least-loaded server; if all rest, the one that failed first."""
-        now_s = time.monotonic()
-        return min(servers, key=lambda server: (max(server.rests_until_s, now_s), server.in_flight))
+        member.unreachable = False
+        return reply
 
     # ------------------------------------------------------------ weight sync
 
     def world(self, senders: int = 1) -> WeightsWorld:
         """Returns the ranks of a weight-update group with so many senders; after `start`."""
-        if not self._infos:
+        if not self.infos:
             raise RuntimeError("Fleet.start() comes first")
-        return weights_world([info.tp_size for info in self._infos], senders)
+        return weights_world([info.tp_size for info in self.infos], senders)
 
     async def pause(self, mode: PauseMode = "retract") -> None:
         """Pauses every server (see ServerClient.pause)."""
@@ -197,6 +191,7 @@ class Fleet:
     async def resume(self) -> None:
         """Resumes every server (see ServerClient.resume)."""
         await self._everywhere(ServerClient.resume)
+        self._members.serve()
 
     async def flush_cache(self) -> None:
         """Flushes the cache of every server (see ServerClient.flush_cache)."""
@@ -209,6 +204,7 @@ class Fleet:
     async def end_weight_update(self, version: int) -> None:
         """Ends the weight update on every server (see ServerClient.end_weight_update)."""
         await self._everywhere(lambda client: client.end_weight_update(version))
+        self._synced = True
 
     async def init_weights_group(
         self,
@@ -330,12 +326,3 @@ class Fleet:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@contextmanager
-def _counted(server: _Server) -> Iterator[None]:
-    server.in_flight += 1
-    try:
-        yield
-    finally:
-        server.in_flight -= 1

@@ -8,6 +8,7 @@ there is one.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -60,15 +61,20 @@ async def retried(
     """Returns the result of the first try that succeeds.
 
     `call` is given the number of tries before it. Raises the last error when all tries failed, and
-    at once any error that `repeat` does not allow.
+    at once any error that `repeat` does not allow. A try that ended because its server was taken
+    out does not count: servers are taken out so often as they are lost, which others bound.
     """
+    if backoff.attempts < 1:
+        raise ValueError(f"attempts must be >= 1, got {backoff.attempts}")
     wait_s = backoff.first_wait_s
-    for earlier in range(backoff.attempts):
+    left = backoff.attempts
+    for earlier in itertools.count():
         try:
             return await call(earlier)
         except BridgeError as error:
-            if earlier + 1 == backoff.attempts or not repeat(error):
+            left -= not (isinstance(error, ServerUnreachable) and error.taken_out)
+            if left == 0 or not repeat(error):
                 raise
         await asyncio.sleep(wait_s)
         wait_s = min(2 * wait_s, backoff.max_wait_s)
-    raise ValueError(f"attempts must be >= 1, got {backoff.attempts}")
+    raise AssertionError("unreachable")

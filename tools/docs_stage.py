@@ -27,6 +27,7 @@ NAVIGATION = {
         "cluster",
         "cluster_plans",
         "weight_sync",
+        "recovery",
         "mismatch",
         "checkpoints",
         "convert",

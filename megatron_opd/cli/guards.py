@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.controller.health import HealthGuard
 from megatron_opd.controller.ports import Guard
 from megatron_opd.transport.zmq import RemoteLearner
@@ -17,45 +18,69 @@ class PartGone(RuntimeError):
     """Reports in one line that a part is gone while the controller's loops do not run."""
 
 
-async def while_alive(guard: Guard, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+async def while_alive(
+    guard: Guard,
+    work: Coroutine[Any, Any, ResultT],
+    beside: Coroutine[Any, Any, None] | None = None,
+) -> ResultT:
     """Await `work` that nothing else guards, such as an evaluation or the last checkpoint.
 
-    Raises PartGone as soon as `guard` reports a part as gone, and what `work` raises.
+    beside: runs meanwhile, and ends by failing alone.
+
+    Raises PartGone as soon as `guard` reports a part as gone, and what `work` or `beside` raises.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(guard.watch())
+    tasks: list[asyncio.Task[Any]] = [working, watching]
+    if beside is not None:
+        tasks.append(asyncio.create_task(beside))
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if watching.done() and not working.done():
             raise PartGone(str(watching.exception()))
+        if not working.done():
+            tasks[-1].result()
         return await working
     finally:
-        for task in (working, watching):
+        for task in tasks:
             task.cancel()
         # awaited, or asyncio would print the exceptions they ended with
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class RunGuard:
-    """Guards processes, engines and the learner's connections; a controller.ports.Guard."""
+    """Guards processes, servers and the learner's connections; a controller.ports.Guard.
 
-    def __init__(self, health: HealthGuard, learner: RemoteLearner) -> None:
-        self._health, self._learner = health, learner
+    health: what watches the processes that there are now; they change when one is started again.
+    """
+
+    def __init__(
+        self,
+        health: Callable[[], HealthGuard],
+        learner: RemoteLearner,
+        servers: Supervisor | None = None,
+    ) -> None:
+        self._make_health, self._learner, self._servers = health, learner, servers
 
     async def watch(self) -> None:
         """Run until cancelled; raise what is gone, a process in preference to its connection."""
-        health = asyncio.ensure_future(self._health.watch())
-        learner = asyncio.ensure_future(self._learner.failed())
+        guard = self._make_health()
+        health = asyncio.ensure_future(guard.watch())
+        others: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._learner.failed())]
+        if self._servers is not None:
+            others.append(asyncio.ensure_future(self._servers.failed()))
         try:
-            await asyncio.wait((health, learner), return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait((health, *others), return_when=asyncio.FIRST_COMPLETED)
             if not health.done():
-                raise await self._health.diagnose() or learner.result()
+                cause = next(iter(done)).result()
+                assert isinstance(cause, Exception)
+                raise await guard.diagnose() or cause
             await health
         finally:
-            for task in (health, learner):
+            for task in (health, *others):
                 task.cancel()
-            await asyncio.gather(health, learner, return_exceptions=True)
+            await asyncio.gather(health, *others, return_exceptions=True)
 
     async def diagnose(self) -> Exception | None:
         """Return the ended process that explains why another loop failed, if there is one."""
-        return await self._health.diagnose()
+        return await self._make_health().diagnose()

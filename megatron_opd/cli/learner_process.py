@@ -6,6 +6,7 @@ Invariant: after `stop` returns no process of the tree is left, whatever state i
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import signal
 import subprocess
@@ -77,6 +78,14 @@ class LearnerProcess:
         if threads is not None:
             self.environment["OMP_NUM_THREADS"] = str(threads)
         self._process: subprocess.Popen[bytes] | None = None
+
+    def again(self, number: int, command: Sequence[str]) -> LearnerProcess:
+        """Return another world like this one, not started; its log bears `number`."""
+        assert self.log is not None
+        other = copy.copy(self)
+        other.command, other._process = list(command), None
+        other.log = self.log.with_name(f"{self.log.name.split('.')[0]}.restart{number}.log")
+        return other
 
     @property
     def pid(self) -> int:

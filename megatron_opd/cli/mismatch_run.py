@@ -176,9 +176,8 @@ class MismatchRun:
             await all_up(remote, startup_s, parts, self._say)
             if not config.student.urls:
                 await self._join(fleet)
-            guard = RunGuard(
-                HealthGuard(self.processes.watched(), watched_engines({STUDENT: fleet})), remote
-            )
+            health = HealthGuard(self.processes.watched(), watched_engines({STUDENT: fleet}))
+            guard = RunGuard(lambda: health, remote)
             measured = await while_alive(guard, self._with_same_weights(fleet, remote))
             await remote.stop()
             return measured

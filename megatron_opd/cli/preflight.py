@@ -292,11 +292,17 @@ def prompt_limit(config: Config, student: ModelFacts) -> int:
 
 
 def check_served(
-    key: str, info: ServerInfo, section: ServerConfig, vocab_size: int, *, deterministic: bool
+    key: str,
+    info: ServerInfo,
+    section: ServerConfig,
+    vocab_size: int,
+    *,
+    deterministic: bool,
+    fresh: bool = True,
 ) -> None:
     """Check that a server started elsewhere serves the configured model. Raises UserError.
 
-    deterministic: it must have been started so.
+    deterministic: it must have been started so. fresh: its weights must be those it started with.
     """
     if info.vocab_size != vocab_size:
         raise UserError(
@@ -307,7 +313,7 @@ def check_served(
     if info.quantization != section.quantization:
         wanted, found = section.quantization or "none", info.quantization or "none"
         raise UserError(f"{key}: {info.url} must hold quantization {wanted}, got {found}")
-    if info.version != 0:
+    if fresh and info.version != 0:
         raise UserError(
             f"{key}: {info.url} already holds version {info.version} of another run: restart it"
         )

@@ -12,7 +12,6 @@ from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.joining import Part, there
 from megatron_opd.cli.learner_process import LearnerProcess
 from megatron_opd.controller.health import HealthGuard, WatchedProcess
-from megatron_opd.weight_sync.session import Lose, needed
 from sglang_bridge.errors import PortInUse, ServerDied, one_line
 from sglang_bridge.server.launch import ServerProcess, last_lines
 
@@ -64,18 +63,59 @@ class LocalProcesses:
 
     def discard(self, url: str) -> None:
         """Kill the server at `url`, if it was started here; from now on its end means nothing."""
-        for server in self.servers:
-            if server.spec.url == url and url not in self._discards:
+        for server in self._at(url):
+            if url not in self._discards:
                 ending = asyncio.to_thread(server.stop, 0)
                 self._discards[url] = asyncio.ensure_future(ending)
 
-    def watched(self, lose: Lose = needed) -> list[WatchedProcess]:
-        """Return every process as the health guard polls it. lose: what if a server ends."""
+    async def restart(self, url: str, timeout_s: float) -> None:
+        """Start the server at `url` again and wait until it answers, for at most `timeout_s`.
+
+        ServerDied: it did not. PortInUse: something else has taken its port.
+        """
+        (old,) = self._at(url)
+        self.discard(url)
+        await self._discards[url]
+        new = old.again()
+        self.servers = tuple(new if server is old else server for server in self.servers)
+        del self._discards[url]
+        new.start()
+        await asyncio.to_thread(new.wait_ready, timeout_s)
+
+    def watched(self) -> list[WatchedProcess]:
+        """Return every process as the health guard polls it, but those that were discarded."""
         kept = [server for server in self.servers if server.spec.url not in self._discards]
-        watched = [_watched(server, lose) for server in kept]
-        if self.learner is not None:
-            watched.append(WatchedProcess("the learner", self.learner.exit_code, self.learner.log))
-        return watched
+        return [*map(_watched, kept), *self.watched_learner()]
+
+    @property
+    def learner_ended(self) -> bool:
+        """Returns whether the learner was started here and has ended."""
+        return self.learner is not None and self.learner.exit_code() is not None
+
+    async def restart_learner(self, number: int, command: Sequence[str]) -> dict[str, Part]:
+        """Start the learner again, where it was started here; return what its start-up waits for.
+
+        number: of the restart, for the name of its log.
+        """
+        if self.learner is None:
+            return {}
+        await asyncio.to_thread(self.learner.stop, GRACE_S)
+        self.learner = self.learner.again(number, command)
+        self.learner.start()
+        return {"the learner's process": Part(there(), self.learner_died)}
+
+    def watched_learner(self) -> list[WatchedProcess]:
+        """Return the learner as the health guard polls it; nothing if it runs elsewhere."""
+        if self.learner is None:
+            return []
+        return [WatchedProcess("the learner", self.learner.exit_code, self.learner.log)]
+
+    def watched_server(self, url: str) -> list[WatchedProcess]:
+        """Return the server at `url` as the health guard polls it; none if it runs elsewhere."""
+        return list(map(_watched, self._at(url)))
+
+    def _at(self, url: str) -> list[ServerProcess]:
+        return [server for server in self.servers if server.spec.url == url]
 
     async def explain(self, error: Exception) -> str:
         """Return in one line the process whose end explains a failure, otherwise the failure."""
@@ -90,12 +130,9 @@ class LocalProcesses:
         await asyncio.gather(*stops)
 
 
-def _watched(server: ServerProcess, lose: Lose = needed) -> WatchedProcess:
-    url = server.spec.url
-    name = f"{server.spec.role} server {url}"
-    return WatchedProcess(
-        name, server.exit_code, server.log_path, server.cause, lambda why: lose(url, why)
-    )
+def _watched(server: ServerProcess) -> WatchedProcess:
+    name = f"{server.spec.role} server {server.spec.url}"
+    return WatchedProcess(name, server.exit_code, server.log_path, server.cause)
 
 
 async def _ready(server: ServerProcess, timeout_s: float) -> None:

@@ -13,7 +13,8 @@ import json
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -27,6 +28,7 @@ from megatron_opd.cli.guards import PartGone, while_alive
 from megatron_opd.cli.joining import Part, there
 from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.learner_process import LearnerProcess, learner_command
+from megatron_opd.cli.learner_restart import LearnerRestarts, last_checkpoint
 from megatron_opd.cli.placing import placement_here, with_backend
 from megatron_opd.cli.preflight import check_addresses, check_inputs_are_kept
 from megatron_opd.cli.prepare import Prepared, checked, prepare
@@ -35,8 +37,8 @@ from megatron_opd.cli.resume import Resumption, find_resumption, reopen_run_dir
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of, teacher_roles
 from megatron_opd.cli.run_dir import RunDir, hold_run_dir, prepare_run_dir
 from megatron_opd.cli.servers import server_processes
-from megatron_opd.cli.startup import all_up, join_role, stopped_by_signals
-from megatron_opd.cli.survivors import Survivors
+from megatron_opd.cli.startup import all_up, join_role, stopped_by_signals, take_in
+from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.cli.teacher_guard import check_teachers
 from megatron_opd.cli.wiring import (
     make_controller,
@@ -172,7 +174,10 @@ class PipelineRun:
         self.controller: Controller | None = None
         self.remote: RemoteLearner | None = None
         self.processes = LocalProcesses([], None)
-        self.survivors: Survivors | None = None
+        self.fleets: dict[Role, Fleet] = {}
+        self.supervisor: Supervisor | None = None
+        self.restarts: LearnerRestarts | None = None
+        self.rolled_back = 0
         self.started_s = time.monotonic()
 
     async def main(self) -> None:
@@ -213,7 +218,7 @@ class PipelineRun:
             remote = self.remote = RemoteLearner(config, self.admission)
         except ValueError as error:
             raise UserError(str(error)) from None
-        fleets: dict[Role, Fleet] = {}
+        fleets = self.fleets
         try:
             for role in self.roles:
                 section = section_of(config, role)
@@ -224,54 +229,111 @@ class PipelineRun:
                     if section_of(config, role).urls:  # checked before anything is started
                         await self._join(role, fleets[role])
                 self._open_run_dir()
-                self._start(remote.address)
+                self._start(remote)
                 await self._connect(remote, fleets)
             else:
                 await self._wait_for_others(remote, fleets)
             self._say(f"everything is up after {time.monotonic() - self.started_s:.0f} s")
-            teachers = {name: fleets[role] for name, role in teacher_roles(config).items()}
-            asked = {name: fleet.clients for name, fleet in teachers.items()}
-            self.survivors = Survivors(config, fleets, self.processes, self._say)
-            guard = make_guard(self.processes, fleets, self.totals, remote, self.survivors.lose)
-            checks = check_teachers(config, self.prepared, asked)
-            self._say(*await while_alive(guard, checks))
-            if not self.opened:
-                self._open_run_dir()
-            if self.resumed is None:
-                before = self.accuracies.before(fleets[STUDENT], teachers)
-                self._say(*await while_alive(guard, before))
-            else:
-                self.accuracies.restore(self.resumed.extras["accuracies"])
-            await self._train(remote, fleets, guard)
-            self._say(*await while_alive(guard, self.accuracies.after(fleets[STUDENT])))
-            if config.checkpoint.export_hf:
-                await remote.export_hf(self.run_dir.final_checkpoint)
-                self._say(f"checkpoint: {self.run_dir.final_checkpoint}")
+            supervisor = self.supervisor = Supervisor(
+                config, fleets, self.processes, partial(self._take_in, fleets), self._say
+            )
+            async with supervisor.watching():
+                guard = make_guard(self.processes, lambda: self.totals, remote, supervisor)
+                await self._evaluate_and_train(remote, fleets, guard)
             await remote.stop()
         finally:
             await asyncio.gather(*(fleet.close() for fleet in fleets.values()))
             remote.close()
 
-    async def _train(
+    async def _evaluate_and_train(
         self, remote: RemoteLearner, fleets: Mapping[Role, Fleet], guard: Guard
     ) -> None:
         config = self.config
-        resumed = self.resumed
+        teachers = {name: fleets[role] for name, role in teacher_roles(config).items()}
+        asked = {name: fleet.clients for name, fleet in teachers.items()}
+        checks = check_teachers(config, self.prepared, asked)
+        self._say(*await while_alive(guard, checks))
+        if not self.opened:
+            self._open_run_dir()
+        if self.resumed is None:
+            before = self.accuracies.before(fleets[STUDENT], teachers)
+            self._say(*await while_alive(guard, before))
+        else:
+            self.accuracies.restore(self.resumed.extras["accuracies"])
+        weight_sync = await self._train(remote, fleets, guard)
+        assert self.controller is not None
+        version = self.controller.accounting.version
+        serve_on = weight_sync.serve_on(lambda: version, asyncio.Lock())
+        after = self.accuracies.after(fleets[STUDENT])
+        self._say(*await while_alive(guard, after, beside=serve_on))
+        if config.student.urls:
+            await weight_sync.close()  # servers that outlive this run leave its group
+        if config.checkpoint.export_hf:
+            await remote.export_hf(self.run_dir.final_checkpoint)
+            self._say(f"checkpoint: {self.run_dir.final_checkpoint}")
+
+    async def _take_in(self, fleets: Mapping[Role, Fleet], role: Role, url: str) -> None:
+        key, vocab_size = self.keys[role], self.prepared.vocab_sizes[role]
+        await take_in(self.config, role, fleets[role], url, key, vocab_size)
+
+    async def _train(
+        self, remote: RemoteLearner, fleets: Mapping[Role, Fleet], guard: Guard
+    ) -> WeightSync:
+        """Make all updates, from the last checkpoint again whenever the learner was lost."""
+        config, student = self.config, fleets[STUDENT]
+        make_transport = transport_kind(config.weight_sync).fleet_part
+        transport = make_transport(student, remote.move_weights, config)
+        assert self.supervisor is not None
+        lose = self.supervisor.lose
+        weight_sync = WeightSync(student, remote, transport, config.weight_sync, lose)
+        await weight_sync.open()
+        restarts = self.restarts = LearnerRestarts(
+            config, remote, self.processes, partial(self._learner_command, remote), self._say
+        )
+        wall_s = self._earlier("wall_s", 0.0)
+        while True:
+            try:
+                await self._attempt(remote, fleets, guard, weight_sync)
+                return weight_sync
+            except (LoopFailed, PartGone) as error:
+                if not await restarts.possible():
+                    raise
+                self._say(f"the learner is lost and started again: {one_line(str(error))}")
+            assert self.checkpoints is not None
+            await self.checkpoints.abandon()
+            await restarts.again()
+            self._roll_back(last_checkpoint(config, wall_s))
+            await weight_sync.start_over()
+
+    def _roll_back(self, resumed: Resumption | None) -> None:
+        """Continue from there, as if nothing had been done since."""
+        assert self.controller is not None
+        state = NOTHING_YET if resumed is None else resumed.state
+        updates, next_uid = state.updates, state.next_uid
+        self.rolled_back += self.controller.accounting.updates - updates
+        self._say(f"the learner is up, and continues from update {updates}")
+        self.resumed = resumed
+        self.totals = RunTotals(self.urls[STUDENT], self.config.rollout.group_size)
+        self.prepared = replace(self.prepared, prompts=self.prepared.prompts.at(next_uid))
+        self.run_dir.rewind(updates)
+
+    async def _attempt(
+        self,
+        remote: RemoteLearner,
+        fleets: Mapping[Role, Fleet],
+        guard: Guard,
+        weight_sync: WeightSync,
+    ) -> None:
+        """Make the updates that are left, with one learner."""
+        config, resumed = self.config, self.resumed
         state = NOTHING_YET if resumed is None else resumed.state
         if resumed is not None:
             await remote.load_state(resumed.learner)
-        student = fleets[STUDENT]
-        make_transport = transport_kind(config.weight_sync).fleet_part
-        transport = make_transport(student, remote.move_weights, config)
-        assert self.survivors is not None
-        weight_sync = WeightSync(
-            student, remote, transport, config.weight_sync, self.survivors.lose
-        )
-        await weight_sync.open()
-        if resumed is not None or config.weight_sync.round_to is not None:
-            # the servers loaded the exact checkpoint that the run began with
+        assert self.restarts is not None
+        if resumed is not None or self.restarts.count or config.weight_sync.round_to is not None:
+            # the servers hold other weights: the checkpoint that the run began with, or later ones
             await weight_sync.sync(state.version)
-        recorder = make_recorder(
+        recorder = self.recorder = make_recorder(
             config,
             self.run_dir,
             self.totals,
@@ -285,11 +347,12 @@ class PipelineRun:
         self.controller = make_controller(
             config, self.prepared, fleets, remote, weight_sync, recorder, guard, kept, state
         )
-        self.recorder = recorder
         await self.controller.run()
         await while_alive(guard, kept.finish())
-        if config.student.urls:
-            await weight_sync.close()  # servers that outlive this run leave its group
+
+    def _learner_command(self, remote: RemoteLearner) -> list[str]:
+        extra = ["--controller", remote.address]
+        return learner_command(self.run_dir.resolved_config, self.config.learner, extra)
 
     def _extras(self) -> dict[str, Any]:
         """Return what a resumed run needs besides learner and controller."""
@@ -337,11 +400,8 @@ class PipelineRun:
         }
         await all_up(remote, max(limits.values()), parts, self._say)
 
-    def _start(self, controller_address: str) -> None:
-        config = self.config
-        command = learner_command(
-            self.run_dir.resolved_config, config.learner, ["--controller", controller_address]
-        )
+    def _start(self, remote: RemoteLearner) -> None:
+        config, command = self.config, self._learner_command(remote)
         log, token = self.run_dir.logs / "learner.log", self.admission.token
         gpus = self.placement.visible(LEARNER)
         learner = LearnerProcess(command, log, config.learner.threads, token, gpus)
@@ -396,7 +456,13 @@ class PipelineRun:
         summary |= self.accuracies.summary()
         summary["resumed_at_updates"] = self._resumed_at()
         summary["resumed_with_changes"] = self._changes()
-        summary["servers_lost"] = {} if self.survivors is None else self.survivors.lost
+        supervisor = self.supervisor
+        summary["servers_lost"] = {} if supervisor is None else supervisor.lost
+        restarted = 0 if supervisor is None else supervisor.restarted.total()
+        summary["servers_restarted"] = restarted
+        summary["learner_restarts"] = 0 if self.restarts is None else self.restarts.count
+        summary["updates_rolled_back"] = self.rolled_back
+        summary["samples_readmitted"] = sum(fleet.restarted for fleet in self.fleets.values())
         summary["frames_refused"] = 0 if self.remote is None else self.remote.frames_refused
         if self.checkpoints is not None:
             summary["checkpoint_wait_s_mean"] = self.checkpoints.waited_s.value

@@ -90,11 +90,7 @@ class RunDir:
         May raise OSError; UserError, before anything is changed, for a damaged metrics.jsonl.
         """
         kept = self._rows_before(updates)
-        earlier = self.path / "earlier"
-        earlier.mkdir(exist_ok=True)
-        taken = [int(entry.name) for entry in earlier.iterdir() if entry.name.isdecimal()]
-        aside = earlier / f"{max(taken, default=0) + 1}"
-        aside.mkdir()
+        aside = self._aside()
         for product in (self.logs, self.trace, self.summary):
             if product.exists():
                 product.rename(aside / product.name)
@@ -105,6 +101,25 @@ class RunDir:
             write_synced(self.metrics, kept)
         write_synced(self.resolved_config, notes + dump_config(config))
         reserve_json(self.summary)
+
+    def rewind(self, updates: int) -> None:
+        """Cut metrics.jsonl back to the first `updates` updates; the trace moves to earlier/N/.
+
+        For a run that goes on in the same process. May raise OSError; UserError as continue_from.
+        """
+        kept = self._rows_before(updates)
+        if self.trace.exists():
+            self.trace.rename(self._aside() / self.trace.name)
+        write_synced(self.metrics, kept)
+
+    def _aside(self) -> Path:
+        """Make the next directory earlier/N."""
+        earlier = self.path / "earlier"
+        earlier.mkdir(exist_ok=True)
+        taken = [int(entry.name) for entry in earlier.iterdir() if entry.name.isdecimal()]
+        aside = earlier / f"{max(taken, default=0) + 1}"
+        aside.mkdir()
+        return aside
 
     def _rows_before(self, updates: int) -> str:
         """Return the complete rows of metrics.jsonl of the first `updates` updates."""

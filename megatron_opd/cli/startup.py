@@ -12,6 +12,7 @@ from megatron_opd.cli.guards import RunGuard
 from megatron_opd.cli.joining import Part, all_of, answers
 from megatron_opd.cli.preflight import check_served
 from megatron_opd.cli.roles import Role, section_of
+from megatron_opd.cli.wiring import make_client
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.health import HealthGuard
 from megatron_opd.transport.zmq import LearnerError, RemoteLearner
@@ -26,7 +27,7 @@ async def all_up(
     say: Callable[[str], None],
 ) -> None:
     """Wait for the learner and `parts`, each of which is watched once it is there."""
-    watch = RunGuard(HealthGuard(), remote).watch
+    watch = RunGuard(HealthGuard, remote).watch
     learner = Part(remote.wait_ready(startup_s), watch)
     try:
         await all_of({**parts, "the learner": learner}, say)
@@ -52,6 +53,22 @@ async def join_role(
         check_served(
             f"{role}.urls", info, section, vocab_size, deterministic=config.run.deterministic
         )
+
+
+async def take_in(
+    config: Config, role: Role, fleet: Fleet, url: str, api_key: str | None, vocab_size: int
+) -> None:
+    """Add a server that came back to its fleet. BridgeError, UserError: it is not what it was."""
+    section = section_of(config, role)
+    client = make_client(section, url, api_key)
+    try:
+        info = await client.info()
+        deterministic = config.run.deterministic
+        check_served(role, info, section, vocab_size, deterministic=deterministic, fresh=False)
+        fleet.add(client, info)
+    except (BridgeError, UserError):
+        await client.close()
+        raise
 
 
 @contextmanager

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from rich.console import Console
 
@@ -17,6 +16,7 @@ from megatron_opd.cli.processes import LocalProcesses
 from megatron_opd.cli.resume import Resumption
 from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
 from megatron_opd.cli.run_dir import RunDir
+from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.cli.teacher_guard import make_teacher_watch
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
@@ -39,15 +39,18 @@ from megatron_opd.teacher.scorer import FleetScorer, Reward
 from megatron_opd.transport.messages import UpdateMetrics
 from megatron_opd.transport.zmq import RemoteLearner
 from megatron_opd.types import Batch, Rollout
-from megatron_opd.weight_sync.session import Lose, needed
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 
 
+def make_client(section: ServerConfig, url: str, api_key: str | None = None) -> ServerClient:
+    """Make a client for a server of a role."""
+    return ServerClient(url, timeout_s=section.request_timeout_s, api_key=api_key)
+
+
 def make_fleet(section: ServerConfig, urls: Sequence[str], api_key: str | None = None) -> Fleet:
     """Make clients for a role's servers."""
-    timeout_s = section.request_timeout_s
-    return Fleet([ServerClient(url, timeout_s=timeout_s, api_key=api_key) for url in urls])
+    return Fleet([make_client(section, url, api_key) for url in urls])
 
 
 def make_recorder(
@@ -88,14 +91,11 @@ def make_recorder(
 
 
 def watched_engines(
-    fleets: Mapping[Role, Fleet], lose: Lose = needed, besides: Container[str] = ()
+    fleets: Mapping[Role, Fleet], besides: Container[str] = ()
 ) -> list[WatchedEngine]:
-    """Return all servers, as they are watched by asking them. besides: urls of those that are not.
-
-    lose: what if one does not answer.
-    """
+    """Return all servers, as they are watched by asking. besides: urls of those that are not."""
     return [
-        WatchedEngine(f"{role} server {client.url}", client.alive, partial(lose, client.url))
+        WatchedEngine(f"{role} server {client.url}", client.alive)
         for role, fleet in fleets.items()
         for client in fleet.clients
         if client.url not in besides
@@ -104,18 +104,16 @@ def watched_engines(
 
 def make_guard(
     processes: LocalProcesses,
-    fleets: Mapping[Role, Fleet],
-    totals: RunTotals,
+    totals: Callable[[], RunTotals],
     learner: RemoteLearner,
-    lose: Lose,
+    servers: Supervisor,
 ) -> RunGuard:
-    """Watch processes by their ids, servers by asking them too, the learner by its socket.
+    """Watch the learner by its process and its socket; the servers are the supervisor's."""
 
-    A server's process may be there and hang.
-    """
-    engines = watched_engines(fleets, lose)
-    health = HealthGuard(processes.watched(lose), engines, on_tick=totals.memory.sample)
-    return RunGuard(health, learner)
+    def health() -> HealthGuard:
+        return HealthGuard(processes.watched_learner(), on_tick=totals().memory.sample)
+
+    return RunGuard(health, learner, servers)
 
 
 def make_reward(judge: Judge | None) -> Reward | None:

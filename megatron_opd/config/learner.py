@@ -212,6 +212,11 @@ class LearnerConfig(Section):
     timeout_s: Seconds = 1800.0
     """Longest wait in seconds for one reply of the learner; then the run ends with an error. Raise
     it for large batches on slow machines."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often within an hour the learner is started again after a rank was lost or hung. The run
+    continues from its last checkpoint, or from its beginning where there is none; the servers stay
+    up. A learner that was started elsewhere is not started but awaited. 0: never. Raising it
+    outlasts machines that fail again and again."""
     gpu_memory_gib: PositiveFloat | None = None
     """Memory of one GPU in GiB (79 for an 80 GB H100, 139 for an H200): `opd check` rejects what
     cannot fit; null: it only prints what is needed."""

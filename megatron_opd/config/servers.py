@@ -54,8 +54,14 @@ class ServerConfig(Section):
     sampler; on a CPU it is slow, because every product de-quantises its matrix. null: not
     quantised."""
     min_servers: Processes = 1
-    """Number of servers without which the run ends. Until then it goes on without servers that are
-    lost, more slowly. Not with run.deterministic, where every server counts."""
+    """Number of servers without which the run ends, where those that are being started again count
+    too. Until then it goes on without servers that are lost, more slowly. Not with
+    run.deterministic, where every server counts."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often within an hour one server is started again after it was lost, with growing waits,
+    from 1 s on; it takes part from the next weight sync on. A server at `urls` is not started but
+    awaited, for startup_timeout_s. 0: never. Raising it outlasts servers that fail again and
+    again."""
     tp: Processes = 1
     """Tensor-parallel ranks per server, each a process (on a GPU node one GPU each). More ranks
     hold larger models and communicate more."""

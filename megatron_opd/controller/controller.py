@@ -14,6 +14,7 @@
 | learn     | scored samples   | (h + 1) B, in order | score; the weight sync of its update,   |
 |           |                  |                     | or that sync's release of the learner   |
 | sync      | updated weights  | the optimizer step  | learn                                   |
+| serve on  | added servers    | no server left      | the supervisor, once one is up again    |
 
 Invariants: every admitted prompt is trained on, dropped with a counted reason, or reported as in
 flight at the end; it holds one permit until then (buffer/permits.py); no more prompts are admitted
@@ -158,6 +159,8 @@ class Controller:
         schedule = self._schedule
         start("learn", self._learn())
         self._serving = [start("admit", self._admit()), start("sync", self._sync())]
+        serve_on = self._ports.weight_sync.serve_on(self._current, self._learner)
+        self._serving.append(start("serve on", serve_on))
         rollout_slots = min(schedule.rollout_slots, self._permits.total)
         score_slots = min(schedule.score_slots, self._permits.total)
         self._serving += [start(f"rollout-{i}", self._roll_out()) for i in range(rollout_slots)]
@@ -294,6 +297,10 @@ class Controller:
                 await keeper.after_update(updates, self.snapshot)
             turn.end()
             self._trained.task_done()
+
+    def _current(self) -> int | None:
+        """Return the live version if the learner has its weights, not newer ones."""
+        return self._version if self._version == self._num_updates else None
 
     def _depths(self) -> Depths:
         return Depths(

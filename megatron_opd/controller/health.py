@@ -27,15 +27,13 @@ class WatchedProcess:
     """Describes a process of this machine.
 
     poll: returns None while it runs, otherwise its exit code (as subprocess.Popen.poll does). log:
-    shown to the user. cause: which of its own processes ended it, if one did. lose: is told that
-    it ended; returns whether the run goes on without it.
+    shown to the user. cause: which of its own processes ended it, if one did.
     """
 
     name: str
     poll: Callable[[], int | None]
     log: Path | None = None
     cause: Callable[[], str | None] = lambda: None
-    lose: Callable[[str], bool] = lambda why: False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +41,11 @@ class WatchedEngine:
     """Describes an engine started elsewhere.
 
     alive: asks it. False means no answer in time, which a busy engine gives too; OSError and
-    ServerUnreachable say that nothing listens there. lose: as of a WatchedProcess.
+    ServerUnreachable say that nothing listens there.
     """
 
     name: str
     alive: Callable[[], Awaitable[bool]]
-    lose: Callable[[str], bool] = lambda why: False
 
 
 class HealthGuard:
@@ -75,7 +72,7 @@ class HealthGuard:
         engine_refusals: int = 2,
         on_tick: Callable[[], object] | None = None,
     ) -> None:
-        self._processes, self._engines = list(processes), tuple(engines)
+        self._processes, self._engines = tuple(processes), tuple(engines)
         self._interval_s, self._engine_interval_s = interval_s, engine_interval_s
         self._engine_misses, self._engine_refusals = engine_misses, engine_refusals
         self._on_tick = on_tick
@@ -85,12 +82,8 @@ class HealthGuard:
         watchers = [self._watch_processes(), *map(self._watch_engine, self._engines)]
         tasks = [asyncio.create_task(watcher) for watcher in watchers]
         try:
-            while True:
-                done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    if (gone := task.result()) is not None:
-                        raise gone
-                tasks = list(waiting)  # there is always the one that polls the processes
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            raise next(iter(done)).result()
         finally:
             for task in tasks:
                 task.cancel()
@@ -114,8 +107,7 @@ class HealthGuard:
             await asyncio.sleep(self._interval_s)
         return dead
 
-    async def _watch_engine(self, engine: WatchedEngine) -> EngineLost | None:
-        """Return once the engine is gone: what is lost with it, None if the run goes on."""
+    async def _watch_engine(self, engine: WatchedEngine) -> Exception:
         misses = refusals = 0
         while misses < self._engine_misses and refusals < self._engine_refusals:
             await asyncio.sleep(self._engine_interval_s)
@@ -126,20 +118,15 @@ class HealthGuard:
                 misses += 1
             except (OSError, ServerUnreachable):
                 refusals += 1
-        lost = EngineLost(f"{engine.name} did not answer {misses} times in a row")
         if refusals == self._engine_refusals:
-            lost = EngineLost(f"{engine.name} is gone: nothing listens there any more")
-        return None if engine.lose(str(lost)) else lost
+            return EngineLost(f"{engine.name} is gone: nothing listens there any more")
+        return EngineLost(f"{engine.name} did not answer {misses} times in a row")
 
     def _first_dead(self) -> ProcessDied | None:
-        """Return the first process that ended and without which the run does not go on."""
-        for process in tuple(self._processes):
+        for process in self._processes:
             code = process.poll()
             if code is not None:
-                died = _died(process, code)
-                if not process.lose(str(died)):
-                    return died
-                self._processes.remove(process)
+                return _died(process, code)
         return None
 
 

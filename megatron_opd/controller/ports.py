@@ -5,6 +5,7 @@ Every method may raise; an exception other than SampleRejected stops the run wit
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,6 +50,14 @@ class WeightSyncer(Protocol):
 
         turn: with the learner, for whoever can go on without it. A failure raises, and leaves no
         engine running on half-updated weights.
+        """
+        ...
+
+    async def serve_on(self, current: Callable[[], int | None], learner: asyncio.Lock) -> None:
+        """Sync the current version again whenever only engines without it are left.
+
+        Runs until it is cancelled. current: the version whose weights the learner has; None: they
+        are newer. learner: held by whoever uses it.
         """
         ...
 

@@ -206,6 +206,16 @@ class PromptSource:
         self.cursor = cursor
         self._order = self._order_of(self.epoch)
 
+    def at(self, cursor: int) -> PromptSource:
+        """Return a source of the same stream that continues at `cursor`."""
+        return PromptSource(
+            self._prompts,
+            seed=self._seed,
+            shuffle=self._shuffle,
+            group_size=self._group_size,
+            cursor=cursor,
+        )
+
     @property
     def epoch(self) -> int:
         """Returns the number of completed passes over the data."""

@@ -135,8 +135,8 @@ class Channel:
         """Send a message to the controller."""
         self._socket.send(encode(message))
 
-    def report(self, error: BaseException) -> None:
-        """Tell the controller why this rank ends, in one line."""
+    def report(self, error: BaseException, *, final: bool) -> None:
+        """Tell the controller why this rank ends, in one line. final: see messages.Failed."""
         if self._shown is None:
             self._show_token()
         if self._shown is None:
@@ -144,7 +144,7 @@ class Channel:
         rank = int(os.environ.get("RANK", "0"))
         # A ValueError already speaks to the user: it names key, rule and value.
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        self.reply(Failed(rank, one_line(f"{kind}{error}", 1000)))
+        self.reply(Failed(rank, one_line(f"{kind}{error}", 1000), final))
 
     def receive(self, world: World) -> tuple[Request, list[memoryview]]:
         """Return the next request and its raw frames, on every rank of the model copy.

@@ -15,7 +15,7 @@ from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import Channel, ControllerLost, NotWelcome
 from megatron_opd.learner.determinism import deterministic
-from megatron_opd.learner.learner import MegatronLearner
+from megatron_opd.learner.learner import MegatronLearner, NotFinite
 from megatron_opd.learner.model import DTYPES
 from megatron_opd.learner.state.state import LearnerState
 from megatron_opd.models.spec import read_model_spec
@@ -64,13 +64,18 @@ def serve(config: Config, address: str) -> int:
         return EXIT_BAD_INPUT if isinstance(error, NotWelcome) else EXIT_FAILED
     except Exception as error:  # noqa: BLE001  every failure must reach the controller
         channel.leave()  # the controller ends once it has this answer, which is no failure here
-        channel.report(error)
+        channel.report(error, final=_would_fail_again(error))
         traceback.print_exc(file=sys.stderr)
         return EXIT_FAILED
     finally:
         channel.close()
     dist.destroy_process_group()
     return 0
+
+
+def _would_fail_again(error: Exception) -> bool:
+    """Return whether another learner would end so: not for a lost peer or a full disk."""
+    return isinstance(error, NotFinite) or not isinstance(error, RuntimeError | OSError)
 
 
 def _largest_frame(config: Config) -> int:

@@ -251,10 +251,14 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Says that a rank cannot continue, so that the learner ends. reason: one line."""
+    """Says that a rank cannot continue, so that the learner ends. reason: one line.
+
+    final: another learner would end in the same way.
+    """
 
     rank: int
     reason: str
+    final: bool = True
 
 
 Reply = Hello | Done | Failed

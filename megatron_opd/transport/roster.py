@@ -19,11 +19,14 @@ NAMED_KEYS = 8
 
 
 class Breach(Exception):
-    """Reports in one line a learner that the run cannot use. answer: tell the rank why."""
+    """Reports in one line a learner that the run cannot use. answer: tell the rank why.
 
-    def __init__(self, reason: str, *, answer: bool = False) -> None:
+    final: another learner would be of no more use.
+    """
+
+    def __init__(self, reason: str, *, answer: bool = False, final: bool = True) -> None:
         super().__init__(reason)
-        self.answer = answer
+        self.answer, self.final = answer, final
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +83,11 @@ class Roster:
         match reply:
             case Hello():
                 return self._hello(identity, rank, reply)
-            case Failed(rank=named, reason=reason):
+            case Failed(rank=named, reason=reason, final=final):
                 if rank is None and not 0 <= named < self._expected.world_size:
                     return "a failure report of an unknown rank"
-                raise Breach(f"rank {named if rank is None else rank}: {one_line(reason)}")
+                who = named if rank is None else rank
+                raise Breach(f"rank {who}: {one_line(reason)}", final=final)
             case Done(call=call, result=result):
                 if rank is None:
                     return "an answer of a peer that never said hello"

@@ -64,7 +64,14 @@ ResultT = TypeVar("ResultT", bound=Result)
 
 
 class LearnerError(RuntimeError):
-    """Reports in one line that the learner failed or did not answer in time."""
+    """Reports in one line that the learner failed or did not answer in time.
+
+    final: another learner would fail in the same way.
+    """
+
+    def __init__(self, message: str, *, final: bool = True) -> None:
+        super().__init__(message)
+        self.final = final
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +98,14 @@ class RemoteLearner:
         self._config, self._sync_s = config.learner, config.weight_sync.timeout_s
         self._welcome = _welcome(config, admission.claim)
         parallel = self._config.parallel
-        self._roster = Roster(
-            Expected(
-                world_size=parallel.world_size,
-                data_ranks=parallel.dp,
-                dtype=self._config.dtype,
-                vocab_size=admission.vocab_size,
-                digests=admission.digests,
-            )
+        self._expected = Expected(
+            world_size=parallel.world_size,
+            data_ranks=parallel.dp,
+            dtype=self._config.dtype,
+            vocab_size=admission.vocab_size,
+            digests=admission.digests,
         )
+        self._roster = Roster(self._expected)
         self._refusals = Refusals()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -120,6 +126,7 @@ class RemoteLearner:
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._connections: dict[int, bytes] = {}
         self._failure: LearnerError | None = None
+        self._silent: LearnerError | None = None
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._lock = asyncio.Lock()
@@ -134,6 +141,16 @@ class RemoteLearner:
     def frames_refused(self) -> int:
         """Returns the number of connections without the run's token and of malformed messages."""
         return self._refusals.count
+
+    @property
+    def failure(self) -> LearnerError | None:
+        """Returns why the learner is of no use, or that it was silent when last asked."""
+        return self._failure or self._silent
+
+    def start_over(self) -> None:
+        """Forget a learner that is gone, so that another one can join at the same address."""
+        self._roster, self._failure, self._silent = Roster(self._expected), None, None
+        self._connections.clear()
 
     async def wait_ready(self, timeout_s: float) -> LearnerInfo:
         """Wait until every rank has loaded the model."""
@@ -254,7 +271,7 @@ class RemoteLearner:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LAST_WORDS_S):
                         raise await self.failed() from None
-                self._fail(f"{what}: the learner cannot be reached: {error}")
+                self._fail(f"{what}: the learner cannot be reached: {error}", final=False)
                 assert self._failure is not None
                 raise self._failure from None
             limit_s = self._config.timeout_s if timeout_s is None else timeout_s
@@ -287,9 +304,10 @@ class RemoteLearner:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._changed.wait()
             except TimeoutError:
-                raise LearnerError(
-                    f"{what}: no answer from the learner within {timeout_s:g} s"
-                ) from None
+                said = f"{what}: no answer from the learner within {timeout_s:g} s"
+                self._silent = LearnerError(said, final=False)
+                raise self._silent from None
+        self._silent = None
 
     async def _receive(self) -> None:
         poller = zmq.asyncio.Poller()
@@ -304,7 +322,7 @@ class RemoteLearner:
             # only now: a rank that reported its failure has said more than that it is gone
             for rank in (self._roster.rank_of(peer) for peer in ended if peer is not None):
                 if rank is not None and not self._leaving:
-                    self._fail(f"learner rank {rank} is gone: its connection ended")
+                    self._fail(f"learner rank {rank} is gone: its connection ended", final=False)
             self._changed.set()
 
     async def _take(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
@@ -322,7 +340,7 @@ class RemoteLearner:
         except Breach as breach:
             if breach.answer:
                 await self._answer(identity, Refused(str(breach)))
-            self._fail(f"learner {breach}")
+            self._fail(f"learner {breach}", final=breach.final)
             return
         if ignored is not None:
             self._refusals.add(ignored)
@@ -333,7 +351,8 @@ class RemoteLearner:
             self._connections[frames[0].get(zmq.SRCFD)] = identity
             if not await self._answer(identity, self._welcome):
                 # its connection may have ended before we knew whose it was
-                self._fail(f"learner rank {reply.rank} is gone: it left before its welcome")
+                gone = f"learner rank {reply.rank} is gone: it left before its welcome"
+                self._fail(gone, final=False)
 
     async def _answer(self, identity: bytes, message: Welcome | Refused) -> bool:
         """Answer a peer; returns whether it was still connected."""
@@ -349,9 +368,9 @@ class RemoteLearner:
         if error is not None:
             self._fail(f"{task.get_name()}: {type(error).__name__}: {one_line(str(error))}")
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, *, final: bool = True) -> None:
         """Record the first reason, which is the cause; later ones follow from it."""
-        self._failure = self._failure or LearnerError(reason)
+        self._failure = self._failure or LearnerError(reason, final=final)
         self._changed.set()
 
 

@@ -13,6 +13,7 @@ making, outside of all limits.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from sglang_bridge.errors import WeightSyncFailed
 
 logger = logging.getLogger(__name__)
 
+LOOK_AGAIN_S = 0.1
 FAULTS = 2
 """A server that answers is given up once this many tries failed by its fault."""
 
@@ -81,10 +83,11 @@ class WeightSync:
         self._lose = lose
         settings = f"weight_sync.timeout_s = {config.timeout_s:g}, weight_sync.tries = "
         self._steps = Steps(fleet, learner, transport, f"{settings}{config.tries}")
-        self._connected: tuple[str, ...] | None = None
+        self._connected: int | None = None
         self._opened = False
         self._num_syncs = 0
         self._failed: str | None = None
+        self._syncing = asyncio.Lock()
 
     async def open(self) -> None:
         """Connect the learner and the servers.
@@ -92,13 +95,14 @@ class WeightSync:
         Raises WeightSyncFailed when a server holds weights of another run or does not connect in
         time.
         """
+        await self._fleet.let_in()
         self._steps.start(self._config.timeout_s)
         for url, version in (await self._steps.take("versions", self._fleet.versions())).items():
             if version != 0:
                 raise WeightSyncFailed(
                     f"{url} already holds version {version} of another run: restart it"
                 )
-        self._connected = self._fleet.urls
+        self._connected = self._fleet.epoch
         await self._steps.take("open", self._transport.open())
         self._opened = True
 
@@ -108,6 +112,39 @@ class WeightSync:
         turn: with the learner, which is released early at most once. Raises WeightSyncFailed; the
         servers stay paused then, and every later call fails too.
         """
+        async with self._syncing:
+            return await self._sync(version, turn)
+
+    async def serve_on(self, current: Callable[[], int | None], learner: asyncio.Lock) -> None:
+        """Sync the current version again whenever only servers without it are left.
+
+        Otherwise servers that were added get their weights with the next version. Runs until it is
+        cancelled; raises as `sync`. current: the version whose weights the learner has; None: they
+        are newer, and about to be synced anyway. learner: held by whoever uses it.
+        """
+        while True:
+            await self._fleet.stranded()
+            async with learner, self._syncing:
+                version = current()
+                if self._fleet.is_stranded and version is not None:
+                    await self._sync(version, ALONE)
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def start_over(self) -> None:
+        """Prepare for another learner, after one that may have been lost in a weight sync.
+
+        WeightSyncFailed: too few servers are left.
+        """
+        async with self._syncing:
+            self._failed, self._num_syncs = None, 0
+            await self._settle(WeightSyncFailed("the learner is lost"), Counter())
+
+    async def close(self) -> None:
+        """Release what the servers hold of the transport, for servers that outlive the run."""
+        self._steps.start(self._config.timeout_s)
+        await self._steps.take("close", self._transport.close())
+
+    async def _sync(self, version: int, turn: LearnerTurn) -> WeightSyncReport:
         if not self._opened:
             raise WeightSyncFailed("weights were sent before the weight sync was opened")
         if self._failed is not None:
@@ -119,11 +156,6 @@ class WeightSync:
             raise
         self._num_syncs += 1
         return report
-
-    async def close(self) -> None:
-        """Release what the servers hold of the transport, for servers that outlive the run."""
-        self._steps.start(self._config.timeout_s)
-        await self._steps.take("close", self._transport.close())
 
     async def _tried(self, version: int, turn: LearnerTurn) -> WeightSyncReport:
         tries = self._config.tries
@@ -142,19 +174,25 @@ class WeightSync:
         raise AssertionError("weight_sync.tries is at least 1")
 
     async def _try(self, version: int, turn: LearnerTurn, *, again: bool) -> WeightSyncReport:
-        """Make `version` live once. again: a try before this one failed: what came is verified."""
+        """Make `version` live once, also on servers that were added since.
+
+        What comes after a failed try (again) or to other servers than before is verified.
+        """
+        await self._fleet.let_in()  # where none is left, one is being started again
         self._steps.start(self._config.try_s)
-        if self._connected != self._fleet.urls:
-            self._connected = self._fleet.urls
+        joined = self._connected != self._fleet.epoch
+        if joined:
+            self._connected = self._fleet.epoch
             await self._steps.take("reopen", self._transport.reopen())
         every, first = self._config.verify_every, self._num_syncs == 0
         due = first or (every > 0 and self._num_syncs % every == 0)
-        verifies, start = due or again, None
+        unsure = first or again or joined
+        verifies, start = due or unsure, None
         if self._overlapping is not None:
             # digests need the learner
             released = None if verifies else turn.release
             start = partial(self._overlapping.start, version, released)
-        return await self._steps.sync(version, verifies=verifies, live=first or again, start=start)
+        return await self._steps.sync(version, verifies=verifies, live=unsure, start=start)
 
     async def _settle(self, error: WeightSyncFailed, faults: Counter[str]) -> None:
         """Prepare for another try. WeightSyncFailed: too few servers are left for one."""

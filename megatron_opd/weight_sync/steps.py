@@ -32,6 +32,24 @@ class SyncedFleet(Protocol):
         ...
 
     @property
+    def epoch(self) -> int:
+        """Returns a number that changes whenever a server comes or goes."""
+        ...
+
+    async def let_in(self) -> None:
+        """Let servers that were added take part; return once there is a server at all."""
+        ...
+
+    @property
+    def is_stranded(self) -> bool:
+        """Returns whether no server gives answers, and one that was added waits for weights."""
+        ...
+
+    async def stranded(self) -> None:
+        """Return once that is so."""
+        ...
+
+    @property
     def silent(self) -> Sequence[str]:
         """Returns the servers that had not answered when the last step was given up."""
         ...

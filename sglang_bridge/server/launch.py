@@ -67,6 +67,12 @@ class ServerProcess:
         self._cause: str | None = None
         self._pids: set[int] = set()
 
+    def again(self) -> ServerProcess:
+        """Returns another process like this one, not started, which writes a log of its own."""
+        name, *number = self.log_path.name.removesuffix(".log").split(".restart")
+        log_path = self.log_path.with_name(f"{name}.restart{int(*number) + 1}.log")
+        return ServerProcess(self.spec, log_path, self._api_key)
+
     @property
     def pid(self) -> int | None:
         """Returns the process id, which is its group's id too; None before start."""

@@ -191,6 +191,18 @@ class Learner:
         return replace(figures, mismatch_tokens=0, **nothing)
 
 
+class SameServers:
+    """What a fleet says to whose servers nothing happens."""
+
+    epoch = 0
+    is_stranded = False
+
+    async def let_in(self) -> None: ...
+
+    async def stranded(self) -> None:
+        await asyncio.Event().wait()
+
+
 @dataclass
 class WeightSyncer:
     fleet: Fleet
@@ -211,6 +223,10 @@ class WeightSyncer:
         self.synced.append(version)
         phases = (Phase("pause", started_s, started_s), Phase("send", started_s, clock()))
         return WeightSyncReport(version, phases, 1000, started_s, clock())
+
+    async def serve_on(self, current: Callable[[], int | None], learner: asyncio.Lock) -> None:
+        """Never needed: its servers are never lost."""
+        await asyncio.Event().wait()
 
 
 @dataclass

@@ -31,7 +31,7 @@ def process(code: str) -> subprocess.Popen[bytes]:
 def guarded(body: Callable[[RunGuard, Learner], Awaitable[None]], *watched: WatchedProcess) -> None:
     async def main() -> None:
         learner: Any = Learner()
-        await body(RunGuard(HealthGuard(watched, interval_s=0.01), learner), learner)
+        await body(RunGuard(lambda: HealthGuard(watched, interval_s=0.01), learner), learner)
 
     asyncio.run(asyncio.wait_for(main(), 30))
 

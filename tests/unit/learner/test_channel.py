@@ -26,11 +26,12 @@ def test_a_rank_joins_receives_requests_and_reports_failures():
         try:
             assert rank.join(hello()) == m.Welcome(None, "", False)
             answer.join()
-            rank.report(ValueError("learner.parallel:\n  tp \x1b[31m"))
+            rank.report(ValueError("learner.parallel:\n  tp \x1b[31m"), final=True)
             identity, frame = socket.recv_multipart()
             assert m.decode_reply([frame]) == m.Failed(0, "learner.parallel: tp \\x1b[31m")
-            rank.report(RuntimeError("boom"))
-            assert m.decode_reply(socket.recv_multipart()[1:]).reason == "RuntimeError: boom"
+            rank.report(RuntimeError("boom"), final=False)
+            boom = m.Failed(0, "RuntimeError: boom", final=False)
+            assert m.decode_reply(socket.recv_multipart()[1:]) == boom
             socket.send_multipart([identity, m.encode(m.Stop(9)), b"raw"])
             request, frames = rank.receive(HEAD)
             assert request == m.Stop(9)
@@ -56,7 +57,7 @@ def test_a_rank_waits_for_a_token_and_gives_up_on_a_controller_that_never_was():
         with pytest.raises(ControllerLost, match=r"no controller at tcp:.*:9 within 0\.6 s"):
             rank.join(hello())
         assert len(asked) > 1
-        rank.report(ValueError("nobody hears it, and nothing waits"))
+        rank.report(ValueError("nobody hears it, and nothing waits"), final=True)
     finally:
         rank.close()
 
@@ -76,7 +77,7 @@ def test_a_rank_shows_the_token_of_the_controller_that_came_after_an_earlier_one
             assert isinstance(rank.join(hello()), m.Welcome)
             answer.join()
             latest[0] = "a newer controller's token, which is not for this rank"
-            rank.report(ValueError("last words"))
+            rank.report(ValueError("last words"), final=True)
             assert m.decode_reply(socket.recv_multipart()[1:]) == m.Failed(0, "last words")
         finally:
             rank.close()

@@ -16,8 +16,10 @@ from megatron_opd.evaluation import FleetPort
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.teacher.scorer import FleetScorer
 from megatron_opd.types import VersionSpan
+from sglang_bridge import members
 from sglang_bridge.errors import ServerRefused, ServerUnreachable
 from sglang_bridge.fleet import Fleet
+from sglang_bridge.retry import Backoff, is_lost_connection, retried
 from tests.support.bridge_replies import FakeServer, Handler, answering, breaking
 from tests.support.fakes import make_prompt, make_rollout
 
@@ -40,6 +42,11 @@ def sample(fleet: Fleet, attempts: int) -> Awaitable[object]:
 def evaluate(fleet: Fleet, attempts: int) -> Awaitable[object]:
     port = FleetPort(fleet, attempts)
     return port.complete([1, 2], max_new_tokens=3, temperature=1.0, seed=0)
+
+
+@pytest.fixture(autouse=True)
+def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "REST_S", 0.7)
 
 
 def tries(work: Work, attempts: int, handlers: Sequence[Handler], error: type) -> list[int]:
@@ -83,3 +90,22 @@ def test_an_overloaded_teacher_is_asked_as_often():
 
 def test_a_refused_sample_is_not_asked_for_again():
     assert sum(tries(sample, 3, [BUSY, BUSY], ServerRefused)) == 1
+
+
+def test_tries_whose_server_was_taken_out_do_not_count():
+    """So often as servers are lost, which the supervisor bounds."""
+    names: list[int] = []
+
+    async def call(earlier: int) -> str:
+        names.append(earlier)
+        if earlier < 9:
+            raise ServerUnreachable("http://a:1", "", "taken out", sent=True, taken_out=True)
+        if earlier < 10:
+            raise ServerUnreachable("http://a:1", "", "reset", sent=True)
+        return "done"
+
+    backoff = Backoff(2, first_wait_s=0.0, max_wait_s=0.0)
+    assert asyncio.run(retried(call, backoff, is_lost_connection)) == "done"
+    assert names == list(range(11)), "every try has a name of its own"
+    with pytest.raises(ServerUnreachable, match="reset"):
+        asyncio.run(retried(call, Backoff(1), is_lost_connection))

@@ -154,6 +154,40 @@ def test_a_late_answer_is_not_taken_for_the_next_one():
     drive(body, [answer])
 
 
+def test_a_silent_learner_may_be_lost_until_it_answers_again():
+    said: list[m.Request] = []
+
+    def answer(request: m.Request) -> m.Reply | None:
+        said.append(request)
+        return None if len(said) == 1 else done(request)
+
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(5)
+        assert remote.failure is None
+        with pytest.raises(LearnerError):
+            await remote.train(make_shares(), timeout_s=0.1)
+        assert remote.failure is not None
+        assert not remote.failure.final
+        await remote.move_weights(b"")
+        assert remote.failure is None
+
+    drive(body, [answer])
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_a_rank_says_whether_another_learner_would_end_so_too(final: bool):
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(5)
+        with pytest.raises(LearnerError) as caught:
+            await remote.move_weights(b"")
+        assert caught.value.final is final
+        remote.start_over()
+        assert remote.failure is None
+        assert not remote.ready, "another learner is awaited"
+
+    drive(body, [lambda request: m.Failed(0, "RuntimeError: lost", final)])
+
+
 def test_an_answer_of_the_wrong_kind_is_refused():
     async def body(remote: RemoteLearner) -> None:
         await remote.wait_ready(5)

@@ -37,6 +37,8 @@ class Servers:
         self.updating: set[str] = set()
         self.connected: tuple[str, ...] = ()
         self.staged = 0
+        self.epoch = 0
+        self.waiting: list[str] = []
 
     async def step(self, name: str, act: Callable[[str], None] = lambda url: None) -> None:
         """Every server does it, unless the step fails before; a lost one lets all others wait."""
@@ -56,7 +58,16 @@ class Servers:
 
     def drop(self, url: str) -> None:
         self.urls = tuple(other for other in self.urls if other != url)
+        self.epoch += 1
         self.log.append(f"drop {url}")
+
+    def add(self, url: str) -> None:
+        """One that was lost is back, with the weights that it started with."""
+        self.lost.discard(url)
+        self.updating.discard(url)
+        self.waiting.append(url)
+        self.held[url] = self.version[url] = 0
+        self.samples[url] = False
 
     # the transport
     tensors = frozenset({"w"})
@@ -89,6 +100,20 @@ class Servers:
         await self.step("close")
 
     # the fleet
+    async def let_in(self) -> None:
+        while not (self.urls or self.waiting):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        self.epoch += bool(self.waiting)
+        self.urls, self.waiting = (*self.urls, *self.waiting), []
+
+    @property
+    def is_stranded(self) -> bool:
+        return bool(self.waiting) and not any(self.samples[url] for url in self.urls)
+
+    async def stranded(self) -> None:
+        while not self.is_stranded:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
     async def versions(self) -> Mapping[str, int]:
         await self.step("versions")
         return {url: self.version[url] for url in self.urls}
@@ -277,6 +302,93 @@ def test_servers_that_go_between_two_weight_syncs_are_not_waited_for():
         servers.log.clear()
         await sync.sync(1)
         assert "reopen" not in servers.log
+
+    run_virtual(scenario())
+
+
+def test_a_server_that_is_back_takes_part_and_is_verified():
+    servers = Servers()
+
+    async def scenario() -> None:
+        sync = WeightSync(servers, Learner(), servers, WeightSyncConfig(verify_every=0))
+        await sync.open()
+        await sync.sync(1)
+        await sync.sync(1)
+        assert "verify live" not in servers.log[-6:], "nothing is due"
+        servers.drop(B)
+        servers.add(B)
+        assert servers.urls == (A, C), "it has other weights until the next weight sync"
+        servers.log.clear()
+        assert (await sync.sync(1)).tries == 1
+        assert servers.log[0] == "reopen"
+        assert "verify live" in servers.log
+        require_served(servers, A, C, B)
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_weight_sync_waits_for_the_only_server_to_be_back(step: str):
+    """The wait is not the sync's: it may take longer than weight_sync.timeout_s."""
+    servers = Servers((A,))
+    servers.faults[step] = lambda s: s.lost.add(A) if s.epoch == 0 else None
+
+    def lose(url: str, why: str) -> bool:
+        servers.drop(url)
+        asyncio.get_running_loop().call_later(2 * LIMIT_S, servers.add, url)
+        return True
+
+    async def scenario() -> WeightSyncReport:
+        config = WeightSyncConfig(timeout_s=LIMIT_S, staging=True)
+        sync = WeightSync(servers, Learner(), servers, config, lose)
+        await sync.open()
+        return await sync.sync(1)
+
+    assert run_virtual(scenario()).tries == 2
+    require_served(servers, A)
+
+
+def test_the_current_version_is_synced_again_if_no_other_server_is_left():
+    servers = Servers((A, B))
+
+    async def scenario() -> None:
+        sync = WeightSync(servers, Learner(), servers, WeightSyncConfig())
+        await sync.open()
+        await sync.sync(1)
+        free = asyncio.Lock()
+        newer = False
+        serving = asyncio.create_task(sync.serve_on(lambda: None if newer else 1, free))
+        servers.drop(B)
+        servers.add(B)
+        await asyncio.sleep(100)
+        assert servers.urls == (A,), "A serves meanwhile: B waits for the next version"
+        async with free:  # the learner trains
+            servers.drop(A)
+            newer = True
+            await asyncio.sleep(100)
+            assert not servers.samples[B]
+        await asyncio.sleep(10)
+        assert not servers.samples[B], "the next version is about to be synced"
+        newer = False
+        await asyncio.sleep(10)
+        require_served(servers, B)
+        assert not serving.done()
+        serving.cancel()
+
+    run_virtual(scenario())
+
+
+def test_two_weight_syncs_are_never_made_at_once():
+    servers = Servers((A,))
+
+    async def scenario() -> None:
+        sync = WeightSync(servers, Learner(), servers, WeightSyncConfig())
+        await sync.open()
+        servers.log.clear()
+        await asyncio.gather(sync.sync(1), sync.sync(1))
+        half = len(servers.log) // 2
+        assert "continue" in servers.log[:half]
+        assert "continue" in servers.log[half:]
 
     run_virtual(scenario())
 

@@ -23,7 +23,7 @@ from sglang_bridge.errors import ServerRefused, WeightSyncFailed
 from sglang_bridge.fleet import weights_world
 from sglang_bridge.protocol import BucketSpec, WeightPiece
 from tests.support.config_files import minimal
-from tests.support.fakes import run_virtual
+from tests.support.fakes import SameServers, run_virtual
 
 BUCKETS = (
     BucketSpec(("embed", "norm"), ("float32", "float32"), ((10, 4), (4,))),
@@ -67,7 +67,7 @@ class Wire:
             event.clear()
 
 
-class FakeFleet:
+class FakeFleet(SameServers):
     def __init__(self, wire):
         self.wire = wire
         self.silent = ()

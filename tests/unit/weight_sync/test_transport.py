@@ -13,7 +13,7 @@ from megatron_opd.weight_sync.shards import SHARDS
 from megatron_opd.weight_sync.transport import FleetPart, TransportKind, transport_kind
 from sglang_bridge.protocol import WeightPiece
 from tests.support.config_files import minimal
-from tests.support.fakes import run_virtual
+from tests.support.fakes import SameServers, run_virtual
 
 SERVER = "http://a:1"
 NOT_A_KIND = object()
@@ -63,7 +63,7 @@ class HearsayLearner:
 HEARSAY = TransportKind(Hearsay, HearsayLearner)
 
 
-class Servers:
+class Servers(SameServers):
     """What every weight sync asks of the servers."""
 
     silent = ()

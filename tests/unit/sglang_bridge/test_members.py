@@ -1,0 +1,133 @@
+"""Who gets the next request: servers come and go, and some have no weights yet."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from sglang_bridge.client import ServerClient
+from sglang_bridge.errors import ServerUnreachable
+from sglang_bridge.members import REST_S, Member, Members
+from tests.support.fakes import run_virtual
+
+A, B = "http://a:1", "http://b:1"
+
+
+def client(url: str) -> ServerClient:
+    return ServerClient(url, timeout_s=1)
+
+
+def members(*urls: str) -> Members:
+    return Members([client(url) for url in urls])
+
+
+async def soon(awaitable: Any) -> str | None:
+    """The url of who is chosen, if someone is without further events."""
+    task = asyncio.ensure_future(awaitable)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    if task.done():
+        return task.result().client.url
+    task.cancel()
+    return None
+
+
+def test_work_waits_while_there_is_no_server():
+    async def scenario() -> None:
+        fleet = members(A)
+        assert await soon(fleet.next()) == A
+        fleet.drop(A)
+        waiting = asyncio.create_task(fleet.next())
+        await asyncio.sleep(1000)
+        assert not waiting.done()
+        fleet.add(Member(client(B)), waits=False)
+        assert (await waiting).client.url == B
+
+    run_virtual(scenario())
+
+
+def test_a_server_without_weights_gets_no_work_until_it_has_them():
+    async def scenario() -> None:
+        fleet = members(A)
+        epoch = fleet.epoch
+        fleet.add(Member(client(B)), waits=True)
+        assert [member.client.url for member in fleet.present] == [A]
+        assert not fleet.is_stranded
+        await fleet.let_in()
+        assert [member.client.url for member in fleet.present] == [A, B]
+        assert fleet.epoch > epoch
+        fleet.present[0].in_flight = 100
+        assert await soon(fleet.next()) == A
+        fleet.serve()
+        assert await soon(fleet.next()) == B
+
+    run_virtual(scenario())
+
+
+def test_a_fleet_is_stranded_with_servers_that_wait_alone():
+    async def scenario() -> None:
+        fleet = members(A)
+        stranded = asyncio.create_task(fleet.stranded())
+        fleet.drop(A)
+        await asyncio.sleep(1)
+        assert not stranded.done(), "there is nobody who could serve"
+        fleet.add(Member(client(B)), waits=True)
+        await stranded
+        await fleet.let_in()
+        assert not fleet.is_stranded, "it takes part in the weight sync that is under way"
+
+    run_virtual(scenario())
+
+
+def test_a_server_that_cannot_be_reached_is_left_in_peace_for_a_while():
+    """It may be about to be taken out; one that answers with an error may be asked at once."""
+
+    async def scenario() -> None:
+        clock = asyncio.get_running_loop().time
+        fleet = members(A)
+        fleet.present[0].rest(unreachable=False)
+        assert await soon(fleet.next()) == A
+        fleet.present[0].rest(unreachable=True)
+        began_s = clock()
+        assert (await fleet.next()).client.url == A
+        assert clock() - began_s == pytest.approx(REST_S)
+        fleet.present[0].rest(unreachable=True)
+        asyncio.get_running_loop().call_later(1, fleet.drop, A)
+        asyncio.get_running_loop().call_later(2, lambda: fleet.add(Member(client(B)), waits=False))
+        began_s = clock()
+        assert (await fleet.next()).client.url == B
+        assert clock() - began_s == pytest.approx(2)
+
+    run_virtual(scenario())
+
+
+def test_what_a_server_works_on_ends_when_it_leaves():
+    async def scenario() -> None:
+        fleet = members(A)
+        (member,) = fleet.present
+
+        async def never(client: ServerClient) -> None:
+            await asyncio.Event().wait()
+
+        work = asyncio.create_task(member.reply(never))
+        await asyncio.sleep(1)
+        assert member.in_flight == 1
+        fleet.drop(A)
+        with pytest.raises(ServerUnreachable) as caught:
+            await work
+        assert caught.value.taken_out
+        assert member.in_flight == 0
+
+    run_virtual(scenario())
+
+
+def test_a_server_is_in_once():
+    fleet = members(A)
+    fleet.add(Member(client(B)), waits=True)
+    for url in (A, B):
+        with pytest.raises(ValueError, match=f"^{url} is in this fleet already$"):
+            fleet.add(Member(client(url)), waits=False)
+    fleet.drop(B)
+    with pytest.raises(ValueError, match=f"^{B} is no server of this fleet$"):
+        fleet.drop(B)
+    assert [c.url for c in fleet.clients] == [A, B]
