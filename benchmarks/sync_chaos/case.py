@@ -38,7 +38,7 @@ from sglang_bridge.fleet import Fleet
 
 STARTUP_S = 400.0
 SLOTS = 4
-LATEST_S, SHORT_S = 0.3, 0.01
+LATEST_S, SHORT_S = 0.05, 0.01
 """A fault comes so long after its phase began, at the latest: in a long and in a short one."""
 FLIPPED_NAME = "model.layers.3.mlp.down_proj.weight"
 BATCH = Shape(samples=4, prompt=8, response=16, least_ids=1, most_ids=1)
@@ -126,6 +126,7 @@ class Round:
             except WeightSyncFailed as error:
                 said, requests.servers_stopped = str(error), True
             seconds = time.monotonic() - began
+            missed = not happened.done()  # the sync was over before the fault came
             at_s = await happened
             if not flips:  # it came after the sync's last step: the next one would notice
                 self._lose(fleet, victim)
@@ -137,6 +138,7 @@ class Round:
             "restarted_requests": requests.restarted,
             "lost_requests": requests.lost,
             "said": said,
+            "missed": missed,
         }
         if fault["control"] == "one_try":
             held = tries is None and victim in said

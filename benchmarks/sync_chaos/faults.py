@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 Tree = dict[str, Any]
-VICTIMS = 4
-"""Servers that a round can lose; one more is never hurt."""
+VICTIMS, MOST_FAULTS = 4, 6
+"""Servers that a round can lose, one more is never hurt; and faults in a round."""
 
 MODEL: Tree = {
     # 5.3 M parameters, 21 MB in float32: large enough for a fault to come while they are sent
@@ -74,8 +74,12 @@ CONTROLS = (Fault("send", "KILL", control="one_try"), Fault("send", FLIPPED, con
 
 
 def rounds(missing: Mapping[str, Fault]) -> list[dict[str, Fault]]:
-    """Which rows share a learner and its servers: as many as there are servers to lose."""
+    """Which rows share a learner and its servers: as many as there are servers to lose.
+
+    In the order of `missing`, as far as staging allows.
+    """
     found: list[dict[str, Fault]] = []
+    order = {name: number for number, name in enumerate(missing)}
     for staged in (False, True):
         queue = {name: fault for name, fault in missing.items() if fault.staged == staged}
         while queue:
@@ -83,8 +87,9 @@ def rounds(missing: Mapping[str, Fault]) -> list[dict[str, Fault]]:
             for name, fault in list(queue.items()):
                 lost = sum(other.loses for other in planned.values())
                 ended = any(other.ends_round for other in planned.values())
-                if lost + fault.loses <= VICTIMS and not (ended and fault.ends_round):
+                fits = lost + fault.loses <= VICTIMS and len(planned) < MOST_FAULTS
+                if fits and not (ended and fault.ends_round):
                     planned[name] = queue.pop(name)
             # one that ends the round comes last
             found.append(dict(sorted(planned.items(), key=lambda item: item[1].ends_round)))
-    return found
+    return sorted(found, key=lambda planned: min(order[name] for name in planned))
