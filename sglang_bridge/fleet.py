@@ -63,7 +63,7 @@ class Fleet:
         if not clients:
             raise ValueError("a fleet needs at least one server")
         self._members = Members(list(clients))
-        self._synced = False
+        self._sync_begun = False
         self._silent: tuple[str, ...] = ()
         self.restarted = 0
 
@@ -110,7 +110,7 @@ class Fleet:
         Raises BadReply when their vocabularies or versions differ.
         """
         for member, info in zip(
-            self._members.present, await self._ask_all(ServerClient.info), strict=True
+            self._members.present, await self._ask_all(lambda client: client.info()), strict=True
         ):
             member.info = info
         for what in ("vocab_size", "version"):
@@ -136,14 +136,18 @@ class Fleet:
     def add(self, client: ServerClient, info: ServerInfo) -> None:
         """Takes in a server that has the weights which the fleet was started with.
 
-        Where weights have been synced since, it waits for `let_in`, and gets work only when it has
-        them. info: what it says of itself. ValueError: it is there already.
+        Once weight syncs have begun, it waits for `let_in`, and gets work only when it has new
+        weights. info: what it says of itself. ValueError: it is there already.
         """
-        self._members.add(Member(client, info), waits=self._synced)
+        self._members.add(Member(client, info), waits=self._sync_begun)
 
     async def let_in(self) -> None:
-        """Lets added servers take part in the next weight sync; waits until there is a server."""
+        """Lets added servers take part in the next weight sync; waits until there is a server.
+
+        Those that are added from now on wait for the one after it.
+        """
         await self._members.let_in()
+        self._sync_begun = True
 
     @property
     def is_stranded(self) -> bool:
@@ -190,21 +194,20 @@ class Fleet:
 
     async def resume(self) -> None:
         """Resumes every server (see ServerClient.resume)."""
-        await self._everywhere(ServerClient.resume)
+        await self._everywhere(lambda client: client.resume())
         self._members.serve()
 
     async def flush_cache(self) -> None:
         """Flushes the cache of every server (see ServerClient.flush_cache)."""
-        await self._everywhere(ServerClient.flush_cache)
+        await self._everywhere(lambda client: client.flush_cache())
 
     async def begin_weight_update(self) -> None:
         """Begins a weight update on every server (see ServerClient.begin_weight_update)."""
-        await self._everywhere(ServerClient.begin_weight_update)
+        await self._everywhere(lambda client: client.begin_weight_update())
 
     async def end_weight_update(self, version: int) -> None:
         """Ends the weight update on every server (see ServerClient.end_weight_update)."""
         await self._everywhere(lambda client: client.end_weight_update(version))
-        self._synced = True
 
     async def init_weights_group(
         self,
@@ -259,12 +262,12 @@ class Fleet:
 
     async def versions(self) -> dict[str, int]:
         """Returns {server url: version of the weights it samples from}."""
-        versions = await self._everywhere(ServerClient.version)
+        versions = await self._everywhere(lambda client: client.version())
         return dict(zip(self.urls, versions, strict=True))
 
     async def weight_pieces(self) -> dict[str, list[WeightPiece]]:
         """Returns {server url: the slices of weights that its ranks hold}, without digests."""
-        pieces = await self._everywhere(ServerClient.weight_pieces)
+        pieces = await self._everywhere(lambda client: client.weight_pieces())
         return dict(zip(self.urls, pieces, strict=True))
 
     async def expect_weights(self, shares: Sequence[str]) -> list[list[int]]:

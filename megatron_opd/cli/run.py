@@ -68,7 +68,7 @@ from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.weight_sync.session import WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge import open_files
-from sglang_bridge.errors import BridgeError, one_line
+from sglang_bridge.errors import BridgeError, WeightSyncFailed, one_line
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.server.launch import ServerProcess
 
@@ -76,6 +76,9 @@ NOT_STARTED = Accounting(
     updates=0, version=0, admitted=0, consumed=0, dropped={}, in_flight=0, interrupted=False
 )
 
+
+LEARNER_MAY_BE_LOST = (LoopFailed, PartGone, LearnerError, WeightSyncFailed, UserError)
+"""What a lost learner ends with, while it trains, syncs its first weights, or starts again."""
 
 HEADLINE = ("status", "cause", "updates", "samples_consumed", "samples_dropped", "wall_s")
 """Keys that are printed if the summary cannot be written."""
@@ -290,27 +293,30 @@ class PipelineRun:
         restarts = self.restarts = LearnerRestarts(
             config, remote, self.processes, partial(self._learner_command, remote), self._say
         )
-        wall_s = self._earlier("wall_s", 0.0)
+        wall_s, lost = self._earlier("wall_s", 0.0), False
         while True:
             try:
+                if lost:
+                    await restarts.again()
+                    self._roll_back(last_checkpoint(config, wall_s))
+                    await weight_sync.start_over()
                 await self._attempt(remote, fleets, guard, weight_sync)
                 return weight_sync
-            except (LoopFailed, PartGone) as error:
+            except LEARNER_MAY_BE_LOST as error:
                 if not await restarts.possible():
                     raise
                 self._say(f"the learner is lost and started again: {one_line(str(error))}")
-            assert self.checkpoints is not None
-            await self.checkpoints.abandon()
-            await restarts.again()
-            self._roll_back(last_checkpoint(config, wall_s))
-            await weight_sync.start_over()
+            lost = True
+            if self.checkpoints is not None:
+                await self.checkpoints.abandon()
 
     def _roll_back(self, resumed: Resumption | None) -> None:
         """Continue from there, as if nothing had been done since."""
-        assert self.controller is not None
         state = NOTHING_YET if resumed is None else resumed.state
         updates, next_uid = state.updates, state.next_uid
-        self.rolled_back += self.controller.accounting.updates - updates
+        if self.controller is not None:
+            self.rolled_back += self.controller.accounting.updates - updates
+            self.controller = None
         self._say(f"the learner is up, and continues from update {updates}")
         self.resumed = resumed
         self.totals = RunTotals(self.urls[STUDENT], self.config.rollout.group_size)

@@ -15,7 +15,10 @@ def start(
     group: asyncio.TaskGroup, name: str, loop: Coroutine[Any, Any, None]
 ) -> asyncio.Task[None]:
     """Run `loop` as a task of the group; its failure carries its name."""
-    return group.create_task(named(name, loop), name=name)
+    task = group.create_task(named(name, loop), name=name)
+    # one that is cancelled before its first step would be reported as never awaited
+    task.add_done_callback(lambda _: loop.close())
+    return task
 
 
 async def named(name: str, loop: Awaitable[None]) -> None:

@@ -16,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from megatron_opd.config.sections import WeightSyncConfig
 from megatron_opd.metrics.types import WeightSyncReport
@@ -32,6 +33,13 @@ logger = logging.getLogger(__name__)
 LOOK_AGAIN_S = 0.1
 FAULTS = 2
 """A server that answers is given up once this many tries failed by its fault."""
+
+
+Result = TypeVar("Result")
+
+
+class OfAnotherRun(WeightSyncFailed):
+    """Reports a server that cannot take part, however often it is tried."""
 
 
 class Alone:
@@ -95,15 +103,7 @@ class WeightSync:
         Raises WeightSyncFailed when a server holds weights of another run or does not connect in
         time.
         """
-        await self._fleet.let_in()
-        self._steps.start(self._config.timeout_s)
-        for url, version in (await self._steps.take("versions", self._fleet.versions())).items():
-            if version != 0:
-                raise WeightSyncFailed(
-                    f"{url} already holds version {version} of another run: restart it"
-                )
-        self._connected = self._fleet.epoch
-        await self._steps.take("open", self._transport.open())
+        await self._tried("opening", self._connect, ALONE)
         self._opened = True
 
     async def sync(self, version: int, turn: LearnerTurn = ALONE) -> WeightSyncReport:
@@ -150,30 +150,52 @@ class WeightSync:
         if self._failed is not None:
             raise WeightSyncFailed(f"an earlier weight sync failed: {self._failed}")
         try:
-            report = await self._tried(version, turn)
+            once = partial(self._try, version, turn)
+            report, tries = await self._tried(f"weight sync {version}", once, turn)
         except WeightSyncFailed as error:
             self._failed = str(error)
             raise
         self._num_syncs += 1
-        return report
+        return replace(report, tries=tries)
 
-    async def _tried(self, version: int, turn: LearnerTurn) -> WeightSyncReport:
+    async def _connect(self, again: bool) -> None:
+        await self._fleet.let_in()
+        self._steps.start(self._config.try_s)
+        for url, version in (await self._steps.take("versions", self._fleet.versions())).items():
+            if version != 0:
+                said = f"{url} already holds version {version} of another run: restart it"
+                raise OfAnotherRun(said)
+        self._connected = self._fleet.epoch
+        connect = self._transport.reopen if again else self._transport.open
+        await self._steps.take("open", connect())
+        if again:  # they were paused to settle; all of them have the weights they started with
+            await self._steps.take("continue", self._fleet.resume())
+
+    async def _tried(
+        self, what: str, once: Callable[[bool], Awaitable[Result]], turn: LearnerTurn
+    ) -> tuple[Result, int]:
+        """Return the result of the first try that succeeds, and its number.
+
+        once: is told whether there was a try before it.
+        """
         tries = self._config.tries
         faults: Counter[str] = Counter()
         for number in range(1, tries + 1):
             try:
-                return replace(await self._try(version, turn, again=number > 1), tries=number)
+                return await once(number > 1), number
+            except OfAnotherRun:
+                raise
             except WeightSyncFailed as error:
                 if number == tries:
                     said = f"{tries} tries failed, the last one: {error}" if tries > 1 else error
                     raise WeightSyncFailed(str(said), error.servers) from error
-                logger.warning("weight sync %d, try %d: %s", version, number, error)
+                logger.warning("%s, try %d: %s", what, number, error)
                 faults.update(error.servers)
                 await self._settle(error, faults)
                 await turn.take_back()
         raise AssertionError("weight_sync.tries is at least 1")
 
-    async def _try(self, version: int, turn: LearnerTurn, *, again: bool) -> WeightSyncReport:
+    async def _try(self, version: int, turn: LearnerTurn, again: bool) -> WeightSyncReport:
         """Make `version` live once, also on servers that were added since.
 
         What comes after a failed try (again) or to other servers than before is verified.

@@ -3,50 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from megatron_opd.metrics.types import Accounting, Depths, Phase, WeightSyncReport
 from megatron_opd.types import Batch, LearnerTurn, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
-
-Result = TypeVar("Result")
-
-
-class _NoWaitSelector(selectors.DefaultSelector):
-    """Jumps the virtual clock instead of sleeping."""
-
-    loop: VirtualLoop
-
-    def select(self, timeout: float | None = None):
-        if timeout is None:
-            # nothing scheduled and nothing ready: on a real loop this is a hang
-            raise RuntimeError("deadlock: every task waits and no timer is set")
-        self.loop.now_s += max(timeout, 0.0)
-        return super().select(0)
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Event loop whose clock moves only when everything waits: any schedule runs at once."""
-
-    def __init__(self) -> None:
-        selector = _NoWaitSelector()
-        super().__init__(selector)
-        selector.loop = self
-        self.now_s = 0.0
-
-    def time(self) -> float:
-        return self.now_s
-
-
-def run_virtual(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """asyncio.run on a virtual clock; a deadlock raises instead of hanging."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(coroutine)
 
 
 def make_prompt(uid: int, num_tokens: int = 3) -> Prompt:

@@ -11,7 +11,8 @@ from megatron_opd.metrics.sinks import JsonlSink, TensorBoardSink
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
-from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, prompts, run_virtual
+from megatron_opd.sim.clock import run_virtual
+from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, prompts
 
 
 def record(tmp_path, *, updates=7, display=None, drop=(), learner=None):

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from megatron_opd.buffer.batcher import Batcher
 from megatron_opd.buffer.buffer import SampleBuffer
-from tests.support.fakes import make_sample, run_virtual
+from megatron_opd.sim.clock import run_virtual
+from tests.support.fakes import make_sample
 
 
 def uids(samples):

@@ -20,17 +20,9 @@ from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
+from megatron_opd.sim.clock import run_virtual
 from megatron_opd.types import Batch
-from tests.support.fakes import (
-    Fleet,
-    Learner,
-    Teacher,
-    WeightSyncer,
-    Witness,
-    make_sample,
-    prompts,
-    run_virtual,
-)
+from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, Witness, make_sample, prompts
 
 
 def test_permits_are_bounded_and_counted():

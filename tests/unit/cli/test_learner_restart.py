@@ -9,9 +9,9 @@ import pytest
 
 from megatron_opd.cli import learner_restart
 from megatron_opd.cli.learner_restart import LearnerRestarts, last_checkpoint
+from megatron_opd.sim.clock import run_virtual
 from megatron_opd.transport.zmq import LearnerError
 from tests.support.config_files import minimal
-from tests.support.fakes import run_virtual
 
 
 class Remote:

@@ -15,12 +15,12 @@ from megatron_opd.cli.learner_process import LearnerProcess
 from megatron_opd.cli.processes import LocalProcesses
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.health import EngineLost, ProcessDied
+from megatron_opd.sim.clock import run_virtual
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.ports import free_port
 from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.server.spec import ServerSpec
 from tests.support.cli_cases import call
-from tests.support.fakes import run_virtual
 
 
 def test_an_unforeseen_error_before_the_directory_is_ours_is_printed(

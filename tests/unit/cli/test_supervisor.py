@@ -10,12 +10,12 @@ import pytest
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.controller.health import EngineLost, WatchedProcess
+from megatron_opd.sim.clock import run_virtual
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerDied
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import ServerInfo
 from tests.support.config_files import minimal
-from tests.support.fakes import run_virtual
 
 A, B, C, T = (f"http://{name}:1" for name in "abct")
 

@@ -12,7 +12,8 @@ from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
-from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, Witness, prompts, run_virtual
+from megatron_opd.sim.clock import run_virtual
+from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, Witness, prompts
 
 
 class Pipeline:

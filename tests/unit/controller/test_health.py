@@ -15,10 +15,10 @@ from megatron_opd.controller.health import (
     WatchedEngine,
     WatchedProcess,
 )
+from megatron_opd.sim.clock import run_virtual
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.server.spec import ServerSpec
-from tests.support.fakes import run_virtual
 
 
 def sleeper(code="import time; time.sleep(60)"):

@@ -19,6 +19,7 @@ from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member, place
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
+from megatron_opd.sim.clock import run_virtual
 from tests.support.fakes import (
     Fleet,
     Learner,
@@ -27,7 +28,6 @@ from tests.support.fakes import (
     Witness,
     make_prompt,
     make_sample,
-    run_virtual,
 )
 from tests.support.wire import config
 

@@ -17,17 +17,9 @@ from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.controller.turn import Turn
 from megatron_opd.metrics.types import WeightSyncReport
+from megatron_opd.sim.clock import run_virtual
 from megatron_opd.types import Batch, LearnerTurn
-from tests.support.fakes import (
-    Figures,
-    Fleet,
-    Learner,
-    Teacher,
-    WeightSyncer,
-    Witness,
-    prompts,
-    run_virtual,
-)
+from tests.support.fakes import Figures, Fleet, Learner, Teacher, WeightSyncer, Witness, prompts
 
 Span = tuple[float, float]
 

@@ -13,17 +13,9 @@ from megatron_opd.metrics.sinks import JsonlSink
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting, Depths, Phase, WeightSyncReport
+from megatron_opd.sim.clock import run_virtual
 from megatron_opd.types import Batch
-from tests.support.fakes import (
-    Figures,
-    Fleet,
-    Learner,
-    Teacher,
-    WeightSyncer,
-    make_sample,
-    prompts,
-    run_virtual,
-)
+from tests.support.fakes import Figures, Fleet, Learner, Teacher, WeightSyncer, make_sample, prompts
 from tests.support.recorded_run import record
 
 

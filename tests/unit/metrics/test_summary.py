@@ -11,7 +11,8 @@ from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import write_json
 from megatron_opd.metrics.summary import summarise, versions
 from megatron_opd.metrics.totals import RunTotals
-from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, prompts, run_virtual
+from megatron_opd.sim.clock import run_virtual
+from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, prompts
 from tests.support.recorded_run import record
 
 

@@ -19,7 +19,7 @@ LAYERS = (
     {"config"},
     {"models", "buffer", "losses", "data", "batching", "metrics"},
     {"planning", "transport", "checkpoint", "weight_sync", "rollout", "teacher", "launch"},
-    {"learner", "controller", "evaluation", "mismatch"},
+    {"learner", "controller", "evaluation", "mismatch", "sim"},
     {"cli"},
     {"__main__"},
 )
@@ -29,9 +29,10 @@ ONLY = {
     "controller": {"types", "config", "buffer", "metrics"},
     "planning": {"types", "config", "models"},
     "launch": {"config"},
+    "sim": set(),
 }
 TORCH_FREE = {"types", "config", "buffer", "batching", "controller", "rollout", "teacher"}
-TORCH_FREE |= {"columns", "metrics", "planning", "launch"}
+TORCH_FREE |= {"columns", "metrics", "planning", "launch", "sim"}
 HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
 # What learner ranks and server ranks do alike with tensors; the client side stays free of it.
 WITH_TORCH = {

@@ -27,6 +27,7 @@ from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.sim.clock import run_virtual
 from megatron_opd.types import VersionSpan
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
@@ -34,7 +35,7 @@ from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import DrawCache, RolloutReply
 from tests.support import fakes
 from tests.support.bridge_replies import FakeServer, breaking, rollout_reply
-from tests.support.fakes import make_prompt, prompts, run_virtual
+from tests.support.fakes import make_prompt, prompts
 
 CACHE = DrawCache(
     offsets_T1=np.array([0, 2, 5]),

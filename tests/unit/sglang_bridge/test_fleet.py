@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
@@ -10,6 +11,7 @@ from sglang_bridge import wire
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerUnreachable, WeightSyncFailed
 from sglang_bridge.fleet import Fleet
+from sglang_bridge.protocol import ServerInfo
 from sglang_bridge.retry import Backoff, is_lost_connection, retried
 from tests.support.bridge_replies import REQUEST, FakeServer, answering, rollout_reply
 
@@ -135,3 +137,22 @@ def test_a_group_that_a_server_is_not_in_is_left():
 
     missing = answering({"message": "The group to be destroyed does not exist."}, 400)
     with_two({path: answering(FINE)}, {path: missing}, scenario)
+
+
+def test_a_server_added_while_the_first_weights_are_synced_waits():
+    """It is in no group of that weight sync, and would sample from older weights afterwards."""
+
+    async def run() -> None:
+        fleet = Fleet([ServerClient("http://a:1", timeout_s=1)])
+        info = ServerInfo("http://b:1", "m", 50, 64, 1, 1, 0, "float32", 100, False)
+        early = replace(info, url="http://early:1")
+        fleet.add(ServerClient(early.url, timeout_s=1), early)
+        assert fleet.urls == ("http://a:1", early.url), "the weights are still those of its start"
+        await fleet.let_in()
+        fleet.add(ServerClient(info.url, timeout_s=1), info)
+        assert fleet.urls == ("http://a:1", early.url)
+        await fleet.let_in()
+        assert fleet.urls == ("http://a:1", early.url, info.url)
+        await fleet.close()
+
+    asyncio.run(run())

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from megatron_opd.sim.clock import run_virtual
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.members import REST_S, Member, Members
-from tests.support.fakes import run_virtual
 
 A, B = "http://a:1", "http://b:1"
 

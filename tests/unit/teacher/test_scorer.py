@@ -9,12 +9,13 @@ import pytest
 from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.sections import ScoringConfig
+from megatron_opd.sim.clock import run_virtual
 from megatron_opd.teacher.scorer import FleetScorer
 from megatron_opd.types import VersionSpan
 from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
 from sglang_bridge.protocol import DrawCache, ScoreReply, Selection
 from sglang_bridge.retry import Backoff, retried
-from tests.support.fakes import make_prompt, make_rollout, run_virtual
+from tests.support.fakes import make_prompt, make_rollout
 
 ROLLOUT = make_rollout(make_prompt(5), (VersionSpan(0, 0, 3),))
 GOOD = np.linspace(-3, -0.1, 6).astype(np.float32)

@@ -8,10 +8,10 @@ import pytest
 
 from megatron_opd.config.sections import WeightSyncConfig
 from megatron_opd.metrics.types import WeightSyncReport
+from megatron_opd.sim.clock import run_virtual
 from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.protocol import WeightPiece
-from tests.support.fakes import run_virtual
 
 A, B, C = "http://a:1", "http://b:2", "http://c:3"
 LIMIT_S = 30.0
@@ -450,3 +450,34 @@ def test_another_try_waits_for_the_update_outside_of_its_limits():
     again = servers.log[servers.log.index("take back") :]
     assert again[:4] == ["take back", "reopen", "start", "stage"]
     assert "verify" in again
+
+
+@pytest.mark.parametrize("step", ["versions", "open"])
+def test_opening_is_tried_again_and_nobody_stays_paused(step: str):
+    servers = Servers()
+    servers.faults[step] = lambda s: s.lost.add(B) if B in s.urls else None
+
+    async def scenario() -> None:
+        config = WeightSyncConfig(timeout_s=LIMIT_S)
+        sync = WeightSync(servers, Learner(), servers, config, loser(servers, 1))
+        await sync.open()
+        assert servers.urls == (A, C)
+        assert servers.samples[A]
+        assert servers.samples[C]
+        await sync.sync(1)
+        require_served(servers, A, C)
+
+    run_virtual(scenario())
+
+
+def test_a_server_of_another_run_is_not_tried_again():
+    servers = Servers()
+    servers.version[B] = 7
+
+    async def scenario() -> None:
+        sync = WeightSync(servers, Learner(), servers, WeightSyncConfig(), loser(servers, 1))
+        with pytest.raises(WeightSyncFailed, match=f"{B} already holds version 7 of another run"):
+            await sync.open()
+
+    run_virtual(scenario())
+    assert servers.log == ["versions"]

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec, read_model_spec
+from megatron_opd.sim.clock import run_virtual
 from megatron_opd.weight_sync.holdings import server_holdings
 from megatron_opd.weight_sync.plan import Room, ServerLayout, plan_sync, room_of
 from megatron_opd.weight_sync.quantised_pieces import CannotServe
@@ -39,7 +40,6 @@ from sglang_bridge.fleet import WeightsWorld, weights_world
 from sglang_bridge.protocol import ServerInfo, WeightPiece
 from sglang_bridge.weights.share import decode_share
 from tests.support.config_files import minimal
-from tests.support.fakes import run_virtual
 
 URL = "http://a:1"
 LAYOUTS = (ServerLayout(2, 2), ServerLayout(1, 1))

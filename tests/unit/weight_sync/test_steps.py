@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_opd.config.sections import WeightSyncConfig
+from megatron_opd.sim.clock import run_virtual
 from megatron_opd.weight_sync.broadcast import Broadcast
 from megatron_opd.weight_sync.broadcast_messages import (
     JoinGroup,
@@ -23,7 +24,7 @@ from sglang_bridge.errors import ServerRefused, WeightSyncFailed
 from sglang_bridge.fleet import weights_world
 from sglang_bridge.protocol import BucketSpec, WeightPiece
 from tests.support.config_files import minimal
-from tests.support.fakes import SameServers, run_virtual
+from tests.support.fakes import SameServers
 
 BUCKETS = (
     BucketSpec(("embed", "norm"), ("float32", "float32"), ((10, 4), (4,))),

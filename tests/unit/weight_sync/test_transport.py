@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_opd.config.sections import TRANSPORTS, WeightSyncConfig
+from megatron_opd.sim.clock import run_virtual
 from megatron_opd.weight_sync.broadcast import BROADCAST
 from megatron_opd.weight_sync.disk import DISK
 from megatron_opd.weight_sync.session import WeightSync
@@ -13,7 +14,7 @@ from megatron_opd.weight_sync.shards import SHARDS
 from megatron_opd.weight_sync.transport import FleetPart, TransportKind, transport_kind
 from sglang_bridge.protocol import WeightPiece
 from tests.support.config_files import minimal
-from tests.support.fakes import SameServers, run_virtual
+from tests.support.fakes import SameServers
 
 SERVER = "http://a:1"
 NOT_A_KIND = object()

@@ -1,0 +1,1 @@
+"""Runs the code that ships on a virtual clock."""
