@@ -27,6 +27,14 @@ dropped, now or later, and by R2 s is in a batch k <= v + tau. Therefore k - v <
 Nothing in it says when update k begins: it holds as well where update k runs before version k is
 live (weight_sync.overlap), as permits are returned in order and only with a live version (R4).
 
+Recoveries. A request that is repeated because its server was lost keeps its prompt's permit and
+place in line, and all its tokens are sampled after the admission: the proof stands. A server that
+was started again serves only once it holds the live version, so that each engine that serves has
+only moved to newer versions. When the learner is lost, the controller's whole state goes back to
+that of a checkpoint of u updates: no token of a later version is kept, every engine holds version u
+before any of them samples, and from there on the run is one that began with that state. So the
+claim holds in the history that survives (`python -m benchmarks fault_schedules`).
+
 Groups. A member of a broken group holds its permit until it is dropped, so the proof stands: R5
 only says which samples are dropped. Claim: every batch holds whole groups. Members are admitted in
 a row, so those never dropped form, in admission order, blocks of G (R5 drops whole groups), and a
