@@ -108,4 +108,4 @@ def test_tries_whose_server_was_taken_out_do_not_count():
     assert asyncio.run(retried(call, backoff, is_lost_connection)) == "done"
     assert names == list(range(11)), "every try has a name of its own"
     with pytest.raises(ServerUnreachable, match="reset"):
-        asyncio.run(retried(call, Backoff(1), is_lost_connection))
+        asyncio.run(retried(call, Backoff(1, 0.0, 0.0), is_lost_connection))
