@@ -18,6 +18,7 @@ What it cannot say: how long anything takes, and what real processes do beside d
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ from megatron_opd.sim.clock import run_virtual
 Tree = dict[str, Any]
 CONTROLS = 0.2
 """Share of the schedules that the control repeats."""
+LIMIT_S = 7200.0
+"""A run that takes longer on the virtual clock has stopped for ever."""
 RUN_S = 60.0
 """Faults come in so many seconds: most runs take about as long."""
 
@@ -78,7 +81,8 @@ def outcome(plan: Plan) -> Tree:
     )
 
     async def run() -> Tree:
-        return await World(plan, config).run()
+        async with asyncio.timeout(LIMIT_S):
+            return await World(plan, config).run()
 
     try:
         return {"held": True, **run_virtual(run())}
