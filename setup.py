@@ -52,7 +52,8 @@ setup(
             "transformer-engine[core_cu13,pytorch]>=2.9.0,<2.12.0",
         ],
         "plots": ["matplotlib>=3.11.2,<4"],  # tools/plot_*.py draw the figures of docs
-        "ray": ["ray>=2.40"],
+        # exact: the launcher reads where Ray puts bundles, and how it ends what it runs
+        "ray": ["ray[default]==2.60.0"],
         "test": [
             "hypothesis==6.170.15",
             "pyright[nodejs]==1.1.414",

@@ -29,9 +29,13 @@ STUDIES = (
     "sync_layouts",
     "sync_chaos",
     "fault_schedules",
+    "chaos",
+    "elastic",
     "mismatch_grid",
     "fuzz",
     "gpu",
+    "slurm",
+    "launchers",
 )
 WITH_OPTIONS = (
     "step",
@@ -39,12 +43,16 @@ WITH_OPTIONS = (
     "sync_layouts",
     "sync_chaos",
     "fault_schedules",
+    "chaos",
+    "elastic",
     "mismatch_grid",
     "mismatch",
     "staleness",
+    "launchers",
     "fuzz",
     "noticing",
     "gpu",
+    "slurm",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

@@ -21,7 +21,7 @@ from megatron_opd.data.tasks import Verifier
 from megatron_opd.types import Prompt
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import RolloutRequest
-from sglang_bridge.retry import Backoff, is_lost_connection, retried
+from sglang_bridge.retry import Backoff, is_unanswered, retried
 
 Decoder = Callable[[Sequence[int]], str]
 """Turns token ids into text."""
@@ -65,7 +65,7 @@ class CompletionPort(Protocol):
 class FleetPort:
     """Completes prompts on SGLang servers, with request ids of its own and without draws.
 
-    attempts: tries of a completion while connections to servers break.
+    attempts: tries of a completion while servers do not answer.
     """
 
     def __init__(self, fleet: Fleet, attempts: int) -> None:
@@ -86,7 +86,7 @@ class FleetPort:
             )
             return (await self._fleet.generate(request)).output_ids_T.tolist()
 
-        return await retried(once, self._backoff, is_lost_connection)
+        return await retried(once, self._backoff, is_unanswered)
 
 
 @dataclass(frozen=True, slots=True)

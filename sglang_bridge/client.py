@@ -9,12 +9,15 @@ under the new weights after `resume`.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 from dataclasses import replace
 from typing import Any, Literal, Self
 
 import numpy as np
 
 from sglang_bridge import sizes, wire
+from sglang_bridge.deadlines import Deadlines
 from sglang_bridge.errors import BridgeError, ServerRefused
 from sglang_bridge.http import REPLY_BYTES, HttpConnection
 from sglang_bridge.parse import (
@@ -26,12 +29,14 @@ from sglang_bridge.parse import (
     parse_expected,
     parse_info,
     parse_pieces,
+    parse_progress,
     parse_rollout,
     parse_scores,
     parse_version,
 )
 from sglang_bridge.protocol import (
     BucketSpec,
+    Progress,
     RolloutReply,
     RolloutRequest,
     ScoreReply,
@@ -54,8 +59,10 @@ PauseMode = Literal["retract", "in_place", "abort"]
 
 
 class ServerClient:
-    """Talks to the server at `url`. timeout_s: the longest wait for any one reply.
+    """Talks to the server at `url`.
 
+    timeout_s: how long work may make no progress (deadlines.py), and the longest wait for any other
+    reply.
     api_key: the server's, if it has one. Work (generate, score) is tried once, because the caller
     counts the tries; what concerns the server's state is repeated where that does no harm. Once
     `info` has told what the server is, replies are checked against it too.
@@ -76,6 +83,15 @@ class ServerClient:
         self._backoff = backoff
         self._known = Known()
         self.url = self._http.url
+        self.deadlines = Deadlines(
+            self.url, timeout_s, lambda: self.progress(), lambda rid: self.abort(rid)
+        )
+        self._numbers = itertools.count()
+
+    @property
+    def known_version(self) -> int | None:
+        """Returns the version that it was last known to hold; None: it was never asked."""
+        return self._known.version
 
     async def __aenter__(self) -> Self:
         return self
@@ -85,6 +101,7 @@ class ServerClient:
 
     async def close(self) -> None:
         """Closes the connection pool."""
+        await self.deadlines.close()
         await self._http.close()
 
     # ------------------------------------------------------------ work
@@ -113,8 +130,7 @@ class ServerClient:
             if request.gates:
                 params["custom_params"][wire.WANTS_GATES] = True
         body = {"rid": request.rid, "input_ids": _ids(request.input_ids), "sampling_params": params}
-        limit = sizes.rollout_bytes(request)
-        reply = await self._http.request("POST", "/generate", body, max_bytes=limit)
+        reply = await self._work(body, sizes.rollout_bytes(request))
         return parse_rollout(self.url, reply, request, self._known)
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
@@ -141,19 +157,37 @@ class ServerClient:
         if request.seed is not None:
             sampling["sampling_seed"] = request.seed
         body = {
-            # No rid: a repeat would meet its own name while the first try is still being served.
+            # A name of its own: the server may still be busy with an earlier try.
+            "rid": f"{request.rid}-{next(self._numbers)}.",
             "input_ids": _ids(request.input_ids),
             "return_logprob": True,
             "logprob_start_len": start,
             "sampling_params": sampling,
         }
-        limit = sizes.score_bytes(request)
-        reply = await self._http.request("POST", "/generate", body, max_bytes=limit)
+        reply = await self._work(body, sizes.score_bytes(request))
         return parse_scores(self.url, reply, request, self._known)
 
+    async def _work(self, body: dict[str, Any], max_bytes: int) -> Any:
+        """Sends a request for work, and waits as long as it makes progress."""
+        sent = self._http.request(
+            "POST", "/generate", body, timeout_s=math.inf, max_bytes=max_bytes
+        )
+        return await self.deadlines.within(body["rid"], sent)
+
+    async def progress(self) -> Progress:
+        """Returns how far the server is with its requests; it answers between two steps."""
+        return parse_progress(self.url, await self._ask_ranks(wire.PROGRESS_ACTION))
+
     async def abort(self, rid: str) -> None:
-        """Stops a request; its generate() then raises RequestAborted. Unknown rids are ignored."""
+        """Stops a request; its generate() then raises RequestAborted. Unknown rids are ignored.
+
+        SGLang stops every request whose name begins with `rid`: end names with what is in none.
+        """
         await self._post("/abort_request", {"rid": rid}, repeatable=True)
+
+    async def abort_all(self) -> None:
+        """Stops every request on the server, whoever sent it."""
+        await self._post("/abort_request", {"abort_all": True}, repeatable=True)
 
     # ------------------------------------------------------------ state
 
@@ -208,11 +242,13 @@ class ServerClient:
 
     async def pause(self, mode: PauseMode = "retract") -> None:
         """Stops generation; "retract" puts running requests back in the queue with their tokens."""
+        self.deadlines.stop()
         await self._post("/pause_generation", {"mode": mode}, repeatable=True)
 
     async def resume(self) -> None:
         """Continues generation after a pause."""
         await self._post("/continue_generation", {}, repeatable=True)
+        self.deadlines.go_on()
 
     async def flush_cache(self) -> None:
         """Empties the prefix cache, whose entries the old weights computed."""
@@ -266,6 +302,18 @@ class ServerClient:
         """
         await self.pause()
         await self._post_unless_done("/end_weight_update", {})
+
+    async def rewind(self) -> None:
+        """Makes the server what it was when it started: weights of its checkpoint, version 0.
+
+        Ends what it works on, also a weight sync; it samples again after.
+        """
+        model_path = (await self.info()).model_path
+        await self.abandon_weight_update()
+        body = {"model_path": model_path, "weight_version": "0", "abort_all_requests": True}
+        await self._post("/update_weights_from_disk", body, repeatable=True)
+        self._known = replace(self._known, version=0)
+        await self.resume()
 
     async def update_bucket(
         self, bucket: BucketSpec, group_name: str, timeout_s: float | None = None

@@ -5,6 +5,7 @@ Every message is one printable line and names the server.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 
 MESSAGE_LENGTH = 1000  # characters
@@ -24,15 +25,23 @@ class ServerUnreachable(BridgeError):
     """Reports that no answer came: the connection failed, broke or timed out.
 
     sent: whether the request may have reached the server (then a repeat could apply it twice).
-    taken_out: the server is known to be lost, and gets no requests any more.
+    stalled: it made no progress while the server answered other questions, so it may be the
+    request's fault. gone: is set when the server is taken out of its fleet, also later; None: of no
+    fleet.
     """
 
     def __init__(
-        self, url: str, path: str, cause: str, *, sent: bool, taken_out: bool = False
+        self, url: str, path: str, cause: str, *, sent: bool, stalled: bool = False
     ) -> None:
         self.url, self.path, self.cause, self.sent = url, path, one_line(cause), sent
-        self.taken_out = taken_out
+        self.stalled = stalled
+        self.gone: asyncio.Event | None = None
         super().__init__(f"{url}{path}: no answer ({self.cause})")
+
+    @property
+    def taken_out(self) -> bool:
+        """Returns whether the server is known to be lost by now: it gets no requests any more."""
+        return self.gone is not None and self.gone.is_set()
 
     @property
     def timed_out(self) -> bool:

@@ -18,7 +18,7 @@ from sglang_bridge.errors import (
     RankFailed,
     WeightSyncFailed,
 )
-from sglang_bridge.members import Member, Members
+from sglang_bridge.members import Member, Members, State
 from sglang_bridge.protocol import (
     BucketSpec,
     RolloutReply,
@@ -28,7 +28,7 @@ from sglang_bridge.protocol import (
     ServerInfo,
     WeightPiece,
 )
-from sglang_bridge.retry import is_lost_connection, is_transient
+from sglang_bridge.retry import is_lost_connection, is_transient, is_unanswered
 
 Reply = TypeVar("Reply")
 
@@ -50,13 +50,28 @@ def weights_world(tp_sizes: Sequence[int], senders: int) -> WeightsWorld:
     return WeightsWorld(size, tuple(offsets))
 
 
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """Describes a server of a fleet now. tokens: that it has sampled or scored since it is in it.
+
+    version: of its weights; None: it was never asked.
+    """
+
+    url: str
+    state: State
+    version: int | None
+    in_flight: int
+    tokens: int
+
+
 class Fleet:
     """Represents servers that hold the same model.
 
     Requests are spread over them; the steps of a weight sync address all servers at once. Call
     `start` before anything else and `close` at the end, or use `async with`.
 
-    restarted: requests that failed because the connection to their server did.
+    restarted: requests that got no answer, as the connection broke or they timed out. timed_out:
+    those of them that made no progress for too long.
     """
 
     def __init__(self, clients: Sequence[ServerClient]) -> None:
@@ -65,7 +80,7 @@ class Fleet:
         self._members = Members(list(clients))
         self._sync_begun = False
         self._silent: tuple[str, ...] = ()
-        self.restarted = 0
+        self.restarted = self.timed_out = 0
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -104,16 +119,17 @@ class Fleet:
         """Returns the number of requests being served by all servers."""
         return sum(member.in_flight for member in self._members.present)
 
-    async def start(self) -> tuple[ServerInfo, ...]:
+    async def start(self, *, used: bool = False) -> tuple[ServerInfo, ...]:
         """Asks every server what it is.
 
-        Raises BadReply when their vocabularies or versions differ.
+        used: they may hold different versions, as whoever used them before left them. Raises
+        BadReply when their vocabularies or versions differ.
         """
         for member, info in zip(
             self._members.present, await self._ask_all(lambda client: client.info()), strict=True
         ):
             member.info = info
-        for what in ("vocab_size", "version"):
+        for what in ("vocab_size",) if used else ("vocab_size", "version"):
             values = {info.url: getattr(info, what) for info in self.infos}
             if len(set(values.values())) > 1:
                 raise BadReply(f"the servers of a fleet differ in {what}: {values}")
@@ -141,6 +157,30 @@ class Fleet:
         """
         self._members.add(Member(client, info), waits=self._sync_begun)
 
+    async def drain(self, url: str, limit_s: float) -> int:
+        """Gives a server no more work; returns once it has done what it has, or `limit_s` later.
+
+        Returns how many requests it then still works on. `drop` it after. ValueError: no such
+        server.
+        """
+        return await self._members.drain(url, limit_s)
+
+    def client(self, url: str) -> ServerClient:
+        """Returns a server's client, also of one that waits for weights. ValueError: no such."""
+        return self._members.at(url).client
+
+    def servers(self) -> list[ServerState]:
+        """Describes every server, also those that wait for weights."""
+        return [
+            ServerState(m.client.url, m.state, m.client.known_version, m.in_flight, m.tokens)
+            for m in self._members.all
+        ]
+
+    @property
+    def syncs(self) -> bool:
+        """Returns whether weight syncs have begun: servers that are added wait for the next one."""
+        return self._sync_begun
+
     async def let_in(self) -> None:
         """Lets added servers take part in the next weight sync; waits until there is a server.
 
@@ -158,26 +198,42 @@ class Fleet:
         """Returns once that is so."""
         await self._members.stranded()
 
+    async def hung(self, url: str) -> None:
+        """Returns once requests showed that a server hangs; never if it is not there."""
+        for member in self._members.named(url):
+            return await member.hung()
+        await asyncio.Event().wait()
+
     # ------------------------------------------------------------ work
 
     async def generate(self, request: RolloutRequest) -> RolloutReply:
         """Returns one completion from the least-loaded server, in one try."""
-        return await self._dispatch(lambda client: client.generate(request))
+        return await self._dispatch(
+            lambda client: client.generate(request), lambda reply: len(reply.output_ids_T)
+        )
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
         """Returns scores from the least-loaded server, in one try."""
-        return await self._dispatch(lambda client: client.score(request))
+        return await self._dispatch(
+            lambda client: client.score(request), lambda reply: request.num_tokens
+        )
 
-    async def _dispatch(self, call: Callable[[ServerClient], Awaitable[Reply]]) -> Reply:
+    async def _dispatch(
+        self,
+        call: Callable[[ServerClient], Awaitable[Reply]],
+        num_tokens: Callable[[Reply], int],
+    ) -> Reply:
         member = await self._members.next()
         try:
             reply = await member.reply(call)
         except BridgeError as error:
             if is_transient(error):
                 member.rest(unreachable=is_lost_connection(error))
-            self.restarted += is_lost_connection(error)
+            if is_unanswered(error):
+                self.restarted += 1
+                self.timed_out += not is_lost_connection(error)
             raise
-        member.unreachable = False
+        member.tokens += num_tokens(reply)
         return reply
 
     # ------------------------------------------------------------ weight sync
@@ -254,6 +310,10 @@ class Fleet:
             client.url: why for client, why in zip(clients, found, strict=True) if why is not None
         }
 
+    async def abort_all(self) -> None:
+        """Stops every request on every server, whoever sent it."""
+        await self._everywhere(lambda client: client.abort_all())
+
     async def update_bucket(
         self, bucket: BucketSpec, group_name: str, timeout_s: float | None = None
     ) -> None:
@@ -317,12 +377,13 @@ class Fleet:
 
     async def _ask_all(self, verb: Callable[[ServerClient], Awaitable[Any]]) -> list[Any]:
         """Returns results in server order. The first failure cancels the rest and is raised."""
-        tasks = [asyncio.ensure_future(verb(client)) for client in self.clients]
+        clients = self.clients  # some may be taken out meanwhile
+        tasks = [asyncio.ensure_future(verb(client)) for client in clients]
         self._silent = ()
         try:
             return await asyncio.gather(*tasks)
         except asyncio.CancelledError:
-            asked = zip(self.clients, tasks, strict=True)
+            asked = zip(clients, tasks, strict=True)
             self._silent = tuple(client.url for client, task in asked if task.cancelled())
             raise
         finally:

@@ -7,6 +7,7 @@ sglang_bridge.retry.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import aiohttp
@@ -53,11 +54,13 @@ class HttpConnection:
     ) -> Any:
         """Returns the decoded JSON (None for an empty or non-JSON body) of at most `max_bytes`.
 
-        Raises ServerUnreachable, ServerRefused, BadReply.
+        timeout_s: instead of this connection's; inf waits for ever. Raises ServerUnreachable,
+        ServerRefused, BadReply.
         """
         data = None if body is None else msgspec.json.encode(body)
+        limit_s = timeout_s or self.timeout_s
         limits = aiohttp.ClientTimeout(
-            total=timeout_s or self.timeout_s, sock_connect=CONNECT_TIMEOUT_S
+            total=None if limit_s == math.inf else limit_s, sock_connect=CONNECT_TIMEOUT_S
         )
         url = f"{self.url}{path}"
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerUnreachable
@@ -13,20 +13,46 @@ from sglang_bridge.protocol import ServerInfo
 
 # a server that failed gets no work for this long while another one can be asked
 REST_S = 5.0
+# so many requests in a row that stalled without any reply: the server hangs. One that stalls again
+# and again on healthy servers is given up before (rollout.attempts).
+HUNG_AFTER = 4
 
 Reply = TypeVar("Reply")
 
 
+State = Literal["serving", "waiting for weights", "draining"]
+
+
 class Member:
-    """Holds a server's client and its load. info: what it said of itself, once it was asked."""
+    """Holds a server's client and its load. info: what it said of itself, once it was asked.
+
+    drains: it gets no more work, and leaves when it has done what it has. tokens: that it has
+    sampled or scored.
+    """
 
     def __init__(self, client: ServerClient, info: ServerInfo | None = None) -> None:
         self.client, self.info = client, info
         self.serves = True
+        self.drains = False
         self.in_flight = 0
+        self.tokens = 0
         self.rests_until_s = 0.0
         self.unreachable = False
-        self._gone = asyncio.Event()
+        self._gone, self._hung = asyncio.Event(), asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._stalled = 0
+
+    @property
+    def state(self) -> State:
+        """Returns what it does, in words."""
+        if self.drains:
+            return "draining"
+        return "serving" if self.serves else "waiting for weights"
+
+    async def idle(self) -> None:
+        """Returns once it works on nothing."""
+        await self._idle.wait()
 
     def rest(self, *, unreachable: bool) -> None:
         """Gives it no work for a while. unreachable: not even if it is the only one."""
@@ -37,8 +63,25 @@ class Member:
         """Ends what it works on: that raises ServerUnreachable, as a broken connection does."""
         self._gone.set()
 
+    async def hung(self) -> None:
+        """Returns once a request's end showed that the server hangs."""
+        await self._hung.wait()
+
     async def reply(self, call: Callable[[ServerClient], Awaitable[Reply]]) -> Reply:
-        """Returns the server's reply. ServerUnreachable: it was taken out while it worked."""
+        """Returns the server's reply. ServerUnreachable: also if it was taken out meanwhile."""
+        try:
+            reply = await self._reply(call)
+        except ServerUnreachable as error:
+            error.gone = self._gone
+            self._stalled += error.stalled
+            silent = error.timed_out and not error.stalled
+            if silent or self._stalled >= HUNG_AFTER:
+                self._hung.set()
+            raise
+        self._stalled, self.unreachable = 0, False
+        return reply
+
+    async def _reply(self, call: Callable[[ServerClient], Awaitable[Reply]]) -> Reply:
         with self._counted():
             work = asyncio.ensure_future(call(self.client))
             gone = asyncio.ensure_future(self._gone.wait())
@@ -46,7 +89,7 @@ class Member:
                 await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
                 if not work.done():
                     url, why = self.client.url, "it was taken out"
-                    raise ServerUnreachable(url, "", why, sent=True, taken_out=True)
+                    raise ServerUnreachable(url, "", why, sent=True)
                 return await work
             finally:
                 for task in (work, gone):
@@ -56,10 +99,13 @@ class Member:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         self.in_flight += 1
+        self._idle.clear()
         try:
             yield
         finally:
             self.in_flight -= 1
+            if self.in_flight == 0:
+                self._idle.set()
 
 
 class Members:
@@ -78,27 +124,51 @@ class Members:
     @property
     def clients(self) -> tuple[ServerClient, ...]:
         """Returns the clients of all, also of those that wait or left."""
-        there = (*self.present, *self._waiting)
-        return (*(member.client for member in there), *self._left)
+        return (*(member.client for member in self.all), *self._left)
+
+    @property
+    def all(self) -> tuple[Member, ...]:
+        """Returns those that take part, then those that wait."""
+        return (*self.present, *self._waiting)
+
+    def at(self, url: str) -> Member:
+        """Returns the server at `url`. ValueError: it is not there."""
+        found = self.named(url)
+        if not found:
+            raise ValueError(f"{url} is no server of this fleet")
+        return found[0]
+
+    def named(self, url: str) -> list[Member]:
+        """Returns the server at `url`, if it is there."""
+        return [member for member in self.all if member.client.url == url]
 
     def drop(self, url: str) -> None:
         """Takes a server out. ValueError: it is not there."""
-        found = [m for m in (*self.present, *self._waiting) if m.client.url == url]
-        if not found:
-            raise ValueError(f"{url} is no server of this fleet")
-        self.present = [member for member in self.present if member not in found]
-        self._waiting = [member for member in self._waiting if member not in found]
-        for member in found:
-            member.leave()
-            self._left.append(member.client)
+        found = self.at(url)
+        self.present = [member for member in self.present if member is not found]
+        self._waiting = [member for member in self._waiting if member is not found]
+        found.leave()
+        self._left.append(found.client)
         self._move()
+
+    async def drain(self, url: str, limit_s: float) -> int:
+        """Gives a server no more work; returns how much it still has, once none or `limit_s` later.
+
+        It takes part in weight syncs as before. ValueError: it is not there.
+        """
+        member = self.at(url)
+        member.drains = True
+        self._notify()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(member.idle(), limit_s)
+        return member.in_flight
 
     def add(self, member: Member, *, waits: bool) -> None:
         """Takes a server in. waits: until `let_in`, and then until `serve` for its first work.
 
         ValueError: it is there already.
         """
-        if any(m.client.url == member.client.url for m in (*self.present, *self._waiting)):
+        if self.named(member.client.url):
             raise ValueError(f"{member.client.url} is in this fleet already")
         member.serves = not waits
         (self._waiting if waits else self.present).append(member)
@@ -145,7 +215,7 @@ class Members:
                 await asyncio.wait_for(self._changed.wait(), rest_s)
 
     def _serving(self) -> list[Member]:
-        return [member for member in self.present if member.serves]
+        return [member for member in self.present if member.serves and not member.drains]
 
     def _move(self) -> None:
         self.epoch += 1

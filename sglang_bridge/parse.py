@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from sglang_bridge import wire
@@ -22,6 +23,7 @@ from sglang_bridge.protocol import (
     DrawCache,
     ExpertArray,
     FloatArray,
+    Progress,
     RolloutReply,
     RolloutRequest,
     ScoreReply,
@@ -197,6 +199,17 @@ def parse_answers(url: str, reply: Any) -> list[dict[str, str]]:
         text = all(isinstance(word, str) for pair in each.items() for word in pair)
         require(url, text, "a rank answered other than text")
     return answers
+
+
+def parse_progress(url: str, reply: Any) -> Progress:
+    """Parses how far the server is with its requests: the answer of its first rank."""
+    answer = parse_answers(url, reply)[0]
+    try:
+        tokens = msgspec.json.decode(answer.get(wire.RUNNING, ""), type=dict[str, int])
+        waiting = msgspec.json.decode(answer.get(wire.WAITING, ""), type=list[str])
+    except msgspec.MsgspecError as error:
+        raise BadReply(f"{url}: its progress cannot be read ({error})") from error
+    return Progress(tokens, frozenset(waiting))
 
 
 def _by_rank(url: str, reply: Any) -> list[tuple[int, dict[str, Any]]]:

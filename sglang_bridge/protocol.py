@@ -6,7 +6,7 @@ Axes, as name suffixes: T response tokens of one request, N flattened (token, ca
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -201,6 +201,17 @@ class ScoreReply:
 
     logp_N: FloatArray
     selection: Selection | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Tells how far a server is with its requests, by their names.
+
+    tokens: sampled so far for each that it runs. waiting: those in its queue, also again.
+    """
+
+    tokens: Mapping[str, int]
+    waiting: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,9 @@ from sglang_bridge.errors import BridgeError, RequestAborted, ServerRefused, Ser
 Result = TypeVar("Result")
 
 TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500
+VERDICT_S = 6.0
+"""So long after a connection broke it is known whether its server is lost (a process that ended is
+seen at once, a port where nothing listens after two questions)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,11 @@ def is_lost_connection(error: BridgeError) -> bool:
     return isinstance(error, ServerUnreachable) and not (error.sent and error.timed_out)
 
 
+def is_unanswered(error: BridgeError) -> bool:
+    """Returns whether no answer came: the connection failed or broke, or there was no progress."""
+    return isinstance(error, ServerUnreachable)
+
+
 def is_unsent(error: BridgeError) -> bool:
     """Returns whether the request certainly did not reach the server."""
     return isinstance(error, ServerUnreachable) and not error.sent
@@ -61,20 +69,39 @@ async def retried(
     """Returns the result of the first try that succeeds.
 
     `call` is given the number of tries before it. Raises the last error when all tries failed, and
-    at once any error that `repeat` does not allow. A try that ended because its server was taken
-    out does not count: servers are taken out so often as they are lost, which others bound.
+    at once any error that `repeat` does not allow. A try whose server was taken out then or soon
+    after does not count: servers are taken out so often as they are lost, which others bound.
     """
     if backoff.attempts < 1:
         raise ValueError(f"attempts must be >= 1, got {backoff.attempts}")
     wait_s = backoff.first_wait_s
-    left = backoff.attempts
+    failed: list[BridgeError] = []
     for earlier in itertools.count():
         try:
             return await call(earlier)
         except BridgeError as error:
-            left -= not (isinstance(error, ServerUnreachable) and error.taken_out)
-            if left == 0 or not repeat(error):
+            failed.append(error)
+            if not repeat(error) or await _counted(failed, backoff.attempts) >= backoff.attempts:
                 raise
         await asyncio.sleep(wait_s)
         wait_s = min(2 * wait_s, backoff.max_wait_s)
     raise AssertionError("unreachable")
+
+
+async def _counted(failed: list[BridgeError], limit: int) -> int:
+    """Returns how many of these tries count; where they reach `limit`, waits for the verdict."""
+    open_ones = [error for error in failed if not _was_taken_out(error)]
+    lost = [e for e in open_ones if isinstance(e, ServerUnreachable) and not e.stalled]
+    gone = [error.gone for error in lost if error.gone is not None]
+    if len(open_ones) >= limit and gone:
+        verdicts = [asyncio.ensure_future(event.wait()) for event in gone]
+        await asyncio.wait(verdicts, timeout=VERDICT_S, return_when=asyncio.FIRST_COMPLETED)
+        for verdict in verdicts:
+            verdict.cancel()
+        open_ones = [error for error in failed if not _was_taken_out(error)]
+    return len(open_ones)
+
+
+def _was_taken_out(error: BridgeError) -> bool:
+    # a request that stalled while its server answered may be the cause of that server's end
+    return isinstance(error, ServerUnreachable) and error.taken_out and not error.stalled

@@ -56,6 +56,8 @@ DIGEST_ACTION = "bridge_digests"
 STAGED_DIGEST_ACTION = "bridge_staged_digests"
 STAGED_ACTION = "bridge_staged"
 MODEL_ACTION = "bridge_model"
+PROGRESS_ACTION = "bridge_progress"
+RUNNING, WAITING = "running", "waiting"  # its answer: JSON of {rid: tokens}, and of [rid]
 QUANTIZATION, NOT_QUANTISED = "quantization", "none"  # in the answer of MODEL_ACTION
 PIECE_SEPARATOR = "|"
 # actions with an argument, after a space; a rank that fails answers ERROR alone

@@ -1,5 +1,7 @@
 """Settings of every test, how two workers share them, and the table of measured errors."""
 
+import signal
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return ORDER.index(kind) if kind in ORDER else len(ORDER)
 
     items.sort(key=rank)
+
+
+@pytest.fixture(autouse=True)
+def same_signals() -> Iterator[None]:
+    """A test that runs the program in this process leaves the signals as they were.
+
+    Otherwise what later tests start inherits that they are ignored.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class OneForServers(LoadScopeScheduling):

@@ -28,6 +28,7 @@ NAVIGATION = {
         "cluster_plans",
         "weight_sync",
         "recovery",
+        "fleet",
         "mismatch",
         "checkpoints",
         "convert",

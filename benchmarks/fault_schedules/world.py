@@ -8,29 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from benchmarks.fault_schedules.servers import (
     INITIAL,
+    REQUEST_S,
     VOCABULARY,
     Client,
     Server,
+    State,
     paces,
 )
 from megatron_opd.cli.guards import RunGuard
+from megatron_opd.cli.learner_restart import through_losses
 from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sections import RolloutConfig, ScoringConfig
 from megatron_opd.controller.controller import Controller
-from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.health import HealthGuard, WatchedProcess
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
@@ -45,12 +48,23 @@ from sglang_bridge.errors import ServerDied, WeightSyncFailed
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import WeightPiece
 
-STUDENT, TEACHER = "student", "teacher"
+STUDENT, TEACHER, RUN_ID = "student", "teacher", "run"
+Without = Literal["readmission", "learner_restarts", "deadlines"]
+SILENT = ("hung", "jammed", "stalled")
+"""Faults after which a request makes no progress, and nothing else does that."""
+
+
+STATES: dict[str, State] = {"killed": "dead", "hung": "hung", "jammed": "jammed"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Says what one run is like. faults: (seconds, what): the number of a server, or "learner"."""
+    """Says what one run is like.
+
+    faults: (seconds, what, whom). slots: requests that a server works on at once. pace_s: a step's
+    mean time. poison: a prompt that no server can sample. without: what mends failures and a
+    control lacks.
+    """
 
     seed: int
     schedule: Schedule
@@ -58,7 +72,10 @@ class Plan:
     teachers: int
     checkpoint_every: int
     faults: tuple[tuple[float, str, str], ...]
-    readmits: bool = True
+    slots: int = 64
+    pace_s: float = 0.2
+    poison: int | None = None
+    without: Without | None = None
 
 
 class Learner:
@@ -173,11 +190,14 @@ class World:
             role: [f"http://{role}-{i}:1" for i in range(count)]
             for role, count in ((STUDENT, plan.students), (TEACHER, plan.teachers))
         }
-        pace = paces(self.random, 0.2)
-        self.servers = {url: Server(url, pace) for found in urls.values() for url in found}
+        pace = paces(self.random, plan.pace_s)
+        self._unlimited = plan.without == "deadlines"
+        poison = "none" if plan.poison is None else f"{RUN_ID}-{plan.poison}-"
+        self.servers = {
+            url: Server(url, pace, plan.slots, poison) for found in urls.values() for url in found
+        }
         self.fleets = {
-            role: Fleet([Client(self.servers[url]) for url in found])
-            for role, found in urls.items()
+            role: Fleet([self._client(url) for url in found]) for role, found in urls.items()
         }
         self.learner = Learner(paces(self.random, 0.5))
         processes: Any = self
@@ -190,26 +210,34 @@ class World:
     # what Supervisor asks of processes
 
     def watched_server(self, url: str) -> list[WatchedProcess]:
-        """See cli.processes.LocalProcesses."""
+        """See cli.processes.Processes."""
         server = self.servers[url]
         return [WatchedProcess(url, lambda: -9 if server.state == "dead" else None)]
 
     def discard(self, url: str) -> None:
-        """See cli.processes.LocalProcesses."""
+        """See cli.processes.Processes."""
         self.servers[url].become("dead")
 
-    async def restart(self, url: str, timeout_s: float) -> None:
-        """See cli.processes.LocalProcesses. One start of five fails."""
+    async def put_another(self, url: str) -> str:
+        """See cli.processes.Processes."""
         self.discard(url)
+        return url
+
+    async def start_one(self, url: str, timeout_s: float) -> None:
+        """See cli.processes.Processes. One start of five fails."""
         await asyncio.sleep(self.random.uniform(1.0, 10.0))
         if self.random.random() < 0.2:
             raise ServerDied(f"{url} ended with status 1")
         self.servers[url].become("up")
 
-    async def take_in(self, role: str, url: str) -> None:
+    async def take_in(self, role: str, url: str) -> Any:
         """Add a server to its fleet again."""
-        client = Client(self.servers[url])
+        client = self._client(url)
         self.fleets[role].add(client, await client.info())
+        return client
+
+    def _client(self, url: str) -> Client:
+        return Client(self.servers[url], math.inf if self._unlimited else REQUEST_S)
 
     # the run
 
@@ -231,7 +259,15 @@ class World:
         assert len(consumed) == len(set(consumed)), "a sample is trained on twice"
         assert accounting.updates == len(self.learner.trained) == self.plan.schedule.updates
         assert accounting.in_flight == 0
-        assert accounting.admitted == accounting.consumed + sum(accounting.dropped.values())
+        dropped, timed_out = accounting.dropped, sum(f.timed_out for f in self.fleets.values())
+        assert accounting.admitted == accounting.consumed + sum(dropped.values())
+        attempts = RolloutConfig().attempts
+        assert set(dropped) <= {"timed_out", "teacher_timed_out"}, f"prompts are lost: {dropped}"
+        assert attempts * sum(dropped.values()) <= timed_out, "prompts are given up too soon"
+        silent = {whom for _, what, whom in self.plan.faults if what in SILENT}
+        sound = [s for url, s in self.servers.items() if url not in silent]
+        slow = sum(server.timed_out for server in sound)
+        assert slow == 0 or self.plan.poison is not None, "a queue or a pause counts"
         return {
             "seconds": clock(),
             "happened": dict(self.happened),
@@ -239,7 +275,8 @@ class World:
             "learner_restarts": self.learner_restarts,
             "updates_rolled_back": self.rolled_back,
             "samples_readmitted": sum(fleet.restarted for fleet in self.fleets.values()),
-            "dropped": sum(accounting.dropped.values()),
+            "requests_timed_out": timed_out,
+            "dropped": sum(dropped.values()),
         }
 
     async def _train(self) -> Any:
@@ -247,40 +284,46 @@ class World:
         settings = self.config.weight_sync
         sync = WeightSync(student, learner, Transport(self), settings, self.supervisor.lose)
         await sync.open()
-        state, controller, lost = NOTHING_YET, None, False
-        while True:  # as cli.run.PipelineRun
-            try:
-                if lost:
-                    await asyncio.sleep(self.random.uniform(2.0, 20.0))
-                    state = learner.start_over()
-                    self.learner_restarts += 1
-                    if controller is not None:
-                        self.rolled_back += controller.accounting.updates - state.updates
-                        controller = None
-                    await sync.start_over()
-                    await sync.sync(state.version)
-                controller = self._controller(sync, state)
-                return await controller.run()
-            except (LoopFailed, LearnerError, WeightSyncFailed):
-                if learner.failure is None or not self.plan.readmits:
-                    raise
-            lost = True
+        controller: Controller | None = None
+        state = NOTHING_YET
+
+        async def attempt() -> Any:
+            nonlocal controller
+            controller = self._controller(sync, state)
+            return await controller.run()
+
+        async def recover() -> None:
+            nonlocal controller, state
+            await asyncio.sleep(self.random.uniform(2.0, 20.0))
+            state = learner.start_over()
+            self.learner_restarts += 1
+            if controller is not None:
+                self.rolled_back += controller.accounting.updates - state.updates
+                controller = None
+            await sync.start_over()
+            await sync.sync(state.version)
+
+        async def lost(error: Exception) -> bool:
+            return learner.failure is not None and self.plan.without != "learner_restarts"
+
+        return await through_losses(attempt, recover, lost)
 
     def _controller(self, sync: WeightSync, state: ControllerState) -> Controller:
         estimator = Estimator.model_validate({"support": {"type": "path"}})
-        attempts = RolloutConfig().attempts if self.plan.readmits else 1
-        student: Any = self.fleets[STUDENT] if self.plan.readmits else Once(self.fleets[STUDENT])
+        student: Any = self.fleets[STUDENT]
+        if self.plan.without == "readmission":
+            student = Once(student)
         ports = Ports(
             prompts=map(_prompt, itertools.count(state.next_uid)),
             rollout=RolloutGenerator(
-                student, RolloutConfig(attempts=attempts), estimator.support, VOCABULARY, "run"
+                student, RolloutConfig(), estimator.support, VOCABULARY, RUN_ID
             ),
             teacher=FleetScorer(
                 {TEACHER: self.fleets[TEACHER]},
                 estimator,
                 VOCABULARY,
                 ScoringConfig(),
-                "run",
+                RUN_ID,
             ),
             learner=self.learner,
             weight_sync=sync,
@@ -300,7 +343,10 @@ class World:
                     self.learner.die()
             elif self.servers[whom].state == "up":
                 self.happened[f"{whom.split('-')[0].removeprefix('http://')} {what}"] += 1
-                self.servers[whom].become("dead" if what == "killed" else "hung")
+                if what == "stalled":
+                    self.servers[whom].stalls += 1
+                else:
+                    self.servers[whom].become(STATES[what])
 
 
 class Once:

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.learner_world import learner_world
 from benchmarks.mismatch_grid.cases import LEARNERS, LENGTHS, PROMPT_TOKENS, PROMPTS, SEEDS
-from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.servers import server_processes
 from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.schema import Config
@@ -54,7 +54,7 @@ async def run(asked: Tree, scratch: Path) -> Tree:
     old = config.student.model_copy(update={"model": Path(asked["old"])})
     server_config = config.model_copy(update={"student": old})
     servers = server_processes(server_config, "student", scratch)
-    processes = LocalProcesses(servers, None)
+    processes = Processes(servers, None)
     fleet: Fleet | None = None
     try:
         processes.start()
@@ -136,7 +136,7 @@ class Measurement:
         own = self.config.learner.model_copy(update={"parallel": parallel})
         config = self.config.model_copy(update={"learner": own})
         remote, world = learner_world(config, self.scratch, f"learner-{name}")
-        processes = LocalProcesses([], world)
+        processes = Processes([], world)
         try:
             processes.start()
             await remote.wait_ready(STARTUP_S)

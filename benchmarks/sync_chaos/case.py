@@ -23,7 +23,7 @@ from benchmarks.sync_chaos.hooks import Hooked, at_phase
 from benchmarks.sync_chaos.requests import Requests
 from benchmarks.synthetic import Shape, sample
 from benchmarks.weight_sync.flipped import differing, flipped_tensor, send_instead
-from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.servers import server_processes
 from megatron_opd.cli.wiring import BatchLearner, make_fleet
 from megatron_opd.config.schema import Config
@@ -55,7 +55,7 @@ class Round:
         self.vocab = read_model_spec(self.config.student.model).vocab_size
         self.remote, world = learner_world(self.config, scratch)
         servers = server_processes(self.config, "student", scratch)
-        self.processes = LocalProcesses(servers, world)
+        self.processes = Processes(servers, world)
         self.version = 0
 
     async def figures(self) -> Tree:

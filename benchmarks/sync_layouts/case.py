@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.learner_world import learner_world
-from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.servers import server_processes
 from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.schema import Config
@@ -50,7 +50,7 @@ async def run(asked: Tree, scratch: Path) -> Tree:
         loaded = await logp_of_loaded(config, sequences, scratch)
     remote, world = learner_world(config, scratch)
     servers = server_processes(with_model(config, asked["old"]), "student", scratch)
-    processes = LocalProcesses(servers, world)
+    processes = Processes(servers, world)
     fleet: Fleet | None = None
     try:
         processes.start()
@@ -125,7 +125,7 @@ async def logp_of_loaded(config: Config, sequences: np.ndarray, scratch: Path) -
     section = config.student.model_copy(update={"servers": 1})
     alone = config.model_copy(update={"student": section})
     (server,) = server_processes(alone, "student", scratch / "loaded")
-    processes = LocalProcesses([server], None)
+    processes = Processes([server], None)
     fleet: Fleet | None = None
     try:
         processes.start()

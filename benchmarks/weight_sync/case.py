@@ -23,8 +23,8 @@ from typing import Any
 from benchmarks.weight_sync.decoding import Decoding
 from benchmarks.weight_sync.flipped import differing, flip_a_bit
 from benchmarks.weight_sync.processes import Ranks, find_ranks, measured
+from megatron_opd.cli import processes
 from megatron_opd.cli.learner_process import LearnerProcess, learner_command
-from megatron_opd.cli.processes import LocalProcesses
 from megatron_opd.cli.servers import server_processes
 from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.load import dump_config
@@ -44,6 +44,8 @@ LEAST_WINDOW_S, REST_S = 1.0, 3.0
 SETTLED_S = 2.0  # of sampling before its tokens are counted
 ITEM_BYTES = 4  # float32
 Tree = dict[str, Any]
+# the second is its name in older trees
+Processes: Any = getattr(processes, "Processes", None) or getattr(processes, "LocalProcesses")  # noqa: B009
 
 
 class Held:
@@ -82,7 +84,7 @@ class Case:
         command = learner_command(file, learner, ["--controller", self.remote.address])
         world = LearnerProcess(command, scratch / "learner.log", learner.threads, token)
         servers = server_processes(self.config, "student", scratch)
-        self.processes = LocalProcesses(servers, world)
+        self.processes = Processes(servers, world)
         self.version = 0
 
     async def figures(self) -> Tree:

@@ -23,9 +23,24 @@ class Batcher:
         self._buffer = buffer
         self._batch_size = batch_size
         self._needed = (hold_batches + 1) * batch_size
+        self._stopped = False
+
+    @property
+    def stopped(self) -> bool:
+        """Returns whether there will be no further batch, whatever is left."""
+        return self._stopped
+
+    def stop(self) -> None:
+        """Cut no further batch; what is left stays in the buffer."""
+        self._stopped = True
+        self._buffer.wake()
 
     async def next_batch(self) -> tuple[Sample, ...]:
         """Return the next B samples: fewer only when no more can come, empty when none are left."""
-        while self._buffer.ready < self._needed and not self._buffer.exhausted:
+        while not self._stopped and self._buffer.ready < self._needed:
+            if self._buffer.exhausted:
+                break
             await self._buffer.changed()
+        if self._stopped:
+            return ()
         return self._buffer.take(min(self._batch_size, self._buffer.ready))

@@ -89,6 +89,10 @@ class SampleBuffer:
         self._closed = True
         self._advance()
 
+    def wake(self) -> None:
+        """End every wait for a change, so that who waits looks for another reason to go on."""
+        self._advance()
+
     def take(self, count: int) -> tuple[Sample, ...]:
         """Remove and return the first `count` ready samples; ValueError when fewer are ready."""
         if count > len(self._ready):

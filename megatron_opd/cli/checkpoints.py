@@ -54,6 +54,7 @@ class Checkpoints:
             state.
         say: tells the user.
         claim: proves, before anything is written or named, that the directory is still this run's.
+        updates: of the checkpoint that the run continues from.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Checkpoints:
         extras: Callable[[], dict[str, Any]],
         say: Callable[[str], None],
         claim: Claim | None = None,
+        updates: int = 0,
     ) -> None:
         self._dirs, self._config, self._learner = dirs, config.checkpoint, learner
         self._ranks = config.learner.parallel.world_size
@@ -71,6 +73,7 @@ class Checkpoints:
         self._extras, self._say = extras, say
         self._claim = claim
         self._last_s = time.monotonic()
+        self._newest = updates
         self._writing: asyncio.Task[None] | None = None
         self.waited_s = Mean()
         """Seconds that training waited for a checkpoint."""
@@ -86,12 +89,22 @@ class Checkpoints:
         part = self._dirs.start(updates)
         in_background = self._config.async_save
         await self._learner.save_state(part / LEARNER, updates, in_background=in_background)
+        self._newest = updates
         self._writing = asyncio.create_task(
             self._complete(part, updates, controller, run, started_s), name=f"checkpoint {updates}"
         )
         if not in_background:
             await self.finish()
         self.waited_s.add(time.monotonic() - started_s)
+
+    async def at_end(self, updates: int, state: Callable[[], ControllerState]) -> None:
+        """Save a checkpoint of a run that ends early, and wait for it.
+
+        None where none are written at all, and where there is one of these updates.
+        """
+        if self._config.writes and updates > self._newest:
+            await self.after_update(updates, state)
+        await self.finish()
 
     def due(self, updates: int) -> bool:
         """Return whether a checkpoint is due by count or by time; saving changes no update."""

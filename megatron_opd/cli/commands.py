@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 
 from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.roles import STUDENT, all_roles, section_of
+from megatron_opd.cli.roles import STUDENT, section_of
 from megatron_opd.config.load import load_config
 from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config
@@ -18,35 +19,37 @@ from megatron_opd.config.sft import SftConfig
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run `opd run`: servers, learner and controller on this machine."""
-    return _pipeline(arguments, launch=True)
+    """Run `opd run`: servers, learner and controller; or submit it to a Ray cluster."""
+    config = load_config(Config, arguments.config, arguments.overrides)
+    if config.cluster.type == "ray" and config.cluster.ray.submit is not None:
+        from megatron_opd.cli.submit import submit_run
+
+        return submit_run(config.cluster.ray, arguments)
+    return _pipeline(arguments, config)
 
 
 def control(arguments: argparse.Namespace) -> int:
-    """Run `opd control`: the controller alone."""
-    return _pipeline(arguments, launch=False)
-
-
-def _pipeline(arguments: argparse.Namespace, *, launch: bool) -> int:
-    from megatron_opd.cli.run import run_pipeline
-
+    """Run `opd control`: the controller alone; all else is started by something else."""
     config = load_config(Config, arguments.config, arguments.overrides)
+    cluster = config.cluster.model_copy(update={"type": "external"})
+    return _pipeline(arguments, config.model_copy(update={"cluster": cluster}))
+
+
+def _pipeline(arguments: argparse.Namespace, config: Config) -> int:
+    from megatron_opd.cli.auto_resume import Start, how_to_start
+    from megatron_opd.cli.run import run_pipeline
+    from megatron_opd.cli.stopping import PREEMPTIONS, preempt_now
+
+    for number in PREEMPTIONS:
+        signal.signal(number, preempt_now)
     accepted = accepted_changes(arguments)
-    if not launch:
-        for role in all_roles(config):
-            if not section_of(config, role).urls:
-                raise UserError(
-                    f"opd control: {role}.urls must list servers started elsewhere, got []"
-                )
-        if config.learner.listen_port == 0:
-            raise UserError("opd control: learner.listen_port must be a fixed port, got 0")
-    return run_pipeline(
-        config,
-        overwrite=arguments.overwrite,
-        launch=launch,
-        resume=arguments.resume,
-        accepted=accepted,
-    )
+    start = Start(resume=arguments.resume, overwrite=arguments.overwrite)
+    if arguments.auto_resume:
+        start = how_to_start(config, accepted)
+        if start is None:
+            _print(f"run.dir {config.run.dir}: the run is finished")
+            return 0
+    return run_pipeline(config, overwrite=start.overwrite, resume=start.resume, accepted=accepted)
 
 
 def accepted_changes(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -55,7 +58,7 @@ def accepted_changes(arguments: argparse.Namespace) -> tuple[str, ...]:
     Raises UserError when there is nothing to resume.
     """
     keys = [key.strip() for given in arguments.accept_changes for key in given.split(",")]
-    if keys and not arguments.resume:
+    if keys and not (arguments.resume or arguments.auto_resume):
         raise UserError("--accept-changes has no effect without --resume: add it")
     return tuple(dict.fromkeys(key for key in keys if key))
 

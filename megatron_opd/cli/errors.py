@@ -1,4 +1,4 @@
-"""Defines the errors of the program: what a user did wrong, and what stopped a run."""
+"""Defines how the program ends other than well: a user's mistake, a failure, a preemption."""
 
 from __future__ import annotations
 
@@ -9,3 +9,10 @@ class UserError(Exception):
 
 class RunFailed(Exception):
     """Reports why a run that started could not continue, in one line; exit code 1."""
+
+
+class Preempted(BaseException):
+    """Reports in one line that a scheduler ended a run, to be continued; exit code 75.
+
+    No error, so nothing that handles errors may take it for one.
+    """

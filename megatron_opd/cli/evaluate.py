@@ -14,7 +14,7 @@ from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.placing import gpus_of_server
 from megatron_opd.cli.preflight import read_model
 from megatron_opd.cli.prepare import prepare
-from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.roles import STUDENT
 from megatron_opd.cli.servers import make_spec
 from megatron_opd.cli.weights import check_weights
@@ -57,7 +57,7 @@ async def _evaluate(
     server: ServerProcess,
     api_key: str | None,
 ) -> EvaluationReport:
-    processes = LocalProcesses([server], None)
+    processes = Processes([server], None)
     processes.start()
     await all_of(processes.parts(config.student.startup_timeout_s), say=lambda _: None)
     fleet = make_fleet(config.student, [server.spec.url], api_key)

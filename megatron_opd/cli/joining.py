@@ -16,8 +16,8 @@ RETRY_S = 1.0
 STARTING_UP = 503
 
 
-async def answers(fleet: Fleet, timeout_s: float) -> tuple[ServerInfo, ...]:
-    """Return what a fleet's servers are, once all of them answer.
+async def answers(fleet: Fleet, timeout_s: float, *, used: bool = False) -> tuple[ServerInfo, ...]:
+    """Return what a fleet's servers are, once all of them answer. used: see Fleet.start.
 
     BridgeError: one answers something else, or there is no answer within `timeout_s`.
     """
@@ -25,7 +25,7 @@ async def answers(fleet: Fleet, timeout_s: float) -> tuple[ServerInfo, ...]:
     deadline_s = clock() + timeout_s
     while True:
         try:
-            return await fleet.start()
+            return await fleet.start(used=used)
         except (ServerUnreachable, ServerRefused) as error:
             not_yet = isinstance(error, ServerUnreachable) or error.status == STARTING_UP
             if not not_yet or clock() >= deadline_s:

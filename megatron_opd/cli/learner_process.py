@@ -17,17 +17,11 @@ from pathlib import Path
 import psutil
 
 from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.launch.specs import ON_GPUS
 from megatron_opd.transport.lifetime import PARENT_VARIABLE
 from megatron_opd.transport.token import TOKEN_VARIABLE
 from sglang_bridge.gpus import let_see
-from sglang_bridge.ports import free_port
-
-ON_GPUS = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-}
-"""Set for ranks on GPUs unless the user has set them; docs/cluster.md has the reasons."""
+from sglang_bridge.server.launch import next_log
 
 
 def learner_command(config_file: Path, learner: LearnerConfig, extra: Sequence[str]) -> list[str]:
@@ -37,8 +31,6 @@ def learner_command(config_file: Path, learner: LearnerConfig, extra: Sequence[s
         "-m",
         "megatron_opd.learner.torchrun",
         f"--nproc-per-node={learner.parallel.world_size}",
-        "--master-addr=127.0.0.1",
-        f"--master-port={free_port()}",
         "-m",
         "megatron_opd.learner",
         str(config_file),
@@ -79,12 +71,11 @@ class LearnerProcess:
             self.environment["OMP_NUM_THREADS"] = str(threads)
         self._process: subprocess.Popen[bytes] | None = None
 
-    def again(self, number: int, command: Sequence[str]) -> LearnerProcess:
-        """Return another world like this one, not started; its log bears `number`."""
-        assert self.log is not None
+    def again(self) -> LearnerProcess:
+        """Return another world like this one, not started, which writes a log of its own."""
         other = copy.copy(self)
-        other.command, other._process = list(command), None
-        other.log = self.log.with_name(f"{self.log.name.split('.')[0]}.restart{number}.log")
+        other._process = None
+        other.log = None if self.log is None else next_log(self.log)
         return other
 
     @property

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeVar
 
 from megatron_opd.checkpoint.state_dirs import StepDirs
-from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.budget import Budget
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.guards import PartGone
+from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.resume import Resumption, find_resumption
 from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.cli.startup import all_up
-from megatron_opd.cli.supervisor import BUDGET_S
 from megatron_opd.config.schema import Config
-from megatron_opd.transport.zmq import RemoteLearner
+from megatron_opd.controller.errors import LoopFailed
+from megatron_opd.transport.zmq import LearnerError, RemoteLearner
+from sglang_bridge.errors import WeightSyncFailed
+
+ResultT = TypeVar("ResultT")
+
+MAY_MEAN_LOST = (LoopFailed, PartGone, LearnerError, WeightSyncFailed, UserError)
+"""What a lost learner ends with, while it trains, syncs its first weights, or starts again."""
 
 LAST_WORDS_S = 2.0
 """A process that has ended may have said why; that is read a moment later."""
@@ -27,7 +37,6 @@ class LearnerRestarts:
         config: how often, and how long a start may take.
         remote: what another learner can join at the same address.
         processes: where the learner runs, if it was started here.
-        command: makes its command line, anew for each start: it names a free port.
         say: tells the user.
     """
 
@@ -35,18 +44,17 @@ class LearnerRestarts:
         self,
         config: Config,
         remote: RemoteLearner,
-        processes: LocalProcesses,
-        command: Callable[[], Sequence[str]],
+        processes: Processes,
         say: Callable[[str], None],
     ) -> None:
         self._config, self._remote, self._processes = config, remote, processes
-        self._command, self._say = command, say
-        self._began_s: list[float] = []
+        self._say = say
+        self._budget = Budget()
 
     @property
     def count(self) -> int:
         """Returns how many restarts there have been."""
-        return len(self._began_s)
+        return self._budget.spent
 
     async def possible(self) -> bool:
         """Return whether the learner is lost, and may be started again.
@@ -59,19 +67,17 @@ class LearnerRestarts:
                 await asyncio.wait_for(self._remote.failed(), LAST_WORDS_S)
         failure = self._remote.failure
         lost = ended if failure is None else not failure.final
-        now_s = asyncio.get_running_loop().time()
-        recent = sum(now_s - began_s < BUDGET_S for began_s in self._began_s)
-        return lost and recent < self._config.learner.max_restarts
+        return lost and self._budget.recent < self._config.learner.max_restarts
 
     async def again(self) -> None:
         """Start another learner, or wait for one that is started elsewhere, until it is ready.
 
         UserError: it does not come up.
         """
-        self._began_s.append(asyncio.get_running_loop().time())
+        self._budget.spend()
         self._remote.start_over()
         startup_s = self._config.student.startup_timeout_s
-        parts = await self._processes.restart_learner(self.count, self._command())
+        parts = await self._processes.restart_learner()
         await all_up(self._remote, startup_s, parts, self._say)
 
 
@@ -86,3 +92,25 @@ def last_checkpoint(config: Config, wall_s: float) -> Resumption | None:
         return None
     found = find_resumption(config)
     return replace(found, extras=found.extras | {"wall_s": wall_s})
+
+
+async def through_losses(
+    attempt: Callable[[], Awaitable[ResultT]],
+    recover: Callable[[], Awaitable[None]],
+    lost: Callable[[Exception], Awaitable[bool]],
+) -> ResultT:
+    """Return what `attempt` does; each time that the learner is lost, recover and attempt again.
+
+    recover: may itself meet a learner that is lost. lost: whether an error means that it is, and it
+    may be started again; every other error is raised.
+    """
+    is_lost = False
+    while True:
+        try:
+            if is_lost:
+                await recover()
+            return await attempt()
+        except MAY_MEAN_LOST as error:
+            if not await lost(error):
+                raise
+        is_lost = True

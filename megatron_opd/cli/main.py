@@ -1,6 +1,7 @@
 """Parses the command line of `opd` and runs the subcommand.
 
-Exit codes: 0 done, 1 a run failed, 2 bad input, 130 interrupted.
+Exit codes: 0 done, 1 a run failed, 2 bad input, 75 a run was preempted (start it again with
+--auto-resume), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_opd import __version__
-from megatron_opd.cli import commands, compare, convert, mismatch
-from megatron_opd.cli.errors import RunFailed, UserError
+from megatron_opd.cli import commands, compare, convert, fleet, mismatch
+from megatron_opd.cli.errors import Preempted, RunFailed, UserError
 from megatron_opd.config.load import ConfigError
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_PREEMPTED = os.EX_TEMPFAIL
 
 
 def positive_number(text: str) -> float:
@@ -63,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     control.set_defaults(handler=commands.control)
 
     _add_serve(verbs)
+    fleet.add_parser(verbs)
 
     evaluate = with_config("eval", "measure avg@k of a checkpoint on the held-out problems")
     evaluate.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint")
@@ -132,21 +135,29 @@ def _add_again(verb: argparse.ArgumentParser) -> None:
     choice.add_argument(
         "--resume", action="store_true", help="continue from the newest checkpoint in run.dir"
     )
+    choice.add_argument(
+        "--auto-resume",
+        action="store_true",
+        help="for a job that is requeued: continue if there is a checkpoint, begin if there is "
+        "none, do nothing if the run is finished",
+    )
     verb.add_argument(
         "--accept-changes",
         action="append",
         default=[],
         metavar="KEY[,KEY]",
-        help="with --resume: keys that may differ from the run's, e.g. learner.optimizer.lr",
+        help="when continuing: keys that may differ from the run's, e.g. learner.optimizer.lr",
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, dispatch, and turn every expected failure into one line on stderr."""
     # SIGTERM (a scheduler's stop) takes the same clean path as Ctrl-C; so does SIGINT sent to a
-    # background job, which starts with it ignored.
+    # background job, which starts with it ignored. SIGUSR1 concerns runs alone, but a scheduler may
+    # send it to every process of a job.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     arguments = build_parser().parse_args(argv)
     try:
         return arguments.handler(arguments)
@@ -156,12 +167,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_FAILED
+    except Preempted as preempted:
+        _heed_no_signal()
+        print(f"preempted: {preempted}", file=sys.stderr)  # noqa: T201
+        return EXIT_PREEMPTED
     except KeyboardInterrupt:
-        for number in (signal.SIGTERM, signal.SIGINT):  # already exiting
-            signal.signal(number, signal.SIG_IGN)
+        _heed_no_signal()
         print("interrupted", file=sys.stderr)  # noqa: T201
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # the reader left (`opd check ... | head`): keep the interpreter from complaining at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+
+
+def _heed_no_signal() -> None:
+    """Let nothing interrupt a program that is exiting."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

@@ -29,11 +29,13 @@ from megatron_opd.cli.notes import sampler_gaps
 from megatron_opd.cli.placing import placement_here, with_backend
 from megatron_opd.cli.preflight import ModelFacts, check_addresses, check_models
 from megatron_opd.cli.prepare import checked, read_prompts
-from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.roles import STUDENT
 from megatron_opd.cli.servers import server_processes
-from megatron_opd.cli.startup import all_up, join_role, stopped_by_signals
+from megatron_opd.cli.startup import all_up, join_role
+from megatron_opd.cli.stopping import stopped_by_signals
 from megatron_opd.cli.wiring import make_fleet, watched_engines
+from megatron_opd.config.cluster import LAUNCHED
 from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.load import dump_config
@@ -110,6 +112,12 @@ class MismatchRun:
         open_files.raise_limit()
         self.options, self.console = options, console
         checked(lambda: transport_kind(config.weight_sync))
+        if config.cluster.type in LAUNCHED:
+            raise UserError(
+                "opd mismatch: cluster.type must be local, because it starts the learner on this "
+                f"machine (student.urls may name servers elsewhere), got {config.cluster.type}; "
+                "add --set cluster.type=local"
+            )
         self.prepared = prepare(config, options.prompts)
         check_addresses(config, learner_here=True)
         # what training sees is decided by the configuration as it was given
@@ -117,7 +125,7 @@ class MismatchRun:
         self.placement = placement_here(config, (STUDENT,))
         config = with_backend(config, self.placement)
         self.config = with_recorded_routing(config, self.prepared.student.spec)
-        self.processes = LocalProcesses([], None)
+        self.processes = Processes([], None)
 
     def measure(self) -> Measured:
         """Measure once. UserError: bad input. RunFailed: a part failed; its logs are kept."""
@@ -149,7 +157,7 @@ class MismatchRun:
         admission = Admission(token, digests, self.prepared.student.vocab_size)
         key = role_key(config.student, STUDENT)
         servers = server_processes(config, STUDENT, scratch, key, self.placement)
-        urls = config.student.urls or tuple(server.spec.url for server in servers)
+        urls = config.student.urls or tuple(server.url for server in servers)
         remote = checked(lambda: RemoteLearner(config, admission))
         fleet = make_fleet(config.student, urls, key)
         try:
@@ -162,13 +170,13 @@ class MismatchRun:
             log, threads = scratch / "learner.log", config.learner.threads
             gpus = self.placement.visible(LEARNER)
             learner = LearnerProcess(command, log, threads, token, gpus)
-            self.processes = LocalProcesses(servers, learner)
+            self.processes = Processes(servers, learner)
             self._say(
                 f"starting {len(servers)} SGLang servers and a learner of "
                 f"{config.learner.parallel.world_size} ranks"
             )
             self.processes.start()
-            ours = {server.spec.url for server in servers}
+            ours = {server.url for server in servers}
             elsewhere = watched_engines({STUDENT: fleet}, besides=ours)
             startup_s = config.student.startup_timeout_s
             parts = self.processes.parts(startup_s)

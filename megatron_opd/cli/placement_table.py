@@ -8,11 +8,13 @@ from itertools import groupby
 from rich.table import Table
 
 from megatron_opd.cli.memory_tables import kernels_here
+from megatron_opd.cli.node_table import Memory, node_table
 from megatron_opd.cli.placing import parts_of
 from megatron_opd.cli.preflight import ModelFacts, longest_sample
 from megatron_opd.cli.prepare import checked
 from megatron_opd.cli.roles import STUDENT, Role, section_of
 from megatron_opd.cli.tables import byte_text, new_table
+from megatron_opd.config.cluster import LAUNCHED
 from megatron_opd.config.schema import Config
 from megatron_opd.launch.gpus import gpus_here
 from megatron_opd.launch.parts import LEARNER, gpus_needed
@@ -31,6 +33,8 @@ def placement_table(config: Config, models: Mapping[Role, ModelFacts], *, elsewh
     elsewhere: the plan is for another machine, which may have more GPUs than this one. Where this
     one has none, the map is of a node with exactly as many as are needed.
     """
+    if config.cluster.type in LAUNCHED:
+        return node_table(config, tuple(models), _memory(config, models))
     parts, names = parts_of(config, tuple(models)), gpus_here()
     needed = gpus_needed(parts)
     here = bool(names) and not (elsewhere and needed > len(names))
@@ -47,11 +51,8 @@ def placement_table(config: Config, models: Mapping[Role, ModelFacts], *, elsewh
     return table
 
 
-def _map(placement: Placement, memory: Mapping[str, tuple[int, bool]]) -> Table:
-    """Return a row for neighbouring GPUs that the same processes use.
-
-    memory: bytes on one GPU of a section's process, and whether they are all that it takes.
-    """
+def _map(placement: Placement, memory: Memory) -> Table:
+    """Return a row for neighbouring GPUs that the same processes use."""
     on_gpu: list[list[Process]] = [[] for _ in placement.names]
     for key, groups in placement.groups.items():
         for index, gpus in enumerate(groups):
@@ -76,8 +77,8 @@ def _name(key: str, index: int, placement: Placement) -> str:
     return f"{key}{ranks}" if key == LEARNER else f"{key} server {index}{ranks}"
 
 
-def _memory(config: Config, models: Mapping[Role, ModelFacts]) -> dict[str, tuple[int, bool]]:
-    """Return what the plan says that a process takes of each of its GPUs; see `_map`."""
+def _memory(config: Config, models: Mapping[Role, ModelFacts]) -> Memory:
+    """Return what the plan says that a process takes of each of its GPUs."""
     student = models[STUDENT]
     longest, kernels = longest_sample(config, student), kernels_here(config)
     worst = worst_stage(learner_memory(student.spec, config.learner, longest, kernels))

@@ -1,4 +1,4 @@
-"""Starts and stops every process of a run on this machine, all together.
+"""Starts and stops every process of a run that it started, on whatever machine, all together.
 
 Invariant: `stop` leaves none of them, in whatever state the start was when it failed.
 """
@@ -10,19 +10,20 @@ from collections.abc import Sequence
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.joining import Part, there
-from megatron_opd.cli.learner_process import LearnerProcess
 from megatron_opd.controller.health import HealthGuard, WatchedProcess
+from megatron_opd.launch.handles import Learner, Server
+from megatron_opd.launch.launcher import CannotPlace
 from sglang_bridge.errors import PortInUse, ServerDied, one_line
-from sglang_bridge.server.launch import ServerProcess, last_lines
+from sglang_bridge.server.launch import last_lines
 
 GRACE_S = 4.0
 POLL_S = 0.2
 
 
-class LocalProcesses:
+class Processes:
     """Starts, watches and stops the servers and the learner world of one run."""
 
-    def __init__(self, servers: Sequence[ServerProcess], learner: LearnerProcess | None) -> None:
+    def __init__(self, servers: Sequence[Server], learner: Learner | None) -> None:
         self.servers = tuple(servers)
         self.learner = learner
         self._discards: dict[str, asyncio.Future[None]] = {}
@@ -43,8 +44,8 @@ class LocalProcesses:
         Each server has `timeout_s`. UserError, with the log's end, for what ends before it is up.
         """
         parts = {
-            watched.name: Part(_ready(server, timeout_s), HealthGuard([watched]).watch)
-            for server, watched in zip(self.servers, map(_watched, self.servers), strict=True)
+            server.name: Part(_ready(server, timeout_s), HealthGuard([_watched(server)]).watch)
+            for server in self.servers
         }
         if self.learner is not None:
             parts["the learner's process"] = Part(there(), self.learner_died)
@@ -68,23 +69,43 @@ class LocalProcesses:
                 ending = asyncio.to_thread(server.stop, 0)
                 self._discards[url] = asyncio.ensure_future(ending)
 
-    async def restart(self, url: str, timeout_s: float) -> None:
-        """Start the server at `url` again and wait until it answers, for at most `timeout_s`.
+    async def remove(self, url: str) -> bool:
+        """End the server at `url` for good; returns whether it was started here."""
+        found = self._at(url)
+        self.discard(url)
+        if found:
+            await self._discards.pop(url)
+            self.servers = tuple(server for server in self.servers if server not in found)
+        return bool(found)
 
-        ServerDied: it did not. PortInUse: something else has taken its port.
+    async def put_another(self, url: str) -> str:
+        """Put another server in place of the one at `url`, not started; return its url.
+
+        It is another url where the node was lost.
         """
         (old,) = self._at(url)
         self.discard(url)
         await self._discards[url]
-        new = old.again()
+        try:
+            new = await asyncio.to_thread(old.again)
+        except CannotPlace as error:
+            raise ServerDied(str(error)) from None
         self.servers = tuple(new if server is old else server for server in self.servers)
         del self._discards[url]
-        new.start()
-        await asyncio.to_thread(new.wait_ready, timeout_s)
+        return new.url
+
+    async def start_one(self, url: str, timeout_s: float) -> None:
+        """Start the server at `url` and wait until it answers, for at most `timeout_s`.
+
+        ServerDied: it did not. PortInUse: something else has taken its port.
+        """
+        (server,) = self._at(url)
+        server.start()
+        await asyncio.to_thread(server.wait_ready, timeout_s)
 
     def watched(self) -> list[WatchedProcess]:
         """Return every process as the health guard polls it, but those that were discarded."""
-        kept = [server for server in self.servers if server.spec.url not in self._discards]
+        kept = [server for server in self.servers if server.url not in self._discards]
         return [*map(_watched, kept), *self.watched_learner()]
 
     @property
@@ -92,15 +113,15 @@ class LocalProcesses:
         """Returns whether the learner was started here and has ended."""
         return self.learner is not None and self.learner.exit_code() is not None
 
-    async def restart_learner(self, number: int, command: Sequence[str]) -> dict[str, Part]:
-        """Start the learner again, where it was started here; return what its start-up waits for.
-
-        number: of the restart, for the name of its log.
-        """
+    async def restart_learner(self) -> dict[str, Part]:
+        """Start the learner again, if it was started here; return what its start-up waits for."""
         if self.learner is None:
             return {}
         await asyncio.to_thread(self.learner.stop, GRACE_S)
-        self.learner = self.learner.again(number, command)
+        try:
+            self.learner = await asyncio.to_thread(self.learner.again)
+        except CannotPlace as error:
+            raise UserError(str(error)) from None
         self.learner.start()
         return {"the learner's process": Part(there(), self.learner_died)}
 
@@ -114,8 +135,8 @@ class LocalProcesses:
         """Return the server at `url` as the health guard polls it; none if it runs elsewhere."""
         return list(map(_watched, self._at(url)))
 
-    def _at(self, url: str) -> list[ServerProcess]:
-        return [server for server in self.servers if server.spec.url == url]
+    def _at(self, url: str) -> list[Server]:
+        return [server for server in self.servers if server.url == url]
 
     async def explain(self, error: Exception) -> str:
         """Return in one line the process whose end explains a failure, otherwise the failure."""
@@ -130,12 +151,11 @@ class LocalProcesses:
         await asyncio.gather(*stops)
 
 
-def _watched(server: ServerProcess) -> WatchedProcess:
-    name = f"{server.spec.role} server {server.spec.url}"
-    return WatchedProcess(name, server.exit_code, server.log_path, server.cause)
+def _watched(server: Server) -> WatchedProcess:
+    return WatchedProcess(server.name, server.exit_code, server.log_path, server.cause)
 
 
-async def _ready(server: ServerProcess, timeout_s: float) -> None:
+async def _ready(server: Server, timeout_s: float) -> None:
     """Wait until a server answers. Raises UserError with the log's end of one that died."""
     try:
         await asyncio.to_thread(server.wait_ready, timeout_s)

@@ -142,7 +142,7 @@ def find_resumption(config: Config, accepted: Sequence[str] = ()) -> Resumption:
     run_dir = RunDir(config.run.dir)
     if not run_dir.resolved_config.is_file():
         raise UserError(f"--resume: run.dir {run_dir.path} holds no run")
-    changed = _changes(load_config(Config, run_dir.resolved_config), config, run_dir, accepted)
+    changed = changes_of(config, accepted)
     dirs = StepDirs(run_dir.checkpoints)
     torn, complete = [path.name for path in dirs.torn()], dirs.complete()
     if not complete:
@@ -158,7 +158,10 @@ def find_resumption(config: Config, accepted: Sequence[str] = ()) -> Resumption:
             raise ValueError(f"checkpoint {path}: {CONTROLLER} holds {state.updates} updates")
     except (ValueError, OSError) as error:
         raise UserError(f"--resume: {error}; remove it to continue from an older one") from None
-    if updates >= config.run.max_steps:
+    # one that made its last update may yet have to evaluate and export
+    if updates > config.run.max_steps or (
+        updates == config.run.max_steps == run_dir.finished_after
+    ):
         raise UserError(
             f"--resume: run.max_steps must be above the {updates} updates of {path}, "
             f"got {config.run.max_steps}"
@@ -228,11 +231,13 @@ def _read_extras(path: Path) -> dict[str, Any]:
     return extras
 
 
-def _changes(
-    before: Config, now: Config, run_dir: RunDir, accepted: Sequence[str]
-) -> dict[str, tuple[Any, Any]]:
-    """Return {accepted key: (before, now)}. Raises UserError for any other key that differs."""
-    old, new = flat(before), flat(now)
+def changes_of(config: Config, accepted: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+    """Return {accepted key: (before, now)}. Raises UserError for any other key that differs.
+
+    before: as the run in run.dir has it.
+    """
+    run_dir = RunDir(config.run.dir)
+    old, new = flat(load_config(Config, run_dir.resolved_config)), flat(config)
     differing = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     differing = [key for key in differing if not matches(key, MAY_CHANGE)]
     for key in accepted:

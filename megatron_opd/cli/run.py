@@ -23,21 +23,23 @@ from megatron_opd.checkpoint.run_lock import RunLock
 from megatron_opd.checkpoint.state_dirs import StepDirs
 from megatron_opd.cli.accuracy import Accuracies
 from megatron_opd.cli.checkpoints import CheckpointFailed, Checkpoints
-from megatron_opd.cli.errors import RunFailed, UserError
+from megatron_opd.cli.elastic import Elastic
+from megatron_opd.cli.entrance import Entrance, supervise
+from megatron_opd.cli.errors import Preempted, RunFailed, UserError
+from megatron_opd.cli.fleet_desk import FleetDesk
 from megatron_opd.cli.guards import PartGone, while_alive
 from megatron_opd.cli.joining import Part, there
 from megatron_opd.cli.keys import role_key
-from megatron_opd.cli.learner_process import LearnerProcess, learner_command
-from megatron_opd.cli.learner_restart import LearnerRestarts, last_checkpoint
-from megatron_opd.cli.placing import placement_here, with_backend
+from megatron_opd.cli.learner_restart import LearnerRestarts, last_checkpoint, through_losses
+from megatron_opd.cli.machines import Machines, machines_of
 from megatron_opd.cli.preflight import check_addresses, check_inputs_are_kept
 from megatron_opd.cli.prepare import Prepared, checked, prepare
-from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.resume import Resumption, find_resumption, reopen_run_dir
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of, teacher_roles
 from megatron_opd.cli.run_dir import RunDir, hold_run_dir, prepare_run_dir
-from megatron_opd.cli.servers import server_processes
-from megatron_opd.cli.startup import all_up, join_role, stopped_by_signals, take_in
+from megatron_opd.cli.startup import all_up, join_role
+from megatron_opd.cli.stopping import Stopping
 from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.cli.teacher_guard import check_teachers
 from megatron_opd.cli.wiring import (
@@ -55,8 +57,6 @@ from megatron_opd.controller.health import EngineLost, HealthGuard, ProcessDied
 from megatron_opd.controller.ports import Guard
 from megatron_opd.controller.snapshot import NOTHING_YET
 from megatron_opd.data.records import data_crc32
-from megatron_opd.launch.parts import LEARNER
-from megatron_opd.launch.placement import UNPLACED, Placement
 from megatron_opd.metrics.persist import dump_totals
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import json_ready, write_json
@@ -68,17 +68,13 @@ from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.weight_sync.session import WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge import open_files
-from sglang_bridge.errors import BridgeError, WeightSyncFailed, one_line
+from sglang_bridge.errors import BridgeError, one_line
 from sglang_bridge.fleet import Fleet
-from sglang_bridge.server.launch import ServerProcess
 
 NOT_STARTED = Accounting(
     updates=0, version=0, admitted=0, consumed=0, dropped={}, in_flight=0, interrupted=False
 )
 
-
-LEARNER_MAY_BE_LOST = (LoopFailed, PartGone, LearnerError, WeightSyncFailed, UserError)
-"""What a lost learner ends with, while it trains, syncs its first weights, or starts again."""
 
 HEADLINE = ("status", "cause", "updates", "samples_consumed", "samples_dropped", "wall_s")
 """Keys that are printed if the summary cannot be written."""
@@ -88,11 +84,10 @@ def run_pipeline(
     config: Config,
     *,
     overwrite: bool,
-    launch: bool,
     resume: bool = False,
     accepted: Sequence[str] = (),
 ) -> int:
-    """Run once. launch: start servers and learner here; otherwise they were started elsewhere.
+    """Run once, on the machines that config.cluster names.
 
     resume: continue from the newest checkpoint in run.dir; accepted: keys that may differ from its.
 
@@ -102,31 +97,22 @@ def run_pipeline(
     open_files.raise_limit()
     check_inputs_are_kept(config)
     checked(lambda: transport_kind(config.weight_sync))
-    placement = placement_here(config, all_roles(config)) if launch else UNPLACED
-    config = with_backend(config, placement)
+    roles, console = all_roles(config), Console(highlight=False)
     with hold_run_dir(config.run.dir, resume=resume, overwrite=overwrite) as lock:
         resumed = find_resumption(config, accepted) if resume else None
         prepared = prepare(config, 0 if resumed is None else resumed.state.next_uid)
-        check_addresses(config, learner_here=launch)
-        admission = checked(lambda: _admission(config, prepared, lock))
-        logs = RunDir(config.run.dir).logs
-        keys = {role: role_key(section_of(config, role), role) for role in all_roles(config)}
-        servers: dict[Role, list[ServerProcess]] = {
-            role: server_processes(config, role, logs, keys[role], placement) if launch else []
-            for role in keys
-        }
-        run = PipelineRun(
-            config,
-            prepared,
-            admission,
-            servers,
-            keys,
-            placement,
-            launch=launch,
-            resumed=resumed,
-        )
-        asyncio.run(run.main())
+        with machines_of(config, roles, partial(say, console)) as machines:
+            check_addresses(machines.config, learner_here=machines.learner_here)
+            admission = checked(lambda: _admission(machines.config, prepared, lock))
+            run = PipelineRun(machines, prepared, admission, roles, console, resumed)
+            asyncio.run(run.main())
     return 0
+
+
+def say(console: Console, *lines: str) -> None:
+    """Print lines for the user."""
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False)
 
 
 def _admission(config: Config, prepared: Prepared, lock: RunLock) -> Admission:
@@ -147,27 +133,26 @@ class PipelineRun:
 
     def __init__(
         self,
-        config: Config,
+        machines: Machines,
         prepared: Prepared,
         admission: Admission,
-        servers: Mapping[Role, Sequence[ServerProcess]],
-        keys: Mapping[Role, str | None],
-        placement: Placement,
-        *,
-        launch: bool,
+        roles: Sequence[Role],
+        console: Console,
         resumed: Resumption | None = None,
     ) -> None:
         self.resumed = resumed
-        self.config, self.prepared, self.admission = config, prepared, admission
+        config = self.config = machines.config
+        self.machines, self.prepared, self.admission = machines, prepared, admission
         self.run_dir = RunDir(config.run.dir)
         self.opened = False  # whether the directory is this run's
-        self.servers, self.keys, self.launch = servers, keys, launch
-        self.placement = placement
-        self.roles = tuple(servers)
-        self.console = Console(highlight=False)
+        self.roles, self.console = tuple(roles), console
+        self.keys = {role: role_key(section_of(config, role), role) for role in roles}
+        self.servers = {
+            role: machines.servers(role, self.run_dir.logs, key) for role, key in self.keys.items()
+        }
         self.urls: dict[Role, tuple[str, ...]] = {
-            role: section_of(config, role).urls or tuple(s.spec.url for s in servers[role])
-            for role in self.roles
+            role: section_of(config, role).urls or tuple(server.url for server in servers)
+            for role, servers in self.servers.items()
         }
         self.totals = RunTotals(self.urls[STUDENT], config.rollout.group_size)
         self.accuracies = Accuracies(config, prepared)
@@ -176,22 +161,28 @@ class PipelineRun:
         self.checkpoints: Checkpoints | None = None
         self.controller: Controller | None = None
         self.remote: RemoteLearner | None = None
-        self.processes = LocalProcesses([], None)
+        self.processes = Processes([], None)
         self.fleets: dict[Role, Fleet] = {}
         self.supervisor: Supervisor | None = None
+        self.elastic: Elastic | None = None
+        self.weight_sync: WeightSync | None = None
         self.restarts: LearnerRestarts | None = None
         self.rolled_back = 0
+        self.stopping = Stopping(config.checkpoint.grace_s, self._say)
         self.started_s = time.monotonic()
 
     async def main(self) -> None:
         """Perform the run; at its end summary.json is written and nothing is left running."""
         status, cause = "failed", None
         try:
-            with stopped_by_signals():
+            with self.stopping.heeded():
                 await self._run()
             status = "finished"
         except KeyboardInterrupt:
             status = "interrupted"
+            raise
+        except Preempted as preempted:
+            status, cause = "preempted", str(preempted)
             raise
         except UserError as error:
             cause = str(error)
@@ -227,7 +218,7 @@ class PipelineRun:
                 section = section_of(config, role)
                 fleets[role] = make_fleet(section, self.urls[role], self.keys[role])
             self._say(*(f"note: {line}" for line in self.prepared.notes))
-            if self.launch:
+            if self.machines.starts:
                 for role in self.roles:
                     if section_of(config, role).urls:  # checked before anything is started
                         await self._join(role, fleets[role])
@@ -237,9 +228,11 @@ class PipelineRun:
             else:
                 await self._wait_for_others(remote, fleets)
             self._say(f"everything is up after {time.monotonic() - self.started_s:.0f} s")
-            supervisor = self.supervisor = Supervisor(
-                config, fleets, self.processes, partial(self._take_in, fleets), self._say
+            entrance = Entrance(config, self.prepared, fleets, self.keys)
+            supervisor, self.elastic = supervise(
+                *(config, fleets, self.processes, entrance, lambda: self.weight_sync, self._say)
             )
+            self.supervisor = supervisor
             async with supervisor.watching():
                 guard = make_guard(self.processes, lambda: self.totals, remote, supervisor)
                 await self._evaluate_and_train(remote, fleets, guard)
@@ -263,21 +256,22 @@ class PipelineRun:
             self._say(*await while_alive(guard, before))
         else:
             self.accuracies.restore(self.resumed.extras["accuracies"])
+        assert self.supervisor is not None
+        assert self.elastic is not None
+        file = config.cluster.fleet_file
+        desk = FleetDesk(self.run_dir.path, self.elastic, file, self._say)
+        self.supervisor.start(desk.serve())
         weight_sync = await self._train(remote, fleets, guard)
         assert self.controller is not None
         version = self.controller.accounting.version
         serve_on = weight_sync.serve_on(lambda: version, asyncio.Lock())
         after = self.accuracies.after(fleets[STUDENT])
         self._say(*await while_alive(guard, after, beside=serve_on))
-        if config.student.urls:
+        if config.student.urls or self.elastic.added:
             await weight_sync.close()  # servers that outlive this run leave its group
         if config.checkpoint.export_hf:
             await remote.export_hf(self.run_dir.final_checkpoint)
             self._say(f"checkpoint: {self.run_dir.final_checkpoint}")
-
-    async def _take_in(self, fleets: Mapping[Role, Fleet], role: Role, url: str) -> None:
-        key, vocab_size = self.keys[role], self.prepared.vocab_sizes[role]
-        await take_in(self.config, role, fleets[role], url, key, vocab_size)
 
     async def _train(
         self, remote: RemoteLearner, fleets: Mapping[Role, Fleet], guard: Guard
@@ -289,26 +283,27 @@ class PipelineRun:
         assert self.supervisor is not None
         lose = self.supervisor.lose
         weight_sync = WeightSync(student, remote, transport, config.weight_sync, lose)
-        await weight_sync.open()
-        restarts = self.restarts = LearnerRestarts(
-            config, remote, self.processes, partial(self._learner_command, remote), self._say
-        )
-        wall_s, lost = self._earlier("wall_s", 0.0), False
-        while True:
-            try:
-                if lost:
-                    await restarts.again()
-                    self._roll_back(last_checkpoint(config, wall_s))
-                    await weight_sync.start_over()
-                await self._attempt(remote, fleets, guard, weight_sync)
-                return weight_sync
-            except LEARNER_MAY_BE_LOST as error:
-                if not await restarts.possible():
-                    raise
-                self._say(f"the learner is lost and started again: {one_line(str(error))}")
-            lost = True
+        self.weight_sync = weight_sync
+        await weight_sync.open(used=self._used(STUDENT))
+        restarts = LearnerRestarts(config, remote, self.processes, self._say)
+        self.restarts, wall_s = restarts, self._earlier("wall_s", 0.0)
+
+        async def recover() -> None:
+            await restarts.again()
+            self._roll_back(last_checkpoint(config, wall_s))
+            await weight_sync.start_over()
+
+        async def lost(error: Exception) -> bool:
+            if not await restarts.possible():
+                return False
+            self._say(f"the learner is lost and started again: {one_line(str(error))}")
             if self.checkpoints is not None:
                 await self.checkpoints.abandon()
+            return True
+
+        attempt = partial(self._attempt, remote, fleets, guard, weight_sync)
+        await through_losses(attempt, recover, lost)
+        return weight_sync
 
     def _roll_back(self, resumed: Resumption | None) -> None:
         """Continue from there, as if nothing had been done since."""
@@ -349,16 +344,15 @@ class PipelineRun:
             self.prepared.vocab_sizes,
         )
         dirs, claim = StepDirs(self.run_dir.checkpoints), self.admission.claim
-        kept = self.checkpoints = Checkpoints(dirs, config, remote, self._extras, self._say, claim)
+        kept = self.checkpoints = Checkpoints(
+            dirs, config, remote, self._extras, self._say, claim, state.updates
+        )
         self.controller = make_controller(
             config, self.prepared, fleets, remote, weight_sync, recorder, guard, kept, state
         )
-        await self.controller.run()
-        await while_alive(guard, kept.finish())
-
-    def _learner_command(self, remote: RemoteLearner) -> list[str]:
-        extra = ["--controller", remote.address]
-        return learner_command(self.run_dir.resolved_config, self.config.learner, extra)
+        with self.stopping.after(self.controller.end_early):
+            await self.controller.run()
+            await while_alive(guard, kept.finish())
 
     def _extras(self) -> dict[str, Any]:
         """Return what a resumed run needs besides learner and controller."""
@@ -407,18 +401,17 @@ class PipelineRun:
         await all_up(remote, max(limits.values()), parts, self._say)
 
     def _start(self, remote: RemoteLearner) -> None:
-        config, command = self.config, self._learner_command(remote)
-        log, token = self.run_dir.logs / "learner.log", self.admission.token
-        gpus = self.placement.visible(LEARNER)
-        learner = LearnerProcess(command, log, config.learner.threads, token, gpus)
+        run_dir, config = self.run_dir, self.config
+        log, token = run_dir.logs / "learner.log", self.admission.token
+        learner = self.machines.learner(run_dir.resolved_config, remote.address, token, log)
         servers = [server for role in self.roles for server in self.servers[role]]
-        self.processes = LocalProcesses(servers, learner)
+        self.processes = Processes(servers, learner)
         self._say(
             f"starting {len(servers)} SGLang servers and a learner of "
-            f"{config.learner.parallel.world_size} ranks; logs in {self.run_dir.logs}"
+            f"{config.learner.parallel.world_size} ranks; logs in {run_dir.logs}"
         )
-        if gpus is not None:
-            self._say(f"GPUs: {self.placement.line}")
+        if self.machines.line is not None:
+            self._say(self.machines.line)
         self.processes.start()
 
     async def _connect(self, remote: RemoteLearner, fleets: Mapping[Role, Fleet]) -> None:
@@ -433,11 +426,16 @@ class PipelineRun:
 
     def _elsewhere(self, fleets: Mapping[Role, Fleet]) -> Callable[[], Awaitable[None]]:
         """Return what watches the servers of these roles that were started elsewhere."""
-        ours = {server.spec.url for server in self.processes.servers}
+        ours = {server.url for server in self.processes.servers}
         return HealthGuard(engines=watched_engines(fleets, besides=ours)).watch
 
     async def _join(self, role: Role, fleet: Fleet, wait_s: float = 0.0) -> None:
-        await join_role(self.config, role, fleet, self.prepared.vocab_sizes[role], wait_s)
+        vocab_size, used = self.prepared.vocab_sizes[role], self._used(role)
+        await join_role(self.config, role, fleet, vocab_size, wait_s, used=used)
+
+    def _used(self, role: Role) -> bool:
+        """Return whether an earlier controller of this run used the role's servers."""
+        return self.resumed is not None and bool(section_of(self.config, role).urls)
 
     def _see_logs(self) -> str:
         return f"; logs are in {self.run_dir.logs}" if self.opened else ""
@@ -466,9 +464,12 @@ class PipelineRun:
         summary["servers_lost"] = {} if supervisor is None else supervisor.lost
         restarted = 0 if supervisor is None else supervisor.restarted.total()
         summary["servers_restarted"] = restarted
+        summary["servers_added"] = [] if self.elastic is None else self.elastic.added
+        summary["servers_removed"] = [] if self.elastic is None else self.elastic.removed
         summary["learner_restarts"] = 0 if self.restarts is None else self.restarts.count
         summary["updates_rolled_back"] = self.rolled_back
         summary["samples_readmitted"] = sum(fleet.restarted for fleet in self.fleets.values())
+        summary["requests_timed_out"] = sum(fleet.timed_out for fleet in self.fleets.values())
         summary["frames_refused"] = 0 if self.remote is None else self.remote.frames_refused
         if self.checkpoints is not None:
             summary["checkpoint_wait_s_mean"] = self.checkpoints.waited_s.value
@@ -485,5 +486,4 @@ class PipelineRun:
         return None
 
     def _say(self, *lines: str) -> None:
-        for line in lines:
-            self.console.print(line, soft_wrap=True, markup=False)
+        say(self.console, *lines)

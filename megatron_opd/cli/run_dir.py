@@ -28,6 +28,7 @@ OURS = (
     "earlier",
     "changes.json",
     ".summary.json.reserved",
+    "fleet",
 )
 
 
@@ -81,6 +82,18 @@ class RunDir:
     def final_checkpoint(self) -> Path:
         """Returns the trained student in Hugging Face format."""
         return self.checkpoints / "final"
+
+    @property
+    def finished_after(self) -> int | None:
+        """Returns the updates of a run that is finished, None for any other. UserError: damaged."""
+        if not self.summary.exists():
+            return None
+        try:
+            summary = json.loads(self.summary.read_bytes())
+            updates = summary["updates"] if summary["status"] == "finished" else None
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            raise UserError(f"{self.summary} is damaged: not a run's summary") from None
+        return updates
 
     def continue_from(self, config: Section, updates: int, notes: str = "") -> None:
         """Reset the directory to its state after `updates` updates; see cli/resume.py.

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.guards import RunGuard
@@ -16,8 +13,10 @@ from megatron_opd.cli.wiring import make_client
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.health import HealthGuard
 from megatron_opd.transport.zmq import LearnerError, RemoteLearner
+from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BridgeError, one_line
 from sglang_bridge.fleet import Fleet
+from sglang_bridge.protocol import ServerInfo
 
 
 async def all_up(
@@ -36,55 +35,56 @@ async def all_up(
 
 
 async def join_role(
-    config: Config, role: Role, fleet: Fleet, vocab_size: int, wait_s: float = 0.0
+    config: Config,
+    role: Role,
+    fleet: Fleet,
+    vocab_size: int,
+    wait_s: float = 0.0,
+    *,
+    used: bool = False,
 ) -> None:
     """Ask a role's servers what they are; those started elsewhere may be another model's.
 
-    wait_s: how long they may take to answer at all.
+    wait_s: how long they may take to answer at all. used: they may hold any version, as an earlier
+    controller of this run left them.
     """
     section = section_of(config, role)
     try:
-        infos = await answers(fleet, wait_s)
+        infos = await answers(fleet, wait_s, used=used)
     except BridgeError as error:
         if not section.urls:
             raise
         raise UserError(f"{role}.urls: {one_line(str(error))}") from None
+    deterministic = config.run.deterministic
     for info in infos:
-        check_served(
-            f"{role}.urls", info, section, vocab_size, deterministic=config.run.deterministic
-        )
+        key = f"{role}.urls"
+        check_served(key, info, section, vocab_size, deterministic=deterministic, fresh=not used)
 
 
 async def take_in(
-    config: Config, role: Role, fleet: Fleet, url: str, api_key: str | None, vocab_size: int
-) -> None:
-    """Add a server that came back to its fleet. BridgeError, UserError: it is not what it was."""
-    section = section_of(config, role)
+    config: Config,
+    role: Role,
+    fleet: Fleet,
+    url: str,
+    api_key: str | None,
+    vocab_size: int,
+    suits: Callable[[ServerClient, ServerInfo], Awaitable[None]] | None = None,
+) -> ServerClient:
+    """Add a server to its fleet: one that came back, or, with `suits`, one that is new to the run.
+
+    suits: raises for a new server that the run cannot use, whose weights are those it started with.
+    Returns its client. BridgeError, UserError: it is not what the role needs.
+    """
+    section, new = section_of(config, role), suits is not None
     client = make_client(section, url, api_key)
     try:
         info = await client.info()
         deterministic = config.run.deterministic
-        check_served(role, info, section, vocab_size, deterministic=deterministic, fresh=False)
+        check_served(role, info, section, vocab_size, deterministic=deterministic, fresh=new)
+        if suits is not None:
+            await suits(client, info)
         fleet.add(client, info)
-    except (BridgeError, UserError):
+    except BaseException:
         await client.close()
         raise
-
-
-@contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """Stop the current task on SIGINT and SIGTERM; KeyboardInterrupt comes out of the block.
-
-    After the block these signals do nothing, so that what is ending can end.
-    """
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    try:
-        yield
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, lambda: None)
+    return client

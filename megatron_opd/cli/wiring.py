@@ -12,7 +12,7 @@ from rich.console import Console
 from megatron_opd.batching.shares import shares
 from megatron_opd.cli.guards import RunGuard
 from megatron_opd.cli.prepare import Prepared
-from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.resume import Resumption
 from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
 from megatron_opd.cli.run_dir import RunDir
@@ -34,7 +34,7 @@ from megatron_opd.metrics.sinks import JsonlSink, Sink, TensorBoardSink
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
-from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.rollout.generator import RolloutFleet, RolloutGenerator
 from megatron_opd.teacher.scorer import FleetScorer, Reward
 from megatron_opd.transport.messages import UpdateMetrics
 from megatron_opd.transport.zmq import RemoteLearner
@@ -103,7 +103,7 @@ def watched_engines(
 
 
 def make_guard(
-    processes: LocalProcesses,
+    processes: Processes,
     totals: Callable[[], RunTotals],
     learner: RemoteLearner,
     servers: Supervisor,
@@ -144,6 +144,22 @@ class BatchLearner:
         return await self.remote.train(shares(batch, config.learner, config.estimator, group_size))
 
 
+def make_generator(
+    config: Config, fleet: RolloutFleet, vocab_size: int, run_id: str
+) -> RolloutGenerator:
+    """Make what samples rollouts from `fleet`."""
+    return RolloutGenerator(
+        fleet,
+        config.rollout,
+        config.estimator.support,
+        vocab_size,
+        run_id,
+        routed_experts=config.learner.replays_experts,
+        routed_gates=config.learner.replays_gates,
+        seed=config.run.seed,
+    )
+
+
 def make_controller(
     config: Config,
     prepared: Prepared,
@@ -169,16 +185,7 @@ def make_controller(
     vocab_size = prepared.student.vocab_size
     ports = Ports(
         prompts=prepared.prompts,
-        rollout=RolloutGenerator(
-            fleets[STUDENT],
-            config.rollout,
-            config.estimator.support,
-            vocab_size,
-            run_id,
-            routed_experts=config.learner.replays_experts,
-            routed_gates=config.learner.replays_gates,
-            seed=config.run.seed,
-        ),
+        rollout=make_generator(config, fleets[STUDENT], vocab_size, run_id),
         teacher=FleetScorer(
             {name: fleets[role] for name, role in teacher_roles(config).items()},
             config.estimator,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megatron_opd.config.cluster import LAUNCHED
 from megatron_opd.config.sections import TRANSPORTS
 from megatron_opd.config.tree import ConfigTree
 
@@ -66,11 +67,18 @@ def _ports(config: ConfigTree) -> str | None:
 
 
 def _gpus(config: ConfigTree) -> str | None:
-    if config.cluster.share_gpus:
-        return None
     named = {"learner": config.learner.gpus, "student": config.student.gpus} | {
         key_of_teacher(name): section.gpus for name, section in config.all_teachers.items()
     }
+    kind = config.cluster.type
+    for key, gpus in named.items():
+        if gpus is not None and kind in LAUNCHED:
+            return (
+                f"{key}.gpus must be null with cluster.type {kind}, which chooses nodes and GPUs "
+                f"itself, got {list(gpus)}"
+            )
+    if config.cluster.share_gpus:
+        return None
     taken: dict[int, str] = {}
     for key, gpus in named.items():
         for gpu in gpus or ():
@@ -198,6 +206,11 @@ def _deterministic(config: ConfigTree) -> str | None:
         return (
             "learner.megatron.deterministic_mode must not be false with run.deterministic, which "
             "turns it on where there is a GPU; leave it out"
+        )
+    if config.run.deterministic and config.cluster.fleet_file is not None:
+        return (
+            "cluster.fleet_file must be null with run.deterministic, which no server may join or "
+            f"leave, got {config.cluster.fleet_file}"
         )
     return None
 

@@ -120,9 +120,10 @@ class RolloutConfig(Section):
     responses need at least 2. Raising it lowers the variance of group advantages and leaves fewer
     prompts per batch."""
     attempts: PositiveInt = 3
-    """Tries per rollout while connections to the servers break; then the run ends with an error.
-    Each try samples anew and is counted in rollouts_restarted. Raising it outlasts longer
-    outages."""
+    """Tries per rollout while its requests get no answer; then its prompt is dropped and counted
+    (timed_out, student_unreachable). Each try samples anew and is counted in rollouts_restarted;
+    one whose server is lost does not count. Raising it spends more time on a prompt that no server
+    can sample."""
 
 
 class ScoringConfig(Section):
@@ -132,9 +133,9 @@ class ScoringConfig(Section):
     """Largest number of scoring requests in flight over all teacher servers. Raising it keeps the
     teachers busier and holds more memory there."""
     attempts: PositiveInt = 3
-    """Tries per sample before it is dropped, and per request of the guard before the run ends.
-    Raising it outlasts longer outages and overload, and waits longer for a teacher that has
-    gone."""
+    """Tries per sample before it is dropped and counted (teacher_timed_out, teacher_unreachable),
+    and per request of the guard before the run ends; one whose server is lost does not count.
+    Raising it outlasts longer overload."""
     temperature: Temperature = 1.0
     """Divides the teacher's logits: q is softmax(logits / temperature). Raising it flattens q."""
     guard: Guard = "refuse"
@@ -206,14 +207,15 @@ class WeightSyncConfig(Section):
     """Largest size in bytes of one bucket of weights. Raising it sends fewer, larger messages;
     every rank of learner and servers holds at most two (broadcast: one) while weights are sent."""
     timeout_s: Seconds = 300.0
-    """Longest time in seconds that a weight sync may take, all tries together; then the run ends
-    with an error. Raise it for large models on slow networks."""
+    """Longest time in seconds that a weight sync may take, all tries that count together; then the
+    run ends with an error. Raise it for large models on slow networks."""
     tries: PositiveInt = 3
     """Number of times that a weight sync is tried. Servers that are lost or fail twice are given up
-    while student.min_servers are left. Raising it leaves each try a smaller part of timeout_s."""
+    while student.min_servers are left; a try that lost one does not count, except with 1, which
+    never tries again. Raising it leaves each try a smaller part of timeout_s."""
     host: Host = "127.0.0.1"
     """Host name or IPv4 address on which the learner's rank 0 listens for the servers' ranks during
-    a weight sync."""
+    a weight sync. What the learner was given counts: it tells the servers."""
     round_to: Format | None = None
     """Rounds weight matrices to this format before they are sent (a row's largest magnitude sets
     its scale), to study the mismatch between learner and a low-precision sampler; null sends them
@@ -338,6 +340,10 @@ class CheckpointConfig(Section):
     async_save: bool = True
     """Writes checkpoints in the background: training waits only while the state is copied to host
     memory, which holds one more copy of it meanwhile."""
+    grace_s: Seconds = 120.0
+    """Seconds that a run which is preempted (SIGTERM, SIGUSR1) may take to end its update and write
+    a last checkpoint; after that the one before stays the newest. Keep it some 20 s below what the
+    scheduler waits, or it kills the run without a summary."""
     export_hf: bool = True
     """Writes the final student as a Hugging Face checkpoint into the run directory. Costs the size
     of the weights on disk."""

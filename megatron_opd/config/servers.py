@@ -91,9 +91,11 @@ class ServerConfig(Section):
     startup_timeout_s: Seconds = 600.0
     """Longest wait in seconds for a started server to answer; then the run ends with an error.
     Raise it for large models on slow disks."""
-    request_timeout_s: Seconds = 600.0
-    """Longest wait in seconds for one reply; then the request counts as failed. Raise it for long
-    responses on busy servers."""
+    request_timeout_s: Seconds = 300.0
+    """Longest time in seconds that a request may make no progress while its server runs it; then it
+    is cancelled and sent anew. The server is asked: a response that grows is never cut off, and
+    neither its queue nor a pause for a weight sync counts. A server that says nothing for so long
+    is lost. Raising it notices later what hangs."""
     extra_args: Texts = ()
     """Further arguments for the server's command line, one list item per argument, such as
     ["--attention-backend", "triton"]."""

@@ -22,7 +22,8 @@ than the remaining updates can consume, so a run that ends by itself has nothing
 takes the rest of its group along (buffer/groups.py). Updates and weight syncs alternate, since both
 use the learner's only set of weights, unless a weight sync releases the learner: then one update
 runs beside it. Weight syncs are one at a time, in order. What is kept is the state between two
-updates: a weight sync that is followed by a checkpoint releases nothing (turn.py).
+updates: a weight sync that is followed by a checkpoint releases nothing (turn.py), and a run that
+is told to end early first finishes the update and the weight syncs that it is making.
 """
 
 from __future__ import annotations
@@ -124,6 +125,10 @@ class Controller:
             in_flight=self._num_admitted - done,
             interrupted=self._interrupted,
         )
+
+    def end_early(self) -> None:
+        """Let `run` end after the update that is being made, if one is, and keep the state."""
+        self._batcher.stop()
 
     def snapshot(self) -> ControllerState:
         """Return what a later controller continues from; call only between two updates."""
@@ -278,6 +283,8 @@ class Controller:
             self._trained.put_nowait((batch, turn))
             await turn.ended()
         await self._trained.join()
+        if self._batcher.stopped and self._ports.keeper is not None:
+            await self._ports.keeper.at_end(self._num_updates, self.snapshot)
         # the remaining loops wait for work that will never come
         for task in self._serving:
             task.cancel()

@@ -133,6 +133,10 @@ class Keeper(Protocol):
         """
         ...
 
+    async def at_end(self, updates: int, state: Callable[[], ControllerState]) -> None:
+        """Keep the state of a run that ends early, as `after_update`, unless it is kept already."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Ports:

@@ -1,6 +1,6 @@
 """Compares two runs: whether their rows of metrics.jsonl agree, column by column.
 
-Columns of time, memory and queues are left out, because no two runs agree in them.
+Columns of time, memory, queues and servers are left out: no two runs agree in them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ _OF_THE_MACHINE = {
     "scoring_samples",
     "buffered_samples",
     "permits_in_use",
+    "servers",  # who sampled what depends on who was free
 }
 
 

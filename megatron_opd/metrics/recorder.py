@@ -16,6 +16,7 @@ import msgspec
 
 from megatron_opd.metrics.cache_size import CacheSize
 from megatron_opd.metrics.rewards import RewardStats
+from megatron_opd.metrics.servers import SampledByServer
 from megatron_opd.metrics.signal import SignalWatch
 from megatron_opd.metrics.sinks import Sink
 from megatron_opd.metrics.staleness import StalenessCounts
@@ -112,6 +113,7 @@ class RunRecorder:
         self._done_s = clock()
         # of updates whose weights are not live yet: two where a weight sync released the learner
         self._rows: dict[int, dict[str, Any]] = {}
+        self._sampled = SampledByServer()
         self._shown: dict[str, Any] = {}
 
     def started(self, now_s: float, depths: Depths) -> None:
@@ -133,6 +135,7 @@ class RunRecorder:
                 rollout.prompt.uid,
             )
         self.totals.add_rollout(rollout)
+        self._sampled.add(rollout)
         if self._timeline is not None:
             self._timeline.rollout(rollout)
 
@@ -210,6 +213,7 @@ class RunRecorder:
             "buffered_samples": depths.buffered,
             "permits_in_use": depths.permits_in_use,
             "dropped_samples": self.totals.drops.total(),
+            "servers": self._sampled.columns(report),
         }
         self._write_row(batch.update)
         if self._timeline is not None:
@@ -264,7 +268,11 @@ class RunRecorder:
 
 
 def batch_columns(batch: Batch, group_size: int = 1) -> dict[str, float | int | None]:
-    """Return the columns that follow from the batch alone. staleness_*: per token, in versions."""
+    """Return the columns that follow from the batch alone. staleness_*: per token, in versions.
+
+    first_uid, last_uid: of its samples. Batches are cut in order, so those of a run do not overlap:
+    no sample is trained on twice.
+    """
     staleness, cache, rewards = StalenessCounts(), CacheSize(), RewardStats(group_size)
     staleness.add(batch)
     cache.add(batch)
@@ -272,6 +280,8 @@ def batch_columns(batch: Batch, group_size: int = 1) -> dict[str, float | int | 
     rollouts = [sample.rollout for sample in batch.samples]
     return {
         "num_samples": len(rollouts),
+        "first_uid": min(rollout.prompt.uid for rollout in rollouts),
+        "last_uid": max(rollout.prompt.uid for rollout in rollouts),
         "num_response_tokens": batch.num_response_tokens,
         "staleness_mean_versions": staleness.tokens.mean,
         "staleness_max_versions": staleness.tokens.max,

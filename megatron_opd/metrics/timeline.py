@@ -18,7 +18,7 @@ class Timeline:
 
     Args:
         trace: where to draw.
-        engines: names of the student engines, a row each.
+        engines: names of the student engines, a row each; others get one once they sample.
     """
 
     def __init__(self, trace: TraceWriter, engines: Sequence[str]) -> None:
@@ -69,7 +69,7 @@ class Timeline:
         for phase in report.phases:
             self._trace.span(SYNC, phase.name, phase.started_s, phase.finished_s, lane=1)
         begin_s, end_s = report.paused_from_s, report.resumed_s
-        for engine in self._engines:
+        for engine in report.servers or self._engines:
             self._trace.span(engine_row(engine), "paused", begin_s, end_s, details, lane=0)
 
     def drop(self, uid: int, reason: str, detail: str, now_s: float) -> None:

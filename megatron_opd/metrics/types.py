@@ -107,7 +107,7 @@ class WeightSyncReport:
     num_bytes: bytes the learner sent once (each server receives all of them). paused_from_s,
     resumed_s: when the servers were told to pause, and when all had continued. All are of the
     last of `tries` tries. learner_held_s: for how many seconds after the update no other one could
-    begin, over all tries.
+    begin, over all tries. servers: the urls of those that hold the version now.
     """
 
     version: int
@@ -117,6 +117,7 @@ class WeightSyncReport:
     resumed_s: float
     tries: int = 1
     learner_held_s: float = 0.0
+    servers: tuple[str, ...] = ()
 
     @property
     def started_s(self) -> float:

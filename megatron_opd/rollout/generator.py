@@ -10,11 +10,12 @@ from megatron_opd.config.sections import RolloutConfig
 from megatron_opd.config.supports import Support
 from megatron_opd.data.seeds import ROLLOUT, derived_seed
 from megatron_opd.types import Prompt, Rollout, VersionSpan
-from sglang_bridge.errors import BadReply, RequestAborted
+from sglang_bridge.errors import BadReply, RequestAborted, ServerUnreachable
 from sglang_bridge.protocol import RolloutReply, RolloutRequest
-from sglang_bridge.retry import Backoff, is_lost_connection, retried
+from sglang_bridge.retry import Backoff, is_unanswered, retried
 
 ABORTED, EMPTY = "aborted", "empty_response"
+TIMED_OUT, UNREACHABLE = "timed_out", "student_unreachable"
 
 
 class RolloutFleet(Protocol):
@@ -70,22 +71,29 @@ class RolloutGenerator:
         the rollout is sampled anew, by another server if there is one. Longer responses are lost
         more often, so this favours short ones (except on deterministic servers, which sample the
         same again); Rollout.restarts counts it, and where restarts are rare the bias is small. A
-        request that ran out of time is not repeated: that would select by length alone.
+        request that makes no progress is sampled anew too, which selects nothing: one that grows is
+        never cut off (sglang_bridge/deadlines.py).
 
-        Raises RolloutRejected for a request that the server aborted or an empty response. Every
-        other failure is re-raised, as is the last try's: servers that answer wrongly or not at all
-        must stop the run.
+        Raises RolloutRejected for a request that the server aborted, an empty response, and when
+        no try was answered: one prompt that no server can sample must not end a run, and where
+        all are dropped the controller does. Every other failure is re-raised: servers that answer
+        wrongly must stop the run.
         """
-        return await retried(
-            lambda earlier: self._once(prompt, earlier), self._backoff, is_lost_connection
-        )
+        try:
+            return await retried(
+                lambda earlier: self._once(prompt, earlier), self._backoff, is_unanswered
+            )
+        except ServerUnreachable as error:
+            raise RolloutRejected(
+                TIMED_OUT if error.timed_out else UNREACHABLE, str(error)
+            ) from error
 
     async def _once(self, prompt: Prompt, restarts: int) -> Rollout:
         clock = asyncio.get_running_loop().time
-        name = f"{self._run_id}-{prompt.uid}"
         request = RolloutRequest(
-            # a name of its own: the server may still be busy with the try that was lost
-            rid=f"{name}-restart{restarts}" if restarts else name,
+            # a name of its own: the server may still be busy with the try that was lost; none
+            # begins with another, which SGLang would abort along with it
+            rid=f"{self._run_id}-{prompt.uid}-{restarts}.",
             input_ids=prompt.token_ids_P,
             max_new_tokens=self._rollout.max_new_tokens,
             temperature=self._rollout.temperature,

@@ -19,12 +19,12 @@ from megatron_opd.config.sections import ScoringConfig
 from megatron_opd.data.seeds import SCORE, derived_seed
 from megatron_opd.teacher.requests import score_request
 from megatron_opd.types import FloatArray, Rollout, Sample
-from sglang_bridge.errors import BadReply, BridgeError
+from sglang_bridge.errors import BadReply, BridgeError, ServerUnreachable
 from sglang_bridge.protocol import DrawCache, ScoreReply, ScoreRequest, Selection
 from sglang_bridge.retry import Backoff, is_transient, retried
 
 BAD_REPLY, UNREACHABLE, REFUSED = "teacher_bad_reply", "teacher_unreachable", "teacher_refused"
-UNKNOWN_ID = "teacher_unknown_id"
+TIMED_OUT, UNKNOWN_ID = "teacher_timed_out", "teacher_unknown_id"
 MISSHAPEN, NAN, INFINITE = "teacher_misshapen", "teacher_nan", "teacher_infinite"
 NO_ANSWER = "no_answer"
 
@@ -163,4 +163,6 @@ def checked(logp_N: FloatArray, num_ids: int) -> FloatArray:
 def _reason(error: BridgeError) -> str:
     if isinstance(error, BadReply):
         return BAD_REPLY
+    if isinstance(error, ServerUnreachable) and error.timed_out:
+        return TIMED_OUT
     return UNREACHABLE if is_transient(error) else REFUSED

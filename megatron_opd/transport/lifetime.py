@@ -1,4 +1,4 @@
-"""Ends a rank together with the process that started it."""
+"""Ends a rank together with the process that started it, and by no signal meant for that one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent() -> None:
     """Ask Linux to send SIGTERM to this process when its parent ends, in whatever way.
 
-    Exits at once when the parent that PARENT_VARIABLE names has already ended.
+    Exits at once when the parent that PARENT_VARIABLE names has already ended. SIGUSR1, which a
+    scheduler may send to every process of a job, is the controller's to answer.
     """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if not sys.platform.startswith("linux"):
         return
     parent = int(os.environ.pop(PARENT_VARIABLE, os.getppid()))

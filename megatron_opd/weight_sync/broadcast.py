@@ -17,9 +17,9 @@ from megatron_opd.weight_sync.broadcast_messages import (
     ListBuckets,
     Listen,
     SendBuckets,
+    decode_address,
     decode_buckets,
     decode_failure,
-    decode_port,
     encode_request,
 )
 from megatron_opd.weight_sync.transport import (
@@ -66,8 +66,9 @@ class Broadcast:
     async def open(self) -> None:
         """Form the group of the learner's rank 0 and every rank of every server."""
         self._buckets = decode_buckets(await self._ask(encode_request(ListBuckets())))
-        host, limit_s, size = self._config.host, self._config.try_s, self._fleet.world().size
-        port = decode_port(await self._ask(encode_request(Listen(host, size, limit_s))))
+        limit_s, size = self._config.try_s, self._fleet.world().size
+        there = await self._ask(encode_request(Listen(size, limit_s)))
+        host, port = decode_address(there)
         join = JoinGroup(size, self._group, self._backend, limit_s)
         await both(
             self._done(join),
@@ -125,7 +126,7 @@ def _learner_part(full: FullTensors, config: Config) -> LearnerPart:
     from megatron_opd.weight_sync.broadcast_sender import BroadcastSender
 
     settings = config.weight_sync
-    return BroadcastSender(full, settings.bucket_bytes, settings.round_to)
+    return BroadcastSender(full, settings.host, settings.bucket_bytes, settings.round_to)
 
 
 BROADCAST = TransportKind(Broadcast, _learner_part)

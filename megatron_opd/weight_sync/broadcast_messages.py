@@ -14,9 +14,8 @@ class ListBuckets(msgspec.Struct, frozen=True, tag=True):
 
 
 class Listen(msgspec.Struct, frozen=True, tag=True):
-    """Asks rank 0 to listen on `host` for a group of `world_size`; it answers with the port."""
+    """Asks rank 0 to listen for a group of `world_size`; it answers with (host, port)."""
 
-    host: str
     world_size: int
     timeout_s: float
 
@@ -43,7 +42,7 @@ Request = ListBuckets | Listen | JoinGroup | SendBuckets | LeaveGroup
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS = msgspec.msgpack.Decoder(Request)
 _FAILURE = msgspec.msgpack.Decoder(str | None)
-_PORT = msgspec.msgpack.Decoder(int)
+_ADDRESS = msgspec.msgpack.Decoder(tuple[str, int])
 _BUCKETS = msgspec.msgpack.Decoder(tuple[BucketSpec, ...])
 
 
@@ -77,11 +76,11 @@ def decode_failure(answer: bytes) -> str | None:
     return _FAILURE.decode(answer)
 
 
-def encode_port(port: int) -> bytes:
+def encode_address(host: str, port: int) -> bytes:
     """Encode the answer to Listen."""
-    return _ENCODER.encode(port)
+    return _ENCODER.encode((host, port))
 
 
-def decode_port(answer: bytes) -> int:
+def decode_address(answer: bytes) -> tuple[str, int]:
     """Decode the answer to Listen. msgspec.DecodeError: it is anything else."""
-    return _PORT.decode(answer)
+    return _ADDRESS.decode(answer)

@@ -22,9 +22,9 @@ from megatron_opd.weight_sync.broadcast_messages import (
     Listen,
     SendBuckets,
     decode_request,
+    encode_address,
     encode_buckets,
     encode_failure,
-    encode_port,
 )
 from megatron_opd.weight_sync.rounding import rounded
 from sglang_bridge.errors import one_line
@@ -59,13 +59,14 @@ def plan_buckets(
 class BroadcastSender:
     """Sends `full`; implements transport.LearnerPart.
 
-    round_to: send what a sampler of that precision would hold (weight_sync/rounding.py).
+    host: where rank 0 listens for the servers' ranks. round_to: send what a sampler of that
+    precision would hold (weight_sync/rounding.py).
     """
 
     def __init__(
-        self, full: FullTensors, bucket_bytes: int, round_to: Format | None = None
+        self, full: FullTensors, host: str, bucket_bytes: int, round_to: Format | None = None
     ) -> None:
-        self.source = full
+        self.source, self._host = full, host
         self._round_to: Format | None = round_to
         self._buckets = plan_buckets(full.manifest(), full.dtype, bucket_bytes)
         self._store: TCPStore | None = None
@@ -103,8 +104,8 @@ class BroadcastSender:
     def _listen(self, asked: Listen) -> bytes:
         if not self._is_root:
             return b""
-        self._store = groups.listen(asked.host, 0, asked.world_size, asked.timeout_s)
-        return encode_port(self._store.port)
+        self._store = groups.listen(self._host, 0, asked.world_size, asked.timeout_s)
+        return encode_address(self._host, self._store.port)
 
     def _join(self, asked: JoinGroup) -> str | None:
         """Form the group; returns why not."""

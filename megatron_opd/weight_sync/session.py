@@ -1,7 +1,8 @@
 """Syncs learner weights to the student's servers without discarding any request in flight.
 
 A weight sync is tried a few times (steps.py: what one try does). After a failed try every server is
-asked to settle: one that does not answer is lost, and so is one that is at fault a second time. The
+asked to settle: one that does not answer is lost, and so is one that is at fault a second time. A
+try that lost a server does not count: how often servers may be lost is bounded elsewhere. The
 others are connected anew and get the weights, of which they may hold a mixture: until a try
 succeeds none of them samples. Where too few servers or no time is left the weight sync fails, and
 they stay paused.
@@ -14,6 +15,7 @@ making, outside of all limits.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -97,14 +99,21 @@ class WeightSync:
         self._failed: str | None = None
         self._syncing = asyncio.Lock()
 
-    async def open(self) -> None:
+    async def open(self, *, used: bool = False) -> None:
         """Connect the learner and the servers.
 
-        Raises WeightSyncFailed when a server holds weights of another run or does not connect in
-        time.
+        used: an earlier controller of this run may have left the servers in any state, with any
+        weights and with requests that nobody waits for; they sample nothing until the first weight
+        sync. Raises WeightSyncFailed when a server otherwise holds weights of another run, or does
+        not connect in time.
         """
-        await self._tried("opening", self._connect, ALONE)
-        self._opened = True
+        async with self._syncing:
+            if used:
+                self._steps.start(self._config.try_s)
+                await self._steps.take("abort", self._fleet.abort_all())
+                await self._settle(WeightSyncFailed("the servers were in use"), Counter())
+            await self._tried("opening", partial(self._connect, used), ALONE)
+            self._opened = True
 
     async def sync(self, version: int, turn: LearnerTurn = ALONE) -> WeightSyncReport:
         """Make `version` live on every server that is left.
@@ -139,6 +148,24 @@ class WeightSync:
             self._failed, self._num_syncs = None, 0
             await self._settle(WeightSyncFailed("the learner is lost"), Counter())
 
+    async def part_with(self, url: str, drop: Callable[[], None]) -> str | None:
+        """Let a server leave the transport's group between two weight syncs, and `drop` it.
+
+        The others leave too; the next weight sync connects them anew. Returns why the server may
+        hold a part of the group still; None: it does not.
+        """
+        async with self._syncing:
+            kept = None
+            if self._opened and url in self._fleet.urls:
+                self._connected = None
+                try:
+                    async with asyncio.timeout(self._config.settle_s):
+                        await self._transport.close()
+                except (WeightSyncFailed, TimeoutError) as error:
+                    kept = str(error) or f"no answer within {self._config.settle_s:g} s"
+            drop()
+            return kept
+
     async def close(self) -> None:
         """Release what the servers hold of the transport, for servers that outlive the run."""
         self._steps.start(self._config.timeout_s)
@@ -158,17 +185,19 @@ class WeightSync:
         self._num_syncs += 1
         return replace(report, tries=tries)
 
-    async def _connect(self, again: bool) -> None:
+    async def _connect(self, used: bool, again: bool) -> None:
         await self._fleet.let_in()
         self._steps.start(self._config.try_s)
         for url, version in (await self._steps.take("versions", self._fleet.versions())).items():
-            if version != 0:
+            if version != 0 and not used:
                 said = f"{url} already holds version {version} of another run: restart it"
                 raise OfAnotherRun(said)
         self._connected = self._fleet.epoch
         connect = self._transport.reopen if again else self._transport.open
         await self._steps.take("open", connect())
-        if again:  # they were paused to settle; all of them have the weights they started with
+        if (
+            again and not used
+        ):  # they were paused to settle; all of them have the weights they started with
             await self._steps.take("continue", self._fleet.resume())
 
     async def _tried(
@@ -178,22 +207,28 @@ class WeightSync:
 
         once: is told whether there was a try before it.
         """
-        tries = self._config.tries
+        tries = left = self._config.tries
         faults: Counter[str] = Counter()
-        for number in range(1, tries + 1):
+        for number in itertools.count(1):
+            before = self._fleet.urls
             try:
                 return await once(number > 1), number
             except OfAnotherRun:
                 raise
             except WeightSyncFailed as error:
-                if number == tries:
-                    said = f"{tries} tries failed, the last one: {error}" if tries > 1 else error
-                    raise WeightSyncFailed(str(said), error.servers) from error
                 logger.warning("%s, try %d: %s", what, number, error)
                 faults.update(error.servers)
+                took_part = {*before, *self._fleet.urls, *error.servers}
                 await self._settle(error, faults)
+                lost = took_part.difference(self._fleet.urls)
+                for url in lost:  # what comes back there is another process
+                    del faults[url]
+                left -= tries == 1 or not lost
+                if left == 0:
+                    said = f"{tries} tries failed, the last one: {error}" if tries > 1 else error
+                    raise WeightSyncFailed(str(said), error.servers) from error
                 await turn.take_back()
-        raise AssertionError("weight_sync.tries is at least 1")
+        raise AssertionError("unreachable")
 
     async def _try(self, version: int, turn: LearnerTurn, again: bool) -> WeightSyncReport:
         """Make `version` live once, also on servers that were added since.

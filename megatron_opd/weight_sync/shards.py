@@ -147,21 +147,21 @@ class Shards:
     async def _form_group(self, layouts: Sequence[ServerLayout], dtype: str) -> None:
         config = self._config.weight_sync
         # ranks give up before the session does: they know who was silent
-        host, limit_s = config.host, PATIENCE * config.try_s
+        limit_s = PATIENCE * config.try_s
         receivers = sum(layout.tp for layout in layouts)
         senders = self._config.learner.parallel.world_size
-        there = decode(await self._ask(encode(Listen(host, senders + receivers, limit_s))))
+        there = decode(await self._ask(encode(Listen(senders + receivers, limit_s))))
         assert isinstance(there, Listening)
         servers = tuple(
             (info.url, layout.tp, layout.ep)
             for info, layout in zip(self._fleet.infos, layouts, strict=True)
         )
         size, backend = senders + receivers, there.backend
-        join = Join(host, there.port, size, self._group, backend, limit_s, servers, dtype)
+        join = Join(there.host, there.port, size, self._group, backend, limit_s, servers, dtype)
         await both(
             self._done(join),
             self._fleet.init_weights_group(
-                host, there.port, self._group, backend, limit_s, senders=senders
+                there.host, there.port, self._group, backend, limit_s, senders=senders
             ),
         )
 

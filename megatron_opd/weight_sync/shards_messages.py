@@ -8,14 +8,17 @@ import msgspec
 class Listen(msgspec.Struct, frozen=True, tag=True):
     """Asks rank 0 to listen for a group of `world_size` ranks; it answers with Listening."""
 
-    host: str
     world_size: int
     timeout_s: float
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
-    """Says where rank 0 listens, and with what backend of torch.distributed the group is formed."""
+    """Says where rank 0 listens, and with what backend of torch.distributed the group is formed.
 
+    host: the learner's own weight_sync.host, which may be another node's after a restart.
+    """
+
+    host: str
     port: int
     backend: str
 

@@ -99,12 +99,13 @@ class ShardsSender:
     def _listen(self, asked: Listen) -> bytes:
         if self._full.world.rank != 0:
             return b""
-        store = groups.listen(asked.host, 0, asked.world_size, asked.timeout_s)
+        host = self._config.weight_sync.host
+        store = groups.listen(host, 0, asked.world_size, asked.timeout_s)
         self._store = store
         backend = self._config.weight_sync.backend
         if backend == "auto":
             backend = "nccl" if self._full.world.device.type == "cuda" else "gloo"
-        return encode(Listening(store.port, backend))
+        return encode(Listening(host, store.port, backend))
 
     def _join(self, asked: Join) -> str | None:
         """Form the group; returns why not."""

@@ -82,6 +82,10 @@ class SyncedFleet(Protocol):
         """Return what every rank of every server holds, by server. staged: and is not live yet."""
         ...
 
+    async def abort_all(self) -> None:
+        """Stop every request on all servers, whoever sent it."""
+        ...
+
     async def settle(self, limit_s: float) -> Mapping[str, str]:
         """Pause all servers and end what a failed try began; return which could not, and why."""
         ...
@@ -146,15 +150,24 @@ class Steps:
             await self._phase("verify live" if covered else "verify", self._verify(version))
         await self._phase("continue", self._fleet.resume())
         resumed_s = self._phases[-1].finished_s
-        await self._phase("versions", self._check_versions(version))
-        phases, num_bytes = tuple(self._phases), transport.num_bytes
-        return WeightSyncReport(version, phases, num_bytes, paused_from_s, resumed_s)
+        servers = await self._phase("versions", self._check_versions(version))
+        return WeightSyncReport(
+            version,
+            tuple(self._phases),
+            transport.num_bytes,
+            paused_from_s,
+            resumed_s,
+            servers=servers,
+        )
 
-    async def _check_versions(self, version: int) -> None:
-        for url, held in (await self._fleet.versions()).items():
+    async def _check_versions(self, version: int) -> tuple[str, ...]:
+        """Return the servers, all of which hold `version`."""
+        found = await self._fleet.versions()
+        for url, held in found.items():
             if held != version:
                 said = f"{url} reports version {held} after version {version} was sent"
                 raise WeightSyncFailed(said, [url])
+        return tuple(found)
 
     async def _verify(self, version: int, *, staged: bool = False) -> frozenset[str]:
         """Compare what every server rank holds with the learner's weights.

@@ -108,6 +108,8 @@ def main() -> None:
     if model is not None and Path(model).is_absolute() and not Path(model).exists():
         # SGLang finds out once it has imported everything, and says it in a traceback
         sys.exit(f"error: --model-path must be a checkpoint's directory, {model} does not exist")
+    # a scheduler may send it to every process of a job; whoever started this server answers it
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     parent = os.environ.pop(PARENT_VARIABLE, None)
     api_key = os.environ.pop(API_KEY_VARIABLE, None)  # no child needs it
     # a server started by hand removes its files itself

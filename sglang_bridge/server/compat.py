@@ -292,6 +292,16 @@ def routed_experts(slots: torch.Tensor) -> Any:
     return capturer.host_cache.buffer[slots].numpy()
 
 
+def requests_of(scheduler: Any) -> tuple[dict[str, int], list[str]]:
+    """Returns the requests that run, with the tokens each has, and the names of those in line."""
+    batches = [batch for batch in scheduler._collect_inflight_batches() if batch is not None]
+    running = [req for batch in batches for req in batch.reqs if not req.finished()]
+    if scheduler.chunked_req is not None:
+        running.append(scheduler.chunked_req)
+    waiting = [req.rid for req in scheduler.waiting_queue]
+    return {req.rid: len(req.output_ids) for req in running}, waiting
+
+
 def is_scoring_batch(batch: Any) -> bool:
     """Returns whether a forward pass computes logits of prompt positions."""
     return bool(batch.forward_mode.is_extend() and batch.return_logprob)

@@ -50,6 +50,21 @@ def last_lines(path: Path, count: int = 20) -> str:
     return "\n".join(lines[-count:]) if lines else "(the log is empty)"
 
 
+def next_log(path: Path) -> Path:
+    """Returns the log of what is started again: NAME.log, NAME.restart1.log, NAME.restart2.log."""
+    name, *number = path.name.removesuffix(".log").split(".restart")
+    return path.with_name(f"{name}.restart{int(*number) + 1}.log")
+
+
+def is_ready(url: str) -> bool:
+    """Returns whether a server answers requests; it has then generated a token for itself."""
+    try:
+        with _OPENER.open(f"{url}/ready", timeout=2) as reply:
+            return reply.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
 class ServerProcess:
     """Runs one SGLang server. Not thread-safe; any one thread may call any method.
 
@@ -69,9 +84,17 @@ class ServerProcess:
 
     def again(self) -> ServerProcess:
         """Returns another process like this one, not started, which writes a log of its own."""
-        name, *number = self.log_path.name.removesuffix(".log").split(".restart")
-        log_path = self.log_path.with_name(f"{name}.restart{int(*number) + 1}.log")
-        return ServerProcess(self.spec, log_path, self._api_key)
+        return ServerProcess(self.spec, next_log(self.log_path), self._api_key)
+
+    @property
+    def url(self) -> str:
+        """Returns where clients reach the server."""
+        return self.spec.url
+
+    @property
+    def name(self) -> str:
+        """Returns what messages call the server."""
+        return f"{self.spec.role} server {self.spec.url}"
 
     @property
     def pid(self) -> int | None:
@@ -120,7 +143,7 @@ class ServerProcess:
             if status is not None:
                 self.stop(grace_s=0)
                 raise ServerDied(self._obituary(f"ended with status {status} during start-up"))
-            if self._is_ready():
+            if is_ready(self.url):
                 self._pids.update(process_group(self._process.pid))
                 return
             time.sleep(POLL_S)
@@ -150,13 +173,6 @@ class ServerProcess:
             time.sleep(0.02)
         self._cause = self.cause()
         files.remove(self.files, self._pids)
-
-    def _is_ready(self) -> bool:
-        try:
-            with _OPENER.open(f"{self.spec.url}/ready", timeout=2) as reply:
-                return reply.status == 200
-        except (urllib.error.URLError, OSError):
-            return False
 
     def _obituary(self, what: str) -> str:
         return (

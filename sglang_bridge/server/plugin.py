@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from functools import cache
@@ -38,6 +39,7 @@ from sglang_bridge.weights.share import decode_share
 _plan: score_plan.ScorePlan | None = None  # for the forward pass being launched
 _generator: torch.Generator | None = None  # for the teacher's draws
 _runner: Any = None  # SGLang's model runner
+_scheduler: Any = None  # SGLang's, of this rank
 _receiver: receiver.Receiver | None = None  # once weights are expected
 _reader: disk_reader.DiskReader | None = None  # once weights come from disk
 
@@ -104,6 +106,8 @@ def payload_of(req: Any) -> dict[str, Any] | None:
 
 def streamer_class(scheduler: Any) -> type:
     """Returns SGLang's output streamer with our payload."""
+    global _scheduler
+    _scheduler = scheduler
     return compat.streamer_class(payload_of, wire.PAYLOAD)
 
 
@@ -167,6 +171,7 @@ def around_check_weights(
         wire.PIECE_ACTION: pieces.piece_list,
         wire.DIGEST_ACTION: pieces.piece_digests,
         wire.MODEL_ACTION: model_facts,
+        wire.PROGRESS_ACTION: lambda _: progress(),
         wire.EXPECT_ACTION: lambda model: expect_weights(model, argument),
         wire.STAGE_ACTION: lambda _: stage_weights(argument),
         wire.STAGED_DIGEST_ACTION: lambda _: staged_digests(),
@@ -188,6 +193,12 @@ def model_facts(model: torch.nn.Module) -> dict[str, str]:
     """Returns what the client asks of a model; text, as the reply carries only text."""
     format = os.environ.get(QUANTIZATION_VARIABLE, wire.NOT_QUANTISED)
     return pieces.model_facts(model) | {wire.QUANTIZATION: format}
+
+
+def progress() -> dict[str, str]:
+    """Returns how far this rank is with its requests (sglang_bridge/deadlines.py)."""
+    running, waiting = compat.requests_of(_scheduler)
+    return {wire.RUNNING: json.dumps(running), wire.WAITING: json.dumps(waiting)}
 
 
 def expect_weights(model: torch.nn.Module, share: str) -> dict[str, str]:

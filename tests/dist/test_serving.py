@@ -34,9 +34,9 @@ from megatron_opd.weight_sync.broadcast_messages import (
     Listen,
     Request,
     SendBuckets,
+    decode_address,
     decode_buckets,
     decode_failure,
-    decode_port,
     encode_request,
 )
 from megatron_opd.weight_sync.plan import ServerLayout
@@ -64,7 +64,7 @@ async def ask(remote: RemoteLearner, request: Request) -> bytes:
 
 
 async def listen(remote: RemoteLearner, world_size: int) -> int:
-    return decode_port(await ask(remote, Listen("127.0.0.1", world_size, TIMEOUT_S)))
+    return decode_address(await ask(remote, Listen(world_size, TIMEOUT_S)))[1]
 
 
 def join_group(world_size: int) -> JoinGroup:

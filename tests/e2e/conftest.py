@@ -1,8 +1,11 @@
 """Two real servers for the whole session: a student (MoE) and a teacher (dense)."""
 
 import asyncio
+import json
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import torch
 from sglang_bridge.ports import free_port
 from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.server.spec import ServerSpec
+from tests.e2e.runs import Running
 from tests.e2e.weight_sync import rewind
 from tests.support.models import tiny_qwen3, tiny_qwen3_moe
 
@@ -118,3 +122,42 @@ def shared(servers: dict[str, ServerProcess], student_model: Path) -> Iterator[S
     asyncio.run(rewind(servers["student"].spec.url, student_model))
     yield {role: {"urls": [process.spec.url]} for role, process in servers.items()}
     asyncio.run(rewind(servers["student"].spec.url, student_model))
+
+
+@pytest.fixture(scope="session")
+def inputs(
+    student_model: Path, teacher_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    root = tmp_path_factory.mktemp("run-inputs")
+    (root / "student").symlink_to(student_model)
+    (root / "teacher").symlink_to(teacher_model)
+    lines = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) for i in range(16)]
+    (root / "train.jsonl").write_text("\n".join(lines) + "\n")
+    return root
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    started: list[Running] = []
+
+    def begin(config: Path) -> Running:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_opd", "run", str(config)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        started.append(Running(process, tmp_path / "run", set()))
+        return started[-1]
+
+    yield begin
+    for running in started:  # after a failed test
+        if running.process.poll() is None:
+            running.look()
+            running.process.kill()
+            for child in running.seen:
+                if child.is_running():
+                    child.kill()

@@ -1,4 +1,8 @@
-"""A run that is killed goes on from its checkpoint: bitwise the updates it would have made."""
+"""A run that is killed or preempted goes on: bitwise the updates that it would have made.
+
+Three attempts. The first is killed, and its servers outlive it with weights of later versions. The
+second continues on them and is preempted. The third has a student server of its own.
+"""
 
 import json
 import os
@@ -6,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,8 @@ import pytest
 import yaml
 
 from megatron_opd.metrics.compare import compare_rows
-from tests.e2e.conftest import running, tiny_spec
+from sglang_bridge.server.launch import ServerProcess
+from tests.e2e.conftest import STARTUP_TIMEOUT_S, tiny_spec
 
 pytestmark = pytest.mark.e2e
 
@@ -25,14 +31,27 @@ LIMIT_S = 300
 
 
 @pytest.fixture
-def teacher(teacher_model: Path, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """The section of a server that outlives the run and serves the one that goes on."""
-    spec = tiny_spec(teacher_model, "teacher", deterministic=True)
-    with running(spec, tmp_path / "teacher.log") as process:
-        yield {"model": str(teacher_model), "dtype": "float32", "urls": [process.spec.url]}
+def elsewhere(
+    student_model: Path, teacher_model: Path, tmp_path: Path
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """The sections of servers that outlive the run and serve the one that goes on."""
+    models = {"student": student_model, "teacher": teacher_model}
+    with ExitStack() as servers:
+        specs = [tiny_spec(model, role, deterministic=True) for role, model in models.items()]
+        logs = [tmp_path / f"{role}.log" for role in models]
+        both = [ServerProcess(spec, log) for spec, log in zip(specs, logs, strict=True)]
+        for server in both:
+            servers.callback(server.stop, grace_s=1)
+            server.start()
+        for server in both:
+            server.wait_ready(STARTUP_TIMEOUT_S)
+        yield {
+            role: {"model": str(model), "dtype": "float32", "urls": [server.spec.url]}
+            for (role, model), server in zip(models.items(), both, strict=True)
+        }
 
 
-def write_config(root: Path, student: Path, teacher: dict[str, Any]) -> Path:
+def write_config(root: Path, elsewhere: dict[str, dict[str, Any]]) -> Path:
     """A run that can be repeated."""
     lines = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) for i in range(16)]
     (root / "train.jsonl").write_text("\n".join(lines) + "\n")
@@ -40,8 +59,8 @@ def write_config(root: Path, student: Path, teacher: dict[str, Any]) -> Path:
     tree: dict[str, Any] = {
         "run": {"dir": str(root / "run"), "max_steps": UPDATES, "seed": 3, "deterministic": True},
         "data": {"train": str(root / "train.jsonl"), "task": "exact"},
-        "student": {**server, "model": str(student)},
-        "teacher": teacher,
+        "student": {**server, **elsewhere["student"]},
+        "teacher": elsewhere["teacher"],
         "rollout": {"max_new_tokens": 24, "concurrency": 12},
         "support": {"m": 8},
         "buffer": {"batch_size": BATCH, "max_staleness": HELD, "hold_batches": HELD},
@@ -97,20 +116,28 @@ def newest_in(run_dir: Path) -> int:
     return max((int(path.name.removeprefix("step-")) for path in found), default=0)
 
 
-def test_a_killed_run_goes_on(
-    tmp_path: Path,
-    student_model: Path,
-    teacher: dict[str, Any],
-    processes: list[subprocess.Popen[str]],
-) -> None:
-    config, run_dir = write_config(tmp_path, student_model, teacher), tmp_path / "run"
-    first = start(config)
-    processes.append(first)
+def wait_until(process: subprocess.Popen[str], happened: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
-    while not 0 < newest_in(run_dir) <= len(rows(run_dir)) - COMPARED:
-        assert first.poll() is None, first.communicate()[0]
+    while not happened():
+        assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def test_a_run_that_is_killed_and_preempted_goes_on(
+    tmp_path: Path,
+    elsewhere: dict[str, dict[str, Any]],
+    processes: list[subprocess.Popen[str]],
+) -> None:
+    """Before: the student server was refused, as it held weights of another run."""
+    config, run_dir = write_config(tmp_path, elsewhere), tmp_path / "run"
+    first = start(config, "--auto-resume")
+    processes.append(first)
+    wait_until(first, lambda: 0 < newest_in(run_dir) <= len(rows(run_dir)) - COMPARED)
     children = psutil.Process(first.pid).children(recursive=True)
     first.send_signal(signal.SIGKILL)
     first.wait()
@@ -121,22 +148,33 @@ def test_a_killed_run_goes_on(
     torn = run_dir / "checkpoints" / "step-000099.part"
     (torn / "learner").mkdir(parents=True)
 
+    second = start(config, "--auto-resume", "--set", "checkpoint.every=1000")
+    processes.append(second)
+    wait_until(second, lambda: not torn.exists() and len(rows(run_dir)) > newest)
+    second.send_signal(signal.SIGUSR1)
+    output = second.communicate(timeout=LIMIT_S)[0]
+    assert second.returncode == os.EX_TEMPFAIL, output
+    assert f"{torn.name} was not written completely and is ignored" in output
+    resumed = f"continuing from {run_dir / 'checkpoints'}/step-{newest:06d} ({newest} updates)"
+    assert resumed in output
+    assert "SIGUSR1: the run ends after a checkpoint, within 120 s" in output
+    assert "preempted: SIGUSR1\n" in output
+    preempted_at = newest_in(run_dir)
+    assert newest < preempted_at < UPDATES
+    summary = summary_of(run_dir)
+    assert (summary["status"], summary["updates"]) == ("preempted", preempted_at)
+    assert rows(run_dir)[:newest] == before[:newest], "what was made before the checkpoint stands"
+
     # a checkpoint after every update, by the clock: it must not change what is learnt
     options = ["--set", "rollout.concurrency=3", "--set", "checkpoint.every_minutes=1e-6"]
-    second = start(config, "--resume", *options)
-    processes.append(second)
-    output = second.communicate(timeout=LIMIT_S)[0]
-    assert second.returncode == 0, output
-    assert f"{torn.name} was not written completely and is ignored" in output
-    assert (
-        f"continuing from {run_dir / 'checkpoints'}/step-{newest:06d} ({newest} updates)" in output
-    )
-    assert not torn.exists()
+    third = start(config, "--auto-resume", *options, "--set", "student.urls=[]")
+    processes.append(third)
+    output = third.communicate(timeout=LIMIT_S)[0]
+    assert third.returncode == 0, output
 
     after = rows(run_dir)
     assert [row["update"] for row in after] == list(range(UPDATES))
     assert [row["version"] for row in after] == list(range(UPDATES))
-    assert after[:newest] == before[:newest], "what was made before the checkpoint stands"
     # with other requests in flight than the first time
     found = compare_rows(before, after)
     assert found.updates >= newest + COMPARED
@@ -144,9 +182,9 @@ def test_a_killed_run_goes_on(
     assert found.differences == ()
     assert after[-1]["time_s"] > before[newest - 1]["time_s"]
 
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = summary_of(run_dir)
     assert summary["status"] == "finished"
-    assert summary["resumed_at_updates"] == [newest]
+    assert summary["resumed_at_updates"] == [newest, preempted_at]
     assert summary["updates"] == summary["version"] == UPDATES
     assert summary["samples_admitted"] == summary["samples_consumed"] == UPDATES * BATCH
     assert summary["samples_in_flight"] == 0
@@ -156,3 +194,10 @@ def test_a_killed_run_goes_on(
     kept = sorted(path.name for path in run_dir.glob("checkpoints/step-*"))
     assert kept == [f"step-{updates:06d}" for updates in (UPDATES - 1, UPDATES)]
     assert (run_dir / "earlier" / "1" / "logs" / "learner.log").exists()
+
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_opd", "run", str(config), "--auto-resume"],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, f"run.dir {run_dir}: the run is finished\n")

@@ -2,27 +2,28 @@
 
 import asyncio
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
-import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_opd.checkpoint.run_lock import LOCK
-from sglang_bridge.client import ServerClient
-from sglang_bridge.protocol import WeightPiece
 from tests.e2e.conftest import Sections
+from tests.e2e.runs import (
+    BATCH,
+    STALENESS,
+    START_TIMEOUT_S,
+    UPDATES,
+    Finished,
+    Running,
+    held_by,
+    write_config,
+)
 from tests.e2e.weight_sync import differing, give, load_tensors
 from tests.support.figures import bounded
 from tests.support.paths import ROOT
@@ -31,139 +32,7 @@ from tests.support.sockets import listening
 pytestmark = pytest.mark.e2e
 
 MISMATCH = "opd run: max |p_learner - p_sampler|"
-UPDATES, BATCH, STALENESS = 4, 8, 1
 ARITHMETIC = ROOT / "examples" / "arithmetic"
-START_TIMEOUT_S = 240
-STOP_LIMIT_S = 15
-
-
-@dataclass(frozen=True)
-class Finished:
-    """One finished `opd run`."""
-
-    run_dir: Path
-    code: int
-    output: str
-
-    @property
-    def summary(self) -> dict:
-        return json.loads((self.run_dir / "summary.json").read_text())
-
-    @property
-    def rows(self) -> list[dict]:
-        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").open()]
-
-
-@pytest.fixture(scope="module")
-def inputs(
-    student_model: Path, teacher_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    root = tmp_path_factory.mktemp("run-inputs")
-    (root / "student").symlink_to(student_model)
-    (root / "teacher").symlink_to(teacher_model)
-    lines = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) for i in range(16)]
-    (root / "train.jsonl").write_text("\n".join(lines) + "\n")
-    return root
-
-
-def write_config(inputs: Path, tmp_path: Path, **sections: dict | None) -> Path:
-    """A small run; `sections` replace single keys of its sections, or a whole one that has a type.
-
-    None: no such section.
-    """
-    server = {"dtype": "float32", "max_total_tokens": 8192, "context_length": 256}
-    tree: dict[str, Any] = {
-        "run": {"dir": str(tmp_path / "run"), "max_steps": UPDATES, "seed": 3},
-        "data": {
-            "train": str(inputs / "train.jsonl"),
-            "heldout": str(inputs / "train.jsonl"),
-            "task": "exact",
-        },
-        "student": {**server, "model": str(inputs / "student")},
-        "teacher": {**server, "model": str(inputs / "teacher")},
-        "rollout": {"max_new_tokens": 24, "concurrency": 12},
-        "support": {"m": 8},
-        "buffer": {"batch_size": BATCH, "max_staleness": STALENESS},
-        "learner": {
-            "dtype": "float32",
-            "max_tokens_per_microbatch": 256,
-            "threads": 1,
-            "optimizer": {"lr": 0.001},
-        },
-        "evaluation": {"problems": 2, "samples": 2},
-        "weight_sync": {"bucket_bytes": 200_000},
-    }
-    for name, values in sections.items():
-        if values is None or "type" in values:
-            tree[name] = values
-        else:
-            tree[name] = {**tree.get(name, {}), **values}
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return path
-
-
-@dataclass
-class Running:
-    """A started `opd run` and every process it has had."""
-
-    process: subprocess.Popen[str]
-    run_dir: Path
-    seen: set[psutil.Process]
-
-    def wait_until(self, happened: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not happened():
-            assert self.process.poll() is None, self.process.communicate()[0]
-            assert time.monotonic() < deadline, "it took too long"
-            self.look()
-            time.sleep(0.1)
-
-    def look(self) -> None:
-        try:
-            self.seen.update(psutil.Process(self.process.pid).children(recursive=True))
-        except psutil.NoSuchProcess:
-            return
-
-    def has_updated(self) -> bool:
-        metrics = self.run_dir / "metrics.jsonl"
-        return metrics.exists() and metrics.stat().st_size > 0
-
-    def updates(self) -> int:
-        return len((self.run_dir / "metrics.jsonl").read_text().splitlines())
-
-    def finish(self, timeout_s: float) -> Finished:
-        output = self.process.communicate(timeout=timeout_s)[0]
-        alive = psutil.wait_procs(list(self.seen), timeout=2)[1]
-        assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], "processes are left"
-        return Finished(self.run_dir, self.process.returncode, output)
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    started: list[Running] = []
-
-    def begin(config: Path) -> Running:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_opd", "run", str(config)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
-        started.append(Running(process, tmp_path / "run", set()))
-        return started[-1]
-
-    yield begin
-    for running in started:  # after a failed test
-        if running.process.poll() is None:
-            running.look()
-            running.process.kill()
-            for child in running.seen:
-                if child.is_running():
-                    child.kill()
 
 
 def test_a_whole_run_and_its_products(inputs: Path, tmp_path: Path, start: Callable[..., Running]):
@@ -344,12 +213,6 @@ def matched(done: Finished, updates: int, parallel: dict[str, int]) -> None:
     bounded(MISMATCH, done.summary["probs_diff_max"], 1e-4, str(parallel))
 
 
-async def held_by(url: str) -> tuple[int, list[WeightPiece]]:
-    """Version and weights of a server."""
-    async with ServerClient(url, timeout_s=60) as client:
-        return await client.version(), await client.weight_digests()
-
-
 def test_batches_held_back_have_an_exact_staleness(
     inputs: Path, tmp_path: Path, shared: Sections, start: Callable[..., Running]
 ):
@@ -379,100 +242,6 @@ def test_batches_held_back_have_an_exact_staleness(
     assert {piece.hf_name for piece in pieces} == set(final)
     assert differing(pieces, final) == []
     assert differing(pieces, load_file(inputs / "student" / "model.safetensors")) != []
-
-
-def kill_a_server(running: Running) -> str:
-    """Kill all processes of a server of the run; returns its address."""
-    with_us = [process for process in running.seen if process.is_running()]
-    server = next(p for p in with_us if "sglang_bridge.server" in p.cmdline())
-    arguments = server.cmdline()  # a zombie has none
-    os.killpg(server.pid, signal.SIGKILL)
-    port = arguments[arguments.index("--port") + 1]
-    return f"http://127.0.0.1:{port}"
-
-
-def test_interrupt_stops_everything_and_keeps_the_summary(
-    inputs: Path, tmp_path: Path, shared: Sections, start: Callable[..., Running]
-):
-    """The student's only server is the run's own, the teacher is not. It is killed before."""
-    teacher = shared["teacher"]
-    running = start(write_config(inputs, tmp_path, run={"max_steps": 5000}, teacher=teacher))
-    running.wait_until(running.has_updated)
-    running.look()
-    url, updates = kill_a_server(running), running.updates()
-    # more than what was sampled already can carry
-    running.wait_until(lambda: running.updates() >= updates + 5)
-    running.process.send_signal(signal.SIGINT)
-    stopped = time.monotonic()
-    time.sleep(0.5)
-    running.process.send_signal(signal.SIGINT)  # an impatient user changes nothing
-    running.process.send_signal(signal.SIGTERM)
-    done = running.finish(STOP_LIMIT_S)
-    assert time.monotonic() - stopped < STOP_LIMIT_S
-    assert done.code == 130, done.output
-    assert asyncio.run(held_by(teacher["urls"][0]))[1], "the teacher serves on"
-    assert done.summary["status"] == "interrupted"
-    assert done.summary["updates"] >= 3
-    assert (done.summary["servers_lost"], done.summary["servers_restarted"]) == ({}, 1)
-    assert f"student server {url} is lost, the run goes on with 0: " in done.output
-    assert f"student server {url} is back after " in done.output
-    assert (done.run_dir / "logs" / "student-0.restart1.log").exists()
-    accounted = ("samples_consumed", "samples_in_flight")
-    assert sum(done.summary[key] for key in accounted) == done.summary["samples_admitted"]
-    assert "Traceback" not in done.output
-
-
-def kill_a_rank(running: Running) -> None:
-    """Kill the learner's only rank."""
-    running.look()
-    with_us = [process for process in running.seen if process.is_running()]  # helpers come and go
-    ranks = [p for p in with_us if p.status() != psutil.STATUS_ZOMBIE]
-    next(p for p in ranks if "megatron_opd.learner" in p.cmdline()[-5:]).kill()
-
-
-def test_a_learner_that_is_killed_continues_from_its_checkpoint_and_ends_a_run_without_restarts(
-    inputs: Path, tmp_path: Path, shared: Sections, start: Callable[..., Running]
-):
-    """The student server is the run's own, the teacher is not."""
-    running = start(
-        write_config(
-            inputs,
-            tmp_path,
-            run={"max_steps": 5000},
-            checkpoint={"every": 4, "every_minutes": 0},
-            learner={"max_restarts": 1},
-            teacher=shared["teacher"],
-        )
-    )
-    running.wait_until(lambda: running.has_updated() and running.updates() >= 6)
-    killed_at = running.updates()
-    kill_a_rank(running)
-    running.wait_until(lambda: (running.run_dir / "logs" / "learner.restart1.log").exists())
-    running.wait_until(lambda: running.updates() >= killed_at + 4)
-    rows = [json.loads(row) for row in (running.run_dir / "metrics.jsonl").open()]
-    assert [row["update"] for row in rows] == list(range(len(rows))), "none is missing or twice"
-    # another run must not touch a live one's directory
-    second = [sys.executable, "-m", "megatron_opd", "run", str(tmp_path / "config.yaml")]
-    refused = subprocess.run([*second, "--overwrite"], capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert f"is held by pid {running.process.pid} on " in refused.stderr
-    assert running.has_updated()
-    kill_a_rank(running)  # its second restart within an hour would be one too many
-    done = running.finish(60)
-    assert done.code == 1, done.output
-    summary = done.summary
-    assert (summary["status"], summary["learner_restarts"]) == ("failed", 1)
-    assert "learner" in summary["cause"]
-    assert 0 <= summary["updates_rolled_back"] < 4 + 4
-    drops = sum(summary["samples_dropped"].values())
-    assert summary["samples_admitted"] == (
-        summary["samples_consumed"] + summary["samples_in_flight"] + drops
-    )
-    assert "the learner is up, and continues from update " in done.output
-    error = [line for line in done.output.splitlines() if line.startswith("error:")]
-    assert len(error) == 1
-    assert "learner" in error[0]
-    assert "Traceback" not in done.output
 
 
 def test_a_server_that_dies_while_starting_shows_its_log(

@@ -57,15 +57,25 @@ def at(updates: int) -> ControllerState:
 
 
 def save_some(
-    config: Config, learner: FakeLearner, updates: list[int], claim: Claim | None = None
+    config: Config,
+    learner: FakeLearner,
+    updates: list[int],
+    claim: Claim | None = None,
+    *,
+    since: int = 0,
+    at_end: int | None = None,
 ) -> Checkpoints:
-    """Checkpoints after each of `updates`, as a run would make them."""
+    """Checkpoints after each of `updates`, as a run would make them.
+
+    since: updates of the checkpoint that it was continued from. at_end: those after which it ends
+    early.
+    """
     dirs = StepDirs(config.run.dir / "checkpoints")
     config.run.dir.mkdir(exist_ok=True)
     (config.run.dir / "config.resolved.yaml").write_text(dump_config(config))
     extras: dict[str, Any] = {"elapsed_s": 1.0, "wall_s": 1.0, "resumed_at_updates": []}
     extras |= {"accuracies": {}, "totals": {}}
-    kept = Checkpoints(dirs, config, learner, lambda: extras, lambda line: None, claim)
+    kept = Checkpoints(dirs, config, learner, lambda: extras, lambda line: None, claim, since)
 
     async def main() -> None:
         from megatron_opd.data.records import data_crc32
@@ -74,6 +84,8 @@ def save_some(
         for done in updates:
             if kept.due(done):
                 await kept.after_update(done, lambda done=done: at(done))
+        if at_end is not None:
+            await kept.at_end(at_end, lambda: at(at_end))
         await kept.finish()
 
     asyncio.run(main())

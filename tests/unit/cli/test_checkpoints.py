@@ -73,3 +73,18 @@ def test_a_checkpoint_of_a_run_that_lost_its_directory_gets_no_name(tmp_path: Pa
             save_some(config, FakeLearner(), [4], lock.claim)
         save_some(config, FakeLearner(), [6], newer.claim)
     assert StepDirs(config.run.dir / "checkpoints").complete() == [2, 6]
+
+
+def test_a_run_that_ends_early_keeps_its_last_update_once(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    dirs = StepDirs(config.run.dir / "checkpoints")
+    learner = FakeLearner()
+    save_some(config, learner, [2], at_end=2)
+    assert len(learner.tasks) == 1, "it is kept already"
+    save_some(config, learner, [2], at_end=3)
+    assert dirs.complete() == [2, 3]
+    save_some(config, learner, [], at_end=3, since=3)
+    assert len(learner.tasks) == 3, "it was continued from there"
+    off = make_config(tmp_path, checkpoint={"every": 0, "every_minutes": 0})
+    save_some(off, learner, [], at_end=5)
+    assert dirs.complete() == [2, 3]

@@ -39,7 +39,7 @@ def restarts(remote: Remote, *, ended: bool, max_restarts: int = 3) -> LearnerRe
     processes: Any = SimpleNamespace(learner_ended=ended)
     anyone: Any = remote
     config = minimal(learner={"max_restarts": max_restarts})
-    return LearnerRestarts(config, anyone, processes, lambda: [], lambda line: None)
+    return LearnerRestarts(config, anyone, processes, lambda line: None)
 
 
 GONE, FINAL = LearnerError("rank 0 is gone", final=False), LearnerError("NotFinite: the loss")
@@ -66,7 +66,7 @@ def test_the_budget_is_for_an_hour(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(learner_restart, "all_up", up)
     remote = Remote(GONE)
     tried = restarts(remote, ended=False, max_restarts=2)
-    tried._processes.restart_learner = lambda number, command: asyncio.sleep(0, {})
+    tried._processes.restart_learner = lambda: asyncio.sleep(0, {})
 
     async def scenario() -> None:
         for _ in range(2):

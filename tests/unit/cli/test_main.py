@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import psutil
 import pytest
 import yaml
 
+from megatron_opd.cli import check, run
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.main import main
 from megatron_opd.cli.preflight import check_served
@@ -240,6 +242,24 @@ def test_servers_elsewhere_must_serve_the_model(models: Path, fields: dict, word
 
 def test_control_needs_addresses(tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str]):
     refused(capsys, call(tmp_path, config, verb="control"), "student.urls")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_that_is_preempted_before_it_begins_is_to_be_started_again(
+    tmp_path: Path,
+    config: dict,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+):
+    """Before: 130 for SIGTERM; SIGUSR1 killed the program."""
+    monkeypatch.setattr(run, "run_pipeline", lambda *_, **__: os.kill(os.getpid(), number))
+    assert call(tmp_path, config) == os.EX_TEMPFAIL
+    said = capsys.readouterr()
+    assert said.err == f"preempted: {number.name}: nothing was begun yet\n"
+    # a scheduler may send it to every program of a job
+    monkeypatch.setattr(check, "check", lambda *_, **__: os.kill(os.getpid(), signal.SIGUSR1))
+    assert call(tmp_path, config, verb="check") == 0
 
 
 def test_serve_needs_a_fixed_port(tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str]):

@@ -17,21 +17,11 @@ from megatron_opd.metrics.sinks import write_json
 from megatron_opd.mismatch import DECODE, FREE, GATED, PREFILL, REPLAYED, Measured, RoutingGap
 from megatron_opd.models.spec import read_model_spec
 from tests.support.batches import make_sample
-from tests.support.cli_cases import call, refused, small_config, tiny_models
+from tests.support.cli_cases import call, refused
 
 # the estimators that may sample from a part of the vocabulary at all
 TOP_P = ["--set", "rollout.top_p=0.9", "--set", "objective={type: forward_kl}"]
 TOP_P += ["--set", "support={type: teacher_topk}"]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture
-def config(tmp_path: Path, models: Path) -> dict[str, Any]:
-    return small_config(tmp_path, models)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +38,7 @@ def config(tmp_path: Path, models: Path) -> dict[str, Any]:
         (["--json", "/nowhere/x.json"], ["--json", "/nowhere/x.json"]),
         (["--plot", "x.txt"], ["--plot", ".png", "x.txt"]),
         (TOP_P, ["rollout.top_p", "0.9", "--set rollout.top_p=1"]),
+        (["--set", "cluster.type=ray"], ["opd mismatch", "cluster.type=local", "got ray"]),
         (["--set", "student.model=/nowhere"], ["student.model", "/nowhere"]),
         (["--set", "data.train=/nowhere.jsonl"], ["data.train", "/nowhere.jsonl"]),
         (["--set", "student.urls=['http://127.0.0.1:1']"], ["student.urls", "127.0.0.1:1"]),

@@ -1,26 +1,15 @@
 """The map that `opd check` draws."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_opd.cli.main import main
-from tests.support.cli_cases import call, refused, small_config, tiny_models
+from tests.support.cli_cases import call, refused
 from tests.support.gpus import with_gpus
 from tests.support.paths import ROOT
 
 ONE_NODE = "examples/cluster/one_node/config.yaml"
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture
-def config(tmp_path: Path, models: Path) -> dict[str, Any]:
-    return small_config(tmp_path, models)
 
 
 def drawn(capsys: pytest.CaptureFixture[str]) -> tuple[list[list[str]], str]:
@@ -98,3 +87,25 @@ def test_many_servers_are_cut_short(tmp_path: Path, config: dict, capsys):
     rows, note = drawn(capsys)
     assert len(rows) == 32
     assert note.startswith("and 4970 more rows")
+
+
+def test_a_cluster_s_nodes_are_drawn_as_few_as_hold_all(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(["check", "examples/cluster/four_nodes/config.yaml"]) == 0
+    lines = capsys.readouterr().out.split("GPU placement")[1].splitlines()[4:12]
+    assert [line.split()[:4] for line in lines[:7]] == [
+        ["0", "0-7", "learner", "node"],
+        ["1", "0-7", "learner", "node"],
+        *(["2", f"{gpu}-{gpu + 1}", "student", "server"] for gpu in (0, 2, 4, 6)),
+        ["3", "0-7", "teacher", "server"],
+    ]
+    options = ["--set", "cluster.type=ray", "--set", "student.servers=7"]
+    assert main(["check", "examples/cluster/four_nodes/config.yaml", *options]) == 0
+    assert "drawn for 5 nodes of 8 GPUs; ray chooses which" in capsys.readouterr().out
+
+
+def test_ranks_that_do_not_fill_their_nodes_are_refused(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    given = ["--set", "cluster.ranks_per_node=5"]
+    code = main(["check", "examples/cluster/four_nodes/config.yaml", *given])
+    refused(capsys, code, "cluster.ranks_per_node", "divide", "5 and 16")

@@ -14,23 +14,13 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_opd.cli import mismatch_run, run, sft
+from megatron_opd.cli import machines, mismatch_run, sft
 from megatron_opd.cli.main import main
 from sglang_bridge.ports import free_port
 from sglang_bridge.server import launch, spec
-from tests.support.cli_cases import call, refused, small_config, tiny_models
+from tests.support.cli_cases import call, refused
 from tests.support.gpus import SEER, with_gpus
 from tests.support.models import tiny_qwen3
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture
-def config(tmp_path: Path, models: Path) -> dict[str, Any]:
-    return small_config(tmp_path, models)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +28,7 @@ def processes_that_print(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in (
         (launch, "server_command"),
         (spec, "server_command"),
-        (run, "learner_command"),
+        (machines, "learner_command"),
         (mismatch_run, "learner_command"),
         (sft, "learner_command"),
     ):

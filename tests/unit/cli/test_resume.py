@@ -63,7 +63,7 @@ def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=rf"--resume: {section}\.{key} must be unchanged from"):
             find_resumption(changed)
     with pytest.raises(UserError, match=r"run\.max_steps must be above the 2 updates"):
-        find_resumption(make_config(tmp_path, run={"max_steps": 2}))
+        find_resumption(make_config(tmp_path, run={"max_steps": 1}))
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+2="}\n')
     with pytest.raises(UserError, match="has changed since the run began"):
         find_resumption(config)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megatron_opd.cli import run
 from megatron_opd.cli.learner_process import LearnerProcess
-from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.processes import Processes
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.health import EngineLost, ProcessDied
 from megatron_opd.sim.clock import run_virtual
@@ -87,7 +87,7 @@ class Remote:
         return AssertionError("nobody is there to fail")
 
 
-def starting_run(processes: LocalProcesses, **more: Any) -> Any:
+def starting_run(processes: Processes, **more: Any) -> Any:
     section = {"model": "m"}
     tree = {"data": {"train": "d"}, "student": section, "teacher": section}
     starting: Any = object.__new__(run.PipelineRun)
@@ -105,7 +105,7 @@ def test_a_server_that_dies_while_the_learner_starts_is_noticed(tmp_path: Path):
     spec = ServerSpec(model_path="m", role="student", port=1234)
     server = UpAtOnce(spec, tmp_path / "student-0.log", process)
     learner = Starting(["learner"], tmp_path / "learner.log", None)
-    starting = starting_run(LocalProcesses([server], learner))
+    starting = starting_run(Processes([server], learner))
 
     async def main() -> None:
         connecting = asyncio.create_task(starting._connect(Remote(), {}))
@@ -137,7 +137,7 @@ def test_a_server_elsewhere_too():
     async def joins(*_: object) -> None:
         """Its facts are in order."""
 
-    starting = starting_run(LocalProcesses([], None), _join=joins)
+    starting = starting_run(Processes([], None), _join=joins)
     starting.urls = dict.fromkeys(starting.roles, ("http://far:1",))
     fleets: Any = {role: Fleet() for role in starting.roles}
     waiting = starting._wait_for_others(Remote(), fleets)

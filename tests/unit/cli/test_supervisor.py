@@ -5,30 +5,38 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.supervisor import Supervisor
+from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.sections import ScoringConfig
 from megatron_opd.controller.health import EngineLost, WatchedProcess
 from megatron_opd.sim.clock import run_virtual
+from megatron_opd.teacher.scorer import FleetScorer
+from megatron_opd.types import VersionSpan
 from sglang_bridge.client import ServerClient
-from sglang_bridge.errors import ServerDied
+from sglang_bridge.errors import ServerDied, ServerUnreachable
 from sglang_bridge.fleet import Fleet
-from sglang_bridge.protocol import ServerInfo
+from sglang_bridge.protocol import ScoreReply, ScoreRequest, ServerInfo
 from tests.support.config_files import minimal
+from tests.support.fakes import make_prompt, make_rollout
 
-A, B, C, T = (f"http://{name}:1" for name in "abct")
+A, B, C, D, T = (f"http://{name}:1" for name in "abcdt")
 
 
 class Machine:
     """Servers and their processes. exits: the exit code of each that ended.
 
     refuses: how often each cannot be started. elsewhere: those that are no processes of ours.
+    moves: where each is started again.
     """
 
     def __init__(self, **student: Any) -> None:
         self.exits: dict[str, int] = {}
         self.refuses: dict[str, int] = {}
+        self.moves: dict[str, str] = {}
         self.elsewhere: set[str] = set()
         self.silent: set[str] = set()
         self.log: list[tuple[float, str]] = []
@@ -42,7 +50,8 @@ class Machine:
         self.fleets = {"student": self.fleet(*urls), "teacher": self.fleet(T)}
         processes: Any = SimpleNamespace(
             discard=lambda url: self.note(f"discard {url}"),
-            restart=self.restart,
+            put_another=self.put_another,
+            start_one=self.start_one,
             watched_server=self.watched,
         )
         self.supervisor = Supervisor(
@@ -70,7 +79,10 @@ class Machine:
             return []
         return [WatchedProcess(f"server {url}", lambda: self.exits.get(url))]
 
-    async def restart(self, url: str, timeout_s: float) -> None:
+    async def put_another(self, url: str) -> str:
+        return self.moves.pop(url, url)
+
+    async def start_one(self, url: str, timeout_s: float) -> None:
         self.note(f"start {url}")
         await asyncio.sleep(10)
         if self.refuses.get(url, 0) > 0:
@@ -78,9 +90,11 @@ class Machine:
             raise ServerDied(f"{url} ended with status 1")
         self.exits.pop(url, None)
 
-    async def take_in(self, role: str, url: str) -> None:
+    async def take_in(self, role: str, url: str) -> ServerClient:
         info = ServerInfo(url, "m", 50, 64, 1, 1, 0, "bfloat16", 100, False)
-        self.fleets[role].add(self.client(url), info)
+        client = self.client(url)
+        self.fleets[role].add(client, info)
+        return client
 
     def watch(self, scenario: Callable[[], Awaitable[None]]) -> Exception | None:
         """Run `scenario` while the supervisor watches; what it says ended the run."""
@@ -120,6 +134,97 @@ def test_a_server_that_ended_is_started_again_and_taken_in():
     assert lost == f"student server {B} is lost, the run goes on with 2: {ended}"
     assert back == f"student server {B} is back after 11 s"
     assert [what for _, what in machine.log] == [f"discard {B}", f"start {B}"]
+
+
+def test_a_server_whose_requests_make_no_progress_is_lost_though_it_says_that_it_is_alive():
+    """Before: it was asked again and again, until the run ended."""
+    machine = Machine()
+
+    async def silent(client: ServerClient) -> None:
+        raise ServerUnreachable(client.url, "/generate", "", sent=True) from TimeoutError()
+
+    async def scenario() -> None:
+        await asyncio.sleep(5)
+        fleet = machine.fleets["teacher"]
+        with pytest.raises(ServerUnreachable):
+            await fleet._dispatch(silent, len)
+        await asyncio.sleep(1)
+        assert fleet.urls == ()
+        assert (fleet.restarted, fleet.timed_out) == (1, 1)
+        await asyncio.sleep(30)
+        assert fleet.urls == (T,)
+
+    assert machine.watch(scenario) is None
+    lost = f"the run goes on with 0: teacher server {T} hangs: requests there make no progress"
+    assert lost in machine.said[0]
+
+
+def test_a_deterministic_run_ends_where_a_server_hangs():
+    machine = Machine(run={"deterministic": True})
+
+    async def silent(client: ServerClient) -> None:
+        raise ServerUnreachable(client.url, "/generate", "", sent=True) from TimeoutError()
+
+    async def scenario() -> None:
+        await asyncio.sleep(1)
+        with pytest.raises(ServerUnreachable):
+            await machine.fleets["student"]._dispatch(silent, len)
+        await asyncio.sleep(1)
+
+    error = machine.watch(scenario)
+    assert isinstance(error, EngineLost)
+    assert "hangs" in str(error)
+
+
+def test_nothing_is_dropped_while_a_lone_teacher_is_started_again():
+    """It is killed while it scores, and again: every sample waits for it."""
+    machine = Machine()
+    scored: list[float] = []
+
+    async def score(client: ServerClient, request: ScoreRequest) -> ScoreReply:
+        for _ in range(40):
+            await asyncio.sleep(0.1)
+            if T in machine.exits:
+                raise ServerUnreachable(T, "/generate", "reset", sent=True)
+        return ScoreReply(np.full(len(request.ids_N), -0.5, np.float32))
+
+    async def scenario() -> None:
+        fleet = machine.fleets["teacher"]
+        settings, estimator = ScoringConfig(attempts=1), Estimator.model_validate({})
+        scorer = FleetScorer({"teacher": fleet}, estimator, 50, settings, "run")
+        samples = [make_rollout(make_prompt(i), (VersionSpan(0, 0, 3),)) for i in range(5)]
+        work = [asyncio.ensure_future(scorer.score(rollout)) for rollout in samples]
+        for _ in range(3):
+            await asyncio.sleep(2)
+            machine.exits[T] = -9
+            await asyncio.sleep(12.5)
+        scored.extend([sample.teacher_logp_N[0] for sample in await asyncio.gather(*work)])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ServerClient, "score", score)
+        assert machine.watch(scenario) is None
+    assert scored == [-0.5] * 5
+    assert machine.supervisor.restarted[T] >= 2
+
+
+def test_a_server_may_come_back_at_another_address():
+    machine = Machine()
+    machine.moves[B] = D
+
+    async def scenario() -> None:
+        machine.exits[B] = -9
+        machine.refuses[D] = 1  # the first start there fails
+        await asyncio.sleep(30)
+        assert machine.fleets["student"].urls == (A, C, D)
+        machine.exits[D] = 1  # the one there is watched from now on
+        await asyncio.sleep(1)
+        assert machine.fleets["student"].urls == (A, C)
+        assert list(machine.supervisor.lost) == [D]
+        assert machine.supervisor.lose(D, "known already")
+
+    assert machine.watch(scenario) is None
+    assert starts(machine, B) == []
+    assert machine.supervisor.restarted == {D: 1}
 
 
 def test_a_role_s_only_server_comes_back_too():
@@ -268,3 +373,59 @@ def test_what_comes_back_as_another_model_is_not_taken_in():
 
     assert isinstance(machine.watch(scenario), EngineLost)
     assert machine.fleets["student"].urls == (A, C)
+
+
+def test_a_server_that_was_added_is_watched_and_awaited_like_any_other():
+    machine = Machine(servers=(A,), max_restarts=1, min_servers=2)
+    machine.elsewhere = {B}
+
+    async def scenario() -> None:
+        await machine.take_in("student", B)
+        machine.supervisor.keep("student", B, machine.fleets["student"].client(B))
+        machine.silent.add(B)
+        await asyncio.sleep(30)
+        assert machine.fleets["student"].urls == (A,)
+        machine.silent.clear()
+        await asyncio.sleep(5)
+        assert machine.fleets["student"].urls == (A, B)
+        machine.silent.add(B)
+        await asyncio.sleep(100)
+
+    error = machine.watch(scenario)
+    assert isinstance(error, EngineLost), "its loss ends a run that needs it by now"
+    assert str(error) == f"student server {B} did not answer 6 times in a row"
+
+
+def test_a_server_that_was_released_never_comes_back():
+    machine = Machine()
+
+    async def scenario() -> None:
+        machine.supervisor.release(B)
+        machine.exits[B] = 1
+        await asyncio.sleep(60)
+        assert machine.fleets["student"].urls == (A, C)
+        await machine.supervisor.forget(B)
+        assert (machine.supervisor.lost, machine.supervisor.roles(B)) == ({}, ())
+
+    assert machine.watch(scenario) is None
+    assert starts(machine, B) == []
+
+
+def test_only_servers_that_the_run_can_do_without_are_released():
+    """Servers that are being started again count, those that are released already do not."""
+    machine = Machine(min_servers=2)
+
+    async def scenario() -> None:
+        machine.exits[C] = 1
+        await asyncio.sleep(2)
+        machine.supervisor.release(B)
+        with pytest.raises(UserError) as caught:
+            machine.supervisor.release(A)
+        assert str(caught.value) == (
+            f"{A} cannot be removed: student would have fewer servers than "
+            "student.min_servers = 2; add another one first"
+        )
+        with pytest.raises(UserError, match=f"^{T} cannot be removed: teacher would have"):
+            machine.supervisor.release(T)
+
+    assert machine.watch(scenario) is None

@@ -70,6 +70,11 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["cluster.share_gpus=true"],
     ),
     (
+        ["student.gpus=[3]", "cluster.type=ray"],
+        ["student.gpus must be null with cluster.type ray", "got [3]"],
+        ["cluster.type=local"],
+    ),
+    (
         [
             "data.teacher_key=who",
             "teacher={model: t, servers: 2, gpus: [7, 0]}",
@@ -130,6 +135,11 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ],
         ["learner.megatron.deterministic_mode", "must not be false", "run.deterministic"],
         ["learner.megatron.deterministic_mode=true"],
+    ),
+    (
+        ["run.deterministic=true", "buffer.hold_batches=1", "cluster.fleet_file=urls.txt"],
+        ["cluster.fleet_file must be null with run.deterministic", "got urls.txt"],
+        ["cluster.fleet_file=null"],
     ),
     (
         ["run.deterministic=true", "buffer.hold_batches=1", "weight_sync.overlap=true"],

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megatron_opd.cli.processes import LocalProcesses
+from megatron_opd.cli.processes import Processes
 from megatron_opd.controller.health import (
     EngineLost,
     HealthGuard,
@@ -165,9 +165,9 @@ def test_a_failure_outside_the_loops_names_the_process_too(tmp_path):
     """Before and after the loops run (evaluation) a broken connection is all that is seen."""
     spec = ServerSpec(model_path="m", role="student", port=1234)
     error = ServerUnreachable(spec.url, "/generate", "reset", sent=True)
-    dead = LocalProcesses([DeadServer(spec, tmp_path / "s.log")], None)
+    dead = Processes([DeadServer(spec, tmp_path / "s.log")], None)
     assert run_virtual(dead.explain(error)) == (
         "student server http://127.0.0.1:1234 ended: its detokenizer (pid 7) ended with signal 9, "
         f"see {tmp_path / 's.log'}"
     )
-    assert run_virtual(LocalProcesses([], None).explain(error)) == str(error)
+    assert run_virtual(Processes([], None).explain(error)) == str(error)

@@ -1,5 +1,6 @@
 """Snapshots of the real controller, and controllers that go on from them."""
 
+import asyncio
 from collections import Counter
 from dataclasses import replace
 from itertools import count
@@ -44,9 +45,15 @@ class Keeper:
     async def after_update(self, updates, state):
         self.kept[updates] = encode_state(state())
 
+    async def at_end(self, updates, state):
+        self.last = encode_state(state())
 
-def go(schedule, state=NOTHING_YET, *, seed=0, bad=()):
-    """A run from `state`: its accounting, learner and keeper. bad: uids that are dropped."""
+
+def go(schedule, state=NOTHING_YET, *, seed=0, bad=(), until_s=None):
+    """A run from `state`: its accounting, learner and keeper. bad: uids that are dropped.
+
+    until_s: when it is told to end early.
+    """
     rng = np.random.default_rng(seed)
     pace = rng.exponential(1.0, 4096) + 0.01
 
@@ -69,7 +76,10 @@ def go(schedule, state=NOTHING_YET, *, seed=0, bad=()):
     )
 
     async def scenario():
-        return await Controller(schedule, ports, state).run()
+        controller = Controller(schedule, ports, state)
+        if until_s is not None:
+            asyncio.get_running_loop().call_later(until_s, controller.end_early)
+        return await controller.run()
 
     return run_virtual(scenario()), learner, keeper
 
@@ -108,6 +118,36 @@ def test_a_run_goes_on_from_any_update_and_loses_nothing(data):
         members = Counter(sample.rollout.prompt.uid // group for sample in batch.samples)
         assert set(members.values()) == {group}, "only whole groups"
         assert all(staleness_versions(s, batch.version) <= tau for s in batch.samples)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_run_that_is_told_to_end_goes_on_from_its_last_update(data):
+    tau = data.draw(st.integers(0, 3))
+    schedule = Schedule(6, 2, tau, 8, 8, hold_batches=data.draw(st.integers(0, tau)))
+    until_s = data.draw(st.floats(0.0, 12.0))
+    first_run, first, keeper = go(schedule, seed=1, until_s=until_s)
+    state = decode_state(keeper.last) if hasattr(keeper, "last") else None
+    if state is None:
+        assert first_run.updates == 6, "it was over before"
+        return
+    # the update that was being made is part of it, and its version
+    assert state.updates == state.version == first_run.updates == len(first.batches)
+    assert state.admitted == state.consumed + len(state.line)
+    done, second, _ = go(schedule, state, seed=2)
+    assert (done.updates, done.version, done.in_flight) == (6, 6, 0)
+    batches = [*first.batches, *second.batches]
+    assert [batch.update for batch in batches] == list(range(6))
+    uids = [sample.rollout.prompt.uid for batch in batches for sample in batch.samples]
+    assert uids == list(range(12)), "each sample once, in admission order"
+    assert all(staleness_versions(s, b.version) <= tau for b in batches for s in b.samples)
+
+
+def test_a_run_that_made_all_its_updates_has_nothing_to_do():
+    """One that was preempted in its last evaluation goes on from there."""
+    _, _, keeper = go(Schedule(4, 2, 1, 8, 8))
+    done, learner, _ = go(Schedule(4, 2, 1, 8, 8), decode_state(keeper.kept[4]))
+    assert (done.updates, done.version, done.in_flight, learner.batches) == (4, 4, 0, [])
 
 
 def test_held_samples_are_trained_on_as_they_were():

@@ -1,47 +1,38 @@
-"""The cluster examples: their plans, and every command that their scripts would run."""
+"""The cluster examples: their plans, and every command that a run of them would start."""
 
+import json
 import os
-import shlex
+import signal
 import subprocess
 import sys
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from torch.distributed.run import get_args_parser
 
+from megatron_opd.cli.machines import Launched
 from megatron_opd.cli.main import build_parser, main
 from megatron_opd.cli.placing import parts_of
 from megatron_opd.cli.roles import all_roles
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
+from megatron_opd.launch.launcher import Place, ProcessSpec
 from megatron_opd.launch.placement import place
+from megatron_opd.launch.ports import JobPorts
+from megatron_opd.launch.slurm import SlurmLauncher
+from megatron_opd.launch.slurm_process import SlurmProcess
+from megatron_opd.launch.step import build_parser as step_parser
 from megatron_opd.learner.__main__ import build_parser as learner_parser
 from tests.support.cli_cases import refused
 from tests.support.paths import ROOT
+from tests.support.slurm import StandInNode, StandInSlurm
 
 CLUSTER = ROOT / "examples" / "cluster"
-NODES = {"four_nodes": 4, "sixteen_nodes": 16}  # one_node is a single `opd run`
-SCRIPTS = sorted([*CLUSTER.glob("*.sh"), *CLUSTER.glob("*/launch.sh"), *CLUSTER.glob("*/*.slurm")])
-
-# A batch system of one machine: srun runs here what it is told to run on a node.
-FAKE = {
-    "srun": """#!/usr/bin/env bash
-while [[ $1 == --* ]]; do
-  shift
-done
-exec "$@"
-""",
-    "scontrol": """#!/usr/bin/env bash
-[[ $1 == show && $2 == hostnames ]] || exit 1
-tr , '\\n' <<<"$3"
-""",
-    "getent": """#!/usr/bin/env bash
-[[ $1 == ahostsv4 ]] || exit 1
-echo "10.0.0.${2#node} STREAM $2"
-""",
-}
+NODES = {"one_node": 1, "four_nodes": 4, "sixteen_nodes": 16}
+JOB = CLUSTER / "job.slurm"
 
 
 @pytest.fixture(autouse=True)
@@ -104,53 +95,133 @@ def test_a_run_needs_more_than_config_json(capsys: pytest.CaptureFixture[str]):
     refused(capsys, main(["run", path]), "student.model", "model.safetensors")
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_scripts_are_bash(script: Path):
-    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+class Noted(SlurmLauncher):
+    """Places as on a real cluster; what it would start, it notes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[tuple[list[str], Place]] = []
+
+    def process(self, spec: ProcessSpec, place: Place) -> SlurmProcess:
+        process = super().process(spec, place)
+        process.start = lambda: self.started.append((process.command, place))
+        return process
 
 
-def dry_run(example: str, tmp_path: Path) -> list[list[str]]:
-    """The command of everything that job.slurm starts, by a batch system that only prints."""
-    for name, text in FAKE.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_SUBMIT_DIR": str(ROOT),
-        "SLURM_JOB_NODELIST": ",".join(f"node{i}" for i in range(1, NODES[example] + 1)),
-        "DRY_RUN": "1",
-        "STUDENT_MODEL": "/models/student",
-        "TEACHER_MODEL": "/models/with space",
-        "SETTINGS": "run.max_steps=17 run.seed=9",
-    }
-    done = subprocess.run(
-        ["bash", CLUSTER / example / "job.slurm"], capture_output=True, text=True, env=environment
+def launched(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Config, Noted]:
+    """Start an example on as many nodes as it needs, of 8 GPUs each."""
+    count = range(1, NODES[example] + 1)
+    nodes = [StandInNode(f"n{i}", "gpu:8(IDX:0-7)", address=f"10.0.0.{i}") for i in count]
+    StandInSlurm(tmp_path / "bin", *nodes).enter(monkeypatch)
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    # nothing is asked of addresses that are not ours
+    ports = partial(JobPorts, taken=lambda host, port: False)
+    monkeypatch.setattr("megatron_opd.launch.slurm.JobPorts", ports)
+    given = load_config(Config, CLUSTER / example / "config.yaml", ["cluster.type=slurm"])
+    noted, roles = Noted(), all_roles(given)
+    machines = Launched(given, roles, noted, lambda line: None)
+    learner = machines.learner(
+        CLUSTER / example / "config.yaml", f"tcp://{noted.host}:29400", "token", tmp_path / "log"
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    return [shlex.split(line) for line in done.stdout.splitlines()]
+    servers = [server for role in roles for server in machines.servers(role, tmp_path, "key")]
+    assert learner is not None
+    for part in (learner, *servers):
+        part.start()
+    return machines.config, noted
 
 
-def words_after_environment(command: list[str]) -> list[str]:
-    """The command without `env NAME=VALUE`."""
-    return command[2:] if command[0] == "env" else command
+def on_its_node(command: list[str]) -> tuple[str, tuple[int, ...], list[str]]:
+    """The node, the GPUs and the arguments of the node's Python."""
+    start = command.index("megatron_opd.launch.step") + 1
+    step = step_parser().parse_args(command[start:])
+    (node,) = (word.removeprefix("--nodelist=") for word in command if "--nodelist=" in word)
+    return node, step.gpus, step.arguments
 
 
-def test_one_node_is_one_command(tmp_path: Path):
+@pytest.mark.parametrize("example", sorted(NODES))
+def test_every_command_is_one_that_the_programs_take(
+    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config, noted = launched(example, tmp_path, monkeypatch)
+    resolved = CLUSTER / example / "config.yaml"
+    servers: dict[str, list[Any]] = {"student": [], "teacher": []}
+    learners: list[tuple[int, int]] = []
+    used: list[tuple[str, int]] = []
+    for command, at in noted.started:
+        node, gpus, words = on_its_node(command)
+        assert (node, len(gpus)) == (at.node, at.need.gpus)
+        used += [(node, gpu) for gpu in gpus]
+        assert "key" not in command
+        assert "token" not in command
+        if words[1] == "megatron_opd.learner.torchrun":
+            torchrun = get_args_parser().parse_args(words[2:])
+            assert torchrun.module
+            assert torchrun.training_script == "megatron_opd.learner"
+            parsed = learner_parser().parse_args(torchrun.training_script_args)
+            assert int(torchrun.nproc_per_node) == len(gpus)
+            learners.append((int(torchrun.node_rank), int(torchrun.nnodes)))
+            assert torchrun.master_addr == "10.0.0.1"
+            assert parsed.controller == "tcp://10.0.0.1:29400"
+            loaded = load_config(Config, parsed.config, parsed.overrides)
+            assert loaded.weight_sync.host == "10.0.0.1"
+        else:
+            assert words[:2] == ["-m", "megatron_opd"]
+            parsed = build_parser().parse_args(words[2:])
+            loaded = load_config(Config, resolved, parsed.overrides)
+            section = loaded.student if parsed.role == "student" else loaded.teacher
+            assert section is not None
+            servers[parsed.role].append((parsed.index, len(gpus)))
+            assert (section.host, section.base_port + parsed.index) == (at.host, at.port)
+    assert max(Counter(used).values()) == 1
+    assert learners == [(node, len(learners)) for node in range(len(learners))]
+    world = config.learner.parallel.world_size
+    assert sum(at.need.gpus for _, at in noted.started if at.need.key == "learner") == world
+    for role, section in (("student", config.student), ("teacher", config.teacher)):
+        assert section is not None
+        assert sorted(servers[role]) == [(i, section.tp) for i in range(section.servers)]
+    assert {node for node, _ in used} == {f"n{i}" for i in range(1, NODES[example] + 1)}
+    assert config.learner.listen_host == "10.0.0.1"
+
+
+@pytest.mark.parametrize("example", sorted(NODES))
+def test_a_job_is_one_command(example: str, tmp_path: Path):
+    assert subprocess.run(["bash", "-n", JOB], capture_output=True).stderr == b""
     (tmp_path / "opd").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "opd").chmod(0o755)
-    given = {"STUDENT_MODEL": "/models/s", "TEACHER_MODEL": "/models/with space", "TRAIN": "t"}
-    environment = given | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HELDOUT": "h"}
-    environment["SLURM_SUBMIT_DIR"] = str(ROOT)
-    script = ["bash", CLUSTER / "one_node" / "job.slurm"]
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
+    given = ["--set", "teacher.model=/models/with space", "--set", "run.max_steps=17"]
+    script = ["bash", JOB, f"examples/cluster/{example}/config.yaml", *given]
     done = subprocess.run(script, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     parsed = build_parser().parse_args(done.stdout.splitlines())
     assert parsed.verb == "run"
     loaded = load_config(Config, parsed.config, parsed.overrides)
-    assert loaded.teacher
-    assert str(loaded.teacher.model) == "/models/with space"
-    assert (str(loaded.student.model), str(loaded.data.heldout)) == ("/models/s", "h")
+    assert (loaded.cluster.type, loaded.run.max_steps) == ("slurm", 17)
+    assert str(loaded.teacher and loaded.teacher.model) == "/models/with space"
+
+
+@pytest.mark.parametrize("code", [0, 1, 75])
+def test_a_job_that_is_preempted_is_requeued(tmp_path: Path, code: int):
+    """Before: the job ended for good."""
+    told = tmp_path / "told"
+    programs = {
+        # as opd: told by SIGUSR1, it ends a moment later
+        "opd": f"trap 'sleep 0.3; exit {code}' USR1; echo >{told}; while :; do sleep 0.05; done",
+        "scontrol": 'echo "scontrol $*"',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    environment["SLURM_SUBMIT_DIR"] = str(ROOT)
+    script = ["bash", CLUSTER / "job.slurm", "config.yaml"]
+    with subprocess.Popen(script, stdout=subprocess.PIPE, text=True, env=environment) as job:
+        while not told.exists():
+            assert job.poll() is None
+        job.send_signal(signal.SIGUSR1)
+        assert job.stdout is not None
+        assert job.stdout.read() == ("scontrol requeue 7\n" if code == 75 else "")
+        assert job.wait() == code
 
 
 def test_one_node_fills_its_node():
@@ -159,96 +230,60 @@ def test_one_node_fills_its_node():
     assert placement.line == "learner 0-1, student 2 3 4 5 6, teacher 7"
 
 
-@pytest.mark.parametrize("example", sorted(NODES))
-def test_every_command_is_one_that_the_programs_take(example: str, tmp_path: Path):
-    config = config_of(example)
-    servers: dict[str, list[Any]] = {"student": [], "teacher": []}
-    learners, controls, urls = [], [], {}
-    for command in dry_run(example, tmp_path):
-        devices = command[1].removeprefix("CUDA_VISIBLE_DEVICES=").split(",")
-        words = words_after_environment(command)
-        if words[0] == "torchrun":
-            torchrun = get_args_parser().parse_args(words[1:])
-            assert torchrun.module
-            assert torchrun.training_script == "megatron_opd.learner"
-            parsed = learner_parser().parse_args(torchrun.training_script_args)
-            assert int(torchrun.nproc_per_node) == len(devices)
-            learners.append((int(torchrun.node_rank), len(devices), torchrun.nnodes))
-            assert parsed.controller == f"tcp://{torchrun.master_addr}:29400"
-        else:
-            assert words[0] == "opd"
-            parsed = build_parser().parse_args(words[1:])
-            if parsed.verb == "control":
-                controls.append(parsed)
-            else:
-                servers[parsed.role].append((parsed.index, len(devices)))
-        loaded = load_config(Config, parsed.config, parsed.overrides)
-        assert loaded.learner == config.learner.model_copy(
-            update={"listen_host": loaded.learner.listen_host}
-        )
-        assert (loaded.run.max_steps, loaded.run.seed) == (17, 9)
-        assert str(loaded.student.model) == "/models/student"
-        assert str(loaded.teacher and loaded.teacher.model) == "/models/with space"
-        for role, section in (("student", loaded.student), ("teacher", loaded.teacher)):
-            assert section is not None
-            assert urls.setdefault(role, section.urls) == section.urls
-            if words[:3] == ["opd", "serve", role]:  # it listens where the others will look
-                address = f"http://{section.host}:{section.base_port + parsed.index}"
-                assert section.urls[parsed.index] == address
-    world = config.learner.parallel.world_size
-    nodes = len(learners)
-    assert sorted(learners) == [(rank, world // nodes, str(nodes)) for rank in range(nodes)]
-    assert len(controls) == 1
-    for role, section in (("student", config.student), ("teacher", config.teacher)):
-        assert section is not None
-        assert sorted(servers[role]) == [(i, section.tp) for i in range(section.servers)]
-
-
-PROGRAM = """#!/usr/bin/env bash
-echo $$ >>"$PIDS"
-[[ "$*" != *"--index 0"* ]] || exit "$CODE"
-exec sleep 600
+# Says on one line what it was given, as JSON.
+SHOW = """#!{python}
+import json, sys
+print(json.dumps(sys.argv), flush=True)
 """
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_the_servers_of_a_node_end_together(tmp_path: Path, code: int):
-    """Four servers that would run for ever, but for the first."""
-    (tmp_path / "opd").write_text(PROGRAM)
-    (tmp_path / "opd").chmod(0o755)
-    pids = tmp_path / "pids"
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PIDS": str(pids),
-        "CODE": str(code),
-        "HOSTS": "10.0.0.1 10.0.0.2 10.0.0.3 10.0.0.4",
-    }
-    script = ["bash", CLUSTER / "four_nodes" / "launch.sh", "student", "0"]
-    done = subprocess.run(script, env=environment, timeout=60)
-    assert done.returncode == code
-    started = [int(line) for line in pids.read_text().split()]
-    assert started
-    alive = [pid for pid in started if psutil.pid_exists(pid)]
-    for pid in alive:
-        psutil.Process(pid).kill()
-    assert not alive
+def by_hand(tmp_path: Path) -> list[list[str]]:
+    """Run the commands that docs/cluster.md gives for four nodes without a launcher."""
+    text = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    _, _, rest = text.partition("<!-- by hand -->\n```bash\n")
+    for name in ("opd", "torchrun"):
+        (tmp_path / name).write_text(SHOW.format(python=sys.executable))
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = ["bash", "-euc", f"{rest.partition('```')[0]}\nwait"]
+    done = subprocess.run(script, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "hosts", "words"),
-    [
-        (["learner", "0"], "10.0.0.1", "HOSTS must list 4 addresses"),
-        (["control"], "", "HOSTS must list the addresses"),
-        (["student"], "1 2 3 4", "student needs the number of its node, got ''"),
-        (["teach"], "1 2 3 4", "give a part"),
-    ],
-)
-def test_launch_refuses_what_it_cannot_read(arguments: list[str], hosts: str, words: str):
-    environment = {"PATH": os.environ["PATH"], "HOSTS": hosts, "DRY_RUN": "1"}
-    script = ["bash", CLUSTER / "four_nodes" / "launch.sh"]
-    done = subprocess.run([*script, *arguments], capture_output=True, text=True, env=environment)
-    assert done.returncode == 2
-    assert words in done.stderr
+def test_the_commands_by_hand_are_ones_that_the_programs_take(tmp_path: Path):
+    config = config_of("four_nodes")
+    served: dict[str, set[str]] = {"student": set(), "teacher": set()}
+    loads: list[Config] = []
+    learners = controls = 0
+    for program, *words in by_hand(tmp_path):
+        if Path(program).name == "torchrun":
+            torchrun = get_args_parser().parse_args(words)
+            assert torchrun.training_script == "megatron_opd.learner"
+            parsed = learner_parser().parse_args(torchrun.training_script_args)
+            ranks = int(torchrun.nproc_per_node) * int(torchrun.nnodes)
+            assert ranks == config.learner.parallel.world_size
+            assert parsed.controller == f"tcp://{torchrun.master_addr}:29400"
+            learners += 1
+        else:
+            parsed = build_parser().parse_args(words)
+            controls += parsed.verb == "control"
+        loaded = load_config(Config, parsed.config, parsed.overrides)
+        loads.append(loaded)
+        if getattr(parsed, "verb", None) == "serve":
+            section = loaded.student if parsed.role == "student" else loaded.teacher
+            assert section is not None
+            url = f"http://{section.host}:{section.base_port + parsed.index}"
+            assert section.urls[parsed.index] == url
+            served[parsed.role].add(url)
+    assert (learners, controls) == (2, 1)
+    for loaded in loads:
+        assert loaded.teacher is not None
+        assert set(loaded.student.urls) == served["student"]
+        assert set(loaded.teacher.urls) == served["teacher"]
+        assert (loaded.learner.listen_host, loaded.learner.listen_port) == ("10.0.0.1", 29400)
+        assert loaded.weight_sync.host == "10.0.0.1"
+    assert len(served["student"]) == config.student.servers
 
 
 def test_the_printed_tables_are_current():

@@ -17,7 +17,7 @@ from megatron_opd.data.records import Columns, data_crc32, scan_records
 from megatron_opd.data.tasks import get_verifier
 from megatron_opd.losses.formulas import formula
 from megatron_opd.losses.objective import evaluate
-from tests.support.cli_cases import call, refused, small_config, tiny_models
+from tests.support.cli_cases import call, refused, small_config
 from tests.support.loss_cases import cache_of, draw_rows, problem, student_logp
 from tests.support.paths import ROOT
 
@@ -81,11 +81,6 @@ def test_it_is_written_into_the_resolved_configuration_and_read_back(tmp_path: P
 def test_what_is_wrong_with_it_is_one_line(capsys, tmp_path, models, objective, words):
     tree = small_config(tmp_path, models) | {"objective": objective}
     refused(capsys, call(tmp_path, tree, verb="check"), *words)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models(tmp_path_factory.mktemp("models"))
 
 
 def test_check_accepts_all_three_parts(capsys, tmp_path, models):

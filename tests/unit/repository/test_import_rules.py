@@ -102,6 +102,47 @@ def violations(path: Path, modules: set[str]) -> list[str]:
     return found
 
 
+def imports_ray_badly(path: Path) -> list[str]:
+    """Lines that say where Ray, which is optional, is imported by others, or at once."""
+    name, found = path.relative_to(ROOT).as_posix(), []
+    for node in syntax(path):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""]
+        else:
+            continue
+        if "ray" not in {module.split(".")[0] for module in modules}:
+            continue
+        if not name.startswith("megatron_opd/launch/ray_"):
+            found.append(f"{name}: only megatron_opd/launch/ray_*.py imports Ray")
+        elif node.col_offset == 0:
+            found.append(f"{name}: Ray is optional, so it is imported where it is used")
+    return found
+
+
+def test_ray_is_imported_by_its_launcher_where_it_is_used():
+    assert [line for path in SOURCES for line in imports_ray_badly(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "word"),
+    [
+        ("cli/run.py", "def f():\n    from ray.util import x", "only megatron_opd/launch/ray_"),
+        ("launch/ray_toy.py", "import os, ray.util", "optional"),
+    ],
+)
+def test_the_rule_for_ray_can_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str, word: str
+):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    path = tmp_path / "megatron_opd" / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    (line,) = imports_ray_badly(path)
+    assert word in line
+
+
 def test_every_import_follows_the_direction():
     assert len(SOURCES) > 10
     broken = [line for path in SOURCES for line in violations(path, imported_modules(path))]

@@ -81,7 +81,7 @@ def generate(outcome, support=MC):
 def test_the_request_describes_the_behaviour_distribution():
     _, fleet = generate(REPLY)
     (request,) = fleet.requests
-    assert request.rid == "run7-5"
+    assert request.rid == "run7-5-0."
     assert (request.temperature, request.top_p, request.max_new_tokens) == (0.7, 0.9, 12)
     assert request.stop_token_ids == (11,)
     assert list(request.input_ids) == [0, 1, 2]
@@ -153,7 +153,7 @@ def test_an_empty_response_drops_the_sample():
 
 
 def test_a_reply_without_draws_stops_the_run():
-    with pytest.raises(BadReply, match="run7-5 came back without draws"):
+    with pytest.raises(BadReply, match=r"run7-5-0\. came back without draws"):
         generate(RolloutReply(np.array([3], np.int32), "stop", None, ((0, 0, 1),), "http://a:1"))
 
 
@@ -168,18 +168,46 @@ def unreachable(*, sent: bool, cause: Exception | None = None) -> ServerUnreacha
     [
         (BadReply("no payload"), 1),
         (ServerRefused("http://a:1", "/generate", 400, "no"), 1),
-        (unreachable(sent=False), 3),
-        (unreachable(sent=True, cause=TimeoutError()), 1),
-        (unreachable(sent=True, cause=OSError("reset")), 3),
     ],
 )
-def test_other_failures_stop_the_run(error, tries):
+def test_wrong_answers_stop_the_run(error, tries):
     fleet = FakeFleet(error)
     generator = RolloutGenerator(fleet, RolloutConfig(attempts=3), MC, 50, "run7")
     with pytest.raises(type(error)) as caught:
         run_virtual(generator.generate(make_prompt(5)))
     assert caught.value is error
     assert len(fleet.requests) == tries
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (unreachable(sent=False), "student_unreachable"),
+        (unreachable(sent=True, cause=TimeoutError()), "timed_out"),
+        (unreachable(sent=True, cause=OSError("reset")), "student_unreachable"),
+    ],
+)
+def test_a_prompt_that_no_server_answers_is_tried_again_and_then_dropped(error, reason):
+    """Before: one request that ran out of time ended the run."""
+    fleet = FakeFleet(error)
+    generator = RolloutGenerator(fleet, RolloutConfig(attempts=3), MC, 50, "run7")
+    with pytest.raises(RolloutRejected, match="a:1/generate: no answer") as caught:
+        run_virtual(generator.generate(make_prompt(5)))
+    assert caught.value.reason == reason
+    assert len(fleet.requests) == 3
+    assert len({request.rid for request in fleet.requests}) == 3
+
+
+def test_no_request_is_named_as_another_one_begins():
+    """SGLang aborts every request whose name begins with that of the one to be aborted."""
+    fleet = FakeFleet(unreachable(sent=True))
+    generator = RolloutGenerator(fleet, RolloutConfig(attempts=11), MC, 50, "run7")
+    for uid in (1, 11):
+        with pytest.raises(RolloutRejected):
+            run_virtual(generator.generate(make_prompt(uid)))
+    names = [request.rid for request in fleet.requests]
+    assert len(names) == 22
+    assert not [(a, b) for a in names for b in names if a != b and b.startswith(a)]
 
 
 def test_a_rollout_whose_connection_breaks_is_sampled_anew_by_another_server():
@@ -205,31 +233,31 @@ def test_a_rollout_whose_connection_breaks_is_sampled_anew_by_another_server():
 
     found, asked, url = asyncio.run(rollout())
     assert asked == ["/generate"], "once: what was sampled is lost, and the server rests"
-    assert seen == ["run7-5", "run7-5-restart1"], "the first name may still be in use"
+    assert seen == ["run7-5-0.", "run7-5-1."], "the first name may still be in use"
     assert (found.restarts, found.engine) == (1, url)
     assert found.response_ids_T.tolist() == [5, 9, 5]
 
 
 class Flaky:
-    """Rollouts of fakes.Fleet through a generator: `lost` tries of every third break."""
+    """Rollouts of fakes.Fleet through a generator: `lost` tries of one prompt of so many break."""
 
-    def __init__(self, lost: int, dead: list[int]) -> None:
-        self.lost, self.dead, self.tries = lost, dead, {}
+    def __init__(self, lost: int, dead: list[int], of: int) -> None:
+        self.lost, self.dead, self.of, self.tries = lost, dead, of, {}
 
     async def generate(self, request):
         await asyncio.sleep(1.0)
         uid = int(request.rid.split("-")[1])
         self.tries[uid] = self.tries.get(uid, 0) + 1
-        if uid % 3 == 2 and self.tries[uid] <= self.lost:
+        if uid % self.of == self.of - 1 and self.tries[uid] <= self.lost:
             self.dead.append(uid)
             raise unreachable(sent=True)
         return RolloutReply(REPLY.output_ids_T, "stop", CACHE, ((0, 0, 2),), "http://a:1")
 
 
-def run_flaky(lost: int, guard_of=lambda dead: None):
+def run_flaky(lost: int, guard_of=lambda dead: None, of: int = 3):
     """Six updates of three samples on a fleet that never publishes, so of version 0."""
     dead: list[int] = []
-    fleet = Flaky(lost, dead)
+    fleet = Flaky(lost, dead, of)
     learner = fakes.Learner()
     weight_sync = fakes.WeightSyncer(fakes.Fleet(), learner)
     generator = RolloutGenerator(fleet, RolloutConfig(attempts=3), MC, 50, "run7")
@@ -259,5 +287,11 @@ def test_a_dead_server_ends_the_run_with_its_cause_however_often_rollouts_are_tr
 
     with pytest.raises(LoopFailed, match="health: ProcessDied: student server a ended with signal"):
         run_flaky(lost=99, guard_of=of)
-    with pytest.raises(LoopFailed, match=r"rollout-\d+: ServerUnreachable: http://a:1/generate"):
-        run_flaky(lost=99)
+
+
+def test_some_prompts_that_no_server_answers_are_dropped_and_counted():
+    accounting, _, _ = run_flaky(lost=99)
+    assert accounting.consumed == 18
+    assert accounting.dropped["student_unreachable"] >= 6
+    with pytest.raises(LoopFailed, match=r"24 samples in a row were dropped, .*student_unreach"):
+        run_flaky(lost=99, of=1)

@@ -1,6 +1,7 @@
 """The client against a fake server: what is retried, what is not, and how errors read."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -149,17 +150,76 @@ def test_a_silent_server_times_out_once():
         await asyncio.sleep(1)
         return web.json_response({})
 
+    routes = dict.fromkeys(("/generate", "/flush_cache", "/weights_checker"), never)
+    routes["/abort_request"] = answering({})
+
     async def run():
-        async with (
-            FakeServer({"/generate": never, "/flush_cache": never}) as server,
-            client_of(server.url, 0.2) as client,
-        ):
-            for call in (client.generate(REQUEST), client.flush_cache()):
-                with pytest.raises(ServerUnreachable, match="TimeoutError"):
-                    await call
+        async with FakeServer(routes) as server, client_of(server.url, 0.2) as client:
+            for call, said in (
+                (client.generate, "no progress for 0.2 s, request_timeout_s"),
+                (client.score, "no progress for 0.2 s, request_timeout_s"),
+                (lambda _: client.flush_cache(), "TimeoutError"),
+            ):
+                work = SCORE_REQUEST if call == client.score else REQUEST
+                with pytest.raises(ServerUnreachable, match=said) as caught:
+                    await call(work)
+                assert caught.value.timed_out
+            assert server.seen.count("/abort_request") == 2
 
     asyncio.run(run())
-    assert asked == ["/generate", "/flush_cache"]
+    assert [path for path in asked if path != "/weights_checker"] == [
+        "/generate",
+        "/generate",
+        "/flush_cache",
+    ]
+
+
+def test_work_that_makes_progress_has_time():
+    """The server names it in its queue, and then with more and more tokens."""
+    asked: list[str] = []
+
+    async def progress(request: web.Request) -> web.StreamResponse:
+        assert (await request.json())["action"] == wire.PROGRESS_ACTION
+        asked.append("")
+        waits = len(asked) < 4
+        running = {} if waits else {"r": len(asked)}
+        said = {wire.RUNNING: json.dumps(running), wire.WAITING: json.dumps(["r"] if waits else [])}
+        return web.json_response({"ranks": [{"checksums": said, "parallelism_info": []}]})
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        while len(asked) < 16:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        return web.json_response(rollout_reply())
+
+    async def run() -> float:
+        routes = {"/generate": generate, "/weights_checker": progress}
+        async with FakeServer(routes) as server, client_of(server.url, 0.4) as client:
+            began_s = asyncio.get_running_loop().time()
+            await client.generate(REQUEST)
+            return asyncio.get_running_loop().time() - began_s
+
+    assert asyncio.run(run()) > 2 * 0.4
+
+
+def test_a_client_s_pause_stops_the_clocks_of_its_work():
+    async def never(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async def run() -> bool:
+        routes = dict.fromkeys(("/pause_generation", "/continue_generation"), answering({}))
+        routes |= {"/generate": never, "/abort_request": answering({})}
+        async with FakeServer(routes) as server, client_of(server.url, 0.2) as client:
+            await client.pause()
+            work = asyncio.ensure_future(client.generate(REQUEST))
+            await asyncio.sleep(0.8)
+            paused = not work.done()
+            await client.resume()
+            with pytest.raises(ServerUnreachable, match="no progress"):
+                await work
+            return paused
+
+    assert asyncio.run(run())
 
 
 def test_a_refusal_shows_the_servers_reason_on_one_line():

@@ -156,3 +156,16 @@ def test_a_server_added_while_the_first_weights_are_synced_waits():
         await fleet.close()
 
     asyncio.run(run())
+
+
+def test_tokens_are_counted_by_server():
+    async def scenario(fleet: Fleet, one: FakeServer, two: FakeServer) -> None:
+        for _ in range(3):
+            await fleet.generate(REQUEST)
+        found = {state.url: (state.tokens, state.in_flight) for state in fleet.servers()}
+        assert sum(tokens for tokens, _ in found.values()) == 3 * 3
+        assert {tokens for tokens, _ in found.values()} <= {0, 3, 6, 9}
+        assert {work for _, work in found.values()} == {0}
+
+    fine = {"/generate": answering(rollout_reply())}
+    with_two(fine, fine, scenario)

@@ -1,6 +1,7 @@
 """Who gets the next request: servers come and go, and some have no weights yet."""
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from megatron_opd.sim.clock import run_virtual
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerUnreachable
-from sglang_bridge.members import REST_S, Member, Members
+from sglang_bridge.members import HUNG_AFTER, REST_S, Member, Members
 
 A, B = "http://a:1", "http://b:1"
 
@@ -131,3 +132,101 @@ def test_a_server_is_in_once():
     with pytest.raises(ValueError, match=f"^{B} is no server of this fleet$"):
         fleet.drop(B)
     assert [c.url for c in fleet.clients] == [A, B]
+
+
+def timed_out(*, stalled: bool) -> ServerUnreachable:
+    error = ServerUnreachable(A, "/generate", "no progress", sent=True, stalled=stalled)
+    error.__cause__ = TimeoutError()
+    return error
+
+
+async def hangs(*outcomes: ServerUnreachable | None) -> bool:
+    """Whether a server hangs after requests that ended like this; None: with a reply."""
+    member = Member(client(A))
+    for outcome in outcomes:
+
+        async def call(_: ServerClient, outcome: ServerUnreachable | None = outcome) -> str:
+            if outcome is not None:
+                raise outcome
+            return "reply"
+
+        with suppress(ServerUnreachable):
+            await member.reply(call)
+    hung = asyncio.ensure_future(member.hung())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    hung.cancel()
+    return hung.done() and not hung.cancelled()
+
+
+def test_a_server_that_says_nothing_hangs_and_one_that_stalls_does_when_it_always_does():
+    stalled = [timed_out(stalled=True) for _ in range(HUNG_AFTER)]
+    broken = ServerUnreachable(A, "/generate", "reset", sent=True)
+
+    async def scenario() -> None:
+        assert await hangs(timed_out(stalled=False))
+        assert await hangs(*stalled)
+        assert not await hangs(*stalled[1:]), "a prompt that no server can sample ends before"
+        assert not await hangs(*stalled[1:], None, stalled[0]), "a reply came between"
+        assert not await hangs(*[broken] * 9)
+
+    run_virtual(scenario())
+
+
+def test_a_server_that_drains_finishes_what_it_has_and_gets_no_more():
+    async def scenario() -> None:
+        fleet = members(A, B)
+        done = asyncio.Event()
+
+        async def work(client: ServerClient) -> None:
+            await done.wait()
+
+        working = asyncio.create_task(fleet.at(A).reply(work))
+        await asyncio.sleep(0)
+        draining = asyncio.create_task(fleet.drain(A, 100))
+        await asyncio.sleep(1)
+        fleet.at(B).in_flight = 100
+        assert await soon(fleet.next()) == B
+        fleet.serve()
+        assert await soon(fleet.next()) == B, "a weight sync gives it no work"
+        assert (fleet.at(A).state, fleet.at(B).state) == ("draining", "serving")
+        assert not draining.done()
+        done.set()
+        assert await draining == 0
+        await working
+
+    run_virtual(scenario())
+
+
+def test_a_server_drains_no_longer_than_it_may():
+    async def scenario() -> None:
+        clock = asyncio.get_running_loop().time
+        fleet = members(A)
+
+        async def never(client: ServerClient) -> None:
+            await asyncio.Event().wait()
+
+        work = asyncio.create_task(fleet.at(A).reply(never))
+        await asyncio.sleep(0)
+        began_s = clock()
+        assert await fleet.drain(A, 30) == 1
+        assert clock() - began_s == pytest.approx(30)
+        fleet.drop(A)
+        with pytest.raises(ServerUnreachable) as caught:
+            await work
+        assert caught.value.taken_out, "it is sent again, which costs no try"
+
+    run_virtual(scenario())
+
+
+def test_servers_that_only_drain_and_wait_leave_a_fleet_stranded():
+    async def scenario() -> None:
+        fleet = members(A)
+        fleet.add(Member(client(B)), waits=True)
+        stranded = asyncio.create_task(fleet.stranded())
+        await asyncio.sleep(1)
+        assert not stranded.done()
+        await fleet.drain(A, 1)
+        assert stranded.done(), "B must get weights now, not with a version that needs work"
+
+    run_virtual(scenario())

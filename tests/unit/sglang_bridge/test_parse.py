@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from sglang_bridge import wire
 from sglang_bridge.errors import BadReply, RequestAborted
-from sglang_bridge.parse import parse_info, parse_pieces, parse_rollout, parse_scores
+from sglang_bridge.parse import (
+    parse_info,
+    parse_pieces,
+    parse_progress,
+    parse_rollout,
+    parse_scores,
+)
 from sglang_bridge.protocol import RolloutRequest, ScoreRequest, WeightPiece
 from tests.support.bridge_replies import (
     REQUEST,
@@ -366,3 +372,27 @@ def test_a_record_is_kept_when_anything_is_asked_for():
         replace(plain, **{name: value}).keeps_cache
         for name, value in (("num_atoms", 1), ("num_draws", 1), ("record", True))
     )
+
+
+def progress_reply(**said: str) -> dict:
+    return {"ranks": [{"checksums": said, "parallelism_info": []}]}
+
+
+def test_progress_is_read_from_the_first_rank():
+    found = parse_progress("u", progress_reply(running='{"a": 3}', waiting='["b"]'))
+    assert (found.tokens, found.waiting) == ({"a": 3}, {"b"})
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"running": "{}"},
+        {"running": '{"a": "3"}', "waiting": "[]"},
+        {"running": "{", "waiting": "[]"},
+        {"running": "{}", "waiting": "[3]"},
+    ],
+)
+def test_progress_that_cannot_be_read_is_refused(said: dict):
+    with pytest.raises(BadReply, match="progress cannot be read"):
+        parse_progress("u", progress_reply(**said))

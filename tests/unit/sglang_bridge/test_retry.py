@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from megatron_opd.buffer.rejection import ScoreRejected
+from megatron_opd.buffer.rejection import RolloutRejected, ScoreRejected
 from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.sections import RolloutConfig, ScoringConfig
@@ -14,12 +14,19 @@ from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.supports import McSupport
 from megatron_opd.evaluation import FleetPort
 from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.sim.clock import run_virtual
 from megatron_opd.teacher.scorer import FleetScorer
 from megatron_opd.types import VersionSpan
-from sglang_bridge import members
+from sglang_bridge import members, retry
 from sglang_bridge.errors import ServerRefused, ServerUnreachable
 from sglang_bridge.fleet import Fleet
-from sglang_bridge.retry import Backoff, is_lost_connection, retried
+from sglang_bridge.retry import (
+    VERDICT_S,
+    Backoff,
+    is_lost_connection,
+    is_unanswered,
+    retried,
+)
 from tests.support.bridge_replies import FakeServer, Handler, answering, breaking
 from tests.support.fakes import make_prompt, make_rollout
 
@@ -45,8 +52,10 @@ def evaluate(fleet: Fleet, attempts: int) -> Awaitable[object]:
 
 
 @pytest.fixture(autouse=True)
-def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_rests(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setattr(members, "REST_S", 0.7)
+    if "servers" in request.fixturenames:  # over real sockets
+        monkeypatch.setattr(retry, "VERDICT_S", 0.1)
 
 
 def tries(work: Work, attempts: int, handlers: Sequence[Handler], error: type) -> list[int]:
@@ -71,7 +80,7 @@ def tries(work: Work, attempts: int, handlers: Sequence[Handler], error: type) -
 
 @pytest.mark.parametrize(
     ("work", "error"),
-    [(score, ScoreRejected), (sample, ServerUnreachable), (evaluate, ServerUnreachable)],
+    [(score, ScoreRejected), (sample, RolloutRejected), (evaluate, ServerUnreachable)],
 )
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("attempts", [1, 3])
@@ -92,6 +101,68 @@ def test_a_refused_sample_is_not_asked_for_again():
     assert sum(tries(sample, 3, [BUSY, BUSY], ServerRefused)) == 1
 
 
+def lost(cause: str, *, gone: bool) -> ServerUnreachable:
+    """A request whose server is out of the fleet, or still there. Inside a loop only."""
+    error = ServerUnreachable("http://a:1", "", cause, sent=True)
+    error.gone = asyncio.Event()
+    if gone:
+        error.gone.set()
+    return error
+
+
+def test_a_server_that_is_taken_out_soon_after_its_connections_broke_does_not_count():
+    """Before: three servers that failed in the second before they were taken out ended a run."""
+
+    async def scenario() -> tuple[str, float]:
+        loop = asyncio.get_running_loop()
+        failures = [lost(str(i), gone=False) for i in range(3)]
+        for error in failures:
+            assert error.gone is not None
+            loop.call_later(VERDICT_S - 0.5, error.gone.set)
+
+        async def call(earlier: int) -> str:
+            if earlier < 3:
+                raise failures[earlier]
+            return "done"
+
+        began_s = loop.time()
+        return await retried(call, Backoff(3), is_unanswered), loop.time() - began_s
+
+    done, took_s = run_virtual(scenario())
+    assert done == "done"
+    assert took_s < VERDICT_S + 2
+
+
+def test_a_request_that_stalls_counts_also_where_its_server_is_taken_out():
+    """Else one prompt that no server can sample would be tried until no server is left."""
+    asked: list[int] = []
+
+    async def scenario() -> None:
+        async def call(earlier: int) -> str:
+            asked.append(earlier)
+            error = ServerUnreachable("http://a:1", "", "idle", sent=True, stalled=True)
+            error.gone = asyncio.Event()
+            error.gone.set()
+            raise error
+
+        with pytest.raises(ServerUnreachable, match="idle"):
+            await retried(call, Backoff(3), is_unanswered)
+
+    run_virtual(scenario())
+    assert asked == [0, 1, 2]
+
+
+def test_a_server_that_stays_counts_after_the_verdict():
+    async def scenario() -> None:
+        async def call(_: int) -> str:
+            raise lost("reset", gone=False)
+
+        with pytest.raises(ServerUnreachable, match="reset"):
+            await retried(call, Backoff(3), is_unanswered)
+
+    run_virtual(scenario())
+
+
 def test_tries_whose_server_was_taken_out_do_not_count():
     """So often as servers are lost, which the supervisor bounds."""
     names: list[int] = []
@@ -99,7 +170,7 @@ def test_tries_whose_server_was_taken_out_do_not_count():
     async def call(earlier: int) -> str:
         names.append(earlier)
         if earlier < 9:
-            raise ServerUnreachable("http://a:1", "", "taken out", sent=True, taken_out=True)
+            raise lost("taken out", gone=True)
         if earlier < 10:
             raise ServerUnreachable("http://a:1", "", "reset", sent=True)
         return "done"

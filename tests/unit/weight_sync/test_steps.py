@@ -15,9 +15,9 @@ from megatron_opd.weight_sync.broadcast_messages import (
     Listen,
     SendBuckets,
     decode_request,
+    encode_address,
     encode_buckets,
     encode_failure,
-    encode_port,
 )
 from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.errors import ServerRefused, WeightSyncFailed
@@ -114,6 +114,9 @@ class FakeFleet(SameServers):
         await self.wire.step("end")
         self.wire.versions = dict.fromkeys(URLS, version)
 
+    async def abort_all(self):
+        raise NotImplementedError
+
     async def settle(self, limit_s):
         await self.wire.step("settle")
         return self.wire.unsettled
@@ -136,7 +139,7 @@ class FakeLearner:
                 return encode_buckets(BUCKETS)
             case Listen():
                 await self.wire.step("listen")
-                return encode_port(2345)
+                return encode_address("127.0.0.1", 2345)
             case JoinGroup(world_size=size):
                 self.world_size = size
                 await self.wire.step("connect")

@@ -93,6 +93,9 @@ class Servers(SameServers):
     async def end_weight_update(self, version):
         self.version = version
 
+    async def abort_all(self):
+        raise NotImplementedError
+
     async def settle(self, limit_s):
         return {}
 

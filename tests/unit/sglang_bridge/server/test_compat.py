@@ -315,3 +315,26 @@ def test_the_platform_is_for_machines_without_cuda(monkeypatch: pytest.MonkeyPat
     assert platform.activate() is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve(platform.activate())().get_default_attention_backend() == "torch_native"
+
+
+def test_a_scheduler_s_requests_and_how_far_they_are():
+    """Names that SGLang's scheduler has; a finished request is no longer there."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler)
+    assert all(f"self.{name} = " in source for name in ("chunked_req", "last_batch"))
+    assert "self.waiting_queue: List[Req] = " in source
+    assert "[self.running_batch, self.last_batch]" in inspect.getsource(
+        Scheduler._collect_inflight_batches
+    )
+
+    def request(rid: str, tokens: int, done: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(rid=rid, output_ids=[0] * tokens, finished=lambda: done)
+
+    running = SimpleNamespace(reqs=[request("a", 3), request("b", 9, done=True)])
+    scheduler = SimpleNamespace(
+        _collect_inflight_batches=lambda: [running, None, running],
+        chunked_req=request("c", 0),
+        waiting_queue=[request("d", 2)],
+    )
+    assert compat.requests_of(scheduler) == ({"a": 3, "c": 0}, ["d"])

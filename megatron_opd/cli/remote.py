@@ -1,0 +1,131 @@
+"""Makes what a launcher starts look like a run's servers and its learner (handles.py).
+
+Invariant: what was reserved for a process is kept until the launcher is closed; a process that is
+started again runs at the place of the one before, unless that place is lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_opd.launch.launcher import Launcher, Place, Process, ProcessSpec
+from sglang_bridge.errors import ServerDied
+from sglang_bridge.server.launch import is_ready, last_lines, next_log
+
+POLL_S = 0.5
+
+Say = Callable[[str], None]
+MakeServer = Callable[[Place, Path], ProcessSpec]
+"""Returns what the server at a place is started with, and its log."""
+MakeLearner = Callable[[Sequence[Place], Path], Sequence[ProcessSpec]]
+"""Returns what each node of the learner is started with; the log is the first one's."""
+
+
+class RemoteServer:
+    """Runs one SGLang server at a reserved place; a handles.Server."""
+
+    def __init__(
+        self, launcher: Launcher, place: Place, make: MakeServer, log_path: Path, say: Say
+    ) -> None:
+        self._launcher, self._place, self._make, self._say = launcher, place, make, say
+        self.log_path = log_path
+        self._spec = make(place, log_path)
+        self._process = launcher.process(self._spec, place)
+
+    @property
+    def url(self) -> str:
+        """Returns where clients reach the server."""
+        return f"http://{self._place.host}:{self._place.port}"
+
+    @property
+    def name(self) -> str:
+        """Returns what messages call the server."""
+        return f"{self._spec.name} {self.url}"
+
+    def start(self) -> None:
+        """Start it; a port that is taken there ends it, which wait_ready tells."""
+        self._process.start()
+
+    def exit_code(self) -> int | None:
+        """Return its exit code, None while it runs."""
+        return self._process.exit_code()
+
+    def cause(self) -> str | None:
+        """Return nothing: its log says more."""
+        return None
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return once it answers.
+
+        ServerDied, with the log's last lines: it ended first, or is not ready in `timeout_s`; in
+        either case nothing is left running.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            code = self.exit_code()
+            if code is not None:
+                self.stop(0)
+                raise ServerDied(self._obituary(f"ended with status {code} during start-up"))
+            if is_ready(self.url):
+                return
+            time.sleep(POLL_S)
+        self.stop(1)
+        raise ServerDied(self._obituary(f"was not ready within {timeout_s:g} s"))
+
+    def stop(self, grace_s: float) -> None:
+        """End it and all that it started."""
+        self._process.stop(grace_s)
+
+    def again(self) -> RemoteServer:
+        """Return one like this, not started, at the same place unless that is lost. CannotPlace."""
+        place = self._launcher.replace(self._place, self._say)
+        return RemoteServer(self._launcher, place, self._make, next_log(self.log_path), self._say)
+
+    def _obituary(self, what: str) -> str:
+        where = f"{self.name} on {self._place.node}"
+        return f"{where} {what}; the end of {self.log_path}:\n{last_lines(self.log_path)}"
+
+
+class RemoteLearner:
+    """Runs the learner's world, a process for each of its nodes; a handles.Learner.
+
+    log: of the first node; the others' are beside it.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        places: Sequence[Place],
+        make: MakeLearner,
+        log: Path,
+        say: Say,
+    ) -> None:
+        self._launcher, self._places, self._make, self._say = launcher, tuple(places), make, say
+        self.log = log
+        self._processes: list[Process] = []
+
+    def start(self) -> None:
+        """Start it on all of its nodes."""
+        specs = self._make(self._places, self.log)
+        pairs = zip(specs, self._places, strict=True)
+        self._processes = [self._launcher.process(spec, place) for spec, place in pairs]
+        for process in self._processes:
+            process.start()
+
+    def exit_code(self) -> int | None:
+        """Return the exit code of the node that ended, a failed one first; None while all run."""
+        codes = [process.exit_code() for process in self._processes]
+        ended = [code for code in codes if code is not None]
+        return next((code for code in ended if code != 0), ended[0] if ended else None)
+
+    def stop(self, grace_s: float) -> None:
+        """End all ranks, on all nodes."""
+        for process in self._processes:
+            process.stop(grace_s)
+
+    def again(self) -> RemoteLearner:
+        """Return a world like this, not started; on another node where one is lost. CannotPlace."""
+        places = [self._launcher.replace(place, self._say) for place in self._places]
+        return RemoteLearner(self._launcher, places, self._make, next_log(self.log), self._say)

@@ -1,0 +1,33 @@
+"""Runs in a Ray cluster what `opd run` has submitted: `python -m megatron_opd.cli.submitted`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from megatron_opd.cli.main import EXIT_BAD_INPUT
+from megatron_opd.cli.main import main as opd
+from megatron_opd.cli.submit import JOB_VARIABLE
+
+
+def main() -> int:
+    """Run `opd run` with the submitted configuration."""
+    job = json.loads(os.environ.pop(JOB_VARIABLE))
+    if job["directory"] is not None:
+        try:
+            os.chdir(job["directory"])
+        except OSError as error:
+            what = f"must be a directory on the cluster's head node, got {error.filename}"
+            print(f"error: cluster.ray.directory {what}: {error.strerror}", file=sys.stderr)  # noqa: T201
+            return EXIT_BAD_INPUT
+    with tempfile.TemporaryDirectory(prefix="opd-job-") as directory:
+        config = Path(directory) / job["name"]
+        config.write_text(job["config"], encoding="utf-8")
+        return opd(["run", str(config), *job["arguments"]])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

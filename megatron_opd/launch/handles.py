@@ -1,0 +1,79 @@
+"""Declares what a run needs of its servers and its learner, on this machine or on another.
+
+Here they are child processes (sglang_bridge/server/launch.py, cli/learner_process.py), elsewhere
+what a launcher starts (cli/remote.py). Methods may block, so asyncio calls all but exit_code in
+threads.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+
+class Server(Protocol):
+    """Runs one SGLang server."""
+
+    @property
+    def url(self) -> str:
+        """Returns where clients reach it."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Returns what messages call it."""
+        ...
+
+    @property
+    def log_path(self) -> Path:
+        """Returns the file with its output."""
+        ...
+
+    def start(self) -> None:
+        """Start it. PortInUse: something listens at its port."""
+        ...
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return once it answers. ServerDied: it ended first, or took longer."""
+        ...
+
+    def exit_code(self) -> int | None:
+        """Return its exit code, None while it runs; it does not block."""
+        ...
+
+    def cause(self) -> str | None:
+        """Return which of its own processes ended it, None where that is not known."""
+        ...
+
+    def stop(self, grace_s: float) -> None:
+        """End it and all that it started. Safe to repeat."""
+        ...
+
+    def again(self) -> Server:
+        """Return one like this, not started, with a log of its own; maybe at another address."""
+        ...
+
+
+class Learner(Protocol):
+    """Runs the world of the learner's ranks."""
+
+    @property
+    def log(self) -> Path | None:
+        """Returns the file with the output of the first ranks."""
+        ...
+
+    def start(self) -> None:
+        """Start all ranks."""
+        ...
+
+    def exit_code(self) -> int | None:
+        """Return the exit code of what ended first, None while all run; it does not block."""
+        ...
+
+    def stop(self, grace_s: float) -> None:
+        """End all ranks. Safe to repeat."""
+        ...
+
+    def again(self) -> Learner:
+        """Return a world like this, not started, with a log of its own; maybe on other nodes."""
+        ...

@@ -1,0 +1,41 @@
+"""Which key a server is asked with: the run's random one stays with the servers of this machine."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_opd.cli import entrance
+from megatron_opd.cli.entrance import Entrance
+from tests.support.config_files import minimal
+
+OURS, NEW = "http://ours:1", "http://new:1"
+
+
+@pytest.mark.parametrize("named", [None, "OPD_TEST_KEY"])
+def test_a_server_that_joined_is_never_shown_the_random_key(
+    named: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[tuple[str, str | None, bool]] = []
+
+    async def take_in(
+        config: Any, role: str, fleet: Any, url: str, key: Any, vocab: int, suits: Any
+    ) -> Any:
+        asked.append((url, key, suits is not None))
+
+    monkeypatch.setattr(entrance, "take_in", take_in)
+    monkeypatch.setenv("OPD_TEST_KEY", "secret")
+    config = minimal(student={"model": "s", "api_key_env": named})
+    prepared: Any = SimpleNamespace(vocab_sizes={"student": 9})
+    fleets: Any = {"student": None}
+    door = Entrance(config, prepared, fleets, {"student": "random"})
+
+    async def scenario() -> None:
+        await door.back("student", OURS)
+        await door.new("student", NEW)
+        await door.back("student", NEW)
+
+    asyncio.run(scenario())
+    key = None if named is None else "secret"
+    assert asked == [(OURS, "random", False), (NEW, key, True), (NEW, key, False)]
