@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.raylets import ray_cluster
 from benchmarks.slurm.here import OneMachine
 from megatron_opd.learner.torchrun import LOOPBACK
 from sglang_bridge.ports import free_port
@@ -16,12 +16,6 @@ from sglang_bridge.ports import free_port
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = "examples/arithmetic/demo.yaml"
 JOB_S = 1200.0
-RAYLET = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "node_ip_address": LOOPBACK}
-RAY_ENVIRONMENT = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # or raylets would share 127.0.0.1
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_enable_worker_prestart": "0",
-}
 
 
 @dataclass(frozen=True)
@@ -45,21 +39,9 @@ def local(job: Job) -> int:
 
 def ray(job: Job, nodes: int) -> int:
     """On a Ray cluster of so many raylets."""
-    # before Ray is imported, which reads them
-    os.environ.update(RAY_ENVIRONMENT, RAY_TMPDIR=str(job.directory / "ray"))
-    (job.directory / "ray").mkdir()
-    from ray.cluster_utils import Cluster
-
-    head = RAYLET | {"include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        for _ in range(nodes - 1):
-            cluster.add_node(wait=False, **RAYLET)
-        cluster.wait_for_nodes(120)
+    with ray_cluster({}, *[{}] * (nodes - 1)) as cluster:
         where = ("cluster.type=ray", f"cluster.ray.address={cluster.address}")
         return subprocess.run(job.command("run", *where), cwd=ROOT).returncode
-    finally:
-        cluster.shutdown()
 
 
 def slurm(job: Job, nodes: int = 3) -> int:

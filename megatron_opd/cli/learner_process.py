@@ -100,6 +100,10 @@ class LearnerProcess:
         """Return the exit code, None while it runs."""
         return None if self._process is None else self._process.poll()
 
+    def cause(self) -> str | None:
+        """Return None: torchrun says in the log which rank ended."""
+        return None
+
     def wait(self) -> int:
         """Block until torchrun ends and return its exit code."""
         assert self._process is not None, "not started"

@@ -127,9 +127,9 @@ class Processes:
 
     def watched_learner(self) -> list[WatchedProcess]:
         """Return the learner as the health guard polls it; nothing if it runs elsewhere."""
-        if self.learner is None:
+        if (learner := self.learner) is None:
             return []
-        return [WatchedProcess("the learner", self.learner.exit_code, self.learner.log)]
+        return [WatchedProcess("the learner", learner.exit_code, learner.log, learner.cause)]
 
     def watched_server(self, url: str) -> list[WatchedProcess]:
         """Return the server at `url` as the health guard polls it; none if it runs elsewhere."""

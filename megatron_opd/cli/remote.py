@@ -53,8 +53,8 @@ class RemoteServer:
         return self._process.exit_code()
 
     def cause(self) -> str | None:
-        """Return nothing: its log says more."""
-        return None
+        """Return what ended it, in words, where its own log cannot tell; else None."""
+        return self._process.cause()
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return once it answers.
@@ -119,6 +119,11 @@ class RemoteLearner:
         codes = [process.exit_code() for process in self._processes]
         ended = [code for code in codes if code is not None]
         return next((code for code in ended if code != 0), ended[0] if ended else None)
+
+    def cause(self) -> str | None:
+        """Return what ended it, in words, where its own log cannot tell; else None."""
+        causes = (process.cause() for process in self._processes)
+        return next((cause for cause in causes if cause is not None), None)
 
     def stop(self, grace_s: float) -> None:
         """End all ranks, on all nodes."""

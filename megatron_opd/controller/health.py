@@ -27,7 +27,7 @@ class WatchedProcess:
     """Describes a process of this machine.
 
     poll: returns None while it runs, otherwise its exit code (as subprocess.Popen.poll does). log:
-    shown to the user. cause: which of its own processes ended it, if one did.
+    shown to the user. cause: what ended it, in words, if that is known.
     """
 
     name: str
@@ -134,7 +134,7 @@ def _died(process: WatchedProcess, code: int) -> ProcessDied:
     log = f", see {process.log}" if process.log is not None else ""
     cause = process.cause()
     if cause is not None:
-        return ProcessDied(f"{process.name} ended: its {cause}{log}")
+        return ProcessDied(f"{process.name} ended: {cause}{log}")
     return ProcessDied(f"{process.name} ended with {exit_text(code)}{log}")
 
 

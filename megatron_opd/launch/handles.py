@@ -42,7 +42,7 @@ class Server(Protocol):
         ...
 
     def cause(self) -> str | None:
-        """Return which of its own processes ended it, None where that is not known."""
+        """Return what ended it, in words: one of its own processes, a lost node; else None."""
         ...
 
     def stop(self, grace_s: float) -> None:
@@ -68,6 +68,10 @@ class Learner(Protocol):
 
     def exit_code(self) -> int | None:
         """Return the exit code of what ended first, None while all run; it does not block."""
+        ...
+
+    def cause(self) -> str | None:
+        """Return what ended it, in words, where its own log cannot tell; else None."""
         ...
 
     def stop(self, grace_s: float) -> None:

@@ -85,6 +85,10 @@ class Process(Protocol):
         """
         ...
 
+    def cause(self) -> str | None:
+        """Return why it ended, in words, where its own log cannot tell; else None."""
+        ...
+
     def stop(self, grace_s: float) -> None:
         """End it and all that it started: SIGTERM, and SIGKILL after `grace_s`. Safe to repeat."""
         ...

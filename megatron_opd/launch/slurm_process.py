@@ -83,6 +83,10 @@ class SlurmProcess:
         """Return srun's exit code, which is the process's; None while it runs, and before start."""
         return None if self._srun is None else self._srun.poll()
 
+    def cause(self) -> str | None:
+        """Return None: what srun says of a lost node is in the log."""
+        return None
+
     def stop(self, grace_s: float) -> None:
         """End the processes of the step: SIGTERM, and SIGKILL after `grace_s`. Safe to repeat.
 

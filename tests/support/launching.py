@@ -32,6 +32,9 @@ class Child:
             return 1
         return None if self.process is None else self.process.poll()
 
+    def cause(self) -> str | None:
+        return "node n0 was lost" if self.lost else None
+
     def stop(self, grace_s: float) -> None:
         if self.process is None:
             return

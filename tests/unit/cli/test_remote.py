@@ -118,3 +118,13 @@ def test_a_learner_has_ended_when_one_of_its_nodes_has(cluster: Cluster, tmp_pat
     another.start()
     assert len(cluster.children) == 6
     until(lambda: another.exit_code() == 7)
+
+
+def test_a_lost_node_is_named_as_the_cause(cluster: Cluster, tmp_path: Path):
+    world = learner(cluster, tmp_path, WAITS, WAITS)
+    assert world.cause() is None
+    world.start()
+    assert world.cause() is None
+    cluster.children[1].lost = True
+    assert (world.exit_code(), world.cause()) == (1, "node n0 was lost")
+    world.stop(0)

@@ -126,7 +126,7 @@ def test_the_worker_that_ended_a_server_is_named(tmp_path):
     server = WatchedProcess("student server http://a:1", lambda: 70, log, lambda: cause)
     with pytest.raises(ProcessDied) as caught:
         run_virtual(HealthGuard([server]).watch())
-    assert str(caught.value) == f"student server http://a:1 ended: its {cause}, see {log}"
+    assert str(caught.value) == f"student server http://a:1 ended: {cause}, see {log}"
 
 
 def test_a_cancelled_watch_leaves_no_task():
@@ -167,7 +167,7 @@ def test_a_failure_outside_the_loops_names_the_process_too(tmp_path):
     error = ServerUnreachable(spec.url, "/generate", "reset", sent=True)
     dead = Processes([DeadServer(spec, tmp_path / "s.log")], None)
     assert run_virtual(dead.explain(error)) == (
-        "student server http://127.0.0.1:1234 ended: its detokenizer (pid 7) ended with signal 9, "
+        "student server http://127.0.0.1:1234 ended: detokenizer (pid 7) ended with signal 9, "
         f"see {tmp_path / 's.log'}"
     )
     assert run_virtual(Processes([], None).explain(error)) == str(error)

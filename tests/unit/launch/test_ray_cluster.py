@@ -13,14 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.raylets import RAYLET
+from benchmarks.raylets import ray_cluster as started_cluster
 from megatron_opd.config.ray import RayConfig
 from megatron_opd.launch import ray_cluster
 from megatron_opd.launch.launcher import CannotPlace, Need, Place, Process, ProcessSpec
 from megatron_opd.launch.ray_cluster import RayLauncher
 from megatron_opd.launch.ray_process import LOST
 from tests.support.paths import ROOT
-from tests.support.ray_clusters import SMALL
-from tests.support.ray_clusters import ray_cluster as started_cluster
 from tests.support.trees import STUBBORN, pids_in, wait_gone
 
 SHOWN = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "WORD", "OMP_NUM_THREADS"
@@ -49,7 +49,7 @@ time.sleep(600)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    with started_cluster(2, 2) as cluster:
+    with started_cluster({}, {"num_gpus": 2}, {"num_gpus": 2}) as cluster:
         yield cluster
 
 
@@ -236,7 +236,7 @@ def test_a_lost_node_ends_its_processes_and_others_take_its_place(
 
     def say(line: str) -> None:
         if not said:
-            cluster.add_node(wait=False, num_gpus=2, **SMALL)
+            cluster.add_node(wait=False, num_gpus=2, **RAYLET)
         said.append(line)
 
     found = [launcher.replace(place, say) for place in (lost, lost_too)]

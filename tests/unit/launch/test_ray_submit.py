@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.raylets import ray_cluster
 from megatron_opd.cli.main import main
 from megatron_opd.launch.launcher import CannotPlace
 from megatron_opd.launch.ray_submit import run_job
 from tests.support.cli_cases import small_config
-from tests.support.ray_clusters import ray_cluster
 
 # Says that it is there, and takes its time to end once it is told to.
 SLOW = """
@@ -33,7 +33,7 @@ def url() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         # where a job finds this Python
         patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-        with ray_cluster(dashboard=True) as cluster:
+        with ray_cluster({"include_dashboard": True}) as cluster:
             yield f"http://{cluster.webui_url}"
 
 
