@@ -6,7 +6,8 @@
 one server and two ranks. While it runs, one process after the other gets SIGKILL or SIGSTOP, a
 random time after the run has made an update again: a student server or the teacher's (one of its
 processes or all of them), a rank of the learner or its torchrun, or the controller, which is then
-started again with --auto-resume.
+started again with --auto-resume. Runs of another kind are on a Ray cluster of three nodes and a
+head; there the raylet of a node that has processes of the run gets SIGKILL, and all of them end.
 
 What must hold: the run finishes; every admitted sample was trained on or is counted as dropped; no
 sample was trained on twice, and no update is missing or listed twice, in the history that survives;
@@ -32,17 +33,22 @@ from typing import Any
 
 from benchmarks.case_rows import append_row, fingerprint_of, kept_rows, own_directory, say
 from benchmarks.chaos.checks import broken_promises
+from benchmarks.chaos.machines import machines
 from benchmarks.chaos.run import ChaosRun, Shape
 from benchmarks.chaos.victims import KINDS, Fault
 from megatron_opd.metrics.summary import commit
 
 ROWS = Path("runs") / "chaos" / "rows.jsonl"
 SHAPES = (Shape(student_servers=2, ranks=1), Shape(student_servers=1, ranks=2))
+ON_RAY = Shape(student_servers=2, ranks=1, raylets=3)
 QUIET = 1
 """Quiet runs of each shape."""
-WANTED: Mapping[Fault, int] = {kind: 4 if kind.who == "teacher" else 5 for kind in KINDS}
+FEWER = {"teacher": 4, "raylet": 3}
+WANTED: Mapping[Fault, int] = {kind: FEWER.get(kind.who, 5) for kind in KINDS}
 FAULTS_A_RUN = 3
-CONTROLS = tuple(kind for kind in KINDS if kind.how == "KILL" and kind.who != "controller")
+RESTARTED = ("student", "teacher", "learner")
+CONTROLS = tuple(fault for fault in KINDS if fault.how == "KILL" and fault.who in RESTARTED)
+
 SIGMAS = 4.0
 """How far a run's accuracy may be from that of the quiet runs, in standard errors."""
 Tree = dict[str, Any]
@@ -51,7 +57,7 @@ Tree = dict[str, Any]
 def measure(options: Sequence[str] = (), *, rows: Path = ROWS) -> Tree:
     """Make the runs that are missing; what every kind of fault cost, and which runs failed."""
     arguments = _arguments(options)
-    fingerprint = fingerprint_of([str(SHAPES), FAULTS_A_RUN], "chaos")
+    fingerprint = fingerprint_of([str(SHAPES), str(ON_RAY), FAULTS_A_RUN], "chaos")
     names = [*quiet_names(), *map(control_name, CONTROLS), *(f"chaos {i}" for i in range(1000))]
     kept = kept_rows(rows, dict.fromkeys(names, fingerprint))
     with tempfile.TemporaryDirectory(prefix="opd-chaos-") as directory:
@@ -107,12 +113,17 @@ def run_one(name: str, seed: int, kept: Mapping[str, Tree], own: Path) -> Tree:
         planned = [next(fault for fault in CONTROLS if str(fault) == rest)]
     else:
         left = list(missing(kept).elements())
+        here = [fault for fault in left if fault.who != "raylet"]
+        if not here:
+            shape = ON_RAY
+        left = here or left
         luck.shuffle(left)
         # what is longest missing first: the rarest kinds would be left over together otherwise
         left.sort(key=lambda fault: -missing(kept)[fault])
         planned = left[:FAULTS_A_RUN]
         luck.shuffle(planned)
-    found = ChaosRun(shape, planned, seed, own, restarts=kind != "control").figures()
+    with machines(shape.raylets) as at:
+        found = ChaosRun(shape, at, planned, seed, own, restarts=kind != "control").figures()
     found |= {"shape": shape.name, "seed": seed}
     if kind == "control":
         ended = found["exit_code"] == 1 and len(found["faults"]) == 1

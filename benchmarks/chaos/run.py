@@ -19,7 +19,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.chaos.victims import Fault, children, find
+from benchmarks.chaos.machines import Machines
+from benchmarks.chaos.victims import Fault
 
 CONFIG = "examples/arithmetic/demo.yaml"
 UPDATES, EVERY = 20, 3
@@ -49,15 +50,17 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many processes a run has besides the teacher's server."""
+    """How many processes a run has besides the teacher's server; raylets: 0 without Ray."""
 
     student_servers: int
     ranks: int
+    raylets: int = 0
 
     @property
     def name(self) -> str:
         """What rows call it."""
-        return f"{self.student_servers}x{self.ranks}"
+        on = f" on {self.raylets} raylets" if self.raylets else ""
+        return f"{self.student_servers}x{self.ranks}{on}"
 
 
 class Stuck(RuntimeError):
@@ -69,6 +72,7 @@ class ChaosRun:
 
     Args:
         shape: its processes.
+        machines: where they are.
         planned: what happens to it, in order.
         seed: of the run and of the moments.
         own: a directory for it alone.
@@ -76,20 +80,32 @@ class ChaosRun:
     """
 
     def __init__(
-        self, shape: Shape, planned: Sequence[Fault], seed: int, own: Path, *, restarts: bool = True
+        self,
+        shape: Shape,
+        machines: Machines,
+        planned: Sequence[Fault],
+        seed: int,
+        own: Path,
+        *,
+        restarts: bool = True,
     ) -> None:
+        self.machines = machines
         self.planned, self.luck, self.own = list(planned), random.Random(seed), own
         self.run_dir, self.log = own / "run", own / "opd.log"
         limit = 20 if restarts else 0
-        self.settings = dict(SETTINGS) | {
-            "run.dir": self.run_dir,
-            "run.seed": seed,
-            "student.servers": shape.student_servers,
-            "learner.parallel.dp": shape.ranks,
-            "student.max_restarts": limit,
-            "teacher.max_restarts": limit,
-            "learner.max_restarts": limit,
-        }
+        self.settings = (
+            dict(SETTINGS)
+            | machines.settings
+            | {
+                "run.dir": self.run_dir,
+                "run.seed": seed,
+                "student.servers": shape.student_servers,
+                "learner.parallel.dp": shape.ranks,
+                "student.max_restarts": limit,
+                "teacher.max_restarts": limit,
+                "learner.max_restarts": limit,
+            }
+        )
         self.left_behind: list[str] = []
         self.process = self._start()
 
@@ -157,7 +173,7 @@ class ChaosRun:
         found: list[Any] = []
 
         def there() -> bool:
-            victim = find(self.process.pid, fault, self.luck)
+            victim = self.machines.find(self.process.pid, fault, self.luck)
             found.extend([] if victim is None else [victim])
             return bool(found)
 
@@ -178,6 +194,7 @@ class ChaosRun:
             return now > before
 
         self._until(beyond)
+        self.machines.mend(victim)
         return {
             "kind": str(fault),
             "process": victim.name,
@@ -198,7 +215,7 @@ class ChaosRun:
                 updates, since_s = now, time.monotonic()
             if time.monotonic() - since_s > LIMIT_S:
                 raise Stuck(f"no update for {LIMIT_S:g} s after {updates}: {self._lines()[-3:]}")
-            self.seen.update(children(self.process.pid))
+            self.seen.update(self.machines.processes(self.process.pid))
             time.sleep(POLL_S)
         return True
 

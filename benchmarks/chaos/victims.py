@@ -13,7 +13,10 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One kind of fault. who: student, teacher, learner or controller. how: KILL or STOP."""
+    """One kind of fault. how: KILL or STOP.
+
+    who: student, teacher, learner, controller, or a node's raylet.
+    """
 
     who: str
     how: str
@@ -31,8 +34,8 @@ KINDS = (
     Fault("learner", "KILL"),
     Fault("learner", "STOP"),
     Fault("controller", "KILL"),
+    Fault("raylet", "KILL"),
 )
-
 
 STOPPED = ("student server", "teacher server", "learner rank")
 """What SIGSTOP is sent to: a server with all of its processes, or a rank."""

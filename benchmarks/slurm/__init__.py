@@ -1,7 +1,8 @@
 """The Slurm launcher on a real Slurm of this machine: `python -m benchmarks slurm`.
 
 What each process saw of its node; how long something is left of one that is lost in each way; that
-a job which is told to end is requeued; and the arithmetic example by the examples' job script.
+a job which is told to end is requeued; and the arithmetic example by the examples' job script:
+whole, with a server killed, and told to end, requeued and continued.
 """
 
 from __future__ import annotations
@@ -106,4 +107,5 @@ PARTS = {
     "requeue": requeue,
     "demo": run.demo,
     "recovery": run.recovery,
+    "preempted": run.preempted,
 }

@@ -111,3 +111,17 @@ def recovery(slurm: OneMachine) -> dict[str, Any]:
     found = job.ended()
     found["failed"] = found["failed"] or found.get("servers_restarted") != 1
     return {"killed": killed, **found}
+
+
+def preempted(slurm: OneMachine) -> dict[str, Any]:
+    """A short run that is told to end, as before its time is over, and that Slurm starts again."""
+    steps = 40
+    job = Job(slurm, "preempted", f"run.max_steps={steps}", "evaluation.problems=16")
+    if job.until_update(steps // 2):
+        slurm.ask("scancel", "--batch", "--signal=USR1", job.job)
+    found = job.ended()
+    rows = (job.folder / "run" / "metrics.jsonl").read_text().splitlines()
+    updates = [json.loads(row)["update"] for row in rows]
+    told = [line for line in job.lines() if line.startswith(("preempted:", "continuing from "))]
+    as_meant = len(told) == 2 and updates == list(range(steps))
+    return found | {"told": told, "failed": found["failed"] or not as_meant}
