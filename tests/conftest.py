@@ -21,13 +21,16 @@ torch.set_num_threads(1)  # another worker, or a server, needs the other core
 TESTS = Path(__file__).parent
 # The longest first: a worker for SERVERS, the other for dist; short files even out the end.
 SERVERS, ORDER = "servers", ("servers", "dist", "e2e")
+RAY = "test_ray_"  # a Ray cluster finds others on its machine, and uses the same ports
 # Of tests/e2e: these start servers of their own and may run on either worker.
 APART = ("test_bridge_parallel.py", "test_deterministic.py", "test_resume.py")
 
 
 def kind_of(path: str) -> str:
-    """The first folder below tests/, or SERVERS: what uses the two servers of a session."""
+    """The first folder below tests/, SERVERS: what uses the two servers of a session, or RAY."""
     kind, *_, name = path.removeprefix("tests/").split("/")
+    if name.startswith(RAY):
+        return RAY
     return SERVERS if kind == "e2e" and name not in APART else kind
 
 
@@ -53,11 +56,12 @@ def same_signals() -> Iterator[None]:
 
 
 class OneForServers(LoadScopeScheduling):
-    """One worker runs every test that uses the session's servers; a file stays together."""
+    """One worker runs every test of SERVERS, one those of RAY; a file stays together."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        return SERVERS if kind_of(path) == SERVERS else path
+        kind = kind_of(path)
+        return kind if kind in (SERVERS, RAY) else path
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneForServers:
