@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from benchmarks.raylets import ray_cluster
 from benchmarks.slurm.here import OneMachine
@@ -46,7 +47,8 @@ def ray(job: Job, nodes: int) -> int:
 
 def slurm(job: Job, nodes: int = 3) -> int:
     """In a job on a Slurm of so many nodes, without GPUs."""
-    with OneMachine(job.directory / "slurm", nodes, gpus=1) as system:
+    # a directory of its own: others must be able to reach munge's socket
+    with TemporaryDirectory() as own, OneMachine(Path(own), nodes, gpus=1) as system:
         script = job.directory / "job.sh"
         command = " ".join(job.command("run", "cluster.type=slurm"))
         script.write_text(f"#!/bin/bash\nexec {command}\n", encoding="utf-8")
