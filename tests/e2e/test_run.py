@@ -223,7 +223,7 @@ def test_batches_held_back_have_an_exact_staleness(
         tmp_path,
         run={"max_steps": 5},
         support={"type": "atoms_tail", "k": 4, "m": 4},
-        buffer={"max_staleness": 2, "hold_batches": 2},
+        schedule={"type": "controlled", "max_staleness": 2},
         learner={"parallel": parallel},
         evaluation={"problems": 0},
         **shared,
