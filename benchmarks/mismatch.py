@@ -37,7 +37,7 @@ METHODS = {
 INT8_METHODS = ("none", "tis_2")
 SIZE = {
     "run.max_steps": "48",
-    "buffer.max_staleness": "0",
+    "schedule.type": "sync",
     "evaluation.problems": "64",
     "evaluation.samples": "2",
     "learner.num_mini_batches": "2",

@@ -29,7 +29,7 @@ from megatron_opd.metrics.compare import Comparison, compare_rows
 DEMO = Path("examples/arithmetic/demo.yaml")
 OUT = Path("runs/resume")
 CHECKPOINTS = {"checkpoint.every": "10", "checkpoint.keep_last": "2"}
-DETERMINISTIC = {"run.deterministic": "true", "buffer.hold_batches": "1", **CHECKPOINTS}
+DETERMINISTIC = {"run.deterministic": "true", "schedule.type": "controlled", **CHECKPOINTS}
 OTHER_FLEET = {"rollout.concurrency": "17", "scoring.concurrency": "9", "student.servers": "2"}
 KILLED_AT = (17, 20, 43)  # updates made when the run is killed: between checkpoints, and at one
 LIMIT_S = 1800

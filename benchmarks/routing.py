@@ -54,7 +54,7 @@ def trials() -> list[Trial]:
             f"staleness_{tau}",
             SEED,
             CONFIG,
-            SIZE | {"buffer.max_staleness": str(tau)} | overrides,
+            SIZE | {"schedule.max_staleness": str(tau)} | overrides,
         )
         for tau in STALENESSES
         for sampler, overrides in SAMPLERS.items()

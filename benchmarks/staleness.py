@@ -57,7 +57,7 @@ FACTORS = {  # what one run changes of its method at the largest delay
 
 def trial(setting: str, name: str, method: str, delay: int, seed: int, **changed: str) -> Trial:
     """One run. changed: overrides of what all have in common."""
-    held = {"buffer.max_staleness": str(delay), "buffer.hold_batches": str(delay)}
+    held = {"schedule.type": "controlled", "schedule.max_staleness": str(delay)}
     penalty = CPPO_KL if delay > 0 else {"objective.kl": "null"}
     loss = {"objective": f"{{type: {method}}}"} | COMMON | penalty | changed
     return Trial(setting, name, seed, CONFIG, SIZE | held | loss)

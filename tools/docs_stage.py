@@ -26,6 +26,7 @@ NAVIGATION = {
     "Running": (
         "cluster",
         "cluster_plans",
+        "schedules",
         "weight_sync",
         "recovery",
         "fleet",

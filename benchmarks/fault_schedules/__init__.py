@@ -36,6 +36,7 @@ from typing import Any
 
 from benchmarks.case_rows import append_row, fingerprint_of, kept_rows, say
 from benchmarks.fault_schedules.world import STUDENT, TEACHER, Plan, Without, World
+from megatron_opd.config.schedule import ScheduleConfig
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.schedule import Schedule
 from megatron_opd.metrics.summary import commit
@@ -150,18 +151,32 @@ def outcome(plan: Plan) -> Tree:
         logger.setLevel(level)
 
 
+def kind_of(rng: random.Random) -> ScheduleConfig:
+    """One random kind of schedule."""
+    every, ahead = rng.choice((1, 1, 2, 3)), rng.choice((0.0, 0.5, 1.0, 2.0, 4.0))
+    order = rng.choice(("admission", "admission", "completion"))
+    hold = rng.randint(0, int(ahead * every)) if order == "admission" else 0
+    in_flight = rng.choice(("in_place", "keep", "abort"))
+    return ScheduleConfig(
+        max_staleness=ahead,
+        sync_every=every,
+        order=order,
+        hold_batches=hold,
+        in_flight=in_flight,
+    )
+
+
 def plan_of(seed: int) -> Plan:
     """One random run and its faults."""
     rng = random.Random(seed)
     students, teachers = rng.randint(1, 4), rng.randint(1, 2)
-    batch, staleness = rng.randint(1, 6), rng.randint(0, 4)
+    batch = rng.randint(1, 6)
     schedule = Schedule(
         updates=rng.randint(3, 12),
         batch_size=batch,
-        max_staleness=staleness,
+        kind=kind_of(rng),
         rollout_slots=rng.randint(1, 12),
         score_slots=rng.randint(1, 4),
-        hold_batches=rng.randint(0, staleness),
     )
     urls = [f"http://{STUDENT}-{i}:1" for i in range(students)]
     urls += [f"http://{TEACHER}-{i}:1" for i in range(teachers)]

@@ -124,7 +124,8 @@ def run_case(case: Case, models: Tree, scratch: Path) -> Tree:
             "max_tokens_per_microbatch": 4096,
         },
         "run": {"dir": str(own / "run"), "deterministic": case.deterministic, "seed": 5},
-        "buffer": {"batch_size": 60, "hold_batches": 1},
+        "buffer": {"batch_size": 60},
+        "schedule": {"type": "controlled"},
     }
     asked = {"config": config, "old": str(models["old"]), "learners": case.learners}
     return run_program("benchmarks.mismatch_grid.case", asked, own, limit_s=LIMIT_S)

@@ -41,8 +41,11 @@ class SampleBuffer:
         """Returns whether the buffer is closed and no prompt is unscored: `ready` cannot grow."""
         return self._closed and not self._line
 
-    def admit(self, uid: int) -> None:
-        """Append a prompt to the line. Raises ValueError when it is already in it."""
+    def admit(self, uid: int, version: int) -> None:
+        """Append a prompt to the line, admitted while `version` is live.
+
+        Raises ValueError when it is already in it.
+        """
         if self._closed:
             raise ValueError(f"prompt {uid} was admitted after the buffer was closed")
         if uid in self._line:
@@ -57,7 +60,7 @@ class SampleBuffer:
         """
         uid = sample.rollout.prompt.uid
         self._must_be_unfinished(uid)
-        self._line[uid] = sample
+        self._store(uid, sample)
         self.waiting_for_score -= 1
         self._advance()
 
@@ -108,6 +111,9 @@ class SampleBuffer:
         """Wait for the next put, drop, withdrawal or close."""
         await self._event.wait()
 
+    def _store(self, uid: int, sample: Sample) -> None:
+        self._line[uid] = sample
+
     def _must_be_unfinished(self, uid: int) -> None:
         if self._line.get(uid, self) is not None:
             raise ValueError(f"prompt {uid} is not waiting for a sample")
@@ -120,6 +126,9 @@ class SampleBuffer:
                 break
             del self._line[uid]
             self._ready.append(sample)
-        # wake everyone who waits now; later waiters wait for the next change
+        self._changed_now()
+
+    def _changed_now(self) -> None:
+        """End every wait for a change; later waiters wait for the next one."""
         self._event.set()
         self._event = asyncio.Event()

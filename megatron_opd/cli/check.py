@@ -18,6 +18,7 @@ from megatron_opd.cli.preflight import ModelFacts, check_inputs_are_kept, prompt
 from megatron_opd.cli.prepare import Inputs, checked, read_inputs
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of
 from megatron_opd.cli.run_dir import check_place
+from megatron_opd.cli.schedule_words import in_verls_words, schedule_in_words
 from megatron_opd.cli.sync_tables import sync_tables
 from megatron_opd.cli.weights import check_finite, has_weights
 from megatron_opd.config.kernels import choose_kernels
@@ -55,10 +56,10 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
             f"{rollout.max_new_tokens} new tokens",
         ),
         (
-            "staleness",
-            f"tau = {buffer.max_staleness} versions: "
-            f"({buffer.max_staleness} + 1) * {buffer.batch_size} = {buffer.permits} permits",
+            "schedule",
+            schedule_in_words(config.schedule, buffer.batch_size),
         ),
+        ("in verl's words", in_verls_words(config.schedule)),
         *formula(config.estimator),
         (
             "learner",
@@ -98,7 +99,8 @@ def open_files_needed(config: Config) -> int:
 
     These are one connection for each request in flight, its connection pool, logs and libraries.
     """
-    rollouts = min(config.rollout.concurrency, config.buffer.permits)
+    permits = config.schedule.permits(config.buffer.batch_size)
+    rollouts = min(config.rollout.concurrency, permits)
     evaluated = rollouts if not config.evaluation.runs else config.rollout.concurrency
     scores = config.scoring.concurrency if len(all_roles(config)) > 1 else 0
     servers = sum(

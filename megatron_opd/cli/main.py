@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
             default=[],
             metavar="KEY=VALUE",
             dest="overrides",
-            help="override one key, e.g. --set buffer.max_staleness=4 (repeatable)",
+            help="override one key, e.g. --set schedule.max_staleness=4 (repeatable)",
         )
         return verb
 

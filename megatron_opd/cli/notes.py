@@ -11,7 +11,7 @@ from megatron_opd.planning.matching import differences
 
 def notes(config: Config) -> list[str]:
     """Return one line for each such setting."""
-    found = (_trust(config), _teacher(config), _overlap(config))
+    found = (_trust(config), _teacher(config), _overlap(config), _aborting(config))
     return [line for line in found if line is not None]
 
 
@@ -43,13 +43,24 @@ def _trust(config: Config) -> str | None:
 
 
 def _overlap(config: Config) -> str | None:
-    hold, tau = config.buffer.hold_batches, config.buffer.max_staleness
-    if not config.weight_sync.overlap or hold < tau:
+    schedule = config.schedule
+    spare = schedule.permits(config.buffer.batch_size) // config.buffer.batch_size
+    if not config.weight_sync.overlap or schedule.held + schedule.sync_every < spare:
         return None
     return (
-        "weight_sync.overlap has no effect: with buffer.hold_batches equal to "
-        f"buffer.max_staleness ({tau}) no batch is ready before the weight sync is done; lower "
-        "buffer.hold_batches, or set overlap: false"
+        "weight_sync.overlap has no effect: with schedule.max_staleness "
+        f"{schedule.max_staleness:g}, schedule.sync_every {schedule.sync_every} and "
+        f"schedule.hold_batches {schedule.held} no batch is ready before the weight sync is done; "
+        "raise schedule.max_staleness, lower schedule.hold_batches, or set overlap: false"
+    )
+
+
+def _aborting(config: Config) -> str | None:
+    if config.schedule.in_flight != "abort":
+        return None
+    return (
+        "schedule.in_flight abort favours short responses: long ones are thrown away more often "
+        "and sampled anew; use in_place or keep unless that is what you study"
     )
 
 

@@ -456,7 +456,8 @@ class PipelineRun:
         accounting = NOT_STARTED if self.controller is None else self.controller.accounting
         wall_s = time.monotonic() - self.started_s + self._earlier("wall_s", 0.0)
         summary: dict[str, Any] = {"status": status, "cause": cause}
-        summary |= summarise(self.totals, accounting, wall_s, self.config.buffer.max_staleness)
+        bound = self.config.schedule.bound(self.config.buffer.batch_size)
+        summary |= summarise(self.totals, accounting, wall_s, bound)
         summary |= self.accuracies.summary()
         summary["resumed_at_updates"] = self._resumed_at()
         summary["resumed_with_changes"] = self._changes()

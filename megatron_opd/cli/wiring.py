@@ -176,11 +176,10 @@ def make_controller(
     schedule = Schedule(
         updates=config.run.max_steps,
         batch_size=config.buffer.batch_size,
-        max_staleness=config.buffer.max_staleness,
+        kind=config.schedule,
         rollout_slots=config.rollout.concurrency,
         score_slots=config.scoring.concurrency,
         group_size=config.rollout.group_size if config.estimator.reads_groups else 1,
-        hold_batches=config.buffer.hold_batches,
     )
     vocab_size = prepared.student.vocab_size
     ports = Ports(

@@ -17,6 +17,8 @@ RENAMED = {
     "run.updates": "run.max_steps",
     "learner.mini_batches": "learner.num_mini_batches",
     "learner.tokens_per_microbatch": "learner.max_tokens_per_microbatch",
+    "buffer.max_staleness": "schedule.max_staleness",
+    "buffer.hold_batches": "schedule.hold_batches",
     "weight_sync.verify_first": "weight_sync.verify_every",
 }
 """{earlier name of a key: its name now}."""

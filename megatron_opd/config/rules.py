@@ -184,23 +184,26 @@ def _top_p(config: ConfigTree) -> str | None:
     return None
 
 
-def _held(config: ConfigTree) -> str | None:
-    hold, tau = config.buffer.hold_batches, config.buffer.max_staleness
-    if hold > tau:
+def _aged(config: ConfigTree) -> str | None:
+    age, least = config.schedule.max_age, config.schedule.least_bound(config.buffer.batch_size)
+    if age is not None and age < least:
         return (
-            "buffer.hold_batches must be <= buffer.max_staleness, whose permits limit how many "
-            f"samples are scored ahead, got buffer.hold_batches={hold}, buffer.max_staleness={tau}"
+            f"schedule.max_age must be >= {least}, the bound of order admission with "
+            f"schedule.max_staleness {config.schedule.max_staleness:g} and schedule.sync_every "
+            f"{config.schedule.sync_every}, got {age}"
         )
     return None
 
 
 def _deterministic(config: ConfigTree) -> str | None:
-    hold, tau = config.buffer.hold_batches, config.buffer.max_staleness
-    if config.run.deterministic and hold != tau:
+    schedule = config.schedule
+    exact = schedule.sync_every == 1 and schedule.held == schedule.max_staleness
+    if config.run.deterministic and not (exact and schedule.order == "admission"):
         return (
-            "buffer.hold_batches must equal buffer.max_staleness with run.deterministic, otherwise "
-            f"timing decides which weights sample a token, got buffer.hold_batches={hold}, "
-            f"buffer.max_staleness={tau}"
+            "schedule.hold_batches must equal schedule.max_staleness with run.deterministic, with "
+            "schedule.sync_every 1 and schedule.order admission, otherwise timing decides which "
+            f"weights sample a token, got {schedule.held}, {schedule.max_staleness:g}, "
+            f"{schedule.sync_every} and {schedule.order}; use schedule.type controlled or sync"
         )
     if config.run.deterministic and config.learner.megatron.get("deterministic_mode") is False:
         return (
@@ -277,7 +280,7 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _groups,
     _rewards,
     _top_p,
-    _held,
+    _aged,
     _deterministic,
     _overlap,
     _offloaded,

@@ -6,13 +6,15 @@ several are in rules.py and name every key they compare.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from pydantic import model_validator
 
 from megatron_opd.config.estimator import with_natural_parts
 from megatron_opd.config.rules import RULES
 from megatron_opd.config.tree import ConfigTree
+
+REQUIRE_BATCHES = "require_batches"
 
 
 class Config(ConfigTree):
@@ -23,6 +25,26 @@ class Config(ConfigTree):
     def _name_a_reduction(cls, tree: Any) -> Any:
         # here and not in the estimator alone, so that config.resolved.yaml names it
         return with_natural_parts(tree, "reduction")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_as_verl(cls, tree: Any) -> Any:
+        """Take verl's require_batches, which counts the mini-batches of an update."""
+        if not isinstance(tree, dict):
+            return tree
+        found = cast(dict[str, Any], tree)
+        schedule = found.get("schedule")
+        learner = cast(dict[str, Any], found.get("learner") or {})
+        if not isinstance(schedule, dict) or REQUIRE_BATCHES not in schedule:
+            return found
+        if "num_mini_batches" in learner:
+            raise ValueError(
+                "schedule.require_batches and learner.num_mini_batches are two names of one key; "
+                "leave one out"
+            )
+        others = dict(cast(dict[str, Any], schedule))
+        learner = {**learner, "num_mini_batches": others.pop(REQUIRE_BATCHES)}
+        return {**found, "schedule": others, "learner": learner}
 
     @model_validator(mode="after")
     def _rules_across_sections(self) -> Config:

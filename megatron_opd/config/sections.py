@@ -113,7 +113,7 @@ class RolloutConfig(Section):
     time, memory and scoring in proportion."""
     concurrency: Concurrency = 64
     """Largest number of rollouts in flight over all student servers; the staleness permits
-    (buffer.max_staleness) limit it too. Raising it increases throughput until the servers' queues
+    (schedule.max_staleness) limit it too. Raising it increases throughput until the servers' queues
     fill."""
     group_size: PositiveInt = 1
     """Number of responses sampled per prompt (G, the group of GRPO); objectives that compare
@@ -152,24 +152,11 @@ class ScoringConfig(Section):
 
 
 class BufferConfig(Section):
-    """Sizes the batches and bounds how stale their samples may be (AsyncOPD App. G)."""
+    """Sizes the batches."""
 
     batch_size: PositiveInt = 64
     """Samples per learner update (B). Raising it lowers the variance of the gradient and costs time
     and memory per update in proportion."""
-    max_staleness: NonNegativeInt = 1
-    """Largest staleness in weight versions (tau), enforced by (tau + 1) B permits; 0 is
-    synchronous. Raising it keeps samplers and learner busy at the same time and trains on older
-    samples."""
-    hold_batches: NonNegativeInt = 0
-    """Number of scored batches that must wait behind the one trained on (AsyncOPD App. B); fixes
-    the staleness for studies, at most max_staleness. 0 trains as soon as a batch is complete.
-    Raising it makes samples staler."""
-
-    @property
-    def permits(self) -> int:
-        """Returns the number of permits, (tau + 1) B."""
-        return (self.max_staleness + 1) * self.batch_size
 
 
 TRANSPORTS = {

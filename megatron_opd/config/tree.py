@@ -13,6 +13,7 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.objectives import ObjectiveConfig, ReverseKl
 from megatron_opd.config.reductions import ReductionConfig, TokenReduction
+from megatron_opd.config.schedule import ScheduleConfig
 from megatron_opd.config.section import Section
 from megatron_opd.config.sections import (
     DEFAULT_TEACHER,
@@ -73,7 +74,9 @@ class ConfigTree(Section):
     scoring: ScoringConfig = ScoringConfig()
     """How teachers are asked for scores, and guarded."""
     buffer: BufferConfig = BufferConfig()
-    """Batch size and the bound on staleness."""
+    """How many samples an update is made of."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """When samples are taken and weights are synced, and how stale samples may be."""
     objective: ObjectiveConfig = ReverseKl()
     """The loss that the learner minimises; its `type` names the formula."""
     correction: CorrectionConfig | None = None

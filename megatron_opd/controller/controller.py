@@ -11,9 +11,9 @@
 | admit     | prompts          | a permit            | a version going live, a dropped sample  |
 | rollout-i | admitted prompts | an engine slot (i)  | a rollout finishing                     |
 | score-i   | rollouts         | a teacher slot (i)  | a score finishing                       |
-| learn     | scored samples   | (h + 1) B, in order | score; the weight sync of its update,   |
+| learn     | scored samples   | (h + 1) B           | score; the weight sync of its update,   |
 |           |                  |                     | or that sync's release of the learner   |
-| sync      | updated weights  | the optimizer step  | learn                                   |
+| sync      | updated weights  | every n-th update   | learn; with in_flight keep the rollouts |
 | serve on  | added servers    | no server left      | the supervisor, once one is up again    |
 
 Invariants: every admitted prompt is trained on, dropped with a counted reason, or reported as in
@@ -21,9 +21,11 @@ flight at the end; it holds one permit until then (buffer/permits.py); no more p
 than the remaining updates can consume, so a run that ends by itself has nothing in flight; a drop
 takes the rest of its group along (buffer/groups.py). Updates and weight syncs alternate, since both
 use the learner's only set of weights, unless a weight sync releases the learner: then one update
-runs beside it. Weight syncs are one at a time, in order. What is kept is the state between two
-updates: a weight sync that is followed by a checkpoint releases nothing (turn.py), and a run that
-is told to end early first finishes the update and the weight syncs that it is making.
+runs beside it. Weight syncs are one at a time, in order; several updates may come before one
+(sync_every), and what happens to the responses in flight is in_flight.py's. A version is named
+after the updates that its weights have seen. What is kept is the state after a weight sync: one
+that is followed by a checkpoint releases nothing (turn.py), and a run that is told to end early
+first finishes the update that it is making, and the weight sync that follows.
 """
 
 from __future__ import annotations
@@ -36,10 +38,12 @@ from functools import partial
 
 from megatron_opd.buffer.batcher import Batcher
 from megatron_opd.buffer.buffer import SampleBuffer
+from megatron_opd.buffer.completion import CompletionBuffer
 from megatron_opd.buffer.groups import GroupIncomplete, SampleGroups
 from megatron_opd.buffer.permits import Permits, check_staleness
 from megatron_opd.buffer.rejection import SampleRejected
 from megatron_opd.controller.errors import EverythingDropped, LearnerDiverged, LoopFailed
+from megatron_opd.controller.in_flight import Rollouts
 from megatron_opd.controller.loops import Starter, being_cancelled, start
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
@@ -63,16 +67,20 @@ class Controller:
     ) -> None:
         self._schedule, self._ports = schedule, ports
         holders = [member.uid for member in state.line]
-        self._permits = Permits(schedule.batch_size, schedule.max_staleness, holders)
-        self._buffer = SampleBuffer()
-        self._batcher = Batcher(self._buffer, schedule.batch_size, schedule.hold_batches)
+        self._permits = Permits(schedule.permits, holders)
+        self._buffer = _buffer(schedule, state.updates)
+        self._rollouts = Rollouts(schedule.in_flight, ports.weight_sync.stranded)
+        self._batcher = Batcher(self._buffer, schedule.batch_size, schedule.kind.held)
         self._groups = SampleGroups(
             schedule.group_size, state.broken_groups, state.scored_in_groups
         )
         self._admitted: asyncio.Queue[Prompt] = asyncio.Queue()
         # oldest first: the front of the line is what the next batch waits for
         self._finished: asyncio.PriorityQueue[tuple[int, Rollout]] = asyncio.PriorityQueue()
-        self._trained: asyncio.Queue[tuple[Batch, Turn]] = asyncio.Queue()
+        self._unsynced: list[Batch] = []
+        """Trained on since the last weight sync that began."""
+        self._trained: asyncio.Queue[tuple[list[Batch], Turn]] = asyncio.Queue()
+        self._num_handed_over = 0
         self._learner = asyncio.Lock()
         """Held by an update or a weight sync while it uses the learner."""
         self._serving: list[asyncio.Task[None]] = []
@@ -147,7 +155,7 @@ class Controller:
         )
 
     def _rejoin(self, member: Member) -> None:
-        self._buffer.admit(member.uid)
+        self._buffer.admit(member.uid, member.oldest_version(self._version))
         if member.sample is not None:
             self._buffer.put(member.sample)
         elif member.rollout is not None:
@@ -182,7 +190,7 @@ class Controller:
             if self._groups.broken(prompt.uid):
                 self._permits.release([prompt.uid])
                 continue
-            self._buffer.admit(prompt.uid)
+            self._buffer.admit(prompt.uid, self._version)
             self._unscored[prompt.uid] = prompt
             self._num_admitted += 1
             self._ports.observer.admitted(prompt)
@@ -204,7 +212,7 @@ class Controller:
             prompt = await self._admitted.get()
             try:
                 self._groups.check(prompt.uid)
-                rollout = await self._ports.rollout.generate(prompt)
+                rollout = await self._rollouts.run(partial(self._ports.rollout.generate, prompt))
             except SampleRejected as rejection:
                 self._drop(prompt.uid, rejection)
                 continue
@@ -266,7 +274,7 @@ class Controller:
                 break
             # the learner's version, which may not be live yet
             batch = Batch(update=update, version=self._num_updates, samples=samples)
-            check_staleness(batch, self._schedule.max_staleness)
+            check_staleness(batch, self._schedule.bound)
             async with self._learner:
                 started_s = clock()
                 figures = await self._ports.learner.train(batch)
@@ -279,9 +287,14 @@ class Controller:
             self._num_updates += 1
             self._num_consumed += len(samples)
             self._ports.observer.trained(batch, figures, started_s, finished_s)
-            turn = Turn(self._learner)
-            self._trained.put_nowait((batch, turn))
-            await turn.ended()
+            self._unsynced.append(batch)
+            if self._schedule.syncs_after(self._num_updates):
+                await self._hand_over()
+            else:
+                self._ports.observer.updated(batch, self._depths())
+                await self._trained.join()  # one update alone runs beside a weight sync
+        if self._unsynced:  # the end came early
+            await self._hand_over()
         await self._trained.join()
         if self._batcher.stopped and self._ports.keeper is not None:
             await self._ports.keeper.at_end(self._num_updates, self.snapshot)
@@ -289,25 +302,38 @@ class Controller:
         for task in self._serving:
             task.cancel()
 
+    async def _hand_over(self) -> None:
+        """Let the weights be synced; return once the next update may begin."""
+        turn = Turn(self._learner)
+        self._trained.put_nowait((self._unsynced, turn))
+        self._num_handed_over += 1
+        self._unsynced = []
+        await turn.ended()
+
     async def _sync(self) -> None:
         while True:
-            batch, turn = await self._trained.get()
-            keeper, updates = self._ports.keeper, batch.update + 1
+            batches, turn = await self._trained.get()
+            keeper, updates = self._ports.keeper, batches[-1].update + 1
             keeps = keeper is not None and keeper.due(updates)
             await turn.begin(early=not keeps)
-            report = await self._ports.weight_sync.sync(self._version + 1, turn)
+            async with self._rollouts.held():
+                report = await self._ports.weight_sync.sync(updates, turn)
             report = replace(report, learner_held_s=turn.held_s)
-            self._version += 1
-            self._permits.release(sample.rollout.prompt.uid for sample in batch.samples)
-            self._ports.observer.weights_synced(batch, report, self._depths())
+            self._version = updates
+            self._permits.release(s.rollout.prompt.uid for b in batches for s in b.samples)
+            self._ports.observer.weights_synced(batches[-1], report, self._depths())
             if keeper is not None and keeps:
                 await keeper.after_update(updates, self.snapshot)
             turn.end()
+            self._num_handed_over -= 1
             self._trained.task_done()
 
     def _current(self) -> int | None:
-        """Return the live version if the learner has its weights, not newer ones."""
-        return self._version if self._version == self._num_updates else None
+        """Return the version that the learner has; None: it is about to be synced anyway.
+
+        Between two weight syncs it is newer than the live one.
+        """
+        return None if self._num_handed_over else self._num_updates
 
     def _depths(self) -> Depths:
         return Depths(
@@ -330,3 +356,9 @@ class Controller:
             if cause is not None:
                 return LoopFailed("health", cause)
         return first
+
+
+def _buffer(schedule: Schedule, updates: int) -> SampleBuffer:
+    if schedule.kind.order == "admission":
+        return SampleBuffer()
+    return CompletionBuffer(schedule.batch_size, schedule.group_size, schedule.bound, updates)

@@ -53,11 +53,15 @@ class WeightSyncer(Protocol):
         """
         ...
 
+    async def stranded(self) -> None:
+        """Return once no engine is left that holds the live version."""
+        ...
+
     async def serve_on(self, current: Callable[[], int | None], learner: asyncio.Lock) -> None:
         """Sync the current version again whenever only engines without it are left.
 
         Runs until it is cancelled. current: the version whose weights the learner has; None: they
-        are newer. learner: held by whoever uses it.
+        are about to be synced anyway. learner: held by whoever uses it.
         """
         ...
 
@@ -106,8 +110,15 @@ class Observer(Protocol):
         """Record that the learner made an update."""
         ...
 
+    def updated(self, batch: Batch, depths: Depths) -> None:
+        """Record that no weight sync follows the update on `batch`; its permits stay taken."""
+        ...
+
     def weights_synced(self, batch: Batch, report: WeightSyncReport, depths: Depths) -> None:
-        """Record that the version that `batch` produced is live and its permits are returned."""
+        """Record that the version that `batch` produced is live.
+
+        Its permits are returned, and those of the batches since the weight sync before.
+        """
         ...
 
     def moved(self, depths: Depths) -> None:

@@ -1,23 +1,43 @@
-"""Defines how a controller schedules."""
+"""Defines how a controller schedules: a few numbers that every kind of schedule is made of."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_opd.config.schedule import InFlight, ScheduleConfig
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Says how many updates the loops make and how much is in flight.
+    """Says how many updates the loops make, and how much is in flight.
 
-    updates: learner updates to make. batch_size: B. max_staleness: tau in versions. rollout_slots,
-    score_slots: requests in flight at once. group_size: G, samples that are trained on together or
-    not at all. hold_batches: h, batches that wait scored behind the one trained on.
+    updates: learner updates to make. batch_size: B. kind: what may run ahead, and how far.
+    rollout_slots, score_slots: requests in flight at once. group_size: G, samples that are trained
+    on together or not at all.
     """
 
     updates: int
     batch_size: int
-    max_staleness: int
+    kind: ScheduleConfig
     rollout_slots: int
     score_slots: int
     group_size: int = 1
-    hold_batches: int = 0
+
+    @property
+    def permits(self) -> int:
+        """Returns P, the prompts that may hold a permit."""
+        return self.kind.permits(self.batch_size)
+
+    @property
+    def bound(self) -> int:
+        """Returns the largest staleness of a token, in versions (buffer/permits.py)."""
+        return self.kind.bound(self.batch_size)
+
+    @property
+    def in_flight(self) -> InFlight:
+        """Returns what a weight sync does with responses that are being sampled."""
+        return self.kind.in_flight
+
+    def syncs_after(self, updates: int) -> bool:
+        """Return whether a weight sync follows the update that made it `updates`."""
+        return updates % self.kind.sync_every == 0 or updates == self.updates

@@ -35,6 +35,11 @@ class Member(msgspec.Struct, frozen=True):
         assert self.sample is not None
         return self.sample.rollout.prompt.uid
 
+    def oldest_version(self, live: int) -> int:
+        """Return the version of its stalest token; `live` for a prompt, which has none yet."""
+        rollout = self.sample.rollout if self.sample is not None else self.rollout
+        return live if rollout is None else rollout.oldest_version
+
 
 class ControllerState(msgspec.Struct, frozen=True):
     """Holds the state of a controller between two updates.

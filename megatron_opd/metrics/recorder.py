@@ -29,7 +29,11 @@ from megatron_opd.types import Batch, Prompt, Rollout, Sample
 logger = logging.getLogger(__name__)
 
 NOT_ALWAYS_MEASURED = ("probs_diff_max", "probs_diff_mean")
-"""Columns whose null belongs to one update; in any other column null holds for the whole run."""
+"""Columns of the learner whose null belongs to one update; in its others null holds for the run."""
+OF_A_WEIGHT_SYNC = (
+    *("publish_s", "pause_s", "learner_held_s", "publish_bytes", "publish_tries", "servers"),
+)
+"""Columns that are null for an update that no weight sync follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +134,8 @@ class RunRecorder:
         """Count and draw a rollout; the user is told of the first one that was sampled anew."""
         if rollout.restarts and not self.totals.restarts:
             logger.warning(
-                "rollout %d was sampled anew: its connection to a server was lost; more of this "
-                "kind are only counted (rollouts_restarted)",
+                "rollout %d was sampled anew: a weight sync aborted it, or its connection to a "
+                "server was lost; more of this kind are only counted (rollouts_restarted)",
                 rollout.prompt.uid,
             )
         self.totals.add_rollout(rollout)
@@ -197,27 +201,38 @@ class RunRecorder:
         self.totals.updates_without_signal += why is not None
         return why is not None
 
+    def updated(self, batch: Batch, depths: Depths) -> None:
+        """Write the row of an update that no weight sync follows."""
+        self._finish_row(batch, depths, dict.fromkeys(OF_A_WEIGHT_SYNC))
+
     def weights_synced(self, batch: Batch, report: WeightSyncReport, depths: Depths) -> None:
         """Count and draw a weight sync; write the update's row."""
         self.totals.add_weight_sync(report)
-        self._depths = depths
-        self._updates, self._version = batch.update + 1, report.version
-        self._rows[batch.update] |= {
+        self._version = report.version
+        if self._timeline is not None:
+            self._timeline.weight_sync(report)
+        columns = {
             "publish_s": report.seconds,
             "pause_s": report.paused_s,
             "learner_held_s": report.learner_held_s,
             "publish_bytes": report.num_bytes,
             "publish_tries": report.tries,
+            "servers": self._sampled.columns(report),
+        }
+        self._finish_row(batch, depths, columns)
+
+    def _finish_row(self, batch: Batch, depths: Depths, columns: Mapping[str, Any]) -> None:
+        self._depths, self._updates = depths, batch.update + 1
+        self._rows[batch.update] |= {
             "rolling_samples": depths.rolling,
             "scoring_samples": depths.scoring,
             "buffered_samples": depths.buffered,
             "permits_in_use": depths.permits_in_use,
             "dropped_samples": self.totals.drops.total(),
-            "servers": self._sampled.columns(report),
+            **columns,
         }
         self._write_row(batch.update)
         if self._timeline is not None:
-            self._timeline.weight_sync(report)
             self._timeline.flush()
         if self._display is not None:
             self._display.updated(self.snapshot())

@@ -16,11 +16,11 @@ PACKAGES = {"torch": "torch", "megatron_core": "megatron-core", "sglang": "sglan
 
 
 def summarise(
-    totals: RunTotals, accounting: Accounting, wall_s: float, max_staleness: int
+    totals: RunTotals, accounting: Accounting, wall_s: float, bound: int
 ) -> dict[str, Any]:
     """Summarise one run. The accuracies are null until the command line fills them.
 
-    wall_s: seconds that the reader waited. max_staleness: tau, the bound in versions. A figure that
+    wall_s: seconds that the reader waited. bound: on staleness, in versions. A figure that
     was never measured is null. probs_diff_max, ratio_p99 and ratio_max are the largest over
     the updates; probs_diff_mean is the mean over the tokens measured; reward_* are over all
     samples trained on (metrics/rewards.py). probs_diff_replayed_* and probs_diff_free_*: with
@@ -46,7 +46,7 @@ def summarise(
         "overlap": times.overlap(),
         "staleness_mean_versions": staleness.tokens.mean,
         "staleness_max_versions": staleness.tokens.max,
-        "staleness_bound_versions": max_staleness,
+        "staleness_bound_versions": bound,
         "staleness_tokens_by_version": staleness.tokens.as_json(),
         "staleness_samples_by_version": staleness.samples.as_json(),
         "partial_rollouts": staleness.partial_rollouts,

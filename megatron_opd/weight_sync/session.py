@@ -124,12 +124,16 @@ class WeightSync:
         async with self._syncing:
             return await self._sync(version, turn)
 
+    async def stranded(self) -> None:
+        """Return once no server is left that holds the live version."""
+        await self._fleet.stranded()
+
     async def serve_on(self, current: Callable[[], int | None], learner: asyncio.Lock) -> None:
         """Sync the current version again whenever only servers without it are left.
 
         Otherwise servers that were added get their weights with the next version. Runs until it is
         cancelled; raises as `sync`. current: the version whose weights the learner has; None: they
-        are newer, and about to be synced anyway. learner: held by whoever uses it.
+        are about to be synced anyway. learner: held by whoever uses it.
         """
         while True:
             await self._fleet.stranded()

@@ -52,7 +52,8 @@ def write_config(inputs: Path, tmp_path: Path, **sections: dict | None) -> Path:
         "teacher": {**server, "model": str(inputs / "teacher")},
         "rollout": {"max_new_tokens": 24, "concurrency": 12},
         "support": {"m": 8},
-        "buffer": {"batch_size": BATCH, "max_staleness": STALENESS},
+        "buffer": {"batch_size": BATCH},
+        "schedule": {"max_staleness": STALENESS},
         "learner": {
             "dtype": "float32",
             "max_tokens_per_microbatch": 256,

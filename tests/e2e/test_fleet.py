@@ -41,7 +41,8 @@ def write_config(root: Path, student: Path, teacher: Path, teachers: Sections) -
         "teacher": {**server, "model": str(teacher), **teachers["teacher"]},
         "rollout": {"max_new_tokens": 24, "concurrency": 12},
         "support": {"m": 8},
-        "buffer": {"batch_size": BATCH, "max_staleness": STALENESS},
+        "buffer": {"batch_size": BATCH},
+        "schedule": {"max_staleness": STALENESS},
         "learner": {
             "dtype": "float32",
             "max_tokens_per_microbatch": 256,

@@ -63,7 +63,8 @@ def write_config(root: Path, elsewhere: dict[str, dict[str, Any]]) -> Path:
         "teacher": elsewhere["teacher"],
         "rollout": {"max_new_tokens": 24, "concurrency": 12},
         "support": {"m": 8},
-        "buffer": {"batch_size": BATCH, "max_staleness": HELD, "hold_batches": HELD},
+        "buffer": {"batch_size": BATCH},
+        "schedule": {"type": "controlled", "max_staleness": HELD},
         "learner": {
             "dtype": "float32",
             "max_tokens_per_microbatch": 256,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -213,6 +214,50 @@ def matched(done: Finished, updates: int, parallel: dict[str, int]) -> None:
     bounded(MISMATCH, done.summary["probs_diff_max"], 1e-4, str(parallel))
 
 
+@pytest.mark.parametrize(
+    ("schedule", "bound", "versions"),
+    [
+        ({"type": "stale", "sync_every": 2}, 2, {0, 2, 4, 5}),
+        ({"type": "partial", "sync_every": 2, "order": "completion"}, 4, {0, 2, 4, 5}),
+        ({"type": "partial", "sync_every": 3, "in_flight": "abort"}, 4, {0, 3, 5}),
+    ],
+    ids=["stale", "completion", "abort"],
+)
+def test_several_updates_come_before_a_weight_sync(
+    schedule: dict[str, Any],
+    bound: int,
+    versions: set[int],
+    inputs: Path,
+    tmp_path: Path,
+    shared: Sections,
+    start: Callable[..., Running],
+):
+    config = write_config(
+        inputs,
+        tmp_path,
+        run={"max_steps": 5},
+        schedule=schedule,
+        weight_sync={"verify_every": 1},
+        evaluation={"problems": 0},
+        **shared,
+    )
+    running = start(config)
+    running.wait_until(running.has_updated)
+    done = running.finish(START_TIMEOUT_S)
+    assert done.code == 0, done.output
+    summary, rows = done.summary, done.rows
+    assert (summary["updates"], summary["version"], summary["samples_in_flight"]) == (5, 5, 0)
+    assert summary["samples_consumed"] == 5 * BATCH
+    assert summary["staleness_bound_versions"] == bound
+    assert summary["staleness_max_versions"] <= bound
+    assert {row["update"] + 1 for row in rows if row["publish_s"] is not None} == versions - {0}
+    assert [row["version"] for row in rows] == list(range(5))
+    if schedule["type"] == "stale":
+        assert summary["partial_rollouts"] == 0, "each response is of one version"
+    # what was sampled by the learner's own weights was measured, and agrees
+    bounded(MISMATCH, summary["probs_diff_max"], 1e-4, schedule["type"])
+
+
 def test_batches_held_back_have_an_exact_staleness(
     inputs: Path, tmp_path: Path, shared: Sections, start: Callable[..., Running]
 ):
@@ -223,7 +268,7 @@ def test_batches_held_back_have_an_exact_staleness(
         tmp_path,
         run={"max_steps": 5},
         support={"type": "atoms_tail", "k": 4, "m": 4},
-        buffer={"max_staleness": 2, "hold_batches": 2},
+        schedule={"type": "controlled", "max_staleness": 2},
         learner={"parallel": parallel},
         evaluation={"problems": 0},
         **shared,

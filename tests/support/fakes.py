@@ -189,6 +189,9 @@ class WeightSyncer:
         phases = (Phase("pause", started_s, started_s), Phase("send", started_s, clock()))
         return WeightSyncReport(version, phases, 1000, started_s, clock())
 
+    async def stranded(self) -> None:
+        await asyncio.Event().wait()
+
     async def serve_on(self, current: Callable[[], int | None], learner: asyncio.Lock) -> None:
         """Never needed: its servers are never lost."""
         await asyncio.Event().wait()
@@ -205,6 +208,7 @@ class Witness:
     batches: list[Batch] = field(default_factory=list)
     reports: list[WeightSyncReport] = field(default_factory=list)
     depths: list[Depths] = field(default_factory=list)
+    unsynced: int = 0
     accounting: Accounting | None = None
 
     def started(self, now_s: float, depths: Depths) -> None:
@@ -225,6 +229,9 @@ class Witness:
     def trained(self, batch: Batch, figures: Any, started_s: float, finished_s: float) -> None:
         assert finished_s >= started_s
         self.batches.append(batch)
+
+    def updated(self, batch: Batch, depths: Depths) -> None:
+        self.unsynced += 1
 
     def weights_synced(self, batch: Batch, report: WeightSyncReport, depths: Depths) -> None:
         self.reports.append(report)

@@ -5,7 +5,6 @@ import asyncio
 from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
-from megatron_opd.controller.schedule import Schedule
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import JsonlSink, TensorBoardSink
 from megatron_opd.metrics.timeline import Timeline
@@ -13,6 +12,7 @@ from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.sim.clock import run_virtual
 from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, prompts
+from tests.support.schedules import planned
 
 
 def record(tmp_path, *, updates=7, display=None, drop=(), learner=None):
@@ -33,7 +33,7 @@ def record(tmp_path, *, updates=7, display=None, drop=(), learner=None):
             asyncio.get_running_loop().time,
         )
         ports = Ports(prompts(), fleet, scores, learner, WeightSyncer(fleet, learner), recorder)
-        await Controller(Schedule(updates, 3, 2, 16, 16), ports).run()
+        await Controller(planned(updates, 3, 2, 16, 16), ports).run()
         return recorder
 
     return run_virtual(scenario()), learner

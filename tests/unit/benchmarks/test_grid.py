@@ -135,7 +135,10 @@ def test_methods_of_the_delayed_rollout_study_differ_in_the_weight_alone(
             assert objective["trust"] == {"type": "clip", "low": 0.2, "high": 0.2, "dual": None}
             assert objective.get("defensive", 0) == 0
             assert parts["reduction"] == {"type": "sequence_mean"}
-            assert parts["buffer"]["hold_batches"] == parts["buffer"]["max_staleness"] == delay
+            assert (
+                parts["schedule"] | {"max_staleness": delay, "type": "controlled"}
+                == parts["schedule"]
+            )
             penalty = None if objective["kl"] is None else objective["kl"]["coefficient"]
             assert penalty == (None if delay == 0 else 0.005)
     for name, (method, _) in staleness.FACTORS.items():
@@ -159,7 +162,7 @@ def test_every_correction_has_its_control_on_the_exact_sampler(monkeypatch: pyte
     caps = set()
     for each in trials:
         parts = configured(each)
-        assert parts["buffer"]["max_staleness"] == 0
+        assert parts["schedule"]["max_staleness"] == 0
         if parts["correction"]["type"] == "truncated":
             caps.add(parts["correction"]["max_ratio"])
     assert caps == {2.0, 8.0}

@@ -21,7 +21,7 @@ def test_batches_wait_for_the_front_of_the_line():
         buffer = SampleBuffer()
         batcher = Batcher(buffer, 2)
         for uid in range(4):
-            buffer.admit(uid)
+            buffer.admit(uid, 0)
         for uid in (3, 2, 1):
             buffer.put(make_sample(uid))
         assert (buffer.ready, buffer.scored, buffer.waiting_for_score) == (0, 3, 1)
@@ -39,7 +39,7 @@ def test_a_dropped_head_leaves_no_gap():
     async def scenario():
         buffer = SampleBuffer()
         for uid in range(3):
-            buffer.admit(uid)
+            buffer.admit(uid, 0)
         buffer.put(make_sample(1))
         buffer.put(make_sample(2))
         batch = asyncio.create_task(Batcher(buffer, 2).next_batch())
@@ -60,7 +60,7 @@ def test_any_arrival_order_gives_admission_order(order, dropped, batch_size):
     async def scenario():
         buffer = SampleBuffer()
         for uid in range(12):
-            buffer.admit(uid)
+            buffer.admit(uid, 0)
 
         async def arrive():
             for uid in order:
@@ -90,7 +90,7 @@ def test_scored_samples_can_be_withdrawn_wherever_they_are():
     async def scenario():
         buffer = SampleBuffer()
         for uid in range(8):
-            buffer.admit(uid)
+            buffer.admit(uid, 0)
         for uid in (0, 1, 2, 5, 6):
             buffer.put(make_sample(uid))
         batch = asyncio.create_task(Batcher(buffer, 4).next_batch())
@@ -113,7 +113,7 @@ def test_batches_are_held_back_until_more_lie_behind_them():
         buffer = SampleBuffer()
         batcher = Batcher(buffer, 2, hold_batches=2)
         for uid in range(7):
-            buffer.admit(uid)
+            buffer.admit(uid, 0)
         for uid in range(5):
             buffer.put(make_sample(uid))
         batch = asyncio.create_task(batcher.next_batch())
@@ -144,12 +144,12 @@ def test_an_empty_closed_buffer_gives_an_empty_batch():
 
 def test_misuse_is_refused():
     buffer = SampleBuffer()
-    buffer.admit(0)
+    buffer.admit(0, 0)
     with pytest.raises(ValueError, match="prompt 0 was admitted twice"):
-        buffer.admit(0)
+        buffer.admit(0, 0)
     with pytest.raises(ValueError, match="prompt 5 is not waiting"):
         buffer.put(make_sample(5))
-    buffer.admit(1)
+    buffer.admit(1, 0)
     buffer.put(make_sample(1))
     with pytest.raises(ValueError, match="prompt 1 is not waiting"):
         buffer.drop(1)
@@ -157,4 +157,4 @@ def test_misuse_is_refused():
         buffer.take(1)
     buffer.close()
     with pytest.raises(ValueError, match="prompt 9 was admitted after"):
-        buffer.admit(9)
+        buffer.admit(9, 0)

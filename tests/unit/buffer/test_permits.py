@@ -19,15 +19,15 @@ from megatron_opd.buffer.rejection import RolloutRejected, ScoreRejected
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.ports import Ports
-from megatron_opd.controller.schedule import Schedule
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.types import Batch
 from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, Witness, make_sample, prompts
+from tests.support.schedules import planned
 
 
 def test_permits_are_bounded_and_counted():
     async def scenario():
-        permits = Permits(batch_size=2, max_staleness=1)
+        permits = Permits(4)
         for uid in range(4):
             await permits.acquire(uid)
         assert permits.in_use == permits.total == 4
@@ -43,7 +43,7 @@ def test_permits_are_bounded_and_counted():
 
 def test_a_permit_is_neither_doubled_nor_returned_twice():
     async def scenario():
-        permits = Permits(2, 0)
+        permits = Permits(2)
         await permits.acquire(7)
         with pytest.raises(PermitError, match="prompt 7 already"):
             await permits.acquire(7)
@@ -56,7 +56,7 @@ def test_a_permit_is_neither_doubled_nor_returned_twice():
 
 def test_a_cancelled_wait_takes_no_permit():
     async def scenario():
-        permits = Permits(1, 0)
+        permits = Permits(1)
         await permits.acquire(0)
         waiter = asyncio.create_task(permits.acquire(1))
         await asyncio.sleep(1)
@@ -105,7 +105,7 @@ def random_run(
     learner = Learner(lambda update: durations[update + 2000])
     weight_sync = WeightSyncer(fleet, learner, lambda version: durations[version + 3000] / 4)
     witness = Witness()
-    schedule = Schedule(updates, batch_size, tau, slots, slots, group_size, hold)
+    schedule = planned(updates, batch_size, tau, slots, slots, group_size, hold_batches=hold)
     ports = Ports(prompts(), fleet, teacher, learner, weight_sync, witness)
     running = controller(schedule, ports)
     accounting = run_virtual(running.run())
@@ -194,8 +194,9 @@ def test_holding_back_tau_batches_makes_the_staleness_exact(
         assert k - version == min(k, tau)
 
 
-def test_holding_back_more_than_the_permits_allow_stalls():
+def test_holding_back_more_than_the_permits_allow_stalls(monkeypatch: pytest.MonkeyPatch):
     """Why hold_batches is bounded by max_staleness."""
+    monkeypatch.setattr("megatron_opd.config.schedule._held", lambda schedule: None)
     with pytest.raises(RuntimeError, match="deadlock"):
         random_run(0, updates=9, batch_size=2, tau=1, slots=9, drop_rate=0, spread=0, hold=2)
 
@@ -228,7 +229,7 @@ def test_the_bound_is_tight(tau):
     # the fleet is fast: everything the permits allow is finished at the oldest version
     fleet = Fleet(lambda uid: 0.001)
     learner = Learner()
-    schedule = Schedule(8, 3, tau, 64, 64)
+    schedule = planned(8, 3, tau, 64, 64)
     ports = fast_ports(fleet, learner)
     run_virtual(Controller(schedule, ports).run())
     oldest = [
@@ -261,7 +262,7 @@ def test_releasing_at_consumption_breaks_the_bound_and_is_caught():
     learner = Learner()
     ports = fast_ports(fleet, learner)
     with pytest.raises(LoopFailed, match="StalenessExceeded: sample 4 of update 2 is 2 versions"):
-        run_virtual(ReleasesTooEarly(Schedule(8, 2, 1, 64, 64), ports).run())
+        run_virtual(ReleasesTooEarly(planned(8, 2, 1, 64, 64), ports).run())
 
 
 class TakesWhatFinishedFirst(Controller):
@@ -287,4 +288,4 @@ def test_completion_order_breaks_the_bound_and_is_caught():
     learner = Learner()
     ports = Ports(prompts(), fleet, Teacher(), learner, WeightSyncer(fleet, learner), Witness())
     with pytest.raises(LoopFailed, match="StalenessExceeded: sample 0 "):
-        run_virtual(TakesWhatFinishedFirst(Schedule(30, 2, 1, 64, 64), ports).run())
+        run_virtual(TakesWhatFinishedFirst(planned(30, 2, 1, 64, 64), ports).run())

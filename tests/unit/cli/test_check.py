@@ -242,10 +242,10 @@ def test_a_teacher_without_use_is_said(tmp_path: Path, config: dict, capsys):
 
 
 def test_an_overlap_that_no_batch_is_ready_for_is_said(tmp_path: Path, config: dict, capsys):
-    options = ["--set", "weight_sync.overlap=true", "--set", "buffer.max_staleness=2"]
-    held = ["--set", "buffer.hold_batches=2"]
+    options = ["--set", "weight_sync.overlap=true", "--set", "schedule.max_staleness=2"]
+    held = ["--set", "schedule.hold_batches=2"]
     assert call(tmp_path, config, *options, *held, verb="check") == 0
-    assert squeezed("note weight_sync.overlap has no effect: with buffer.hold") in printed(capsys)
+    assert squeezed("note weight_sync.overlap has no effect: with schedule.max") in printed(capsys)
     assert call(tmp_path, config, *options, verb="check") == 0
     assert squeezed("has no effect") not in printed(capsys)
 

@@ -48,7 +48,7 @@ class Run:
     """Two students, one of them started here (A), and a teacher."""
 
     def __init__(self, **sections: Any) -> None:
-        hold = {"buffer": {"max_staleness": 1, "hold_batches": 1}}
+        hold = {"schedule": {"type": "controlled"}}
         self.config = minimal(**(hold | {"cluster": {"drain_s": 30.0}} | sections))
         self.clients = {url: Client(url, version=3) for url in (A, B, C, T)}
         self.fleets = {

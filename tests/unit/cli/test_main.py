@@ -30,7 +30,7 @@ def test_check_prints_the_plan(tmp_path: Path, config: dict, capsys: pytest.Capt
     assert call(tmp_path, config, verb="check") == 0
     printed = capsys.readouterr().out
     assert "Qwen3MoeForCausalLM" in printed
-    assert "(1 + 1) * 64 = 128 permits" in printed
+    assert "128 permits" in printed
 
 
 @pytest.mark.parametrize(

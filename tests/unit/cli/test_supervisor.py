@@ -45,7 +45,7 @@ class Machine:
         self.config = minimal(
             student={"model": "s", "startup_timeout_s": 60.0} | student,
             run=run,
-            buffer={"max_staleness": 1, "hold_batches": 1},
+            schedule={"type": "controlled"},
         )
         self.fleets = {"student": self.fleet(*urls), "teacher": self.fleet(T)}
         processes: Any = SimpleNamespace(

@@ -23,7 +23,7 @@ def error_of(path: Path, *overrides: str) -> str:
 
 def test_defaults_fill_in_and_the_dump_loads_to_an_equal_config(tmp_path: Path):
     config = load_config(Config, write(tmp_path, MINIMAL))
-    assert config.buffer.permits == (config.buffer.max_staleness + 1) * config.buffer.batch_size
+    assert config.schedule.permits(config.buffer.batch_size) == 2 * config.buffer.batch_size
     assert load_config(Config, write(tmp_path, dump_config(config))) == config
 
 
@@ -56,7 +56,7 @@ def test_defaults_fill_in_and_the_dump_loads_to_an_equal_config(tmp_path: Path):
         ("run.updates=5", ["'run.updates'", "it is now 'run.max_steps'"]),
         ("learner.mini_batches=2", ["'learner.mini_batches'", "'learner.num_mini_batches'"]),
         ("learner.optimizer.schedule=cosine", ["learner.optimizer: schedule is now lr_scheduler"]),
-        ("buffer.max_staleness=-1", ["buffer.max_staleness", "-1"]),
+        ("schedule.max_staleness=-1", ["schedule.max_staleness", "-1"]),
         ("learner.dtype=fp8", ["learner.dtype", "fp8"]),
         (
             "learner.routing_compare_every=2",

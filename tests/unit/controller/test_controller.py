@@ -11,9 +11,9 @@ from megatron_opd.buffer.rejection import RolloutRejected, ScoreRejected
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.ports import Ports
-from megatron_opd.controller.schedule import Schedule
 from megatron_opd.sim.clock import run_virtual
 from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, Witness, prompts
+from tests.support.schedules import planned
 
 
 class Pipeline:
@@ -36,7 +36,7 @@ class Pipeline:
         self.weight_sync = weight_sync or WeightSyncer(self.fleet, self.learner)
         self.weight_sync.fleet, self.weight_sync.learner = self.fleet, self.learner
         self.witness = Witness()
-        schedule = schedule or Schedule(4, 3, 1, 16, 16)
+        schedule = schedule or planned(4, 3, 1, 16, 16)
         self.controller = Controller(
             schedule,
             Ports(
@@ -80,7 +80,7 @@ def test_a_run_makes_its_updates_and_drains():
 
 
 def test_tau_zero_is_strictly_synchronous():
-    pipeline = Pipeline(schedule=Schedule(5, 4, 0, 16, 16))
+    pipeline = Pipeline(schedule=planned(5, 4, 0, 16, 16))
     pipeline.run()
     assert set(pipeline.staleness()) == {0}
     spans = [len(s.rollout.spans) for b in pipeline.learner.batches for s in b.samples]
@@ -91,7 +91,7 @@ def test_tau_zero_is_strictly_synchronous():
 def test_any_stage_may_be_the_slow_one(slow):
     pace = dict.fromkeys(["rollout", "teacher", "learner", "weight_sync"], 0.01) | {slow: 10.0}
     pipeline = Pipeline(
-        schedule=Schedule(6, 3, 2, 16, 16),
+        schedule=planned(6, 3, 2, 16, 16),
         fleet=Fleet(lambda _: pace["rollout"]),
         teacher=Teacher(lambda _: pace["teacher"]),
         learner=Learner(lambda _: pace["learner"]),
@@ -104,21 +104,21 @@ def test_any_stage_may_be_the_slow_one(slow):
 
 
 def test_rollouts_run_across_weight_syncs_and_carry_both_versions():
-    pipeline = Pipeline(schedule=Schedule(6, 2, 3, 16, 16), fleet=Fleet(lambda uid: 1 + uid % 5))
+    pipeline = Pipeline(schedule=planned(6, 2, 3, 16, 16), fleet=Fleet(lambda uid: 1 + uid % 5))
     pipeline.run()
     spans = [s.rollout.spans for b in pipeline.learner.batches for s in b.samples]
     assert any(len(span) > 1 for span in spans)
 
 
 def test_slots_bound_the_requests_in_flight():
-    pipeline = Pipeline(schedule=Schedule(3, 8, 1, 5, 16))
+    pipeline = Pipeline(schedule=planned(3, 8, 1, 5, 16))
     pipeline.run()
     assert pipeline.fleet.max_in_flight == 5
 
 
 def test_a_stalled_front_does_not_stall_the_admission_behind_it():
     pipeline = Pipeline(
-        schedule=Schedule(4, 2, 3, 16, 16), fleet=Fleet(lambda uid: 50.0 if uid == 0 else 0.1)
+        schedule=planned(4, 2, 3, 16, 16), fleet=Fleet(lambda uid: 50.0 if uid == 0 else 0.1)
     )
     pipeline.run()
     # the other permits are all used while prompt 0 is in flight
@@ -161,7 +161,7 @@ def test_a_run_whose_samples_are_all_dropped_fails_instead_of_spinning():
     assert pipeline.witness.accounting.dropped["nan"] >= 16
 
 
-GROUPED = Schedule(2, 4, 1, 16, 16, group_size=4)
+GROUPED = planned(2, 4, 1, 16, 16, group_size=4)
 
 
 def test_a_drop_takes_its_group_along_and_nobody_asks_a_teacher_in_vain():
@@ -183,7 +183,7 @@ def test_a_drop_takes_its_group_along_and_nobody_asks_a_teacher_in_vain():
 
 def test_members_of_a_broken_group_that_wait_for_a_slot_are_never_sampled():
     pipeline = Pipeline(
-        schedule=Schedule(2, 4, 1, 1, 16, group_size=4),
+        schedule=planned(2, 4, 1, 1, 16, group_size=4),
         fleet=Fleet(fail=failing_on(0, RolloutRejected("x"))),
     )
     assert pipeline.run().dropped == {"x": 1, "group_incomplete": 3}
@@ -194,7 +194,7 @@ def test_members_of_a_broken_group_that_wait_for_a_slot_are_never_sampled():
 def test_members_of_a_broken_group_that_wait_for_a_permit_are_never_admitted():
     # tau = 0: the four permits are with 0..3; 0 breaks its pair at once, 1 soon after
     pipeline = Pipeline(
-        schedule=Schedule(3, 4, 0, 16, 16, group_size=4),
+        schedule=planned(3, 4, 0, 16, 16, group_size=4),
         fleet=Fleet(
             lambda uid: 9.0 if uid in (1, 2, 3) else 1.0, failing_on(4, RolloutRejected("x"))
         ),
@@ -210,7 +210,7 @@ def test_members_of_a_broken_group_that_wait_for_a_permit_are_never_admitted():
 
 def test_one_bad_sample_in_a_large_group_is_no_run_of_drops():
     pipeline = Pipeline(
-        schedule=Schedule(2, 32, 0, 64, 64, group_size=32),
+        schedule=planned(2, 32, 0, 64, 64, group_size=32),
         teacher=Teacher(fail=failing_on(5, ScoreRejected("nan"))),
     )
     assert pipeline.run().dropped == {"nan": 1, "group_incomplete": 31}
@@ -226,14 +226,14 @@ def test_a_run_that_never_completes_a_group_fails_instead_of_spinning():
 
 
 def test_batches_are_held_back_and_drained_at_the_end():
-    pipeline = Pipeline(schedule=Schedule(5, 2, 2, 16, 16, hold_batches=2))
+    pipeline = Pipeline(schedule=planned(5, 2, 2, 16, 16, hold_batches=2))
     accounting = pipeline.run()
     assert (accounting.consumed, accounting.in_flight) == (10, 0)
     assert pipeline.staleness() == [0, 0, 1, 1, 2, 2, 2, 2, 2, 2]
 
 
 def test_a_finite_source_ends_with_a_partial_batch():
-    pipeline = Pipeline(source=prompts(7), schedule=Schedule(10, 3, 1, 16, 16))
+    pipeline = Pipeline(source=prompts(7), schedule=planned(10, 3, 1, 16, 16))
     accounting = pipeline.run()
     assert [len(batch) for batch in pipeline.trained_uids()] == [3, 3, 1]
     assert (accounting.updates, accounting.version, accounting.in_flight) == (3, 3, 0)
@@ -307,7 +307,7 @@ def test_permits_stay_held_after_a_failed_weight_sync():
 
 
 def test_cancellation_ends_every_loop_and_accounts_for_everything():
-    pipeline = Pipeline(schedule=Schedule(100, 3, 1, 16, 16))
+    pipeline = Pipeline(schedule=planned(100, 3, 1, 16, 16))
 
     async def scenario():
         run = asyncio.create_task(pipeline.controller.run())
@@ -335,7 +335,7 @@ def test_errors_of_torn_connections_do_not_turn_an_interruption_into_a_failure()
             except asyncio.CancelledError:
                 raise ConnectionError("closed under me") from None
 
-    pipeline = Pipeline(fleet=TornFleet(), schedule=Schedule(100, 3, 1, 16, 16))
+    pipeline = Pipeline(fleet=TornFleet(), schedule=planned(100, 3, 1, 16, 16))
 
     async def scenario():
         run = asyncio.create_task(pipeline.controller.run())
@@ -364,7 +364,7 @@ class DyingServer:
 
 
 def test_the_guard_stops_the_run():
-    pipeline = Pipeline(guard=DyingServer(3.0), schedule=Schedule(100, 3, 1, 16, 16))
+    pipeline = Pipeline(guard=DyingServer(3.0), schedule=planned(100, 3, 1, 16, 16))
     with pytest.raises(LoopFailed, match="health: RuntimeError: student-0 exited with code -9"):
         pipeline.run()
 
@@ -388,7 +388,7 @@ def test_it_is_quick_enough_on_a_real_clock():
         return 0.0
 
     pipeline = Pipeline(
-        schedule=Schedule(20, 100, 1, 64, 64),
+        schedule=planned(20, 100, 1, 64, 64),
         fleet=Fleet(instant),
         teacher=Teacher(instant),
         learner=Learner(instant),

@@ -17,7 +17,6 @@ from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
-from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member, place
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
 from megatron_opd.sim.clock import run_virtual
@@ -30,6 +29,7 @@ from tests.support.fakes import (
     make_prompt,
     make_sample,
 )
+from tests.support.schedules import planned
 from tests.support.wire import config
 
 
@@ -89,7 +89,7 @@ def go(schedule, state=NOTHING_YET, *, seed=0, bad=(), until_s=None):
 def test_a_run_goes_on_from_any_update_and_loses_nothing(data):
     group = data.draw(st.sampled_from([1, 2]))
     tau = data.draw(st.integers(0, 3))
-    schedule = Schedule(
+    schedule = planned(
         updates=6,
         batch_size=group * data.draw(st.integers(1, 3)),
         max_staleness=tau,
@@ -124,7 +124,7 @@ def test_a_run_goes_on_from_any_update_and_loses_nothing(data):
 @given(data=st.data())
 def test_a_run_that_is_told_to_end_goes_on_from_its_last_update(data):
     tau = data.draw(st.integers(0, 3))
-    schedule = Schedule(6, 2, tau, 8, 8, hold_batches=data.draw(st.integers(0, tau)))
+    schedule = planned(6, 2, tau, 8, 8, hold_batches=data.draw(st.integers(0, tau)))
     until_s = data.draw(st.floats(0.0, 12.0))
     first_run, first, keeper = go(schedule, seed=1, until_s=until_s)
     state = decode_state(keeper.last) if hasattr(keeper, "last") else None
@@ -145,13 +145,13 @@ def test_a_run_that_is_told_to_end_goes_on_from_its_last_update(data):
 
 def test_a_run_that_made_all_its_updates_has_nothing_to_do():
     """One that was preempted in its last evaluation goes on from there."""
-    _, _, keeper = go(Schedule(4, 2, 1, 8, 8))
-    done, learner, _ = go(Schedule(4, 2, 1, 8, 8), decode_state(keeper.kept[4]))
+    _, _, keeper = go(planned(4, 2, 1, 8, 8))
+    done, learner, _ = go(planned(4, 2, 1, 8, 8), decode_state(keeper.kept[4]))
     assert (done.updates, done.version, done.in_flight, learner.batches) == (4, 4, 0, [])
 
 
 def test_held_samples_are_trained_on_as_they_were():
-    schedule = Schedule(8, 2, 2, 16, 16, hold_batches=2)
+    schedule = planned(8, 2, 2, 16, 16, hold_batches=2)
     _, first, keeper = go(schedule, seed=1)
     _, second, _ = go(schedule, decode_state(keeper.kept[3]), seed=2)
     for ours, theirs in zip(second.batches[:2], first.batches[3:5], strict=True):
@@ -233,7 +233,7 @@ def test_what_is_no_state_is_refused():
 
 def test_more_holders_than_permits_are_a_broken_state():
     with pytest.raises(PermitError, match="3 prompts hold permits, there are 2"):
-        Permits(2, 0, [1, 2, 3])
+        Permits(2, [1, 2, 3])
     assert Member(prompt=make_prompt(4)).uid == 4
 
 

@@ -20,6 +20,7 @@ from megatron_opd.metrics.types import WeightSyncReport
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.types import Batch, LearnerTurn
 from tests.support.fakes import Figures, Fleet, Learner, Teacher, WeightSyncer, Witness, prompts
+from tests.support.schedules import planned
 
 Span = tuple[float, float]
 
@@ -165,7 +166,7 @@ def test_the_bound_holds_and_nothing_is_lost(
     pace = [chance.lognormvariate(0, 1) ** 2 for _ in range(4000)]
     tries, drops = [chance.random() for _ in range(100)], [chance.random() for _ in range(4000)]
     done = run_of(
-        Schedule(updates, batch_size, tau, slots, slots, hold_batches=min(hold, tau)),
+        planned(updates, batch_size, tau, slots, slots, hold_batches=min(hold, tau)),
         rollout_s=lambda uid: pace[uid],
         train_s=lambda update: pace[update + 2000],
         sync_s=lambda version: pace[version + 3000],
@@ -196,7 +197,7 @@ def test_the_bound_holds_and_nothing_is_lost(
 @pytest.mark.parametrize("tau", [1, 2, 4])
 def test_updates_run_beside_weight_syncs(tau: int):
     """All but the first, before which no batch is scored, and the last, which no update follows."""
-    done = run_of(Schedule(8, 4, tau, 64, 64))
+    done = run_of(planned(8, 4, tau, 64, 64))
     beside = done.beside()
     assert min(beside[:-1]) == pytest.approx(1.0, abs=0.02)
     held = [report.learner_held_s for report in done.witness.reports]
@@ -207,7 +208,7 @@ def test_updates_run_beside_weight_syncs(tau: int):
 
 def test_at_most_one_update_runs_beside_a_weight_sync():
     """Weight syncs of ten times an update: the second update waits, and the rest is held."""
-    done = run_of(Schedule(6, 2, 4, 64, 64), sync_s=lambda version: 10.0)
+    done = run_of(planned(6, 2, 4, 64, 64), sync_s=lambda version: 10.0)
     for begun_s, ended_s in done.sync.spans:
         assert sum(begun_s < start_s < ended_s for start_s, _ in done.learner.spans) <= 1
     held = [report.learner_held_s for report in done.witness.reports]
@@ -216,7 +217,7 @@ def test_at_most_one_update_runs_beside_a_weight_sync():
 
 
 def test_a_checkpoint_that_is_due_keeps_the_learner():
-    done = run_of(Schedule(6, 2, 2, 64, 64), wanted={2, 5})
+    done = run_of(planned(6, 2, 2, 64, 64), wanted={2, 5})
     assert [seconds > 0.5 for seconds in done.beside()] == [True, False, True, True, False, False]
     held = [report.learner_held_s for report in done.witness.reports]
     assert held[1] == pytest.approx(1.01, abs=0.03), "the checkpoint itself is not counted"
@@ -224,7 +225,7 @@ def test_a_checkpoint_that_is_due_keeps_the_learner():
 
 def test_another_try_waits_for_the_update_and_lets_none_begin():
     done = run_of(
-        Schedule(6, 2, 2, 64, 64), again=lambda version: version == 3, train_s=lambda update: 4.0
+        planned(6, 2, 2, 64, 64), again=lambda version: version == 3, train_s=lambda update: 4.0
     )
     # 0.01 until the release, then from the end of the update to that of the second try
     assert done.witness.reports[2].learner_held_s == pytest.approx(0.01 + 1.5, abs=0.02)
@@ -236,7 +237,7 @@ def test_without_a_release_updates_and_weight_syncs_alternate():
     sync = WeightSyncer(fleet, learner)  # asserts that nothing trains, at its start and its end
     witness = Witness()
     ports = Ports(prompts(), fleet, Teacher(), learner, sync, witness)
-    run_virtual(Controller(Schedule(5, 3, 3, 64, 64), ports).run())
+    run_virtual(Controller(planned(5, 3, 3, 64, 64), ports).run())
     assert [report.learner_held_s for report in witness.reports] == pytest.approx([0.2] * 5)
 
 

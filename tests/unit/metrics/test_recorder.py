@@ -7,7 +7,6 @@ import pytest
 
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
-from megatron_opd.controller.schedule import Schedule
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import JsonlSink
 from megatron_opd.metrics.summary import summarise
@@ -17,6 +16,7 @@ from megatron_opd.sim.clock import run_virtual
 from megatron_opd.types import Batch
 from tests.support.fakes import Figures, Fleet, Learner, Teacher, WeightSyncer, make_sample, prompts
 from tests.support.recorded_run import record
+from tests.support.schedules import planned
 
 
 def test_figures_without_a_meaning_become_no_column(tmp_path):
@@ -72,7 +72,7 @@ def test_an_interruption_between_update_and_weight_sync_keeps_the_row(tmp_path):
         clock = asyncio.get_running_loop().time
         recorder = RunRecorder(9, RunTotals(), [sink], clock=clock)
         ports = Ports(prompts(), fleet, Teacher(), learner, weight_sync, recorder)
-        run = asyncio.create_task(Controller(Schedule(9, 3, 1, 16, 16), ports).run())
+        run = asyncio.create_task(Controller(planned(9, 3, 1, 16, 16), ports).run())
         await asyncio.sleep(50)
         run.cancel()
         await asyncio.gather(run, return_exceptions=True)

@@ -6,7 +6,6 @@ import pytest
 
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
-from megatron_opd.controller.schedule import Schedule
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import write_json
 from megatron_opd.metrics.summary import summarise, versions
@@ -14,11 +13,12 @@ from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.sim.clock import run_virtual
 from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, prompts
 from tests.support.recorded_run import record
+from tests.support.schedules import planned
 
 
 def test_summary_of_a_run(tmp_path):
     recorder, learner = record(tmp_path, drop={4})
-    summary = summarise(recorder.totals, recorder.accounting, wall_s=12.5, max_staleness=2)
+    summary = summarise(recorder.totals, recorder.accounting, wall_s=12.5, bound=2)
     assert summary["updates"] == summary["version"] == 7
     assert summary["samples_consumed"] == 21
     assert summary["samples_admitted"] == 22
@@ -45,7 +45,7 @@ def test_summary_of_a_run_that_did_nothing():
     learner = Learner()
     fleet = Fleet()
     ports = Ports(prompts(0), fleet, Teacher(), learner, WeightSyncer(fleet, learner), recorder)
-    run_virtual(Controller(Schedule(5, 3, 2, 16, 16), ports).run())
+    run_virtual(Controller(planned(5, 3, 2, 16, 16), ports).run())
     summary = summarise(recorder.totals, recorder.accounting, 0.1, 2)
     assert summary["overlap"] is None
     assert summary["train_tokens_per_s"] is None

@@ -22,7 +22,6 @@ from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.health import HealthGuard, WatchedProcess
 from megatron_opd.controller.ports import Ports
-from megatron_opd.controller.schedule import Schedule
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
@@ -36,6 +35,7 @@ from sglang_bridge.protocol import DrawCache, RolloutReply
 from tests.support import fakes
 from tests.support.bridge_replies import FakeServer, breaking, rollout_reply
 from tests.support.fakes import make_prompt, prompts
+from tests.support.schedules import planned
 
 CACHE = DrawCache(
     offsets_T1=np.array([0, 2, 5]),
@@ -264,7 +264,7 @@ def run_flaky(lost: int, guard_of=lambda dead: None, of: int = 3):
     recorder = RunRecorder(6, RunTotals())
     guard = guard_of(dead)
     ports = Ports(prompts(), generator, fakes.Teacher(), learner, weight_sync, recorder, guard)
-    accounting = run_virtual(Controller(Schedule(6, 3, 7, 16, 16), ports).run())
+    accounting = run_virtual(Controller(planned(6, 3, 7, 16, 16), ports).run())
     return accounting, recorder, fleet
 
 

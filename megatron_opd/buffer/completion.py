@@ -1,0 +1,165 @@
+"""Gives out samples in the order in which they were finished, as far as no deadline is missed.
+
+The rule and its proof are in permits.py. A unit is a group of samples that are trained on together,
+numbered uid // G; it is due by the update v + A, v being the version under which its first member
+was admitted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from megatron_opd.buffer.buffer import SampleBuffer
+from megatron_opd.types import Sample
+
+
+class CompletionBuffer(SampleBuffer):
+    """Holds samples, and chooses those of the next batch.
+
+    Args:
+        batch_size: B.
+        group_size: G, divides B.
+        max_age: A, in updates.
+        updates: batches that were taken before.
+    """
+
+    def __init__(self, batch_size: int, group_size: int, max_age: int, updates: int = 0) -> None:
+        super().__init__()
+        self._batch_size, self._group_size, self._max_age = batch_size, group_size, max_age
+        self._updates = updates
+        self._units: dict[int, _Unit] = {}
+        self._finished: dict[int, None] = {}  # complete units, in order of their completion
+        self._left: Counter[int] = Counter()  # samples not trained on or dropped, by deadline
+
+    @property
+    def ready(self) -> int:
+        """Returns how many samples can be taken now: none while some due ones are unfinished."""
+        finished = len(self._finished) * self._group_size
+        if finished < self._batch_size or self.exhausted:
+            return finished
+        return finished if self._is_enough() else 0
+
+    @property
+    def scored(self) -> int:
+        """Returns the number of scored samples held."""
+        return len(self._line) - self.waiting_for_score
+
+    @property
+    def exhausted(self) -> bool:
+        """Returns whether the buffer is closed and no prompt is unscored: `ready` cannot grow."""
+        return self._closed and self.waiting_for_score == 0
+
+    def admit(self, uid: int, version: int) -> None:
+        """Append a prompt, admitted while `version` is live."""
+        super().admit(uid, version)
+        number = uid // self._group_size
+        if number not in self._units:
+            self._units[number] = _Unit(version + self._max_age)
+            self._left[version + self._max_age] += self._group_size
+
+    def drop(self, uid: int) -> None:
+        """Remove a prompt that will have no sample, and its unit with it."""
+        self._end(uid // self._group_size)
+        super().drop(uid)
+
+    def withdraw(self, uids: Collection[int]) -> list[int]:
+        """Remove the scored samples among `uids`; returns the removed uids."""
+        gone = [uid for uid in uids if self._line.get(uid) is not None]
+        for uid in gone:
+            self._end(uid // self._group_size)
+            del self._line[uid]
+        self._changed_now()
+        return gone
+
+    def take(self, count: int) -> tuple[Sample, ...]:
+        """Remove and return the samples of the next batch; ValueError: `count` cannot be had."""
+        if count > self.ready:
+            raise ValueError(f"{count} samples were asked for, {self.ready} are ready")
+        chosen = self._chosen(count // self._group_size)
+        samples: list[Sample] = []
+        for number in chosen:
+            samples += map(self._pop, self._units[number].uids)
+            self._end(number)
+        self._updates += 1
+        return tuple(samples)
+
+    def _store(self, uid: int, sample: Sample) -> None:
+        self._line[uid] = sample
+        unit = self._units.get(uid // self._group_size)
+        if unit is None:  # another member was dropped; it will be withdrawn
+            return
+        unit.uids.append(uid)
+        if len(unit.uids) == self._group_size:
+            unit.uids.sort()
+            self._finished[uid // self._group_size] = None
+
+    def _advance(self) -> None:
+        self._changed_now()
+
+    def _is_enough(self) -> bool:
+        """Return whether the finished units hold all that must be in the next batch."""
+        there: Counter[int] = Counter()
+        for number in self._finished:
+            there[self._units[number].due] += self._group_size
+        finished = 0
+        for due, must in self._musts():
+            finished = sum(count for other, count in there.items() if other <= due)
+            if finished < must:
+                return False
+        return True
+
+    def _chosen(self, count: int) -> list[int]:
+        """Return the units of the next batch: the first finished, but all that must be in it."""
+        chosen: dict[int, None] = {}
+        for due, must in self._musts():
+            among = [n for n in self._finished if self._units[n].due <= due]
+            already = sum(n in chosen for n in among)
+            missing = -(-must // self._group_size) - already
+            for number in among:
+                if missing <= 0:
+                    break
+                if number not in chosen:
+                    chosen[number] = None
+                    missing -= 1
+        for number in self._finished:
+            if len(chosen) >= count:
+                break
+            chosen[number] = None
+        return sorted(chosen, key=lambda number: list(self._finished).index(number))[:count]
+
+    def _musts(self) -> Iterator[tuple[int, int]]:
+        """Yield (deadline D, how many samples due by D must be in the next batch), D rising.
+
+        The later updates up to D, D - k of them, hold the rest.
+        """
+        total = 0
+        for due in sorted(self._left):
+            total += self._left[due]
+            must = total - (due - self._updates) * self._batch_size
+            if must > 0:
+                yield due, must
+
+    def _pop(self, uid: int) -> Sample:
+        sample = self._line.pop(uid)
+        assert sample is not None
+        return sample
+
+    def _end(self, number: int) -> None:
+        """Forget a unit that is trained on, or that lost a member."""
+        unit = self._units.pop(number, None)
+        if unit is None:
+            return
+        self._finished.pop(number, None)
+        self._left[unit.due] -= self._group_size
+        if not self._left[unit.due]:
+            del self._left[unit.due]
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Holds when a unit is due, and which of its members are scored."""
+
+    due: int
+    uids: list[int] = field(default_factory=list[int])

@@ -1,0 +1,93 @@
+"""Decides what a weight sync does with the responses that are being sampled.
+
+| in_flight | a response in flight                                 | the weight sync           |
+|-----------|------------------------------------------------------|---------------------------|
+| in_place  | waits and goes on with the new weights               | begins at once            |
+| keep      | is finished with the weights that it began with      | waits for all of them     |
+| abort     | is thrown away and sampled anew with the new weights | begins once they are gone |
+
+Only with `keep` has every response one version. `abort` favours short responses: long ones are
+thrown away more often, and what is sampled anew may be shorter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+from megatron_opd.config.schedule import InFlight
+from megatron_opd.types import Rollout
+
+Result = TypeVar("Result")
+
+
+class Rollouts:
+    """Runs rollouts, and holds them back while weights are synced. For one event loop.
+
+    stranded: returns when no server is left that could finish a response; what was in flight then
+    waits for the weight sync, which must not wait for it.
+    """
+
+    def __init__(self, policy: InFlight, stranded: Callable[[], Awaitable[None]]) -> None:
+        self._policy, self._stranded = policy, stranded
+        self._open = asyncio.Event()
+        self._open.set()
+        self._running: set[asyncio.Task[Rollout]] = set()
+        self._aborted: set[asyncio.Task[Rollout]] = set()
+
+    async def run(self, generate: Callable[[], Awaitable[Rollout]]) -> Rollout:
+        """Return what `generate` samples, in the end; its restarts include those for a sync."""
+        if self._policy == "in_place":
+            return await generate()
+        aborted = 0
+        while True:
+            await self._open.wait()
+            task = asyncio.ensure_future(_awaited(generate))
+            self._running.add(task)
+            try:
+                rollout = await task
+                return replace(rollout, restarts=rollout.restarts + aborted)
+            except asyncio.CancelledError:
+                if task not in self._aborted:
+                    task.cancel()
+                    raise
+                aborted += 1
+            finally:
+                self._running.discard(task)
+                self._aborted.discard(task)
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Hold rollouts back, and let those in flight end as the policy says."""
+        if self._policy == "in_place":
+            yield
+            return
+        self._open.clear()
+        try:
+            if self._policy == "abort":
+                self._aborted |= self._running
+                for task in self._running:
+                    task.cancel()
+            await self._end_of_running()
+            yield
+        finally:
+            self._open.set()
+
+    async def _end_of_running(self) -> None:
+        """Wait for what is in flight, unless no server is left to finish it."""
+        if not self._running:
+            return
+        stranded = asyncio.ensure_future(_awaited(self._stranded))
+        ended = asyncio.ensure_future(asyncio.wait(set(self._running)))
+        try:
+            await asyncio.wait({stranded, ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stranded.cancel()
+            ended.cancel()
+
+
+async def _awaited(call: Callable[[], Awaitable[Result]]) -> Result:
+    return await call()
