@@ -36,6 +36,7 @@ STUDIES = (
     "gpu",
     "slurm",
     "launchers",
+    "schedules",
 )
 WITH_OPTIONS = (
     "step",
@@ -53,6 +54,7 @@ WITH_OPTIONS = (
     "noticing",
     "gpu",
     "slurm",
+    "schedules",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

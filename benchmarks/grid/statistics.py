@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.grid.trials import CURVES
+from benchmarks.grid.trials import CURVES, PIPELINE
 
 # 0.975 quantiles of Student's t by degrees of freedom; 1.96 beyond
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -49,8 +49,10 @@ def row_figures(row: dict[str, Any]) -> dict[str, float | None]:
         "reward_last": rewards[-1] if rewards else None,
         "reward_best": max(rewards, default=None),
         "staleness_mean_versions": summary["staleness_mean_versions"],
+        "staleness_max_versions": summary["staleness_max_versions"],
         "wall_s": summary["wall_s"],
     }
+    figures |= {key: summary.get(key) for key in PIPELINE}
     for key in CURVES:
         known = [value for value in curves[key] if value is not None]
         figures[f"{key}_over_run"] = statistics.fmean(known) if known else None

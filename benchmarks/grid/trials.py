@@ -52,7 +52,24 @@ CURVES = (
     "ratio_max",
     "staleness_mean_versions",
 )
+PIPELINE = (
+    "train_tokens_per_s",
+    "overlap",
+    "learner_idle_ratio",
+    "fleet_idle_ratio",
+    "pipeline_s",
+    "rollout_s_mean",
+    "train_s_mean",
+    "publish_s_mean",
+    "pause_s_mean",
+    "response_tokens_mean",
+    "partial_rollouts",
+    "rollouts_restarted",
+    "staleness_bound_versions",
+)
+"""What says how well the stages of a run overlap; rows of older studies lack it."""
 SUMMARY = (
+    *PIPELINE,
     "student_accuracy_before_pct",
     "student_accuracy_after_pct",
     "staleness_mean_versions",

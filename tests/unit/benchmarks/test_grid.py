@@ -1,17 +1,19 @@
 """Grids of runs: what is started, kept, resumed and averaged. Nothing is really run."""
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from benchmarks import mismatch, objectives, routing, staleness
+from benchmarks import mismatch, objectives, routing, schedules, staleness
 from benchmarks.grid import trials as trials_module
 from benchmarks.grid.statistics import aggregated, interval
 from benchmarks.grid.trials import CURVES, SUMMARY, Launch, Trial, run_trials
 from megatron_opd.config.load import load_config
+from megatron_opd.config.schedule import Type
 from megatron_opd.config.schema import Config
 from tests.support.paths import ROOT
 
@@ -43,7 +45,7 @@ def trial(seed: int, method: str = "m") -> Trial:
     return Trial("s", method, seed, Path("x.yaml"), {"a.b": "1"})
 
 
-@pytest.mark.parametrize("study", [mismatch, objectives, staleness, routing])
+@pytest.mark.parametrize("study", [mismatch, objectives, staleness, routing, schedules])
 def test_every_trial_of_a_study_is_a_valid_run(study, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     trials = study.trials()
@@ -213,3 +215,18 @@ def test_the_study_of_replay_says_how_much_closer_the_learner_is(tmp_path: Path)
     told = routing.entry(row)
     assert told["free_over_replayed_mean"] == 4
     assert told["free_over_replayed_max"] is None
+
+
+def test_the_study_of_schedules_has_every_type_and_the_ratios(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "examples" / "arithmetic", "examples/arithmetic")
+    kinds = {each.overrides.get("schedule.type", "async") for each in schedules.trials()}
+    assert kinds == set(get_args(Type))
+    found = schedules.measure(launch=fake([]), out=tmp_path / "out", rows=tmp_path / "rows.jsonl")
+    assert found["missing"] == []
+    assert found["async_over_sync"] == {"long_tail": 1.0, "mc1": 1.0, "mc64": 1.0}
+    prompts = (tmp_path / schedules.LONG_TAIL).read_text().splitlines()
+    lengths = [len(json.loads(line)["prompt"]) for line in prompts]
+    assert 0.08 < sum(length > 30 for length in lengths) / len(lengths) < 0.12

@@ -1,0 +1,115 @@
+"""Every kind of schedule on the arithmetic example: throughput, idle time, staleness, accuracy.
+
+    python -m benchmarks schedules [--limit N] > benchmarks/results/schedules.json
+
+One student server, one teacher server and one learner rank, each of one thread, on the same data
+and with the same number of updates; only `schedule` changes. Three groups:
+
+  mc64        every type, order completion, and in_flight abort, with 64 draws a position
+  mc1         sync and async with one draw, whose teacher has less to score
+  long_tail   one prompt in ten has sums of 16 digits instead of 2, so that a few responses take
+              several times as long as the others
+
+sync and async run with three seeds, as do those of the long tail that are compared; the others with
+one. The runs share two cores among three processes that are never idle at the same time, so the
+ratio of async to sync is bounded by what the cores allow, not by the schedule alone; and what a
+schedule costs in accuracy after 60 updates says nothing about longer runs.
+
+Rows are kept in benchmarks/results/schedules_rows.jsonl; stopped, the study goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.grid.study import run_study
+from benchmarks.grid.trials import Launch, Trial, launch
+from megatron_opd.data.tasks.arithmetic import solve
+
+CONFIG = Path("examples/arithmetic/demo.yaml")
+LONG_TAIL = Path("runs") / "schedules" / "long_tail.jsonl"
+PROMPTS, LONG_SHARE, SHORT_DIGITS, LONG_DIGITS = 4096, 0.1, 2, 16
+SEEDS = (1, 2, 3)
+COMMON = {
+    "checkpoint.export_hf": "false",
+    "evaluation.problems": "64",
+    "evaluation.samples": "2",
+    "student.base_port": "22100",  # below the range from which the system hands out ports
+    "metrics": "{tensorboard: false, trace: false, progress: false}",
+}
+KINDS: dict[str, dict[str, str]] = {
+    "sync": {"schedule.type": "sync"},
+    "async": {"schedule.type": "async"},
+    "step_off": {"schedule.type": "step_off"},
+    "stream": {"schedule.type": "stream"},
+    "stale": {"schedule.type": "stale"},
+    "partial": {"schedule.type": "partial"},
+    "controlled": {"schedule.type": "controlled"},
+    "async_tau4": {"schedule.type": "async", "schedule.max_staleness": "4"},
+    "completion": {"schedule.max_staleness": "4", "schedule.order": "completion"},
+    "abort": {"schedule.type": "partial", "schedule.in_flight": "abort"},
+}
+COMPARED = ("sync", "async")
+STRAGGLERS = ("sync", "async", "async_tau4", "completion")
+LONG = {
+    "data.train": str(LONG_TAIL),
+    "rollout.max_new_tokens": "192",
+    "learner.max_tokens_per_microbatch": "8192",
+}
+
+
+def trial(setting: str, kind: str, seed: int, **changed: str) -> Trial:
+    """One run. changed: overrides of what all have in common."""
+    return Trial(setting, kind, seed, CONFIG, COMMON | KINDS[kind] | changed)
+
+
+def trials() -> list[Trial]:
+    """The runs, in the order in which they are made: what is compared first, seed by seed."""
+    found = [trial("mc64", kind, seed) for seed in SEEDS for kind in COMPARED]
+    found += [trial("mc64", kind, SEEDS[0]) for kind in KINDS if kind not in COMPARED]
+    found += [trial("long_tail", kind, seed, **LONG) for seed in SEEDS for kind in STRAGGLERS]
+    one_draw = {"support": "{type: mc, m: 1}"}
+    return [*found, *(trial("mc1", kind, seed, **one_draw) for seed in SEEDS for kind in COMPARED)]
+
+
+def write_long_tail(path: Path) -> None:
+    """Write the prompts of the group long_tail; the same ones every time."""
+    luck = random.Random(0)
+    lines: list[str] = []
+    for _ in range(PROMPTS):
+        digits = LONG_DIGITS if luck.random() < LONG_SHARE else SHORT_DIGITS
+        left, right = (luck.randrange(10 ** (digits - 1), 10**digits) for _ in range(2))
+        problem = solve(left, "+", right)
+        lines.append(json.dumps({"prompt": problem.prompt, "answer": problem.answer}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def measure(
+    options: Sequence[str] = (),
+    *,
+    launch: Launch = launch,
+    out: Path | None = None,
+    rows: Path | None = None,
+) -> dict[str, Any]:
+    """Run what is missing; everything that is finished by (setting, method), and the ratios."""
+    write_long_tail(LONG_TAIL)
+    found = run_study("schedules", trials(), options, launch=launch, out=out, rows=rows)
+    return found | {"async_over_sync": ratios(found["entries"])}
+
+
+def ratios(entries: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Trained tokens a second of async over those of sync, by setting."""
+    speed = {
+        (entry["setting"], entry["method"]): entry["figures"]["train_tokens_per_s"]["mean"]
+        for entry in entries
+    }
+    return {
+        setting: round(speed[setting, "async"] / speed[setting, "sync"], 2)
+        for setting in sorted({setting for setting, _ in speed})
+        if {(setting, kind) for kind in COMPARED} <= speed.keys()
+    }
