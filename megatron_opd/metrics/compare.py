@@ -20,6 +20,8 @@ _OF_THE_MACHINE = {
     "scoring_samples",
     "buffered_samples",
     "permits_in_use",
+    "window_learner_idle_ratio",
+    "window_sampler_idle_ratio",
     "servers",  # who sampled what depends on who was free
 }
 

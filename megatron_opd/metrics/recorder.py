@@ -24,6 +24,7 @@ from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
+from megatron_opd.metrics.window import COLUMNS, Window
 from megatron_opd.types import Batch, Prompt, Rollout, Sample
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ NOT_ALWAYS_MEASURED = ("probs_diff_max", "probs_diff_mean")
 """Columns of the learner whose null belongs to one update; in its others null holds for the run."""
 OF_A_WEIGHT_SYNC = (
     *("publish_s", "pause_s", "learner_held_s", "publish_bytes", "publish_tries", "servers"),
+    *COLUMNS,
 )
 """Columns that are null for an update that no weight sync follows."""
 
@@ -118,12 +120,14 @@ class RunRecorder:
         # of updates whose weights are not live yet: two where a weight sync released the learner
         self._rows: dict[int, dict[str, Any]] = {}
         self._sampled = SampledByServer()
+        self.window = Window(totals.group_size, updates, self._done_s)
         self._shown: dict[str, Any] = {}
 
     def started(self, now_s: float, depths: Depths) -> None:
         """Start the run's clock."""
         self.started_s, self._done_s = now_s - self._elapsed_s, now_s
         self._depths = depths
+        self.window = Window(self.totals.group_size, self._version, now_s)
         if self._display is not None:
             self._display.start(self.snapshot)
 
@@ -165,6 +169,7 @@ class RunRecorder:
     ) -> None:
         """Count and draw an update; its row waits for the weight sync."""
         self.totals.add_update(batch, figures, started_s, finished_s)
+        self.window.trained(batch, started_s, finished_s)
         if self._timeline is not None:
             self._timeline.update(batch, figures, started_s, finished_s)
         since_last_s = finished_s - self._done_s
@@ -218,7 +223,9 @@ class RunRecorder:
             "publish_bytes": report.num_bytes,
             "publish_tries": report.tries,
             "servers": self._sampled.columns(report),
+            **self.window.synced(report, self._clock()),
         }
+        self.totals.stale_samples = self.window.stale_samples
         self._finish_row(batch, depths, columns)
 
     def _finish_row(self, batch: Batch, depths: Depths, columns: Mapping[str, Any]) -> None:
@@ -240,6 +247,7 @@ class RunRecorder:
     def moved(self, depths: Depths) -> None:
         """Keep the pipeline's depths for the display and draw them."""
         self._depths = depths
+        self.window.moved(depths, self._clock())
         if self._timeline is not None:
             self._timeline.depths(depths, self._clock())
 

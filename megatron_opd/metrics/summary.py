@@ -50,6 +50,7 @@ def summarise(
         "staleness_tokens_by_version": staleness.tokens.as_json(),
         "staleness_samples_by_version": staleness.samples.as_json(),
         "partial_rollouts": staleness.partial_rollouts,
+        "stale_samples": totals.stale_samples,
         "learner_idle_ratio": times.learner_idle_ratio(),
         "fleet_idle_ratio": times.fleet_idle_ratio(),
         "probs_diff_max": totals.mismatch_max.value,

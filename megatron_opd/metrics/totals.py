@@ -41,6 +41,8 @@ class RunTotals:
         self.drops: Counter[str] = Counter()
         self.updates_without_signal = 0
         """Updates that could teach nothing (metrics/signal.py)."""
+        self.stale_samples = 0
+        """Trained on when a newer version than that of their oldest token was live."""
         self.length_stops = 0
         """Rollouts that ended at the response limit."""
         self.restarts = 0

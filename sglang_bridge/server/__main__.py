@@ -6,6 +6,7 @@ without it.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import signal
@@ -38,6 +39,7 @@ CPU_ARGUMENTS = {
 # An idle scheduler spins on its sockets otherwise: a whole core for each server, taken from others.
 CPU_FLAGS = ("--sleep-on-idle",)
 EXIT_INTERRUPTED = 130
+PR_SET_PDEATHSIG = 1
 GPU_FLAGS = ("--enable-fp32-lm-head",)
 
 
@@ -45,8 +47,9 @@ def end_with_parent(parent: int, own_files: str | None = None, poll_s: float = 0
     """Kills this process group once `parent` is no longer our parent, and removes `own_files`.
 
     The workers end first, because their open files are removed too, and this process last.
-    Polled rather than PR_SET_PDEATHSIG, which fires when the parent's *thread* ends, not its
-    process.
+    Polled, and not killed by PR_SET_PDEATHSIG, which fires when the parent's *thread* ends, not its
+    process. What that sends does no harm: it lets a server that is stopped go on, to see that its
+    parent is gone.
     """
 
     def watch() -> None:
@@ -59,6 +62,8 @@ def end_with_parent(parent: int, own_files: str | None = None, poll_s: float = 0
 
     if os.getpgid(0) != os.getpid():
         raise RuntimeError(f"{PARENT_VARIABLE} is set but this process does not lead its group")
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 

@@ -318,7 +318,8 @@ time.sleep(60)
 """
 
 
-def test_a_killed_owner_leaves_no_server(tmp_path: Path):
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_killed_owner_leaves_no_server(tmp_path: Path, stopped: bool):
     log = tmp_path / "log"
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(log)], stdout=subprocess.PIPE, text=True
@@ -328,6 +329,8 @@ def test_a_killed_owner_leaves_no_server(tmp_path: Path):
         group = int(owner.stdout.readline())
         wait_for(log, "up")
         assert running_states(group) != []
+        if stopped:
+            os.killpg(group, signal.SIGSTOP)
     finally:
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait()
