@@ -118,16 +118,22 @@ BAD: dict[str, tuple[Any, str]] = {
     "nested": (changed((1, 1, 1), ["n", 0, [0], 7]), "n: .* are no dimension"),
     "short": (changed((1, 1, 1), ["n", 0, 0]), "n: .* are no dimension"),
     "long": (changed((1, 1, 1), ["n", 0, 0, 7, 1]), "n: .* are no dimension"),
+    "a first message that was passed on": ([[2, 0], *GOOD], "0 is neither slices nor a message"),
+    "a later one that was": ([[2, 3], *GOOD], "3 is neither slices nor a message that came bef"),
+    "itself": ([*GOOD[:1], [2, 1], *GOOD[1:]], "1 is neither slices nor a message that came bef"),
+    "one before the first": ([*GOOD, [2, -1]], "-1 is neither slices nor a message that came"),
+    "true": ([*GOOD, [2, True]], "True is neither slices nor a message that came before"),
+    "passed on to no rank": ([*GOOD, [-2, 0]], "-2 is no rank of the other end"),
     # before: accepted, or TypeError, IndexError or KeyError
-    "a sender that is text": (changed((0, 0), "2"), "'2' is no rank of a sender"),
-    "a sender that is a float": (changed((0, 0), 2.0), r"2\.0 is no rank of a sender"),
-    "a sender that is true": (changed((0, 0), True), "True is no rank of a sender"),
-    "a negative sender": (changed((0, 0), -1), "-1 is no rank of a sender"),
-    "a message without slices": ([*GOOD, [0, []]], r"\[0, \[\]\] is no message"),
+    "a sender that is text": (changed((0, 0), "2"), "'2' is no rank of the other"),
+    "a sender that is a float": (changed((0, 0), 2.0), r"2\.0 is no rank of the other"),
+    "a sender that is true": (changed((0, 0), True), "True is no rank of the other"),
+    "a negative sender": (changed((0, 0), -1), "-1 is no rank of the other end"),
+    "a message without slices": ([*GOOD, [0, []]], r"\[\] is neither slices nor a m"),
     "a message of one": (changed((2,), [2]), r"\[2\] is no message"),
     "a message that is text": (changed((2,), "22"), "'22' is no message"),
-    "slices that are text": (changed((2, 1), "b"), "is no message"),
-    "slices that are a number": (changed((2, 1), 7), "is no message"),
+    "slices that are text": (changed((2, 1), "b"), "'b' is neither slices"),
+    "slices that are a number": (changed((2, 1), 7), "7 is neither slices"),
     "a slice that is a number": (changed((2, 1, 0), 7), "is no slice of a tensor"),
     "an empty slice": (changed((2, 1, 0), []), "is no slice of a tensor"),
     "a name that is a list": (changed((2, 1, 0, 0), ["b"]), "is no slice of a tensor"),
@@ -262,8 +268,8 @@ def test_a_failure_is_an_answer():
     def fail() -> dict[str, str]:
         raise ValueError("no such thing")
 
-    assert answer(fail) == {wire.ERROR: "ValueError: no such thing"}
-    assert answer(lambda: {"bytes": "3"}) == {"bytes": "3"}
+    assert answer(fail, None) == {wire.ERROR: "ValueError: no such thing"}
+    assert answer(lambda: {"bytes": "3"}, None) == {"bytes": "3"}
 
 
 def test_a_message_of_two_dtypes_is_refused_before_anything_is_sent():
