@@ -42,6 +42,7 @@ def write_config(root: Path, student: Path, teacher: Path, teachers: Sections) -
         "rollout": {"max_new_tokens": 24, "concurrency": 12},
         "support": {"m": 8},
         "buffer": {"batch_size": BATCH, "max_staleness": STALENESS},
+        "weight_sync": {"relay": True},  # one rank of the learner, chains of one to three servers
         "learner": {
             "dtype": "float32",
             "max_tokens_per_microbatch": 256,
