@@ -89,9 +89,10 @@ def _delay(
     routes: Sequence[Route], servers: int, sizes: Mapping[Kind, int], bucket_bytes: int
 ) -> int:
     """Return the bytes of one bucket for each server that a chain's last one waits for."""
-    hops = max((servers - 1) // len(route.sources) for route in routes)
-    largest = max(route.elements * sizes[route.kind] for route in routes)
-    return hops * min(largest, bucket_bytes)
+    return max(
+        (servers - 1) // len(route.sources) * min(route.elements * sizes[route.kind], bucket_bytes)
+        for route in routes
+    )
 
 
 def sync_tables(config: Config, spec: ModelSpec, link_gbs: float) -> Iterator[Table]:

@@ -233,10 +233,11 @@ class WeightSyncConfig(Section):
     learner.dtype. At most one update runs beside a weight sync, and none where the permits of
     buffer.max_staleness leave no scored batch. type: shards."""
     relay: bool = False
-    """Lets a server pass on to another one what it receives: of each slice a learner rank sends one
-    copy, not one to every server that it serves. Pays where there are more servers of one layout
-    than learner ranks that hold a slice and the network is the limit; costs the time of one bucket
-    for each server of a chain, and twice the buffers in servers. type: shards."""
+    """Lets servers pass on what they receive to other servers of their layout: of each slice a
+    learner rank then sends one copy, not one to every server that it serves. Pays on a network that
+    is the limit, where `opd check` shows that a learner rank sends more than a server rank
+    receives: with more server ranks than learner ranks. Costs twice the buffers in servers, and the
+    time of one bucket for each server of a chain. Servers must reach each other. type: shards."""
     directory: FilePath | None = None
     """Directory in which versions of the weights are written and read, on a file system that all
     ranks of the learner and all servers share; servers may have it under another path. Takes the

@@ -14,7 +14,7 @@ from sglang_bridge import wire
 from sglang_bridge.server.pieces import Piece
 from sglang_bridge.server.receiver import BadExpectation, Receiver, answer
 from sglang_bridge.weights.digest import as_text, digest
-from sglang_bridge.weights.share import PAUSED, STAGED
+from sglang_bridge.weights.share import PAUSED, PEERS, STAGED
 from tests.support.receiving import CPU, canvas_of, receiver_of, staged_digests_of
 
 # [4, 6] of rows 8.. of "a", columns 3.. of "b" and the vector "n"
@@ -81,6 +81,76 @@ def test_a_good_list_is_received_into_its_views_in_order():
     assert torch.equal(b[:, :2], torch.arange(19.0, 29).view(5, 2))
     assert torch.equal(b[:, 2:], torch.arange(1.0, 11).view(5, 2))
     assert torch.equal(n, torch.arange(7.0, 14))
+
+
+class Relayed(Arrivals):
+    """That group, which is also sent to: what, to whom. gone: peers that are not there."""
+
+    def __init__(self, *gone: int) -> None:
+        super().__init__()
+        self.sent: list[tuple[int, int, list[float]]] = []
+        self.gone = gone
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        if peer in self.gone:
+            raise RuntimeError("closed")
+        return super().recv(tensors, peer, tag)
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        if peer in self.gone:
+            raise RuntimeError("closed")
+        self.sent.append((peer, tag, tensors[0].view(torch.float32).tolist()))
+        return self
+
+
+# the first and the last message come from the learner's rank 2 and from server rank 5
+CHAIN = [*GOOD[:2], [7, 0], [5, GOOD[2][1]], [7, 2]]
+NAMES = {5: "http://a:1 rank 1", 6: "http://b:2 rank 1", 7: "http://c:3 rank 1"}
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_some_messages_are_passed_on_as_they_came(staged: bool):
+    held = pieces()
+    receiver, group = receiver_of(held), Relayed()
+    assert receiver.expect(share(*([(), CHAIN] if staged else [CHAIN]))) == NUM_BYTES
+    if staged:
+        receiver.stage(group, CPU)
+        while receiver.staged():
+            time.sleep(0.001)
+        assert all(piece.view.isnan().all() for piece in held), "from the shadow buffers"
+    receiver.receive(group, CPU)
+    assert group.sent == [
+        (7, 0, [float(n) for n in range(1, 29)]),
+        (7, 1, [float(n) for n in range(1, 11)]),
+    ]
+    assert all(piece.view.isfinite().all() for piece in held)
+    assert receiver.lost() == {}
+
+
+@pytest.mark.parametrize(
+    ("gone", "said", "name"),
+    [
+        (0, "rank 0 of the learner sent no weights: closed", ""),
+        (5, "http://a:1 rank 1 sent no weights: closed", NAMES[5]),
+        (7, "http://c:3 rank 1 did not take the weights passed on to it: closed", NAMES[7]),
+    ],
+)
+@pytest.mark.parametrize("staged", [False, True])
+def test_who_was_lost_is_named_and_told_to_whoever_asks(
+    gone: int, said: str, name: str, staged: bool
+):
+    receiver, left = receiver_of(pieces()), threading.Event()
+    expected = share(*([(), CHAIN] if staged else [CHAIN])) | {PEERS: NAMES}
+    receiver.expect(expected)
+    assert receiver.lost() == {}
+    if staged:
+        receiver.stage(Relayed(gone), CPU, left.set)
+        assert left.wait(30), "nobody waits for a rank that failed"
+    found = answer(lambda: receiver.receive(Relayed(gone), CPU) or {}, receiver)
+    assert found == {wire.ERROR: said, wire.PEER_LOST: name}
+    assert receiver.lost() == {wire.PEER_LOST: name}
+    receiver.expect(expected)
+    assert receiver.lost() == {}, "of another try"
 
 
 def test_a_whole_piece_may_come_along_another_dimension():
