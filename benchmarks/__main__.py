@@ -27,6 +27,7 @@ STUDIES = (
     "weight_sync",
     "weight_sync_disk",
     "sync_layouts",
+    "sync_relay",
     "sync_chaos",
     "fault_schedules",
     "chaos",

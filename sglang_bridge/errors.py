@@ -72,7 +72,8 @@ class RequestAborted(BridgeError):
 class RankFailed(BridgeError):
     """Reports that a rank of a server could not do what the plugin was asked.
 
-    peer_lost: because a rank of the learner left or was silent, which is no fault of the server.
+    peer_lost: because a rank of the learner or of another server left or was silent, which is no
+    fault of the server.
     """
 
     def __init__(self, message: str, *, peer_lost: bool = False) -> None:

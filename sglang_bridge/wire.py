@@ -55,6 +55,7 @@ PIECE_ACTION = "bridge_pieces"
 DIGEST_ACTION = "bridge_digests"
 STAGED_DIGEST_ACTION = "bridge_staged_digests"
 STAGED_ACTION = "bridge_staged"
+LOST_ACTION = "bridge_lost"  # its answer: PEER_LOST with the peer's name, or nothing
 MODEL_ACTION = "bridge_model"
 PROGRESS_ACTION = "bridge_progress"
 RUNNING, WAITING = "running", "waiting"  # its answer: JSON of {rid: tokens}, and of [rid]
@@ -73,7 +74,7 @@ CLOSE_VERSIONS = "bridge_close_versions"
 RECEIVED_BYTES = "bytes"
 PENDING = "pending"  # a rank is not done: ask again
 ERROR = "error"
-PEER_LOST = "peer_lost"  # beside ERROR: a rank of the learner was the cause
+PEER_LOST = "peer_lost"  # beside ERROR: another rank was the cause, by name if it is a server's
 
 
 def pack(array: np.ndarray | bytes | bytearray) -> str:

@@ -1,13 +1,14 @@
 """Weight syncs in which a server is killed, stopped, or receives a flipped bit, in every phase.
 
-    python -m benchmarks sync_chaos [--repetitions N] [--only WORD] [--rounds N] [--seed N]
+    python -m benchmarks sync_chaos [--repetitions N] [--only WORD] [--rounds N] [--relay]
 
 A Megatron learner of two ranks and several SGLang servers, with requests in flight. Before each
 weight sync the learner trains, so that the weights differ. At a random moment of one phase one of
 the servers gets SIGKILL or SIGSTOP, with all of its processes, or one bit of what it received is
-flipped. What must hold afterwards: the sync has ended within weight_sync.timeout_s; the other
-servers (after a flipped bit: all) hold the new version and digests of every slice equal the
-learner's; no request was lost, and none has tokens of a version that is not there.
+flipped. With --relay the servers are a chain, along which they pass weights on. What must hold
+afterwards: the sync has ended within weight_sync.timeout_s; the other servers (after a flipped bit:
+all) hold the new version and digests of every slice equal the learner's; no request was lost, and
+none has tokens of a version that is not there.
 
 Two controls must fail: with weight_sync.tries: 1 a killed server ends the sync, by name; and
 without verification a flipped bit stays, in that slice alone.
@@ -60,7 +61,8 @@ def measure(options: Sequence[str] = (), *, rows: Path = ROWS) -> Tree:
         for kind in (*KINDS, *CONTROLS)
         if arguments.only in str(kind)
     }
-    prints = dict.fromkeys(wanted, fingerprint_of(MODEL, "sync_chaos"))
+    made_by = fingerprint_of([MODEL, arguments.relay], "sync_chaos")
+    prints = dict.fromkeys(wanted, made_by)
     kept = kept_rows(rows, prints)
     missing = {name: kind for name, kind in wanted.items() if name not in kept}
     with tempfile.TemporaryDirectory(prefix="opd-sync-chaos-") as directory:
@@ -69,7 +71,7 @@ def measure(options: Sequence[str] = (), *, rows: Path = ROWS) -> Tree:
         for number, planned in enumerate(rounds(missing)[: arguments.rounds]):
             began = time.monotonic()
             seed = random.Random(f"{arguments.seed} {len(kept)} {number}").getrandbits(32)
-            found = run_round(planned, model, scratch, seed)
+            found = run_round(planned, model, scratch, seed, relay=arguments.relay)
             for name, figures in found.items():
                 if figures["missed"]:  # of no phase; tried again
                     say(f"{name}: the sync was over before the fault came")
@@ -81,6 +83,7 @@ def measure(options: Sequence[str] = (), *, rows: Path = ROWS) -> Tree:
     return {
         "run_commits": sorted({str(row["commit"]) for row in kept.values()}),
         "timeout_s": TIMEOUT_S,
+        "relay": arguments.relay,
         "rows_wanted": len(wanted),
         "missing": len(wanted) - len(kept),
         "kinds": _summary(kept),
@@ -88,7 +91,9 @@ def measure(options: Sequence[str] = (), *, rows: Path = ROWS) -> Tree:
     }
 
 
-def run_round(planned: dict[str, Fault], model: Path, scratch: Path, seed: int) -> Tree:
+def run_round(
+    planned: dict[str, Fault], model: Path, scratch: Path, seed: int, *, relay: bool
+) -> Tree:
     """Several faults, one after the other, on the same learner; {row: figures}."""
     own = own_directory(scratch)
     kinds = list(planned.values())
@@ -102,6 +107,7 @@ def run_round(planned: dict[str, Fault], model: Path, scratch: Path, seed: int) 
         "weight_sync": {
             "bucket_bytes": 2**20,
             "staging": kinds[0].staged,
+            "relay": relay,
             "timeout_s": TIMEOUT_S,
             "verify_every": 1,
         },
@@ -121,6 +127,7 @@ def _arguments(options: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=20, metavar="N", help="of every kind")
     parser.add_argument("--only", default="", metavar="WORD", help="kinds whose name holds it")
     parser.add_argument("--rounds", type=int, help="run at most so many rounds of faults")
+    parser.add_argument("--relay", action="store_true", help="with weight_sync.relay")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     return parser.parse_args(list(options))
 

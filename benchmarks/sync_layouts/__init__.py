@@ -4,8 +4,9 @@
 
 A Megatron learner (1, TP2, PP2, VPP2, EP2, TP2xEP2, DP2, CP2) sends its weights to one or two
 SGLang servers (TP1, TP2, TP2xEP2) that loaded another checkpoint: a dense model with a tied head, a
-dense one with biases, a mixture of experts; float32 and bfloat16, staged and not. Every pair
-of two factors' values that can be met is met at least once.
+dense one with biases, a mixture of experts; float32 and bfloat16, staged and not, relayed from the
+first server to the second one and not. Every pair of two factors' values that can be met is met at
+least once.
 
 For each case: the largest error of the servers' log-probs of fixed sequences after the sync,
 against transformers in float32 (limit 1e-5 nats) or, in bfloat16, against a server that loaded the
@@ -94,7 +95,12 @@ def run_case(case: Case, models: Tree, scratch: Path) -> Tree:
         "teacher": {"model": str(models["new"])},
         "learner": {"dtype": case.dtype, "threads": 1, "parallel": parallel},
         # several buckets of several slices
-        "weight_sync": {"type": "shards", "bucket_bytes": 50_000, "staging": case.staging},
+        "weight_sync": {
+            "type": "shards",
+            "bucket_bytes": 50_000,
+            "staging": case.staging,
+            "relay": case.relay,
+        },
         "run": {"dir": str(own / "run")},
         "buffer": {"batch_size": 4},
     }

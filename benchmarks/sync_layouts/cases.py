@@ -65,17 +65,19 @@ class Case:
     model: str
     dtype: str
     staging: bool
+    relay: bool
 
     @property
     def name(self) -> str:
         """Names its row."""
-        staged = "-staged" if self.staging else ""
-        return f"{self.model}-{self.learner}-to-{self.servers}x{self.fleet}-{self.dtype}{staged}"
+        how = ("-staged" if self.staging else "") + ("-relay" if self.relay else "")
+        return f"{self.model}-{self.learner}-to-{self.servers}x{self.fleet}-{self.dtype}{how}"
 
     @property
     def is_possible(self) -> bool:
-        """Whether experts are split where there are some."""
-        return self.model == "moe" or "ep2" not in self.learner + self.fleet
+        """Whether experts are split where there are some, and who relays has a second server."""
+        has_experts = self.model == "moe" or "ep2" not in self.learner + self.fleet
+        return has_experts and (self.servers > 1 or not self.relay)
 
     def fingerprint(self) -> str:
         """Changes with the project's code, this benchmark's, and what is asked."""
@@ -87,7 +89,9 @@ def all_cases() -> list[Case]:
     """Few cases in which every possible pair of two factors' values is met, by greedy choice."""
     possible = [
         case
-        for values in itertools.product(LEARNERS, FLEETS, (1, 2), MODELS, DTYPES, (False, True))
+        for values in itertools.product(
+            LEARNERS, FLEETS, (1, 2), MODELS, DTYPES, (False, True), (False, True)
+        )
         if (case := Case(*values)).is_possible
     ]
     missing = {pair for case in possible for pair in pairs(case)}

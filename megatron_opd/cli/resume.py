@@ -65,6 +65,7 @@ MAY_CHANGE = (
     "weight_sync.staging",
     "weight_sync.staging_bytes",
     "weight_sync.overlap",
+    "weight_sync.relay",
     "weight_sync.verify_every",
     "weight_sync.directory",
     "weight_sync.keep_versions",

@@ -218,7 +218,13 @@ class WeightSyncConfig(Section):
     """Lets the learner begin its next update while the version it has just made is on its way: each
     rank sends from a copy of its shards. Costs each learner rank the memory of its shards in
     learner.dtype. At most one update runs beside a weight sync, and none where the permits of
-    buffer.max_staleness leave no scored batch. type: shards."""
+    schedule.max_staleness leave no scored batch. type: shards."""
+    relay: bool = False
+    """Lets servers pass on what they receive to other servers of their layout: of each slice a
+    learner rank then sends one copy, not one to every server that it serves. Pays on a network that
+    is the limit, where `opd check` shows that a learner rank sends more than a server rank
+    receives: with more server ranks than learner ranks. Costs twice the buffers in servers, and the
+    time of one bucket for each server of a chain. Servers must reach each other. type: shards."""
     directory: FilePath | None = None
     """Directory in which versions of the weights are written and read, on a file system that all
     ranks of the learner and all servers share; servers may have it under another path. Takes the
@@ -250,15 +256,16 @@ class WeightSyncConfig(Section):
         return SETTLING * self.timeout_s / self.tries
 
     @model_validator(mode="after")
-    def _only_shards_stage_and_overlap(self) -> WeightSyncConfig:
+    def _only_shards_stage_overlap_and_relay(self) -> WeightSyncConfig:
         if self.staging and self.type == "broadcast":
             raise ValueError("staging needs type: shards, got type: broadcast")
         if self.staging_bytes is not None and not self.staging:
             raise ValueError("staging_bytes needs staging: true")
-        if self.overlap and self.type != "shards":
-            raise ValueError(
-                f"overlap needs type: shards, got type: {self.type}; set overlap: false"
-            )
+        for key in ("overlap", "relay"):
+            if getattr(self, key) and self.type != "shards":
+                raise ValueError(
+                    f"{key} needs type: shards, got type: {self.type}; set {key}: false"
+                )
         return self
 
     @model_validator(mode="after")

@@ -41,13 +41,14 @@ class Room:
     """Says what servers hold, and how much of it moves at once.
 
     dtype: of what is not quantised. max_elements: numbers of a bucket. max_staged: bytes that a
-    server rank has room to stage.
+    server rank has room to stage. relays: whether servers pass on what they receive.
     """
 
     dtype: str
     format: Format | None
     max_elements: int
     max_staged: float
+    relays: bool = False
 
     @property
     def item_bytes(self) -> Mapping[Kind, int]:
@@ -59,12 +60,13 @@ class Room:
 class LayoutPlan:
     """Holds the routes to each server of one layout, and where these servers are.
 
-    staged: sent before the pause, to shadow buffers; paused: in the pause.
+    staged: sent before the pause, to shadow buffers; paused: in the pause. firsts: the first
+    receiver of each server.
     """
 
     staged: tuple[Route, ...]
     paused: tuple[Route, ...]
-    places: tuple[Place, ...]
+    firsts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +84,22 @@ class SyncPlan:
     def outgoing(self, source: int, *, staged: bool) -> list[Bucket]:
         """Return what the learner rank `source` sends, in order."""
         groups = [
-            (layout.staged if staged else layout.paused, layout.places) for layout in self.layouts
+            (layout.staged if staged else layout.paused, layout.firsts) for layout in self.layouts
         ]
         return outgoing(groups, source, self.limits)
 
-    def shares(self) -> list[str]:
-        """Return what each server, in order, must know to receive its part."""
+    def shares(self, urls: Sequence[str]) -> list[str]:
+        """Return what each server, in order, must know to receive its part. urls: of all."""
+        order = sorted(first for layout in self.layouts for first in layout.firsts)
+        by_first = dict(zip(order, urls, strict=True))
         found: dict[int, str] = {}
         for layout in self.layouts:
             routes = encode_routes(layout.staged, layout.paused)
-            for place in layout.places:
-                found[place.first] = encode_share(routes, place, self.limits)
-        return [found[first] for first in sorted(found)]
+            names = [by_first[first] for first in layout.firsts]
+            for index, first in enumerate(layout.firsts):
+                place = Place(index, layout.firsts)
+                found[first] = encode_share(routes, place, names, self.limits)
+        return [found[first] for first in order]
 
 
 def plan_sync(
@@ -117,10 +123,10 @@ def plan_sync(
         paused: list[Route] = []
         for route in plan_routes(learner, held):
             (staged if route.name in names else paused).append(route)
-        at = [first for first, other in zip(firsts, servers, strict=True) if other == layout]
-        places = tuple(Place(index, first) for index, first in enumerate(at))
-        layouts.append(LayoutPlan(tuple(staged), tuple(paused), places))
-    return SyncPlan(tuple(layouts), Limits(receivers, room.max_elements))
+        at = tuple(first for first, other in zip(firsts, servers, strict=True) if other == layout)
+        layouts.append(LayoutPlan(tuple(staged), tuple(paused), at))
+    limits = Limits(parallel.world_size, receivers, room.max_elements, room.relays)
+    return SyncPlan(tuple(layouts), limits)
 
 
 def room_of(settings: WeightSyncConfig, dtype: str, format: Format | None) -> Room:
@@ -133,6 +139,7 @@ def room_of(settings: WeightSyncConfig, dtype: str, format: Format | None) -> Ro
         format,
         max_elements=max(1, settings.bucket_bytes // largest),
         max_staged=shadow if settings.staging else 0,
+        relays=settings.relay,
     )
 
 

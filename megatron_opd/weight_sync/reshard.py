@@ -56,19 +56,29 @@ def plan_routes(learner: Iterable[Held], server: Iterable[Held]) -> list[Route]:
 
 
 def bytes_sent(
-    routes: Sequence[Route], servers: int, item_bytes: Mapping[Kind, int]
+    routes: Sequence[Route], servers: int, item_bytes: Mapping[Kind, int], *, relays: bool = False
 ) -> Counter[int]:
     """Count the bytes that each learner rank sends to `servers` servers of one layout.
 
-    item_bytes: of a number of each kind.
+    item_bytes: of a number of each kind. relays: whether servers pass on what they receive.
     """
     sent: Counter[int] = Counter()
     for route in routes:
         replicas = len(route.sources)
         for step in range(min(servers, replicas)):
-            times = (servers - step - 1) // replicas + 1
+            times = 1 if relays else (servers - step - 1) // replicas + 1
             sent[route.source(step)] += times * route.elements * item_bytes[route.kind]
     return sent
+
+
+def bytes_passed_on(
+    routes: Sequence[Route], servers: int, item_bytes: Mapping[Kind, int]
+) -> Counter[int]:
+    """Count the bytes that each rank of the first of `servers` servers of a layout passes on.
+
+    No other one passes on more. item_bytes: of a number of each kind.
+    """
+    return bytes_received([route for route in routes if len(route.sources) < servers], item_bytes)
 
 
 def bytes_received(routes: Sequence[Route], item_bytes: Mapping[Kind, int]) -> Counter[int]:
@@ -77,6 +87,18 @@ def bytes_received(routes: Sequence[Route], item_bytes: Mapping[Kind, int]) -> C
     for route in routes:
         received[route.destination] += route.elements * item_bytes[route.kind]
     return received
+
+
+def num_pairs(routes: Sequence[Route], servers: int, *, relays: bool = False) -> int:
+    """Count the pairs of ranks, sender and receiver, in a weight sync to servers of one layout."""
+    pairs: set[tuple[str, int, int, int]] = set()
+    for route in routes:
+        replicas = len(route.sources) if relays else servers
+        for server in range(servers):
+            first = server < replicas
+            sender = route.source(server) if first else server - replicas
+            pairs.add(("learner" if first else "server", sender, server, route.destination))
+    return len(pairs)
 
 
 def _overlaps(sources: Sequence[Held], part: Held) -> Iterable[tuple[int, int, int, Held]]:

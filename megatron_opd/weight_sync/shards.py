@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from megatron_opd.config.schema import Config
@@ -89,7 +90,8 @@ class Shards:
             require_as_planned(url, spec, layout, found, format)
         learner, room = self._config.learner, room_of(self._config.weight_sync, dtype, format)
         plan = plan_sync(spec, learner.parallel, learner.megatron, layouts, room)
-        expected = await self._fleet.expect_weights(plan.shares())
+        urls = [info.url for info in self._fleet.infos]
+        expected = await self._fleet.expect_weights(plan.shares(urls))
         self._sends_in_pause = plan.sends_in_pause
         self._num_bytes = max(size for ranks in expected for size in ranks)
         self._names = frozenset(piece.hf_name for found in pieces.values() for piece in found)
@@ -123,22 +125,26 @@ class Shards:
 
     async def stage(self, version: int) -> None:
         """Let the learner's ranks send into the servers' shadow buffers, while they sample."""
-        staging = self._fleet.stage_weights(self._group)
-        if self._config.weight_sync.overlap:
-            await self._unless_left(staging)
-            await self._unless_left(until_done(self._fleet, wire.STAGED_ACTION))
-        else:
-            await both(self._sent(staged=True), staging)
+        settings = self._config.weight_sync
+        async with self._traced():
+            if settings.overlap:
+                await self._unless_left(self._staged())
+            elif settings.relay:  # the last servers still receive when the learner is done
+                await both(self._sent(staged=True), self._staged())
+            else:
+                staging = self._fleet.stage_weights(self._group)
+                await both(self._sent(staged=True), staging)
 
     async def send(self, version: int) -> None:
         """Let the servers' ranks take what is staged, and receive what is not."""
         taken = self._fleet.receive_weights(self._group, self._config.weight_sync.try_s)
-        if self._config.weight_sync.overlap:
-            await self._unless_left(taken)
-        elif self._sends_in_pause:
-            await both(self._sent(staged=False), taken)
-        else:
-            await taken
+        async with self._traced():
+            if self._config.weight_sync.overlap:
+                await self._unless_left(taken)
+            elif self._sends_in_pause:
+                await both(self._sent(staged=False), taken)
+            else:
+                await taken
 
     async def close(self) -> None:
         """Let the servers leave the group."""
@@ -164,6 +170,32 @@ class Shards:
                 there.host, there.port, self._group, backend, limit_s, senders=senders
             ),
         )
+
+    async def _staged(self) -> None:
+        """Let the servers receive into their shadow buffers; returns when all have."""
+        await self._fleet.stage_weights(self._group)
+        await until_done(self._fleet, wire.STAGED_ACTION)
+
+    @asynccontextmanager
+    async def _traced(self) -> AsyncIterator[None]:
+        """Find who is at fault where servers relay, and all that is known is who was left.
+
+        Whoever is left leaves too, so the first one to be heard may be far down the chain.
+        """
+        try:
+            yield
+        except WeightSyncFailed as error:
+            if error.servers or not self._config.weight_sync.relay:
+                raise
+            logger.warning("asking every server whom it has lost: %s", error)
+            try:
+                found = await self._fleet.ask_ranks(wire.LOST_ACTION)
+            except WeightSyncFailed as cause:
+                raise WeightSyncFailed(f"{cause}; {error}", cause.servers) from error
+            culprit = first_lost(found)
+            if culprit is None:
+                raise
+            raise WeightSyncFailed(f"other ranks lost {culprit}; {error}") from error
 
     async def _unless_left(self, servers: Awaitable[object]) -> None:
         """Wait for the servers; of one that knows only that it was left the learner knows why.
@@ -191,6 +223,21 @@ class Shards:
         outcome = decode(await self._ask(encode(request)))
         assert isinstance(outcome, Outcome)
         return outcome.failures
+
+
+def first_lost(found: Mapping[str, Sequence[Mapping[str, str]]]) -> str | None:
+    """Return the rank of a server that others have lost, and that has lost nobody itself.
+
+    found: what every rank answers to wire.LOST_ACTION, by server. None: a rank of the learner is
+    the cause, or nobody.
+    """
+    lost = {
+        f"{url} rank {rank}": answer[wire.PEER_LOST]
+        for url, ranks in found.items()
+        for rank, answer in enumerate(ranks)
+        if wire.PEER_LOST in answer
+    }
+    return min((peer for peer in lost.values() if peer and peer not in lost), default=None)
 
 
 def server_layout(info: ServerInfo) -> ServerLayout:

@@ -189,7 +189,8 @@ class ShardsSender:
             send(self._group, messages, self._device, read)
         except PeerLost as error:
             receiver = self._receivers[error.peer - self._full.world.size]
-            failure = f"{receiver} did not take its weights: {error.cause}"
+            behind = ", or a server behind it," if self._config.weight_sync.relay else ""
+            failure = f"{receiver}{behind} did not take its weights: {error.cause}"
         else:
             return None
         # at once, so that no server waits for this rank until the group's timeout

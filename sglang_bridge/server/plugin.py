@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -176,6 +176,7 @@ def around_check_weights(
         wire.STAGE_ACTION: lambda _: stage_weights(argument),
         wire.STAGED_DIGEST_ACTION: lambda _: staged_digests(),
         wire.STAGED_ACTION: lambda _: the_receiver().staged(),
+        wire.LOST_ACTION: lambda _: the_receiver().lost(),
         wire.RECEIVE_ACTION: lambda _: receive_weights(argument),
         **{name: lambda model: read_weights(model, verb, argument) for name in disk_reader.ACTIONS},
     }
@@ -184,7 +185,7 @@ def around_check_weights(
     # a rank that raised would leave the others waiting for its answer
     return compat.checksum_payload(
         checker,
-        lambda model: receiver.answer(lambda: answers[verb](model)),
+        lambda model: receiver.answer(lambda: answers[verb](model), _receiver),
         role=kwargs["role"],
     )
 
@@ -212,8 +213,13 @@ def expect_weights(model: torch.nn.Module, share: str) -> dict[str, str]:
 
 
 def stage_weights(group_name: str) -> dict[str, str]:
-    """Begins to receive staged weights from the update group `group_name`."""
-    the_receiver().stage(*compat.update_group(_runner, group_name))
+    """Begins to receive staged weights from the update group `group_name`.
+
+    A rank that fails leaves the group, so that no one waits for it until the group's timeout.
+    """
+    group, device = compat.update_group(_runner, group_name)
+    leave = partial(compat.leave_update_group, _runner, group_name)
+    the_receiver().stage(group, device, leave)
     return {}
 
 

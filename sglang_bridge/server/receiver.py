@@ -1,6 +1,7 @@
-"""Receives weights into the parameters of one rank, straight from the learner's ranks.
+"""Receives weights into the parameters of one rank, straight from ranks that hold them.
 
-`expect` says once what will come: for each message its sender and the slices it holds, in order.
+`expect` says once what will come: for each message its sender and the slices it holds, in order,
+and which messages are passed on to another server.
 Every element of every parameter must come exactly once, or the list is refused. Staged messages are
 received by a thread into shadow buffers while the server samples; `receive` copies them into the
 parameters and receives the other messages, while the server is paused.
@@ -9,7 +10,8 @@ parameters and receives the other messages, while the server is paused.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,11 +20,14 @@ from sglang_bridge import wire
 from sglang_bridge.errors import one_line
 from sglang_bridge.server.pieces import Piece, pieces
 from sglang_bridge.server.shadows import Shadows
-from sglang_bridge.weights.exchange import Message, PeerLost, receive
-from sglang_bridge.weights.share import PAUSED, STAGED
+from sglang_bridge.weights.exchange import Message, PassedOn, PeerLost, receive, relay
+from sglang_bridge.weights.share import PAUSED, PEERS, STAGED
 
 Slices = Sequence[tuple[str, int, int, int]]
 """tensor, dimension, start, length"""
+Listed = Sequence[tuple[int, Slices | int]]
+"""the other end's rank; the slices that come from it, or the number of a message that goes there"""
+Steps = Sequence[Message | PassedOn]
 
 
 class BadExpectation(ValueError):
@@ -35,44 +40,61 @@ class Receiver:
     def __init__(self, model: torch.nn.Module) -> None:
         self._pieces = {piece.hf_name: piece for piece in pieces(model)}
         self._shadows = Shadows({})
-        self._staged: list[Message] = []
-        self._paused: list[Message] = []
+        self._staged: Steps = ()
+        self._paused: Steps = ()
+        self._peers: Mapping[int, str] = {}
+        self._takers: frozenset[int] = frozenset()
+        self._lost: str | None = None
 
     def expect(self, share: Any) -> int:
-        """Prepare for the messages of `share`, see weights/share.py; returns their bytes.
+        """Prepare for the messages of `share`, see weights/share.py; returns the bytes to come.
 
         BadExpectation: they do not fill every piece of this rank exactly once, or a message holds
         numbers of several dtypes.
         """
         # what an earlier run staged and never took is forgotten
-        self._staged, self._paused, self._shadows = [], [], Shadows({})
+        self._staged, self._paused, self._shadows, self._lost = (), (), Shadows({}), None
         to_stage, to_pause = (_listed(share, kind) for kind in (STAGED, PAUSED))
         filled: dict[str, list[tuple[int, ...]]] = defaultdict(list)
-        for _, slices in (*to_stage, *to_pause):
+        for slices in (*_slices(to_stage), *_slices(to_pause)):
             for name, *place in slices:
                 filled[name].append(tuple(place))
         for name in filled.keys() - self._pieces.keys():
             raise BadExpectation(f"this rank holds no {name}")
         for name, piece in self._pieces.items():
             _require_filled_once(piece, filled[name])
-        staged = {name for _, slices in to_stage for name, *_ in slices}
+        staged = {name for slices in _slices(to_stage) for name, *_ in slices}
         self._shadows = Shadows({name: self._pieces[name] for name in sorted(staged)})
-        self._staged = [self._message(sender, s, self._shadows.memory) for sender, s in to_stage]
+        self._staged = self._steps(to_stage, self._shadows.memory)
         live = {name: piece.view for name, piece in self._pieces.items()}
-        self._paused = [self._message(sender, slices, live) for sender, slices in to_pause]
-        return sum(message.nbytes for message in (*self._staged, *self._paused))
+        self._paused = self._steps(to_pause, live)
+        steps = (*self._staged, *self._paused)
+        self._peers = share.get(PEERS, {})
+        self._takers = frozenset(step.message.peer for step in steps if isinstance(step, PassedOn))
+        return sum(step.nbytes for step in steps if isinstance(step, Message))
 
-    def stage(self, group: Any, device: torch.device) -> None:
+    def stage(
+        self, group: Any, device: torch.device, leave: Callable[[], None] = lambda: None
+    ) -> None:
         """Begin to receive the staged messages. device: where the group's buffers are.
 
-        BadExpectation: none are expected, or the last ones were not taken.
+        leave: called where that fails, so that nobody waits for this rank. BadExpectation: none are
+        expected, or the last ones were not taken.
         """
         if not self._staged:
             raise BadExpectation("no staged weights are expected here")
         if self._shadows.is_begun:
             raise BadExpectation("the weights that were staged before are not live yet")
-        messages = self._staged
-        self._shadows.begin(lambda: receive(group, messages, device))
+        steps = self._staged
+
+        def fill() -> None:
+            try:
+                self._exchange(group, steps, device)
+            except BaseException:
+                leave()
+                raise
+
+        self._shadows.begin(fill)
 
     def staged(self) -> dict[str, str]:
         """Return nothing once the staged weights are all there; before, wire.PENDING: ask again.
@@ -104,12 +126,47 @@ class Receiver:
         if self._staged:
             self._begun().take()
         if self._paused:
-            receive(group, self._paused, device)
+            self._exchange(group, self._paused, device)
+
+    def lost(self) -> dict[str, str]:
+        """Return {wire.PEER_LOST: the server's rank} if one was lost; the learner's have no name.
+
+        Of what was expected last.
+        """
+        return {} if self._lost is None else {wire.PEER_LOST: self._lost}
+
+    def said(self, error: PeerLost) -> str:
+        """Return in one line which rank of the learner or of a server was lost, and how."""
+        name = self._peers.get(error.peer, f"rank {error.peer} of the learner")
+        took = "did not take the weights passed on to it" if error.peer in self._takers else None
+        return f"{name} {took or 'sent no weights'}: {error.cause}"
+
+    def _exchange(self, group: Any, steps: Steps, device: torch.device) -> None:
+        messages = [step for step in steps if isinstance(step, Message)]
+        try:
+            if len(messages) == len(steps):
+                receive(group, messages, device)
+            else:
+                relay(group, steps, device)
+        except PeerLost as error:
+            self._lost = self._peers.get(error.peer, "")
+            raise
 
     def _begun(self) -> Shadows:
         if not self._shadows.is_begun:
             raise BadExpectation("no weights have been staged here")
         return self._shadows
+
+    def _steps(self, listed: Listed, memory: Mapping[str, torch.Tensor]) -> Steps:
+        received: list[Message] = []
+        steps: list[Message | PassedOn] = []
+        for peer, held in listed:
+            if isinstance(held, int):
+                steps.append(PassedOn(replace(received[held], peer=peer), held))
+            else:
+                received.append(self._message(peer, held, memory))
+                steps.append(received[-1])
+        return steps
 
     def _message(self, sender: int, slices: Slices, memory: Mapping[str, torch.Tensor]) -> Message:
         views: list[torch.Tensor] = []
@@ -123,22 +180,32 @@ class Receiver:
         return Message(sender, tuple(name for name, *_ in slices), tuple(views), dtypes.pop())
 
 
-def _listed(share: Any, kind: str) -> list[tuple[int, Slices]]:
+def _listed(share: Any, kind: str) -> Listed:
     """Return a share's messages of a kind; BadExpectation: they are none. Numbers come later."""
+    num_received = 0
     messages = share.get(kind) if isinstance(share, dict) else None
     if not isinstance(messages, list):
         raise BadExpectation(f"a share is lists {STAGED} and {PAUSED}, {kind} is none")
     for message in messages:
-        whole = isinstance(message, list) and len(message) == 2
-        if not whole or not isinstance(message[1], list) or not message[1]:
-            raise BadExpectation(f"{_shown(message)} is no message [sender, slices]")
-        sender, slices = message
-        if type(sender) is not int or sender < 0:
-            raise BadExpectation(f"{_shown(sender)} is no rank of a sender")
-        for part in slices:
+        if not (isinstance(message, list) and len(message) == 2):
+            raise BadExpectation(f"{_shown(message)} is no message [rank, slices or number]")
+        peer, held = message
+        if type(peer) is not int or peer < 0:
+            raise BadExpectation(f"{_shown(peer)} is no rank of the other end")
+        if type(held) is int and 0 <= held < num_received:
+            continue
+        if not isinstance(held, list) or not held:
+            raise BadExpectation(f"{_shown(held)} is neither slices nor a message that came before")
+        num_received += 1
+        for part in held:
             if not isinstance(part, list) or not part or not isinstance(part[0], str):
                 raise BadExpectation(f"{_shown(part)} is no slice of a tensor")
     return messages
+
+
+def _slices(listed: Listed) -> Iterator[Slices]:
+    """Yield what is received."""
+    return (held for _, held in listed if not isinstance(held, int))
 
 
 def _shown(value: Any) -> str:
@@ -170,12 +237,12 @@ def _require_filled_once(piece: Piece, slices: Sequence[tuple[int, ...]]) -> Non
     )
 
 
-def answer(act: Callable[[], dict[str, str]]) -> dict[str, str]:
+def answer(act: Callable[[], dict[str, str]], receiver: Receiver | None) -> dict[str, str]:
     """Return what `act` answers, or its failure in one line: other ranks wait for either."""
     try:
         return act()
     except PeerLost as error:
-        said = f"rank {error.peer} of the learner sent no weights: {error.cause}"
-        return {wire.ERROR: said, wire.PEER_LOST: ""}
+        assert receiver is not None, "only a receiver has peers"
+        return {wire.ERROR: receiver.said(error), wire.PEER_LOST: "", **receiver.lost()}
     except Exception as error:  # noqa: BLE001  the client raises it, with the rank's name
         return {wire.ERROR: f"{type(error).__name__}: {error}"}

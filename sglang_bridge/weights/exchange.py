@@ -41,6 +41,14 @@ class Message:
         return self.dtype.itemsize * sum(view.numel() for view in self.views)
 
 
+@dataclass(frozen=True, slots=True)
+class PassedOn:
+    """Describes a message that is sent on. number: of the one, among those received, it holds."""
+
+    message: Message
+    number: int
+
+
 class PeerLost(RuntimeError):
     """Reports that a message was not taken or did not come. peer: the other end's rank."""
 
@@ -99,6 +107,41 @@ def receive(group: ProcessGroup, messages: Sequence[Message], device: torch.devi
             flight.land()
 
 
+def relay(group: ProcessGroup, steps: Sequence[Message | PassedOn], device: torch.device) -> None:
+    """Receive the messages into their views, and pass some of them on, in the order of `steps`.
+
+    What is passed on is sent from the views, once it is there. PeerLost: as in send and receive.
+    """
+    arriving = [step for step in steps if isinstance(step, Message)]
+    leaving = [step.message for step in steps if isinstance(step, PassedOn)]
+    # each has buffers of its own: none waits for one that only a later message would free
+    inward = _Flight(arriving, device, unpacks=True)
+    outward = _Flight(leaving, device)
+    receipts, sends = _tagged(arriving), _tagged(leaving)
+    with torch.no_grad():
+        for step in steps:
+            if isinstance(step, Message):
+                message, tag = next(receipts)
+                slot = inward.slot(message)
+                with _with_peer(message.peer):
+                    work = group.recv([slot.wire], message.peer, tag)
+                inward.add(work, slot)
+                continue
+            while inward.landed <= step.number:
+                inward.land()
+            message, tag = next(sends)
+            slot = outward.slot(message)
+            if slot.buffer is not None:
+                for place, view in zip(slot.places(), message.views, strict=True):
+                    place.copy_(view)
+            with _with_peer(message.peer):
+                work = group.send([slot.wire], message.peer, tag)
+            outward.add(work, slot)
+        for flight in (inward, outward):
+            while flight.is_on:
+                flight.land()
+
+
 @dataclass(frozen=True, slots=True)
 class _Slot:
     """Describes where a message's numbers are or come to. buffer: None: its one view itself."""
@@ -124,6 +167,7 @@ class _Flight:
     """Holds the messages that are on their way, in order, and the buffers of the packed ones.
 
     packs_all: no message travels from where it lies. unpacks: those in buffers are received.
+    landed: how many are there, or have left.
     """
 
     def __init__(
@@ -137,6 +181,7 @@ class _Flight:
         self._device = device
         self._packs_all, self._unpacks = packs_all, unpacks
         self._under_way: deque[tuple[Any, _Slot]] = deque()
+        self.landed = 0
         packed = [message.nbytes for message in messages if not self._lies_ready(message)]
         self._free = deque(
             torch.empty(max(packed), dtype=torch.uint8, device=device)
@@ -167,6 +212,7 @@ class _Flight:
         work, slot = self._under_way.popleft()
         with _with_peer(slot.message.peer):
             work.wait()
+        self.landed += 1
         if slot.buffer is None:
             return
         if self._unpacks:

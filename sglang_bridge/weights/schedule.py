@@ -1,14 +1,22 @@
 """Puts the routes of a plan into buckets, and all buckets into one order. Torch-free.
 
-A bucket holds parts of one kind and one (learner rank, server rank) pair, end to end, and is never
+A bucket holds parts of one kind on their way from one rank to another, end to end, and is never
 larger than the limit: a part that does not fit is cut along its dimension. A part of ALONE numbers
 or more is a bucket of its own: a rank that holds it in one piece then sends or receives it there,
 without a copy (exchange.py).
 
+Where servers relay, a slice leaves the learner for the first server that each replica serves, and
+server s gets it from server s - R of its layout: R counts the replicas, and the rank within the
+server is the same. The learner rank that a bucket comes from, its origin, is the same for both, so
+it has the same parts on every hop, and no rank sends a part more than once (to one layout).
+
 Every rank sends or receives its own buckets in the one order of all, so that no two ranks can wait
 for each other: the first bucket of that order which has not arrived is the next one of both its
-ends. In that order the buckets of a round, one of each pair, come by the distance of their two
-ranks: all ranks start with another partner.
+ends. That holds for a bucket that is passed on, too, as long as its sender has it by then: it does,
+because bucket t of a stream travels its hop h in round t + h, and received it one round before. In
+a round lower hops come first: a rank asks for the next bucket before it waits for the last one to
+pass it on. Buckets of a hop, one of each pair, come by the distance of their two ranks: all ranks
+start with another partner.
 
 Both ends compute their lists from the same routes, so nobody sends lists to a thousand ranks.
 """
@@ -44,7 +52,7 @@ class Route:
     kind: Kind = PLAIN
 
     def source(self, server: int) -> int:
-        """Return the learner rank that sends it to `server`, counted from 0."""
+        """Return the learner rank that it comes from to `server`, counted from 0."""
         return self.sources[(self.turn + server) % len(self.sources)]
 
 
@@ -62,12 +70,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Describes one message. source: a learner rank. receiver: a rank among those of all servers.
+    """Describes one message. sender: a rank of the group. receiver: a rank of a server.
 
-    Servers' ranks are counted in the order of the servers.
+    In the group the learner's ranks come first. Servers' ranks are counted in the order of the
+    servers.
     """
 
-    source: int
+    sender: int
     receiver: int
     parts: tuple[Part, ...]
 
@@ -83,61 +92,134 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
+class Onward:
+    """Describes a bucket that a server rank passes on. number: its place among those it received.
+
+    receiver: as a bucket's.
+    """
+
+    receiver: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
-    """Says where a server is. index: among the servers of its layout. first: its first receiver."""
+    """Says where a server is. index: among the servers of its layout. firsts: of each of these.
+
+    The first one's is its first receiver.
+    """
 
     index: int
-    first: int
+    firsts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Holds what all ranks agree on. receivers: ranks of all servers. max_elements: of a bucket."""
+    """Holds what all ranks agree on.
 
+    senders: ranks of the learner. receivers: ranks of all servers. max_elements: of a bucket.
+    relays: whether servers pass on what they receive.
+    """
+
+    senders: int
     receivers: int
     max_elements: int
+    relays: bool = False
 
 
-Streams = dict[tuple[int, int, Kind], list[Part]]
-"""Holds the parts on their way, by learner rank, receiver and kind."""
+Stream = tuple[int, int, Kind]
+"""Names parts that travel alike: their origin, its replicas (0: nobody relays), their kind."""
+Key = tuple[int, int, int, int, int, int, str]
 
 
 def outgoing(
-    groups: Iterable[tuple[Sequence[Route], Sequence[Place]]], source: int, limits: Limits
+    groups: Iterable[tuple[Sequence[Route], Sequence[int]]], source: int, limits: Limits
 ) -> list[Bucket]:
     """Return what the learner rank `source` sends, in order.
 
-    groups: for every layout of servers the routes to one of them, and where they all are.
+    groups: for every layout of servers the routes to one of them, and the first receiver of each.
     """
-    parts: Streams = defaultdict(list)
-    for routes, places in groups:
+    streams: dict[tuple[int, Stream], list[Part]] = defaultdict(list)
+    for routes, firsts in groups:
         for route in routes:
             if source in route.sources:
-                for place in places:
-                    if route.source(place.index) == source:
-                        receiver = place.first + route.destination
-                        parts[source, receiver, route.kind].append(_part(route))
-    return _ordered(parts, limits)
+                replicas = len(route.sources)
+                served = firsts[:replicas] if limits.relays else firsts
+                first = (route.sources.index(source) - route.turn) % replicas
+                stream, part = _stream(route, source, limits), _part(route)
+                for start in served[first::replicas]:
+                    streams[start + route.destination, stream].append(part)
+    keyed: list[tuple[Key, Bucket]] = []
+    for (receiver, stream), parts in streams.items():
+        leg = _Leg(0, source, source, receiver, stream)
+        for turn, content in enumerate(_buckets(parts, limits.max_elements)):
+            keyed.append((leg.key(turn, limits), Bucket(source, receiver, content)))
+    return [bucket for _, bucket in sorted(keyed, key=lambda pair: pair[0])]
 
 
-def incoming(routes: Iterable[Route], place: Place, rank: int, limits: Limits) -> list[Bucket]:
-    """Return what rank `rank` of the server at `place` receives, in order."""
-    parts: Streams = defaultdict(list)
+def incoming(
+    routes: Iterable[Route], place: Place, rank: int, limits: Limits
+) -> list[Bucket | Onward]:
+    """Return what rank `rank` of the server at `place` receives and passes on, in order."""
+    streams: dict[Stream, list[Part]] = defaultdict(list)
     for route in routes:
         if route.destination == rank:
             source = route.source(place.index)
-            parts[source, place.first + rank, route.kind].append(_part(route))
-    return _ordered(parts, limits)
-
-
-def _ordered(streams: Streams, limits: Limits) -> list[Bucket]:
-    """Put every stream into buckets, and the buckets into the one order of all ranks."""
-    keyed: list[tuple[tuple[int, int, int, str], Bucket]] = []
-    for (source, receiver, kind), parts in streams.items():
-        distance = (receiver - source) % limits.receivers
+            streams[_stream(route, source, limits)].append(_part(route))
+    keyed: list[tuple[Key, tuple[Stream, int], _Leg, tuple[Part, ...] | None]] = []
+    for stream, parts in streams.items():
+        here, onward = _legs(stream, place, rank, limits)
         for turn, content in enumerate(_buckets(parts, limits.max_elements)):
-            keyed.append(((turn, distance, source, kind), Bucket(source, receiver, content)))
-    return [bucket for _, bucket in sorted(keyed, key=lambda pair: pair[0])]
+            name = stream, turn
+            keyed.append((here.key(turn, limits), name, here, content))
+            if onward is not None:
+                keyed.append((onward.key(turn, limits), name, onward, None))
+    numbers: dict[tuple[Stream, int], int] = {}
+    steps: list[Bucket | Onward] = []
+    for _, name, leg, content in sorted(keyed, key=lambda entry: entry[0]):
+        if content is None:
+            steps.append(Onward(leg.receiver, numbers[name]))
+        else:
+            numbers[name] = len(numbers)
+            steps.append(Bucket(leg.sender, leg.receiver, content))
+    return steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Leg:
+    """Describes a hop of a stream. sender: its rank in the group; position: on its own side."""
+
+    hop: int
+    sender: int
+    position: int
+    receiver: int
+    stream: Stream
+
+    def key(self, turn: int, limits: Limits) -> Key:
+        """Return where bucket `turn` of the stream is in the order of all, as it takes this hop."""
+        distance = (self.receiver - self.position) % limits.receivers
+        return (turn + self.hop, self.hop, distance, self.sender, *self.stream)
+
+
+def _legs(stream: Stream, place: Place, rank: int, limits: Limits) -> tuple[_Leg, _Leg | None]:
+    """Return on which hop a stream reaches a server's rank, and on which it is passed on."""
+    origin, replicas, _ = stream
+    index, firsts = place.index, place.firsts
+    receiver = firsts[index] + rank
+    hop = index // replicas if replicas else 0
+    if hop:
+        before = firsts[index - replicas] + rank
+        here = _Leg(hop, limits.senders + before, before, receiver, stream)
+    else:
+        here = _Leg(0, origin, origin, receiver, stream)
+    if not replicas or index + replicas >= len(firsts):
+        return here, None
+    after = firsts[index + replicas] + rank
+    return here, _Leg(hop + 1, limits.senders + receiver, receiver, after, stream)
+
+
+def _stream(route: Route, source: int, limits: Limits) -> Stream:
+    return source, len(route.sources) if limits.relays else 0, route.kind
 
 
 def _buckets(parts: Sequence[Part], max_elements: int) -> Iterator[tuple[Part, ...]]:

@@ -1,7 +1,8 @@
 """Encodes what a server is told of the weights that it will receive. Torch-free.
 
 The routes are the same for all servers of one layout, and their text is made once; a server's own
-head says where it is. Every rank of the server computes its messages from both.
+head says where it is, and where the others of its layout are. Every rank of the server computes its
+messages from both.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_bridge.weights.schedule import Limits, Place, Route, incoming
+from sglang_bridge.weights.schedule import Bucket, Limits, Onward, Place, Route, incoming
 
 STAGED, PAUSED = "staged", "paused"
+PEERS = "peers"
 MAX_BYTES = 1 << 30
 """Largest size of the routes as JSON: those of a model of several million tensors."""
 MAX_PARTS = 1 << 24
@@ -39,25 +41,39 @@ def encode_routes(staged: Sequence[Route], paused: Sequence[Route]) -> str:
     return base64.b64encode(zlib.compress(text.encode(), 1)).decode("ascii")
 
 
-def encode_share(routes: str, place: Place, limits: Limits) -> str:
-    """Return the text for the server at `place`. routes: of encode_routes."""
-    head = [place.index, place.first, limits.receivers, limits.max_elements]
+def encode_share(routes: str, place: Place, names: Sequence[str], limits: Limits) -> str:
+    """Return the text for the server at `place`.
+
+    routes: of encode_routes. names: of the servers of its layout, for errors.
+    """
+    at = [place.index, place.firsts, names]
+    head = [*at, limits.senders, limits.receivers, limits.max_elements, limits.relays]
     return f"{json.dumps(head, separators=(',', ':'))} {routes}"
 
 
-def decode_share(text: str, rank: int) -> dict[str, list[Any]]:
-    """Return the messages that rank `rank` receives: {STAGED: messages, PAUSED: messages}.
+def decode_share(text: str, rank: int) -> dict[str, Any]:
+    """Return what rank `rank` does: {STAGED: messages, PAUSED: messages, PEERS: names}.
 
-    A message is [sender, [[tensor, dimension, start, length], ...]]. BadShare: it is no share.
+    A message that it receives is [sender, [[tensor, dimension, start, length], ...]]. One that it
+    passes on is [receiver, number], the number of one that it has received before, among those of
+    the same list. Senders and receivers are ranks of the group; names has text for those that are
+    ranks of servers. BadShare: it is no share.
     """
-    head, _, routes = text.partition(" ")
+    head, _, routes = text.rpartition(" ")
     try:
-        index, first, receivers, max_elements = json.loads(head)
+        index, firsts, names, senders, receivers, max_elements, relays = json.loads(head)
+        place = Place(index, tuple(firsts))
+        limits = Limits(senders, receivers, max_elements, relays)
+        if not 0 <= index < len(firsts) == len(names):
+            raise ValueError(f"no server {index} among {len(firsts)} of {len(names)} names")
         raw = _inflated(base64.b64decode(routes, validate=True))
         tree = json.loads(raw)
         sources = [tuple(ranks) for ranks in tree["sources"]]
-        place, limits = Place(index, first), Limits(receivers, max_elements)
-        found: dict[str, list[Any]] = {}
+        peers = {
+            senders + first + rank: f"{name} rank {rank}"
+            for first, name in zip(firsts, names, strict=True)
+        }
+        found: dict[str, Any] = {PEERS: peers}
         for key in (STAGED, PAUSED):
             listed = [
                 Route(name, dim, start, length, rank, sources[held], turn, elements, kind)
@@ -66,13 +82,17 @@ def decode_share(text: str, rank: int) -> dict[str, list[Any]]:
             ]
             if sum(route.elements for route in listed) // max_elements > MAX_PARTS:
                 raise ValueError(f"more than {MAX_PARTS} messages of {max_elements} numbers")
-            found[key] = [
-                [b.source, [[p.name, p.dim, p.start, p.length] for p in b.parts]]
-                for b in incoming(listed, place, rank, limits)
-            ]
+            found[key] = [_entry(step, limits) for step in incoming(listed, place, rank, limits)]
         return found
     except (ValueError, TypeError, KeyError, IndexError, ArithmeticError, zlib.error) as error:
         raise BadShare(f"no list of weights: {type(error).__name__}: {error}") from None
+
+
+def _entry(step: Bucket | Onward, limits: Limits) -> list[Any]:
+    """Return a step as decode_share does."""
+    if isinstance(step, Onward):
+        return [limits.senders + step.receiver, step.number]
+    return [step.sender, [[p.name, p.dim, p.start, p.length] for p in step.parts]]
 
 
 def _inflated(data: bytes) -> bytes:

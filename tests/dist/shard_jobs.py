@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +24,12 @@ from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.model import build_model
 from megatron_opd.learner.world import World, init_world
 from megatron_opd.models.gather import FullTensors
-from megatron_opd.models.spec import read_model_spec
+from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.planning.learner import weight_bytes
 from megatron_opd.weight_sync.digests import piece_digests
+from megatron_opd.weight_sync.holdings import as_held, learner_holdings, server_holdings
 from megatron_opd.weight_sync.plan import ServerLayout
+from megatron_opd.weight_sync.reshard import bytes_passed_on, bytes_sent, plan_routes
 from megatron_opd.weight_sync.rounding import rounded
 from megatron_opd.weight_sync.shards import Shards
 from megatron_opd.weight_sync.shards_sender import ShardsSender
@@ -35,7 +38,7 @@ from sglang_bridge import wire
 from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.protocol import WeightPiece
 from sglang_bridge.weights import schedule
-from sglang_bridge.weights.formats import Format
+from sglang_bridge.weights.formats import Format, item_bytes
 from tests.support.quantised import held_oracle
 from tests.support.receiving import LosingFleet, ThreadFleet, staged_digests_of
 
@@ -52,7 +55,7 @@ class Fleet:
     """Servers that weights of a model are sent to. servers: (tp, ep) of each.
 
     round_to: what their values are rounded to. quantization: how they hold matrices. staging_bytes:
-    what a rank stages; 0: nothing.
+    what a rank stages; 0: nothing. relay: whether they pass weights on to each other.
     """
 
     model: str
@@ -61,6 +64,7 @@ class Fleet:
     round_to: Format | None = None
     quantization: Format | None = None
     staging_bytes: int = 0
+    relay: bool = False
 
 
 def shards_to_fleets(
@@ -82,9 +86,10 @@ def shards_to_fleets(
     dist.destroy_process_group()
 
 
-def shards_without_a_lost_server(out: Path, *, model: Path, parallel: dict[str, int]) -> None:
-    """Sends to two servers, of which one is lost while it receives, and then to the other one."""
-    fleet = Fleet("biased", ((1, 1), (1, 1)), "float32")
+def shards_without_a_lost_server(
+    out: Path, *, model: Path, parallel: dict[str, int], fleet: Fleet
+) -> None:
+    """Sends to servers, of which one is lost while it receives, and then to the others."""
     # whoever waited for a timeout would wait for more than a minute
     config = config_of(model, parallel, fleet, timeout_s=300.0)
     schedule.ALONE = ALONE
@@ -118,6 +123,7 @@ def config_of(model: Path, parallel: dict[str, int], fleet: Fleet, **transport: 
                 "round_to": fleet.round_to,
                 "staging": fleet.staging_bytes > 0,
                 "staging_bytes": fleet.staging_bytes or None,
+                "relay": fleet.relay,
                 **transport,
             },
         }
@@ -201,7 +207,7 @@ async def _control(ask: Ask, full: FullTensors, *, config: Config, fleet: Fleet)
     for version in (1, 2):
         for rank in servers.ranks():
             assert rank.group is not None
-            rank.group.sizes.clear()
+            rank.group.clear()
         if shards.stages:
             await shards.stage(version)
             await _require_staged(servers, ask, fleet)
@@ -210,6 +216,7 @@ async def _control(ask: Ask, full: FullTensors, *, config: Config, fleet: Fleet)
         wanted = wanted_of(exported, fleet)
         assert shards.tensors == wanted.keys(), shards.tensors ^ wanted.keys()
         _require_received(servers, wanted, fleet)
+        _require_sent(servers, full.spec, config, fleet)
         await ask("step") if version == 1 else None
     pieces = [p for found in servers.described(digests=True).values() for p in found]
     assert await ask(pieces) == [piece.digest for piece in pieces], "digests"
@@ -218,21 +225,23 @@ async def _control(ask: Ask, full: FullTensors, *, config: Config, fleet: Fleet)
 
 async def _lose(ask: Ask, full: FullTensors, *, config: Config, fleet: Fleet) -> None:
     servers = LosingFleet(full.spec, [ServerLayout(*s) for s in fleet.servers], fleet.dtype)
-    lost = servers.infos[0].url
+    servers.victim = 1 if fleet.relay else 0
+    lost = servers.lost_url
     shards = Shards(servers, ask, config)
     await shards.open()
-    await shards.send(1)
+    await _received(shards, 1)
     servers.losing = True
     began = time.monotonic()
-    # the other server knows only that the learner has left it
-    with pytest.raises(WeightSyncFailed, match=f"{lost} rank 0 did not take its weights: ") as told:
-        await shards.send(2)
-    assert not told.value.servers
+    # the others know only whom they have lost, be it one that was left itself
+    said = f"^{lost}: no answer; " if fleet.relay else f"^{lost} rank 0 did not take its weights: "
+    with pytest.raises(WeightSyncFailed, match=said) as told:
+        await _received(shards, 2)
+    assert told.value.servers == ({lost} if fleet.relay else frozenset())
     assert time.monotonic() - began < 20.0, "somebody waited for a timeout"
-    servers.drop_first()
+    servers.drop_lost()
     await ask("step")
     await shards.reopen()
-    await shards.send(2)
+    await _received(shards, 2)
     require_held(servers, wanted_of(await ask("export"), fleet), fleet)
     await shards.close()
 
@@ -274,7 +283,7 @@ async def _overlap(ask: Ask, full: FullTensors, *, config: Config, fleet: Fleet)
     with pytest.raises(WeightSyncFailed):
         await _received(shards, 3)
     await training
-    servers.drop_first()
+    servers.drop_lost()
     await shards.reopen()
     await shards.start(3, None)  # the learner has made another version since
     await _received(shards, 3)
@@ -331,6 +340,35 @@ def _require_received(servers: ThreadFleet, wanted: dict[str, torch.Tensor], fle
         assert sum(rank.group.sizes) == rank.num_bytes, (fleet, index)
         assert max(rank.group.sizes) <= BUCKET_BYTES
         assert fleet.quantization is not None or rank.num_bytes > BUCKET_BYTES
+
+
+def _require_sent(servers: ThreadFleet, spec: ModelSpec, config: Config, fleet: Fleet) -> None:
+    """Every rank of learner and servers sent as many bytes as planned; opd check plans the same."""
+    learner, sizes = config.learner, item_bytes(fleet.dtype)
+    by_rank: Counter[int] = Counter()
+    passed_on: Counter[tuple[int, int]] = Counter()
+    for rank in servers.ranks():
+        assert rank.group is not None
+        by_rank += Counter(
+            {p: n for p, n in rank.group.received.items() if p < learner.parallel.world_size}
+        )
+    for server, ranks in enumerate(servers.servers):
+        for index, rank in enumerate(ranks):
+            assert rank.group is not None
+            passed_on[server, index] = rank.group.sent.total()
+    holdings = learner_holdings(spec, learner.parallel, learner.megatron)
+    held = list(as_held(holdings, fleet.quantization))
+    wanted: Counter[int] = Counter()
+    for layout in set(fleet.servers):
+        at = [server for server, other in enumerate(fleet.servers) if other == layout]
+        routes = plan_routes(held, as_held(server_holdings(spec, *layout), fleet.quantization))
+        wanted += bytes_sent(routes, len(at), sizes, relays=fleet.relay)
+        for place, server in enumerate(at):
+            left = len(at) - place if fleet.relay else 1
+            planned = bytes_passed_on(routes, left, sizes)
+            for index in range(layout[0]):
+                assert passed_on[server, index] == planned[index], (fleet, server, index)
+    assert by_rank == wanted, fleet
 
 
 def require_held(servers: ThreadFleet, wanted: dict[str, torch.Tensor], fleet: Fleet) -> None:

@@ -49,6 +49,16 @@ STAGED = [
     Fleet("moe", (TP2_EP2, TP1), "float32", "fp8", staging_bytes=200_000),
     Fleet("moe", (TP2_EP2,), "bfloat16", staging_bytes=10_000_000),
 ]
+# chains of two to five servers: of one layout among two, and where dense and expert tensors have
+# replicas in other numbers
+RELAYED = [
+    Fleet("biased", (TP2, TP2, TP2), "float32", relay=True),
+    Fleet("tied", (TP1,) * 5, "bfloat16", relay=True),
+]
+RELAYED_MOE = [
+    Fleet("moe", (TP1, TP2_EP2, TP2_EP2, TP1, TP2_EP2), "bfloat16", relay=True),
+    Fleet("moe", (TP2_EP2,) * 3, "float32", quantization="int8", staging_bytes=60_000, relay=True),
+]
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +88,8 @@ def fleets_of(learner: str) -> list[Fleet]:
         *(ROUNDED if learner == "tp2" else []),
         *(STAGED if learner == "tp2 ep2" else []),
         *(QUANTISED if learner in ("one rank", "tp2", "tp2 ep2", "dp2 ep2") else []),
+        *(RELAYED if learner in ("tp2", "dp2") else []),
+        *(RELAYED_MOE if learner in ("tp2", "dp2 ep2") else []),
         *(QUANTISED_DENSE if learner in ("one rank", "tp2", "pp2 vpp2") else []),
     ]
 
@@ -89,12 +101,23 @@ def test_every_server_rank_holds_its_slices(learner: str, models: dict[str, Path
     run_world(shard_jobs.shards_to_fleets, layout.ranks, tmp_path, **arguments)
 
 
-@pytest.mark.parametrize("learner", ["one rank", "tp2"])
+@pytest.mark.parametrize(
+    ("learner", "fleet"),
+    [
+        ("one rank", Fleet("biased", (TP1, TP1), "float32")),
+        ("tp2", Fleet("biased", (TP1, TP1), "float32")),
+        ("tp2", Fleet("biased", (TP2, TP2, TP2), "float32", relay=True)),
+        # one rank talks to the first server alone: it only fails once that one leaves the group
+        ("one rank", Fleet("biased", (TP2,) * 3, "float32", relay=True)),
+        ("one rank", Fleet("biased", (TP2,) * 3, "float32", staging_bytes=60_000, relay=True)),
+    ],
+    ids=["one rank", "tp2", "in the middle", "behind the first", "behind the first, staged"],
+)
 def test_the_others_receive_without_a_server_that_was_lost(
-    learner: str, models: dict[str, Path], tmp_path: Path
+    learner: str, fleet: Fleet, models: dict[str, Path], tmp_path: Path
 ):
     layout = LAYOUTS[learner]
-    arguments = {"model": models["biased"], "parallel": layout.parallel}
+    arguments = {"model": models["biased"], "parallel": layout.parallel, "fleet": fleet}
     run_world(shard_jobs.shards_without_a_lost_server, layout.ranks, tmp_path, **arguments)
 
 
@@ -106,6 +129,7 @@ def test_updates_beside_weight_syncs_change_nothing_that_is_sent(
         Fleet("biased", (TP1, TP2), "float32"),
         Fleet("moe", (TP1, TP2_EP2), "bfloat16", quantization="int8", staging_bytes=60_000),
         Fleet("tied", (TP1, TP2), "float32", "int8", staging_bytes=60_000),
+        Fleet("biased", (TP1, TP1, TP1), "float32", staging_bytes=60_000, relay=True),
     ]
     layout = LAYOUTS["tp2"]
     arguments = {"models": models, "parallel": layout.parallel, "fleets": fleets}

@@ -110,7 +110,7 @@ def test_a_server_holds_and_receives_quantised_matrices(
             loaded = (await fleet.weight_digests())[url]
             before = await asyncio.gather(*map(fleet.generate, requests))
             group, name = await join(fleet)
-            (sizes,) = await fleet.expect_weights(plan.shares())
+            (sizes,) = await fleet.expect_weights(plan.shares([url]))
             await fleet.stage_weights(name)
             await asyncio.to_thread(send, group, first, device)
             staged = (await fleet.weight_digests(staged=True))[url]

@@ -43,6 +43,7 @@ def write_config(root: Path, student: Path, teacher: Path, teachers: Sections) -
         "support": {"m": 8},
         "buffer": {"batch_size": BATCH},
         "schedule": {"max_staleness": STALENESS},
+        "weight_sync": {"relay": True},  # one rank of the learner, chains of one to three servers
         "learner": {
             "dtype": "float32",
             "max_tokens_per_microbatch": 256,

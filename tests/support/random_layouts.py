@@ -72,13 +72,13 @@ def random_server(rng: random.Random, spec: ModelSpec) -> ServerLayout:
 
 
 def random_case(seed: int) -> Case:
-    """One to three servers, of up to two layouts in any order."""
+    """One to five servers, of up to two layouts in any order."""
     rng = random.Random(seed)
     spec = random_spec(rng)
     layouts = [random_server(rng, spec) for _ in range(2)]
-    servers = tuple(rng.choice(layouts) for _ in range(rng.choice([1, 2, 2, 3])))
+    servers = tuple(rng.choice(layouts) for _ in range(rng.choice([1, 2, 2, 3, 5])))
     limit = rng.choice([20, 100, 400, 10**6])
     staged = rng.choice([0, 0, 1000, 6000, float("inf")])
     format = rng.choice([None, "int8", "fp8"])
-    room = Room("bfloat16", format, limit, staged)
+    room = Room("bfloat16", format, limit, staged, relays=rng.random() < 0.5)
     return Case(spec, random_learner(rng, spec), servers, room)

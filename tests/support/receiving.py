@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -32,6 +34,7 @@ from sglang_bridge.weights.share import decode_share
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
+Found = TypeVar("Found")
 
 
 def receiver_of(held: Sequence[Piece]) -> receiver.Receiver:
@@ -52,15 +55,28 @@ def canvas_of(shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, t
 
 
 class Counted:
-    """A process group that notes the bytes of what it is asked to receive."""
+    """A process group that notes the bytes of what it is asked to receive and to send, by peer."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
         self.sizes: list[int] = []
+        self.received: Counter[int] = Counter()
+        self.sent: Counter[int] = Counter()
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         self.sizes += [tensor.nbytes for tensor in tensors]
+        self.received[peer] += sum(tensor.nbytes for tensor in tensors)
         return self.group.recv(tensors, peer, tag)
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        self.sent[peer] += sum(tensor.nbytes for tensor in tensors)
+        return self.group.send(tensors, peer, tag)
+
+    def clear(self) -> None:
+        """Forget what came and went."""
+        self.sizes.clear()
+        self.received.clear()
+        self.sent.clear()
 
 
 class Rank:
@@ -107,7 +123,11 @@ class Rank:
 
     def stage(self) -> None:
         assert self.group is not None
-        self.receiver.stage(self.group, CPU)
+        self.receiver.stage(self.group, CPU, self.leave)
+
+    def leave(self) -> None:
+        """Let its connections end, as those of a process that is killed or leaves the group."""
+        self.group = None
 
     def receive(self) -> None:
         assert self.group is not None
@@ -251,34 +271,86 @@ class ThreadFleet:
         await self.ask_ranks(f"{wire.OPEN_VERSIONS} {self._opening}")
 
     @staticmethod
-    async def _everywhere(calls: Sequence[Callable[[], None]]) -> None:
-        await asyncio.gather(*(asyncio.to_thread(call) for call in calls))
+    async def _everywhere(calls: Sequence[Callable[[], Found]]) -> list[Found]:
+        """Call all at once: they wait for each other, and asyncio's own threads may be fewer."""
+        loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(len(calls))
+        try:
+            return await asyncio.gather(*(loop.run_in_executor(threads, call) for call in calls))
+        finally:
+            threads.shutdown(wait=False)
 
 
 class LosingFleet(ThreadFleet):
-    """Loses its first server once it is `losing`; the others leave a group that fails them."""
+    """Loses server `victim` once it is `losing`; the others leave a group that fails them.
+
+    Of those the last one's failure is heard first: of a chain, the farthest from the cause.
+    """
 
     losing = False
+    victim = 0
+
+    @property
+    def lost_url(self) -> str:
+        """Where the server is that is lost."""
+        return self.infos[self.victim].url
+
+    async def stage_weights(self, group_name: str) -> None:
+        if self.losing:
+            self._lose()
+        await self._everywhere([rank.stage for rank in self._others()])
 
     async def receive_weights(self, group_name: str, timeout_s: float | None = None) -> None:
         if not self.losing:
             return await super().receive_weights(group_name, timeout_s)
-        first, *others = self.servers
-        for rank in first:
-            rank.group = None  # its connections end, as those of a process that is killed
-        try:
-            await self._everywhere([rank.receive for server in others for rank in server])
-        except PeerLost as error:
-            failure = str(error)
-        else:
-            raise AssertionError("they were not left")
-        for rank in self.ranks():
-            rank.group = None
-        raise WeightSyncFailed(failure)
+        self._lose()
+        found = await self._everywhere([partial(self._receive, r) for r in self._others()])
+        failures = [failure for failure in found if failure is not None]
+        assert failures, "they were not left"
+        raise WeightSyncFailed(failures[-1])
 
-    def drop_first(self) -> None:
+    async def ask_ranks(
+        self, action: str, timeout_s: float | None = None
+    ) -> dict[str, list[dict[str, str]]]:
+        if not self.losing:
+            return await super().ask_ranks(action, timeout_s)
+        if action != wire.STAGED_ACTION:
+            raise WeightSyncFailed(f"{self.lost_url}: no answer", [self.lost_url])
+        answers: list[dict[str, str]] = []
+        failures: list[str] = []
+        for rank in self._others():
+            try:
+                answers.append(rank.receiver.staged())
+            except PeerLost as error:
+                failures.append(rank.receiver.said(error))
+        if failures:
+            raise WeightSyncFailed(failures[-1])
+        return {"the others": answers}
+
+    def drop_lost(self) -> None:
         """Go on without it."""
-        self.losing, self.servers, self.infos = False, self.servers[1:], self.infos[1:]
+        self.losing = False
+        del self.servers[self.victim], self.infos[self.victim]
+
+    def _lose(self) -> None:
+        for rank in self.servers[self.victim]:
+            rank.leave()
+
+    def _others(self) -> Iterator[Rank]:
+        for at, server in enumerate(self.servers):
+            if not (self.losing and at == self.victim):
+                yield from server
+
+    @staticmethod
+    def _receive(rank: Rank) -> str | None:
+        """Returns why it could not; it leaves the group then, as the plugin's ranks do."""
+        try:
+            rank.receive()
+        except PeerLost as error:
+            said = rank.receiver.said(error)
+        else:
+            return None
+        rank.leave()
+        return said
 
 
 def staged_digests_of(rank: receiver.Receiver) -> dict[str, str]:

@@ -107,6 +107,47 @@ def test_the_tables_say_what_differs_and_what_travels():
     assert "shard to shard" not in shown(config_of(type="broadcast"), MOE)
 
 
+def fleet_of(servers: int, **weight_sync: object) -> Config:
+    """More ranks of servers than of the learner, which holds every expert once."""
+    config = config_of(**weight_sync)
+    return config.model_copy(
+        update={"student": config.student.model_copy(update={"servers": servers})}
+    )
+
+
+def test_with_relay_no_rank_sends_a_slice_twice_and_time_does_not_grow():
+    direct, one = sync_sizes(fleet_of(32), MOE), sync_sizes(fleet_of(1), MOE)
+    relayed = sync_sizes(fleet_of(32, relay=True), MOE)
+    assert relayed.received == direct.received == one.received
+    assert direct.passed_on == one.passed_on == [0, 0]
+    assert relayed.passed_on == relayed.received, "the first server passes all of it on"
+    # of what has replicas each sends a copy; experts have one
+    assert max(one.sent) <= max(relayed.sent) < 1.2 * max(one.sent)
+    assert max(direct.sent) == pytest.approx(32 * max(one.sent), rel=0.1)
+    # the LM head: 4 ranks hold a half of it, in a bucket of its own
+    longest_chain = 7 * MOE.vocab_size * MOE.hidden_size
+    assert relayed.delay == longest_chain
+    seconds = [sizes.seconds(50) for sizes in (one, relayed, direct)]
+    assert seconds[1] == pytest.approx(seconds[0] + longest_chain / 50e9)
+    assert seconds[2] > 2 * seconds[1]
+
+
+def test_servers_that_all_replicas_serve_pass_on_nothing_of_those():
+    """Experts have one replica, attention 4 of each half; the chain of 3 is the experts' alone."""
+    sizes = sync_sizes(fleet_of(3, relay=True), MOE)
+    assert 0 < max(sizes.passed_on) < max(sizes.received)
+    assert sizes.delay == 2 * 2 * 768 * 2048, "the largest bucket of a chain is an expert's matrix"
+
+
+def test_the_tables_say_what_is_passed_on():
+    text = shown(fleet_of(32, relay=True), MOE)
+    assert "bytes passed on by a server rank 28.4 GiB" in text
+    assert "buffers of a learner rank 1.0 GiB" in text
+    assert "buffers of a server rank 2.0 GiB" in text
+    assert "buffers of every rank" not in text
+    assert "passed on" not in shown(fleet_of(32), MOE)
+
+
 def test_what_a_directory_needs_is_told(tmp_path: Path):
     """Each number is written once, by one of the ranks that hold it."""
     disk: dict[str, object] = {"type": "disk", "directory": str(tmp_path / "w")}

@@ -19,6 +19,8 @@ from tests.support.config_files import minimal
         ({"directory": "/w"}, ["directory needs type: disk, got type: shards; leave it out"]),
         ({"type": "broadcast", "delta": True}, ["delta needs type: disk, got type: broadcast"]),
         ({"type": "disk", "directory": " "}, ["weight_sync.directory", "must name a file or dir"]),
+        ({"relay": True, "type": "broadcast"}, ["relay needs type: shards, got type: broadcast"]),
+        ({"relay": True, "type": "a:B"}, ["relay needs type: shards", "set relay: false"]),
         ({"overlap": True, "type": "broadcast"}, ["overlap needs type: shards", "broadcast"]),
         ({"overlap": True, "type": "a:B"}, ["overlap needs type: shards", "set overlap: false"]),
         (

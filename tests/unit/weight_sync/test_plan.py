@@ -21,12 +21,14 @@ from megatron_opd.weight_sync.plan import (
 )
 from megatron_opd.weight_sync.reshard import CannotReshard, plan_routes
 from sglang_bridge.weights.schedule import Bucket
-from sglang_bridge.weights.share import PAUSED, STAGED, decode_share
+from sglang_bridge.weights.share import PAUSED, PEERS, STAGED, decode_share
 from tests.support.published import spec_of
 from tests.support.random_layouts import Case, random_case
 
 LAYOUTS = 2000
-Message = tuple[int, tuple[tuple[str, int, int, int], ...]]
+Slices = tuple[tuple[str, int, int, int], ...]
+Message = tuple[int, int, Slices]
+"""sender and receiver, ranks of the group, and what it holds"""
 
 
 def first_receivers(servers: Sequence[ServerLayout]) -> list[int]:
@@ -39,53 +41,99 @@ def plan_of(case: Case) -> SyncPlan:
 
 
 def shares_of(case: Case, plan: SyncPlan) -> list[dict[str, list[Message]]]:
-    """What every receiver is told to expect, as it reads it."""
+    """What every rank of a server receives and passes on, in order, as it reads it."""
     found: list[dict[str, list[Message]]] = []
-    for text, layout in zip(plan.shares(), case.servers, strict=True):
+    urls = [f"s{server}" for server in range(len(case.servers))]
+    for server, (text, layout) in enumerate(zip(plan.shares(urls), case.servers, strict=True)):
         for rank in range(layout.tp):
-            share = decode_share(text, rank)
+            share, me = decode_share(text, rank), case.parallel.world_size + len(found)
+            names = share.pop(PEERS)
+            assert names[me] == f"s{server} rank {rank}"
             assert share.keys() == {STAGED, PAUSED}
-            found.append(
-                {
-                    kind: [(source, tuple(map(tuple, slices))) for source, slices in listed]
-                    for kind, listed in share.items()
-                }
-            )
+            found.append({kind: messages(listed, me) for kind, listed in share.items()})
     return found
 
 
-def as_message(bucket: Bucket) -> Message:
-    return bucket.source, tuple((p.name, p.dim, p.start, p.length) for p in bucket.parts)
+def messages(listed: list[Any], me: int) -> list[Message]:
+    """Those of a share, all of them whole: one that is passed on has been received before."""
+    found: list[Message] = []
+    for peer, held in listed:
+        if isinstance(held, int):
+            received = [message for message in found if message[1] == me]
+            found.append((me, peer, received[held][2]))
+        else:
+            found.append((peer, me, tuple(map(tuple, held))))
+    return found
+
+
+def as_message(bucket: Bucket, senders: int) -> Message:
+    parts = tuple((p.name, p.dim, p.start, p.length) for p in bucket.parts)
+    return bucket.sender, senders + bucket.receiver, parts
 
 
 def check_both_ends(plan: SyncPlan, kind: str, shares: list[Any], senders: int) -> None:
     """Between any two ranks the same messages pass in the same order, and no wait is for ever."""
     sent, due = defaultdict(list), defaultdict(list)
-    queues = [plan.outgoing(source, staged=kind == STAGED) for source in range(senders)]
-    for source, buckets in enumerate(queues):
-        for bucket in buckets:
-            assert bucket.source == source
-            assert {part.kind for part in bucket.parts} == {bucket.kind}
-            sent[source, bucket.receiver].append(as_message(bucket))
-    for receiver, share in enumerate(shares):
-        for message in share[kind]:
-            due[message[0], receiver].append(message)
+    queues: list[list[Message]] = []
+    for source in range(senders):
+        buckets = plan.outgoing(source, staged=kind == STAGED)
+        assert all({part.kind for part in b.parts} == {b.kind} for b in buckets)
+        queues.append([as_message(bucket, senders) for bucket in buckets])
+    queues += [share[kind] for share in shares]
+    for rank, queue in enumerate(queues):
+        for message in queue:
+            ends = message[:2]
+            (sent if ends[0] == rank else due)[ends].append(message)
+            assert rank in ends
     assert sent == due
     # every rank blocks on the first message of its list that has not passed
-    waiting = [list(share[kind]) for share in shares]
-    left, moved = [list(buckets) for buckets in queues], True
+    left, moved = [list(queue) for queue in queues], True
     while moved:
         moved = False
-        for buckets in left:
-            while buckets and waiting[buckets[0].receiver][:1] == [as_message(buckets[0])]:
-                waiting[buckets.pop(0).receiver].pop(0)
+        for rank, queue in enumerate(left):
+            while queue and queue[0][0] == rank and left[queue[0][1]][:1] == queue[:1]:
+                left[queue[0][1]].pop(0)
+                queue.pop(0)
                 moved = True
     assert not any(left)
-    assert not any(waiting)
+
+
+def check_sent_once(case: Case, shares: list[dict[str, list[Message]]]) -> None:
+    """No rank of a server sends a slice twice, nor without relays any."""
+    senders = case.parallel.world_size
+    for me, share in enumerate(shares, senders):
+        passed_on = [
+            (receiver, piece)
+            for listed in share.values()
+            for sender, receiver, pieces in listed
+            if sender == me
+            for piece in pieces
+        ]
+        assert case.room.relays or not passed_on
+        assert len({piece for _, piece in passed_on}) == len(passed_on)
+
+
+def check_learner_sends_once(case: Case, plan: SyncPlan) -> None:
+    """No rank of the learner sends a slice to the same rank of two servers of a layout."""
+    firsts = first_receivers(case.servers)
+    ranks = {
+        first + rank: (layout, rank)
+        for first, layout in zip(firsts, case.servers, strict=False)
+        for rank in range(layout.tp)
+    }
+    for source in range(case.parallel.world_size):
+        sent = [
+            (ranks[bucket.receiver], part)
+            for staged in (True, False)
+            for bucket in plan.outgoing(source, staged=staged)
+            for part in bucket.parts
+        ]
+        assert len(set(sent)) == len(sent)
 
 
 def check_parts(case: Case, shares: list[dict[str, list[Message]]]) -> None:
     """Every receiver gets what its layout says, each index once, from a rank that holds it."""
+    senders = case.parallel.world_size
     sources: dict[str, list[Held]] = defaultdict(list)
     for held in as_held(learner_holdings(case.spec, case.parallel), case.room.format):
         sources[held.name].append(held)
@@ -97,10 +145,13 @@ def check_parts(case: Case, shares: list[dict[str, list[Message]]]) -> None:
                 wanted[rank][held.name] = held
         for rank in range(layout.tp):
             parts: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-            for source, slices in itertools.chain(*shares[first + rank].values()):
+            for source, receiver, slices in itertools.chain(*shares[first + rank].values()):
+                if receiver != senders + first + rank:
+                    continue
                 for name, dim, start, length in slices:
                     parts[name].append((dim, start, length))
-                    assert any(
+                    # who passes it on has received it: check_both_ends
+                    assert source >= senders or any(
                         source in held.ranks
                         and (held.is_whole or held.dim == dim)
                         and (held.is_whole or held.start <= start)
@@ -133,7 +184,7 @@ def check_staged(case: Case, shares: list[dict[str, list[Message]]]) -> None:
         for rank in range(layout.tp):
             share = shares[first + rank]
             names = {
-                kind: {name for _, slices in share[kind] for name, *_ in slices} for kind in share
+                kind: {name for *_, slices in share[kind] for name, *_ in slices} for kind in share
             }
             assert not names[STAGED] & names[PAUSED]
             assert sum(sizes[rank, name] for name in names[STAGED]) <= case.room.max_staged
@@ -151,6 +202,9 @@ def test_random_layouts_are_planned_whole(block: int):
             check_both_ends(plan, PAUSED, shares, senders)
             check_parts(case, shares)
             check_staged(case, shares)
+            check_sent_once(case, shares)
+            if case.room.relays:
+                check_learner_sends_once(case, plan)
         except (AssertionError, ValueError) as error:
             raise AssertionError(f"random_case({seed}): {case}") from error
 
@@ -214,7 +268,7 @@ def test_a_plan_for_235b(capsys: pytest.CaptureFixture[str]):
     planned = time.perf_counter()
     buckets = plan.outgoing(5, staged=False)
     outgoing = time.perf_counter()
-    shares = plan.shares()
+    shares = plan.shares([f"http://host{index}:30000" for index in range(8)])
     done = time.perf_counter()
     assert parallel.world_size == 64
     assert buckets

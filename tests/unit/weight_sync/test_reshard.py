@@ -14,8 +14,10 @@ from megatron_opd.models.spec import ModelSpec
 from megatron_opd.weight_sync.holdings import Held, learner_holdings, server_holdings
 from megatron_opd.weight_sync.reshard import (
     CannotReshard,
+    bytes_passed_on,
     bytes_received,
     bytes_sent,
+    num_pairs,
     plan_routes,
 )
 from tests.support.published import spec_of
@@ -120,6 +122,23 @@ def test_every_element_arrives_once_from_a_rank_that_holds_it(data: st.DataObjec
         for at in range(servers):
             sent[route.source(at)] += route.elements
     assert bytes_sent(routes, servers, ONE) == sent
+    first = [(route, at) for route in routes for at in range(min(servers, len(route.sources)))]
+    relayed: Counter[int] = Counter()
+    for route, at in first:
+        relayed[route.source(at)] += route.elements
+    assert bytes_sent(routes, servers, ONE, relays=True) == relayed
+    passed_on = bytes_passed_on(routes, servers, ONE)
+    later = [route for route in routes if len(route.sources) < servers]
+    assert sum(passed_on.values()) == sum(route.elements for route in later)
+    direct = {(route.source(s), s, route.destination) for route in routes for s in range(servers)}
+    assert num_pairs(routes, servers) == len(direct)
+    chains = {
+        (at, at + len(route.sources), route.destination)
+        for route in routes
+        for at in range(servers - len(route.sources))
+    }
+    given = {(route.source(at), at, route.destination) for route, at in first}
+    assert num_pairs(routes, servers, relays=True) == len(given) + len(chains)
     assert max(sent) < parallel.world_size
 
 

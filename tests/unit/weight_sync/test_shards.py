@@ -18,6 +18,7 @@ from megatron_opd.weight_sync.reshard import CannotReshard
 from megatron_opd.weight_sync.shards import (
     Shards,
     common_dtype,
+    first_lost,
     require_as_planned,
     server_layout,
 )
@@ -265,7 +266,7 @@ def test_a_whole_life_of_the_transport(wire: Wire):
     learner = wire.config.learner
     room = Room("float32", None, 1000, 0)
     plan = plan_sync(wire.spec, learner.parallel, learner.megatron, LAYOUTS, room)
-    assert list(wire.shares) == plan.shares()
+    assert list(wire.shares) == plan.shares([info.url for info in wire.infos])
     told = [decode_share(text, rank) for text, rank in zip(wire.shares, (1, 0), strict=True)]
     assert min(len(share["paused"]) for share in told) > 20
     joined = wire.joined
@@ -400,6 +401,90 @@ def test_who_left_the_learner_is_asked_why(wire: Wire):
     wire.failures = ()
     with pytest.raises(WeightSyncFailed, match=r"^http://b:2 rank 0: rank 1 sent no weights"):
         run_virtual(scenario())
+
+
+LEFT = wire_names.LOST_ACTION
+CHAIN = "http://b:2 rank 0: http://a:1 rank 1 sent no weights: closed"
+
+
+@pytest.fixture
+def relaying(wire: Wire, moe: Path) -> Wire:
+    """Servers of a chain, of which the last one is the first to be heard: it was left."""
+    wire.config = minimal(student={"model": str(moe)}, weight_sync={"relay": True})
+    wire.fails["servers receive"] = WeightSyncFailed(CHAIN)
+    wire.failures = ("http://a:1 rank 0, or a server behind it, did not take its weights: closed",)
+    return wire
+
+
+async def sent(wire: Wire) -> None:
+    failures, wire.failures = wire.failures, ()
+    shards = await opened(wire)
+    wire.failures = failures
+    await shards.send(1)
+
+
+def test_a_server_of_a_chain_that_does_not_answer_is_to_blame(relaying: Wire):
+    relaying.fails[LEFT] = WeightSyncFailed(f"{URL}/weights_checker: no answer", [URL])
+    said = f"^{URL}/weights_checker: no answer; {URL} rank 0, or a server behind it, did not"
+    with pytest.raises(WeightSyncFailed, match=said) as told:
+        run_virtual(sent(relaying))
+    assert told.value.servers == {URL}
+    assert relaying.log[-1] == LEFT
+
+
+def test_where_all_servers_of_a_chain_answer_who_was_lost_first_is_named(
+    relaying: Wire, monkeypatch: pytest.MonkeyPatch
+):
+    """No server is at fault: it may be the network. Of who lost a learner's rank that one knows."""
+    lost = {"http://b:2": [{wire_names.PEER_LOST: "http://a:1 rank 0"}], URL: [{}]}
+
+    async def ask_ranks(action: str, timeout_s: float | None = None) -> Any:
+        assert action == LEFT
+        return lost
+
+    monkeypatch.setattr(relaying, "ask_ranks", ask_ranks)
+    with pytest.raises(WeightSyncFailed, match=f"^other ranks lost {URL} rank 0; {URL} rank") as e:
+        run_virtual(sent(relaying))
+    assert not e.value.servers
+    lost[URL] = [{wire_names.PEER_LOST: ""}]
+    with pytest.raises(WeightSyncFailed, match=f"^{URL} rank 0, or a server behind it, did not"):
+        run_virtual(sent(relaying))
+
+
+def test_a_server_that_is_known_to_be_at_fault_is_enough(relaying: Wire):
+    relaying.fails["servers receive"] = WeightSyncFailed(f"{URL} rank 0: no room", [URL])
+    with pytest.raises(WeightSyncFailed, match=f"^{URL} rank 0: no room$"):
+        run_virtual(sent(relaying))
+    assert LEFT not in relaying.log
+
+
+def test_who_is_lost_first_has_lost_nobody():
+    def answers(**lost: str) -> dict[str, list[dict[str, str]]]:
+        return {
+            f"s{i}": [{wire_names.PEER_LOST: lost[f"s{i}"]} if f"s{i}" in lost else {}]
+            for i in range(4)
+        }
+
+    assert first_lost(answers()) is None
+    assert first_lost(answers(s0="s1 rank 0", s2="s1 rank 0", s3="s2 rank 0")) == "s1 rank 0"
+    assert first_lost(answers(s0="", s1="s0 rank 0", s2="s1 rank 0")) is None
+    assert first_lost(answers(s0="s1 rank 0", s1="s0 rank 0")) is None
+
+
+def test_servers_of_a_chain_are_staged_when_the_last_one_is(relaying: Wire):
+    """The learner is done long before."""
+    relaying.fails, relaying.failures, relaying.polls = {}, (), 3
+    settings = relaying.config.weight_sync.model_copy(update={"staging": True})
+    relaying.config = relaying.config.model_copy(update={"weight_sync": settings})
+
+    async def scenario() -> None:
+        shards = await opened(relaying)
+        relaying.log.clear()
+        await shards.stage(1)
+
+    run_virtual(scenario())
+    polls = [wire_names.STAGED_ACTION] * 3
+    assert sorted(relaying.log) == sorted(["learner stages", "servers stage", *polls])
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from sglang_bridge import wire
 from sglang_bridge.server.pieces import Piece
 from sglang_bridge.server.receiver import BadExpectation, Receiver, answer
 from sglang_bridge.weights.digest import as_text, digest
-from sglang_bridge.weights.share import PAUSED, STAGED
+from sglang_bridge.weights.share import PAUSED, PEERS, STAGED
 from tests.support.receiving import CPU, canvas_of, receiver_of, staged_digests_of
 
 # [4, 6] of rows 8.. of "a", columns 3.. of "b" and the vector "n"
@@ -83,6 +83,76 @@ def test_a_good_list_is_received_into_its_views_in_order():
     assert torch.equal(n, torch.arange(7.0, 14))
 
 
+class Relayed(Arrivals):
+    """That group, which is also sent to: what, to whom. gone: peers that are not there."""
+
+    def __init__(self, *gone: int) -> None:
+        super().__init__()
+        self.sent: list[tuple[int, int, list[float]]] = []
+        self.gone = gone
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        if peer in self.gone:
+            raise RuntimeError("closed")
+        return super().recv(tensors, peer, tag)
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        if peer in self.gone:
+            raise RuntimeError("closed")
+        self.sent.append((peer, tag, tensors[0].view(torch.float32).tolist()))
+        return self
+
+
+# the first and the last message come from the learner's rank 2 and from server rank 5
+CHAIN = [*GOOD[:2], [7, 0], [5, GOOD[2][1]], [7, 2]]
+NAMES = {5: "http://a:1 rank 1", 6: "http://b:2 rank 1", 7: "http://c:3 rank 1"}
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_some_messages_are_passed_on_as_they_came(staged: bool):
+    held = pieces()
+    receiver, group = receiver_of(held), Relayed()
+    assert receiver.expect(share(*([(), CHAIN] if staged else [CHAIN]))) == NUM_BYTES
+    if staged:
+        receiver.stage(group, CPU)
+        while receiver.staged():
+            time.sleep(0.001)
+        assert all(piece.view.isnan().all() for piece in held), "from the shadow buffers"
+    receiver.receive(group, CPU)
+    assert group.sent == [
+        (7, 0, [float(n) for n in range(1, 29)]),
+        (7, 1, [float(n) for n in range(1, 11)]),
+    ]
+    assert all(piece.view.isfinite().all() for piece in held)
+    assert receiver.lost() == {}
+
+
+@pytest.mark.parametrize(
+    ("gone", "said", "name"),
+    [
+        (0, "rank 0 of the learner sent no weights: closed", ""),
+        (5, "http://a:1 rank 1 sent no weights: closed", NAMES[5]),
+        (7, "http://c:3 rank 1 did not take the weights passed on to it: closed", NAMES[7]),
+    ],
+)
+@pytest.mark.parametrize("staged", [False, True])
+def test_who_was_lost_is_named_and_told_to_whoever_asks(
+    gone: int, said: str, name: str, staged: bool
+):
+    receiver, left = receiver_of(pieces()), threading.Event()
+    expected = share(*([(), CHAIN] if staged else [CHAIN])) | {PEERS: NAMES}
+    receiver.expect(expected)
+    assert receiver.lost() == {}
+    if staged:
+        receiver.stage(Relayed(gone), CPU, left.set)
+        assert left.wait(30), "nobody waits for a rank that failed"
+    found = answer(lambda: receiver.receive(Relayed(gone), CPU) or {}, receiver)
+    assert found == {wire.ERROR: said, wire.PEER_LOST: name}
+    assert receiver.lost() == {wire.PEER_LOST: name}
+    receiver.expect(expected)
+    assert receiver.lost() == {}, "of another try"
+
+
 def test_a_whole_piece_may_come_along_another_dimension():
     """A part that the server holds whole comes as the learner cuts it."""
     held = [Piece("w", 0, 2, 2, torch.zeros(2, 4)), Piece("n", 0, 0, 2, torch.zeros(2))]
@@ -118,16 +188,22 @@ BAD: dict[str, tuple[Any, str]] = {
     "nested": (changed((1, 1, 1), ["n", 0, [0], 7]), "n: .* are no dimension"),
     "short": (changed((1, 1, 1), ["n", 0, 0]), "n: .* are no dimension"),
     "long": (changed((1, 1, 1), ["n", 0, 0, 7, 1]), "n: .* are no dimension"),
+    "a first message that was passed on": ([[2, 0], *GOOD], "0 is neither slices nor a message"),
+    "a later one that was": ([[2, 3], *GOOD], "3 is neither slices nor a message that came bef"),
+    "itself": ([*GOOD[:1], [2, 1], *GOOD[1:]], "1 is neither slices nor a message that came bef"),
+    "one before the first": ([*GOOD, [2, -1]], "-1 is neither slices nor a message that came"),
+    "true": ([*GOOD, [2, True]], "True is neither slices nor a message that came before"),
+    "passed on to no rank": ([*GOOD, [-2, 0]], "-2 is no rank of the other end"),
     # before: accepted, or TypeError, IndexError or KeyError
-    "a sender that is text": (changed((0, 0), "2"), "'2' is no rank of a sender"),
-    "a sender that is a float": (changed((0, 0), 2.0), r"2\.0 is no rank of a sender"),
-    "a sender that is true": (changed((0, 0), True), "True is no rank of a sender"),
-    "a negative sender": (changed((0, 0), -1), "-1 is no rank of a sender"),
-    "a message without slices": ([*GOOD, [0, []]], r"\[0, \[\]\] is no message"),
+    "a sender that is text": (changed((0, 0), "2"), "'2' is no rank of the other"),
+    "a sender that is a float": (changed((0, 0), 2.0), r"2\.0 is no rank of the other"),
+    "a sender that is true": (changed((0, 0), True), "True is no rank of the other"),
+    "a negative sender": (changed((0, 0), -1), "-1 is no rank of the other end"),
+    "a message without slices": ([*GOOD, [0, []]], r"\[\] is neither slices nor a m"),
     "a message of one": (changed((2,), [2]), r"\[2\] is no message"),
     "a message that is text": (changed((2,), "22"), "'22' is no message"),
-    "slices that are text": (changed((2, 1), "b"), "is no message"),
-    "slices that are a number": (changed((2, 1), 7), "is no message"),
+    "slices that are text": (changed((2, 1), "b"), "'b' is neither slices"),
+    "slices that are a number": (changed((2, 1), 7), "7 is neither slices"),
     "a slice that is a number": (changed((2, 1, 0), 7), "is no slice of a tensor"),
     "an empty slice": (changed((2, 1, 0), []), "is no slice of a tensor"),
     "a name that is a list": (changed((2, 1, 0, 0), ["b"]), "is no slice of a tensor"),
@@ -262,8 +338,8 @@ def test_a_failure_is_an_answer():
     def fail() -> dict[str, str]:
         raise ValueError("no such thing")
 
-    assert answer(fail) == {wire.ERROR: "ValueError: no such thing"}
-    assert answer(lambda: {"bytes": "3"}) == {"bytes": "3"}
+    assert answer(fail, None) == {wire.ERROR: "ValueError: no such thing"}
+    assert answer(lambda: {"bytes": "3"}, None) == {"bytes": "3"}
 
 
 def test_a_message_of_two_dtypes_is_refused_before_anything_is_sent():

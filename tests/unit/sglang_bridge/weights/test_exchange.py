@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from sglang_bridge.weights.exchange import (
     BUFFERS,
     IN_FLIGHT,
     Message,
+    PassedOn,
     PeerLost,
     receive,
+    relay,
     said_plainly,
     send,
 )
@@ -113,6 +116,98 @@ def test_messages_of_many_ranks_meet_in_one_order(four: Sequence[ProcessGroupGlo
         assert all(torch.equal(held[at], weights[at]) for at in order)
         for at in order:
             weights[at] += 1
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_what_is_passed_on_along_a_chain_is_what_was_sent(
+    four: Sequence[ProcessGroupGloo], data: st.DataObject
+):
+    """From rank 0 over 1 and 2 to 3: any shapes and dtypes, more messages than are under way."""
+    shapes = st.lists(st.integers(1, 9), min_size=1, max_size=2)
+    lists = data.draw(st.lists(st.lists(shapes, min_size=1, max_size=3), max_size=6)) * 4
+    dtypes = [data.draw(st.sampled_from([FLOAT, HALF, torch.int8])) for _ in lists]
+    sent = [
+        message(1, *(noise(*s, seed=i).mul(9).to(dtype) for s in parts), dtype=dtype)
+        for i, (parts, dtype) in enumerate(zip(lists, dtypes, strict=True))
+    ]
+    # at rank 3 without padding: some of these lie as they travel
+    held = [
+        [
+            [canvas_of(s, dtype)[1] if rank < 3 else torch.zeros(s, dtype=dtype) for s in parts]
+            for parts, dtype in zip(lists, dtypes, strict=True)
+        ]
+        for rank in (1, 2, 3)
+    ]
+
+    def step(rank: int) -> None:
+        messages = [
+            message(rank - 1, *views, dtype=dtype)
+            for views, dtype in zip(held[rank - 1], dtypes, strict=True)
+        ]
+        onward = [PassedOn(replace(m, peer=rank + 1), i) for i, m in enumerate(messages)]
+        steps: list[Message | PassedOn] = [*messages[:1]]
+        for following, passed in zip([*messages[1:], None], onward, strict=False):
+            steps += [following] * (following is not None) + [passed] * (rank < 3)
+        relay(four[rank], steps, CPU)
+
+    side_by_side(lambda: send(four[0], sent, CPU), *(lambda r=r: step(r) for r in (1, 2, 3)))
+    for there in held:
+        for here, views in zip(sent, there, strict=True):
+            for mine, other in zip(here.views, views, strict=True):
+                assert torch.equal(mine, other)
+
+
+def test_what_is_passed_on_waits_until_it_is_there_and_for_nothing_else():
+    log: list[str] = []
+
+    class Noted(Late):
+        def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
+            log.append(f"ask {tag}")
+            return Work(lambda: (tensors[0].view(FLOAT).fill_(tag), log.append(f"got {tag}")))
+
+        def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
+            value = tensors[0].view(FLOAT)[0].item()
+            log.append(f"pass on {tag}: {value:g}")
+            return Work(lambda: log.append(f"left {tag}"))
+
+    views = [torch.full((4,), -1.0) for _ in range(3)]
+    first, second, third = (message(7, view) for view in views)
+    steps = [first, second, PassedOn(replace(first, peer=8), 0), third]
+    steps += [PassedOn(replace(third, peer=8), 2)]
+    group: Any = Noted()
+    relay(group, steps, CPU)
+    assert log == [
+        *("ask 0", "ask 1", "got 0", "pass on 0: 0", "ask 2"),
+        *("got 1", "got 2", "pass on 1: 2", "left 0", "left 1"),
+    ]
+
+
+class Work:
+    """One message under way; `done` happens when it is waited for."""
+
+    def __init__(self, done: Callable[[], object]) -> None:
+        self.done = done
+
+    def wait(self) -> None:
+        self.done()
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_who_is_lost_by_a_rank_that_passes_on_is_named(lost: int):
+    """The one before it, or the one after it."""
+    groups = gloo_groups(3, 5)
+    held, size = torch.zeros(16 * 2**20), 16 * 2**20
+    gone, other = groups[lost], groups[2 - lost]
+    groups[lost] = None  # type: ignore[call-overload]
+    del gone
+    one = message(0, held)
+    rest: list[Callable[[], None]] = []
+    if lost == 2:
+        rest.append(lambda: send(other, [message(1, torch.ones(size))], CPU))
+    with pytest.raises(PeerLost) as caught:
+        side_by_side(lambda: relay(groups[1], [one, PassedOn(replace(one, peer=2), 0)], CPU), *rest)
+    assert caught.value.peer == lost
 
 
 def test_what_is_read_of_a_view_is_what_is_sent(pair: Sequence[ProcessGroupGloo]):

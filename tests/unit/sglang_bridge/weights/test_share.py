@@ -3,6 +3,7 @@
 import base64
 import json
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sglang_bridge.weights import share as module
 from sglang_bridge.weights.schedule import Limits, Place, Route
 from sglang_bridge.weights.share import (
     PAUSED,
+    PEERS,
     STAGED,
     BadShare,
     decode_share,
@@ -25,9 +27,16 @@ ROUTES = [
     Route("a", 0, 4, 4, 1, (2, 5), 1, 40),
     Route("b", 1, 6, 3, 1, (3,), 0, 9),
 ]
-LIMITS = Limits(receivers=6, max_elements=20)
-PLACE = Place(index=1, first=2)
-TEXT = encode_share(encode_routes(ROUTES[2:], ROUTES[:2]), PLACE, LIMITS)
+LIMITS = Limits(senders=6, receivers=6, max_elements=20)
+FIRSTS, NAMES = (0, 2, 4), ("http://a:1", "http://b:2", "http://c:3")
+PLACE = Place(1, FIRSTS)
+TEXT = encode_share(encode_routes(ROUTES[2:], ROUTES[:2]), PLACE, NAMES, LIMITS)
+
+
+def peers(rank: int) -> dict[int, str]:
+    return {
+        6 + first + rank: f"{name} rank {rank}" for first, name in zip(FIRSTS, NAMES, strict=True)
+    }
 
 
 def test_every_rank_reads_its_own_messages():
@@ -35,26 +44,40 @@ def test_every_rank_reads_its_own_messages():
     assert decode_share(TEXT, 0) == {
         STAGED: [],
         PAUSED: [[5, [["a", 0, 0, 2]]], [5, [["a", 0, 2, 2]]]],
+        PEERS: peers(0),
     }
     assert decode_share(TEXT, 1) == {
         STAGED: [[3, [["b", 1, 6, 3]]]],
         PAUSED: [[2, [["a", 0, 4, 2]]], [2, [["a", 0, 6, 2]]]],
+        PEERS: peers(1),
     }
-    assert decode_share(TEXT, 2) == {STAGED: [], PAUSED: []}
+    assert decode_share(TEXT, 2) == {STAGED: [], PAUSED: [], PEERS: peers(2)}
+
+
+def test_what_is_passed_on_names_a_message_that_came_before():
+    """Of server 1: "b" has one source, so it comes from server 0 and goes to server 2."""
+    limits = replace(LIMITS, relays=True)
+    text = encode_share(encode_routes(ROUTES[2:], ROUTES[:2]), PLACE, NAMES, limits)
+    assert decode_share(text, 1) == {
+        STAGED: [[6 + 1, [["b", 1, 6, 3]]], [6 + 5, 0]],
+        PAUSED: [[2, [["a", 0, 4, 2]]], [2, [["a", 0, 6, 2]]]],
+        PEERS: peers(1),
+    }
 
 
 def test_numbers_of_one_kind_share_a_message():
     """Those of another have another size."""
     kinds = ("plain", "numbers", "scales", "numbers")
     routes = [Route(f"t{i}", 0, 0, 1, 0, (3,), 0, 1, kind) for i, kind in enumerate(kinds)]
-    found = decode_share(encode_share(encode_routes((), routes), PLACE, LIMITS), 0)[PAUSED]
+    text = encode_share(encode_routes((), routes), PLACE, NAMES, LIMITS)
+    found = decode_share(text, 0)[PAUSED]
     assert [[name for name, *_ in slices] for _, slices in found] == [["t1", "t3"], ["t0"], ["t2"]]
 
 
 def test_the_routes_of_all_servers_of_a_layout_are_one_text():
     routes = encode_routes((), ROUTES)
-    texts = [encode_share(routes, Place(index, 2 * index), LIMITS) for index in range(3)]
-    assert len({text.partition(" ")[2] for text in texts}) == 1
+    texts = [encode_share(routes, Place(index, FIRSTS), NAMES, LIMITS) for index in range(3)]
+    assert len({text.rpartition(" ")[2] for text in texts}) == 1
     froms = [decode_share(text, 0)[PAUSED][0][0] for text in texts]
     assert froms == [2, 5, 2]
 
@@ -63,7 +86,7 @@ def packed(tree: Any) -> str:
     return base64.b64encode(zlib.compress(json.dumps(tree).encode())).decode()
 
 
-HEAD = "[0,0,6,20]"
+HEAD = '[0,[0],["a server"],6,6,20,false]'
 EMPTY = packed({"sources": [], STAGED: [], PAUSED: []})
 ROW = ["a", 0, 0, 4, 0, 0, 40, 0, "plain"]
 EMPTY_ROW = ["a", 0, 0, 0, 0, 0, 40, 0, "plain"]
@@ -71,6 +94,11 @@ BAD = {
     "nothing": "",
     "no routes": HEAD,
     "a head of three": f"[0,0,6] {EMPTY}",
+    "a server that is not there": f'[1,[0],["a"],6,6,20,true] {EMPTY}',
+    "a server before the first one": f'[-1,[0],["a"],6,6,20,true] {EMPTY}',
+    "servers without names": f"[0,[0,2],[],6,6,20,true] {EMPTY}",
+    "servers that are a number": f'[0,7,["a"],6,6,20,true] {EMPTY}',
+    "a server at no rank": f"[0,[null],[null],6,6,20,true] {EMPTY}",
     "a head that is none": f"null {EMPTY}",
     "a head that is an object": f"{{}} {EMPTY}",
     "no base64": f"{HEAD} ???",
@@ -85,7 +113,9 @@ BAD = {
     "a short row": f"{HEAD} {packed({'sources': [[0]], STAGED: [], PAUSED: [ROW[:-1]]})}",
     "no length": f"{HEAD} {packed({'sources': [[0]], STAGED: [EMPTY_ROW], PAUSED: []})}",
     "text for a number": f"{HEAD} {packed({'sources': [['x']], STAGED: [], PAUSED: [ROW]})}",
-    "no receivers": f"[0,0,0,20] {packed({'sources': [[0]], STAGED: [], PAUSED: [ROW]})}",
+    "no receivers": (
+        f'[0,[0],["a"],6,0,20,true] {packed({"sources": [[0]], STAGED: [], PAUSED: [ROW]})}'
+    ),
 }
 
 
@@ -101,7 +131,8 @@ def test_a_small_text_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch):
     bomb = base64.b64encode(zlib.compress(b"[" + b" " * 10**6 + b"]")).decode()
     with pytest.raises(BadShare, match="more than 1000 bytes, or cut short"):
         decode_share(f"{HEAD} {bomb}", 0)
-    assert decode_share(f"{HEAD} {EMPTY}", 0) == {STAGED: [], PAUSED: []}
+    nothing = {STAGED: [], PAUSED: [], PEERS: {6: "a server rank 0"}}
+    assert decode_share(f"{HEAD} {EMPTY}", 0) == nothing
 
 
 @settings(max_examples=200)
@@ -112,4 +143,4 @@ def test_a_changed_character_is_refused_or_of_the_head(at: int, to: str):
         found = decode_share(TEXT[:at] + to + TEXT[at + 1 :], 1)
     except BadShare:
         return
-    assert found == decode_share(TEXT, 1) or at < len(TEXT.partition(" ")[0])
+    assert found == decode_share(TEXT, 1) or at < len(TEXT.rpartition(" ")[0])
