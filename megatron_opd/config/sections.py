@@ -47,7 +47,7 @@ class RunConfig(Section):
     """Makes a run repeatable: the same run twice, or interrupted and resumed, makes bitwise the
     same updates, because what is sampled depends on seed, prompt and weights alone. Costs speed:
     kernels with a fixed order of summation are used, and training waits for the batches in between.
-    Needs buffer.hold_batches equal to buffer.max_staleness, otherwise timing decides which weights
+    Needs schedule.type controlled or sync, otherwise timing decides which weights
     sample what."""
 
 
