@@ -157,13 +157,20 @@ class Shards:
             for info, layout in zip(self._fleet.infos, layouts, strict=True)
         )
         size, backend = senders + receivers, there.backend
-        join = Join(there.host, there.port, size, self._group, backend, limit_s, servers, dtype)
-        await both(
-            self._done(join),
-            self._fleet.init_weights_group(
-                there.host, there.port, self._group, backend, limit_s, senders=senders
-            ),
+        # NCCL finds by itself what is on one host
+        same_host = config.same_host == "auto" and backend == "gloo"
+        join = Join(
+            there.host, there.port, size, self._group, backend, limit_s, servers, dtype, same_host
         )
+
+        async def let_servers_join() -> None:
+            await self._fleet.init_weights_group(
+                there.host, there.port, self._group, backend, limit_s, senders=senders
+            )
+            if same_host:
+                await self._fleet.ask_ranks(f"{wire.SAME_HOST_ACTION} {self._group}", limit_s)
+
+        await both(self._done(join), let_servers_join())
 
     async def _unless_left(self, servers: Awaitable[object]) -> None:
         """Wait for the servers; of one that knows only that it was left the learner knows why.

@@ -86,15 +86,28 @@ def fleets_of(learner: str) -> list[Fleet]:
 def test_every_server_rank_holds_its_slices(learner: str, models: dict[str, Path], tmp_path: Path):
     layout = LAYOUTS[learner]
     arguments = {"models": models, "parallel": layout.parallel, "fleets": fleets_of(learner)}
-    run_world(shard_jobs.shards_to_fleets, layout.ranks, tmp_path, **arguments)
+    run_world(shard_jobs.shards_to_fleets, layout.ranks, tmp_path, same_host="off", **arguments)
 
 
-@pytest.mark.parametrize("learner", ["one rank", "tp2"])
-def test_the_others_receive_without_a_server_that_was_lost(
+@pytest.mark.parametrize("learner", ["tp2", "pp2 vpp2", "tp2 ep2"])
+def test_weights_that_stay_on_one_host_are_the_same(
     learner: str, models: dict[str, Path], tmp_path: Path
 ):
+    """Bit for bit what went through the group: plain, rounded, quantised and staged."""
     layout = LAYOUTS[learner]
-    arguments = {"model": models["biased"], "parallel": layout.parallel}
+    arguments = {"models": models, "parallel": layout.parallel, "fleets": fleets_of(learner)}
+    run_world(shard_jobs.shards_to_fleets, layout.ranks, tmp_path, same_host="auto", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("learner", "same_host"), [("one rank", "off"), ("tp2", "off"), ("tp2", "auto")]
+)
+def test_the_others_receive_without_a_server_that_was_lost(
+    learner: str, same_host: str, models: dict[str, Path], tmp_path: Path
+):
+    layout = LAYOUTS[learner]
+    model = models["biased"]
+    arguments = {"model": model, "parallel": layout.parallel, "same_host": same_host}
     run_world(shard_jobs.shards_without_a_lost_server, layout.ranks, tmp_path, **arguments)
 
 

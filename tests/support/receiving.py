@@ -26,8 +26,10 @@ from sglang_bridge.protocol import ServerInfo, WeightPiece
 from sglang_bridge.server import disk_reader, receiver
 from sglang_bridge.server.disk_reader import DiskReader
 from sglang_bridge.server.pieces import Piece
+from sglang_bridge.weights import lanes
 from sglang_bridge.weights.exchange import PeerLost
 from sglang_bridge.weights.formats import Format, dtype_of
+from sglang_bridge.weights.same_host import settle
 from sglang_bridge.weights.share import decode_share
 
 HOST = "127.0.0.1"
@@ -62,6 +64,9 @@ class Counted:
         self.sizes += [tensor.nbytes for tensor in tensors]
         return self.group.recv(tensors, peer, tag)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
 
 class Rank:
     """One rank of a server: its memory, its receiver, its end of the group."""
@@ -80,6 +85,7 @@ class Rank:
                 self.pieces.append(Piece(held.name, held.dim, held.start, held.length, view))
         self.receiver = receiver_of(self.pieces)
         self.group: Counted | None = None
+        self.same_host = lanes.NONE
 
     @property
     def num_bytes(self) -> int:
@@ -104,6 +110,11 @@ class Rank:
     def join(self, port: int, name: str, rank: int, size: int, timeout_s: float) -> None:
         """As SGLang's init_custom_process_group, for threads that share a process."""
         self.group = Counted(gloo_group(port, name, rank, size, timeout_s))
+
+    def settle(self) -> dict[str, str]:
+        assert self.group is not None
+        self.same_host = settle(self.group, CPU, receives=True)  # type: ignore[arg-type]
+        return {}
 
     def stage(self) -> None:
         assert self.group is not None
@@ -231,6 +242,9 @@ class ThreadFleet:
                 for info, server in zip(self.infos, self.servers, strict=True)
             }
         verb, _, argument = action.partition(" ")
+        if verb == wire.SAME_HOST_ACTION:
+            await self._everywhere([rank.settle for rank in self.ranks()])
+            return {}
         if verb == wire.OPEN_VERSIONS:
             self._opening = argument
             self.readers = {r: DiskReader(r.pieces, self.weights_dir) for r in self.ranks()}
@@ -251,7 +265,7 @@ class ThreadFleet:
         await self.ask_ranks(f"{wire.OPEN_VERSIONS} {self._opening}")
 
     @staticmethod
-    async def _everywhere(calls: Sequence[Callable[[], None]]) -> None:
+    async def _everywhere(calls: Sequence[Callable[[], object]]) -> None:
         await asyncio.gather(*(asyncio.to_thread(call) for call in calls))
 
 
