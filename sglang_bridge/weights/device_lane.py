@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import struct
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -59,13 +61,12 @@ class DeviceLane:
 
     def export(self, numbers: torch.Tensor) -> bytes:
         """Describe numbers of one piece, once they are there."""
-        _finish(self._device)
-        base, size, handle = ctypes.c_void_p(), ctypes.c_size_t(), _Handle()
-        start = ctypes.c_void_p(numbers.data_ptr())
-        _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), start)
-        _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-        offset = numbers.data_ptr() - (base.value or 0)
-        fields = (KIND, self._uuid, bytes(handle.data), size.value, offset, numbers.nbytes)
+        start = numbers.data_ptr()
+        with _current(self._device):
+            base, size = _allocation(start)
+            handle = _Handle()
+            _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(base))
+        fields = (KIND, self._uuid, bytes(handle.data), size, start - base, numbers.nbytes)
         return _LAYOUT.pack(*fields).ljust(DESCRIPTOR_BYTES, b"\0")
 
     def hide(self) -> None:
@@ -113,22 +114,21 @@ class DeviceOpener:
 
     def taken(self) -> None:
         """Wait until what was copied out of the memory is copied."""
-        _finish(self._device)
+        with _current(self._device):
+            pass
 
     def _mapped(self, where: torch.device, handle: bytes, size: int) -> torch.Tensor:
         if where != self._device and not torch.cuda.can_device_access_peer(self._device, where):
             raise BadDescriptor(f"{self._device} cannot read the memory of {where}")
-        with torch.cuda.device(where):
-            _finish(where)
+        with _current(where):
             pointer, named = ctypes.c_void_p(), _Handle.from_buffer_copy(handle)
             _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), named, _LAZY_PEER_ACCESS)
             address = pointer.value or 0
             self._pointers.append((where, address))
-            base, there = ctypes.c_void_p(), ctypes.c_size_t()
-            _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(there), pointer)
-            if there.value < size:
-                raise BadDescriptor(f"{size} bytes of memory that has {there.value}")
-            memory = torch.as_tensor(_Mapped(address, size), device=where)
+            _, there = _allocation(address)
+            if there < size:
+                raise BadDescriptor(f"{size} bytes of memory that has {there}")
+            memory = _tensor_at(address, size, where)
         if memory.data_ptr() != address:
             raise BadDescriptor(f"torch does not take memory of {where} as it is")
         return memory
@@ -153,20 +153,33 @@ class _Mapped:
         }
 
 
-def _finish(device: torch.device) -> None:
-    """Wait for this thread's stream, after which driver calls are for torch's context of `device`.
+def _tensor_at(address: int, size: int, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(_Mapped(address, size), device=device)
+
+
+def _allocation(address: int) -> tuple[int, int]:
+    """Return where the driver's allocation that holds `address` begins, and its bytes."""
+    base, size = ctypes.c_void_p(), ctypes.c_size_t()
+    start = ctypes.c_void_p(address)
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), start)
+    return base.value or 0, size.value
+
+
+@contextmanager
+def _current(device: torch.device) -> Iterator[None]:
+    """Wait for this thread's stream; driver calls inside are for torch's context of `device`.
 
     Not for the whole device: other threads' streams may be training.
     """
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()
+        yield
 
 
 def _close_all(pointers: list[tuple[torch.device, int]], opened: dict[bytes, Any]) -> None:
     opened.clear()
     for device, pointer in pointers:
-        with torch.cuda.device(device):
-            _finish(device)
+        with _current(device):
             _call("cuIpcCloseMemHandle", ctypes.c_void_p(pointer))
 
 

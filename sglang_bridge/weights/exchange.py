@@ -23,7 +23,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from sglang_bridge.weights.lanes import lanes_of
-from sglang_bridge.weights.legs import Bell, Inbox, Outbox, Rung, acknowledge
+from sglang_bridge.weights.legs import Inbox, Outbox, Rung
 
 BUFFERS = 2
 IN_FLIGHT = 16
@@ -77,6 +77,8 @@ def send(
     """
     lanes = lanes_of(group)
     outbox = None if lanes.own is None else Outbox(lanes.own)
+    if outbox is not None:
+        messages = _together(messages, lanes.takers, outbox.leg_bytes)
     through_group = [message for message in messages if message.peer not in lanes.takers]
     flight = _Flight(through_group, device, packs_all=read is not as_it_is)
     with torch.no_grad():
@@ -84,7 +86,7 @@ def send(
             if outbox is not None and message.peer in lanes.takers:
                 for descriptor, landed in _legs(outbox, message, read, flight):
                     with _with_peer(message.peer):
-                        rung = Rung(group, message.peer, tag, descriptor)
+                        rung = Rung(group, message.peer, descriptor)
                     flight.add(message.peer, rung, landed)
                 continue
             slot = flight.slot(message)
@@ -102,27 +104,48 @@ def receive(group: ProcessGroup, messages: Sequence[Message], device: torch.devi
 
     PeerLost: the peer did not send a message within the group's timeout.
     """
-    openers = lanes_of(group).openers
-    through_group = [message for message in messages if message.peer not in openers]
+    inboxes = _inboxes(group, messages)
+    through_group = [message for message in messages if message.peer not in inboxes]
     flight = _Flight(through_group, device)
-    said = _Flight((), device)
+    nbytes: Counter[int] = Counter()
     with torch.no_grad():
         for message, tag in _tagged(messages):
-            opener = openers.get(message.peer)
-            if opener is not None:
-                flight.make_way()
-                inbox = Inbox(opener, message.views, message.dtype, message.nbytes)
-                with _with_peer(message.peer):
-                    bell = Bell(group, message.peer, tag)
-                taken = partial(_take_legs, group, message.peer, tag, bell, inbox, said)
-                flight.add(message.peer, bell, taken)
+            peer = message.peer
+            if peer in inboxes:
+                nbytes[peer] += message.nbytes
+                flight.add(peer, _Turn(inboxes[peer], nbytes[peer]), _nothing)
                 continue
             slot = flight.slot(message)
-            with _with_peer(message.peer):
-                work = group.recv([slot.wire], message.peer, tag)
-            flight.add(message.peer, work, partial(flight.unpack, slot))
+            with _with_peer(peer):
+                work = group.recv([slot.wire], peer, tag)
+            flight.add(peer, work, partial(flight.unpack, slot))
         flight.end()
-        said.end()
+        for peer, inbox in inboxes.items():
+            with _with_peer(peer):
+                inbox.end()
+
+
+def _together(messages: Sequence[Message], peers: frozenset[int], limit: int) -> list[Message]:
+    """Return the messages, those to `peers` joined to the one before them to the same peer.
+
+    limit: bytes of the longest that are joined, all of one dtype.
+    """
+    joined: list[Message] = []
+    last: dict[int, int] = {}
+    for message in messages:
+        before = joined[last[message.peer]] if message.peer in last else None
+        if (
+            before is not None
+            and before.dtype == message.dtype
+            and before.nbytes + message.nbytes <= limit
+        ):
+            names, views = before.names + message.names, before.views + message.views
+            joined[last[message.peer]] = Message(message.peer, names, views, message.dtype)
+            continue
+        if message.peer in peers:
+            last[message.peer] = len(joined)
+        joined.append(message)
+    return joined
 
 
 def _legs(
@@ -148,19 +171,32 @@ def _nothing() -> None:
     """Leave memory that was not lent as it is."""
 
 
-def _take_legs(
-    group: ProcessGroup, peer: int, tag: int, bell: Bell, inbox: Inbox, said: _Flight
-) -> None:
-    """Take the message whose first leg has come. said: the acknowledgements under way."""
-    with _with_peer(peer):
-        while True:
-            inbox.take(bell.descriptor)
-            said.make_way()
-            said.add(peer, acknowledge(group, peer, tag), _nothing)
-            if not inbox.left:
-                return
-            bell = Bell(group, peer, tag)
-            bell.wait()
+def _inboxes(group: ProcessGroup, messages: Sequence[Message]) -> dict[int, Inbox]:
+    """Return, for the senders whose memory this rank has opened, what takes their numbers."""
+    coming: dict[int, list[Message]] = {}
+    openers = lanes_of(group).openers
+    for message in messages:
+        if message.peer in openers:
+            coming.setdefault(message.peer, []).append(message)
+    found: dict[int, Inbox] = {}
+    for peer, listed in coming.items():
+        places = ((view, message.dtype) for message in listed for view in message.views)
+        nbytes = sum(message.nbytes for message in listed)
+        with _with_peer(peer):
+            found[peer] = Inbox(group, peer, openers[peer], places, nbytes)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Waits until an inbox has taken `nbytes`."""
+
+    inbox: Inbox
+    nbytes: int
+
+    def wait(self) -> None:
+        """Wait for them."""
+        self.inbox.reach(self.nbytes)
 
 
 def _read(message: Message, read: Read) -> Iterator[torch.Tensor]:

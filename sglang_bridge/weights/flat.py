@@ -18,12 +18,11 @@ class Flat:
     def fill(self, numbers: torch.Tensor) -> None:
         """Copy the next numbers into `numbers`, a vector, cast to its dtype."""
         offset = 0
-        for piece in self.next(numbers.numel()):
+        for piece in self._next(numbers.numel()):
             numbers[offset : offset + piece.numel()].view(piece.shape).copy_(piece)
             offset += piece.numel()
 
-    def next(self, count: int) -> Iterator[torch.Tensor]:
-        """Yield views of the next `count` numbers, in order."""
+    def _next(self, count: int) -> Iterator[torch.Tensor]:
         while count:
             if self._at == self._view.numel():
                 self._view, self._at = next(self._views), 0

@@ -1,37 +1,46 @@
 """Carries messages to ranks on the same host: descriptors and acknowledgements through the group.
 
-A message takes one or more legs. For each the sender packs numbers into its lane's memory, or lets
-them lie, and rings: a descriptor. The receiver copies the numbers into its views and acknowledges.
-Only then the memory is used again, and changed no earlier.
+All messages from one rank to another are one stream of numbers, in their order, which travels in
+legs. For each leg the sender packs numbers into its lane's memory, or lets them lie, and rings: a
+descriptor. The receiver copies the numbers to where they belong and acknowledges. Only then is the
+memory used again, and changed no earlier.
 
-All legs of a message have its tag, and arrive in order. Receivers need not know how many there are:
-a descriptor names its bytes, and the last one completes the message.
+A leg holds part of a message, or several small ones: a receiver takes whatever comes, until the
+message that it waits for is complete. So a message may come earlier than its turn among all of a
+rank's, never later, and what is true of the order of messages (schedule.py) is true of legs. Each
+leg stands where its first message stands. Take the first leg of that order which has not been
+acknowledged. Its sender has its memory back from all earlier ones, so it packs and rings; its
+receiver has taken all earlier ones, so it waits for this one and takes it, for which it needs
+nobody. Acknowledgements need no memory and no turn: whoever rings already waits for them.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
-from sglang_bridge.weights.flat import Flat
+from sglang_bridge.weights.flat import Flat, part
 from sglang_bridge.weights.lanes import DESCRIPTOR_BYTES, BadDescriptor, Lane, Opener
 from sglang_bridge.weights.ring import Ring
 
-ACKNOWLEDGED = 1 << 30
-"""Added to a message's tag: two ranks may both send to each other."""
+RUNG, ACKNOWLEDGED = 1 << 30, 1 << 29
+"""Tags, above those of messages; two, as ranks may send to each other. Legs keep their order."""
+UNDER_WAY = 16
+"""Acknowledgements on their way at once."""
 
 
 class Rung:
     """Holds a leg that is on its way: its descriptor, and the acknowledgement to come."""
 
-    def __init__(self, group: ProcessGroup, peer: int, tag: int, descriptor: bytes) -> None:
-        self._answer = torch.empty(1, dtype=torch.uint8)
+    def __init__(self, group: ProcessGroup, peer: int, descriptor: bytes) -> None:
+        said = torch.frombuffer(bytearray(descriptor), dtype=torch.uint8)
         self._works = (
-            group.recv([self._answer], peer, tag + ACKNOWLEDGED),
-            group.send([_as_tensor(descriptor)], peer, tag),
+            group.recv([torch.empty(1, dtype=torch.uint8)], peer, ACKNOWLEDGED),
+            group.send([said], peer, RUNG),
         )
 
     def wait(self) -> None:
@@ -40,33 +49,11 @@ class Rung:
             work.wait()
 
 
-class Bell:
-    """Holds the descriptor of a leg that is to come."""
-
-    def __init__(self, group: ProcessGroup, peer: int, tag: int) -> None:
-        self._descriptor = torch.empty(DESCRIPTOR_BYTES, dtype=torch.uint8)
-        self._work: Any = group.recv([self._descriptor], peer, tag)
-
-    def wait(self) -> None:
-        """Wait until it is here."""
-        self._work.wait()
-
-    @property
-    def descriptor(self) -> bytes:
-        """Returns it, once it is here."""
-        return self._descriptor.numpy().tobytes()
-
-
-def acknowledge(group: ProcessGroup, peer: int, tag: int) -> Any:
-    """Say that the numbers of a leg are taken; returns what to wait for."""
-    return group.send([torch.ones(1, dtype=torch.uint8)], peer, tag + ACKNOWLEDGED)
-
-
 class Outbox:
     """Packs messages into a lane's memory. One thread at a time may send from a lane."""
 
     def __init__(self, lane: Lane) -> None:
-        self.where_it_lies = lane.where_it_lies
+        self.where_it_lies, self.leg_bytes = lane.where_it_lies, lane.leg_bytes
         self._lane = lane
         self._ring = Ring(lane.memory.numel())
 
@@ -97,26 +84,68 @@ class Outbox:
 
 
 class Inbox:
-    """Unpacks one message that comes in legs. nbytes: of the message, of numbers of `dtype`."""
+    """Takes the stream of numbers that one rank sends. nbytes: of all that is to come, more than 0.
+
+    places: the views that they belong in, in order, with the dtype in which their numbers come.
+    """
 
     def __init__(
-        self, opener: Opener, views: tuple[torch.Tensor, ...], dtype: torch.dtype, nbytes: int
+        self,
+        group: ProcessGroup,
+        peer: int,
+        opener: Opener,
+        places: Iterator[tuple[torch.Tensor, torch.dtype]],
+        nbytes: int,
     ) -> None:
-        self._opener, self._numbers = opener, Flat(views)
-        self._dtype, self.left = dtype, nbytes
+        self._group, self._peer, self._opener = group, peer, opener
+        self._places, self._place = places, (torch.empty(0), torch.uint8)
+        self._at = self._taken = 0
+        self._nbytes = nbytes
+        self._acknowledged: deque[Any] = deque()
+        self._listen()
 
-    def take(self, descriptor: bytes) -> None:
-        """Copy a leg's numbers into the views. BadDescriptor: they are not what is to come."""
-        nbytes, itemsize = self._opener.nbytes(descriptor), self._dtype.itemsize
-        if not 0 < nbytes <= self.left or nbytes % itemsize:
-            raise BadDescriptor(f"{nbytes} bytes, of a message that lacks {self.left}")
+    def reach(self, nbytes: int) -> None:
+        """Wait until so many bytes have been taken since the beginning."""
+        while self._taken < nbytes:
+            self._bell.wait()
+            descriptor = self._descriptor.numpy().tobytes()
+            left = self._nbytes - self._taken
+            coming = self._opener.nbytes(descriptor)
+            if not 0 < coming <= left:
+                raise BadDescriptor(f"{coming} bytes, of {left} that are to come")
+            if coming < left:
+                self._listen()
+            self._take(descriptor, coming)
+            self._acknowledge()
+
+    def end(self) -> None:
+        """Wait until the last acknowledgement has left."""
+        while self._acknowledged:
+            self._acknowledged.popleft().wait()
+
+    def _listen(self) -> None:
+        self._descriptor = torch.empty(DESCRIPTOR_BYTES, dtype=torch.uint8)
+        self._bell: Any = self._group.recv([self._descriptor], self._peer, RUNG)
+
+    def _take(self, descriptor: bytes, nbytes: int) -> None:
         offset = 0
-        for view in self._numbers.next(nbytes // itemsize):
-            self._opener.copy(descriptor, offset, view, self._dtype)
-            offset += view.numel() * itemsize
+        while offset < nbytes:
+            view, dtype = self._place
+            if self._at == view.numel():
+                self._place, self._at = next(self._places), 0
+                continue
+            count = min((nbytes - offset) // dtype.itemsize, view.numel() - self._at)
+            if not count:
+                raise BadDescriptor(f"{nbytes} bytes, which end within a number of {dtype}")
+            for piece in part(view, self._at, self._at + count):
+                self._opener.copy(descriptor, offset, piece, dtype)
+                offset += piece.numel() * dtype.itemsize
+            self._at += count
         self._opener.taken()
-        self.left -= nbytes
+        self._taken += nbytes
 
-
-def _as_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    def _acknowledge(self) -> None:
+        if len(self._acknowledged) >= UNDER_WAY:
+            self._acknowledged.popleft().wait()
+        said = [torch.ones(1, dtype=torch.uint8)]
+        self._acknowledged.append(self._group.send(said, self._peer, ACKNOWLEDGED))
