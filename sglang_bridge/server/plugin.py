@@ -214,7 +214,7 @@ def expect_weights(model: torch.nn.Module, share: str) -> dict[str, str]:
 
 
 def settle_same_host(group_name: str) -> dict[str, str]:
-    """Agrees with the ranks of the update group `group_name` which of them are on one host.
+    """Finds with all ranks of the update group `group_name` which of them are on one host.
 
     A rank that fails leaves the group.
     """

@@ -1,4 +1,4 @@
-"""Exports memory of an NVIDIA GPU to other processes on the same host (CUDA IPC).
+"""Shows memory of an NVIDIA GPU to other processes on the same host (CUDA IPC).
 
 A handle names a whole allocation of the driver, so a descriptor says besides where in it the
 numbers are. Handles that were opened stay open as long as the opener is there. Nothing here has
@@ -17,11 +17,8 @@ from typing import Any
 
 import torch
 
-from sglang_bridge.weights.lanes import DESCRIPTOR_BYTES, BadDescriptor
+from sglang_bridge.weights.lanes import DESCRIPTOR_BYTES, LEG_BYTES, RING_BYTES, BadDescriptor
 
-RING_BYTES = 64 << 20
-LEG_BYTES = RING_BYTES // 4
-"""Bytes packed at once: a copy of as many takes about as long as what is said about it."""
 KIND = b"D"
 HANDLE_BYTES = 64
 _LAYOUT = struct.Struct(f"<c16s{HANDLE_BYTES}sQQQ")
@@ -30,7 +27,7 @@ _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class _Handle(ctypes.Structure):
-    """Mirrors CUipcMemHandle, which the driver takes by value."""
+    """Describes CUipcMemHandle, which the driver takes by value."""
 
     _fields_ = (("data", ctypes.c_ubyte * HANDLE_BYTES),)
 

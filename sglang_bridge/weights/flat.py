@@ -1,4 +1,4 @@
-"""Passes through the numbers of some views as if they lay end to end, in pieces of any length."""
+"""Reads the numbers of some views as if they lay end to end, in pieces of any length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports memory of a CPU to other processes of the same user, through /proc.
+"""Shows memory of a CPU to other processes of the same user, through /proc.
 
 The memory is a memfd: it has no name, so that nothing is left of a process that is killed, and is
 not limited by the size of /dev/shm. Its pages are reserved and its size is sealed before anybody
@@ -19,12 +19,8 @@ from contextlib import contextmanager
 import torch
 
 from sglang_bridge.errors import one_line
-from sglang_bridge.weights.lanes import DESCRIPTOR_BYTES, BadDescriptor
+from sglang_bridge.weights.lanes import DESCRIPTOR_BYTES, LEG_BYTES, RING_BYTES, BadDescriptor
 
-RING_BYTES = 64 << 20
-LEG_BYTES = RING_BYTES // 4
-"""Bytes packed at once: while they are unpacked, the next ones are packed. With smaller legs, what
-gloo spends on descriptors and acknowledgements costs more than copies through sockets."""
 NAME = "opd-weights"
 KIND = b"H"
 _LAYOUT = struct.Struct("<cQQQQQ")  # kind, process, its file, the file's size, offset, bytes

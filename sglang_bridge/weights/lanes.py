@@ -18,6 +18,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 DESCRIPTOR_BYTES = 128
+RING_BYTES = 64 << 20
+"""Memory of a lane, which numbers are packed into."""
+LEG_BYTES = RING_BYTES // 4
+"""Bytes packed at once: while they are unpacked, the next ones are packed. With smaller legs, what
+gloo spends on descriptors and acknowledgements costs more than copies through sockets."""
 
 
 class BadDescriptor(RuntimeError):
@@ -25,7 +30,7 @@ class BadDescriptor(RuntimeError):
 
 
 class Lane(Protocol):
-    """Lends memory of this rank that ranks on the same host can open. memory: bytes to pack into.
+    """Holds memory of this rank that ranks on the same host can open. memory: bytes to pack into.
 
     leg_bytes: the most that are packed at once, a multiple of every dtype's size.
     """

@@ -1,4 +1,4 @@
-"""Lends pieces of one block of memory, which come back in the order in which they were lent."""
+"""Gives out pieces of one block of memory, which come back in that order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ALIGNED = 64
 
 
 class Ring:
-    """Lends pieces of `size` bytes, a multiple of ALIGNED."""
+    """Gives out pieces of `size` bytes, a multiple of ALIGNED."""
 
     def __init__(self, size: int) -> None:
         assert size > 0

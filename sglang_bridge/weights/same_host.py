@@ -1,4 +1,4 @@
-"""Settles once for a group which of its ranks on one host exchange weights through lanes.
+"""Finds once for a group which of its ranks on one host exchange weights through lanes.
 
 All ranks say in which process namespace of which running kernel they are, and as which user; then
 every sender offers its memory, and every receiver on its host opens it and compares what lies
@@ -39,7 +39,7 @@ BOOT_ID, PROCESSES = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/pid
 def settle(
     group: ProcessGroup, device: torch.device, *, sends: bool = False, receives: bool = False
 ) -> Lanes:
-    """Agree with all ranks of a gloo group on their lanes, and use them. Collective.
+    """Find the lanes between the ranks of a gloo group, and use them. Collective.
 
     device: where this rank's weights are. sends, receives: what it does in the group.
     PeerLost: a rank did not take part.
@@ -97,7 +97,7 @@ def _lane(device: torch.device) -> Lane | None:
     """Return memory to send from; None, which is logged: there is none that others can open."""
     try:
         return DeviceLane(device) if device.type == "cuda" else HostLane()
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001  whatever it is, the group carries weights too
         said = said_plainly(error)
         logger.warning("no memory to share on this host, weights go through the group: %s", said)
         return None
@@ -128,7 +128,7 @@ def _opened(peer: int, offer: bytes, device: torch.device) -> Opener | None:
         opener.taken()
         if found.cpu().numpy().tobytes() != proof:
             raise BadDescriptor("other memory than was offered")
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001  whatever it is, the group carries weights too
         logger.warning(
             "the memory of rank %d on this host did not open, "
             "its weights come through the group: %s",

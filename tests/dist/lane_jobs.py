@@ -11,7 +11,8 @@ from unittest import mock
 import torch
 
 from sglang_bridge.weights.exchange import Message, PeerLost, receive, send
-from sglang_bridge.weights.host_lane import LEG_BYTES, HostOpener
+from sglang_bridge.weights.host_lane import HostOpener
+from sglang_bridge.weights.lanes import LEG_BYTES
 from sglang_bridge.weights.same_host import settle
 from tests.support.receiving import CPU, gloo_group
 

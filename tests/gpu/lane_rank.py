@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 
-from sglang_bridge.weights.device_lane import LEG_BYTES, DeviceLane, DeviceOpener
+from sglang_bridge.weights.device_lane import DeviceLane, DeviceOpener
 from sglang_bridge.weights.exchange import Message, receive, send
+from sglang_bridge.weights.lanes import LEG_BYTES
 from sglang_bridge.weights.same_host import settle
 
 LIMIT = timedelta(seconds=60)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from sglang_bridge.weights import host_lane
-from sglang_bridge.weights.host_lane import RING_BYTES, HostLane, HostOpener
-from sglang_bridge.weights.lanes import DESCRIPTOR_BYTES, BadDescriptor
+from sglang_bridge.weights.host_lane import HostLane, HostOpener
+from sglang_bridge.weights.lanes import DESCRIPTOR_BYTES, RING_BYTES, BadDescriptor
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 

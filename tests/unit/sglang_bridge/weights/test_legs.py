@@ -3,8 +3,7 @@
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,29 +26,11 @@ from sglang_bridge.weights.lanes import (
     use_lanes,
 )
 from sglang_bridge.weights.legs import Inbox
-from sglang_bridge.weights.same_host import settle
-from tests.support.receiving import CPU, canvas_of, gloo_groups
+from tests.support.receiving import CPU, canvas_of
+from tests.support.same_host import settled, side_by_side
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 LEG_BYTES, RING_BYTES = 128, 4096  # a page, of which every message takes several legs
-
-
-def side_by_side(*calls: Callable[[], object]) -> None:
-    """All at once; the first failure is raised."""
-    with ThreadPoolExecutor(len(calls)) as threads:
-        for done in [threads.submit(call) for call in calls]:
-            done.result(timeout=60)
-
-
-def settled(size: int, senders: int, timeout_s: float = 30) -> list[ProcessGroupGloo]:
-    groups = gloo_groups(size, timeout_s)
-    side_by_side(
-        *(
-            lambda g=g, s=rank < senders: settle(g, CPU, sends=s, receives=not s)
-            for rank, g in enumerate(groups)
-        )
-    )
-    return groups
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,7 +13,7 @@ from sglang_bridge.weights.exchange import Message, PeerLost, receive, send
 from sglang_bridge.weights.lanes import NONE, BadDescriptor, forget_lanes, lanes_of
 from sglang_bridge.weights.same_host import settle
 from tests.support.receiving import CPU, gloo_groups
-from tests.unit.sglang_bridge.weights.test_legs import settled, side_by_side
+from tests.support.same_host import settled, side_by_side
 
 
 def require_that_weights_arrive(groups: list) -> None:
