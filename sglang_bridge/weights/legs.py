@@ -7,11 +7,11 @@ memory used again, and changed no earlier.
 
 A leg holds part of a message, or several small ones: a receiver takes whatever comes, until the
 message that it waits for is complete. So a message may come earlier than its turn among all of a
-rank's, never later, and what is true of the order of messages (schedule.py) is true of legs. Each
-leg stands where its first message stands. Take the first leg of that order which has not been
-acknowledged. Its sender has its memory back from all earlier ones, so it packs and rings; its
-receiver has taken all earlier ones, so it waits for this one and takes it, for which it needs
-nobody. Acknowledgements need no memory and no turn: whoever rings already waits for them.
+rank's, never later, and no two ranks can wait for each other, as without lanes (schedule.py). Each
+leg stands where its first message stands. Take the first leg, or message without a lane, of that
+order which has not landed at both ends. All earlier ones have, so its sender has their memory back
+and packs and rings, and its receiver waits for nothing else; to take it the receiver needs nobody.
+Acknowledgements need no memory and no turn: whoever rings already waits for them.
 """
 
 from __future__ import annotations

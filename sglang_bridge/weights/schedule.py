@@ -8,7 +8,7 @@ without a copy (exchange.py).
 Every rank sends or receives its own buckets in the one order of all, so that no two ranks can wait
 for each other: the first bucket of that order which has not arrived is the next one of both its
 ends. In that order the buckets of a round, one of each pair, come by the distance of their two
-ranks: all ranks start with another partner.
+ranks: all ranks start with another partner. Between ranks on one host the same holds (legs.py).
 
 Both ends compute their lists from the same routes, so nobody sends lists to a thousand ranks.
 """

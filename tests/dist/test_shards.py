@@ -89,7 +89,7 @@ def test_every_server_rank_holds_its_slices(learner: str, models: dict[str, Path
     run_world(shard_jobs.shards_to_fleets, layout.ranks, tmp_path, same_host="off", **arguments)
 
 
-@pytest.mark.parametrize("learner", ["tp2", "pp2 vpp2", "tp2 ep2"])
+@pytest.mark.parametrize("learner", ["tp2", "tp2 ep2"])
 def test_weights_that_stay_on_one_host_are_the_same(
     learner: str, models: dict[str, Path], tmp_path: Path
 ):
