@@ -63,6 +63,7 @@ QUANTIZATION, NOT_QUANTISED = "quantization", "none"  # in the answer of MODEL_A
 PIECE_SEPARATOR = "|"
 # actions with an argument, after a space; a rank that fails answers ERROR alone
 EXPECT_ACTION = "bridge_expect"  # a share, see weights/share.py
+SAME_HOST_ACTION = "bridge_same_host"  # the group's name, see weights/same_host.py
 STAGE_ACTION = "bridge_stage"  # the group's name
 RECEIVE_ACTION = "bridge_receive"  # the group's name
 # of weights on disk: the argument is an Opening as JSON, or a version's name

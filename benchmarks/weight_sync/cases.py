@@ -47,7 +47,9 @@ LAYOUTS = {
 BEFORE = "before"
 WAYS: dict[str, Tree] = {
     "shards": {"type": "shards"},
+    "shards_same_host_off": {"type": "shards", "same_host": "off"},
     "shards_staged": {"type": "shards", "staging": True},
+    "shards_staged_same_host_off": {"type": "shards", "staging": True, "same_host": "off"},
     "shards_staged_overlap": {"type": "shards", "staging": True, "overlap": True},
     "broadcast": {"type": "broadcast"},
     BEFORE: {"type": "broadcast"},

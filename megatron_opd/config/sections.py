@@ -184,7 +184,12 @@ class WeightSyncConfig(Section):
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Backend of torch.distributed that carries the weights: auto takes nccl where the learner has
     GPUs, gloo elsewhere and where `opd run` has placed learner and student servers on one GPU
-    (cluster.share_gpus). gloo on GPUs copies through host memory, which is slower."""
+    (cluster.share_gpus). gloo on GPUs copies through host memory, slower; see same_host."""
+    same_host: Literal["auto", "off"] = "auto"
+    """How weights travel between ranks on one host in a gloo group: auto lets them pass through
+    memory that both see, on GPUs through CUDA IPC, wherever both can open it; off sends all through
+    the group. auto costs each learner rank 64 MiB, of its GPU's memory if its weights are there.
+    NCCL groups find such ways by themselves. type: shards."""
 
     match: Literal["require", "prefer", "off"] = "prefer"
     """What to do where learner and student servers are cut differently or differ in dtype, which

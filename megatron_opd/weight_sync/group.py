@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from megatron_opd.transport.store import bound_store
+from sglang_bridge.weights.lanes import forget_lanes
 
 
 def listen(host: str, port: int, size: int, timeout_s: float) -> TCPStore:
@@ -52,6 +53,7 @@ def join(
 
 def leave(group: dist.ProcessGroup) -> None:
     """Leave a group, also one that has failed; its other ranks notice at once."""
+    forget_lanes(group)
     if dist.get_backend(group) == "nccl":
         group.abort()  # else it would wait for messages that no one takes
     dist.destroy_process_group(group)

@@ -163,13 +163,20 @@ class Shards:
             for info, layout in zip(self._fleet.infos, layouts, strict=True)
         )
         size, backend = senders + receivers, there.backend
-        join = Join(there.host, there.port, size, self._group, backend, limit_s, servers, dtype)
-        await both(
-            self._done(join),
-            self._fleet.init_weights_group(
-                there.host, there.port, self._group, backend, limit_s, senders=senders
-            ),
+        # NCCL finds by itself what is on one host; what servers relay is for a network
+        same_host = config.same_host == "auto" and backend == "gloo" and not config.relay
+        join = Join(
+            there.host, there.port, size, self._group, backend, limit_s, servers, dtype, same_host
         )
+
+        async def let_servers_join() -> None:
+            await self._fleet.init_weights_group(
+                there.host, there.port, self._group, backend, limit_s, senders=senders
+            )
+            if same_host:
+                await self._fleet.ask_ranks(f"{wire.SAME_HOST_ACTION} {self._group}", limit_s)
+
+        await both(self._done(join), let_servers_join())
 
     async def _staged(self) -> None:
         """Let the servers receive into their shadow buffers; returns when all have."""

@@ -27,6 +27,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     """Asks all ranks to plan and to form the group, as its first ones.
 
     servers: (url, tp, ep) of each, in order. dtype: torch's name of what their parameters are.
+    same_host: whether all ranks settle then who is on one host (sglang_bridge/weights/same_host).
     """
 
     host: str
@@ -37,6 +38,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     timeout_s: float
     servers: tuple[tuple[str, int, int], ...]
     dtype: str
+    same_host: bool
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):

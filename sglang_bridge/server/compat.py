@@ -20,6 +20,7 @@ import torch
 import torch.distributed
 
 from sglang_bridge.listening import bound_socket
+from sglang_bridge.weights.lanes import forget_lanes
 
 SUPPORTED = "0.5.23"
 DEFAULT_SEED = 42  # SamplingBatchInfo.from_schedule_batch: of a request that names none
@@ -411,6 +412,7 @@ def leave_update_group(runner: Any, name: str) -> None:
     """Leaves the update group called `name`, if this rank is in it: its peers notice at once."""
     group = runner.weight_updater._model_update_group.pop(name, None)
     if group is not None:
+        forget_lanes(group)
         torch.distributed.destroy_process_group(group)
 
 

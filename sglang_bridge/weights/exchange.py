@@ -4,6 +4,9 @@ A message is the numbers of some views, end to end. Both ends pass through their
 same order. A message of one view that lies in memory as it travels is sent from there, or received
 to there, without a copy. Any other one is packed into one of two buffers, or unpacked from it,
 while those before it are on their way.
+
+Between ranks on one host the numbers pass through memory that both see, where the group has lanes
+(lanes.py, legs.py); the group then carries what is said about them.
 """
 
 from __future__ import annotations
@@ -13,10 +16,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
+
+from sglang_bridge.weights.lanes import lanes_of
+from sglang_bridge.weights.legs import Inbox, Outbox, Rung
 
 BUFFERS = 2
 IN_FLIGHT = 16
@@ -76,19 +83,30 @@ def send(
     device: where the group wants its buffers. read: what to send in place of a view.
     PeerLost: the peer did not take a message within the group's timeout.
     """
-    flight = _Flight(messages, device, packs_all=read is not as_it_is)
-    with torch.no_grad():
+    lanes = lanes_of(group)
+    outbox = None if lanes.own is None else Outbox(lanes.own)
+    if outbox is not None:
+        messages = _together(messages, lanes.takers, outbox.leg_bytes)
+    through_group = [message for message in messages if message.peer not in lanes.takers]
+    with (
+        torch.no_grad(),
+        _Flight(through_group, device, packs_all=read is not as_it_is) as flight,
+    ):
         for message, tag in _tagged(messages):
+            if outbox is not None and message.peer in lanes.takers:
+                for descriptor, landed in _legs(outbox, message, read, flight):
+                    with _with_peer(message.peer):
+                        rung = Rung(group, message.peer, descriptor)
+                    flight.add(message.peer, rung, landed)
+                continue
             slot = flight.slot(message)
             if slot.buffer is not None:
-                named = zip(message.names, message.views, strict=True)
-                for place, (name, view) in zip(slot.places(), named, strict=True):
-                    place.copy_(read(name, view))
+                for place, view in zip(slot.places(), _read(message, read), strict=True):
+                    place.copy_(view)
             with _with_peer(message.peer):
                 work = group.send([slot.wire], message.peer, tag)
-            flight.add(work, slot)
-        while flight.is_on:
-            flight.land()
+            flight.add(message.peer, work, partial(flight.free, slot))
+        flight.end()
 
 
 def receive(group: ProcessGroup, messages: Sequence[Message], device: torch.device) -> None:
@@ -96,36 +114,129 @@ def receive(group: ProcessGroup, messages: Sequence[Message], device: torch.devi
 
     PeerLost: the peer did not send a message within the group's timeout.
     """
-    flight = _Flight(messages, device, unpacks=True)
-    with torch.no_grad():
+    inboxes = _inboxes(group, messages)
+    through_group = [message for message in messages if message.peer not in inboxes]
+    nbytes: Counter[int] = Counter()
+    with torch.no_grad(), _Flight(through_group, device) as flight:
         for message, tag in _tagged(messages):
+            peer = message.peer
+            if peer in inboxes:
+                nbytes[peer] += message.nbytes
+                flight.add(peer, _Turn(inboxes[peer], nbytes[peer]), _nothing)
+                continue
             slot = flight.slot(message)
-            with _with_peer(message.peer):
-                work = group.recv([slot.wire], message.peer, tag)
-            flight.add(work, slot)
-        while flight.is_on:
-            flight.land()
+            with _with_peer(peer):
+                work = group.recv([slot.wire], peer, tag)
+            flight.add(peer, work, partial(flight.unpack, slot))
+        flight.end()
+        for peer, inbox in inboxes.items():
+            with _with_peer(peer):
+                inbox.end()
+
+
+def _together(messages: Sequence[Message], peers: frozenset[int], limit: int) -> list[Message]:
+    """Return the messages, those to `peers` joined to the one before them to the same peer.
+
+    limit: bytes of the longest that are joined, all of one dtype.
+    """
+    joined: list[Message] = []
+    last: dict[int, int] = {}
+    for message in messages:
+        before = joined[last[message.peer]] if message.peer in last else None
+        if (
+            before is not None
+            and before.dtype == message.dtype
+            and before.nbytes + message.nbytes <= limit
+        ):
+            names, views = before.names + message.names, before.views + message.views
+            joined[last[message.peer]] = Message(message.peer, names, views, message.dtype)
+            continue
+        if message.peer in peers:
+            last[message.peer] = len(joined)
+        joined.append(message)
+    return joined
+
+
+def _legs(
+    outbox: Outbox, message: Message, read: Read, flight: _Flight
+) -> Iterator[tuple[bytes, Callable[[], None]]]:
+    """Yield the descriptor of each leg, once fewer than IN_FLIGHT are under way, and what follows.
+
+    That is called once the leg has landed.
+    """
+    lies = len(message.views) == 1 and read is as_it_is and message.views[0].dtype == message.dtype
+    descriptor = outbox.where_it_lies(message.views[0]) if lies else None
+    if descriptor is not None:
+        flight.make_way()
+        yield descriptor, _nothing
+        return
+    views = _read(message, read)
+    for packed in outbox.pack(views, message.dtype, message.nbytes, flight.land):
+        flight.make_way()
+        yield packed, outbox.landed
+
+
+def _nothing() -> None:
+    """Leave memory that was not lent as it is."""
+
+
+def _inboxes(group: ProcessGroup, messages: Sequence[Message]) -> dict[int, Inbox]:
+    """Return, for the senders whose memory this rank has opened, what takes their numbers."""
+    coming: dict[int, list[Message]] = {}
+    openers = lanes_of(group).openers
+    for message in messages:
+        if message.peer in openers:
+            coming.setdefault(message.peer, []).append(message)
+    found: dict[int, Inbox] = {}
+    for peer, listed in coming.items():
+        places = ((view, message.dtype) for message in listed for view in message.views)
+        nbytes = sum(message.nbytes for message in listed)
+        with _with_peer(peer):
+            found[peer] = Inbox(group, peer, openers[peer], places, nbytes)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Waits until an inbox has taken `nbytes`."""
+
+    inbox: Inbox
+    nbytes: int
+
+    def wait(self) -> None:
+        """Wait for them."""
+        self.inbox.reach(self.nbytes)
+
+
+def _read(message: Message, read: Read) -> Iterator[torch.Tensor]:
+    """Yield what is sent of each view, one after the other."""
+    for name, view in zip(message.names, message.views, strict=True):
+        yield read(name, view)
 
 
 def relay(group: ProcessGroup, steps: Sequence[Message | PassedOn], device: torch.device) -> None:
     """Receive the messages into their views, and pass some of them on, in the order of `steps`.
 
-    What is passed on is sent from the views, once it is there. PeerLost: as in send and receive.
+    What is passed on is sent from the views, once it is there. All of it passes through the group:
+    where servers relay no two ranks are asked whether they are on one host. PeerLost: as in send
+    and receive.
     """
     arriving = [step for step in steps if isinstance(step, Message)]
     leaving = [step.message for step in steps if isinstance(step, PassedOn)]
     # each has buffers of its own: none waits for one that only a later message would free
-    inward = _Flight(arriving, device, unpacks=True)
-    outward = _Flight(leaving, device)
     receipts, sends = _tagged(arriving), _tagged(leaving)
-    with torch.no_grad():
+    with (
+        torch.no_grad(),
+        _Flight(arriving, device) as inward,
+        _Flight(leaving, device) as outward,
+    ):
         for step in steps:
             if isinstance(step, Message):
                 message, tag = next(receipts)
                 slot = inward.slot(message)
                 with _with_peer(message.peer):
                     work = group.recv([slot.wire], message.peer, tag)
-                inward.add(work, slot)
+                inward.add(message.peer, work, partial(inward.unpack, slot))
                 continue
             while inward.landed <= step.number:
                 inward.land()
@@ -136,10 +247,9 @@ def relay(group: ProcessGroup, steps: Sequence[Message | PassedOn], device: torc
                     place.copy_(view)
             with _with_peer(message.peer):
                 work = group.send([slot.wire], message.peer, tag)
-            outward.add(work, slot)
-        for flight in (inward, outward):
-            while flight.is_on:
-                flight.land()
+            outward.add(message.peer, work, partial(outward.free, slot))
+        inward.end()
+        outward.end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,23 +274,18 @@ class _Slot:
 
 
 class _Flight:
-    """Holds the messages that are on their way, in order, and the buffers of the packed ones.
+    """Holds what is on its way, in order, and the buffers of packed messages.
 
-    packs_all: no message travels from where it lies. unpacks: those in buffers are received.
+    messages: those that pass through the group. packs_all: none travels from where it lies.
     landed: how many are there, or have left.
     """
 
     def __init__(
-        self,
-        messages: Sequence[Message],
-        device: torch.device,
-        *,
-        packs_all: bool = False,
-        unpacks: bool = False,
+        self, messages: Sequence[Message], device: torch.device, *, packs_all: bool = False
     ) -> None:
         self._device = device
-        self._packs_all, self._unpacks = packs_all, unpacks
-        self._under_way: deque[tuple[Any, _Slot]] = deque()
+        self._packs_all = packs_all
+        self._under_way: deque[tuple[int, Any, Callable[[], None]]] = deque()
         self.landed = 0
         packed = [message.nbytes for message in messages if not self._lies_ready(message)]
         self._free = deque(
@@ -188,37 +293,56 @@ class _Flight:
             for _ in range(min(BUFFERS, len(packed)))
         )
 
-    @property
-    def is_on(self) -> bool:
-        """Returns whether any message is on its way."""
-        return bool(self._under_way)
+    def __enter__(self) -> _Flight:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        """Forget what is on its way: it refers to this and to the group, which must end at once."""
+        self._under_way.clear()
+
+    def make_way(self) -> None:
+        """Wait until fewer than IN_FLIGHT are on their way."""
+        while len(self._under_way) >= IN_FLIGHT:
+            self.land()
 
     def slot(self, message: Message) -> _Slot:
         """Return a slot, once one is free and fewer than IN_FLIGHT messages are on their way."""
-        lies_ready = self._lies_ready(message)
-        while len(self._under_way) >= IN_FLIGHT or not (lies_ready or self._free):
-            self.land()
-        if lies_ready:
+        self.make_way()
+        if self._lies_ready(message):
             return _Slot(message, message.views[0].view(-1), None)
+        while not self._free:
+            self.land()
         buffer = self._free.popleft()
         return _Slot(message, buffer[: message.nbytes].view(message.dtype), buffer)
 
-    def add(self, work: Any, slot: _Slot) -> None:
-        """Add a message that has been started."""
-        self._under_way.append((work, slot))
+    def add(self, peer: int, work: Any, landed: Callable[[], None]) -> None:
+        """Add what has been started. landed: called once it has arrived."""
+        self._under_way.append((peer, work, landed))
 
     def land(self) -> None:
-        """Wait for the first message that is on its way, and free its buffer."""
-        work, slot = self._under_way.popleft()
-        with _with_peer(slot.message.peer):
+        """Wait for the first that is on its way."""
+        peer, work, landed = self._under_way.popleft()
+        with _with_peer(peer):
             work.wait()
         self.landed += 1
-        if slot.buffer is None:
-            return
-        if self._unpacks:
+        landed()
+
+    def end(self) -> None:
+        """Wait for all that are on their way."""
+        while self._under_way:
+            self.land()
+
+    def free(self, slot: _Slot) -> None:
+        """Use the buffer of a message again that has left."""
+        if slot.buffer is not None:
+            self._free.append(slot.buffer)
+
+    def unpack(self, slot: _Slot) -> None:
+        """Copy a message that has come to its views, and use its buffer again."""
+        if slot.buffer is not None:
             for place, view in zip(slot.places(), slot.message.views, strict=True):
                 view.copy_(place)
-        self._free.append(slot.buffer)
+            self._free.append(slot.buffer)
 
     def _lies_ready(self, message: Message) -> bool:
         if self._packs_all or len(message.views) != 1:

@@ -16,7 +16,7 @@ ends. That holds for a bucket that is passed on, too, as long as its sender has 
 because bucket t of a stream travels its hop h in round t + h, and received it one round before. In
 a round lower hops come first: a rank asks for the next bucket before it waits for the last one to
 pass it on. Buckets of a hop, one of each pair, come by the distance of their two ranks: all ranks
-start with another partner.
+start with another partner. Between ranks on one host the same holds (legs.py).
 
 Both ends compute their lists from the same routes, so nobody sends lists to a thousand ranks.
 """

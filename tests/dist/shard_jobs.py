@@ -39,6 +39,7 @@ from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.protocol import WeightPiece
 from sglang_bridge.weights import schedule
 from sglang_bridge.weights.formats import Format, item_bytes
+from sglang_bridge.weights.lanes import DESCRIPTOR_BYTES
 from tests.support.quantised import held_oracle
 from tests.support.receiving import LosingFleet, ThreadFleet, staged_digests_of
 
@@ -68,10 +69,15 @@ class Fleet:
 
 
 def shards_to_fleets(
-    out: Path, *, models: dict[str, Path], parallel: dict[str, int], fleets: list[Fleet]
+    out: Path,
+    *,
+    models: dict[str, Path],
+    parallel: dict[str, int],
+    fleets: list[Fleet],
+    same_host: str,
 ) -> None:
     """Sends every model's weights, as they are and after a change, to all its fleets."""
-    configs = {fleet: config_of(models[fleet.model], parallel, fleet) for fleet in fleets}
+    configs = {f: config_of(models[f.model], parallel, f, same_host=same_host) for f in fleets}
     learner = configs[fleets[0]].learner
     schedule.ALONE = ALONE
     with cpu.install():
@@ -87,11 +93,11 @@ def shards_to_fleets(
 
 
 def shards_without_a_lost_server(
-    out: Path, *, model: Path, parallel: dict[str, int], fleet: Fleet
+    out: Path, *, model: Path, parallel: dict[str, int], fleet: Fleet, same_host: str
 ) -> None:
     """Sends to servers, of which one is lost while it receives, and then to the others."""
     # whoever waited for a timeout would wait for more than a minute
-    config = config_of(model, parallel, fleet, timeout_s=300.0)
+    config = config_of(model, parallel, fleet, timeout_s=300.0, same_host=same_host)
     schedule.ALONE = ALONE
     with cpu.install():
         world = init_world(config.learner.parallel, 1, 1, 60.0)
@@ -215,8 +221,9 @@ async def _control(ask: Ask, full: FullTensors, *, config: Config, fleet: Fleet)
         exported = await ask("export")
         wanted = wanted_of(exported, fleet)
         assert shards.tensors == wanted.keys(), shards.tensors ^ wanted.keys()
-        _require_received(servers, wanted, fleet)
-        _require_sent(servers, full.spec, config, fleet)
+        _require_received(servers, wanted, fleet, config)
+        if not _on_one_host(config):
+            _require_sent(servers, full.spec, config, fleet)
         await ask("step") if version == 1 else None
     pieces = [p for found in servers.described(digests=True).values() for p in found]
     assert await ask(pieces) == [piece.digest for piece in pieces], "digests"
@@ -322,7 +329,7 @@ async def _require_staged(
     assert servers.described(digests=True) == before
     for rank in servers.ranks():
         assert rank.group is not None
-        assert sum(rank.group.sizes) <= fleet.staging_bytes
+        assert sum(rank.group.sizes) <= fleet.staging_bytes or rank.same_host.openers
 
 
 def wanted_of(exported: dict[str, torch.Tensor], fleet: Fleet) -> dict[str, torch.Tensor]:
@@ -332,14 +339,26 @@ def wanted_of(exported: dict[str, torch.Tensor], fleet: Fleet) -> dict[str, torc
     return {name: rounded(name, tensor, fleet.round_to) for name, tensor in exported.items()}
 
 
-def _require_received(servers: ThreadFleet, wanted: dict[str, torch.Tensor], fleet: Fleet) -> None:
+def _require_received(
+    servers: ThreadFleet, wanted: dict[str, torch.Tensor], fleet: Fleet, config: Config
+) -> None:
     """Every rank holds its slices of what it is to hold, bit for bit; nothing came besides."""
     require_held(servers, wanted, fleet)
+    learners = set(range(config.learner.parallel.world_size))
     for index, rank in enumerate(servers.ranks()):
         assert rank.group is not None
+        if _on_one_host(config):
+            assert set(rank.same_host.openers) == learners
+            assert set(rank.group.sizes) == {DESCRIPTOR_BYTES}, "numbers passed through the group"
+            continue
+        assert not rank.same_host.openers
         assert sum(rank.group.sizes) == rank.num_bytes, (fleet, index)
         assert max(rank.group.sizes) <= BUCKET_BYTES
         assert fleet.quantization is not None or rank.num_bytes > BUCKET_BYTES
+
+
+def _on_one_host(config: Config) -> bool:
+    return config.weight_sync.same_host == "auto" and not config.weight_sync.relay
 
 
 def _require_sent(servers: ThreadFleet, spec: ModelSpec, config: Config, fleet: Fleet) -> None:

@@ -98,26 +98,45 @@ def fleets_of(learner: str) -> list[Fleet]:
 def test_every_server_rank_holds_its_slices(learner: str, models: dict[str, Path], tmp_path: Path):
     layout = LAYOUTS[learner]
     arguments = {"models": models, "parallel": layout.parallel, "fleets": fleets_of(learner)}
-    run_world(shard_jobs.shards_to_fleets, layout.ranks, tmp_path, **arguments)
+    run_world(shard_jobs.shards_to_fleets, layout.ranks, tmp_path, same_host="off", **arguments)
+
+
+STAGED_CHAIN = Fleet("biased", (TP2,) * 3, "float32", staging_bytes=60_000, relay=True)
+
+
+@pytest.mark.parametrize("learner", ["tp2", "tp2 ep2"])
+def test_weights_that_stay_on_one_host_are_the_same(
+    learner: str, models: dict[str, Path], tmp_path: Path
+):
+    """Bit for bit what went through the group: plain, rounded, quantised and staged."""
+    layout = LAYOUTS[learner]
+    arguments = {"models": models, "parallel": layout.parallel, "fleets": fleets_of(learner)}
+    run_world(shard_jobs.shards_to_fleets, layout.ranks, tmp_path, same_host="auto", **arguments)
 
 
 @pytest.mark.parametrize(
-    ("learner", "fleet"),
+    ("learner", "fleet", "same_host"),
     [
-        ("one rank", Fleet("biased", (TP1, TP1), "float32")),
-        ("tp2", Fleet("biased", (TP1, TP1), "float32")),
-        ("tp2", Fleet("biased", (TP2, TP2, TP2), "float32", relay=True)),
+        ("one rank", Fleet("biased", (TP1, TP1), "float32"), "off"),
+        ("tp2", Fleet("biased", (TP1, TP1), "float32"), "off"),
+        ("tp2", Fleet("biased", (TP1, TP1), "float32"), "auto"),
+        ("tp2", Fleet("biased", (TP2, TP2, TP2), "float32", relay=True), "auto"),
         # one rank talks to the first server alone: it only fails once that one leaves the group
-        ("one rank", Fleet("biased", (TP2,) * 3, "float32", relay=True)),
-        ("one rank", Fleet("biased", (TP2,) * 3, "float32", staging_bytes=60_000, relay=True)),
+        ("one rank", Fleet("biased", (TP2,) * 3, "float32", relay=True), "auto"),
+        (
+            "one rank",
+            Fleet("biased", (TP2,) * 3, "float32", staging_bytes=60_000, relay=True),
+            "auto",
+        ),
     ],
-    ids=["one rank", "tp2", "in the middle", "behind the first", "behind the first, staged"],
+    ids=["one rank", "tp2", "one host", "in the middle", "behind the first", "behind, staged"],
 )
 def test_the_others_receive_without_a_server_that_was_lost(
-    learner: str, fleet: Fleet, models: dict[str, Path], tmp_path: Path
+    learner: str, fleet: Fleet, same_host: str, models: dict[str, Path], tmp_path: Path
 ):
     layout = LAYOUTS[learner]
     arguments = {"model": models["biased"], "parallel": layout.parallel, "fleet": fleet}
+    arguments["same_host"] = same_host
     run_world(shard_jobs.shards_without_a_lost_server, layout.ranks, tmp_path, **arguments)
 
 

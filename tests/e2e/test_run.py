@@ -33,11 +33,12 @@ from tests.support.sockets import listening
 pytestmark = pytest.mark.e2e
 
 MISMATCH = "opd run: max |p_learner - p_sampler|"
+SYNC = {"overlap": True, "staging": True, "same_host": "auto"}
 ARITHMETIC = ROOT / "examples" / "arithmetic"
 
 
 def test_a_whole_run_and_its_products(inputs: Path, tmp_path: Path, start: Callable[..., Running]):
-    running = start(write_config(inputs, tmp_path, weight_sync={"overlap": True, "staging": True}))
+    running = start(write_config(inputs, tmp_path, weight_sync=SYNC))
     running.wait_until(running.has_updated)
     doors = listening(running.process.pid)
     done = running.finish(START_TIMEOUT_S)

@@ -28,8 +28,10 @@ from sglang_bridge.protocol import ServerInfo, WeightPiece
 from sglang_bridge.server import disk_reader, receiver
 from sglang_bridge.server.disk_reader import DiskReader
 from sglang_bridge.server.pieces import Piece
+from sglang_bridge.weights import lanes
 from sglang_bridge.weights.exchange import PeerLost
 from sglang_bridge.weights.formats import Format, dtype_of
+from sglang_bridge.weights.same_host import settle
 from sglang_bridge.weights.share import decode_share
 
 HOST = "127.0.0.1"
@@ -78,6 +80,9 @@ class Counted:
         self.received.clear()
         self.sent.clear()
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
 
 class Rank:
     """One rank of a server: its memory, its receiver, its end of the group."""
@@ -96,6 +101,7 @@ class Rank:
                 self.pieces.append(Piece(held.name, held.dim, held.start, held.length, view))
         self.receiver = receiver_of(self.pieces)
         self.group: Counted | None = None
+        self.same_host = lanes.NONE
 
     @property
     def num_bytes(self) -> int:
@@ -120,6 +126,11 @@ class Rank:
     def join(self, port: int, name: str, rank: int, size: int, timeout_s: float) -> None:
         """As SGLang's init_custom_process_group, for threads that share a process."""
         self.group = Counted(gloo_group(port, name, rank, size, timeout_s))
+
+    def settle(self) -> dict[str, str]:
+        assert self.group is not None
+        self.same_host = settle(self.group, CPU, receives=True)  # type: ignore[arg-type]
+        return {}
 
     def stage(self) -> None:
         assert self.group is not None
@@ -251,6 +262,9 @@ class ThreadFleet:
                 for info, server in zip(self.infos, self.servers, strict=True)
             }
         verb, _, argument = action.partition(" ")
+        if verb == wire.SAME_HOST_ACTION:
+            await self._everywhere([rank.settle for rank in self.ranks()])
+            return {}
         if verb == wire.OPEN_VERSIONS:
             self._opening = argument
             self.readers = {r: DiskReader(r.pieces, self.weights_dir) for r in self.ranks()}

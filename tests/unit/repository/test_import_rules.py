@@ -38,6 +38,9 @@ HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
 WITH_TORCH = {
     f"sglang_bridge.weights.{name}"
     for name in ("background", "changes", "digest", "exchange", "quantise")
+} | {
+    f"sglang_bridge.weights.{name}"
+    for name in ("device_lane", "flat", "host_lane", "lanes", "legs", "same_host")
 }
 
 

@@ -167,6 +167,7 @@ class Wire:
         self.infos = [info(i, layout) for i, layout in enumerate(LAYOUTS)]
         self.shares: Sequence[str] = ()
         self.joined: Join | None = None
+        self.backend = "gloo"
 
     async def step(self, name: str) -> None:
         self.log.append(name)
@@ -186,7 +187,7 @@ class Wire:
             case Listen():
                 assert message.world_size == 1 + 3
                 await self.step("listen")
-                return encode(Listening("127.0.0.1", 4711, "gloo"))
+                return encode(Listening("127.0.0.1", 4711, self.backend))
             case Join():
                 self.joined = message
                 await self.step("learner joins")
@@ -218,7 +219,7 @@ class Wire:
     async def init_weights_group(
         self, host: str, port: int, name: str, backend: str, timeout_s: Any = None, *, senders: int
     ) -> None:
-        assert (host, port, backend, senders) == ("127.0.0.1", 4711, "gloo", 1)
+        assert (host, port, backend, senders) == ("127.0.0.1", 4711, self.backend, 1)
         await self.step("servers join")
 
     async def stage_weights(self, group_name: str) -> None:
@@ -233,6 +234,8 @@ class Wire:
 
     async def ask_ranks(self, action: str, timeout_s: float | None = None) -> Any:
         await self.step(action)
+        if action.startswith(wire_names.SAME_HOST_ACTION):
+            return {}
         self.polls -= 1
         answer = {wire_names.PENDING: ""} if self.polls > 0 else {}
         return {info.url: [{}, answer] for info in self.infos}
@@ -246,7 +249,8 @@ OPENED = ["pieces", "expect", "listen", "servers join", "learner joins"]
 
 @pytest.fixture
 def wire(moe: Path, spec: ModelSpec) -> Wire:
-    return Wire(spec, minimal(student={"model": str(moe)}, weight_sync={"bucket_bytes": 4000}))
+    settings = {"bucket_bytes": 4000, "same_host": "off"}
+    return Wire(spec, minimal(student={"model": str(moe)}, weight_sync=settings))
 
 
 def test_a_whole_life_of_the_transport(wire: Wire):
@@ -276,7 +280,8 @@ def test_a_whole_life_of_the_transport(wire: Wire):
 
 
 def test_what_fits_is_staged_and_nothing_is_sent_in_the_pause(wire: Wire, moe: Path):
-    wire.config = minimal(student={"model": str(moe)}, weight_sync={"staging": True})
+    settings = {"staging": True, "same_host": "off"}
+    wire.config = minimal(student={"model": str(moe)}, weight_sync=settings)
 
     async def scenario() -> None:
         shards = Shards(wire, wire.ask, wire.config)
@@ -287,6 +292,18 @@ def test_what_fits_is_staged_and_nothing_is_sent_in_the_pause(wire: Wire, moe: P
 
     run_virtual(scenario())
     assert wire.log == [*OPENED, "servers stage", "learner stages", "servers receive"]
+
+
+@pytest.mark.parametrize(("backend", "settles"), [("gloo", True), ("nccl", False)])
+def test_all_ranks_settle_who_is_on_one_host(wire: Wire, moe: Path, backend: str, settles: bool):
+    settings = {"same_host": "auto"}
+    wire.config = minimal(student={"model": str(moe)}, weight_sync=settings)
+    wire.backend = backend
+    shards = run_virtual(opened(wire))
+    asked = [f"{wire_names.SAME_HOST_ACTION} {shards._group}"] if settles else []
+    assert wire.log == [*OPENED, *asked]
+    assert wire.joined is not None
+    assert (wire.joined.backend, wire.joined.same_host) == (backend, settles)
 
 
 def test_what_the_learner_s_ranks_could_not_do_is_told(wire: Wire):
@@ -489,7 +506,7 @@ def test_servers_of_a_chain_are_staged_when_the_last_one_is(relaying: Wire):
 
 @pytest.fixture
 def overlapping(wire: Wire, moe: Path) -> Wire:
-    sync = {"overlap": True, "staging": True}
+    sync = {"same_host": "off", "overlap": True, "staging": True}
     wire.config = minimal(student={"model": str(moe)}, weight_sync=sync)
     return wire
 
