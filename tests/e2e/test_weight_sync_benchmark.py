@@ -22,6 +22,7 @@ def test_shards_are_measured_and_a_flipped_bit_is_found(tmp_path: Path):
     assert len(row["learner_cpu_s"]) == 2
     assert row["tokens_per_s"] > 0
     if row["received_over_shard"] is not None:
-        assert row["received_over_shard"][0] == pytest.approx(1, abs=0.05)
+        # the numbers themselves pass through memory: all ranks are on one host
+        assert 0 < row["received_over_shard"][0] < 0.05
     (kept,) = map(json.loads, rows.read_text().splitlines())
     assert kept["figures"]["first"]["phases_s"]["verify"] > 0
