@@ -1,6 +1,6 @@
 """Runs on real engines in which processes are killed or stopped at random moments.
 
-    python -m benchmarks chaos [--runs N] [--seed N]
+    python -m benchmarks chaos [--runs N] [--seed N] [--only WORD]
 
 `opd run` on the arithmetic example, small, with two student servers and one learner rank, or with
 one server and two ranks. While it runs, one process after the other gets SIGKILL or SIGSTOP, a
@@ -62,17 +62,17 @@ def measure(options: Sequence[str] = (), *, rows: Path = ROWS) -> Tree:
     kept = kept_rows(rows, dict.fromkeys(names, fingerprint))
     with tempfile.TemporaryDirectory(prefix="opd-chaos-") as directory:
         for _ in range(arguments.runs):
-            name = next_run(kept)
+            name = next_run(kept, arguments.only)
             if name is None:
                 break
             began = time.monotonic()
             row = {"name": name, "fingerprint": fingerprint, "commit": commit()}
             seed = random.Random(f"{arguments.seed} {name}").getrandbits(31)
-            row |= run_one(name, seed, kept, own_directory(Path(directory)))
+            row |= run_one(name, seed, kept, own_directory(Path(directory)), arguments.only)
             append_row(rows, row)
             kept[name] = row
             say(f"{name}: {time.monotonic() - began:.0f} s, {row['broken'] or 'held'}")
-    return summary(kept)
+    return summary(kept, arguments.only)
 
 
 def quiet_names() -> list[str]:
@@ -85,23 +85,26 @@ def control_name(kind: Fault) -> str:
     return f"control {kind}"
 
 
-def next_run(kept: Mapping[str, Tree]) -> str | None:
+def next_run(kept: Mapping[str, Tree], only: str = "") -> str | None:
     """The name of the next run; None: nothing is missing. Controls come last."""
     for name in quiet_names():
-        if name not in kept:
+        if name not in kept and only in name:
             return name
-    if missing(kept):
+    if missing(kept, only):
         return next(name for i in range(1000) if (name := f"chaos {i}") not in kept)
-    return next((name for name in map(control_name, CONTROLS) if name not in kept), None)
+    controls = [name for name in map(control_name, CONTROLS) if only in name]
+    return next((name for name in controls if name not in kept), None)
 
 
-def missing(kept: Mapping[str, Tree]) -> Counter[Fault]:
-    """How many faults of each kind are still to be made."""
+def missing(kept: Mapping[str, Tree], only: str = "") -> Counter[Fault]:
+    """How many faults of each kind are still to be made. only: of kinds whose name holds it."""
     made = Counter(fault["kind"] for row in kept.values() for fault in row["faults"])
-    return Counter({kind: WANTED[kind] - made[str(kind)] for kind in KINDS}) & Counter(WANTED)
+    wanted = {kind: count for kind, count in WANTED.items() if only in str(kind)}
+    left = Counter({kind: count - made[str(kind)] for kind, count in wanted.items()})
+    return left & Counter(wanted)
 
 
-def run_one(name: str, seed: int, kept: Mapping[str, Tree], own: Path) -> Tree:
+def run_one(name: str, seed: int, kept: Mapping[str, Tree], own: Path, only: str = "") -> Tree:
     """Make one run; its faults, its figures and what did not hold."""
     luck = random.Random(seed)
     kind, _, rest = name.partition(" ")
@@ -112,14 +115,15 @@ def run_one(name: str, seed: int, kept: Mapping[str, Tree], own: Path) -> Tree:
     elif kind == "control":
         planned = [next(fault for fault in CONTROLS if str(fault) == rest)]
     else:
-        left = list(missing(kept).elements())
+        wanted = missing(kept, only)
+        left = list(wanted.elements())
         here = [fault for fault in left if fault.who != "raylet"]
         if not here:
             shape = ON_RAY
         left = here or left
         luck.shuffle(left)
         # what is longest missing first: the rarest kinds would be left over together otherwise
-        left.sort(key=lambda fault: -missing(kept)[fault])
+        left.sort(key=lambda fault: -wanted[fault])
         planned = left[:FAULTS_A_RUN]
         luck.shuffle(planned)
     with machines(shape.raylets) as at:
@@ -131,7 +135,7 @@ def run_one(name: str, seed: int, kept: Mapping[str, Tree], own: Path) -> Tree:
     return found | {"broken": broken_promises(found)}
 
 
-def summary(kept: Mapping[str, Tree]) -> Tree:
+def summary(kept: Mapping[str, Tree], only: str = "") -> Tree:
     """What the study found."""
     quiet = [row for name, row in kept.items() if name.startswith("quiet ")]
     chaotic = [row for name, row in kept.items() if name.startswith("chaos ")]
@@ -145,7 +149,7 @@ def summary(kept: Mapping[str, Tree]) -> Tree:
         "run_commits": sorted({str(row["commit"]) for row in kept.values()}),
         "runs": {"quiet": len(quiet), "chaos": len(chaotic)},
         "faults": sum(map(len, by_kind.values())),
-        "missing": missing(kept).total(),
+        "missing": missing(kept, only).total(),
         "kinds": {kind: costs(found) for kind, found in sorted(by_kind.items())},
         "quiet": [outcome(row) for row in quiet],
         "chaos": [outcome(row) for row in chaotic],
@@ -211,4 +215,7 @@ def _arguments(options: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks chaos")
     parser.add_argument("--runs", type=int, default=1000, help="make at most so many runs now")
     parser.add_argument("--seed", type=int, default=0, help="of the runs and the moments")
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="faults, and controls, whose name holds it"
+    )
     return parser.parse_args(list(options))

@@ -12,7 +12,9 @@ import psutil
 from benchmarks.chaos.victims import Fault, Victim, children, command, find
 from benchmarks.raylets import RAYLET, ray_cluster
 
-OURS = ("sglang_bridge.server", "sglang::", "megatron_opd")
+GUARD, OWNER = "megatron_opd.launch.guard", "ray::NodeOwner"
+"""What a raylet starts for each process of a run (launch/ray_node.py), and what that one starts,
+apart from everything else."""
 
 
 class Machines(Protocol):
@@ -61,22 +63,19 @@ class Raylets:
         self.settings = {"cluster.type": "ray", "cluster.ray.address": cluster.address}
 
     def processes(self, controller: int) -> Sequence[psutil.Process]:
-        """The run's own below the controller and below each raylet."""
-        below = [child for node in self._cluster.worker_nodes for child in children(raylet(node))]
-        ours = [child for child in below if any(word in command(child) for word in OURS)]
-        return [*children(controller), *ours]
+        """The run's own: below the controller, and on the nodes."""
+        guards = [each for each in psutil.process_iter() if GUARD in command(each)]
+        below = [child for guard in guards for child in children(guard.pid)]
+        return [*children(controller), *guards, *below]
 
     def find(self, controller: int, fault: Fault, luck: random.Random) -> Victim | None:
         """Choose a raylet that has at least one server or the learner."""
-        busy = {
-            raylet(node): names
-            for node in self._cluster.worker_nodes
-            if (names := parts_below(raylet(node)))
-        }
+        pids = [raylet(node) for node in self._cluster.worker_nodes]
+        busy = {pid: count for pid in pids if (count := parts_of(pid))}
         if not busy:
             return None
         pid = luck.choice(sorted(busy))
-        return Victim(f"raylet with {', '.join(busy[pid])}", (pid,))
+        return Victim(f"raylet with {busy[pid]} of the run's processes", (pid,))
 
     def mend(self, victim: Victim) -> None:
         """Add a node, and forget the one that was lost."""
@@ -103,12 +102,6 @@ def raylet(node: Any) -> int:
     return info.process.pid
 
 
-def parts_below(pid: int) -> list[str]:
-    """What runs below a raylet: student, teacher, learner."""
-    lines = [command(child) for child in children(pid)]
-    parts = {
-        "student": ("sglang_bridge.server", "examples/arithmetic/student "),
-        "teacher": ("sglang_bridge.server", "examples/arithmetic/teacher "),
-        "learner": ("megatron_opd.learner",),
-    }
-    return [name for name, words in parts.items() if any(all(w in x for w in words) for x in lines)]
+def parts_of(pid: int) -> int:
+    """How many servers and nodes of the learner a raylet runs."""
+    return sum(OWNER in command(child) for child in children(pid))
