@@ -108,7 +108,8 @@ def run_one(name: str, seed: int, kept: Mapping[str, Tree], own: Path, only: str
     """Make one run; its faults, its figures and what did not hold."""
     luck = random.Random(seed)
     kind, _, rest = name.partition(" ")
-    shape = SHAPES[int(rest) % 2] if kind == "chaos" else SHAPES[0]
+    # a control has one server of each role: with another one left a run may go on
+    shape = SHAPES[int(rest) % 2] if kind == "chaos" else SHAPES[1]
     planned: list[Fault] = []
     if kind == "quiet":
         shape = next(shape for shape in SHAPES if rest.startswith(shape.name))
