@@ -126,8 +126,8 @@ class Round:
             except WeightSyncFailed as error:
                 said, requests.servers_stopped = str(error), True
             seconds = time.monotonic() - began
-            missed = not happened.done()  # the sync was over before the fault came
-            at_s = await happened
+            at_s = await happened - began
+            missed = at_s > seconds  # the sync was over before the fault came
             if not flips:  # it came after the sync's last step: the next one would notice
                 self._lose(fleet, victim)
         figures: Tree = {

@@ -54,16 +54,15 @@ class Hooked:
 def at_phase(
     hooked: Sequence[Hooked], phase: str, act: Act, *, after: bool = False
 ) -> asyncio.Future[float]:
-    """Let `act` happen once, beside the next such phase or `after` it; when it was done."""
+    """Let `act` happen once, beside the next such phase or `after` it; when, by the clock."""
     done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-    began = time.monotonic()
 
     async def once() -> None:
         for each in hooked:
             each.beside.pop(phase, None)
             each.after.pop(phase, None)
         await act()
-        done.set_result(time.monotonic() - began)
+        done.set_result(time.monotonic())
 
     for each in hooked:
         (each.after if after else each.beside)[phase] = once
