@@ -103,31 +103,22 @@ class CompletionBuffer(SampleBuffer):
         there: Counter[int] = Counter()
         for number in self._finished:
             there[self._units[number].due] += self._group_size
-        finished = 0
-        for due, must in self._musts():
-            finished = sum(count for other, count in there.items() if other <= due)
-            if finished < must:
-                return False
-        return True
+        return all(
+            sum(count for other, count in there.items() if other <= due) >= must
+            for due, must in self._musts()
+        )
 
     def _chosen(self, count: int) -> list[int]:
         """Return the units of the next batch: the first finished, but all that must be in it."""
-        chosen: dict[int, None] = {}
+        chosen: set[int] = set()
         for due, must in self._musts():
             among = [n for n in self._finished if self._units[n].due <= due]
-            already = sum(n in chosen for n in among)
-            missing = -(-must // self._group_size) - already
-            for number in among:
-                if missing <= 0:
-                    break
-                if number not in chosen:
-                    chosen[number] = None
-                    missing -= 1
-        for number in self._finished:
-            if len(chosen) >= count:
-                break
-            chosen[number] = None
-        return sorted(chosen, key=lambda number: list(self._finished).index(number))[:count]
+            later = [n for n in among if n not in chosen]
+            missing = -(-must // self._group_size) - (len(among) - len(later))
+            chosen.update(later[: max(0, missing)])
+        others = [n for n in self._finished if n not in chosen]
+        chosen.update(others[: count - len(chosen)])
+        return [n for n in self._finished if n in chosen]
 
     def _musts(self) -> Iterator[tuple[int, int]]:
         """Yield (deadline D, how many samples due by D must be in the next batch), D rising.

@@ -38,7 +38,7 @@ class Window:
         self._group_size = group_size
         self._empty_since_s: float | None = now_s
         self.stale_samples = self.stale_prompts = 0
-        """Of all windows that have ended."""
+        """Counts over all windows that have ended."""
         self._begin(version, now_s)
 
     def trained(self, batch: Batch, started_s: float, finished_s: float) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_opd.buffer.permits import staleness_versions
 from megatron_opd.buffer.rejection import RolloutRejected, ScoreRejected
 from megatron_opd.config.schedule import least_bound
-from megatron_opd.controller.controller import Controller
+from megatron_opd.controller.controller import MIN_DROPS_IN_A_ROW, Controller
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
 from megatron_opd.metrics.types import Accounting, WeightSyncReport
@@ -180,6 +180,11 @@ def test_every_schedule_keeps_its_promises(
         **keys,
     )
     lucky = random.Random(seed + 1)
+    drops = iter(range(MIN_DROPS_IN_A_ROW - 1))  # one more in a row would end the run, rightly
+
+    def unlucky() -> bool:
+        return lucky.random() < drop_rate and next(drops, None) is not None
+
     pace = {"rollout": rng.uniform(0.1, 3), "score": rng.uniform(0.01, 2), "train": rng.random()}
     check(
         run_of(
@@ -187,7 +192,7 @@ def test_every_schedule_keeps_its_promises(
             rollout_s=lambda uid: pace["rollout"] * (tail if lucky.random() < 0.1 else 1.0),
             score_s=lambda uid: pace["score"] * lucky.random(),
             train_s=lambda update: pace["train"],
-            fails=lambda uid: RolloutRejected("lost") if lucky.random() < drop_rate else None,
-            score_fails=lambda uid: ScoreRejected("nan") if lucky.random() < drop_rate else None,
+            fails=lambda uid: RolloutRejected("lost") if unlucky() else None,
+            score_fails=lambda uid: ScoreRejected("nan") if unlucky() else None,
         )
     )
