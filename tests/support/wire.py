@@ -80,9 +80,14 @@ def drive(
     body: Callable[[RemoteLearner], Awaitable[None]],
     answers: list[Answer],
     sections: dict[str, object] | None = None,
+    heard: int = 0,
     **learner: object,
 ) -> list[Rank]:
-    """Run `body(remote)` against one scripted rank per answer."""
+    """Run `body(remote)` against one scripted rank per answer.
+
+    heard: requests that every rank must have got before the connection ends; `body` itself waits
+    for rank 0 at most.
+    """
 
     async def main() -> list[Rank]:
         tree = config(sections, parallel={"dp": len(answers)}, **learner)
@@ -91,6 +96,8 @@ def drive(
         tasks = [asyncio.create_task(rank.run()) for rank in ranks]
         try:
             await body(remote)
+            while any(len(rank.received) < heard for rank in ranks):
+                await asyncio.sleep(0.01)
         finally:
             remote.close()
             for task in tasks:
