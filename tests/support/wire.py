@@ -61,6 +61,13 @@ class Rank:
         self.socket = connect(self.context, address)
         self.rank, self.world, self.answer = rank, world, answer
         self.received: list[tuple[m.Request, list[bytes]]] = []
+        self._more = asyncio.Event()
+
+    async def has_heard(self, requests: int) -> None:
+        """Wait until it has got so many requests."""
+        while len(self.received) < requests:
+            self._more.clear()
+            await self._more.wait()
 
     async def run(self) -> None:
         await self.socket.send(m.encode(hello(self.rank, self.world)))
@@ -71,6 +78,7 @@ class Rank:
             request = m.decode_request(header)
             assert not isinstance(request, m.Welcome | m.Refused)
             self.received.append((request, frames))
+            self._more.set()
             reply = self.answer(request)
             if reply is not None:
                 await self.socket.send(m.encode(reply))
@@ -96,8 +104,8 @@ def drive(
         tasks = [asyncio.create_task(rank.run()) for rank in ranks]
         try:
             await body(remote)
-            while any(len(rank.received) < heard for rank in ranks):
-                await asyncio.sleep(0.01)
+            for rank in ranks:
+                await rank.has_heard(heard)
         finally:
             remote.close()
             for task in tasks:
