@@ -183,13 +183,12 @@ def _work_of(
     rate_S = work_S / np.maximum(step @ np.stack([np.ones_like(count_S), count_S, cached_S]), 1e-12)
     rows, seconds = np.zeros((len(running), 5)), np.zeros(len(running))
     for i, (r, piece) in enumerate(zip(running, bounds, strict=True)):
-        tokens, steps_S = r.span.response_tokens, rate_S[piece]
-        total = float(steps_S.sum())
-        mean = (lambda of_S: float(of_S @ steps_S) / total) if total else (lambda of_S: 0.0)
+        tokens = r.span.response_tokens
+        share_S = rate_S[piece] / max(float(rate_S[piece].sum()), 1e-12)
         rows[i] = (
             tokens,
-            tokens * mean(count_S[piece]),
-            tokens * mean(cached_S[piece]),
+            tokens * float(count_S[piece] @ share_S),
+            tokens * float(cached_S[piece] @ share_S),
             arrivals_S1[piece].sum(),
             prompts_S1[piece].sum(),
         )
@@ -206,7 +205,7 @@ def _teacher(
 ) -> tuple[ScoreCost, float]:
     """Fit a request and its tokens: in each stretch without a gap, the servers did all of it."""
     section = next(iter(config.all_teachers.values()), None)
-    busy = BusyTime((s.start_s, s.stop_s) for s in sorted(recording.scores, key=_stop))
+    busy = BusyTime((s.start_s, s.stop_s) for s in sorted(recording.scores, key=lambda s: s.stop_s))
     edges = np.array([start for start, _ in busy.intervals])
     amounts = np.zeros((len(edges), 2))
     for score in recording.scores:
@@ -227,12 +226,12 @@ def _teacher(
 def _learner(recording: Recording, clock: WorkClock) -> tuple[LearnerCost, float]:
     """Fit an update: a constant, and a rank's share of prompt and response tokens."""
     ranks = recording.config.learner.parallel.dp
-    prompt = np.mean([r.prompt_tokens for r in recording.rollouts])
+    prompt = float(np.mean([r.prompt_tokens for r in recording.rollouts]))
     tokens = np.array([u.response_tokens + u.samples * prompt for u in recording.updates])
     seconds = np.array([clock.seconds(u.start_s, u.stop_s) for u in recording.updates])
     # the first updates compile and fill caches
     later = slice(min(2, len(seconds) - 1), None)
-    amounts = np.stack([np.ones_like(tokens), tokens / ranks], axis=1)
+    amounts = np.array([(1.0, share / ranks) for share in tokens])
     (update_s, token_s), error = _solved(amounts[later], seconds[later])
     return LearnerCost(update_s=float(update_s), token_s=float(token_s), ranks=ranks), error
 
@@ -253,7 +252,3 @@ def _solved(amounts: Floats, seconds: Floats) -> tuple[Floats, float]:
     found, _ = nnls(amounts / scale, np.ones(len(seconds)))
     found = found / scale
     return found, float(np.abs(amounts @ found - 1.0).mean()) if len(seconds) else 0.0
-
-
-def _stop(span: object) -> float:
-    return span.stop_s  # type: ignore[attr-defined]

@@ -6,10 +6,10 @@ Times are seconds from the begin of the trace.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
@@ -66,6 +66,9 @@ class SyncSpan:
     resumed_s: float
 
 
+AnySpan = TypeVar("AnySpan", RolloutSpan, ScoreSpan, UpdateSpan, SyncSpan)
+
+
 @dataclass(frozen=True, slots=True)
 class Recording:
     """Holds what a run did, each list in the order in which things began."""
@@ -80,10 +83,10 @@ class Recording:
         """Return what had ended by then."""
         return Recording(
             self.config,
-            *(
-                tuple(span for span in spans if span.stop_s <= stop_s)
-                for spans in (self.rollouts, self.scores, self.updates, self.syncs)
-            ),
+            _ended(self.rollouts, stop_s),
+            _ended(self.scores, stop_s),
+            _ended(self.updates, stop_s),
+            _ended(self.syncs, stop_s),
         )
 
 
@@ -134,11 +137,19 @@ def read_recording(run_dir: Path) -> Recording:
             )
     return Recording(
         config,
-        *(
-            tuple(sorted(found, key=lambda span: span.start_s))
-            for found in (rollouts, scores, updates, _with_pauses(syncs, list(pauses)))
-        ),
+        _in_order(rollouts),
+        _in_order(scores),
+        _in_order(updates),
+        _in_order(_with_pauses(syncs, list(pauses))),
     )
+
+
+def _ended(spans: Iterable[AnySpan], stop_s: float) -> tuple[AnySpan, ...]:
+    return tuple(span for span in spans if span.stop_s <= stop_s)
+
+
+def _in_order(spans: Iterable[AnySpan]) -> tuple[AnySpan, ...]:
+    return tuple(sorted(spans, key=lambda span: span.start_s))
 
 
 def _with_pauses(
