@@ -43,7 +43,7 @@ class EngineCost(Record, frozen=True, kw_only=True):
     KV cache over all running requests, prompts included; None: no limit.
     """
 
-    step_s: Cost
+    step_s: Annotated[float, Meta(gt=0.0)]
     step_request_s: Cost = 0.0
     step_cached_token_s: Cost = 0.0
     prefill_token_s: Cost = 0.0
