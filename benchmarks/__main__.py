@@ -38,6 +38,7 @@ STUDIES = (
     "slurm",
     "launchers",
     "schedules",
+    "calibration",
 )
 WITH_OPTIONS = (
     "step",
@@ -56,6 +57,7 @@ WITH_OPTIONS = (
     "gpu",
     "slurm",
     "schedules",
+    "calibration",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

@@ -1,4 +1,4 @@
-"""Fits Costs to a recorded run: what each part would take if it had the machine to itself.
+"""Estimates Costs from a recorded run: what each part would take if it had the machine to itself.
 
 Every cost is a sum of known amounts (tokens, requests, steps) times unknown seconds, so each part
 is a least-squares problem in which no number may be negative (Lawson and Hanson's NNLS), on errors
@@ -49,7 +49,7 @@ class Fit:
 
 
 def fit(recording: Recording) -> Fit:
-    """Fit the costs of a run. ValueError, in one line: it is too short."""
+    """Estimate the costs of a run. ValueError, in one line: it is too short."""
     if len(recording.updates) < LEAST_UPDATES or not recording.syncs:
         raise ValueError(
             f"a run of at least {LEAST_UPDATES} updates and a weight sync is needed, "
@@ -89,7 +89,7 @@ def _fit(
     teachers: int,
     cores: float | None,
 ) -> Fit:
-    """Fit everything, with so many cores to share."""
+    """Estimate everything, with so many cores to share."""
     speed_S = occupancy.speed_S(cores)
     clock = WorkClock(occupancy.edge_S1, speed_S)
     config = recording.config
@@ -127,7 +127,7 @@ class WorkClock:
 def _engine(
     running: dict[str, list[Running]], occupancy: Occupancy, speed_S: Floats, config: Config
 ) -> tuple[EngineCost, float]:
-    """Fit steps and prefills: a rollout takes its own tokens' steps, and all prefills meanwhile."""
+    """Estimate steps and prefills: a rollout takes its own tokens' steps, and all prefills meanwhile."""
     amounts: list[Floats] = []
     seconds: list[Floats] = []
     step = np.array([1.0, 0.0, 0.0])
@@ -203,7 +203,7 @@ def _teacher(
     servers: int,
     config: Config,
 ) -> tuple[ScoreCost, float]:
-    """Fit a request and its tokens: in each stretch without a gap, the servers did all of it."""
+    """Estimate a request and its tokens: in each stretch without a gap, the servers did all of it."""
     section = next(iter(config.all_teachers.values()), None)
     busy = BusyTime((s.start_s, s.stop_s) for s in sorted(recording.scores, key=lambda s: s.stop_s))
     edges = np.array([start for start, _ in busy.intervals])
@@ -224,7 +224,7 @@ def _teacher(
 
 
 def _learner(recording: Recording, clock: WorkClock) -> tuple[LearnerCost, float]:
-    """Fit an update: a constant, and a rank's share of prompt and response tokens."""
+    """Estimate an update: a constant, and a rank's share of prompt and response tokens."""
     ranks = recording.config.learner.parallel.dp
     prompt = float(np.mean([r.prompt_tokens for r in recording.rollouts]))
     tokens = np.array([u.response_tokens + u.samples * prompt for u in recording.updates])
