@@ -114,16 +114,17 @@ def test_who_is_at_fault_is_known(reply: Callable, at_fault: bool):
 
 
 def test_servers_settle_and_those_that_do_not_are_named():
-    pause, end = "/pause_generation", "/end_weight_update"
+    pause, memory, end = "/pause_generation", "/weights_checker", "/end_weight_update"
     # nothing was open there
-    well = {pause: answering(FINE), end: answering({"success": False}, 400)}
-    for bad in ({pause: Silent()}, {pause: answering(FINE), end: answering({}, 500)}):
+    paused = {pause: answering(FINE), memory: answering(rank_answers(**{wire.FREED: ""}))}
+    well = {**paused, end: answering({"success": False}, 400)}
+    for bad in ({pause: Silent()}, {**paused, end: answering({}, 500)}):
 
         async def scenario(fleet: Fleet, one: FakeServer, two: FakeServer) -> None:
             gone = await fleet.settle(0.5)
             assert list(gone) == [two.url]
             assert "within 0.5 s" in gone[two.url] or "HTTP 500" in gone[two.url]
-            assert one.seen == [pause, end]
+            assert one.seen == [pause, memory, end]
 
         with_two(well, bad, scenario)
 
