@@ -5,21 +5,22 @@
 One student server, one teacher server and one learner rank, each of one thread, on the same data
 and with the same number of updates; only `schedule` changes. Three groups:
 
-  mc64        every type, order completion, in_flight abort and time_shared, with 64 draws a position
+  mc64        every type, order completion, in_flight abort, and time_shared, with 64 draws a
+              position
   mc1         sync and async with one draw, whose teacher has less to score
   long_tail   one prompt in ten has sums of 16 digits instead of 2, so that a few responses take
               several times as long as the others
 
-sync, async and sync_shared run with three seeds, as do those of the long tail that are compared; the others with
-one. The runs share two cores among three processes that are never idle at the same time, so the
-ratio of async to sync is bounded by what the cores allow, not by the schedule alone; and what a
-schedule costs in accuracy after 60 updates says nothing about longer runs.
+sync, async and sync_shared run with three seeds, as do those of the long tail that are compared;
+the others with one. The runs share two cores among three processes that are never idle at the same
+time, so the ratio of async to sync is bounded by what the cores allow, not by the schedule alone;
+and what a schedule costs in accuracy after 60 updates says nothing about longer runs.
 
 sync_shared is sync whose student server and learner take turns on the cores (schedule.time_shared)
-with two threads each: a stage that works alone has both, instead of one while the other is idle. The
-teacher keeps one thread. On a CPU no memory changes hands, so that what it costs to move a GPU's
-memory is not in its figures; what they may say is how much of the gain of async over sync two cores
-give to a sync run that uses them in turn.
+with two threads each: a stage that works alone has both cores, instead of one while the other is
+idle. The teacher keeps its one thread. On a CPU no memory changes hands, so what it costs to move a
+GPU's memory is not in its figures. They may say how near a sync run that uses two cores in turn
+comes to an async one that uses them at once; nothing follows for GPUs.
 
 Rows are kept in benchmarks/results/schedules_rows.jsonl; stopped, the study goes on where it was.
 """
