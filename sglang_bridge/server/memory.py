@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_bridge import wire
+from sglang_bridge.server import compat
 
 
 def release(scheduler: Any, tags: Sequence[str]) -> dict[str, str]:
@@ -25,10 +26,7 @@ def release(scheduler: Any, tags: Sequence[str]) -> dict[str, str]:
     if wanted:
         if not updater.is_fully_idle(ignore_waiting=scheduler._engine_paused):
             return {wire.PENDING: ""}
-        # imported late, as all of SGLang here
-        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
-
-        updater.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=wanted))
+        updater.release_memory_occupation(compat.memory_request("Release", wanted))
     return facts(scheduler)
 
 
@@ -37,9 +35,7 @@ def resume(scheduler: Any, tags: Sequence[str]) -> dict[str, str]:
     updater = scheduler.weight_updater
     wanted = [tag for tag in tags if tag in updater.offload_tags]
     if wanted:
-        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
-
-        updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=wanted))
+        updater.resume_memory_occupation(compat.memory_request("Resume", wanted))
     return facts(scheduler)
 
 
