@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megatron_opd.cli.memory_tables import kernels_here
 from megatron_opd.cli.node_table import Memory, node_table
-from megatron_opd.cli.placing import parts_of
+from megatron_opd.cli.placing import in_turn, parts_of
 from megatron_opd.cli.preflight import ModelFacts, longest_sample
 from megatron_opd.cli.prepare import checked
 from megatron_opd.cli.roles import STUDENT, Role, section_of
@@ -36,7 +36,8 @@ def placement_table(config: Config, models: Mapping[Role, ModelFacts], *, elsewh
     if config.cluster.type in LAUNCHED:
         return node_table(config, tuple(models), _memory(config, models))
     parts, names = parts_of(config, tuple(models)), gpus_here()
-    needed = gpus_needed(parts)
+    turns, share = in_turn(config), config.cluster.share_gpus
+    needed = gpus_needed(parts, turns)
     here = bool(names) and not (elsewhere and needed > len(names))
     if not here:
         note = f"this machine has {len(names) or 'no'} GPUs: drawn for one node of {needed}"
@@ -45,7 +46,7 @@ def placement_table(config: Config, models: Mapping[Role, ModelFacts], *, elsewh
         note = f"GPUs as counted within {VARIABLE}={','.join(names)}"
     else:
         note = f"the {len(names)} GPUs of this machine"
-    placement = checked(lambda: place(parts, names, share=config.cluster.share_gpus))
+    placement = checked(lambda: place(parts, names, share=share, in_turn=turns))
     table = _map(placement, _memory(config, models))
     table.caption = "\n".join(filter(None, [table.caption, note]))  # type: ignore[arg-type]
     return table

@@ -81,6 +81,9 @@ def test_the_device_decides_what_is_added():
     given = arguments_for_device(["--max-total-tokens", "512"], cuda=False)
     assert given.count("--max-total-tokens") == 1
     assert arguments_for_device(["--x", "1"], cuda=True) == ["--x", "1", "--enable-fp32-lm-head"]
+    saver = ["--enable-memory-saver", "--enable-weights-cpu-backup"]
+    assert arguments_for_device(saver, cuda=True)[:2] == saver
+    assert not {*saver} & {*arguments_for_device(saver, cuda=False)}, "they need CUDA"
     assert "--chunked-prefill-size" not in cpu
     flag = "--enable-deterministic-inference"
     for pool, given in (("65536", []), ("512", ["--max-total-tokens", "512"])):
