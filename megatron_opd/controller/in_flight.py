@@ -45,7 +45,8 @@ class Rollouts:
             return await generate()
         aborted = 0
         while True:
-            await self._open.wait()
+            while not self._open.is_set():  # the next weight sync may begin before a waiter wakes
+                await self._open.wait()
             task = asyncio.ensure_future(_awaited(generate))
             self._running.add(task)
             try:
