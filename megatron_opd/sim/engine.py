@@ -7,7 +7,7 @@ step; so m steps take m a + b m (m - 1) / 2, and the step during which something
 of that quadratic. Who arrives waits for the end of the step, then is let in, first come first
 served, while there is room for its prompt and its whole response. Those let in together are
 prefilled together, while no other token is sampled; the prefill gives each its first token, as on a
-real server. Adding, ending and cancelling take O(log n).
+real server. One that idles begins at once with whoever comes. Adding, ending and cancelling take O(log n).
 """
 
 from __future__ import annotations

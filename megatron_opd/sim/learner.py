@@ -71,8 +71,8 @@ class SimulatedLearner:
 class SimulatedTransport:
     """Takes the time of a weight sync; implements weight_sync.transport.OverlappingPart.
 
-    overlaps: whether the learner may go on after held_s. starts: tells how often the server at a url
-    was started, so that one which died meanwhile is noticed.
+    overlaps: whether the learner may go on after held_s. starts: tells how often the server at
+    a url was started, so that one which died meanwhile is noticed.
     """
 
     tensors = frozenset({"w"})

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megatron_opd.cli.sync_tables import sync_sizes, sync_tables
+from megatron_opd.cli.sync_tables import sync_tables
+from megatron_opd.weight_sync.sizes import sync_sizes
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.planning.learner import learner_memory
