@@ -11,7 +11,7 @@ and with the same number of updates; only `schedule` changes. Five groups:
   long_tail   one prompt in ten has sums of 16 digits instead of 2, so that a few responses take
               several times as long as the others
   balanced    a student with wider experts that computes the same (benchmarks/widened.py): sampling
-              and training take about as long as each other, as they do once a cluster is split well;
+              and training take about as long as each other, as on a cluster that is split well;
               with the demo's own student sampling takes several times as long as training
   split       two student servers instead of one
 

@@ -127,7 +127,7 @@ class WorkClock:
 def _engine(
     running: dict[str, list[Running]], occupancy: Occupancy, speed_S: Floats, config: Config
 ) -> tuple[EngineCost, float]:
-    """Estimate steps and prefills: a rollout takes its own tokens' steps, and all prefills meanwhile."""
+    """Estimate steps and prefills: a rollout takes its tokens' steps, and all prefills."""
     amounts: list[Floats] = []
     seconds: list[Floats] = []
     step = np.array([1.0, 0.0, 0.0])
@@ -203,7 +203,7 @@ def _teacher(
     servers: int,
     config: Config,
 ) -> tuple[ScoreCost, float]:
-    """Estimate a request and its tokens: in each stretch without a gap, the servers did all of it."""
+    """Estimate a request and its tokens: in a stretch without a gap servers did all of it."""
     section = next(iter(config.all_teachers.values()), None)
     busy = BusyTime((s.start_s, s.stop_s) for s in sorted(recording.scores, key=lambda s: s.stop_s))
     edges = np.array([start for start, _ in busy.intervals])
