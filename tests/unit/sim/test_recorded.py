@@ -10,7 +10,7 @@ ROLLOUT = '{"name":"rollout v%d","args":{"prompt_tokens":%d,"response_tokens":%d
 
 
 def test_lengths_are_those_of_the_rollouts(tmp_path: Path) -> None:
-    score = '{"name":"score","args":{"uid":1}}'
+    score = '{"name":"score","args":{"prompt_tokens":9,"response_tokens":9}}'
     lines = [ROLLOUT % (0, 5, 7), score, ROLLOUT % (1, 6, 8), '{"name":"rollout v2","args":{"pro']
     (tmp_path / "trace.json").write_text("[\n" + ",\n".join(lines))
     assert recorded_lengths(tmp_path).pairs == [(5, 7), (6, 8)]
