@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Protocol
 
 from megatron_opd.buffer.rejection import RolloutRejected
@@ -63,6 +64,7 @@ class RolloutGenerator:
         self._routed_experts, self._routed_gates = routed_experts, routed_gates
         self._seed = seed
         self._backoff = Backoff(rollout.attempts)
+        self._numbers = itertools.count()
 
     async def generate(self, prompt: Prompt) -> Rollout:
         """Return one completion of `prompt`, in rollout.attempts tries over all servers.
@@ -91,9 +93,9 @@ class RolloutGenerator:
     async def _once(self, prompt: Prompt, restarts: int) -> Rollout:
         clock = asyncio.get_running_loop().time
         request = RolloutRequest(
-            # a name of its own: the server may still be busy with the try that was lost; none
-            # begins with another, which SGLang would abort along with it
-            rid=f"{self._run_id}-{prompt.uid}-{restarts}.",
+            # a name of its own: the server may still be busy with a try that was lost or thrown
+            # away; none begins with another, which SGLang would abort along with it
+            rid=f"{self._run_id}-{prompt.uid}-{next(self._numbers)}.",
             input_ids=prompt.token_ids_P,
             max_new_tokens=self._rollout.max_new_tokens,
             temperature=self._rollout.temperature,

@@ -210,6 +210,17 @@ def test_no_request_is_named_as_another_one_begins():
     assert not [(a, b) for a in names for b in names if a != b and b.startswith(a)]
 
 
+def test_a_prompt_that_is_sampled_again_has_another_name():
+    """Before: the server refused a rollout that was aborted and sampled anew at once."""
+    fleet = FakeFleet(REPLY)
+    generator = RolloutGenerator(fleet, RolloutConfig(), MC, 50, "run7")
+    for _ in range(2):
+        run_virtual(generator.generate(make_prompt(5)))
+    first, second = fleet.requests
+    assert first.rid != second.rid
+    assert first.seed == second.seed
+
+
 def test_a_rollout_whose_connection_breaks_is_sampled_anew_by_another_server():
     """Over real sockets; the reply is of the second server, and so is the time."""
     seen: list[str] = []
