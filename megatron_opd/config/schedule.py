@@ -82,6 +82,12 @@ class ScheduleConfig(Section):
     max_age: NonNegativeInt | None = None
     """With order completion: bound on staleness, in updates; no smaller than that of order
     admission. Null: sync_every more than that. Raising it lets more samples overtake slow ones."""
+    time_shared: bool = False
+    """Lets student servers and learner use the same GPUs, or the same CPU cores, in turn: the
+    servers release their memory for an update, the learner moves its optimizer to host memory and
+    drops its gradients while they sample. Only with type sync, or max_staleness 0 and sync_every 1,
+    where the two never work at once. true needs host memory for the servers' weights and the
+    optimizer, and a transfer of both in each update. See docs/schedules.md."""
 
     @model_validator(mode="before")
     @classmethod

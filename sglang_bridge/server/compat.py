@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed
@@ -301,6 +301,13 @@ def requests_of(scheduler: Any) -> tuple[dict[str, int], list[str]]:
         running.append(scheduler.chunked_req)
     waiting = [req.rid for req in scheduler.waiting_queue]
     return {req.rid: len(req.output_ids) for req in running}, waiting
+
+
+def memory_request(what: Literal["Release", "Resume"], tags: Sequence[str]) -> Any:
+    """Returns what the scheduler's weight updater is asked to release or resume memory with."""
+    from sglang.srt.managers import io_struct
+
+    return getattr(io_struct, f"{what}MemoryOccupationReqInput")(tags=list(tags))
 
 
 def is_scoring_batch(batch: Any) -> bool:

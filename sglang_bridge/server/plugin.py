@@ -17,6 +17,7 @@ from sglang_bridge.server import (
     draws,
     gates,
     invariance,
+    memory,
     pieces,
     receiver,
     routing,
@@ -180,6 +181,8 @@ def around_check_weights(
         wire.STAGED_ACTION: lambda _: the_receiver().staged(),
         wire.LOST_ACTION: lambda _: the_receiver().lost(),
         wire.RECEIVE_ACTION: lambda _: receive_weights(argument),
+        wire.RELEASE_ACTION: lambda _: memory.release(_scheduler, argument.split(",")),
+        wire.RESUME_ACTION: lambda _: memory.resume(_scheduler, argument.split(",")),
         **{name: lambda model: read_weights(model, verb, argument) for name in disk_reader.ACTIONS},
     }
     if verb not in answers:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_bridge import wire
 from sglang_bridge.ports import free_port
 from sglang_bridge.server import compat, options
 from sglang_bridge.server.__main__ import offer_standins
@@ -68,6 +69,20 @@ def test_every_hooked_function_exists(target: str):
 )
 def test_the_arguments_we_rely_on(target: str, expected: list[str]):
     assert parameters_of(target)[: len(expected)] == expected
+
+
+def test_memory_is_released_as_sglang_does_it():
+    """What sglang_bridge/server/memory.py asks of SGLang, by name."""
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+    from sglang.srt.managers.scheduler_components import weight_updater
+
+    for what in ("Release", "Resume"):
+        assert compat.memory_request(what, ("kv_cache",)).tags == ["kv_cache"]
+    assert {*wire.MEMORY_TAGS} < {*GPU_MEMORY_ALL_TYPES}
+    updater = weight_updater.SchedulerWeightUpdaterManager
+    assert {"offload_tags", "memory_saver_adapter", "is_fully_idle"} <= {*updater.__slots__}
+    for name in ("release_memory_occupation", "resume_memory_occupation"):
+        assert list(inspect.signature(getattr(updater, name)).parameters) == ["self", "recv_req"]
 
 
 def test_logits_are_asked_for_by_keyword():
