@@ -39,6 +39,7 @@ class Witness:
     schedule: Schedule
     batches: list[Batch] = field(default_factory=list)
     dropped_uids: list[int] = field(default_factory=list)
+    most_permits: int = 0
     _unsynced: int = 0
     accounting: Accounting | None = None
 
@@ -76,6 +77,7 @@ class Witness:
     def moved(self, depths: Depths) -> None:
         """Permits are held by who is in line, in the batch being trained, or not live yet."""
         assert min(depths.rolling, depths.scoring, depths.buffered) >= 0
+        self.most_permits = max(self.most_permits, depths.permits_in_use)
         assert depths.permits_in_use <= depths.permits, "more permits than there are"
         line = depths.rolling + depths.scoring + depths.buffered
         training = depths.permits_in_use - line - self._unsynced
