@@ -243,6 +243,11 @@ def _deterministic(config: ConfigTree) -> str | None:
             "learner.megatron.deterministic_mode must not be false with run.deterministic, which "
             "turns it on where there is a GPU; leave it out"
         )
+    if config.run.deterministic and not config.rollout.seeded:
+        return (
+            "rollout.seeded must be true with run.deterministic, where the seed decides every "
+            "token, got false; leave it out"
+        )
     if config.run.deterministic and config.cluster.fleet_file is not None:
         return (
             "cluster.fleet_file must be null with run.deterministic, which no server may join or "

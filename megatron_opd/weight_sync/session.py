@@ -161,11 +161,17 @@ class WeightSync:
         """
         while True:
             await self._fleet.stranded()
-            async with learner, self._syncing:
-                version = current()
-                if self._fleet.is_stranded and version is not None:
-                    await self._sync(version, ALONE)
+            # one under way brings the weights, and may take the learner back: not waited for here
+            async with learner:
+                if not self._syncing.locked():
+                    await self._serve(current)
             await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _serve(self, current: Callable[[], int | None]) -> None:
+        async with self._syncing:
+            version = current()
+            if self._fleet.is_stranded and version is not None:
+                await self._sync(version, ALONE)
 
     async def start_over(self) -> None:
         """Prepare for another learner, after one that may have been lost in a weight sync.

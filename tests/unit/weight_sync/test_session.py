@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_opd.config.sections import WeightSyncConfig
+from megatron_opd.controller.turn import Turn
 from megatron_opd.metrics.types import WeightSyncReport
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.weight_sync.session import WeightSync
@@ -365,6 +366,34 @@ def test_another_try_waits_for_the_update_outside_of_its_limits():
     again = servers.log[servers.log.index("take back") :]
     assert again[:4] == ["take back", "reopen", "start", "stage"]
     assert "verify" in again
+
+
+def test_all_servers_may_change_while_an_update_runs_beside_the_weight_sync():
+    """Whoever waits to serve on must not keep the learner from the second try."""
+    servers = Servers((A, B))
+
+    def replaced(servers: Servers) -> None:
+        if A in servers.urls:
+            servers.drop(A)
+            servers.add(B)
+
+    async def scenario() -> WeightSyncReport:
+        sync = overlapping(servers)
+        await sync.open()
+        servers.drop(B)
+        await sync.sync(1)
+        learner = asyncio.Lock()
+        serving = asyncio.create_task(sync.serve_on(lambda: None, learner))
+        servers.faults |= {"pause": replaced, "send": fails(1)}
+        turn = Turn(learner)
+        await turn.begin(early=True)
+        report = await sync.sync(1, turn)
+        turn.end()
+        serving.cancel()
+        return report
+
+    assert run_virtual(asyncio.wait_for(scenario(), 1e4)).tries == 2
+    require_served(servers, B)
 
 
 @pytest.mark.parametrize("step", ["versions", "open"])
