@@ -39,6 +39,7 @@ STUDIES = (
     "slurm",
     "launchers",
     "schedules",
+    "simulator",
 )
 WITH_OPTIONS = (
     "step",
@@ -58,6 +59,7 @@ WITH_OPTIONS = (
     "gpu",
     "slurm",
     "schedules",
+    "simulator",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

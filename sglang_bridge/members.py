@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerUnreachable
+from sglang_bridge.loads import Loads
 from sglang_bridge.protocol import ServerInfo
 
 # a server that failed gets no work for this long while another one can be asked
@@ -34,14 +35,28 @@ class Member:
         self.client, self.info = client, info
         self.serves = True
         self.drains = False
-        self.in_flight = 0
+        self.loads: Loads | None = None
+        """Those among which it gets work, to be told of every change of its load."""
+        self._in_flight = 0
         self.tokens = 0
         self.rests_until_s = 0.0
         self.unreachable = False
+        self._working: set[asyncio.Future[Any]] = set()
         self._gone, self._hung = asyncio.Event(), asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._stalled = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Returns the number of requests that it works on."""
+        return self._in_flight
+
+    @in_flight.setter
+    def in_flight(self, number: int) -> None:
+        self._in_flight = number
+        if self.loads is not None:
+            self.loads.moved(self)
 
     @property
     def state(self) -> State:
@@ -58,10 +73,14 @@ class Member:
         """Gives it no work for a while. unreachable: not even if it is the only one."""
         self.rests_until_s = asyncio.get_running_loop().time() + REST_S
         self.unreachable = unreachable
+        if self.loads is not None:
+            self.loads.rests(self)
 
     def leave(self) -> None:
         """Ends what it works on: that raises ServerUnreachable, as a broken connection does."""
         self._gone.set()
+        for work in self._working:
+            work.cancel()
 
     async def hung(self) -> None:
         """Returns once a request's end showed that the server hangs."""
@@ -84,17 +103,18 @@ class Member:
     async def _reply(self, call: Callable[[ServerClient], Awaitable[Reply]]) -> Reply:
         with self._counted():
             work = asyncio.ensure_future(call(self.client))
-            gone = asyncio.ensure_future(self._gone.wait())
+            self._working.add(work)
+            if self._gone.is_set():
+                work.cancel()
             try:
-                await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-                if not work.done():
-                    url, why = self.client.url, "it was taken out"
-                    raise ServerUnreachable(url, "", why, sent=True)
                 return await work
+            except asyncio.CancelledError:
+                if not self._gone.is_set() or being_cancelled():
+                    raise
+                url, why = self.client.url, "it was taken out"
+                raise ServerUnreachable(url, "", why, sent=True) from None
             finally:
-                for task in (work, gone):
-                    task.cancel()
-                await asyncio.gather(work, gone, return_exceptions=True)
+                self._working.discard(work)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -108,6 +128,12 @@ class Member:
                 self._idle.set()
 
 
+def being_cancelled() -> bool:
+    """Returns whether the current task is being cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 class Members:
     """Keeps those that take part in weight syncs, in order, and those that wait to be let in.
 
@@ -119,6 +145,7 @@ class Members:
         self._waiting: list[Member] = []
         self._left: list[ServerClient] = []
         self._changed = asyncio.Event()
+        self._loads: tuple[list[Member], Loads] | None = None
         self.epoch = 0
 
     @property
@@ -205,9 +232,12 @@ class Members:
         only after its rest: it may be about to be taken out.
         """
         while True:
-            await self._until(lambda: bool(self._serving()))
+            serving, loads = self._serving_by_load()
+            if not serving:
+                await self._changed.wait()
+                continue
             now_s = asyncio.get_running_loop().time()
-            found = min(self._serving(), key=lambda m: (max(m.rests_until_s, now_s), m.in_flight))
+            found = serving[loads.least(now_s)]
             rest_s = found.rests_until_s - now_s if found.unreachable else 0.0
             if rest_s <= 0:
                 return found
@@ -217,11 +247,22 @@ class Members:
     def _serving(self) -> list[Member]:
         return [member for member in self.present if member.serves and not member.drains]
 
+    def _serving_by_load(self) -> tuple[list[Member], Loads]:
+        if self._loads is None:
+            for member in self.all:
+                member.loads = None
+            serving = self._serving()
+            self._loads = serving, Loads(serving)
+            for member in serving:
+                member.loads = self._loads[1]
+        return self._loads
+
     def _move(self) -> None:
         self.epoch += 1
         self._notify()
 
     def _notify(self) -> None:
+        self._loads = None
         self._changed.set()
         self._changed = asyncio.Event()
 

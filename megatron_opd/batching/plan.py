@@ -9,6 +9,7 @@ does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heapreplace
 
 from megatron_opd.config.learner import LearnerConfig
 
@@ -79,7 +80,7 @@ def _plan_mini(
     budget: int,
     least: int,
 ) -> list[list[Micro]]:
-    shares = _share(samples, lengths, data_parallel)
+    shares = share_out(samples, lengths, data_parallel)
     fits = [_fit(share, lengths, budget) for share in shares]
     count = max(least, *(len(micros) for micros in fits))
     return [
@@ -92,16 +93,18 @@ def _plan_mini(
     ]
 
 
-def _share(samples: Sequence[int], lengths: Sequence[int], ranks: int) -> list[list[int]]:
+def share_out(samples: Sequence[int], lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Split into equal counts; the longest sample goes to the rank with the fewest tokens."""
     each = len(samples) // ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
+    open_ranks = [(0, rank) for rank in range(ranks)]  # a heap, by tokens
     for sample in sorted(samples, key=lambda index: (-lengths[index], index)):
-        open_ranks = [rank for rank in range(ranks) if len(shares[rank]) < each]
-        rank = min(open_ranks, key=lambda index: (loads[index], index))
+        tokens, rank = open_ranks[0]
         shares[rank].append(sample)
-        loads[rank] += lengths[sample]
+        if len(shares[rank]) < each:
+            heapreplace(open_ranks, (tokens + lengths[sample], rank))
+        else:
+            heappop(open_ranks)
     return shares
 
 

@@ -112,6 +112,19 @@ def check(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def simulate(arguments: argparse.Namespace) -> int:
+    """Run `opd simulate`: the controller on simulated servers and learner."""
+    from rich.console import Console
+
+    from megatron_opd.cli.simulate import run_simulation
+
+    config = load_config(Config, arguments.config, arguments.overrides)
+    console = Console(highlight=False)
+    return run_simulation(
+        config, console, costs_file=arguments.costs, overwrite=arguments.overwrite
+    )
+
+
 def sft(arguments: argparse.Namespace) -> int:
     """Run `opd sft`: supervised fine-tuning."""
     from megatron_opd.cli.sft import run_sft

@@ -86,6 +86,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     check.set_defaults(handler=commands.check)
 
+    simulate = with_config(
+        "simulate", "predict a run: the controller on simulated servers and learner"
+    )
+    simulate.add_argument(
+        "--costs",
+        type=Path,
+        metavar="FILE",
+        help="JSON file of what all work costs; default: simulation.costs, or what the GPU "
+        "simulation.gpu is predicted to take",
+    )
+    simulate.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier run in the same run.dir"
+    )
+    simulate.set_defaults(handler=commands.simulate)
+
     mismatch.add_options(with_config("mismatch", mismatch.SUMMARY))
 
     objective = verbs.add_parser(

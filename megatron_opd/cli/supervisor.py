@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_opd.cli.budget import Budget
 from megatron_opd.cli.errors import UserError
@@ -23,7 +23,13 @@ from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.roles import Role, section_of
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
-from megatron_opd.controller.health import EngineLost, HealthGuard, ProcessDied, WatchedEngine
+from megatron_opd.controller.health import (
+    EngineLost,
+    HealthGuard,
+    ProcessDied,
+    WatchedEngine,
+    WatchedProcess,
+)
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BridgeError, ServerDied, one_line
 from sglang_bridge.fleet import Fleet
@@ -33,6 +39,17 @@ ASK_EVERY_S = 2.0
 
 TakeIn = Callable[[Role, str], Awaitable[ServerClient]]
 """Adds the server at a url to a role's fleet, if it is what the role needs; returns its client."""
+
+
+class Watch(Protocol):
+    """Names the method of controller.health.HealthGuard that notices a server's end."""
+
+    async def watch(self) -> None:
+        """Run until cancelled. Raises ProcessDied or EngineLost."""
+        ...
+
+
+MakeWatch = Callable[[Sequence[WatchedProcess], Sequence[WatchedEngine]], Watch]
 
 
 @dataclass
@@ -62,6 +79,7 @@ class Supervisor:
         processes: starts and ends those of this machine.
         take_in: puts a server back into a fleet.
         say: tells the user.
+        make_watch: makes what notices the end of a server, of its processes and by asking it.
 
     lost: {url: why} of the servers that are out. restarted: {url: how often it came back}.
     """
@@ -73,9 +91,10 @@ class Supervisor:
         processes: Processes,
         take_in: TakeIn,
         say: Callable[[str], None],
+        make_watch: MakeWatch = HealthGuard,
     ) -> None:
         self._config, self._fleets, self._processes = config, fleets, processes
-        self._take_in, self._say = take_in, say
+        self._take_in, self._say, self._make_watch = take_in, say, make_watch
         self._servers: dict[str, _Server] = {}
         for fleet in fleets.values():
             for client in fleet.clients:
@@ -231,9 +250,8 @@ class Supervisor:
     async def _watch(self, server: _Server) -> None:
         """Return once someone else has lost it. EngineLost, ProcessDied: it is gone, or hangs."""
         name = f"{server.roles[0]} server {server.url}"
-        guard = HealthGuard(
-            self._processes.watched_server(server.url), [WatchedEngine(name, server.client.alive)]
-        )
+        engines = [WatchedEngine(name, server.client.alive)]
+        guard = self._make_watch(self._processes.watched_server(server.url), engines)
         watch = asyncio.ensure_future(guard.watch())
         lost = asyncio.ensure_future(server.lost.wait())
         hung = [asyncio.ensure_future(self._fleets[r].hung(server.url)) for r in server.roles]

@@ -160,6 +160,37 @@ def make_generator(
     )
 
 
+def make_schedule(config: Config) -> Schedule:
+    """Make the schedule of a whole run."""
+    return Schedule(
+        updates=config.run.max_steps,
+        batch_size=config.buffer.batch_size,
+        kind=config.schedule,
+        rollout_slots=config.rollout.concurrency,
+        score_slots=config.scoring.concurrency,
+        group_size=config.rollout.group_size if config.estimator.reads_groups else 1,
+    )
+
+
+def make_scorer(
+    config: Config,
+    fleets: Mapping[Role, Fleet],
+    vocab_size: int,
+    run_id: str,
+    reward: Reward | None,
+) -> FleetScorer:
+    """Make what scores rollouts on the teachers' fleets."""
+    return FleetScorer(
+        {name: fleets[role] for name, role in teacher_roles(config).items()},
+        config.estimator,
+        vocab_size,
+        config.scoring,
+        run_id,
+        reward=reward,
+        seed=config.run.seed,
+    )
+
+
 def make_controller(
     config: Config,
     prepared: Prepared,
@@ -173,31 +204,15 @@ def make_controller(
 ) -> Controller:
     """Make the controller of one run, which continues from `state`."""
     run_id = uuid.uuid4().hex[:8]
-    schedule = Schedule(
-        updates=config.run.max_steps,
-        batch_size=config.buffer.batch_size,
-        kind=config.schedule,
-        rollout_slots=config.rollout.concurrency,
-        score_slots=config.scoring.concurrency,
-        group_size=config.rollout.group_size if config.estimator.reads_groups else 1,
-    )
     vocab_size = prepared.student.vocab_size
     ports = Ports(
         prompts=prepared.prompts,
         rollout=make_generator(config, fleets[STUDENT], vocab_size, run_id),
-        teacher=FleetScorer(
-            {name: fleets[role] for name, role in teacher_roles(config).items()},
-            config.estimator,
-            vocab_size,
-            config.scoring,
-            run_id,
-            reward=make_reward(prepared.judge),
-            seed=config.run.seed,
-        ),
+        teacher=make_scorer(config, fleets, vocab_size, run_id, make_reward(prepared.judge)),
         learner=BatchLearner(config, learner),
         weight_sync=weight_sync,
         observer=recorder,
         guard=guard,
         keeper=keeper,
     )
-    return Controller(schedule, ports, state)
+    return Controller(make_schedule(config), ports, state)

@@ -28,6 +28,7 @@ from megatron_opd.config.sections import (
     WeightSyncConfig,
 )
 from megatron_opd.config.servers import ServerConfig
+from megatron_opd.config.simulation import SimulationConfig
 from megatron_opd.config.supports import SupportConfig
 
 
@@ -97,6 +98,8 @@ class ConfigTree(Section):
     """Which checkpoints are written and kept."""
     metrics: MetricsConfig = MetricsConfig()
     """What is recorded and shown besides the two metrics files."""
+    simulation: SimulationConfig = SimulationConfig()
+    """What `opd simulate` assumes of hardware, lengths and failures; `opd run` ignores it."""
 
     @property
     def estimator(self) -> Estimator:

@@ -1,0 +1,185 @@
+"""Runs `opd simulate`: a run directory as of a real run, and a table of what would limit it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_opd.cli.errors import RunFailed
+from megatron_opd.cli.preflight import read_models
+from megatron_opd.cli.prepare import checked
+from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
+from megatron_opd.cli.run_dir import RunDir, hold_run_dir, prepare_run_dir
+from megatron_opd.cli.simulation import Outcome, drawn_lengths, simulate
+from megatron_opd.cli.tables import new_table
+from megatron_opd.config.schema import Config
+from megatron_opd.metrics.recorder import RunRecorder
+from megatron_opd.metrics.sinks import JsonlSink, Sink, TensorBoardSink, write_json
+from megatron_opd.metrics.summary import summarise
+from megatron_opd.metrics.timeline import Timeline
+from megatron_opd.metrics.totals import RunTotals
+from megatron_opd.metrics.trace import TraceWriter
+from megatron_opd.sim.costs import Costs, Lengths, read_costs
+from megatron_opd.sim.hardware import default_costs
+from megatron_opd.sim.recorded import recorded_lengths
+
+NOT_SIMULATED = (
+    *("loss", "reverse_kl_nats", "grad_norm", "lr", "ratio_p99", "ratio_max"),
+    *("reward_mean", "reward_group_std_mean", "reward_uniform_group_fraction"),
+    *("distinct_ids_per_token", "cached_ids_per_token", "cache_bytes_per_token"),
+    *("peak_rss_bytes",),
+)
+"""Columns and keys of the summary that are null: nothing is learnt or held in memory."""
+LIMITS = 0.9
+"""Share of the time that a stage must work for the others to be said to wait for it."""
+
+
+def run_simulation(
+    config: Config, console: Console, *, costs_file: Path | None = None, overwrite: bool = False
+) -> int:
+    """Simulate one run and write its directory. UserError; RunFailed: it could not go on.
+
+    costs_file: instead of config.simulation.costs.
+    """
+    costs = costs_of(config, costs_file)
+    lengths = lengths_of(config)
+    with hold_run_dir(config.run.dir, resume=False, overwrite=overwrite):
+        run_dir = prepare_run_dir(config.run.dir, config)
+
+        def make_recorder(totals: RunTotals, urls: Mapping[Role, tuple[str, ...]]) -> RunRecorder:
+            return _recorder(config, run_dir, totals, urls[STUDENT])
+
+        began_s = time.monotonic()
+        outcome = simulate(config, costs, lengths, make_recorder)
+        took_s = time.monotonic() - began_s
+        write_json(run_dir.summary, summary_of(outcome))
+    console.print(outcome_table(outcome))
+    console.print(f"limited by: {bottleneck(outcome)}", soft_wrap=True)
+    console.print(f"simulated in {took_s:.1f} s; summary: {run_dir.summary}", soft_wrap=True)
+    if outcome.cause is not None:
+        raise RunFailed(f"the simulated run ended early: {outcome.cause}")
+    return 0
+
+
+def costs_of(config: Config, costs_file: Path | None = None) -> Costs:
+    """Return the costs of a configuration: of a file, else what its GPU predicts. UserError."""
+    path = costs_file or config.simulation.costs
+    if path is not None:
+        return checked(lambda: read_costs(path))
+    models = read_models(config)
+    teachers = {name: models[role].spec for name, role in teacher_roles(config).items()}
+    gpu = config.simulation.gpu
+    return checked(lambda: default_costs(config, models[STUDENT].spec, teachers, gpu))
+
+
+def lengths_of(config: Config) -> Lengths:
+    """Return the lengths of config.simulation.lengths. UserError: they cannot be read."""
+    recorded = config.simulation.lengths.recorded
+    if recorded is None:
+        return drawn_lengths(config)
+    return checked(lambda: recorded_lengths(recorded))
+
+
+class SimulatedRows:
+    """Passes rows on to a sink without what is not simulated."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def write(self, update: int, row: Mapping[str, Any]) -> None:
+        """Pass a row on. The run begins at the clock's 0, so that equal runs have equal rows."""
+        unknown = dict.fromkeys(name for name in NOT_SIMULATED if name in row)
+        self._sink.write(update, {**row, **unknown, "unix_time_s": row["time_s"]})
+
+    def close(self) -> None:
+        """Close the sink behind."""
+        self._sink.close()
+
+
+def _recorder(
+    config: Config, run_dir: RunDir, totals: RunTotals, engines: tuple[str, ...]
+) -> RunRecorder:
+    sinks: list[Sink] = [JsonlSink(run_dir.metrics)]
+    if config.metrics.tensorboard:
+        sinks.append(TensorBoardSink(run_dir.tensorboard))
+    clock = asyncio.get_running_loop().time
+    timeline = None
+    if config.metrics.trace:
+        timeline = Timeline(TraceWriter(run_dir.trace, clock()), engines)
+    rows = [SimulatedRows(sink) for sink in sinks]
+    return RunRecorder(config.run.max_steps, totals, rows, timeline, clock=clock)
+
+
+def summary_of(outcome: Outcome) -> dict[str, Any]:
+    """Return the summary of a simulated run, with the keys of a real one."""
+    summary: dict[str, Any] = {
+        "simulated": True,
+        "status": "finished" if outcome.cause is None else "failed",
+        "cause": outcome.cause,
+    }
+    summary |= summarise(
+        outcome.totals, outcome.accounting, outcome.wall_s, outcome.staleness_bound
+    )
+    summary |= dict.fromkeys(name for name in NOT_SIMULATED if name in summary)
+    return summary | {
+        "resumed_at_updates": [],
+        "resumed_with_changes": [],
+        "servers_lost": outcome.servers_lost,
+        "servers_restarted": outcome.servers_restarted,
+        "servers_added": [],
+        "servers_removed": [],
+        "learner_restarts": 0,
+        "updates_rolled_back": 0,
+        "samples_readmitted": outcome.samples_readmitted,
+        "requests_timed_out": outcome.requests_timed_out,
+        "frames_refused": 0,
+        "prompts_skipped": {},
+        "busy": outcome.busy,
+    }
+
+
+def outcome_table(outcome: Outcome) -> Table:
+    """Return the figures that a schedule or a layout is chosen by."""
+    table = new_table("simulated run", ("what", "value"))
+    rows = (
+        ("updates", f"{outcome.updates}"),
+        ("virtual seconds", f"{outcome.wall_s:,.1f}"),
+        ("samples/s", f"{outcome.samples_per_s:,.2f}"),
+        ("response tokens/s, after the first 5 updates", _text(outcome.tokens_per_s, ",.0f")),
+        ("updates/h", f"{outcome.updates_per_hour:,.1f}"),
+        ("learner idle", _text(outcome.learner_idle_ratio, ".1%")),
+        ("student servers idle", _text(outcome.rollout_idle_ratio, ".1%")),
+        ("teacher servers idle", _text(outcome.teacher_idle_ratio, ".1%")),
+        ("staleness, mean (versions)", _text(outcome.staleness_mean, ".3f")),
+        (
+            "staleness, largest (bound)",
+            f"{_text(outcome.staleness_max, 'd')} ({outcome.staleness_bound})",
+        ),
+        ("samples dropped", f"{sum(outcome.accounting.dropped.values())}"),
+        ("servers started again", f"{outcome.servers_restarted}"),
+    )
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def bottleneck(outcome: Outcome) -> str:
+    """Return in words which stage the others wait for."""
+    stage, share = max(outcome.busy.items(), key=lambda item: item[1])
+    name = stage if stage == "learner" else f"{stage} servers"
+    if share >= LIMITS:
+        return f"{name}, busy {share:.0%} of the time"
+    return (
+        f"the stages wait for each other, none is busy {LIMITS:.0%} of the time (most: {name}, "
+        f"{share:.0%}); see schedule.max_staleness, rollout.concurrency and scoring.concurrency"
+    )
+
+
+def _text(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,66 @@
+"""Defines what `opd simulate` assumes of hardware, lengths and failures; `opd run` ignores it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from megatron_opd.config.section import (
+    FilePath,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+)
+
+Gpu = Literal["a100", "h20", "h100", "h200", "b200"]
+
+
+class LengthsConfig(Section):
+    """Says how long simulated prompts and responses are."""
+
+    mean: PositiveFloat | None = None
+    """Mean tokens of a response, before it is cut off at rollout.max_new_tokens; null: half of
+    that. Raising it costs sampling, scoring and training in proportion."""
+    cv: NonNegativeFloat = 0.8
+    """Standard deviation of the response lengths over their mean, which are lognormal; 0: all are
+    of one length. Raising it makes batches wait longer for their slowest response."""
+    prompt_tokens: PositiveInt = 256
+    """Number of tokens of every prompt. Raising it costs prefill, scoring and training."""
+    recorded: FilePath | None = None
+    """Run directory whose recorded lengths (trace.json) are drawn from instead; mean, cv and
+    prompt_tokens are not read then."""
+
+
+class FailuresConfig(Section):
+    """Says how often simulated servers fail, and how long they take to start again."""
+
+    mean_hours: PositiveFloat
+    """Mean hours from a server's start to its end, which are exponential, of each server by itself.
+    Lower loses more servers."""
+    start_s: Seconds = 60.0
+    """Seconds that a server takes to start again. Raising it leaves the others more work."""
+
+
+class SimulationConfig(Section):
+    """Says what `opd simulate` assumes; `opd run` ignores this section."""
+
+    gpu: Gpu = "h100"
+    """GPU of learner and servers, which the costs of all work follow from unless `costs` names a
+    file: a100, h20, h100, h200 or b200."""
+    costs: FilePath | None = None
+    """JSON file of what all work costs, instead of what follows from `gpu` and the models."""
+    lengths: LengthsConfig = LengthsConfig()
+    """How long prompts and responses are."""
+    failures: FailuresConfig | None = None
+    """How servers fail; null: none does."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seeds lengths and failures. The same seed gives the same simulated run."""
+
+    @model_validator(mode="after")
+    def _gpu_has_effect(self) -> SimulationConfig:
+        if self.costs is not None and "gpu" in self.model_fields_set:
+            raise ValueError("gpu has no effect with costs, which names a file; leave one out")
+        return self

@@ -1,0 +1,158 @@
+"""Defines what the parts of a simulated run cost: seconds by what they are asked to do. Torch-free.
+
+Invariant: a Costs is valid on its own (every number finite and in range), equals what its JSON
+decodes to, and says nothing about how many servers there are: that is the configuration's.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Cost = Annotated[float, Meta(ge=0.0)]
+Count = Annotated[int, Meta(ge=1)]
+
+POSITIVE = frozenset(
+    {"max_running", "cache_tokens", "ranks", "host_cores", "mean", "prompt_tokens"}
+)
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Checks the ranges of its numbers wherever it is made; from JSON, types are checked too."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if name in POSITIVE and value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a finite number > 0, got {value}")
+            if isinstance(value, float | int) and not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be a finite number >= 0, got {value}")
+
+
+class EngineCost(Record, frozen=True, kw_only=True):
+    """Says how long a student server works.
+
+    One decode step of n running requests with k tokens in the KV cache takes
+    step_s + n step_request_s + k step_cached_token_s; each of them gets a token. A request's
+    prefill takes request_s + prefill_token_s for each prompt token, in which no other token is
+    sampled. max_running: requests in a decode step at most; others queue. cache_tokens: room of the
+    KV cache over all running requests, prompts included; None: no limit.
+    """
+
+    step_s: Annotated[float, Meta(gt=0.0)]
+    step_request_s: Cost = 0.0
+    step_cached_token_s: Cost = 0.0
+    prefill_token_s: Cost = 0.0
+    request_s: Cost = 0.0
+    max_running: Count = 256
+    cache_tokens: Count | None = None
+
+
+class ScoreCost(Record, frozen=True, kw_only=True):
+    """Says how long a teacher's server works on a request: request_s, and token_s for every token.
+
+    Tokens are those of prompt and response. Up to max_running requests share the server equally;
+    others queue.
+    """
+
+    request_s: Cost = 0.0
+    token_s: Cost = 0.0
+    max_running: Count = 256
+
+
+class LearnerCost(Record, frozen=True, kw_only=True):
+    """Says how long an update takes: update_s, and the time of the busiest data-parallel rank.
+
+    A sample of n tokens (prompt and response) is n token_s + n^2 / 2 token_context_s of its rank's
+    time: each token attends to n / 2 others on average. ranks: data-parallel ranks, among which the
+    samples are shared out as the learner does it.
+    """
+
+    update_s: Cost = 0.0
+    token_s: Cost
+    token_context_s: Cost = 0.0
+    ranks: Count = 1
+
+
+class SyncCost(Record, frozen=True, kw_only=True):
+    """Says how long a weight sync takes: sync_s, of which the servers are paused paused_s, its end.
+
+    held_s: for how long no update may begin; None: all of it (weight_sync.overlap makes it less).
+    num_bytes: that one server rank receives; written to the metrics, costs nothing.
+    """
+
+    sync_s: Cost
+    paused_s: Cost
+    held_s: Cost | None = None
+    num_bytes: Annotated[int, Meta(ge=0)] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("paused_s", "held_s"):
+            value = getattr(self, name)
+            if value is not None and value > self.sync_s:
+                raise ValueError(f"{name} must be <= sync_s = {self.sync_s}, got {value}")
+
+
+class Costs(Record, frozen=True, kw_only=True):
+    """Holds the costs of all parts of a run.
+
+    teachers: by the name that prompts know a teacher by. network_s: one way between the controller
+    and a server. host_cores: cores that learner, servers of every role and weight sync share, each
+    of which keeps one busy while it works; None: each has hardware of its own.
+    """
+
+    engine: EngineCost
+    teachers: dict[str, ScoreCost]
+    learner: LearnerCost
+    sync: SyncCost
+    network_s: Cost = 0.0
+    host_cores: Annotated[float, Meta(gt=0.0)] | None = None
+
+
+class LognormalLengths(Record, frozen=True, kw_only=True, tag="lognormal"):
+    """Draws response lengths from a lognormal distribution, cut off at rollout.max_new_tokens.
+
+    mean: tokens, before the cut. cv: standard deviation over mean; 0: all are alike.
+    prompt_tokens: of every prompt.
+    """
+
+    mean: Annotated[float, Meta(gt=0.0)]
+    cv: Cost = 0.0
+    prompt_tokens: Count = 128
+
+
+class RecordedLengths(Record, frozen=True, kw_only=True, tag="recorded"):
+    """Draws lengths from a list of (prompt, response) tokens, each pair as likely as the others."""
+
+    pairs: list[tuple[Count, Count]]
+
+
+Lengths = LognormalLengths | RecordedLengths
+
+
+def encode_costs(costs: Costs) -> bytes:
+    """Encode costs as JSON of several lines."""
+    return msgspec.json.format(msgspec.json.encode(costs), indent=2) + b"\n"
+
+
+def decode_costs(content: bytes) -> Costs:
+    """Decode costs. ValueError: no JSON, an unknown or missing key, a number out of its range."""
+    try:
+        return msgspec.json.decode(content, type=Costs)
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from None
+
+
+def read_costs(path: Path) -> Costs:
+    """Read a file of costs. ValueError, in one line: it cannot be read, or decode_costs refuses."""
+    try:
+        return decode_costs(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
