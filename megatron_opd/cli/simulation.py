@@ -148,7 +148,7 @@ class Unmeasured(PeakMemory):
     """Measures no memory: that of the simulator says nothing of a run."""
 
     def sample(self) -> int:
-        """Return 0."""
+        """Return 0 without measuring."""
         return 0
 
 
@@ -206,21 +206,21 @@ class _World:
     # ------------------------------------------------------------ what Supervisor asks of processes
 
     def watched_server(self, url: str) -> list[WatchedProcess]:
-        """See cli.processes.Processes."""
+        """Act as cli.processes.Processes does."""
         server = self.servers[url]
         return [WatchedProcess(url, lambda: None if server.up else -9)]
 
     def discard(self, url: str) -> None:
-        """See cli.processes.Processes."""
+        """Act as cli.processes.Processes does."""
         self.servers[url].die()
 
     async def put_another(self, url: str) -> str:
-        """See cli.processes.Processes."""
+        """Act as cli.processes.Processes does."""
         self.discard(url)
         return url
 
     async def start_one(self, url: str, timeout_s: float) -> None:
-        """See cli.processes.Processes."""
+        """Act as cli.processes.Processes does."""
         failures = self.config.simulation.failures
         assert failures is not None
         await asyncio.sleep(failures.start_s)

@@ -134,14 +134,17 @@ def _laid_out(
     held = {part.key: list(part.named) for part in parts}
     for part in parts:
         groups, start = held[part.key], 0
-        rivals = [
-            key for key in held if key == part.key or not (key in in_turn and part.key in in_turn)
-        ]
+        uses = [0] * num_gpus  # by processes that it works beside
+        for key, others in held.items():
+            if key == part.key or not (key in in_turn and part.key in in_turn):
+                for gpu in (gpu for group in others for gpu in group):
+                    uses[gpu] += 1
         while len(groups) < part.groups:
-            used = [gpu for key in rivals for group in held[key] for gpu in group]
-            gpus = layout([used.count(gpu) for gpu in range(num_gpus)], part.size, start)
+            gpus = layout(uses, part.size, start)
             if gpus is None:
                 return None
+            for gpu in gpus:
+                uses[gpu] += 1
             groups.append(gpus)
             start = gpus[0]
     return {key: tuple(groups) for key, groups in held.items()}

@@ -93,15 +93,16 @@ class UpdateMemory:
     def _buffers(self) -> Iterator[Any]:
         """Yield Megatron's buffers of parameters and gradients."""
         for chunk in self._chunks:
-            yield from chunk.buffers
-            yield from chunk.expert_parallel_buffers
+            whole: Any = chunk
+            yield from whole.buffers  # Megatron's, not those of torch modules
+            yield from whole.expert_parallel_buffers
 
     def _slots(self) -> Iterator[Slot]:
         """Yield the optimizer's own tensors, and what puts another tensor in the place of each."""
         weights = {
             parameter.untyped_storage().data_ptr()
             for chunk in self._chunks
-            for parameter in chunk.module.parameters()
+            for parameter in chunk.parameters()
         }
         for number, part in enumerate(parts_of(self._optimizer)):
             groups: list[Any] = part.optimizer.param_groups

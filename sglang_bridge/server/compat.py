@@ -259,7 +259,8 @@ def batch_seeds(batch: Any) -> list[int] | None:
 def _seed_of_name(rid: str) -> int:
     from sglang.srt.runtime_context import get_server_args
 
-    name = f"{get_server_args().random_seed}:{rid}".encode()
+    args: Any = get_server_args()
+    name = f"{args.random_seed}:{rid}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
 
 

@@ -178,6 +178,11 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["learner.megatron.deterministic_mode=true"],
     ),
     (
+        ["run.deterministic=true", "schedule.type=controlled", "rollout.seeded=false"],
+        ["rollout.seeded must be true with run.deterministic", "got false; leave it out"],
+        ["rollout.seeded=true"],
+    ),
+    (
         ["run.deterministic=true", "schedule.type=controlled", "cluster.fleet_file=urls.txt"],
         ["cluster.fleet_file must be null with run.deterministic", "got urls.txt"],
         ["cluster.fleet_file=null"],

@@ -11,9 +11,11 @@ import tempfile
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from sglang.srt import runtime_context
 
 from sglang_bridge import wire
 from sglang_bridge.ports import free_port
@@ -353,3 +355,33 @@ def test_a_scheduler_s_requests_and_how_far_they_are():
         waiting_queue=[request("d", 2)],
     )
     assert compat.requests_of(scheduler) == ({"a": 3, "c": 0}, ["d"])
+
+
+def test_seeds_of_a_batch(monkeypatch: pytest.MonkeyPatch):
+    """Only where a request has one and SGLang samples; who has none gets one of its name."""
+    monkeypatch.setattr(compat, "is_deterministic", lambda: False)
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace(random_seed=7))
+
+    def batch(*seeds: int | None, greedy: bool = False, **fields: Any) -> SimpleNamespace:
+        requests = [
+            SimpleNamespace(rid=f"r{i}", sampling_params=SimpleNamespace(sampling_seed=seed))
+            for i, seed in enumerate(seeds)
+        ]
+        plain = SimpleNamespace(is_none=lambda: True)
+        usual = {"is_prefill_only": False, "spec_algorithm": plain}
+        info = SimpleNamespace(is_all_greedy=greedy)
+        return SimpleNamespace(reqs=requests, sampling_info=info, **(usual | fields))
+
+    assert compat.batch_seeds(batch(3, 2**62)) == [3, 2**62]
+    own = compat.batch_seeds(batch(3, None, None))
+    assert own is not None
+    assert own[0] == 3
+    assert len(set(own)) == 3
+    assert compat.batch_seeds(batch(3, None, None)) == own, "the same on every rank"
+    assert compat.batch_seeds(batch(None, None)) is None
+    assert compat.batch_seeds(batch(3, greedy=True)) is None
+    assert compat.batch_seeds(batch(3, is_prefill_only=True)) is None
+    speculative = SimpleNamespace(is_none=lambda: False)
+    assert compat.batch_seeds(batch(3, spec_algorithm=speculative)) is None
+    monkeypatch.setattr(compat, "is_deterministic", lambda: True)
+    assert compat.batch_seeds(batch(3)) is None, "SGLang has them"
