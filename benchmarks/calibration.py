@@ -28,10 +28,9 @@ from typing import Any
 
 import msgspec
 
-from megatron_opd.cli.calibration import calibrate, staleness_distance
+from megatron_opd.cli.calibration import calibrate, config_of, staleness_distance
 from megatron_opd.cli.simulation import simulate
 from megatron_opd.sim.costs import Costs, Lengths
-from megatron_opd.sim.recording import RESOLVED, read_recording
 
 RUNS = Path("runs") / "schedules"
 FITTED = "mc64-async-1"
@@ -57,7 +56,7 @@ def measure(options: Sequence[str] = ()) -> Tree:
     runs: Path = parser.parse_args(list(options)).runs
     found = calibrate(runs / FITTED)
     fitted, lengths = found.fitted.costs, found.fitted.lengths
-    there = [name for name in (FITTED, *CHECKED) if (runs / name / RESOLVED).exists()]
+    there = [name for name in (FITTED, *CHECKED) if (runs / name / "summary.json").exists()]
     spread = spreads(runs)
     limit = max(LIMIT, *spread.values())
     return {
@@ -81,9 +80,8 @@ def measure(options: Sequence[str] = ()) -> Tree:
 
 def compared(run_dir: Path, costs: Costs, lengths: Lengths, limit: float) -> Tree:
     """Simulate a recorded run's configuration; what was recorded, what is predicted."""
-    recording = read_recording(run_dir)
     summary = json.loads((run_dir / "summary.json").read_text())
-    outcome = simulate(recording.config, costs, lengths)
+    outcome = simulate(config_of(run_dir), costs, lengths)
     recorded = summary["train_tokens_per_s"]
     assert outcome.tokens_per_s is not None
     error = outcome.tokens_per_s / recorded - 1

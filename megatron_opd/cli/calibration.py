@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.cli.simulation import Outcome, simulate
+from megatron_opd.config.load import load_config
+from megatron_opd.config.schema import Config
 from megatron_opd.sim.fit import Fit, fit
 from megatron_opd.sim.recording import UpdateSpan, read_recording
 
@@ -38,16 +41,26 @@ class Calibration:
 
 def calibrate(run_dir: Path) -> Calibration:
     """Estimate costs from a run. UserError: it cannot be read, or is too short to be halved."""
+    config = config_of(run_dir)
     try:
         recording = read_recording(run_dir)
-        half = recording.until(recording.updates[len(recording.updates) // 2 - 1].stop_s)
-        first, whole = fit(half), fit(recording)
-    except (ValueError, IndexError) as error:
-        raise UserError(f"--calibrate {run_dir}: {error}") from None
+        updates = recording.updates
+        half = recording.until(updates[len(updates) // 2 - 1].stop_s) if updates else recording
+        first, whole = fit(half, config), fit(recording, config)
+    except ValueError as error:
+        raise UserError(f"--calibrate: {error}") from None
     later = recording.updates[len(half.updates) - 1 :]
-    outcome = simulate(recording.config, first.costs, first.lengths)
+    outcome = simulate(config, first.costs, first.lengths)
     assert outcome.tokens_per_s is not None
     return Calibration(whole, tokens_per_s(later), outcome.tokens_per_s)
+
+
+def config_of(run_dir: Path) -> Config:
+    """Return the configuration of a recorded run. UserError: it is not there."""
+    path = RunDir(run_dir).resolved_config
+    if not path.is_file():
+        raise UserError(f"{run_dir} is no run directory: {path.name} is not there")
+    return load_config(Config, path)
 
 
 def tokens_per_s(updates: tuple[UpdateSpan, ...]) -> float:

@@ -48,20 +48,19 @@ class Fit:
     errors: dict[str, float]
 
 
-def fit(recording: Recording) -> Fit:
-    """Estimate the costs of a run. ValueError, in one line: it is too short."""
+def fit(recording: Recording, config: Config) -> Fit:
+    """Estimate the costs of a run of `config`. ValueError, in one line: it is too short."""
     if len(recording.updates) < LEAST_UPDATES or not recording.syncs:
         raise ValueError(
             f"a run of at least {LEAST_UPDATES} updates and a weight sync is needed, "
             f"got {len(recording.updates)} and {len(recording.syncs)}"
         )
-    config = recording.config
     running = begun(recording.rollouts, config.student.max_running_requests)
     teachers = sum(section.servers for section in config.all_teachers.values())
     occupancy = occupancy_of(recording, running.values(), max(teachers, 1))
 
     def tried(cores: float | None) -> Fit:
-        return _fit(recording, running, occupancy, max(teachers, 1), cores)
+        return _fit(recording, config, running, occupancy, max(teachers, 1), cores)
 
     own = tried(None)
     if config.cluster.type != "local":  # parts on hosts of their own share nothing
@@ -84,6 +83,7 @@ def _steps(start: float, stop: float, step: float) -> list[float]:
 
 def _fit(
     recording: Recording,
+    config: Config,
     running: dict[str, list[Running]],
     occupancy: Occupancy,
     teachers: int,
@@ -92,12 +92,11 @@ def _fit(
     """Estimate everything, with so many cores to share."""
     speed_S = occupancy.speed_S(cores)
     clock = WorkClock(occupancy.edge_S1, speed_S)
-    config = recording.config
     errors: dict[str, float] = {}
     tokens_of = {span.uid: span.tokens for span in recording.rollouts}
     engine, errors["student"] = _engine(running, occupancy, speed_S, config)
     teacher, errors["teacher"] = _teacher(recording, tokens_of, clock, teachers, config)
-    learner, errors["learner"] = _learner(recording, clock)
+    learner, errors["learner"] = _learner(recording, clock, config.learner.parallel.dp)
     return Fit(
         Costs(
             engine=engine,
@@ -106,7 +105,7 @@ def _fit(
             sync=_sync(recording, clock),
             host_cores=cores,
         ),
-        RecordedLengths(pairs=[(r.prompt_tokens, r.response_tokens) for r in recording.rollouts]),
+        recording.lengths,
         errors,
     )
 
@@ -223,9 +222,8 @@ def _teacher(
     return cost, error
 
 
-def _learner(recording: Recording, clock: WorkClock) -> tuple[LearnerCost, float]:
+def _learner(recording: Recording, clock: WorkClock, ranks: int) -> tuple[LearnerCost, float]:
     """Estimate an update: a constant, and a rank's share of prompt and response tokens."""
-    ranks = recording.config.learner.parallel.dp
     prompt = float(np.mean([r.prompt_tokens for r in recording.rollouts]))
     tokens = np.array([u.response_tokens + u.samples * prompt for u in recording.updates])
     seconds = np.array([clock.seconds(u.start_s, u.stop_s) for u in recording.updates])

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_opd.metrics.intervals import BusyTime
+from megatron_opd.metrics.intervals import BusyTime, Interval
 from megatron_opd.sim.recording import Recording, RolloutSpan
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,16 @@ Times are seconds from the begin of the trace.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron_opd.config.load import load_config
-from megatron_opd.config.schema import Config
+from megatron_opd.metrics.intervals import Interval
 from megatron_opd.metrics.timeline import LEARNER, SYNC, TEACHER
+from megatron_opd.sim.costs import RecordedLengths
 
-RESOLVED, TRACE = "config.resolved.yaml", "trace.json"
+TRACE = "trace.json"
 MICROSECOND = 1e-6
 STUDENT_ROW = "student "
 
@@ -73,7 +73,6 @@ AnySpan = TypeVar("AnySpan", RolloutSpan, ScoreSpan, UpdateSpan, SyncSpan)
 class Recording:
     """Holds what a run did, each list in the order in which things began."""
 
-    config: Config
     rollouts: tuple[RolloutSpan, ...]
     scores: tuple[ScoreSpan, ...]
     updates: tuple[UpdateSpan, ...]
@@ -82,66 +81,82 @@ class Recording:
     def until(self, stop_s: float) -> Recording:
         """Return what had ended by then."""
         return Recording(
-            self.config,
             _ended(self.rollouts, stop_s),
             _ended(self.scores, stop_s),
             _ended(self.updates, stop_s),
             _ended(self.syncs, stop_s),
         )
 
+    @property
+    def lengths(self) -> RecordedLengths:
+        """Returns prompt and response tokens of every rollout."""
+        return RecordedLengths(pairs=[(r.prompt_tokens, r.response_tokens) for r in self.rollouts])
+
 
 def read_recording(run_dir: Path) -> Recording:
-    """Read a run's configuration and trace.
+    """Read the trace of a run, also of one that was killed while it wrote a line.
 
-    ValueError, in one line: a file is missing or no trace of a run. A trace that ends in the middle
-    of a line (the run was killed) is read up to there.
+    ValueError, in one line: there is none, it holds no rollout, or it is not a run's.
     """
     trace = run_dir / TRACE
-    if not trace.is_file():
-        raise ValueError(f"{trace} does not exist: record a run with metrics.trace true")
-    config = load_config(Config, run_dir / RESOLVED)
-    rows: dict[int, str] = {}
-    rollouts: list[RolloutSpan] = []
-    scores: list[ScoreSpan] = []
-    updates: list[UpdateSpan] = []
-    syncs: list[tuple[float, float]] = []
-    pauses: dict[tuple[float, float], None] = {}
-    for event in _events(trace):
+    found = _Found()
+    try:
+        lines = trace.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ValueError(f"{trace}: {cause}; metrics.trace writes it") from None
+    for number, event in _events(lines):
+        try:
+            found.add(event)
+        except (KeyError, TypeError, AttributeError, ValueError):
+            raise ValueError(f"{trace}:{number}: not an event of a run") from None
+    if not found.rollouts:
+        raise ValueError(f"{trace} holds no rollout")
+    return found.recording()
+
+
+class _Found:
+    """Collects spans, in the order of the file."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, str] = {}
+        self.rollouts: list[RolloutSpan] = []
+        self.scores: list[ScoreSpan] = []
+        self.updates: list[UpdateSpan] = []
+        self.syncs: list[Interval] = []
+        self.pauses: dict[Interval, None] = {}  # every engine's row has them
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Take an event of metrics/timeline.py; those that are no span do not matter."""
         if event["name"] == "process_name":
-            rows[event["pid"]] = event["args"]["name"]
+            self.rows[event["pid"]] = event["args"]["name"]
         if event["ph"] != "X":
-            continue
-        start_s, details = event["ts"] * MICROSECOND, event["args"]
+            return
+        name, row, details = event["name"], self.rows[event["pid"]], event["args"]
+        start_s = event["ts"] * MICROSECOND
         stop_s = start_s + event["dur"] * MICROSECOND
-        row = rows[event["pid"]]
         if row == TEACHER:
-            scores.append(ScoreSpan(details["uid"], start_s, stop_s))
+            self.scores.append(ScoreSpan(details["uid"], start_s, stop_s))
         elif row == LEARNER:
-            updates.append(
-                UpdateSpan(start_s, stop_s, details["samples"], details["response_tokens"])
-            )
-        elif row == SYNC and event["name"].startswith("weight sync"):
-            syncs.append((start_s, stop_s))
-        elif row.startswith(STUDENT_ROW) and event["name"] == "paused":
-            pauses[start_s, stop_s] = None
+            samples, tokens = details["samples"], details["response_tokens"]
+            self.updates.append(UpdateSpan(start_s, stop_s, samples, tokens))
+        elif row == SYNC and name.startswith("weight sync"):
+            self.syncs.append((start_s, stop_s))
+        elif row.startswith(STUDENT_ROW) and name == "paused":
+            self.pauses[start_s, stop_s] = None
         elif row.startswith(STUDENT_ROW):
-            rollouts.append(
-                RolloutSpan(
-                    details["uid"],
-                    row.removeprefix(STUDENT_ROW),
-                    start_s,
-                    stop_s,
-                    details["prompt_tokens"],
-                    details["response_tokens"],
-                )
-            )
-    return Recording(
-        config,
-        _in_order(rollouts),
-        _in_order(scores),
-        _in_order(updates),
-        _in_order(_with_pauses(syncs, list(pauses))),
-    )
+            engine = row.removeprefix(STUDENT_ROW)
+            tokens = details["prompt_tokens"], details["response_tokens"]
+            self.rollouts.append(RolloutSpan(details["uid"], engine, start_s, stop_s, *tokens))
+
+    def recording(self) -> Recording:
+        """Return what was found, in order."""
+        return Recording(
+            _in_order(self.rollouts),
+            _in_order(self.scores),
+            _in_order(self.updates),
+            _in_order(_with_pauses(self.syncs, list(self.pauses))),
+        )
 
 
 def _ended(spans: Iterable[AnySpan], stop_s: float) -> tuple[AnySpan, ...]:
@@ -152,9 +167,7 @@ def _in_order(spans: Iterable[AnySpan]) -> tuple[AnySpan, ...]:
     return tuple(sorted(spans, key=lambda span: span.start_s))
 
 
-def _with_pauses(
-    syncs: list[tuple[float, float]], pauses: list[tuple[float, float]]
-) -> list[SyncSpan]:
+def _with_pauses(syncs: Sequence[Interval], pauses: Sequence[Interval]) -> list[SyncSpan]:
     """Return the weight syncs, each with the pause that lies inside it."""
     found: list[SyncSpan] = []
     for start_s, stop_s in syncs:
@@ -164,16 +177,16 @@ def _with_pauses(
     return found
 
 
-def _events(trace: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events, which TraceWriter writes one to a line."""
-    with trace.open(encoding="utf-8") as lines:
-        if lines.readline().strip() != "[":
-            raise ValueError(f"{trace} is no trace of a run")
-        for line in lines:
-            text = line.strip().removesuffix(",")
-            if text in ("", "]"):
-                continue
-            try:
-                yield json.loads(text)
-            except ValueError:
-                return  # the run was killed while it wrote this
+def _events(lines: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    """Yield the events with their lines' numbers; TraceWriter writes one a line."""
+    for number, line in enumerate(lines, 1):
+        text = line.strip().removesuffix(",")
+        if text in ("", "[", "]"):
+            continue
+        try:
+            event = json.loads(text)
+        except (ValueError, RecursionError):
+            if number < len(lines):
+                yield number, None
+            return  # the run was killed while it wrote the last one
+        yield number, event

@@ -16,6 +16,11 @@ SYNC_S, PAUSED_S = 0.1, 0.04
 PROMPT, BATCH = 8, 16
 
 
+CONFIG = Config.model_validate(
+    {"data": {"train": "x"}, "student": {"model": "m"}, "teacher": {"model": "m"}}
+)
+
+
 class Slow:
     """One server, one teacher and one learner, a tick of the clock at a time.
 
@@ -37,8 +42,7 @@ class Slow:
     def recording(self) -> Recording:
         while self.updates_left:
             self.tick()
-        config = {"data": {"train": "x"}, "student": {"model": "m"}, "teacher": {"model": "m"}}
-        return Recording(Config.model_validate(config), *map(tuple, self.found))
+        return Recording(*map(tuple, self.found))
 
     def tick(self) -> None:
         if self.rng.random() < 0.002:  # one and several at once, or a step's parts look alike
@@ -104,7 +108,7 @@ class Slow:
 
 @pytest.mark.parametrize("cores", [1.5, 8.0])
 def test_the_costs_of_a_run_are_found_again(cores):
-    found = fit(Slow(cores, updates=25).recording())
+    found = fit(Slow(cores, updates=25).recording(), CONFIG)
     costs = found.costs
     assert costs.engine.step_s == pytest.approx(STEP_S, rel=0.1)
     assert costs.engine.step_request_s == pytest.approx(STEP_REQUEST_S, rel=0.1)
@@ -123,4 +127,4 @@ def test_the_costs_of_a_run_are_found_again(cores):
 
 def test_a_run_that_is_too_short_is_refused():
     with pytest.raises(ValueError, match=r"at least 8 updates and a weight sync is needed, got 3"):
-        fit(Slow(8.0, updates=3).recording())
+        fit(Slow(8.0, updates=3).recording(), CONFIG)

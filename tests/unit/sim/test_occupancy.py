@@ -5,13 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from megatron_opd.config.schema import Config
 from megatron_opd.sim.occupancy import begun, occupancy_of
 from megatron_opd.sim.recording import Recording, RolloutSpan, ScoreSpan, SyncSpan, UpdateSpan
-
-CONFIG = Config.model_validate(
-    {"data": {"train": "x"}, "student": {"model": "m"}, "teacher": {"model": "m"}}
-)
 
 
 def rollout(uid, engine, start_s, stop_s, response_tokens=10):
@@ -24,7 +19,6 @@ def random_recording(rng: random.Random) -> Recording:
         return start_s, start_s + rng.uniform(0.1, 8.0)
 
     return Recording(
-        CONFIG,
         tuple(rollout(i, rng.choice("ab"), *span()) for i in range(20)),
         tuple(ScoreSpan(i, *span()) for i in range(15)),
         tuple(UpdateSpan(*span(), 4, 40) for _ in range(5)),
@@ -71,7 +65,6 @@ def test_what_finds_no_slot_begins_when_one_is_free():
 
 def test_components_that_share_too_few_cores_slow_down_alike():
     recording = Recording(
-        CONFIG,
         (rollout(0, "x", 0.0, 4.0),),
         (ScoreSpan(0, 1.0, 4.0),),
         (UpdateSpan(2.0, 4.0, 1, 10),),
