@@ -31,6 +31,7 @@ STUDIES = (
     "sync_relay",
     "sync_chaos",
     "fault_schedules",
+    "schedule_properties",
     "chaos",
     "elastic",
     "mismatch_grid",
@@ -39,6 +40,7 @@ STUDIES = (
     "slurm",
     "launchers",
     "schedules",
+    "calibration",
     "simulator",
 )
 WITH_OPTIONS = (
@@ -47,6 +49,7 @@ WITH_OPTIONS = (
     "sync_layouts",
     "sync_chaos",
     "fault_schedules",
+    "schedule_properties",
     "chaos",
     "elastic",
     "mismatch_grid",
@@ -58,6 +61,7 @@ WITH_OPTIONS = (
     "gpu",
     "slurm",
     "schedules",
+    "calibration",
     "simulator",
 )
 NAMES = (*BENCHMARKS, *STUDIES)

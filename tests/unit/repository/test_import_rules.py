@@ -29,7 +29,7 @@ ONLY = {
     "controller": {"types", "config", "buffer", "metrics"},
     "planning": {"types", "config", "models"},
     "launch": {"config"},
-    "sim": {"types", "config", "models", "planning", "batching", "data", "weight_sync"},
+    "sim": {"types", "config", "models", "planning", "batching", "data", "metrics", "weight_sync"},
 }
 TORCH_FREE = {"types", "config", "buffer", "batching", "controller", "rollout", "teacher"}
 TORCH_FREE |= {"columns", "metrics", "planning", "launch", "sim"}

@@ -79,6 +79,8 @@ def test_every_call_gets_its_own_kind_of_answer():
         assert await remote.move_weights(b"move") == b"moved"
         assert await remote.piece_digests([piece]) == ["d"]
         await remote.export_hf(Path("/somewhere"))
+        await remote.offload()
+        await remote.onload()
         await remote.stop()
 
     (rank,) = drive(body, [done], heard=4)
@@ -87,6 +89,8 @@ def test_every_call_gets_its_own_kind_of_answer():
         m.MoveWeights,
         m.DigestPieces,
         m.ExportHf,
+        m.Offload,
+        m.Onload,
         m.Stop,
     ]
     assert rank.received[0][0].payload == b"move"
