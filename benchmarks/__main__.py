@@ -12,6 +12,7 @@ BENCHMARKS = ("draws", "learner", "lean_logp")
 # Minutes to hours: run when named.
 STUDIES = (
     "variance",
+    "published",
     "convert",
     "layouts",
     "objectives",

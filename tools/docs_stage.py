@@ -28,6 +28,7 @@ NAVIGATION = {
         "cluster_plans",
         "schedules",
         "simulate",
+        "simulate_published",
         "weight_sync",
         "recovery",
         "fleet",
