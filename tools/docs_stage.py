@@ -27,6 +27,7 @@ NAVIGATION = {
         "cluster",
         "cluster_plans",
         "schedules",
+        "plan",
         "weight_sync",
         "recovery",
         "fleet",

@@ -20,6 +20,7 @@ LAYERS = (
     {"models", "buffer", "losses", "data", "batching", "metrics"},
     {"planning", "transport", "checkpoint", "weight_sync", "rollout", "teacher", "launch"},
     {"learner", "controller", "evaluation", "mismatch", "sim"},
+    {"search"},
     {"cli"},
     {"__main__"},
 )
@@ -29,10 +30,11 @@ ONLY = {
     "controller": {"types", "config", "buffer", "metrics"},
     "planning": {"types", "config", "models"},
     "launch": {"config"},
+    "search": {"config", "data", "models", "planning", "sim"},
     "sim": set(),
 }
 TORCH_FREE = {"types", "config", "buffer", "batching", "controller", "rollout", "teacher"}
-TORCH_FREE |= {"columns", "metrics", "planning", "launch", "sim"}
+TORCH_FREE |= {"columns", "metrics", "planning", "launch", "sim", "search"}
 HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
 # What learner ranks and server ranks do alike with tensors; the client side stays free of it.
 WITH_TORCH = {
