@@ -30,6 +30,7 @@ STUDIES = (
     "sync_relay",
     "sync_chaos",
     "fault_schedules",
+    "schedule_properties",
     "chaos",
     "elastic",
     "mismatch_grid",
@@ -38,6 +39,7 @@ STUDIES = (
     "slurm",
     "launchers",
     "schedules",
+    "simulator",
 )
 WITH_OPTIONS = (
     "step",
@@ -45,6 +47,7 @@ WITH_OPTIONS = (
     "sync_layouts",
     "sync_chaos",
     "fault_schedules",
+    "schedule_properties",
     "chaos",
     "elastic",
     "mismatch_grid",
@@ -56,6 +59,7 @@ WITH_OPTIONS = (
     "gpu",
     "slurm",
     "schedules",
+    "simulator",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

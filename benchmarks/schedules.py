@@ -5,15 +5,22 @@
 One student server, one teacher server and one learner rank, each of one thread, on the same data
 and with the same number of updates; only `schedule` changes. Three groups:
 
-  mc64        every type, order completion, and in_flight abort, with 64 draws a position
+  mc64        every type, order completion, in_flight abort, and time_shared, with 64 draws a
+              position
   mc1         sync and async with one draw, whose teacher has less to score
   long_tail   one prompt in ten has sums of 16 digits instead of 2, so that a few responses take
               several times as long as the others
 
-sync and async run with three seeds, as do those of the long tail that are compared; the others with
-one. The runs share two cores among three processes that are never idle at the same time, so the
-ratio of async to sync is bounded by what the cores allow, not by the schedule alone; and what a
-schedule costs in accuracy after 60 updates says nothing about longer runs.
+sync, async and sync_shared run with three seeds, as do those of the long tail that are compared;
+the others with one. The runs share two cores among three processes that are never idle at the same
+time, so the ratio of async to sync is bounded by what the cores allow, not by the schedule alone;
+and what a schedule costs in accuracy after 60 updates says nothing about longer runs.
+
+sync_shared is sync whose student server and learner take turns on the cores (schedule.time_shared)
+with two threads each: a stage that works alone has both cores, instead of one while the other is
+idle. The teacher keeps its one thread. On a CPU no memory changes hands, so what it costs to move a
+GPU's memory is not in its figures. They may say how near a sync run that uses two cores in turn
+comes to an async one that uses them at once; nothing follows for GPUs.
 
 Rows are kept in benchmarks/results/schedules_rows.jsonl; stopped, the study goes on where it was.
 """
@@ -44,6 +51,12 @@ COMMON = {
 KINDS: dict[str, dict[str, str]] = {
     "sync": {"schedule.type": "sync"},
     "async": {"schedule.type": "async"},
+    "sync_shared": {
+        "schedule.type": "sync",
+        "schedule.time_shared": "true",
+        "student.threads": "2",
+        "learner.threads": "2",
+    },
     "step_off": {"schedule.type": "step_off"},
     "stream": {"schedule.type": "stream"},
     "stale": {"schedule.type": "stale"},
@@ -54,6 +67,7 @@ KINDS: dict[str, dict[str, str]] = {
     "abort": {"schedule.type": "partial", "schedule.in_flight": "abort"},
 }
 COMPARED = ("sync", "async")
+WITH_TURNS = (*COMPARED, "sync_shared")
 STRAGGLERS = ("sync", "async", "async_tau4", "completion")
 LONG = {
     "data.train": str(LONG_TAIL),
@@ -69,8 +83,8 @@ def trial(setting: str, kind: str, seed: int, **changed: str) -> Trial:
 
 def trials() -> list[Trial]:
     """The runs, in the order in which they are made: what is compared first, seed by seed."""
-    found = [trial("mc64", kind, seed) for seed in SEEDS for kind in COMPARED]
-    found += [trial("mc64", kind, SEEDS[0]) for kind in KINDS if kind not in COMPARED]
+    found = [trial("mc64", kind, seed) for seed in SEEDS for kind in WITH_TURNS]
+    found += [trial("mc64", kind, SEEDS[0]) for kind in KINDS if kind not in WITH_TURNS]
     found += [trial("long_tail", kind, seed, **LONG) for seed in SEEDS for kind in STRAGGLERS]
     one_draw = {"support": "{type: mc, m: 1}"}
     return [*found, *(trial("mc1", kind, seed, **one_draw) for seed in SEEDS for kind in COMPARED)]

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.case_rows import ROOT
-from megatron_opd.weight_sync.sizes import GB, sync_sizes
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.weight_sync.plan import ServerLayout, SyncPlan, plan_sync, room_of
+from megatron_opd.weight_sync.sizes import GB, sync_sizes
 from sglang_bridge.weights.formats import PLAIN_BYTES
 from sglang_bridge.weights.schedule import Bucket, Onward, Place, incoming
 from sglang_bridge.weights.share import decode_share

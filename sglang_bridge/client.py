@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
@@ -27,6 +28,7 @@ from sglang_bridge.parse import (
     parse_answers,
     parse_done,
     parse_expected,
+    parse_freed,
     parse_info,
     parse_pieces,
     parse_progress,
@@ -254,6 +256,23 @@ class ServerClient:
         """Empties the prefix cache, whose entries the old weights computed."""
         await self._post("/flush_cache", None, repeatable=True)
 
+    async def release_memory(self) -> frozenset[str]:
+        """Gives up KV cache and weights once the server is idle; it answers no work until `resume`.
+
+        Returns the tags (wire.MEMORY_TAGS) whose release frees memory of every GPU of the server.
+        Weights are given up only where the server restores them.
+        """
+        action = f"{wire.RELEASE_ACTION} {','.join(wire.MEMORY_TAGS)}"
+        reply = await self._ask_ranks(action)
+        while is_pending(self.url, reply):
+            await asyncio.sleep(POLL_S)
+            reply = await self._ask_ranks(action)
+        return parse_freed(self.url, reply)
+
+    async def resume_memory(self, tags: Sequence[str] = wire.MEMORY_TAGS) -> None:
+        """Takes back what these tags name, as far as it was given up."""
+        parse_done(self.url, await self._ask_ranks(f"{wire.RESUME_ACTION} {','.join(tags)}"))
+
     async def begin_weight_update(self) -> None:
         """Opens the session that update_bucket needs."""
         await self._post("/begin_weight_update", {}, repeatable=False)
@@ -296,11 +315,12 @@ class ServerClient:
         await self._post_unless_done("/destroy_weights_update_group", body)
 
     async def abandon_weight_update(self) -> None:
-        """Pauses, and closes the session that a failed weight sync may have left open.
+        """Pauses, and ends what a failed weight sync may have left: released memory, its session.
 
         Its weights may be a mixture: let it resume only after another weight sync.
         """
         await self.pause()
+        await self.resume_memory()
         await self._post_unless_done("/end_weight_update", {})
 
     async def rewind(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
+from sglang_bridge import wire
 from sglang_bridge.client import PauseMode, ServerClient
 from sglang_bridge.errors import (
     BadReply,
@@ -253,6 +254,26 @@ class Fleet:
         await self._everywhere(lambda client: client.resume())
         self._members.serve()
 
+    async def release_memory(self) -> dict[str, frozenset[str]]:
+        """Returns {server url: the tags that it frees}, once all have given up their memory.
+
+        See ServerClient.release_memory.
+        """
+        freed = await self._everywhere(lambda client: client.release_memory())
+        return dict(zip((client.url for client in self.clients), freed, strict=True))
+
+    async def resume_memory(self, tags: Sequence[str] = wire.MEMORY_TAGS) -> None:
+        """Lets every server take back its memory (see ServerClient.resume_memory)."""
+        await self._everywhere(lambda client: client.resume_memory(tags))
+
+    async def restore_memory(self, urls: Sequence[str], limit_s: float) -> dict[str, str]:
+        """Lets these servers, as far as they are in the fleet, take back all their memory.
+
+        Returns {url: why} of those that refuse or do not answer within `limit_s`.
+        """
+        clients = [client for client in self._members.clients if client.url in urls]
+        return await _reasons(clients, limit_s, lambda client: client.resume_memory())
+
     async def flush_cache(self) -> None:
         """Flushes the cache of every server (see ServerClient.flush_cache)."""
         await self._everywhere(lambda client: client.flush_cache())
@@ -293,22 +314,7 @@ class Fleet:
 
         Returns {url: why} of the servers that refuse or do not answer within `limit_s`.
         """
-
-        async def why_not(client: ServerClient) -> str | None:
-            try:
-                async with asyncio.timeout(limit_s):
-                    await client.abandon_weight_update()
-            except TimeoutError:
-                return f"no answer within {limit_s:g} s"
-            except BridgeError as error:
-                return str(error)
-            return None
-
-        clients = self.clients
-        found = await asyncio.gather(*map(why_not, clients))
-        return {
-            client.url: why for client, why in zip(clients, found, strict=True) if why is not None
-        }
+        return await _reasons(self.clients, limit_s, lambda client: client.abandon_weight_update())
 
     async def abort_all(self) -> None:
         """Stops every request on every server, whoever sent it."""
@@ -390,3 +396,24 @@ class Fleet:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _reasons(
+    clients: Sequence[ServerClient],
+    limit_s: float,
+    verb: Callable[[ServerClient], Awaitable[None]],
+) -> dict[str, str]:
+    """Asks every server, for at most `limit_s`; returns {url: why} of those that did not do it."""
+
+    async def why_not(client: ServerClient) -> str | None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await verb(client)
+        except TimeoutError:
+            return f"no answer within {limit_s:g} s"
+        except BridgeError as error:
+            return str(error)
+        return None
+
+    found = await asyncio.gather(*map(why_not, clients))
+    return {client.url: why for client, why in zip(clients, found, strict=True) if why is not None}

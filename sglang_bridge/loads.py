@@ -29,7 +29,7 @@ class Loaded(Protocol):
 
 
 class Loads:
-    """Orders servers by their load. Tell it of every change by `moved` and `rests`."""
+    """Sorts servers by their load. Tell it of every change by `moved` and `rests`."""
 
     def __init__(self, members: Sequence[Loaded]) -> None:
         self._members = members

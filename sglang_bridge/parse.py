@@ -201,6 +201,15 @@ def parse_answers(url: str, reply: Any) -> list[dict[str, str]]:
     return answers
 
 
+def parse_freed(url: str, reply: Any) -> frozenset[str]:
+    """Parses which tags of memory every rank frees when it gives them up."""
+    answers = parse_answers(url, reply)
+    require(url, all(wire.FREED in each for each in answers), "a rank does not say what it freed")
+    return frozenset.intersection(
+        *(frozenset(filter(None, each[wire.FREED].split(","))) for each in answers)
+    )
+
+
 def parse_progress(url: str, reply: Any) -> Progress:
     """Parses how far the server is with its requests: the answer of its first rank."""
     answer = parse_answers(url, reply)[0]

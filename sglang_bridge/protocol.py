@@ -69,8 +69,9 @@ class RolloutRequest:
     plain generation (evaluation). experts: also tell which experts each input visited; needs a
     cache and a server that keeps them (ServerSpec.routed_experts). gates: and with what weights
     (ServerSpec.routed_gates). temperature: 0 = greedy. stop_token_ids: end the response besides the
-    model's own end-of-sequence ids. seed: of all that is random, read by deterministic servers
-    alone; None takes SGLang's own, the same for all.
+    model's own end-of-sequence ids. seed: of the path on every server, and on deterministic ones
+    of all that is random; without one the server samples by its own generator (a deterministic
+    server: by one seed for all).
     """
 
     rid: str
@@ -136,7 +137,7 @@ class ScoreRequest:
     Row t (offsets_T1[t]:offsets_T1[t + 1] of ids_N) is scored under q_t = softmax(logits /
     temperature) at absolute position P - 1 + t, which predicts response token t. num_atoms,
     num_draws: ids to select from q_t besides, in every row, by DrawCache's rule. seed: of those
-    draws, as RolloutRequest's.
+    draws, read by deterministic servers alone.
     """
 
     rid: str

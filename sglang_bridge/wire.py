@@ -66,6 +66,11 @@ EXPECT_ACTION = "bridge_expect"  # a share, see weights/share.py
 SAME_HOST_ACTION = "bridge_same_host"  # the group's name, see weights/same_host.py
 STAGE_ACTION = "bridge_stage"  # the group's name
 RECEIVE_ACTION = "bridge_receive"  # the group's name
+# of GPU memory: the argument is tags with a comma between them (server/memory.py)
+RELEASE_ACTION = "bridge_release_memory"
+RESUME_ACTION = "bridge_resume_memory"
+KV_CACHE, WEIGHTS = MEMORY_TAGS = ("kv_cache", "weights")  # SGLang's names
+RELEASED, FREED = "released", "freed"  # its answer: tags, see server/memory.py
 # of weights on disk: the argument is an Opening as JSON, or a version's name
 OPEN_VERSIONS = "bridge_open_versions"
 STAGE_VERSION = "bridge_stage_version"

@@ -27,6 +27,7 @@ NAVIGATION = {
         "cluster",
         "cluster_plans",
         "schedules",
+        "simulate",
         "plan",
         "weight_sync",
         "recovery",

@@ -54,10 +54,16 @@ class CompletionBuffer(SampleBuffer):
     def admit(self, uid: int, version: int) -> None:
         """Append a prompt, admitted while `version` is live."""
         super().admit(uid, version)
-        number = uid // self._group_size
-        if number not in self._units:
-            self._units[number] = _Unit(version + self._max_age)
-            self._left[version + self._max_age] += self._group_size
+        number, due = uid // self._group_size, version + self._max_age
+        unit = self._units.get(number)
+        if unit is not None and unit.due <= due:
+            return
+        if unit is None:
+            unit = self._units[number] = _Unit(due)
+        else:  # in a resumed run the first member may be the one that is sampled anew
+            self._give_back(unit.due)
+            unit.due = due
+        self._left[due] += self._group_size
 
     def drop(self, uid: int) -> None:
         """Remove a prompt that will have no sample, and its unit with it."""
@@ -143,9 +149,12 @@ class CompletionBuffer(SampleBuffer):
         if unit is None:
             return
         self._finished.pop(number, None)
-        self._left[unit.due] -= self._group_size
-        if not self._left[unit.due]:
-            del self._left[unit.due]
+        self._give_back(unit.due)
+
+    def _give_back(self, due: int) -> None:
+        self._left[due] -= self._group_size
+        if not self._left[due]:
+            del self._left[due]
 
 
 @dataclass(slots=True)

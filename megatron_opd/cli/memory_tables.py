@@ -1,4 +1,4 @@
-"""Makes the tables of `opd check`: parameters, learner memory by stage, groups, servers."""
+"""Makes the memory tables of `opd check`: parameters, learner, groups, servers, their turns."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from megatron_opd.planning.learner import (
 from megatron_opd.planning.parameters import active_parameters, model_parameters
 from megatron_opd.planning.servers import server_memory
 from megatron_opd.planning.settings import unread
+from megatron_opd.planning.turns import host_bytes, turn_memory
 
 MIB, KIB = 2**20, 2**10
 MOST_STAGES = 8
@@ -43,6 +44,8 @@ def memory_tables(config: Config, models: Mapping[Role, ModelFacts]) -> Iterator
         yield _groups(groups)
     yield _step(config, models)
     yield _servers(config, models)
+    if config.schedule.time_shared and not config.student.urls:
+        yield _turns(config, student)
 
 
 def kernels_here(config: Config) -> TransformerImpl:
@@ -161,4 +164,26 @@ def _servers(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
             "" if tokens is None else byte_text(tokens * memory.kv_token_bytes),
             "" if stated is None else f"{stated * section.mem_fraction_static:.1f} GiB",
         )
+    return table
+
+
+def _turns(config: Config, student: ModelFacts) -> Table:
+    """Return what a GPU that servers and learner use in turn holds in each phase of a window."""
+    longest, kernels = longest_sample(config, student), kernels_here(config)
+    worst = worst_stage(learner_memory(student.spec, config.learner, longest, kernels))
+    server = server_memory(student.spec, config.student)
+    table = new_table(
+        "a GPU that student servers and learner use in turn",
+        ("phase", "learner rank", "server rank", "together"),
+    )
+    cache = "" if server.kv_tokens is not None else " and KV cache"
+    for turn in turn_memory(worst, server):
+        more = cache if turn.has_cache else ""
+        sizes = (turn.learner, turn.server, turn.total)
+        first, *rest = map(byte_text, sizes)
+        table.add_row(turn.phase, first, *(f"{size}{more}" for size in rest))
+    table.caption = (
+        f"besides: a CUDA context of each process, and the servers' CUDA graphs; in host memory "
+        f"{byte_text(host_bytes(worst, server))} for each such GPU"
+    )
     return table

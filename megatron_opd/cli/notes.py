@@ -58,9 +58,15 @@ def _overlap(config: Config) -> str | None:
 def _aborting(config: Config) -> str | None:
     if config.schedule.in_flight != "abort":
         return None
+    if config.rollout.seeded:
+        return (
+            "schedule.in_flight abort throws long responses away more often; they are sampled anew "
+            "by the same random numbers, which favours short ones only as far as newer weights "
+            "sample other tokens (docs/schedules.md); in_place and keep never do"
+        )
     return (
-        "schedule.in_flight abort favours short responses: long ones are thrown away more often "
-        "and sampled anew; use in_place or keep unless that is what you study"
+        "schedule.in_flight abort with rollout.seeded false favours short responses: long ones are "
+        "thrown away more often and sampled afresh; use rollout.seeded true, in_place or keep"
     )
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from rich.table import Table
 
 from megatron_opd.cli.memory_tables import kernels_here
 from megatron_opd.cli.node_table import Memory, node_table
-from megatron_opd.cli.placing import parts_of
+from megatron_opd.cli.placing import in_turn, parts_of
 from megatron_opd.cli.preflight import ModelFacts, longest_sample
 from megatron_opd.cli.prepare import checked
 from megatron_opd.cli.roles import STUDENT, Role, section_of
@@ -19,7 +19,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.launch.gpus import gpus_here
 from megatron_opd.launch.parts import LEARNER, gpus_needed
 from megatron_opd.launch.placement import Placement, gpu_text, place
-from megatron_opd.planning.learner import learner_memory, worst_stage
+from megatron_opd.planning.learner import StageMemory, learner_memory, worst_stage
 from megatron_opd.planning.servers import server_memory
 from sglang_bridge.gpus import VARIABLE
 
@@ -36,7 +36,8 @@ def placement_table(config: Config, models: Mapping[Role, ModelFacts], *, elsewh
     if config.cluster.type in LAUNCHED:
         return node_table(config, tuple(models), _memory(config, models))
     parts, names = parts_of(config, tuple(models)), gpus_here()
-    needed = gpus_needed(parts)
+    turns, share = in_turn(config), config.cluster.share_gpus
+    needed = gpus_needed(parts, turns)
     here = bool(names) and not (elsewhere and needed > len(names))
     if not here:
         note = f"this machine has {len(names) or 'no'} GPUs: drawn for one node of {needed}"
@@ -45,14 +46,17 @@ def placement_table(config: Config, models: Mapping[Role, ModelFacts], *, elsewh
         note = f"GPUs as counted within {VARIABLE}={','.join(names)}"
     else:
         note = f"the {len(names)} GPUs of this machine"
-    placement = checked(lambda: place(parts, names, share=config.cluster.share_gpus))
-    table = _map(placement, _memory(config, models))
+    placement = checked(lambda: place(parts, names, share=share, in_turn=turns))
+    table = _map(placement, _memory(config, models), _kept(config, models, turns))
     table.caption = "\n".join(filter(None, [table.caption, note]))  # type: ignore[arg-type]
     return table
 
 
-def _map(placement: Placement, memory: Memory) -> Table:
-    """Return a row for neighbouring GPUs that the same processes use."""
+def _map(placement: Placement, memory: Memory, kept: Mapping[str, int]) -> Table:
+    """Return a row for neighbouring GPUs that the same processes use.
+
+    kept: parts that never work at once, and the bytes that the others keep while one works.
+    """
     on_gpu: list[list[Process]] = [[] for _ in placement.names]
     for key, groups in placement.groups.items():
         for index, gpus in enumerate(groups):
@@ -62,13 +66,26 @@ def _map(placement: Placement, memory: Memory) -> Table:
     runs = [(list(run), on) for on, run in groupby(range(len(on_gpu)), key=on_gpu.__getitem__)]
     for run, processes in runs[:MOST_ROWS]:
         what = ", ".join(_name(*process, placement) for process in processes) or "free"
+        if sum(key in kept for key, _ in processes) > 1:
+            what += ", in turn"
         sizes = [memory[key] for key, _ in processes]
         whole = all(is_whole for _, is_whole in sizes)
-        size = byte_text(sum(size for size, _ in sizes)) + ("" if whole else " and KV cache")
+        size = byte_text(_together(processes, memory, kept))
+        size += "" if whole else " and KV cache"
         table.add_row(gpu_text(tuple(run)), what, size if processes else "")
     if len(runs) > MOST_ROWS:
         table.caption = f"and {len(runs) - MOST_ROWS} more rows"
     return table
+
+
+def _together(processes: Sequence[Process], memory: Memory, kept: Mapping[str, int]) -> int:
+    """Count the bytes that processes of one GPU take at most at once."""
+    sizes = {key: memory[key][0] for key, _ in processes}
+    in_turn = [key for key in kept if key in sizes]
+    beside = sum(sizes[key] for key, _ in processes if key not in kept)
+    if len(in_turn) < 2:
+        return beside + sum(sizes[key] for key in in_turn)
+    return beside + max(sizes[key] + kept[key] for key in in_turn)
 
 
 def _name(key: str, index: int, placement: Placement) -> str:
@@ -77,12 +94,23 @@ def _name(key: str, index: int, placement: Placement) -> str:
     return f"{key}{ranks}" if key == LEARNER else f"{key} server {index}{ranks}"
 
 
-def _memory(config: Config, models: Mapping[Role, ModelFacts]) -> Memory:
-    """Return what the plan says that a process takes of each of its GPUs."""
+def _kept(
+    config: Config, models: Mapping[Role, ModelFacts], turns: Sequence[str]
+) -> dict[str, int]:
+    """Return how much the other parts that work in turn keep while each of them works."""
+    weights = _worst(config, models).weights
+    return {key: 0 if key == LEARNER else weights for key in turns}
+
+
+def _worst(config: Config, models: Mapping[Role, ModelFacts]) -> StageMemory:
     student = models[STUDENT]
     longest, kernels = longest_sample(config, student), kernels_here(config)
-    worst = worst_stage(learner_memory(student.spec, config.learner, longest, kernels))
-    found = {LEARNER: (worst.total, True)}
+    return worst_stage(learner_memory(student.spec, config.learner, longest, kernels))
+
+
+def _memory(config: Config, models: Mapping[Role, ModelFacts]) -> Memory:
+    """Return what the plan says that a process takes of each of its GPUs."""
+    found = {LEARNER: (_worst(config, models).total, True)}
     for role, facts in models.items():
         planned = server_memory(facts.spec, section_of(config, role))
         cache = (planned.kv_tokens or 0) * planned.kv_token_bytes

@@ -25,7 +25,12 @@ def parts_of(config: Config, roles: Sequence[Role]) -> tuple[Part, ...]:
 def placement_here(config: Config, roles: Sequence[Role]) -> Placement:
     """Place the learner and the servers of these roles on this machine. Raises UserError."""
     parts, share = parts_of(config, roles), config.cluster.share_gpus
-    return checked(lambda: place(parts, gpus_here(), share=share))
+    return checked(lambda: place(parts, gpus_here(), share=share, in_turn=in_turn(config)))
+
+
+def in_turn(config: Config) -> tuple[str, ...]:
+    """Return the parts of a run that never work at once, and may be on the same GPUs."""
+    return (LEARNER, STUDENT) if config.schedule.time_shared else ()
 
 
 def gpus_of_server(config: Config, role: Role, index: int) -> tuple[str, ...] | None:

@@ -61,7 +61,7 @@ def run_plan(
     trials: int | None = None,
     window: Window | None = None,
 ) -> int:
-    """Search, print, and write the winner to `out`. Raises UserError."""
+    """Print what a search found, and write the winner to `out`. Raises UserError."""
     if out is not None and out.exists():
         raise UserError(f"--out: {out} exists already; choose another file or remove it")
     if trials is not None and trials < 0:
@@ -189,7 +189,7 @@ def _check_plannable(config: Config, gpus: int, node: int) -> None:
     if config.schedule.order != "admission":
         raise UserError(
             "schedule.order must be admission for opd plan, whose bounds are proven for it, got "
-            f"{config.schedule.order}; add --set schedule.order=admission --set schedule.max_age=null"
+            f"{config.schedule.order}; add --set schedule.order=admission, without max_age"
         )
     if config.simulation.costs is not None:
         raise UserError(
@@ -205,7 +205,7 @@ def make_plan(
     trials: int | None = None,
     progress: Callable[[Found], None] | None = None,
 ) -> Plan:
-    """Search. trials: see search.search. Raises UserError."""
+    """Find the front. trials: see search.search. Raises UserError."""
     began_s = time.monotonic()
     lengths = lengths_of(task.config)
     demand, losers = demand_of(task.config, lengths, window, task.staleness + 1), Losers()

@@ -125,8 +125,8 @@ def assumptions(plan: Plan) -> Iterator[str]:
     """Yield what the figures depend on besides the configuration."""
     window, task = plan.demand.window, plan.task
     yield (
-        f"costs predicted from the data sheet of {plan.gpu} ({task.memory_gib:g} GiB each, nodes of "
-        f"{task.node}), not measured; see docs/plan.md"
+        f"costs predicted from the data sheet of {plan.gpu} ({task.memory_gib:g} GiB each, nodes "
+        f"of {task.node}), not measured; see docs/plan.md"
     )
     response = plan.demand.response_N
     yield (

@@ -65,6 +65,7 @@ from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting
 from megatron_opd.transport.token import given_token
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
+from megatron_opd.weight_sync.memory import MemoryTurns
 from megatron_opd.weight_sync.session import WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge import open_files
@@ -238,6 +239,9 @@ class PipelineRun:
                 await self._evaluate_and_train(remote, fleets, guard)
             await remote.stop()
         finally:
+            if self.weight_sync is not None and self.elastic is not None:
+                outliving = (*config.student.urls, *self.elastic.added)
+                await self.weight_sync.restore_memory(outliving)
             await asyncio.gather(*(fleet.close() for fleet in fleets.values()))
             remote.close()
 
@@ -282,7 +286,8 @@ class PipelineRun:
         transport = make_transport(student, remote.move_weights, config)
         assert self.supervisor is not None
         lose = self.supervisor.lose
-        weight_sync = WeightSync(student, remote, transport, config.weight_sync, lose)
+        memory = MemoryTurns(student, remote) if config.schedule.time_shared else None
+        weight_sync = WeightSync(student, remote, transport, config.weight_sync, lose, memory)
         self.weight_sync = weight_sync
         await weight_sync.open(used=self._used(STUDENT))
         restarts = LearnerRestarts(config, remote, self.processes, self._say)
@@ -329,6 +334,7 @@ class PipelineRun:
         config, resumed = self.config, self.resumed
         state = NOTHING_YET if resumed is None else resumed.state
         if resumed is not None:
+            await weight_sync.make_room()
             await remote.load_state(resumed.learner)
         assert self.restarts is not None
         if resumed is not None or self.restarts.count or config.weight_sync.round_to is not None:

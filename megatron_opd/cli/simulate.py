@@ -79,7 +79,7 @@ def costs_of(config: Config, costs_file: Path | None = None) -> Costs:
 
 
 def lengths_of(config: Config) -> Lengths:
-    """Return the lengths that config.simulation.lengths describes. UserError: they are not there."""
+    """Return the lengths of config.simulation.lengths. UserError: they cannot be read."""
     recorded = config.simulation.lengths.recorded
     if recorded is None:
         return drawn_lengths(config)
@@ -93,12 +93,12 @@ class SimulatedRows:
         self._sink = sink
 
     def write(self, update: int, row: Mapping[str, Any]) -> None:
-        """See Sink. The run begins at the clock's 0, so that equal runs have equal rows."""
+        """Pass a row on. The run begins at the clock's 0, so that equal runs have equal rows."""
         unknown = dict.fromkeys(name for name in NOT_SIMULATED if name in row)
         self._sink.write(update, {**row, **unknown, "unix_time_s": row["time_s"]})
 
     def close(self) -> None:
-        """See Sink."""
+        """Close the sink behind."""
         self._sink.close()
 
 

@@ -82,12 +82,45 @@ def _gpus(config: ConfigTree) -> str | None:
     taken: dict[int, str] = {}
     for key, gpus in named.items():
         for gpu in gpus or ():
-            if gpu in taken:
+            if gpu in taken and not (config.schedule.time_shared and key == "student"):
                 return (
                     f"{taken[gpu]}.gpus and {key}.gpus must not share a GPU, got GPU {gpu} in "
-                    "both; name others, or set cluster.share_gpus: true"
+                    f"both; name others, or set {_way_to_share(taken[gpu], key)}"
                 )
         taken |= dict.fromkeys(gpus or (), key)
+    return None
+
+
+def _way_to_share(one: str, other: str) -> str:
+    in_turn = " or schedule.time_shared: true" if (one, other) == ("learner", "student") else ""
+    return f"cluster.share_gpus: true{in_turn}"
+
+
+def _time_shared(config: ConfigTree) -> str | None:
+    schedule, key = config.schedule, "schedule.time_shared must be false"
+    if not schedule.time_shared:
+        return None
+    if schedule.max_staleness or schedule.sync_every != 1:
+        return (
+            f"{key} unless schedule.max_staleness is 0 and schedule.sync_every 1, where servers "
+            f"and learner never work at once, got {schedule.max_staleness:g} and "
+            f"{schedule.sync_every}; use schedule.type sync"
+        )
+    if config.cluster.type in LAUNCHED:
+        return (
+            f"{key} with cluster.type {config.cluster.type}, which gives every process GPUs of its "
+            "own; use local or external"
+        )
+    if config.weight_sync.overlap:
+        return (
+            f"{key} with weight_sync.overlap, which sends weights beside an update, got true in "
+            "both; set one of them false"
+        )
+    if config.learner.optimizer.megatron.get("optimizer_cpu_offload"):
+        return (
+            f"{key} with learner.optimizer.optimizer_cpu_offload, which keeps the optimizer in "
+            "host memory all the time; set one of them false"
+        )
     return None
 
 
@@ -210,6 +243,11 @@ def _deterministic(config: ConfigTree) -> str | None:
             "learner.megatron.deterministic_mode must not be false with run.deterministic, which "
             "turns it on where there is a GPU; leave it out"
         )
+    if config.run.deterministic and not config.rollout.seeded:
+        return (
+            "rollout.seeded must be true with run.deterministic, where the seed decides every "
+            "token, got false; leave it out"
+        )
     if config.run.deterministic and config.cluster.fleet_file is not None:
         return (
             "cluster.fleet_file must be null with run.deterministic, which no server may join or "
@@ -276,6 +314,7 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _teachers,
     _ports,
     _gpus,
+    _time_shared,
     _urls,
     _groups,
     _rewards,

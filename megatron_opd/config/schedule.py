@@ -70,7 +70,8 @@ class ScheduleConfig(Section):
     in_flight: InFlight = "in_place"
     """What a weight sync does with responses that are being sampled. in_place: they wait, and go on
     with the new weights. keep: it waits until they are finished, and no new one begins. abort: they
-    are thrown away and sampled anew, which favours short ones."""
+    are thrown away and sampled anew, by the same random numbers (rollout.seeded); long ones meet
+    more weight syncs, see docs/schedules.md."""
     hold_batches: NonNegativeInt | None = None
     """Number of scored batches that must wait behind the one trained on (AsyncOPD App. B); fixes
     the staleness for studies. Null: max_staleness for controlled, 0 otherwise, which trains as soon
@@ -82,6 +83,12 @@ class ScheduleConfig(Section):
     max_age: NonNegativeInt | None = None
     """With order completion: bound on staleness, in updates; no smaller than that of order
     admission. Null: sync_every more than that. Raising it lets more samples overtake slow ones."""
+    time_shared: bool = False
+    """Lets student servers and learner use the same GPUs, or the same CPU cores, in turn: the
+    servers release their memory for an update, the learner moves its optimizer to host memory and
+    drops its gradients while they sample. Only with type sync, or max_staleness 0 and sync_every 1,
+    where the two never work at once. true needs host memory for the servers' weights and the
+    optimizer, and a transfer of both in each update. See docs/schedules.md."""
 
     @model_validator(mode="before")
     @classmethod

@@ -124,6 +124,12 @@ class RolloutConfig(Section):
     (timed_out, student_unreachable). Each try samples anew and is counted in rollouts_restarted;
     one whose server is lost does not count. Raising it spends more time on a prompt that no server
     can sample."""
+    seeded: bool = True
+    """Draws every token by random numbers of its prompt and position, so that a response that is
+    sampled anew is the same draw and being cut off favours no length (docs/schedules.md). Costs
+    nothing on a CPU. On a GPU each step computes a float64 number per id of the vocabulary, and
+    with top_p below 1 a sort, instead of the server's own sampling kernels: false where that
+    matters and requests are rarely cut off."""
 
 
 class ScoringConfig(Section):

@@ -96,6 +96,10 @@ class ServerConfig(Section):
     is cancelled and sent anew. The server is asked: a response that grows is never cut off, and
     neither its queue nor a pause for a weight sync counts. A server that says nothing for so long
     is lost. Raising it notices later what hangs."""
+    threads: Processes = 1
+    """CPU threads of each rank of a server. Those of all servers and of the learner together should
+    be no more than the cores, unless they work in turn (schedule.time_shared). On a GPU it matters
+    little."""
     extra_args: Texts = ()
     """Further arguments for the server's command line, one list item per argument, such as
     ["--attention-backend", "triton"]."""

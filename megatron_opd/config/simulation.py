@@ -28,7 +28,7 @@ class LengthsConfig(Section):
     """Standard deviation of the response lengths over their mean, which are lognormal; 0: all are
     of one length. Raising it makes batches wait longer for their slowest response."""
     prompt_tokens: PositiveInt = 256
-    """Tokens of every prompt."""
+    """Number of tokens of every prompt. Raising it costs prefill, scoring and training."""
     recorded: FilePath | None = None
     """Run directory whose recorded lengths (trace.json) are drawn from instead; mean, cv and
     prompt_tokens are not read then."""

@@ -276,6 +276,7 @@ class Controller:
             batch = Batch(update=update, version=self._num_updates, samples=samples)
             check_staleness(batch, self._schedule.bound)
             async with self._learner:
+                await self._ports.weight_sync.make_room()
                 started_s = clock()
                 figures = await self._ports.learner.train(batch)
                 finished_s = clock()

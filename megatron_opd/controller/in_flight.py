@@ -6,8 +6,9 @@
 | keep      | is finished with the weights that it began with      | waits for all of them     |
 | abort     | is thrown away and sampled anew with the new weights | begins once they are gone |
 
-Only with `keep` has every response one version. `abort` favours short responses: long ones are
-thrown away more often, and what is sampled anew may be shorter.
+Only with `keep` has every response one version. `abort` throws long responses away more often; what
+is sampled anew meets the same random numbers, so that only what newer weights change can be shorter
+(docs/schedules.md).
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Rollouts:
             return await generate()
         aborted = 0
         while True:
-            await self._open.wait()
+            while not self._open.is_set():  # the next weight sync may begin before a waiter wakes
+                await self._open.wait()
             task = asyncio.ensure_future(_awaited(generate))
             self._running.add(task)
             try:

@@ -53,6 +53,13 @@ class WeightSyncer(Protocol):
         """
         ...
 
+    async def make_room(self) -> None:
+        """Return once the learner may use what it shares with the engines, until the next sync.
+
+        Called before every update; there is nothing to do where they share nothing.
+        """
+        ...
+
     async def stranded(self) -> None:
         """Return once no engine is left that holds the live version."""
         ...

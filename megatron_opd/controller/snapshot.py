@@ -5,8 +5,8 @@ consumed + dropped + those in `line`, each of which holds a permit.
 
 A prompt whose rollout was under way is in the line as the prompt alone and is sampled anew, by a
 newer version than before, so that no staleness bound is at risk. What was under way at a given
-moment is longer than the average response, so these few favour short ones a little; a rollout that
-was complete is kept, scored or not.
+moment is longer than the average response; its random numbers are the prompt's, so that it is not
+replaced by a shorter one (docs/schedules.md). A rollout that was complete is kept, scored or not.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_opd.config.learner import LearnerConfig
@@ -58,9 +58,19 @@ def server_parts(sections: Mapping[str, ServerConfig]) -> tuple[Part, ...]:
     )
 
 
-def gpus_needed(parts: Iterable[Part]) -> int:
-    """Return the GPUs of the smallest node that holds these parts without sharing."""
+def gpus_needed(parts: Iterable[Part], in_turn: Collection[str] = ()) -> int:
+    """Return the GPUs of the smallest node that holds these parts without sharing.
+
+    in_turn: the keys of parts that may lie on the same GPUs.
+    """
     every = tuple(parts)
     named = {gpu for part in every for gpu in part.gpus or ()}
-    free = sum(part.total for part in every if part.gpus is None)
-    return max(len(named) + free, max(named, default=-1) + 1)
+    alone = [part for part in every if part.key not in in_turn]
+    turns = [[*alone, part] for part in every if part.key in in_turn] or [alone]
+    return max(max(map(_held, turns)), max(named, default=-1) + 1)
+
+
+def _held(parts: Sequence[Part]) -> int:
+    """Count the GPUs that parts take which share none."""
+    named = {gpu for part in parts for gpu in part.gpus or ()}
+    return len(named) + sum(part.total for part in parts if part.gpus is None)

@@ -1,12 +1,13 @@
 """Decides which GPUs of one node every process of a run uses.
 
 Invariants: the ranks of one server, and of the learner, are on different GPUs; no two processes
-share a GPU unless sharing is allowed; a list in the configuration is kept as it is written.
+share a GPU unless sharing is allowed or they work in turn; a list in the configuration is kept as
+it is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_opd.launch.parts import LEARNER, Gpus, Part, gpus_needed
@@ -61,27 +62,31 @@ def gpu_text(gpus: Gpus) -> str:
     return ",".join(map(str, gpus))
 
 
-def place(parts: Sequence[Part], names: Sequence[str], *, share: bool = False) -> Placement:
+def place(
+    parts: Sequence[Part],
+    names: Sequence[str],
+    *,
+    share: bool = False,
+    in_turn: Collection[str] = (),
+) -> Placement:
     """Lay the parts out over a node's GPUs, in order. Raises ValueError with one line for the user.
 
     names: what CUDA calls the GPUs; none: a node without a GPU. share: processes may share a GPU
-    (cluster.share_gpus); without it no two parts name one (config/rules.py). A part keeps the GPUs
-    that it names; the others fill what is free, each group in neighbouring GPUs where possible.
+    (cluster.share_gpus). in_turn: the keys of parts that never work at once (schedule.time_shared),
+    each of which takes what the parts besides them leave. Otherwise no two parts name one GPU
+    (config/rules.py). A part keeps the GPUs that it names; the others fill what is free, each group
+    in neighbouring GPUs where possible.
     """
     num_gpus = len(names)
     for part in parts:
         _check_named(part, num_gpus)
     if num_gpus == 0:
         return UNPLACED
-    uses = [0] * num_gpus
-    for part in parts:
-        for gpu in part.gpus or ():
-            uses[gpu] += 1
     for layout in (*LAYOUTS, *([least_used] if share else [])):
-        found = _laid_out(parts, list(uses), layout)
+        found = _laid_out(parts, num_gpus, layout, in_turn)
         if found is not None:
             return Placement(tuple(names), found)
-    raise ValueError(_too_few(parts, num_gpus, share=share))
+    raise ValueError(_too_few(parts, num_gpus, share=share, in_turn=in_turn))
 
 
 def place_server(part: Part, index: int, names: Sequence[str]) -> tuple[str, ...] | None:
@@ -123,12 +128,17 @@ def _check_named(part: Part, num_gpus: int) -> None:
 
 
 def _laid_out(
-    parts: Sequence[Part], uses: list[int], layout: Layout
+    parts: Sequence[Part], num_gpus: int, layout: Layout, in_turn: Collection[str]
 ) -> dict[str, tuple[Gpus, ...]] | None:
     """Return the GPUs of every group, or None where this way of laying out finds no room."""
-    found: dict[str, tuple[Gpus, ...]] = {}
+    held = {part.key: list(part.named) for part in parts}
     for part in parts:
-        groups, start = list(part.named), 0
+        groups, start = held[part.key], 0
+        uses = [0] * num_gpus  # by processes that it works beside
+        for key, others in held.items():
+            if key == part.key or not (key in in_turn and part.key in in_turn):
+                for gpu in (gpu for group in others for gpu in group):
+                    uses[gpu] += 1
         while len(groups) < part.groups:
             gpus = layout(uses, part.size, start)
             if gpus is None:
@@ -137,11 +147,12 @@ def _laid_out(
                 uses[gpu] += 1
             groups.append(gpus)
             start = gpus[0]
-        found[part.key] = tuple(groups)
-    return found
+    return {key: tuple(groups) for key, groups in held.items()}
 
 
-def _too_few(parts: Sequence[Part], num_gpus: int, *, share: bool) -> str:
+def _too_few(
+    parts: Sequence[Part], num_gpus: int, *, share: bool, in_turn: Collection[str] = ()
+) -> str:
     needs = ", ".join(f"{part.key} {part.total} ({part.count})" for part in parts)
     if share:
         part = max(parts, key=lambda part: part.size)
@@ -151,7 +162,7 @@ def _too_few(parts: Sequence[Part], num_gpus: int, *, share: bool) -> str:
             f"{part.size} ranks and {num_gpus} GPUs; lower it"
         )
     return (
-        f"the parts of the run need {gpus_needed(parts)} GPUs and this process may use {num_gpus}: "
-        f"{needs}; lower these counts, start servers elsewhere (urls), or set "
+        f"the parts of the run need {gpus_needed(parts, in_turn)} GPUs and this process may use "
+        f"{num_gpus}: {needs}; lower these counts, start servers elsewhere (urls), or set "
         "cluster.share_gpus: true"
     )

@@ -16,6 +16,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import Channel, ControllerLost, NotWelcome
 from megatron_opd.learner.determinism import deterministic
 from megatron_opd.learner.learner import MegatronLearner, NotFinite
+from megatron_opd.learner.memory import UpdateMemory
 from megatron_opd.learner.model import DTYPES
 from megatron_opd.learner.state.state import LearnerState
 from megatron_opd.models.spec import read_model_spec
@@ -29,6 +30,8 @@ from megatron_opd.transport.messages import (
     LoadState,
     MoveWeights,
     Nothing,
+    Offload,
+    Onload,
     Request,
     Result,
     SaveState,
@@ -109,6 +112,11 @@ class RankServer:
             config.learner.timeout_s,
         )
         self.claim: Claim | None = None
+        self.memory = UpdateMemory(
+            self.learner.model, self.learner.optimizer, self.learner.world.device
+        )
+        if config.schedule.time_shared:
+            self.memory.offload()  # the servers sample first
         kind = transport_kind(config.weight_sync)
         self.sender = kind.learner_part(self.learner.full, config)
 
@@ -159,6 +167,7 @@ class RankServer:
         """Execute one request on this rank."""
         match request:
             case Train():
+                self.memory.onload()
                 update, version, plan = request.update, request.version, request.plan
                 return self.learner.train(
                     self._checked(from_frames(update, version, plan, frames)),
@@ -187,7 +196,12 @@ class RankServer:
                 background = request.in_background
                 self.state.save(Path(request.path), request.updates, in_background=background)
             case LoadState():
+                self.memory.onload()
                 self.state.load(Path(request.path))
+            case Offload():
+                self.memory.offload()
+            case Onload():
+                self.memory.onload()
             case Stop():
                 self.state.wait()
                 self.sender.close()

@@ -225,6 +225,8 @@ class RunRecorder:
             "servers": self._sampled.columns(report),
             **self.window.synced(report, self._clock()),
         }
+        if report.release_s is not None:
+            columns |= {"memory_release_s": report.release_s, "memory_resume_s": report.resume_s}
         self.totals.stale_samples = self.window.stale_samples
         self._finish_row(batch, depths, columns)
 

@@ -80,6 +80,8 @@ def summarise(
         "publish_s_mean": totals.publish_s.value,
         "pause_s_mean": totals.pause_s.value,
         "learner_held_s_mean": totals.learner_held_s.value,
+        "memory_release_s_mean": totals.memory_release_s.value,
+        "memory_resume_s_mean": totals.memory_resume_s.value,
         "publish_bytes_mean": totals.publish_bytes.value,
         "pipeline_s": times.wall_s,
         "wall_s": wall_s,

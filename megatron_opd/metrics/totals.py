@@ -33,6 +33,8 @@ class RunTotals:
         self.memory = PeakMemory()
         self.publish_s, self.pause_s, self.publish_bytes = Mean(), Mean(), Mean()
         self.learner_held_s = Mean()
+        self.memory_release_s, self.memory_resume_s = Mean(), Mean()
+        """Empty unless learner and servers share memory in turn."""
         self.train_s, self.rollout_s, self.score_s = Mean(), Mean(), Mean()
         self.response_tokens = Mean()
         self.mismatch_max, self.mismatch_mean = Max(), Mean()
@@ -91,4 +93,7 @@ class RunTotals:
         self.publish_s.add(report.seconds)
         self.pause_s.add(report.paused_s)
         self.learner_held_s.add(report.learner_held_s)
+        if report.release_s is not None:
+            self.memory_release_s.add(report.release_s)
+            self.memory_resume_s.add(report.resume_s)
         self.publish_bytes.add(report.num_bytes)

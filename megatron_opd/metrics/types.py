@@ -100,6 +100,10 @@ class Phase:
         return self.finished_s - self.started_s
 
 
+MEMORY_PHASES = ("offload", "resume weights", "resume cache")
+"""Phases of a weight sync in which memory changes hands (weight_sync/memory.py)."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSyncReport:
     """Reports one weight sync. version: the one now live; phases: in order, without overlap.
@@ -107,7 +111,9 @@ class WeightSyncReport:
     num_bytes: bytes the learner sent once (each server receives all of them). paused_from_s,
     resumed_s: when the servers were told to pause, and when all had continued. All are of the
     last of `tries` tries. learner_held_s: for how many seconds after the update no other one could
-    begin, over all tries. servers: the urls of those that hold the version now.
+    begin, over all tries. servers: the urls of those that hold the version now. release_s: for how
+    many seconds memory went from the servers to the learner before the update; None: they do not
+    share it in turn (schedule.time_shared).
     """
 
     version: int
@@ -118,6 +124,12 @@ class WeightSyncReport:
     tries: int = 1
     learner_held_s: float = 0.0
     servers: tuple[str, ...] = ()
+    release_s: float | None = None
+
+    @property
+    def resume_s(self) -> float:
+        """Returns for how many seconds memory went back to the servers."""
+        return sum(phase.seconds for phase in self.phases if phase.name in MEMORY_PHASES)
 
     @property
     def started_s(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Protocol
 
 from megatron_opd.buffer.rejection import RolloutRejected
@@ -38,7 +39,7 @@ class RolloutGenerator:
         run_id: makes request names unique on servers that outlive a run.
         stop_token_ids: end a response besides the model's own end-of-sequence ids.
         routed_experts: whether rollouts bring theirs. routed_gates: and their weights.
-        seed: the run's; deterministic servers sample prompt i by it and i alone.
+        seed: the run's; prompt i is sampled by it and i alone, unless rollout.seeded is false.
     """
 
     def __init__(
@@ -63,16 +64,19 @@ class RolloutGenerator:
         self._routed_experts, self._routed_gates = routed_experts, routed_gates
         self._seed = seed
         self._backoff = Backoff(rollout.attempts)
+        self._numbers = itertools.count()
 
     async def generate(self, prompt: Prompt) -> Rollout:
         """Return one completion of `prompt`, in rollout.attempts tries over all servers.
 
         A connection that breaks while its request is being served costs the tokens sampled so far:
-        the rollout is sampled anew, by another server if there is one. Longer responses are lost
-        more often, so this favours short ones (except on deterministic servers, which sample the
-        same again); Rollout.restarts counts it, and where restarts are rare the bias is small. A
-        request that makes no progress is sampled anew too, which selects nothing: one that grows is
-        never cut off (sglang_bridge/deadlines.py).
+        the rollout is sampled anew, by another server if there is one, and Rollout.restarts counts
+        it. Longer responses are lost more often, but what is sampled anew is the same draw: every
+        server makes the noise of a token from the prompt's seed and the token's position (unless
+        rollout.seeded is false), so being lost selects no other response. By the same weights it
+        is the same response up to rounding (docs/schedules.md says what newer ones change). A
+        request that makes no progress is sampled anew too; one that grows is never cut off
+        (sglang_bridge/deadlines.py).
 
         Raises RolloutRejected for a request that the server aborted, an empty response, and when
         no try was answered: one prompt that no server can sample must not end a run, and where
@@ -90,10 +94,12 @@ class RolloutGenerator:
 
     async def _once(self, prompt: Prompt, restarts: int) -> Rollout:
         clock = asyncio.get_running_loop().time
+        seeded = self._rollout.seeded
+        seed = derived_seed(self._seed, ROLLOUT, prompt.uid) if seeded else None
         request = RolloutRequest(
-            # a name of its own: the server may still be busy with the try that was lost; none
-            # begins with another, which SGLang would abort along with it
-            rid=f"{self._run_id}-{prompt.uid}-{restarts}.",
+            # a name of its own: the server may still be busy with a try that was lost or thrown
+            # away; none begins with another, which SGLang would abort along with it
+            rid=f"{self._run_id}-{prompt.uid}-{next(self._numbers)}.",
             input_ids=prompt.token_ids_P,
             max_new_tokens=self._rollout.max_new_tokens,
             temperature=self._rollout.temperature,
@@ -105,7 +111,7 @@ class RolloutGenerator:
             experts=self._routed_experts,
             gates=self._routed_gates,
             stop_token_ids=self._stop_token_ids,
-            seed=derived_seed(self._seed, ROLLOUT, prompt.uid),
+            seed=seed,
         )
         started_s = clock()
         try:

@@ -1,1 +1,1 @@
-"""Searches for the split of GPUs, the layout and the schedule with the highest throughput."""
+"""Finds the split of GPUs, the layout and the schedule with the highest throughput."""

@@ -14,11 +14,10 @@ from functools import cached_property
 import numpy as np
 
 from megatron_opd.search.candidates import Candidate, Learner, Schedule, Student, Teacher
-from megatron_opd.search.demand import Demand
+from megatron_opd.search.demand import Demand, DoubleArray
 from megatron_opd.search.sampling import Sampling
 from megatron_opd.sim.costs import EngineCost, LearnerCost, ScoreCost, SyncCost
 from megatron_opd.sim.learner import update_seconds
-from sglang_bridge.protocol import FloatArray
 
 
 class Bounds:
@@ -32,7 +31,7 @@ class Bounds:
         self._demand, self._spare, self._overlaps = demand, spare, overlaps
         self._samplings: dict[EngineCost, Sampling] = {}
         self._updates: dict[LearnerCost, list[float]] = {}
-        self._scores: dict[ScoreCost, tuple[FloatArray, FloatArray]] = {}
+        self._scores: dict[ScoreCost, tuple[DoubleArray, DoubleArray]] = {}
         self._slowest: dict[tuple[EngineCost, ScoreCost | None, int, int], float] = {}
 
     # ------------------------------------------------------------ one stage alone
@@ -71,8 +70,9 @@ class Bounds:
     def seconds(self, candidate: Candidate, *, guess: bool = False) -> float:
         """Return the least seconds from the end of update `first` to that of update `last`.
 
-        guess: what they may be instead, which is no bound: the slowest response is taken to be slowed
-        down by its server's share of the others. after, synced: least times of the end of an update, and of the weight sync that follows it.
+        guess: what they may be instead, which is no bound: the slowest response is taken to be
+        slowed down by its server's share of the others. after, synced: least times of the end of an
+        update, and of the weight sync that follows it.
         """
         demand, schedule, sync = self._demand, candidate.schedule, candidate.student.sync
         window, batch = demand.window, demand.batch_size
@@ -189,7 +189,7 @@ class Bounds:
     # ------------------------------------------------------------ parts
 
     @cached_property
-    def _tokens_N(self) -> FloatArray:
+    def _tokens_N(self) -> DoubleArray:
         return (self._demand.prompt_N + self._demand.response_N).astype(np.float64)
 
     def _sampling(self, cost: EngineCost) -> Sampling:
@@ -197,7 +197,7 @@ class Bounds:
             self._samplings[cost] = Sampling(cost, self._demand, self._spare)
         return self._samplings[cost]
 
-    def _scored(self, cost: ScoreCost) -> tuple[FloatArray, FloatArray]:
+    def _scored(self, cost: ScoreCost) -> tuple[DoubleArray, DoubleArray]:
         """Return the sums over the first samples of a server's seconds, and each sample's."""
         if cost not in self._scores:
             alone_N = cost.request_s + self._tokens_N * cost.token_s
@@ -216,7 +216,7 @@ class Bounds:
             ]
         return self._updates[cost]
 
-    def _least_N(self, cost: LearnerCost) -> FloatArray:
+    def _least_N(self, cost: LearnerCost) -> DoubleArray:
         """Return the least seconds of every update: those of evenly loaded ranks."""
         demand = self._demand
         alone_N = self._tokens_N * (cost.token_s + self._tokens_N / 2 * cost.token_context_s)

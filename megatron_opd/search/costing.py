@@ -90,7 +90,7 @@ class Costing:
 
 
 def space_of(task: Task, demand: Demand, losers: Losers) -> Space:
-    """List all sizes that fit. NoSplit: a part fits nowhere, or there is no room for all of them."""
+    """List all sizes that fit. NoSplit: a part fits nowhere, or there is no room for all parts."""
     config, pins = task.config, task.pins
     found, beyond = schedules(config, pins, task.staleness, losers)
     if not found:

@@ -11,12 +11,15 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_opd.config.schema import Config
 from megatron_opd.data.seeds import ROLLOUT, derived_seed
 from megatron_opd.sim.costs import Lengths
 from megatron_opd.sim.lengths import LengthDraws
 from sglang_bridge.protocol import IntArray
+
+DoubleArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class Quick:
         return self._learners[key]
 
     def _rows(self, node: Node) -> list[tuple[float, str]]:
-        """Return of each split the seconds of the servers that take longest, and whose they are."""
+        """Return the seconds of each split's servers that take longest, and whose they are."""
         shares = self._space.shares
         key = (node.learner.gpus, id(node.student), id(node.teacher), id(node.schedule))
         key = (*key, shares.index(node.share))

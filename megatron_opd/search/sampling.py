@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_opd.search.demand import Demand
+from megatron_opd.search.demand import Demand, DoubleArray
 from megatron_opd.sim.costs import EngineCost
-from sglang_bridge.protocol import FloatArray
 
 BATCHES = 2.0 ** np.arange(-1.0, 14.0, 0.5)
 """Requests of a server for which l is right, when they are all alike."""
@@ -50,12 +49,12 @@ class Sampling:
         roots_N = roots[starts_N + decoded_N.astype(np.int64)] - roots[starts_N]
         prefill_N = cost.request_s + prompt_N * cost.prefill_token_s
         self._prefill_N = prefill_N
-        self.alone_N: FloatArray = prefill_N + decoded_N * cost.step_s + added_N
+        self.alone_N: DoubleArray = prefill_N + decoded_N * cost.step_s + added_N
         """Seconds of each response on a server of its own."""
         tokens, added_s = max(1.0, float(decoded_N.sum())), float(added_N.sum())
         each_s = max(added_s / tokens, 1e-9 * cost.step_s)
 
-        def sums(weight_L: FloatArray, taken_N: FloatArray) -> FloatArray:
+        def sums(weight_L: DoubleArray, taken_N: DoubleArray) -> DoubleArray:
             held_LN = weight_L[:, None] * (cost.step_s * taken_N)
             least_LN = held_LN * decoded_N + added_N + 2 * np.sqrt(held_LN) * roots_N + prefill_N
             return np.pad(np.cumsum(least_LN, axis=1), ((0, 0), (1, 0)))

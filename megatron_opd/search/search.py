@@ -1,9 +1,9 @@
 """Finds the Pareto front of throughput against staleness, by branch and bound.
 
 Invariant: what is left out cannot be on the front. Classes of one bound on staleness are searched
-in ascending order, in each the candidates with the least bounds on their seconds first; a class ends
-once these are no less than the fewest seconds simulated so far, in it or in an earlier class. Which
-of a block of the least bounds is simulated first is guessed, as a fast one rules out many others.
+in ascending order, in each the candidates with the least bounds first; a class ends once these are
+no less than the fewest seconds simulated so far, in it or in an earlier class. Which of a block of
+the least bounds is simulated first is guessed, as a fast one rules out many others.
 Every candidate is simulated on the same samples (common random numbers).
 """
 
@@ -55,14 +55,16 @@ class Trial:
 class Found:
     """Holds what a search found. Counts are of candidates.
 
-    front: the fastest of each class that is faster than all of less staleness. limited: enumerated
-    ones, by the stage whose own bound is the largest. trials: in order of time. unproven_s: of a
-    class that was not searched to its end, the least seconds that what is left may take.
+    best_s: the fewest seconds. front: the fastest of each class that is faster than all of less
+    staleness. trials: in order of time. unproven_s: of a class that was not searched to its end,
+    the least seconds that what is left may take. limited: enumerated ones, by the stage whose own
+    bound is the largest; simulated_of: those of them that were simulated.
     """
 
     front: list[Trial] = field(default_factory=list[Trial])
     trials: list[Trial] = field(default_factory=list[Trial])
     unproven_s: dict[int, float] = field(default_factory=dict[int, float])
+    best_s: float = math.inf
     enumerated: int = 0
     limited: Counter[str] = field(default_factory=Counter[str])
     simulated_of: Counter[str] = field(default_factory=Counter[str])
@@ -87,31 +89,42 @@ def search(
     left open. progress: told of each trial.
     """
     found, quick = Found(), Quick(space, bounds)
-    best_s = math.inf
     for bound in sorted({schedule.bound for schedule in space.schedules}):
-        fastest: Trial | None = None
-        tried = 0
-        for block in _blocks(quick, bounds, bound, found, lambda: best_s):
-            for left, (bound_s, candidate) in enumerate(block):
-                if bound_s >= best_s:
-                    continue
-                if tried == most:
-                    least_s = min(each_s for each_s, _ in block[left:])
-                    found.unproven_s.setdefault(bound, least_s)
-                    break
-                tried += 1
-                trial = Trial(candidate, bound_s, simulate(candidate))
-                found.trials.append(trial)
-                found.simulated_of[quick.stage(candidate)] += 1
-                if trial.measured.seconds < best_s:
-                    best_s, fastest = trial.measured.seconds, trial
-                if progress is not None:
-                    progress(found)
-            if bound in found.unproven_s:
-                break
-        if fastest is not None:
-            found.front.append(fastest)
+        _search_class(quick, bounds, bound, found, simulate, most, progress)
     return found
+
+
+def _search_class(
+    quick: Quick,
+    bounds: Bounds,
+    bound: int,
+    found: Found,
+    simulate: Simulate,
+    most: int | None,
+    progress: Callable[[Found], None] | None,
+) -> None:
+    """Simulate what may be on the front in a class, and add its fastest if it is."""
+    fastest: Trial | None = None
+    tried = 0
+    for block in _blocks(quick, bounds, bound, found):
+        for done, (bound_s, candidate) in enumerate(block):
+            if bound_s >= found.best_s:
+                continue
+            if tried == most:
+                found.unproven_s[bound] = min(each_s for each_s, _ in block[done:])
+                break
+            tried += 1
+            trial = Trial(candidate, bound_s, simulate(candidate))
+            found.trials.append(trial)
+            found.simulated_of[quick.stage(candidate)] += 1
+            if trial.measured.seconds < found.best_s:
+                found.best_s, fastest = trial.measured.seconds, trial
+            if progress is not None:
+                progress(found)
+        if bound in found.unproven_s:
+            break
+    if fastest is not None:
+        found.front.append(fastest)
 
 
 def front_of(trials: Sequence[Trial]) -> list[Trial]:
@@ -128,21 +141,21 @@ def front_of(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _blocks(
-    quick: Quick, bounds: Bounds, bound: int, found: Found, best_s: Callable[[], float]
+    quick: Quick, bounds: Bounds, bound: int, found: Found
 ) -> Iterator[list[tuple[float, Candidate]]]:
     """Yield the candidates of a class with their bounds, the most promising of each block first.
 
     No block holds a lesser bound than the one before.
     """
-    ordered = _in_order(quick, bounds, bound, found, best_s)
+    ordered = _in_order(quick, bounds, bound, found)
     while block := [(bound_s, each) for each, bound_s in islice(ordered, BLOCK)]:
         yield sorted(block, key=lambda pair: bounds.seconds(pair[1], guess=True))
 
 
 def _in_order(
-    quick: Quick, bounds: Bounds, bound: int, found: Found, best_s: Callable[[], float]
+    quick: Quick, bounds: Bounds, bound: int, found: Found
 ) -> Iterator[tuple[Candidate, float]]:
-    """Yield candidates of a class, the least bound first, while one may beat `best_s`.
+    """Yield candidates of a class, the least bound first, while one may beat `found.best_s`.
 
     Bounds are made finer only for what comes first: of a node, of a candidate by its stages alone,
     and of all stages together.
@@ -155,7 +168,7 @@ def _in_order(
         if enumerated:
             heap.append((least_s, 0, next(numbers), node))
     heapify(heap)
-    while heap and heap[0][0] < best_s():
+    while heap and heap[0][0] < found.best_s:
         least_s, level, _, item = heappop(heap)
         if isinstance(item, Node):
             for candidate, seconds in quick.expanded(item):

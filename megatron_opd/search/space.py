@@ -182,7 +182,7 @@ def servers(
 def schedules(
     config: Config, pins: Pins, staleness: int, losers: Losers
 ) -> tuple[tuple[Schedule, ...], int | None]:
-    """Return the schedules whose bound is at most `staleness`, and the least bound of the others."""
+    """Return the schedules of a bound of at most `staleness`, and the least bound of the others."""
     batch = config.buffer.batch_size
     found: dict[ScheduleConfig, Schedule] = {}
     beyond: list[int] = []

@@ -40,5 +40,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 def run_virtual(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Run a coroutine as asyncio.run does, on a virtual clock; a deadlock raises RuntimeError."""
+    results: list[Result] = []
+
+    async def run() -> None:
+        results.append(await coroutine)
+
+    # not as the task's result, of which Runner.run makes a repr that nobody reads
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(coroutine)
+        runner.run(run())
+    return results[0]

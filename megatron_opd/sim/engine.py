@@ -7,7 +7,8 @@ step; so m steps take m a + b m (m - 1) / 2, and the step during which something
 of that quadratic. Who arrives waits for the end of the step, then is let in, first come first
 served, while there is room for its prompt and its whole response. Those let in together are
 prefilled together, while no other token is sampled; the prefill gives each its first token, as on a
-real server. One that idles begins at once with whoever comes. Adding, ending and cancelling take O(log n).
+real server. One that idles begins at once with whoever comes. Adding, ending and cancelling take
+O(log n).
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Engine:
             self._look_at_end_of_step(now_s)
 
     def resume(self, now_s: float) -> None:
-        """Go on; the cache of what was running is computed anew, which gives each a token."""
+        """Continue; the cache of what was running is computed anew, which gives each a token."""
         self._pausing = False
         if self.phase == "paused":
             self._change(now_s)
@@ -161,7 +162,7 @@ class Engine:
         return steps
 
     def _look_at_queue(self, now_s: float) -> None:
-        """See to it that who is first in the queue is let in, if there is room."""
+        """Let in who is first in the queue, at the end of the step, if there is room."""
         while self._waiting and self._waiting[0].ended:
             self._waiting.popleft()
         if self.phase == "decode" and self._waiting and self._fits(self._waiting[0]):

@@ -43,8 +43,9 @@ class Hardware:
 
 
 # NVIDIA's data sheets: A100 SXM 80 GB, H20, H100 SXM, H200 SXM, and one GPU of an HGX B200. They
-# state NVLink in both directions together, and Hopper's and Blackwell's TFLOP/s "with sparsity", which is
-# twice the dense figure. A network card for each GPU: HDR InfiniBand beside an A100, else NDR.
+# state NVLink in both directions together, and Hopper's and Blackwell's TFLOP/s "with sparsity",
+# which is twice the dense figure. Each GPU has a network card: HDR InfiniBand beside an A100, else
+# NDR.
 CATALOGUE: dict[Gpu, Hardware] = {
     "a100": Hardware(312.0, 2039.0, 80.0, 300.0, 25.0),
     "h20": Hardware(148.0, 4000.0, 96.0, 450.0, 50.0),

@@ -15,7 +15,7 @@ from typing import Protocol
 
 
 class Owner(Protocol):
-    """Owns an alarm. alarm: number of the one that counts; the host sets it."""
+    """Holds an alarm. alarm: number of the one that counts; the host sets it."""
 
     alarm: int
 
@@ -67,7 +67,7 @@ class Host:
             self._arm()
 
     async def work(self, seconds: float, cores: float = 1.0) -> None:
-        """Work for so many work seconds, on so many cores."""
+        """Take so many work seconds, on so many cores."""
         if seconds <= 0:
             return
         done = self._loop.create_future()

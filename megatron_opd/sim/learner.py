@@ -96,7 +96,7 @@ class SimulatedTransport:
 
     @property
     def stages(self) -> bool:
-        """See FleetPart."""
+        """Returns whether servers sample in a part of it."""
         return self._staged_s > 0
 
     async def open(self) -> None:
@@ -122,7 +122,7 @@ class SimulatedTransport:
         self._must_be_there()
 
     async def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, as nothing is connected."""
 
     def _must_be_there(self) -> None:
         gone = [url for url, starts in self._connected.items() if self._starts(url) != starts]

@@ -1,4 +1,4 @@
-"""Simulated SGLang servers and their clients, which speak as ServerClient does without HTTP.
+"""Simulates SGLang servers and their clients, which speak as ServerClient does without HTTP.
 
 A server is a process: it dies with all that it holds, and started again it is another one. How long
 it samples or scores is its model's (engine.py, scoring.py), on the host's clock of work.
@@ -70,7 +70,7 @@ ModelT = TypeVar("ModelT", bound=Model[Any])
 
 
 class Server(Generic[ModelT]):
-    """One server's process.
+    """Represents one server process.
 
     make: makes the model of one that has just started. busy_s: for how long it has worked.
     """
@@ -126,13 +126,13 @@ class Server(Generic[ModelT]):
             self._turn()
 
     def ring(self, now_s: float) -> None:
-        """See host.Owner."""
+        """Do as host.Owner says."""
         self._alarm_s = float("inf")
         self._answer(self.model.advance(now_s))
         self.moved()
 
     def die(self) -> None:
-        """Lose everything."""
+        """Lose all that it holds."""
         if not self.up:
             return
         self.up = False
@@ -145,7 +145,7 @@ class Server(Generic[ModelT]):
         self.died.set()
 
     def start(self) -> None:
-        """Be another process."""
+        """Start again, as another process."""
         self.up, self.version, self.died = True, 0, asyncio.Event()
         self.starts += 1
 
@@ -172,7 +172,7 @@ class Server(Generic[ModelT]):
 
 
 class Student(Server[Engine]):
-    """A server that samples."""
+    """Represents a server that samples."""
 
     paused = updating = False
 
@@ -189,7 +189,7 @@ class Student(Server[Engine]):
         self.must_be_up(began)
 
     def resume(self) -> None:
-        """Sample again."""
+        """Continue to sample after a pause."""
         now_s = self.settled()
         self.model.resume(now_s)
         self.moved()
@@ -233,7 +233,7 @@ class Client(ServerClient):
         await self._return(await self._travel())
 
     async def info(self) -> ServerInfo:
-        """See ServerClient."""
+        """Answer as ServerClient does."""
         await self._ask()
         version = self.server.version
         return ServerInfo(
@@ -241,17 +241,17 @@ class Client(ServerClient):
         )
 
     async def alive(self) -> bool:
-        """See ServerClient."""
+        """Answer as ServerClient does."""
         await self._ask()
         return True
 
     async def version(self) -> int:
-        """See ServerClient."""
+        """Answer as ServerClient does."""
         await self._ask()
         return self.server.version
 
     async def weight_digests(self, *, staged: bool = False) -> list[WeightPiece]:
-        """See ServerClient."""
+        """Answer as ServerClient does."""
         await self._ask()
         return [DIGESTED]
 
@@ -262,7 +262,7 @@ class StudentClient(Client):
     server: Student
 
     async def generate(self, request: RolloutRequest) -> RolloutReply:
-        """See ServerClient."""
+        """Answer as ServerClient does."""
         assert request.seed is not None, "a simulated response's length follows from its seed"
         tokens, is_cut = self._replies.lengths.response(request.seed)
         job = Job(len(request.input_ids), min(tokens, request.max_new_tokens))
@@ -281,33 +281,33 @@ class StudentClient(Client):
         )
 
     async def pause(self, mode: PauseMode = "retract") -> None:
-        """See ServerClient."""
+        """Answer as ServerClient does."""
         starts = await self._travel()
         await self.server.pause()
         await self._return(starts)
 
     async def resume(self) -> None:
-        """See ServerClient."""
+        """Answer as ServerClient does."""
         starts = await self._travel()
         self.server.resume()
         await self._return(starts)
 
     async def flush_cache(self) -> None:
-        """See ServerClient."""
+        """Answer as ServerClient does."""
         await self._ask()
 
     async def begin_weight_update(self) -> None:
-        """See ServerClient."""
+        """Answer as ServerClient does."""
         await self._ask()
 
     async def end_weight_update(self, version: int) -> None:
-        """See ServerClient."""
+        """Answer as ServerClient does."""
         starts = await self._travel()
         self.server.set_version(version)
         await self._return(starts)
 
     async def abandon_weight_update(self) -> None:
-        """See ServerClient."""
+        """Answer as ServerClient does."""
         await self.pause()
 
 
@@ -322,7 +322,7 @@ class TeacherClient(Client):
         self._rids = itertools.count()
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
-        """See ServerClient."""
+        """Answer as ServerClient does."""
         starts = await self._travel()
         await self.server.work_on(ScoreJob(self._cost, len(request.input_ids)))
         await self._return(starts)

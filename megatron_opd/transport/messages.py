@@ -171,6 +171,18 @@ class LoadState(msgspec.Struct, frozen=True, tag=True):
     path: str
 
 
+class Offload(msgspec.Struct, frozen=True, tag=True):
+    """Asks to move what only an update needs out of device memory (learner/memory.py)."""
+
+    call: int
+
+
+class Onload(msgspec.Struct, frozen=True, tag=True):
+    """Asks to take back what Offload moved."""
+
+    call: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Asks to leave the world and exit 0."""
 
@@ -195,7 +207,18 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Request = Train | Score | MoveWeights | DigestPieces | ExportHf | SaveState | LoadState | Stop
+Request = (
+    Train
+    | Score
+    | MoveWeights
+    | DigestPieces
+    | ExportHf
+    | SaveState
+    | LoadState
+    | Offload
+    | Onload
+    | Stop
+)
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

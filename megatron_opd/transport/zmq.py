@@ -35,6 +35,8 @@ from megatron_opd.transport.messages import (
     LoadState,
     MoveWeights,
     Nothing,
+    Offload,
+    Onload,
     Refused,
     Replay,
     Request,
@@ -207,6 +209,14 @@ class RemoteLearner:
     async def load_state(self, path: Path) -> None:
         """Load a saved state. LearnerError: it is damaged or of another model."""
         await self._ask(LoadState(self._roster.next_call(), _whole(path)), Nothing)
+
+    async def offload(self) -> None:
+        """Move what only an update needs out of device memory."""
+        await self._ask(Offload(self._roster.next_call()), Nothing)
+
+    async def onload(self) -> None:
+        """Take back what `offload` moved."""
+        await self._ask(Onload(self._roster.next_call()), Nothing)
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """Ask the learner to exit, if it is still connected, and close the socket."""

@@ -10,6 +10,8 @@ they stay paused.
 With weight_sync.overlap the learner is released as soon as it sends in the background, unless
 digests are due, which it would have to answer. Another try first waits for the update that it is
 making, outside of all limits.
+
+With schedule.time_shared the servers make room for each update (memory.py), with the same tries.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -26,6 +28,7 @@ from typing import TypeVar
 from megatron_opd.config.sections import WeightSyncConfig
 from megatron_opd.metrics.types import WeightSyncReport
 from megatron_opd.types import LearnerTurn
+from megatron_opd.weight_sync.memory import MemoryTurns
 from megatron_opd.weight_sync.steps import DigestingLearner, Steps, SyncedFleet
 from megatron_opd.weight_sync.transport import FleetPart, OverlappingPart
 from sglang_bridge.errors import WeightSyncFailed
@@ -75,6 +78,7 @@ class WeightSync:
         transport: moves the weights between them.
         config: limits, verification.
         lose: gives up servers.
+        memory: hands it from one side to the other; None: learner and servers have their own.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class WeightSync:
         transport: FleetPart,
         config: WeightSyncConfig,
         lose: Lose = needed,
+        memory: MemoryTurns | None = None,
     ) -> None:
         self._fleet, self._transport, self._config = fleet, transport, config
         self._overlapping: OverlappingPart | None = None
@@ -92,7 +97,9 @@ class WeightSync:
             self._overlapping = transport
         self._lose = lose
         settings = f"weight_sync.timeout_s = {config.timeout_s:g}, weight_sync.tries = "
-        self._steps = Steps(fleet, learner, transport, f"{settings}{config.tries}")
+        self._steps = Steps(fleet, learner, transport, f"{settings}{config.tries}", memory)
+        self._memory = memory
+        self._release_s: float | None = None
         self._connected: int | None = None
         self._opened = False
         self._num_syncs = 0
@@ -124,6 +131,23 @@ class WeightSync:
         async with self._syncing:
             return await self._sync(version, turn)
 
+    async def make_room(self) -> None:
+        """Return once the learner has the memory that it trains with. Raises WeightSyncFailed.
+
+        The servers must have nothing to do; they answer nothing until the next weight sync.
+        """
+        if self._memory is None:
+            return
+        async with self._syncing:
+            started_s = asyncio.get_running_loop().time()
+            await self._tried("release of memory", self._make_room, ALONE)
+            self._release_s = asyncio.get_running_loop().time() - started_s
+
+    async def restore_memory(self, urls: Sequence[str]) -> None:
+        """Leave these servers with all their memory, whatever was going on when the run ended."""
+        if self._memory is not None and urls:
+            await self._memory.restore(urls, self._config.settle_s)
+
     async def stranded(self) -> None:
         """Return once no server is left that holds the live version."""
         await self._fleet.stranded()
@@ -137,11 +161,17 @@ class WeightSync:
         """
         while True:
             await self._fleet.stranded()
-            async with learner, self._syncing:
-                version = current()
-                if self._fleet.is_stranded and version is not None:
-                    await self._sync(version, ALONE)
+            # one under way brings the weights, and may take the learner back: not waited for here
+            async with learner:
+                if not self._syncing.locked():
+                    await self._serve(current)
             await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _serve(self, current: Callable[[], int | None]) -> None:
+        async with self._syncing:
+            version = current()
+            if self._fleet.is_stranded and version is not None:
+                await self._sync(version, ALONE)
 
     async def start_over(self) -> None:
         """Prepare for another learner, after one that may have been lost in a weight sync.
@@ -187,7 +217,13 @@ class WeightSync:
             self._failed = str(error)
             raise
         self._num_syncs += 1
-        return replace(report, tries=tries)
+        return replace(report, tries=tries, release_s=self._release_s)
+
+    async def _make_room(self, again: bool) -> None:
+        assert self._memory is not None
+        self._steps.start(self._config.try_s)
+        await self._steps.take("release", self._memory.release_servers())
+        await self._steps.take("onload", self._memory.onload_learner())
 
     async def _connect(self, used: bool, again: bool) -> None:
         await self._fleet.let_in()

@@ -1,9 +1,11 @@
 """Performs one try of a weight sync, step by step, within a deadline.
 
-    [start] -> [stage -> compare digests] -> pause(retract) -> begin -> the transport sends
-      -> flush cache -> end(version) -> [compare digests] -> continue
+    [offload -> resume weights] -> [start] -> [stage -> compare digests] -> pause(retract) -> begin
+      -> the transport sends -> flush cache -> end(version) -> [compare digests] -> [resume cache]
+      -> continue
 
-Where the transport overlaps, the learner may go on after `start`. Where it stages, weights are
+Where learner and servers share memory in turn (memory.py), it changes hands at both ends. Where
+the transport overlaps, the learner may go on after `start`. Where it stages, weights are
 moved and compared while the servers sample. A retracted request keeps the tokens it has; its KV is
 rebuilt under the new weights.
 """
@@ -15,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from megatron_opd.metrics.types import Phase, WeightSyncReport
+from megatron_opd.weight_sync.memory import MemoryTurns
 from megatron_opd.weight_sync.transport import FleetPart
 from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.protocol import WeightPiece
@@ -102,14 +105,20 @@ class DigestingLearner(Protocol):
 class Steps:
     """Performs the steps of weight syncs; every failure is a WeightSyncFailed that names its step.
 
-    settings: what the user reads when a step took too long.
+    settings: what the user reads when a step took too long. memory: hands it from one side to the
+    other; None: each has its own.
     """
 
     def __init__(
-        self, fleet: SyncedFleet, learner: DigestingLearner, transport: FleetPart, settings: str
+        self,
+        fleet: SyncedFleet,
+        learner: DigestingLearner,
+        transport: FleetPart,
+        settings: str,
+        memory: MemoryTurns | None = None,
     ) -> None:
         self._fleet, self._learner, self._transport = fleet, learner, transport
-        self._settings = settings
+        self._settings, self._memory = settings, memory
         self._phases: list[Phase] = []
         self._limit_s = self._deadline_s = 0.0
 
@@ -132,8 +141,11 @@ class Steps:
         step, of a transport that sends while the learner goes on.
         """
         self._phases = []
-        transport = self._transport
+        transport, memory = self._transport, self._memory
         covered: frozenset[str] = frozenset()
+        if memory is not None:
+            await self._phase("offload", memory.offload_learner())
+            await self._phase("resume weights", memory.resume_weights())
         if start is not None:
             await self._phase("start", start())
         if transport.stages:
@@ -148,6 +160,8 @@ class Steps:
         await self._phase("end", self._fleet.end_weight_update(version))
         if verifies and (live or transport.tensors - covered - {TIED_HEAD}):
             await self._phase("verify live" if covered else "verify", self._verify(version))
+        if memory is not None:
+            await self._phase("resume cache", memory.resume_cache())
         await self._phase("continue", self._fleet.resume())
         resumed_s = self._phases[-1].finished_s
         servers = await self._phase("versions", self._check_versions(version))

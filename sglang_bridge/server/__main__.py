@@ -17,7 +17,12 @@ from pathlib import Path
 
 from sglang_bridge import open_files
 from sglang_bridge.server import architectures, files, workers
-from sglang_bridge.server.spec import API_KEY_VARIABLE, FILES_VARIABLE, PARENT_VARIABLE
+from sglang_bridge.server.spec import (
+    API_KEY_VARIABLE,
+    FILES_VARIABLE,
+    MEMORY_FLAGS,
+    PARENT_VARIABLE,
+)
 
 STANDINS = Path(__file__).parent / "standins"
 DETERMINISTIC_FLAG, CHUNK_OPTION = "--enable-deterministic-inference", "--chunked-prefill-size"
@@ -91,6 +96,8 @@ def arguments_for_device(arguments: list[str], *, cuda: bool) -> list[str]:
 
     Raises ValueError for what cannot be deterministic.
     """
+    if not cuda:  # torch_memory_saver is for CUDA alone: there is nothing to give up here
+        arguments = [argument for argument in arguments if argument not in MEMORY_FLAGS]
     given = {argument.partition("=")[0] for argument in arguments}
     flags = [flag for flag in (GPU_FLAGS if cuda else CPU_FLAGS) if flag not in given]
     values = {} if cuda else dict(CPU_ARGUMENTS)

@@ -7,6 +7,8 @@ hooks do not fit refuses to start.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import importlib
 import multiprocessing
 import os
@@ -14,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed
@@ -35,7 +37,7 @@ VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one
 NATIVE_EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 BATCH_INVARIANT = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
 QUANT_CONFIG = "sglang.srt.model_loader.loader._get_quantization_config"
-SEEDED_CHOICE = "sglang.srt.layers.sampler.multinomial_with_seed"
+SAMPLE = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
 # of servers that keep gates, alone
 EXPERT_RECORD = "sglang.srt.state_capturer.base.BaseTopkCapturer.__init__"
 EXPERT_CHOICE = "sglang.srt.layers.moe.topk._post_process_topk_ids"
@@ -56,7 +58,7 @@ TARGETS = (
     VALIDATE,
     NATIVE_EXPERTS,
     BATCH_INVARIANT,
-    SEEDED_CHOICE,
+    SAMPLE,
     QUANT_CONFIG,
     INIT_GROUP,
 )
@@ -235,6 +237,65 @@ def seed_of(req: Any) -> int:
     return DEFAULT_SEED if seed is None else seed
 
 
+def batch_seeds(batch: Any) -> list[int] | None:
+    """Lists the seed of each request's path; None where SGLang is to sample as it always does.
+
+    None: no request has one, nothing is sampled, a speculative decoder samples, or the server is
+    deterministic, where SGLang has them. Who asked for none, beside one who did, gets one of
+    the request's name and the server's random seed, on which all ranks agree.
+    """
+    given = [req.sampling_params.sampling_seed for req in batch.reqs]
+    info = batch.sampling_info
+    if info is None or info.is_all_greedy or is_deterministic() or batch.is_prefill_only:
+        return None
+    if not batch.spec_algorithm.is_none() or all(seed is None for seed in given):
+        return None
+    return [
+        record_of(req, "_bridge_seed", lambda r=req: _seed_of_name(r.rid)) if seed is None else seed
+        for req, seed in zip(batch.reqs, given, strict=True)
+    ]
+
+
+def _seed_of_name(rid: str) -> int:
+    from sglang.srt.runtime_context import get_server_args
+
+    args: Any = get_server_args()
+    name = f"{args.random_seed}:{rid}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def sampled_by(batch: Any, seeds: Sequence[int] | None) -> Iterator[None]:
+    """Lets a forward pass of `batch` sample by these seeds; its own sampling info stays as it is.
+
+    The pass keeps what it is given here, also for sampling that is postponed.
+    """
+    info = batch.sampling_info
+    if seeds is not None:
+        on_gpu = torch.device(info.device).type == "cuda"
+        seed_B = torch.tensor(seeds, dtype=torch.int64, pin_memory=on_gpu)
+        seed_B = seed_B.to(info.device, non_blocking=True)
+        batch.sampling_info = dataclasses.replace(info, sampling_seed=seed_B)
+    try:
+        yield
+    finally:
+        batch.sampling_info = info
+
+
+def without_seeds(info: Any) -> Any:
+    """Returns sampling info with which SGLang samples by its own generator."""
+    return dataclasses.replace(info, sampling_seed=None)
+
+
+def gumbel_choice(
+    logp_BV: torch.Tensor, seed_B: torch.Tensor, position_B: torch.Tensor
+) -> torch.Tensor:
+    """Returns int64 [B]: an id of each row, by SGLang's kernel, which needs CUDA."""
+    from sglang.srt.layers.sampler import multinomial_with_seed
+
+    return multinomial_with_seed(logp_BV, seed_B, position_B)[:, 0]
+
+
 def next_positions(batch: Any) -> list[int]:
     """Lists the position of the token that each request of a batch, not computed yet, predicts."""
     return batch.seq_lens_cpu.tolist()
@@ -301,6 +362,13 @@ def requests_of(scheduler: Any) -> tuple[dict[str, int], list[str]]:
         running.append(scheduler.chunked_req)
     waiting = [req.rid for req in scheduler.waiting_queue]
     return {req.rid: len(req.output_ids) for req in running}, waiting
+
+
+def memory_request(what: Literal["Release", "Resume"], tags: Sequence[str]) -> Any:
+    """Returns what the scheduler's weight updater is asked to release or resume memory with."""
+    from sglang.srt.managers import io_struct
+
+    return getattr(io_struct, f"{what}MemoryOccupationReqInput")(tags=list(tags))
 
 
 def is_scoring_batch(batch: Any) -> bool:

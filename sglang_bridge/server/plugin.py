@@ -17,6 +17,7 @@ from sglang_bridge.server import (
     draws,
     gates,
     invariance,
+    memory,
     pieces,
     receiver,
     routing,
@@ -26,6 +27,7 @@ from sglang_bridge.server import (
     validate,
 )
 from sglang_bridge.server.experts import local_experts_only
+from sglang_bridge.server.sampling import dropped
 from sglang_bridge.server.spec import (
     GATES_VARIABLE,
     GROUP_TIMEOUT_VARIABLE,
@@ -62,7 +64,7 @@ def register() -> None:
     compat.hook(compat.NATIVE_EXPERTS, local_experts_only, "around")
     compat.hook(compat.INIT_GROUP, around_init_group, "around")
     compat.hook(compat.BATCH_INVARIANT, around_batch_invariant, "around")
-    compat.hook(compat.SEEDED_CHOICE, around_seeded_choice, "around")
+    compat.hook(compat.SAMPLE, around_sample, "around")
     compat.hook(compat.QUANT_CONFIG, around_quant_config, "around")
     if gates.kept():
         compat.hook(compat.EXPERT_RECORD, gates.around_record, "around")
@@ -123,10 +125,20 @@ def rest_while_paused(result: None, scheduler: Any) -> None:
 def around_forward(
     original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    """Gives a forward pass its requests' seeds, on every rank; the one with outputs records."""
+    if batch is None:
+        return original(worker, batch, *args, **kwargs)
+    with compat.sampled_by(batch, compat.batch_seeds(batch)):
+        if compat.is_output_rank():
+            return recorded(original, worker, batch, *args, **kwargs)
+        return original(worker, batch, *args, **kwargs)
+
+
+def recorded(
+    original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Plans what a forward pass is to record before its launch, attaches what it left after."""
     global _plan
-    if batch is None or not compat.is_output_rank():
-        return original(worker, batch, *args, **kwargs)
     step = draws.step_of(batch)
     slots = routing.slots_of(batch, model_experts)
     if compat.is_scoring_batch(batch) and any(map(scoring.wants_scores, batch.reqs)):
@@ -180,6 +192,8 @@ def around_check_weights(
         wire.STAGED_ACTION: lambda _: the_receiver().staged(),
         wire.LOST_ACTION: lambda _: the_receiver().lost(),
         wire.RECEIVE_ACTION: lambda _: receive_weights(argument),
+        wire.RELEASE_ACTION: lambda _: memory.release(_scheduler, argument.split(",")),
+        wire.RESUME_ACTION: lambda _: memory.resume(_scheduler, argument.split(",")),
         **{name: lambda model: read_weights(model, verb, argument) for name in disk_reader.ACTIONS},
     }
     if verb not in answers:
@@ -313,12 +327,35 @@ def around_batch_invariant(original: Callable[..., None], *args: Any, **kwargs: 
         invariance.enable()
 
 
-def around_seeded_choice(
-    original: Callable[..., torch.Tensor], logprobs: torch.Tensor, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    """Provides SGLang's seeded sampling, on a CPU too."""
-    choose = original if logprobs.device.type == "cuda" else seeded.choose
-    return choose(logprobs, *args, **kwargs)
+def around_sample(
+    original: Callable[..., Any],
+    sampler: Any,
+    probs_BV: torch.Tensor,
+    info: Any,
+    position_B: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Samples by the requests' seeds where the pass has them; returns (ids int32 [B], None).
+
+    From rows in the vocabulary's order, truncated or not, so that a number belongs to an id and not
+    to a rank, and with any sampling backend. SGLang's sampling masks, which nothing here asks for,
+    leave a step to SGLang.
+    """
+    if info.sampling_seed is None:
+        return original(sampler, probs_BV, info, position_B, *args, **kwargs)
+    if info.sampling_mask_batch_indices is not None:
+        info = info if compat.is_deterministic() else compat.without_seeds(info)
+        return original(sampler, probs_BV, info, position_B, *args, **kwargs)
+    filters = compat.sampling_filters(info)
+    if any(values is not None for values in filters.values()):
+        # not in place: SGLang may return log-probs of them
+        probs_BV = probs_BV.masked_fill(dropped(probs_BV, **filters), 0.0)
+    if probs_BV.device.type == "cuda":
+        ids_B = compat.gumbel_choice(probs_BV.log(), info.sampling_seed, position_B)
+    else:
+        ids_B = seeded.choose(probs_BV, info.sampling_seed, position_B)
+    return ids_B.to(torch.int32), None
 
 
 def around_quant_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

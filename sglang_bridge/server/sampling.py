@@ -66,6 +66,19 @@ def behaviour(
     probs_BV = torch.softmax(tempered_BV, dim=-1)
     if top_k_B is None and top_p_B is None and min_p_B is None:
         return Behaviour(probs_BV, logp_BV)
+    dropped_BV = dropped(probs_BV, top_k_B, top_p_B, min_p_B)
+    kept_BV = probs_BV.masked_fill(dropped_BV, 0.0)
+    norm_B = logp_BV.masked_fill(dropped_BV, -torch.inf).logsumexp(-1)
+    return Behaviour(kept_BV, logp_BV, dropped_BV, norm_B)
+
+
+def dropped(
+    probs_BV: torch.Tensor,
+    top_k_B: torch.Tensor | None = None,
+    top_p_B: torch.Tensor | None = None,
+    min_p_B: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns bool [B, V]: what SGLang's filters cut away; one that is None is off for the step."""
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True)
     dropped_BV = torch.zeros_like(sorted_BV, dtype=torch.bool)
     if top_k_B is not None:
@@ -76,10 +89,7 @@ def behaviour(
         dropped_BV |= before_BV > top_p_B[:, None]
     if min_p_B is not None:
         dropped_BV |= sorted_BV < (sorted_BV[:, :1] * min_p_B[:, None])
-    dropped_BV = torch.zeros_like(dropped_BV).scatter_(1, order_BV, dropped_BV)
-    kept_BV = probs_BV.masked_fill(dropped_BV, 0.0)
-    norm_B = logp_BV.masked_fill(dropped_BV, -torch.inf).logsumexp(-1)
-    return Behaviour(kept_BV, logp_BV, dropped_BV, norm_B)
+    return torch.zeros_like(dropped_BV).scatter_(1, order_BV, dropped_BV)
 
 
 def draw(probs_BV: torch.Tensor, uniform_BM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

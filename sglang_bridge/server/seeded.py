@@ -1,11 +1,12 @@
 """Makes random numbers of a request and a position, the same on any server and in any batch.
 
-With --enable-deterministic-inference every request has a seed (SGLang's `sampling_seed`), and what
-is drawn at a position is a function of seed and position alone. The numbers come from a counter
-based generator (numpy's Philox 4x64), which has no state to lose: its key is the seed and a stream,
-its counter the position. Streams are independent, so that draws tell nothing of the path.
+What is drawn at a position is a function of the request's seed (SGLang's `sampling_seed`) and the
+position alone: of the path on every server, of cached draws and a teacher's selection with
+--enable-deterministic-inference. The numbers come from counter-based generators, which have no
+state to lose. Draws: numpy's Philox 4x64, whose key is the seed and a stream, its counter the
+position. The path: SplitMix64, vectorised over a step, because it takes a number for every id.
 
-Axes: B requests of a step, R rows of one request at consecutive positions, M numbers a row.
+Axes: B requests of a step, R rows of one request at consecutive positions, M numbers a row, V ids.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sglang_bridge.server.sampling import draw
-
-PATH, DRAWS, SCORES = range(3)
+DRAWS, SCORES = range(1, 3)
 _WORDS = 4  # numbers a step of Philox's counter gives
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64
+_CACHED = 2**15  # numbers that stay in a core's cache
 
 
 def row_uniforms(seed: int, stream: int, first: int, rows: int, columns: int) -> np.ndarray:
@@ -43,12 +44,53 @@ def step_uniforms(
     return uniform_BM
 
 
-def choose(logp_BV: torch.Tensor, seed_B: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
-    """Returns int64 [B, 1]: an id of each row, drawn by inverse CDF.
+def choose(probs_BV: torch.Tensor, seed_B: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
+    """Returns int64 [B]: an id of each row of probs_BV, which need not sum to 1. For a CPU.
 
-    SGLang's `multinomial_with_seed` (the same arguments) for a CPU, where its hash needs
-    sgl_kernel.
+    Every id i has an exponential variate E_i of its own, made from (seed, position, i); the largest
+    p_i / E_i wins. This is the Gumbel-max draw, as SGLang's `multinomial_with_seed` makes it on a
+    GPU. Two distributions that meet the same numbers choose the same id with probability at least
+    (1 - TV) / (1 + TV), whatever the order of ids (inverse CDF has no such bound).
     """
-    ones = [1] * len(seed_B)
-    uniform_B1 = step_uniforms(seed_B.tolist(), PATH, position_B.tolist(), ones)
-    return draw(logp_BV.exp(), torch.from_numpy(uniform_B1))[0]
+    rows, vocab = probs_BV.shape
+    probs = probs_BV.numpy()
+    key_B = _row_keys(seed_B.numpy(), position_B.numpy())
+    steps_V = _GAMMA * np.arange(1, vocab + 1, dtype=np.uint64)
+    block = max(1, _CACHED // vocab)
+    found_B = np.empty(rows, np.int64)
+    for start in range(0, rows, block):
+        part = slice(start, start + block)
+        score_bV = _log_uniforms(key_B[part, None] + steps_V)
+        np.divide(probs[part], score_bV, out=score_bV)  # -p / E: the least wins
+        found_B[part] = score_bV.argmin(1)
+    return torch.from_numpy(found_B)
+
+
+def _row_keys(seed_B: np.ndarray, position_B: np.ndarray) -> np.ndarray:
+    """Returns uint64 [B]: where the SplitMix64 sequence of each seed and position begins."""
+    seed_key_B = _mixed(seed_B.astype(np.int64).view(np.uint64) + _GAMMA)
+    return _mixed(seed_key_B + (position_B.astype(np.uint64) + np.uint64(1)) * _GAMMA)
+
+
+def _mixed(state: np.ndarray) -> np.ndarray:
+    """Returns SplitMix64's output function of `state`, which is overwritten."""
+    scratch = state >> np.uint64(30)
+    state ^= scratch
+    state *= np.uint64(0xBF58476D1CE4E5B9)
+    state ^= np.right_shift(state, np.uint64(27), out=scratch)
+    state *= np.uint64(0x94D049BB133111EB)
+    state ^= np.right_shift(state, np.uint64(31), out=scratch)
+    return state
+
+
+def _log_uniforms(state: np.ndarray) -> np.ndarray:
+    """Returns float64 log u, u in (0, 1) from each counter; `state` is overwritten.
+
+    Exact zero and one are never met: the uniform has 52 bits and lies between their multiples.
+    """
+    bits = _mixed(state)
+    bits >>= np.uint64(12)
+    bits |= np.uint64(0x3FF0000000000000)  # the bits of a float64 in [1, 2)
+    uniform = bits.view(np.float64)
+    uniform -= 1 - 2.0**-53
+    return np.log(uniform, out=uniform)

@@ -21,6 +21,7 @@ QUANTIZATION_VARIABLE = "SGLANG_BRIDGE_QUANTIZATION"
 GROUP_TIMEOUT_VARIABLE = "SGLANG_BRIDGE_GROUP_TIMEOUT_S"
 WEIGHTS_DIR_VARIABLE = "SGLANG_BRIDGE_WEIGHTS_DIR"
 GATES_VARIABLE = "SGLANG_BRIDGE_ROUTING_WEIGHTS"  # 1: keep them
+MEMORY_FLAGS = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 # An idle connection is the client's to close (http.KEEPALIVE_S): a server that closes one just as a
 # request enters it fails that request. Its own default of 5 s does so on a machine that stalls.
 KEEP_ALIVE_S = 600
@@ -41,8 +42,9 @@ class ServerSpec:
     the weights alone, not on what is batched beside it (but truncated requests, top_p < 1, are for
     times of their own). quantization: how matrices are held; None: as they are
     (sglang_bridge/server/quantised.py). weights_dir: the one directory below which it reads new
-    weights; None: it reads none from disk. gpus: what CUDA calls the GPUs that it sees, one for
-    each of its tp ranks (gpus.py); None: those that its parent sees.
+    weights; None: it reads none from disk. shares_memory: it can give up GPU memory while it is
+    idle, and keeps its weights in host memory then (server/memory.py). gpus: what CUDA calls the
+    GPUs that it sees, one for each of its tp ranks (gpus.py); None: those that its parent sees.
     extra_args: appended to the command line.
     """
 
@@ -65,6 +67,7 @@ class ServerSpec:
     deterministic: bool = False
     quantization: Format | None = None
     weights_dir: str | None = None
+    shares_memory: bool = False
     gpus: tuple[str, ...] | None = None
     extra_args: tuple[str, ...] = ()
 
@@ -106,6 +109,8 @@ def server_command(spec: ServerSpec) -> list[str]:
         command += ["--enable-return-routed-experts"]
     if spec.deterministic:
         command += ["--enable-deterministic-inference"]
+    if spec.shares_memory:
+        command += MEMORY_FLAGS
     return [*command, *spec.extra_args]
 
 
@@ -136,6 +141,10 @@ def server_env(
         let_see(env, spec.gpus)
     keep_groups_on(spec.host, env)
     env["OMP_NUM_THREADS"] = str(spec.threads)
+    if spec.threads > 1:
+        # A team that spins at the end of each product waits for members that have lost their core
+        # to another process: twelve times slower where a teacher works on the same two cores.
+        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     env["HF_HUB_OFFLINE"] = "1"
     env["TOKENIZERS_PARALLELISM"] = "false"
     env[SEED_VARIABLE] = str(spec.seed)

@@ -25,7 +25,7 @@ from sglang_bridge.errors import BridgeError, ServerDied, ServerRefused, WeightS
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.http import HttpConnection
 from sglang_bridge.ports import free_port
-from sglang_bridge.protocol import BucketSpec
+from sglang_bridge.protocol import BucketSpec, RolloutRequest
 from sglang_bridge.server.launch import ServerProcess, running_states
 from sglang_bridge.weights.exchange import send
 from tests.e2e.conftest import STARTUP_TIMEOUT_S, left_behind, running, tiny_spec
@@ -201,6 +201,28 @@ def test_two_ranks_draw_score_and_receive(
         assert max(rows) < changed[piece.hf_name].shape[piece.dim]
     dims = {piece.hf_name: piece.dim for piece in digests}
     assert all(len(rows) == changed[name].shape[dims[name]] for name, rows in covered.items())
+
+
+def test_two_ranks_sample_what_one_samples(
+    parallel_server: ServerProcess, student_server: ServerProcess
+):
+    """By seeds; beside requests without one."""
+    seeds = [5, 6, None, 7, None]
+    requests = [
+        RolloutRequest(
+            rid=f"{secrets.token_hex(8)}.", input_ids=[7, 8, 9 + i], max_new_tokens=20, seed=seed
+        )
+        for i, seed in enumerate(seeds)
+    ]
+
+    async def ask(server: ServerProcess, key: str | None) -> list[list[int]]:
+        async with client_of(server, 120, key) as client:
+            replies = await asyncio.gather(*map(client.generate, requests))
+            return [reply.output_ids_T.tolist() for reply in replies]
+
+    one, two = asyncio.run(ask(student_server, None)), asyncio.run(ask(parallel_server, KEY))
+    for seed, first, second in zip(seeds, one, two, strict=True):
+        assert seed is None or first == second
 
 
 def test_shards_reach_both_ranks(

@@ -108,8 +108,8 @@ def test_rewards_alone_need_no_teacher(inputs: Path, tmp_path: Path, start: Call
         teacher=None,
         support={"type": "path"},
         objective={"type": "grpo"},
-        rollout={"group_size": 4, "max_new_tokens": 64, "temperature": 1.4},
-        buffer={"batch_size": 16},
+        rollout={"group_size": 8, "max_new_tokens": 64, "temperature": 1.6},
+        buffer={"batch_size": 32},
         evaluation={"problems": 0},
     )
     running = start(config)
@@ -121,7 +121,7 @@ def test_rewards_alone_need_no_teacher(inputs: Path, tmp_path: Path, start: Call
         "student-0.log",
     }
     summary = done.summary
-    assert summary["samples_consumed"] == UPDATES * 16
+    assert summary["samples_consumed"] == UPDATES * 32
     assert 0 < summary["reward_mean"] < 1
     assert summary["reward_uniform_group_fraction"] < 1, "some group has something to teach"
     assert summary["cached_ids_per_token"] == summary["distinct_ids_per_token"] == 1

@@ -192,6 +192,9 @@ class WeightSyncer:
     async def stranded(self) -> None:
         await asyncio.Event().wait()
 
+    async def make_room(self) -> None:
+        """The learner of these tests shares nothing."""
+
     async def serve_on(self, current: Callable[[], int | None], learner: asyncio.Lock) -> None:
         """Never needed: its servers are never lost."""
         await asyncio.Event().wait()

@@ -61,6 +61,13 @@ class Rank:
         self.socket = connect(self.context, address)
         self.rank, self.world, self.answer = rank, world, answer
         self.received: list[tuple[m.Request, list[bytes]]] = []
+        self._more = asyncio.Event()
+
+    async def has_heard(self, requests: int) -> None:
+        """Wait until it has got so many requests."""
+        while len(self.received) < requests:
+            self._more.clear()
+            await self._more.wait()
 
     async def run(self) -> None:
         await self.socket.send(m.encode(hello(self.rank, self.world)))
@@ -71,6 +78,7 @@ class Rank:
             request = m.decode_request(header)
             assert not isinstance(request, m.Welcome | m.Refused)
             self.received.append((request, frames))
+            self._more.set()
             reply = self.answer(request)
             if reply is not None:
                 await self.socket.send(m.encode(reply))
@@ -80,9 +88,14 @@ def drive(
     body: Callable[[RemoteLearner], Awaitable[None]],
     answers: list[Answer],
     sections: dict[str, object] | None = None,
+    heard: int = 0,
     **learner: object,
 ) -> list[Rank]:
-    """Run `body(remote)` against one scripted rank per answer."""
+    """Run `body(remote)` against one scripted rank per answer.
+
+    heard: requests that every rank must have got before the connection ends; `body` itself waits
+    for rank 0 at most.
+    """
 
     async def main() -> list[Rank]:
         tree = config(sections, parallel={"dp": len(answers)}, **learner)
@@ -91,6 +104,8 @@ def drive(
         tasks = [asyncio.create_task(rank.run()) for rank in ranks]
         try:
             await body(remote)
+            for rank in ranks:
+                await rank.has_heard(heard)
         finally:
             remote.close()
             for task in tasks:

@@ -79,3 +79,15 @@ def test_the_rest_is_given_out_at_the_end():
     put(buffer, 0)
     assert buffer.exhausted
     assert taken(buffer, 2) == [1, 0]
+
+
+def test_a_group_is_due_by_its_oldest_member():
+    """Of a resumed run: the first member is sampled anew, the second kept its older version."""
+    buffer = CompletionBuffer(2, 2, max_age=1, updates=1)
+    filled(buffer, 3, 0)
+    filled(buffer, 0, 1)
+    filled(buffer, 3, 2, 3)
+    put(buffer, 2, 3)
+    assert buffer.ready == 0, "the first group is due, as its second member is"
+    put(buffer, 0, 1)
+    assert taken(buffer, 2) == [0, 1]

@@ -14,8 +14,12 @@ ONE_NODE = "examples/cluster/one_node/config.yaml"
 
 def drawn(capsys: pytest.CaptureFixture[str]) -> tuple[list[list[str]], str]:
     """The rows of the map, cells without blanks, and what is said below it."""
+    return drawn_in(capsys.readouterr().out)
+
+
+def drawn_in(said: str) -> tuple[list[list[str]], str]:
     rows: list[list[str]] = []
-    lines = capsys.readouterr().out.split("GPU placement")[1].splitlines()[4:]
+    lines = said.split("GPU placement")[1].splitlines()[4:]
     end = next(i for i, line in enumerate(lines) if not line.strip())
     for line in lines[:end]:
         gpus, rest = line.split(maxsplit=1)
@@ -109,3 +113,39 @@ def test_ranks_that_do_not_fill_their_nodes_are_refused(capsys, monkeypatch):
     given = ["--set", "cluster.ranks_per_node=5"]
     code = main(["check", "examples/cluster/four_nodes/config.yaml", *given])
     refused(capsys, code, "cluster.ranks_per_node", "divide", "5 and 16")
+
+
+def sizes_of(row: str) -> list[float]:
+    """The numbers of MiB or GiB in a line, in MiB."""
+    words = row.split()
+    scale = {"MiB": 1.0, "GiB": 1024.0}
+    return [float(words[i - 1]) * scale[word] for i, word in enumerate(words) if word in scale]
+
+
+def test_gpus_that_are_used_in_turn_hold_the_larger_part(
+    tmp_path: Path, config: dict, capsys, monkeypatch
+):
+    """Learner and student on GPU 0, phase by phase in a table of its own; the teacher on GPU 1."""
+    with_gpus(monkeypatch, 2)
+    config["schedule"] = {"type": "sync"}
+    for name in ("student", "teacher"):
+        config[name]["max_total_tokens"] = 65536
+    refused(capsys, call(tmp_path, config, verb="check"), "need 3 GPUs and this process may use 2")
+    config["schedule"] = {"type": "sync", "time_shared": True}
+    assert call(tmp_path, config, verb="check") == 0
+    said = capsys.readouterr().out
+    (first, second), _ = drawn_in(said)
+    assert first[:2] == ["0", "learner, student server 0, in turn"]
+    assert second[:2] == ["1", "teacher server 0"]
+    phases = ("servers sample", "learner trains", "weights are sent")
+    lines = [next(line for line in said.splitlines() if line.strip().startswith(p)) for p in phases]
+    sampling, training, sending = map(sizes_of, lines)
+    for learner, server, together in (sampling, training, sending):
+        assert together == pytest.approx(learner + server, abs=0.2)
+    assert training[1] == 0
+    assert sampling[0] == sending[0] < training[0]
+    assert sending[1] < sampling[1]
+    (most,) = sizes_of(first[2])
+    assert most == pytest.approx(max(sampling[2], training[2]), abs=0.2)
+    assert most < sampling[1] + training[0]
+    assert "in host memory" in said

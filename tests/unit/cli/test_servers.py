@@ -6,8 +6,9 @@ import pytest
 
 from megatron_opd.cli import servers
 from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.roles import Role
+from megatron_opd.cli.roles import STUDENT, Role
 from megatron_opd.cli.servers import make_spec
+from sglang_bridge.server.spec import server_command
 from tests.support.config_files import minimal
 
 
@@ -37,3 +38,14 @@ def test_kernels_of_a_gpu_take_no_float32(monkeypatch: pytest.MonkeyPatch):
     assert spec_of("bfloat16").quantization == "fp8"
     with pytest.raises(UserError, match=r"^student\.dtype must be bfloat16 with student\.quantiz"):
         spec_of("float32")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_student_servers_can_give_up_their_memory_where_they_share_it(shared: bool):
+    schedule = {"type": "sync", "time_shared": shared}
+    config = minimal(schedule=schedule, student={"model": "m", "threads": 2})
+    for role in (STUDENT, "teacher"):
+        spec = make_spec(config, role, 4000, 0, Path("m"))
+        assert spec.shares_memory == (shared and role == STUDENT)
+        assert spec.threads == (2 if role == STUDENT else 1)
+        assert ("--enable-memory-saver" in server_command(spec)) == spec.shares_memory

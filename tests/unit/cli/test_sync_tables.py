@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from megatron_opd.cli.sync_tables import sync_tables
-from megatron_opd.weight_sync.sizes import sync_sizes
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.planning.learner import learner_memory
@@ -20,6 +19,7 @@ from megatron_opd.planning.parameters import model_parameters
 from megatron_opd.weight_sync.disk_plan import DiskSizes, disk_sizes, versions_at_once
 from megatron_opd.weight_sync.disk_versions import needed
 from megatron_opd.weight_sync.holdings import server_holdings
+from megatron_opd.weight_sync.sizes import sync_sizes
 from sglang_bridge.weights.manifest import version_name
 from tests.support.cli_cases import call, refused, small_config, tiny_models
 from tests.support.config_files import minimal

@@ -70,6 +70,47 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["cluster.share_gpus=true"],
     ),
     (
+        ["student.gpus=[3]", "learner.gpus=[3]", "schedule.type=sync"],
+        ["got GPU 3 in both", "cluster.share_gpus: true or schedule.time_shared: true"],
+        ["schedule.time_shared=true"],
+    ),
+    (
+        [
+            *("schedule.type=sync", "schedule.time_shared=true", "student.gpus=[3]"),
+            *("learner.gpus=[3]", "teacher.gpus=[3]"),
+        ],
+        ["student.gpus and teacher.gpus must not share a GPU", "set cluster.share_gpus: true"],
+        ["teacher.gpus=[2]"],
+    ),
+    (
+        ["schedule.time_shared=true"],
+        ["schedule.time_shared must be false unless", "schedule.max_staleness is 0", "got 1 and 1"],
+        ["schedule.type=sync"],
+    ),
+    (
+        ["schedule.type=stream", "schedule.time_shared=true"],
+        ["schedule.time_shared must be false unless", "schedule.sync_every 1", "got 0 and 4"],
+        ["schedule.type=sync", "schedule.sync_every=1"],
+    ),
+    (
+        ["schedule.type=sync", "schedule.time_shared=true", "cluster.type=slurm"],
+        ["schedule.time_shared must be false with cluster.type slurm", "use local or external"],
+        ["cluster.type=external"],
+    ),
+    (
+        ["schedule.type=sync", "schedule.time_shared=true", "weight_sync.overlap=true"],
+        ["schedule.time_shared must be false with weight_sync.overlap", "set one of them false"],
+        ["weight_sync.overlap=false"],
+    ),
+    (
+        [
+            *("schedule.type=sync", "schedule.time_shared=true", "checkpoint.every_minutes=0"),
+            "learner.optimizer.optimizer_cpu_offload=true",
+        ],
+        ["schedule.time_shared must be false with learner.optimizer.optimizer_cpu_offload"],
+        ["learner.optimizer.optimizer_cpu_offload=false"],
+    ),
+    (
         ["student.gpus=[3]", "cluster.type=ray"],
         ["student.gpus must be null with cluster.type ray", "got [3]"],
         ["cluster.type=local"],
@@ -135,6 +176,11 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ],
         ["learner.megatron.deterministic_mode", "must not be false", "run.deterministic"],
         ["learner.megatron.deterministic_mode=true"],
+    ),
+    (
+        ["run.deterministic=true", "schedule.type=controlled", "rollout.seeded=false"],
+        ["rollout.seeded must be true with run.deterministic", "got false; leave it out"],
+        ["rollout.seeded=true"],
     ),
     (
         ["run.deterministic=true", "schedule.type=controlled", "cluster.fleet_file=urls.txt"],

@@ -79,3 +79,21 @@ def test_a_cancelled_rollout_ends_its_request(policy):
         assert engine.cancelled == 1
 
     run_virtual(scenario())
+
+
+@pytest.mark.parametrize("policy", ["keep", "abort"])
+def test_nothing_begins_between_two_weight_syncs_without_a_pause(policy):
+    """Who waits for the first one's end is woken by it, and finds the second one under way."""
+
+    async def scenario() -> None:
+        engine = Engine()
+        rollouts = Rollouts(policy, never)
+        async with rollouts.held():
+            late = asyncio.create_task(rollouts.run(engine.generate))
+            await asyncio.sleep(1)
+        async with rollouts.held():
+            await asyncio.sleep(1)
+            assert engine.began == 0, "one began during the second sync"
+        assert len((await late).spans) == 1
+
+    run_virtual(scenario())

@@ -228,3 +228,46 @@ def test_a_server_started_alone_keeps_what_its_section_names():
         place_server(student, 2, node(8))
     with pytest.raises(ValueError, match=r"student\.tp must fit on this node"):
         place_server(part("student", 1, 2), 0, node(1))
+
+
+TURNS = (LEARNER, "student")
+
+
+def test_parts_that_work_in_turn_get_the_same_gpus():
+    """Both take what the teacher leaves; neither part shares a GPU with itself or the teacher."""
+    parts = [part(LEARNER, 1, 4), part("student", 2, 2), part("teacher", 1, 4)]
+    placement = place(parts, node(8), in_turn=TURNS)
+    assert placement.groups == {
+        LEARNER: ((0, 1, 2, 3),),
+        "student": ((0, 1), (2, 3)),
+        "teacher": ((4, 5, 6, 7),),
+    }
+    assert gpus_needed(parts, TURNS) == 8
+    assert gpus_needed(parts) == 12
+    with pytest.raises(ValueError, match=r"need 8 GPUs and this process may use 7: "):
+        place(parts, node(7), in_turn=TURNS)
+    with pytest.raises(ValueError, match=r"need 12 GPUs"):
+        place(parts, node(8))
+
+
+def test_named_gpus_of_parts_that_work_in_turn():
+    parts = [part(LEARNER, 1, 2), part("student", 2, 1, (3, 2)), part("teacher", 1, 1, (0,))]
+    placement = place(parts, node(4), in_turn=TURNS)
+    assert placement.groups == {LEARNER: ((2, 3),), "student": ((3,), (2,)), "teacher": ((0,),)}
+    assert placement.shared(LEARNER, "student") == 2
+    assert placement.shared("student", "teacher") is None
+
+
+@given(shapes(3), st.integers(1, 40))
+@settings(deadline=None)
+def test_turns_take_what_the_others_leave(parts: list[Part], num_gpus: int):
+    turns = (LEARNER, "role0")
+    if gpus_needed(parts, turns) > num_gpus:
+        with pytest.raises(ValueError, match="need"):
+            place(parts, node(num_gpus), in_turn=turns)
+        return
+    placement = place(parts, node(num_gpus), in_turn=turns)
+    check_complete(parts, placement, num_gpus)
+    for left_out in turns:
+        shown = {key: groups for key, groups in placement.groups.items() if key != left_out}
+        assert max(uses(Placement(placement.names, shown)).values()) == 1

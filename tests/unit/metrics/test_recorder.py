@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
@@ -123,6 +124,25 @@ def test_rows_of_updates_beside_weight_syncs_hold_their_own_figures(tmp_path):
         assert sync == ((1000 + update, update / 4) if update < 3 else (None, None))
     summary = summarise(totals, rows.accounting, 60.0, 1)
     assert summary["learner_held_s_mean"] == 0.25
+
+
+@pytest.mark.parametrize("turns", [True, False])
+def test_seconds_in_which_memory_changes_hands(tmp_path: Path, turns: bool):
+    recorder = RunRecorder(9, totals := RunTotals(), [JsonlSink(tmp_path / "metrics.jsonl")])
+    batch = Batch(0, 0, (make_sample(0),))
+    recorder.trained(batch, Figures(), 0.0, 1.0)
+    names = ("offload", "resume weights", "send", "resume cache", "continue")
+    phases = tuple(Phase(name, 2.0**i, 2.0 ** (i + 1)) for i, name in enumerate(names))
+    report = WeightSyncReport(1, phases, 9, 2.0, 32.0, release_s=0.25 if turns else None)
+    recorder.weights_synced(batch, report, Depths(0, 0, 0, 0, 0))
+    recorder.ended(Accounting(1, 1, 1, 1, {}, 0, False), 60.0)
+    (row,) = (json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    found = [row.get(key) for key in ("memory_release_s", "memory_resume_s")]
+    assert found == ([0.25, 1 + 2 + 8] if turns else [None, None])
+    assert ("memory_release_s" in row) == turns
+    summary = summarise(totals, recorder.accounting, 60.0, 1)
+    means = [summary[f"memory_{part}_s_mean"] for part in ("release", "resume")]
+    assert means == ([0.25, 11] if turns else [None, None])
 
 
 def test_the_first_drop_for_a_reason_is_told(tmp_path, caplog):

@@ -31,7 +31,7 @@ ONLY = {
     "planning": {"types", "config", "models"},
     "launch": {"config"},
     "search": {"config", "data", "models", "planning", "sim"},
-    "sim": set(),
+    "sim": {"types", "config", "models", "planning", "batching", "data", "weight_sync"},
 }
 TORCH_FREE = {"types", "config", "buffer", "batching", "controller", "rollout", "teacher"}
 TORCH_FREE |= {"columns", "metrics", "planning", "launch", "sim", "search"}

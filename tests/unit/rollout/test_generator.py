@@ -22,6 +22,7 @@ from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.health import HealthGuard, WatchedProcess
 from megatron_opd.controller.ports import Ports
+from megatron_opd.data.seeds import ROLLOUT, derived_seed
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
@@ -85,6 +86,22 @@ def test_the_request_describes_the_behaviour_distribution():
     assert (request.temperature, request.top_p, request.max_new_tokens) == (0.7, 0.9, 12)
     assert request.stop_token_ids == (11,)
     assert list(request.input_ids) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_every_try_has_the_seed_of_its_prompt_or_none(seeded: bool):
+    fleet = FakeFleet(REPLY)
+    config = RolloutConfig(seeded=seeded)
+    generator = RolloutGenerator(fleet, config, MC, 50, "run7", seed=9)
+
+    async def tries() -> None:
+        for uid in (5, 5, 6):
+            await generator.generate(make_prompt(uid))
+
+    run_virtual(tries())
+    seeds = [request.seed for request in fleet.requests]
+    expected = [derived_seed(9, ROLLOUT, uid) for uid in (5, 5, 6)]
+    assert seeds == (expected if seeded else [None] * 3)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +225,17 @@ def test_no_request_is_named_as_another_one_begins():
     names = [request.rid for request in fleet.requests]
     assert len(names) == 22
     assert not [(a, b) for a in names for b in names if a != b and b.startswith(a)]
+
+
+def test_a_prompt_that_is_sampled_again_has_another_name():
+    """Before: the server refused a rollout that was aborted and sampled anew at once."""
+    fleet = FakeFleet(REPLY)
+    generator = RolloutGenerator(fleet, RolloutConfig(), MC, 50, "run7")
+    for _ in range(2):
+        run_virtual(generator.generate(make_prompt(5)))
+    first, second = fleet.requests
+    assert first.rid != second.rid
+    assert first.seed == second.seed
 
 
 def test_a_rollout_whose_connection_breaks_is_sampled_anew_by_another_server():

@@ -114,16 +114,17 @@ def test_who_is_at_fault_is_known(reply: Callable, at_fault: bool):
 
 
 def test_servers_settle_and_those_that_do_not_are_named():
-    pause, end = "/pause_generation", "/end_weight_update"
+    pause, memory, end = "/pause_generation", "/weights_checker", "/end_weight_update"
     # nothing was open there
-    well = {pause: answering(FINE), end: answering({"success": False}, 400)}
-    for bad in ({pause: Silent()}, {pause: answering(FINE), end: answering({}, 500)}):
+    paused = {pause: answering(FINE), memory: answering(rank_answers(**{wire.FREED: ""}))}
+    well = {**paused, end: answering({"success": False}, 400)}
+    for bad in ({pause: Silent()}, {**paused, end: answering({}, 500)}):
 
         async def scenario(fleet: Fleet, one: FakeServer, two: FakeServer) -> None:
             gone = await fleet.settle(0.5)
             assert list(gone) == [two.url]
             assert "within 0.5 s" in gone[two.url] or "HTTP 500" in gone[two.url]
-            assert one.seen == [pause, end]
+            assert one.seen == [pause, memory, end]
 
         with_two(well, bad, scenario)
 
@@ -169,3 +170,47 @@ def test_tokens_are_counted_by_server():
 
     fine = {"/generate": answering(rollout_reply())}
     with_two(fine, fine, scenario)
+
+
+class Ranks:
+    """Answers an action of the plugin as the replies say, in turn; the last one from then on."""
+
+    def __init__(self, *replies: dict) -> None:
+        self.replies, self.asked = list(replies), []
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append((await request.json())["action"])
+        reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        return web.json_response(reply)
+
+
+def test_memory_is_released_once_every_server_is_idle():
+    """What a server frees is what all of its ranks free."""
+    path, release = "/weights_checker", "bridge_release_memory kv_cache,weights"
+    both = rank_answers(**{wire.FREED: "kv_cache,weights"})["ranks"]
+    one = Ranks(rank_answers(**{wire.PENDING: ""}), {"ranks": both * 2})
+    two = Ranks({"ranks": [*both, *rank_answers(**{wire.FREED: "kv_cache"})["ranks"]]})
+
+    async def scenario(fleet: Fleet, first: FakeServer, second: FakeServer) -> None:
+        assert await fleet.release_memory() == {
+            first.url: {"kv_cache", "weights"},
+            second.url: {"kv_cache"},
+        }
+        await fleet.resume_memory(["weights"])
+        assert await fleet.restore_memory([second.url, "http://other:1"], 5) == {}
+
+    with_two({path: one}, {path: two}, scenario)
+    resumed = "bridge_resume_memory weights"
+    assert one.asked == [release, release, resumed]
+    assert two.asked == [release, resumed, "bridge_resume_memory kv_cache,weights"]
+
+
+def test_servers_that_do_not_take_back_their_memory_are_named():
+    path = "/weights_checker"
+    nothing = rank_answers(**{wire.FREED: ""})
+
+    async def scenario(fleet: Fleet, one: FakeServer, two: FakeServer) -> None:
+        found = await fleet.restore_memory(fleet.urls, 0.5)
+        assert found == {two.url: "no answer within 0.5 s"}
+
+    with_two({path: Ranks(nothing)}, {path: Silent()}, scenario)

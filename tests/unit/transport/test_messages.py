@@ -24,6 +24,8 @@ VALID_REPLIES = [
 VALID_REQUESTS = [
     m.Train(1, 0, 0, [[[0]]]),
     m.Score(2, 0, [[[0]]], True),
+    m.Offload(4),
+    m.Onload(5),
     m.Stop(3),
     m.Welcome("/x", "t", True),
     m.Refused("no"),

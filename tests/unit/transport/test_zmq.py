@@ -25,7 +25,7 @@ def test_each_head_receives_exactly_its_own_samples():
         assert info.vocab_size == 512
         assert await remote.train(whole) == FIGURES
 
-    ranks = drive(body, [done, silent], **settings)
+    ranks = drive(body, [done, silent], heard=1, **settings)
     seen = []
     for rank in ranks:
         ((request, frames),) = rank.received
@@ -47,7 +47,8 @@ def test_every_head_scores_its_own_share_and_rank_0_answers_for_all():
         await remote.wait_ready(5)
         assert await remote.score(whole, replay="gates") == SCORES
 
-    for rank, share in zip(drive(body, [done, silent]), whole, strict=True):
+    ranks = drive(body, [done, silent], heard=1)
+    for rank, share in zip(ranks, whole, strict=True):
         ((request, frames),) = rank.received
         assert request == m.Score(1, share.version, share.plan, "gates")
         found = from_frames(0, request.version, request.plan, frames)
@@ -78,14 +79,18 @@ def test_every_call_gets_its_own_kind_of_answer():
         assert await remote.move_weights(b"move") == b"moved"
         assert await remote.piece_digests([piece]) == ["d"]
         await remote.export_hf(Path("/somewhere"))
+        await remote.offload()
+        await remote.onload()
         await remote.stop()
 
-    (rank,) = drive(body, [done])
+    (rank,) = drive(body, [done], heard=4)
     kinds = [type(request) for request, _ in rank.received]
     assert kinds == [
         m.MoveWeights,
         m.DigestPieces,
         m.ExportHf,
+        m.Offload,
+        m.Onload,
         m.Stop,
     ]
     assert rank.received[0][0].payload == b"move"

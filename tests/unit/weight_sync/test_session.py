@@ -1,178 +1,20 @@
 """A weight sync that fails is tried again, without the servers that are lost; time is bounded."""
 
 import asyncio
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from megatron_opd.config.sections import WeightSyncConfig
+from megatron_opd.controller.turn import Turn
 from megatron_opd.metrics.types import WeightSyncReport
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.errors import WeightSyncFailed
-from sglang_bridge.protocol import WeightPiece
+from tests.support.scripted_servers import A, B, C, D, Fault, Learner, Servers, loser
 
-A, B, C, D = "http://a:1", "http://b:2", "http://c:3", "http://d:4"
 LIMIT_S = 30.0
 STEPS = ("stage", "verify", "pause", "begin", "send", "flush", "end", "verify live", "continue")
-Fault = Callable[["Servers"], Exception | None]
-
-
-class Servers:
-    """Servers that a transport reaches at once. lost: those that answer nothing any more.
-
-    faults: by step, asked each time the step is taken: what it raises.
-    """
-
-    def __init__(self, urls: tuple[str, ...] = (A, B, C)) -> None:
-        self.urls = urls
-        self.silent: tuple[str, ...] = ()
-        self.lost: set[str] = set()
-        self.faults: dict[str, Fault] = {}
-        self.log: list[str] = []
-        self.held = dict.fromkeys(urls, 0)
-        self.version = dict.fromkeys(urls, 0)
-        self.samples = dict.fromkeys(urls, True)
-        self.updating: set[str] = set()
-        self.connected: tuple[str, ...] = ()
-        self.staged = 0
-        self.epoch = 0
-        self.waiting: list[str] = []
-
-    async def step(self, name: str, act: Callable[[str], None] = lambda url: None) -> None:
-        """Every server does it, unless the step fails before; a lost one lets all others wait."""
-        self.log.append(name)
-        await asyncio.sleep(0.1)
-        if (error := self.faults.get(name, lambda _: None)(self)) is not None:
-            raise error
-        for url in self.urls:
-            if url not in self.lost:
-                act(url)
-        if (silent := tuple(url for url in self.urls if url in self.lost)) != ():
-            try:
-                await asyncio.sleep(1e9)
-            except asyncio.CancelledError:
-                self.silent = silent
-                raise
-
-    def drop(self, url: str) -> None:
-        self.urls = tuple(other for other in self.urls if other != url)
-        self.epoch += 1
-        self.log.append(f"drop {url}")
-
-    def add(self, url: str) -> None:
-        """One that was lost is back, with the weights that it started with."""
-        self.lost.discard(url)
-        self.updating.discard(url)
-        self.waiting.append(url)
-        self.held[url] = self.version[url] = 0
-        self.samples[url] = False
-
-    # the transport
-    tensors = frozenset({"w"})
-    num_bytes = 4
-    stages = True
-
-    async def open(self) -> None:
-        self.connected = self.urls
-        await self.step("open")
-
-    async def reopen(self) -> None:
-        self.connected = self.urls
-        await self.step("reopen")
-
-    async def start(self, version: int, released: Callable[[], None] | None) -> None:
-        await self.step("start")
-        if released is not None:
-            released()
-
-    async def stage(self, version: int) -> None:
-        assert self.connected == self.urls, "it sends to servers that are not there"
-        await self.step("stage")
-        self.staged = version
-
-    async def send(self, version: int) -> None:
-        assert not any(self.samples[url] for url in self.urls if url not in self.lost)
-        await self.step("send", lambda url: self.held.update({url: version}))
-
-    async def close(self) -> None:
-        await self.step("close")
-
-    # the fleet
-    async def let_in(self) -> None:
-        while not (self.urls or self.waiting):  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-        self.epoch += bool(self.waiting)
-        self.urls, self.waiting = (*self.urls, *self.waiting), []
-
-    @property
-    def is_stranded(self) -> bool:
-        return bool(self.waiting) and not any(self.samples[url] for url in self.urls)
-
-    async def stranded(self) -> None:
-        while not self.is_stranded:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-
-    async def versions(self) -> Mapping[str, int]:
-        await self.step("versions")
-        return {url: self.version[url] for url in self.urls}
-
-    async def pause(self, mode: str = "retract") -> None:
-        await self.step("pause", lambda url: self.samples.update({url: False}))
-
-    async def resume(self) -> None:
-        await self.step("continue", lambda url: self.samples.update({url: True}))
-
-    async def flush_cache(self) -> None:
-        await self.step("flush")
-
-    async def begin_weight_update(self) -> None:
-        def begin(url: str) -> None:
-            assert url not in self.updating, "an update is open already"
-            self.updating.add(url)
-
-        await self.step("begin", begin)
-
-    async def end_weight_update(self, version: int) -> None:
-        def end(url: str) -> None:
-            self.updating.remove(url)
-            self.version[url] = version
-
-        await self.step("end", end)
-
-    async def weight_digests(self, *, staged: bool = False) -> Mapping[str, list[WeightPiece]]:
-        await self.step("verify" if staged else "verify live")
-        held = dict.fromkeys(self.urls, self.staged) if staged else self.held
-        return {url: [WeightPiece(0, "w", 0, 0, 1, "float32", str(held[url]))] for url in self.urls}
-
-    async def abort_all(self) -> None:
-        await self.step("abort")
-
-    async def settle(self, limit_s: float) -> Mapping[str, str]:
-        self.log.append("settle")
-        for url in self.urls:
-            if url not in self.lost:
-                self.samples[url] = False
-                self.updating.discard(url)
-        gone = [url for url in self.urls if url in self.lost]
-        await asyncio.sleep(limit_s if gone else 0.1)
-        return dict.fromkeys(gone, "no answer")
-
-
-class Learner:
-    async def piece_digests(self, pieces: Any) -> list[str]:
-        return ["1" for _ in pieces]
-
-
-def loser(servers: Servers, least: int) -> Callable[[str, str], bool]:
-    def lose(url: str, why: str) -> bool:
-        if len(servers.urls) <= least:
-            return False
-        servers.drop(url)
-        return True
-
-    return lose
 
 
 async def synced(
@@ -524,6 +366,34 @@ def test_another_try_waits_for_the_update_outside_of_its_limits():
     again = servers.log[servers.log.index("take back") :]
     assert again[:4] == ["take back", "reopen", "start", "stage"]
     assert "verify" in again
+
+
+def test_all_servers_may_change_while_an_update_runs_beside_the_weight_sync():
+    """Whoever waits to serve on must not keep the learner from the second try."""
+    servers = Servers((A, B))
+
+    def replaced(servers: Servers) -> None:
+        if A in servers.urls:
+            servers.drop(A)
+            servers.add(B)
+
+    async def scenario() -> WeightSyncReport:
+        sync = overlapping(servers)
+        await sync.open()
+        servers.drop(B)
+        await sync.sync(1)
+        learner = asyncio.Lock()
+        serving = asyncio.create_task(sync.serve_on(lambda: None, learner))
+        servers.faults |= {"pause": replaced, "send": fails(1)}
+        turn = Turn(learner)
+        await turn.begin(early=True)
+        report = await sync.sync(1, turn)
+        turn.end()
+        serving.cancel()
+        return report
+
+    assert run_virtual(asyncio.wait_for(scenario(), 1e4)).tries == 2
+    require_served(servers, B)
 
 
 @pytest.mark.parametrize("step", ["versions", "open"])

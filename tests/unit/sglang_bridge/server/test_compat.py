@@ -11,10 +11,13 @@ import tempfile
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from sglang.srt import runtime_context
 
+from sglang_bridge import wire
 from sglang_bridge.ports import free_port
 from sglang_bridge.server import compat, options
 from sglang_bridge.server.__main__ import offer_standins
@@ -68,6 +71,20 @@ def test_every_hooked_function_exists(target: str):
 )
 def test_the_arguments_we_rely_on(target: str, expected: list[str]):
     assert parameters_of(target)[: len(expected)] == expected
+
+
+def test_memory_is_released_as_sglang_does_it():
+    """What sglang_bridge/server/memory.py asks of SGLang, by name."""
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+    from sglang.srt.managers.scheduler_components import weight_updater
+
+    for what in ("Release", "Resume"):
+        assert compat.memory_request(what, ("kv_cache",)).tags == ["kv_cache"]
+    assert {*wire.MEMORY_TAGS} < {*GPU_MEMORY_ALL_TYPES}
+    updater = weight_updater.SchedulerWeightUpdaterManager
+    assert {"offload_tags", "memory_saver_adapter", "is_fully_idle"} <= {*updater.__slots__}
+    for name in ("release_memory_occupation", "resume_memory_occupation"):
+        assert list(inspect.signature(getattr(updater, name)).parameters) == ["self", "recv_req"]
 
 
 def test_logits_are_asked_for_by_keyword():
@@ -338,3 +355,33 @@ def test_a_scheduler_s_requests_and_how_far_they_are():
         waiting_queue=[request("d", 2)],
     )
     assert compat.requests_of(scheduler) == ({"a": 3, "c": 0}, ["d"])
+
+
+def test_seeds_of_a_batch(monkeypatch: pytest.MonkeyPatch):
+    """Only where a request has one and SGLang samples; who has none gets one of its name."""
+    monkeypatch.setattr(compat, "is_deterministic", lambda: False)
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace(random_seed=7))
+
+    def batch(*seeds: int | None, greedy: bool = False, **fields: Any) -> SimpleNamespace:
+        requests = [
+            SimpleNamespace(rid=f"r{i}", sampling_params=SimpleNamespace(sampling_seed=seed))
+            for i, seed in enumerate(seeds)
+        ]
+        plain = SimpleNamespace(is_none=lambda: True)
+        usual = {"is_prefill_only": False, "spec_algorithm": plain}
+        info = SimpleNamespace(is_all_greedy=greedy)
+        return SimpleNamespace(reqs=requests, sampling_info=info, **(usual | fields))
+
+    assert compat.batch_seeds(batch(3, 2**62)) == [3, 2**62]
+    own = compat.batch_seeds(batch(3, None, None))
+    assert own is not None
+    assert own[0] == 3
+    assert len(set(own)) == 3
+    assert compat.batch_seeds(batch(3, None, None)) == own, "the same on every rank"
+    assert compat.batch_seeds(batch(None, None)) is None
+    assert compat.batch_seeds(batch(3, greedy=True)) is None
+    assert compat.batch_seeds(batch(3, is_prefill_only=True)) is None
+    speculative = SimpleNamespace(is_none=lambda: False)
+    assert compat.batch_seeds(batch(3, spec_algorithm=speculative)) is None
+    monkeypatch.setattr(compat, "is_deterministic", lambda: True)
+    assert compat.batch_seeds(batch(3)) is None, "SGLang has them"

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -81,6 +82,9 @@ def test_the_device_decides_what_is_added():
     given = arguments_for_device(["--max-total-tokens", "512"], cuda=False)
     assert given.count("--max-total-tokens") == 1
     assert arguments_for_device(["--x", "1"], cuda=True) == ["--x", "1", "--enable-fp32-lm-head"]
+    saver = ["--enable-memory-saver", "--enable-weights-cpu-backup"]
+    assert arguments_for_device(saver, cuda=True)[:2] == saver
+    assert not {*saver} & {*arguments_for_device(saver, cuda=False)}, "they need CUDA"
     assert "--chunked-prefill-size" not in cpu
     flag = "--enable-deterministic-inference"
     for pool, given in (("65536", []), ("512", ["--max-total-tokens", "512"])):
@@ -340,3 +344,11 @@ def test_a_killed_owner_leaves_no_server(tmp_path: Path, stopped: bool):
     assert running_states(group) == []
     # what a worker has open is removed once it can make no more of it
     assert log.read_text().splitlines() == ["up", "removes its files the worker runs: False True"]
+
+
+def test_threads_of_a_team_sleep_while_they_wait():
+    spec = ServerSpec(model_path="m", role="student", port=4000)
+    assert "OMP_WAIT_POLICY" not in server_env(spec, {})
+    assert server_env(replace(spec, threads=2), {})["OMP_WAIT_POLICY"] == "PASSIVE"
+    chosen = {"OMP_WAIT_POLICY": "ACTIVE"}
+    assert server_env(replace(spec, threads=2), chosen)["OMP_WAIT_POLICY"] == "ACTIVE"

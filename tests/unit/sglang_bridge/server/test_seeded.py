@@ -30,7 +30,7 @@ def test_a_position_has_its_numbers_however_it_is_asked_for(seed, first, rows, c
 def test_seeds_streams_and_positions_are_independent():
     """No number twice, and no correlation beyond five standard errors."""
     count, wide = 400, 16
-    keys = [(seed, stream) for seed in (-1, 0, 1, 2, 2**62) for stream in range(3)]
+    keys = [(seed, stream) for seed in (-1, 0, 1, 2, 2**62) for stream in range(1, 4)]
     tables = [seeded.row_uniforms(*key, 0, count, wide).ravel() for key in keys]
     assert len(np.unique(np.concatenate(tables))) == len(keys) * count * wide
     correlation = np.corrcoef(tables) - np.eye(len(keys))
@@ -62,12 +62,12 @@ def test_choices_follow_the_distribution():
     logp_V[5] = -torch.inf
     probs_V = logp_V.exp() / logp_V.exp().sum()
     count = 20_000
-    logp_BV = logp_V.expand(count, -1)
+    probs_BV = probs_V.expand(count, -1)
     ramp = torch.arange(count)
     for seed_B, position_B in ((ramp, torch.full((count,), 9)), (torch.full((count,), 9), ramp)):
-        ids_B1 = seeded.choose(logp_BV, seed_B, position_B)
-        assert ids_B1.shape == (count, 1)
-        counts_V = torch.bincount(ids_B1[:, 0], minlength=12).double()
+        ids_B = seeded.choose(probs_BV, seed_B, position_B)
+        assert ids_B.shape == (count,)
+        counts_V = torch.bincount(ids_B, minlength=12).double()
         assert counts_V[5] == 0
         kept = probs_V > 0
         expected = count * probs_V[kept].double()
@@ -75,15 +75,65 @@ def test_choices_follow_the_distribution():
         assert abs(chi2 - 10) < 5 * np.sqrt(20)
 
 
-def test_a_choice_sees_its_own_row_alone():
-    logp_BV = torch.randn(7, 300).log_softmax(-1)
+def test_a_choice_sees_its_own_row_alone(monkeypatch: pytest.MonkeyPatch):
+    """Nor how many rows fit a core's cache."""
+    probs_BV = torch.randn(7, 300).softmax(-1)
     seed_B, position_B = torch.arange(7) ** 9 - 5, torch.arange(7) * 100
-    together = seeded.choose(logp_BV, seed_B, position_B)
+    together = seeded.choose(probs_BV, seed_B, position_B)
     order = torch.randperm(7)
-    shuffled = seeded.choose(logp_BV[order], seed_B[order], position_B[order])
+    monkeypatch.setattr(seeded, "_CACHED", 700)
+    shuffled = seeded.choose(probs_BV[order], seed_B[order], position_B[order])
     assert torch.equal(together[order], shuffled)
-    alone = [seeded.choose(logp_BV[i, None], seed_B[i, None], position_B[i, None]) for i in order]
+    alone = [seeded.choose(probs_BV[i, None], seed_B[i, None], position_B[i, None]) for i in order]
     assert torch.equal(torch.cat(alone), shuffled)
+
+
+def test_one_id_has_one_number_whatever_the_others_are():
+    """Weights that newly favour an id move choices to it, and to no other."""
+    count, favoured = 4000, 3
+    old_BV = (
+        torch.randn(12, generator=torch.Generator().manual_seed(1)).softmax(-1).expand(count, -1)
+    )
+    new_BV = old_BV.clone()
+    new_BV[:, favoured] *= 1.5
+    seed_B, position_B = torch.arange(count), torch.full((count,), 7)
+    before = seeded.choose(old_BV, seed_B, position_B)
+    after = seeded.choose(new_BV, seed_B, position_B)
+    changed = before != after
+    assert changed.any()
+    assert (after[changed] == favoured).all()
+
+
+@pytest.mark.parametrize("vocab", [8, 200])
+def test_two_distributions_mostly_choose_alike(vocab: int):
+    """At least as often as (1 - TV) / (1 + TV), less five standard errors."""
+    count = 20_000
+    generator = torch.Generator().manual_seed(vocab)
+    logits_V = torch.randn(vocab, generator=generator)
+    other_V = (logits_V + 0.2 * torch.randn(vocab, generator=generator)).softmax(-1)
+    probs_V = logits_V.softmax(-1)
+    distance = float((probs_V - other_V).abs().sum() / 2)
+    seed_B, position_B = torch.arange(count), torch.arange(count) % 90
+    same = seeded.choose(probs_V.expand(count, -1), seed_B, position_B) == seeded.choose(
+        other_V.expand(count, -1), seed_B, position_B
+    )
+    least = (1 - distance) / (1 + distance)
+    assert 0.02 < distance < 0.3
+    assert float(same.double().mean()) > least - 5 * (least * (1 - least) / count) ** 0.5
+
+
+def test_choices_of_seeds_and_positions_are_independent():
+    """Of neighbours in either, as of what arithmetic on seeds could make alike."""
+    count = 20_000
+    probs_BV = torch.tensor([0.5, 0.5]).expand(count, -1)
+    ramp, zero = torch.arange(count), torch.zeros(count, dtype=torch.int64)
+    rows = [
+        seeded.choose(probs_BV, *pair)
+        for pair in [(ramp, zero), (ramp, zero + 1), (zero, ramp), (ramp, ramp)]
+    ]
+    rows += [rows[0].roll(1), rows[2].roll(1), seeded.choose(probs_BV, -ramp - 1, zero)]
+    correlation = np.corrcoef(torch.stack(rows).double().numpy()) - np.eye(len(rows))
+    assert np.abs(correlation).max() < 5 / np.sqrt(count)
 
 
 @pytest.fixture

@@ -1,0 +1,121 @@
+"""`opd simulate`: the run directory is one that other tools read, and says that it is simulated."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_opd.cli.main import main
+from megatron_opd.cli.simulate import NOT_SIMULATED
+from megatron_opd.sim.costs import (
+    Costs,
+    EngineCost,
+    LearnerCost,
+    ScoreCost,
+    SyncCost,
+    encode_costs,
+)
+from megatron_opd.sim.recorded import recorded_lengths
+
+COSTS = Costs(
+    engine=EngineCost(step_s=0.01),
+    teachers={"teacher": ScoreCost(token_s=1e-4)},
+    learner=LearnerCost(token_s=1e-5, update_s=0.5),
+    sync=SyncCost(sync_s=0.5, paused_s=0.2),
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    tree: dict[str, Any] = {
+        "run": {"dir": str(tmp_path / "run"), "max_steps": 8},
+        "data": {"train": "not here"},
+        "student": {"model": "not here either", "servers": 2},
+        "teacher": {"model": "not here either"},
+        "buffer": {"batch_size": 4},
+        "simulation": {"costs": str(tmp_path / "costs.json")},
+    }
+    (tmp_path / "costs.json").write_bytes(encode_costs(COSTS))
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_simulated_run_is_a_run_directory(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", str(config)]) == 0
+    run = tmp_path / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["simulated"], summary["status"], summary["updates"]) == (True, "finished", 8)
+    assert summary["samples_consumed"] == 32
+    assert [row["update"] for row in rows(run)] == list(range(8))
+    assert rows(run)[-1]["time_s"] < summary["wall_s"]
+    for name in NOT_SIMULATED:
+        assert summary.get(name) is None
+        assert all(row.get(name) is None for row in rows(run))
+    trace = json.loads((run / "trace.json").read_text())
+    assert sum(event["name"].startswith("rollout ") for event in trace) == 32
+    assert len(recorded_lengths(run).pairs) == 32
+    said = capsys.readouterr().out
+    assert "updates/h" in said
+    assert "limited by: " in said
+
+
+def test_equal_seeds_write_equal_rows(config: Path, tmp_path: Path) -> None:
+    found = []
+    for name in ("one", "two"):
+        assert main(["simulate", str(config), "--set", f"run.dir={tmp_path / name}"]) == 0
+        found.append((tmp_path / name / "metrics.jsonl").read_bytes())
+    assert found[0] == found[1]
+    other = [f"run.dir={tmp_path / 'three'}", "simulation.seed=1"]
+    assert main(["simulate", str(config), "--set", other[0], "--set", other[1]]) == 0
+    assert (tmp_path / "three" / "metrics.jsonl").read_bytes() != found[0]
+
+
+def test_lengths_of_a_recorded_run_are_drawn(config: Path, tmp_path: Path) -> None:
+    assert main(["simulate", str(config)]) == 0
+    again = [f"run.dir={tmp_path / 'again'}", f"simulation.lengths.recorded={tmp_path / 'run'}"]
+    assert main(["simulate", str(config), "--set", again[0], "--set", again[1]]) == 0
+    recorded, drawn = recorded_lengths(tmp_path / "run"), recorded_lengths(tmp_path / "again")
+    assert set(drawn.pairs) <= set(recorded.pairs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--costs", "none.json"], "none.json: No such file or directory"),
+        (
+            ["--set", "simulation={gpu: v100}"],
+            "simulation.gpu: input should be 'a100', 'h20', 'h100', 'h200' or 'b200', got 'v100'",
+        ),
+        (["--set", "simulation.gpu=h20"], "gpu has no effect with costs"),
+        (["--set", "simulation={}"], "student.model must be a Hugging Face checkpoint directory"),
+        (["--set", "simulation.lengths.recorded=none"], "none/trace.json: No such file"),
+    ],
+)
+def test_mistakes_are_named_and_leave_nothing(
+    config: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    assert main(["simulate", str(config), *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_earlier_run_is_kept_unless_told(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", str(config)]) == 0
+    assert main(["simulate", str(config)]) == 2
+    assert "pass --overwrite" in capsys.readouterr().err
+    assert main(["simulate", str(config), "--overwrite"]) == 0

@@ -1,0 +1,91 @@
+"""Costs that are predicted: by hand on published models, and in the right direction."""
+
+from typing import Any, get_args
+
+import pytest
+
+from megatron_opd.config.schema import Config
+from megatron_opd.config.simulation import Gpu
+from megatron_opd.sim.costs import Costs, decode_costs, encode_costs
+from megatron_opd.sim.hardware import (
+    CATALOGUE,
+    HBM_EFFICIENCY,
+    STEP_S,
+    TRAIN_MFU,
+    default_costs,
+    forward_token_flops,
+)
+from tests.support.config_files import minimal
+from tests.support.published import spec_of
+
+DENSE, MOE = spec_of("Qwen3-1.7B"), spec_of("Qwen3-30B-A3B")
+
+
+def config_of(**sections: Any) -> Config:
+    given: dict[str, Any] = {
+        "student": {"model": "s"},
+        "teacher": {"model": "t"},
+        "learner": {"dtype": "bfloat16", "recompute": False},
+    }
+    return minimal(**given | sections)
+
+
+def costs_of(gpu: Gpu = "h100", **sections: Any) -> Costs:
+    return default_costs(config_of(**sections), DENSE, {"teacher": MOE}, gpu)
+
+
+def test_every_gpu_that_a_configuration_may_name_is_in_the_catalogue() -> None:
+    assert set(CATALOGUE) == set(get_args(Gpu))
+
+
+def test_a_decode_step_reads_all_weights() -> None:
+    engine = costs_of().engine
+    # 1.72e9 parameters of 2 bytes; the head is the table of embeddings
+    weights_s = 2 * 1.72e9 / (3350e9 * HBM_EFFICIENCY)
+    assert engine.step_s == pytest.approx(STEP_S + weights_s, rel=0.02)
+    # 28 layers of 8 heads of 128 features, keys and values in bfloat16
+    cached = 2 * 28 * 8 * 128 * 2
+    assert engine.step_cached_token_s == pytest.approx(cached / (3350e9 * HBM_EFFICIENCY))
+    assert engine.cache_tokens is not None
+    assert engine.cache_tokens == pytest.approx((0.8 * 80 * 2**30 - 2 * 1.72e9) / cached, rel=0.02)
+
+
+def test_training_takes_six_flops_a_parameter_and_token() -> None:
+    costs = costs_of()
+    assert costs.learner.token_s == pytest.approx(6 * 1.72e9 / (989.5e12 * TRAIN_MFU), rel=0.01)
+    again = costs_of(learner={"dtype": "bfloat16", "recompute": True})
+    assert again.learner.token_s == pytest.approx(costs.learner.token_s * 4 / 3)
+
+
+def test_a_mixture_of_experts_scores_with_its_chosen_experts() -> None:
+    # 3.35e9 of 30.5e9 parameters are active, of which the table of input embeddings is no product
+    assert forward_token_flops(MOE) == pytest.approx(2 * (3.35e9 - 151_936 * 2048), rel=0.01)
+
+
+def test_more_ranks_take_less_time() -> None:
+    one, two = (
+        costs_of(),
+        costs_of(student={"model": "s", "tp": 2}, teacher={"model": "t", "tp": 2}),
+    )
+    assert two.engine.step_s < one.engine.step_s
+    assert two.teachers["teacher"].token_s == pytest.approx(one.teachers["teacher"].token_s / 2)
+    learner = {"dtype": "bfloat16", "recompute": False, "parallel": {"tp": 2, "dp": 2}}
+    cut = costs_of(learner=learner).learner
+    assert cut.token_s == pytest.approx(one.learner.token_s / 2)
+    assert cut.ranks == 2
+
+
+def test_staging_shortens_the_pause_and_overlap_the_hold() -> None:
+    plain, staged = costs_of().sync, costs_of(weight_sync={"staging": True}).sync
+    assert plain.paused_s == plain.sync_s
+    assert staged.paused_s < plain.paused_s
+    overlapped = costs_of(weight_sync={"overlap": True}).sync
+    assert overlapped.held_s is not None
+    assert overlapped.held_s < overlapped.sync_s
+    assert plain.num_bytes == pytest.approx(2 * 1.72e9, rel=0.01)
+
+
+@pytest.mark.parametrize("gpu", get_args(Gpu))
+def test_predicted_costs_are_costs(gpu: Gpu) -> None:
+    costs = costs_of(gpu)
+    assert decode_costs(encode_costs(costs)) == costs
