@@ -35,7 +35,16 @@ def plan_report(plan: Plan) -> Iterator[Table | str]:
 
 def front_table(plan: Plan) -> Table:
     """Return the fastest split of each bound on staleness that less staleness does not reach."""
-    columns = ("stale", "tokens/s", "schedule", "student", "teacher", "learner", "rollouts", "busy")
+    columns = (
+        "stale",
+        "tokens/s",
+        "schedule",
+        "student",
+        "teacher",
+        "learner",
+        "rollouts",
+        "busy %",
+    )
     title = f"{plan.task.gpus} x {plan.gpu}: throughput against staleness"
     table = new_table(title, columns, 0)
     for column in table.columns:
@@ -50,11 +59,11 @@ def front_table(plan: Plan) -> Table:
             "-" if each.teacher is None else f"{each.teachers} x {each.teacher.tp}",
             layout_text(each),
             str(each.concurrency),
-            " ".join(f"{busy[stage]:.0%}" if stage in busy else "-" for stage in ORDER),
+            "/".join(f"{100 * busy[stage]:.0f}" if stage in busy else "-" for stage in ORDER),
         )
     table.caption = (
-        "stale: bound in updates; student, teacher: servers x tp; learner: GPUs and layout;\n"
-        "busy: share of the time of student, teacher, learner; the last row is the plan"
+        "stale: bound in updates; student, teacher: servers x tp; learner: GPUs: layout\n"
+        "busy: student/teacher/learner, of the time; the last row is the plan"
     )
     return table
 
@@ -71,11 +80,11 @@ def layout_text(candidate: Candidate) -> str:
     """Return the learner's GPUs and layout."""
     parallel = candidate.learner.parallel
     sizes = (
-        f"{name} {getattr(parallel, name)}"
+        f"{name}{getattr(parallel, name)}"
         for name in ("tp", "cp", "pp", "dp", "ep")
         if getattr(parallel, name) > 1
     )
-    return f"{parallel.world_size}: {' '.join(sizes) or 'dp 1'}"
+    return f"{parallel.world_size}: {' '.join(sizes) or 'dp1'}"
 
 
 def losers_table(plan: Plan) -> Table:
