@@ -16,6 +16,7 @@ CORE = [
     "pyzmq>=27.3.0,<28",
     "rich>=15.0.0,<16",
     "safetensors>=0.8.0,<1",
+    "scipy>=1.17.1,<2",
     "tensorboard>=2.21.0,<3",
     "tokenizers>=0.23.2,<1",
     "transformers>=5.19.0,<6",

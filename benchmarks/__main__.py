@@ -39,6 +39,7 @@ STUDIES = (
     "slurm",
     "launchers",
     "schedules",
+    "calibration",
     "simulator",
 )
 WITH_OPTIONS = (
@@ -59,6 +60,7 @@ WITH_OPTIONS = (
     "gpu",
     "slurm",
     "schedules",
+    "calibration",
     "simulator",
 )
 NAMES = (*BENCHMARKS, *STUDIES)

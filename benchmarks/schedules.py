@@ -3,18 +3,22 @@
     python -m benchmarks schedules [--limit N] > benchmarks/results/schedules.json
 
 One student server, one teacher server and one learner rank, each of one thread, on the same data
-and with the same number of updates; only `schedule` changes. Three groups:
+and with the same number of updates; only `schedule` changes. Five groups:
 
   mc64        every type, order completion, in_flight abort, and time_shared, with 64 draws a
               position
   mc1         sync and async with one draw, whose teacher has less to score
   long_tail   one prompt in ten has sums of 16 digits instead of 2, so that a few responses take
               several times as long as the others
+  balanced    a student with wider experts that computes the same (benchmarks/widened.py): sampling
+              and training take about as long as each other, as on a cluster that is split well;
+              with the demo's own student sampling takes several times as long as training
+  split       two student servers instead of one
 
-sync, async and sync_shared run with three seeds, as do those of the long tail that are compared;
-the others with one. The runs share two cores among three processes that are never idle at the same
+sync, async and sync_shared run with three seeds; of the long tail the two orders with two; the
+others with one. The runs share two cores among three processes that are never idle at the same
 time, so the ratio of async to sync is bounded by what the cores allow, not by the schedule alone;
-and what a schedule costs in accuracy after 60 updates says nothing about longer runs.
+and what a schedule costs in accuracy after 40 updates says nothing about longer runs.
 
 sync_shared is sync whose student server and learner take turns on the cores (schedule.time_shared)
 with two threads each: a stage that works alone has both cores, instead of one while the other is
@@ -23,6 +27,7 @@ GPU's memory is not in its figures. They may say how near a sync run that uses t
 comes to an async one that uses them at once; nothing follows for GPUs.
 
 Rows are kept in benchmarks/results/schedules_rows.jsonl; stopped, the study goes on where it was.
+The runs' directories stay in runs/schedules: `python -m benchmarks calibration` reads their traces.
 """
 
 from __future__ import annotations
@@ -35,18 +40,22 @@ from typing import Any
 
 from benchmarks.grid.study import run_study
 from benchmarks.grid.trials import Launch, Trial, launch
+from benchmarks.widened import write_widened
 from megatron_opd.data.tasks.arithmetic import solve
 
 CONFIG = Path("examples/arithmetic/demo.yaml")
+STUDENT = Path("examples/arithmetic/student")
 LONG_TAIL = Path("runs") / "schedules" / "long_tail.jsonl"
+WIDE, WIDE_FEATURES = Path("runs") / "schedules" / "wide_student", 2560
 PROMPTS, LONG_SHARE, SHORT_DIGITS, LONG_DIGITS = 4096, 0.1, 2, 16
 SEEDS = (1, 2, 3)
 COMMON = {
+    "run.max_steps": "40",
     "checkpoint.export_hf": "false",
     "evaluation.problems": "64",
     "evaluation.samples": "2",
     "student.base_port": "22100",  # below the range from which the system hands out ports
-    "metrics": "{tensorboard: false, trace: false, progress: false}",
+    "metrics": "{tensorboard: false, trace: true, progress: false}",
 }
 KINDS: dict[str, dict[str, str]] = {
     "sync": {"schedule.type": "sync"},
@@ -68,12 +77,14 @@ KINDS: dict[str, dict[str, str]] = {
 }
 COMPARED = ("sync", "async")
 WITH_TURNS = (*COMPARED, "sync_shared")
-STRAGGLERS = ("sync", "async", "async_tau4", "completion")
+ORDERS = ("async_tau4", "completion")
 LONG = {
     "data.train": str(LONG_TAIL),
     "rollout.max_new_tokens": "192",
     "learner.max_tokens_per_microbatch": "8192",
 }
+BALANCED = {"student.model": str(WIDE)}
+ONE_DRAW = {"support": "{type: mc, m: 1}"}
 
 
 def trial(setting: str, kind: str, seed: int, **changed: str) -> Trial:
@@ -85,9 +96,15 @@ def trials() -> list[Trial]:
     """The runs, in the order in which they are made: what is compared first, seed by seed."""
     found = [trial("mc64", kind, seed) for seed in SEEDS for kind in WITH_TURNS]
     found += [trial("mc64", kind, SEEDS[0]) for kind in KINDS if kind not in WITH_TURNS]
-    found += [trial("long_tail", kind, seed, **LONG) for seed in SEEDS for kind in STRAGGLERS]
-    one_draw = {"support": "{type: mc, m: 1}"}
-    return [*found, *(trial("mc1", kind, seed, **one_draw) for seed in SEEDS for kind in COMPARED)]
+    found.append(
+        Trial("split", "two_students", SEEDS[0], CONFIG, COMMON | {"student.servers": "2"})
+    )
+    for setting, changed in (("balanced", BALANCED), ("long_tail", LONG), ("mc1", ONE_DRAW)):
+        found += [trial(setting, kind, seed, **changed) for seed in SEEDS for kind in COMPARED]
+    return [
+        *found,
+        *(trial("long_tail", kind, seed, **LONG) for seed in SEEDS[:2] for kind in ORDERS),
+    ]
 
 
 def write_long_tail(path: Path) -> None:
@@ -112,6 +129,7 @@ def measure(
 ) -> dict[str, Any]:
     """Run what is missing; everything that is finished by (setting, method), and the ratios."""
     write_long_tail(LONG_TAIL)
+    write_widened(STUDENT, WIDE, WIDE_FEATURES)
     found = run_study("schedules", trials(), options, launch=launch, out=out, rows=rows)
     return found | {"async_over_sync": ratios(found["entries"])}
 

@@ -231,6 +231,9 @@ class Syncer:
         assert not self._learner.busy, "a weight sync reads the weights during an update"
         self._learner.taken = taken
 
+    async def make_room(self) -> None:
+        """Do nothing: servers and learner share nothing."""
+
     async def stranded(self) -> None:
         """See ports.WeightSyncer."""
         await self._servers.stranded()

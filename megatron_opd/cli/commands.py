@@ -121,7 +121,11 @@ def simulate(arguments: argparse.Namespace) -> int:
     config = load_config(Config, arguments.config, arguments.overrides)
     console = Console(highlight=False)
     return run_simulation(
-        config, console, costs_file=arguments.costs, overwrite=arguments.overwrite
+        config,
+        console,
+        costs_file=arguments.costs,
+        recorded=arguments.calibrate,
+        overwrite=arguments.overwrite,
     )
 
 

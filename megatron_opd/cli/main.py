@@ -89,7 +89,14 @@ def build_parser() -> argparse.ArgumentParser:
     simulate = with_config(
         "simulate", "predict a run: the controller on simulated servers and learner"
     )
-    simulate.add_argument(
+    given = simulate.add_mutually_exclusive_group()
+    given.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="RUN_DIR",
+        help="fit costs and lengths to this recorded run, and say how far off they are",
+    )
+    given.add_argument(
         "--costs",
         type=Path,
         metavar="FILE",

@@ -104,6 +104,8 @@ def read_inputs(
             absent.append(f"data.{key} {path}: not here")
             continue
         found[key] = read_prompts(config, key, path, models, first_rows)
+        if key == "train":
+            check_step_off(config, found[key])
     judge = None
     if models.tokenizer is not None:
         ends = end_tokens(
@@ -129,6 +131,21 @@ def read_prompts(
         raise UserError(f"data.{key}: data file not found: {path}")
     rules = prompt_rules(config, models.student, heldout=key == "heldout")
     return checked(partial(load_prompts, path, models.tokenizer, rules, first_rows=first_rows))
+
+
+def check_step_off(config: Config, train: PromptSet) -> None:
+    """Check that a fixed distance fits into the data. UserError: a prompt would meet itself."""
+    schedule = config.schedule
+    if schedule.type not in ("step_off", "controlled") or not train.whole:
+        return
+    permits = schedule.permits(config.buffer.batch_size)
+    there = len(train.prompts) * config.rollout.group_size
+    if permits > there:
+        raise UserError(
+            f"schedule.max_staleness {schedule.max_staleness:g} with type {schedule.type} keeps "
+            f"{permits} responses in flight, but data.train has prompts for {there}; lower it, or "
+            "buffer.batch_size"
+        )
 
 
 def seen_problems(train: PromptSet | None, heldout: PromptSet | None) -> list[str]:

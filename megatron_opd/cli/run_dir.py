@@ -29,6 +29,7 @@ OURS = (
     "changes.json",
     ".summary.json.reserved",
     "fleet",
+    "costs.json",
 )
 
 
@@ -52,6 +53,11 @@ class RunDir:
     def summary(self) -> Path:
         """Returns the file with the figures of the whole run."""
         return self.path / "summary.json"
+
+    @property
+    def costs(self) -> Path:
+        """Returns the file of what all work cost in a simulated run."""
+        return self.path / "costs.json"
 
     @property
     def changes(self) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_opd.cli.calibration import Calibration, calibrate
 from megatron_opd.cli.errors import RunFailed
 from megatron_opd.cli.preflight import read_models
 from megatron_opd.cli.prepare import checked
@@ -19,15 +20,16 @@ from megatron_opd.cli.run_dir import RunDir, hold_run_dir, prepare_run_dir
 from megatron_opd.cli.simulation import Outcome, drawn_lengths, simulate
 from megatron_opd.cli.tables import new_table
 from megatron_opd.config.schema import Config
+from megatron_opd.config.simulation import DEFAULT_GPU
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import JsonlSink, Sink, TensorBoardSink, write_json
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
-from megatron_opd.sim.costs import Costs, Lengths, read_costs
+from megatron_opd.sim.costs import Costs, Lengths, encode_costs, read_costs
 from megatron_opd.sim.hardware import default_costs
-from megatron_opd.sim.recorded import recorded_lengths
+from megatron_opd.sim.recording import read_recording
 
 NOT_SIMULATED = (
     *("loss", "reverse_kl_nats", "grad_norm", "lr", "ratio_p99", "ratio_max"),
@@ -41,14 +43,24 @@ LIMITS = 0.9
 
 
 def run_simulation(
-    config: Config, console: Console, *, costs_file: Path | None = None, overwrite: bool = False
+    config: Config,
+    console: Console,
+    *,
+    costs_file: Path | None = None,
+    recorded: Path | None = None,
+    overwrite: bool = False,
 ) -> int:
     """Simulate one run and write its directory. UserError; RunFailed: it could not go on.
 
-    costs_file: instead of config.simulation.costs.
+    costs_file: instead of config.simulation.costs. recorded: directory of the run that costs and
+    lengths are fitted to instead.
     """
-    costs = costs_of(config, costs_file)
-    lengths = lengths_of(config)
+    if recorded is None:
+        costs, lengths = costs_of(config, costs_file), lengths_of(config)
+    else:
+        calibration = calibrate(recorded)
+        console.print(calibration_table(calibration, recorded))
+        costs, lengths = calibration.fitted.costs, calibration.fitted.lengths
     with hold_run_dir(config.run.dir, resume=False, overwrite=overwrite):
         run_dir = prepare_run_dir(config.run.dir, config)
 
@@ -59,6 +71,7 @@ def run_simulation(
         outcome = simulate(config, costs, lengths, make_recorder)
         took_s = time.monotonic() - began_s
         write_json(run_dir.summary, summary_of(outcome))
+        run_dir.costs.write_bytes(encode_costs(costs))
     console.print(outcome_table(outcome))
     console.print(f"limited by: {bottleneck(outcome)}", soft_wrap=True)
     console.print(f"simulated in {took_s:.1f} s; summary: {run_dir.summary}", soft_wrap=True)
@@ -74,7 +87,7 @@ def costs_of(config: Config, costs_file: Path | None = None) -> Costs:
         return checked(lambda: read_costs(path))
     models = read_models(config)
     teachers = {name: models[role].spec for name, role in teacher_roles(config).items()}
-    gpu = config.simulation.gpu
+    gpu = config.simulation.gpu or DEFAULT_GPU
     return checked(lambda: default_costs(config, models[STUDENT].spec, teachers, gpu))
 
 
@@ -83,7 +96,7 @@ def lengths_of(config: Config) -> Lengths:
     recorded = config.simulation.lengths.recorded
     if recorded is None:
         return drawn_lengths(config)
-    return checked(lambda: recorded_lengths(recorded))
+    return checked(lambda: read_recording(recorded).lengths)
 
 
 class SimulatedRows:
@@ -142,6 +155,20 @@ def summary_of(outcome: Outcome) -> dict[str, Any]:
         "prompts_skipped": {},
         "busy": outcome.busy,
     }
+
+
+def calibration_table(found: Calibration, run_dir: Path) -> Table:
+    """Return what was fitted to a run, and how well it predicts the half that it has not seen."""
+    table = new_table(f"costs fitted to {run_dir}", ("what", "value"))
+    costs = found.fitted.costs
+    cores = "own hardware each" if costs.host_cores is None else f"{costs.host_cores:.2f} cores"
+    for part, error in found.fitted.errors.items():
+        table.add_row(f"{part}: mean error of one span", f"{error:.1%}")
+    table.add_row("what learner and servers share", cores)
+    table.add_row("second half, recorded (tokens/s)", f"{found.recorded_tokens_per_s:,.1f}")
+    table.add_row("predicted from the first half", f"{found.predicted_tokens_per_s:,.1f}")
+    table.add_row("error out of sample", f"{found.error:+.1%}")
+    return table
 
 
 def outcome_table(outcome: Outcome) -> Table:

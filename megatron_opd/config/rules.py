@@ -265,6 +265,16 @@ def _overlap(config: ConfigTree) -> str | None:
     return None
 
 
+def _beyond_the_run(config: ConfigTree) -> str | None:
+    schedule, updates = config.schedule, config.run.max_steps
+    if schedule.type not in ("step_off", "controlled") or schedule.max_staleness < updates:
+        return None
+    return (
+        f"schedule.max_staleness must be < run.max_steps with schedule.type {schedule.type}, or no "
+        f"sample gets that stale, got {schedule.max_staleness:g} and run.max_steps={updates}"
+    )
+
+
 def _warmup(config: ConfigTree) -> str | None:
     return warmup_problem(config.learner.optimizer.warmup_steps, config.run.max_steps)
 
@@ -323,6 +333,7 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _deterministic,
     _overlap,
     _offloaded,
+    _beyond_the_run,
     _warmup,
     _quantised,
 )

@@ -18,6 +18,9 @@ from megatron_opd.config.section import (
 Gpu = Literal["a100", "h20", "h100", "h200", "b200"]
 
 
+DEFAULT_GPU: Gpu = "h100"
+
+
 class LengthsConfig(Section):
     """Says how long simulated prompts and responses are."""
 
@@ -47,9 +50,9 @@ class FailuresConfig(Section):
 class SimulationConfig(Section):
     """Says what `opd simulate` assumes; `opd run` ignores this section."""
 
-    gpu: Gpu = "h100"
+    gpu: Gpu | None = None
     """GPU of learner and servers, which the costs of all work follow from unless `costs` names a
-    file: a100, h20, h100, h200 or b200."""
+    file: a100, h20, h100, h200 or b200. Null: h100."""
     costs: FilePath | None = None
     """JSON file of what all work costs, instead of what follows from `gpu` and the models."""
     lengths: LengthsConfig = LengthsConfig()
@@ -61,6 +64,6 @@ class SimulationConfig(Section):
 
     @model_validator(mode="after")
     def _gpu_has_effect(self) -> SimulationConfig:
-        if self.costs is not None and "gpu" in self.model_fields_set:
+        if self.costs is not None and self.gpu is not None:
             raise ValueError("gpu has no effect with costs, which names a file; leave one out")
         return self

@@ -17,7 +17,7 @@ from megatron_opd.sim.costs import (
     SyncCost,
     encode_costs,
 )
-from megatron_opd.sim.recorded import recorded_lengths
+from megatron_opd.sim.recording import read_recording
 
 COSTS = Costs(
     engine=EngineCost(step_s=0.01),
@@ -62,7 +62,7 @@ def test_a_simulated_run_is_a_run_directory(
         assert all(row.get(name) is None for row in rows(run))
     trace = json.loads((run / "trace.json").read_text())
     assert sum(event["name"].startswith("rollout ") for event in trace) == 32
-    assert len(recorded_lengths(run).pairs) == 32
+    assert len(read_recording(run).lengths.pairs) == 32
     said = capsys.readouterr().out
     assert "updates/h" in said
     assert "limited by: " in said
@@ -83,7 +83,10 @@ def test_lengths_of_a_recorded_run_are_drawn(config: Path, tmp_path: Path) -> No
     assert main(["simulate", str(config)]) == 0
     again = [f"run.dir={tmp_path / 'again'}", f"simulation.lengths.recorded={tmp_path / 'run'}"]
     assert main(["simulate", str(config), "--set", again[0], "--set", again[1]]) == 0
-    recorded, drawn = recorded_lengths(tmp_path / "run"), recorded_lengths(tmp_path / "again")
+    recorded, drawn = (
+        read_recording(tmp_path / "run").lengths,
+        read_recording(tmp_path / "again").lengths,
+    )
     assert set(drawn.pairs) <= set(recorded.pairs)
 
 

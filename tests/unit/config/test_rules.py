@@ -193,6 +193,11 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["weight_sync.overlap=false"],
     ),
     (
+        ["schedule.type=step_off", "schedule.max_staleness=5", "run.max_steps=5"],
+        ["schedule.max_staleness must be < run.max_steps", "step_off", "got 5", "run.max_steps=5"],
+        ["run.max_steps=6"],
+    ),
+    (
         ["learner.optimizer.warmup_steps=6", "run.max_steps=5"],
         ["learner.optimizer.warmup_steps must be <= run.max_steps", "got 6 and run.max_steps=5"],
         ["run.max_steps=6"],

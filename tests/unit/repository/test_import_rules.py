@@ -30,8 +30,8 @@ ONLY = {
     "controller": {"types", "config", "buffer", "metrics"},
     "planning": {"types", "config", "models"},
     "launch": {"config"},
+    "sim": {"types", "config", "models", "planning", "batching", "data", "metrics", "weight_sync"},
     "search": {"config", "data", "models", "planning", "sim"},
-    "sim": {"types", "config", "models", "planning", "batching", "data", "weight_sync"},
 }
 TORCH_FREE = {"types", "config", "buffer", "batching", "controller", "rollout", "teacher"}
 TORCH_FREE |= {"columns", "metrics", "planning", "launch", "sim", "search"}

@@ -1,10 +1,13 @@
 """Branch and bound finds what simulating every candidate finds."""
 
+from dataclasses import replace
+
 import pytest
 
-from megatron_opd.search.candidates import Candidate
+from megatron_opd.search.candidates import Candidate, Teacher
 from megatron_opd.search.search import Trial, front_of, search
 from tests.support.search_cases import (
+    SCORE,
     bounds_of,
     config_of,
     demand_for,
@@ -48,10 +51,11 @@ def test_a_search_that_is_stopped_says_what_it_left_open():
 
 
 def test_a_split_leaves_no_room_for_another_server():
-    space = space_of(6)
-    for each in space.all():
-        assert sum(each.gpus) <= 6
-        assert 6 - sum(each.gpus) < 1 or each.student.tp > 6 - sum(each.gpus)
+    space = replace(space_of(7), teachers=(Teacher(2, 1, SCORE),))
+    left = {7 - sum(each.gpus) for each in space.all() if each.student.tp == 1}
+    assert left == {0}
+    left = {7 - sum(each.gpus) for each in space.all() if each.student.tp == 2}
+    assert left == {0, 1}
     assert len({_key(each) for each in space.all()}) == sum(1 for _ in space.all())
 
 

@@ -1,0 +1,192 @@
+"""Reads from a run's directory what its parts did and when: the other side of metrics/timeline.py.
+
+Times are seconds from the begin of the trace.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron_opd.metrics.intervals import Interval
+from megatron_opd.metrics.timeline import LEARNER, SYNC, TEACHER
+from megatron_opd.sim.costs import RecordedLengths
+
+TRACE = "trace.json"
+MICROSECOND = 1e-6
+STUDENT_ROW = "student "
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSpan:
+    """Holds one response: who sampled it, from the request to the reply."""
+
+    uid: int
+    engine: str
+    start_s: float
+    stop_s: float
+    prompt_tokens: int
+    response_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Returns prompt and response tokens."""
+        return self.prompt_tokens + self.response_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSpan:
+    """Holds one request to a teacher."""
+
+    uid: int
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSpan:
+    """Holds one update of the learner."""
+
+    start_s: float
+    stop_s: float
+    samples: int
+    response_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SyncSpan:
+    """Holds one weight sync, and the pause inside it."""
+
+    start_s: float
+    stop_s: float
+    paused_from_s: float
+    resumed_s: float
+
+
+AnySpan = TypeVar("AnySpan", RolloutSpan, ScoreSpan, UpdateSpan, SyncSpan)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Holds what a run did, each list in the order in which things began."""
+
+    rollouts: tuple[RolloutSpan, ...]
+    scores: tuple[ScoreSpan, ...]
+    updates: tuple[UpdateSpan, ...]
+    syncs: tuple[SyncSpan, ...]
+
+    def until(self, stop_s: float) -> Recording:
+        """Return what had ended by then."""
+        return Recording(
+            _ended(self.rollouts, stop_s),
+            _ended(self.scores, stop_s),
+            _ended(self.updates, stop_s),
+            _ended(self.syncs, stop_s),
+        )
+
+    @property
+    def lengths(self) -> RecordedLengths:
+        """Returns prompt and response tokens of every rollout."""
+        return RecordedLengths(pairs=[(r.prompt_tokens, r.response_tokens) for r in self.rollouts])
+
+
+def read_recording(run_dir: Path) -> Recording:
+    """Read the trace of a run, also of one that was killed while it wrote a line.
+
+    ValueError, in one line: there is none, it holds no rollout, or it is not a run's.
+    """
+    trace = run_dir / TRACE
+    found = _Found()
+    try:
+        lines = trace.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ValueError(f"{trace}: {cause}; metrics.trace writes it") from None
+    for number, event in _events(lines):
+        try:
+            found.add(event)
+        except (KeyError, TypeError, AttributeError, ValueError):
+            raise ValueError(f"{trace}:{number}: not an event of a run") from None
+    if not found.rollouts:
+        raise ValueError(f"{trace} holds no rollout")
+    return found.recording()
+
+
+class _Found:
+    """Collects spans, in the order of the file."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, str] = {}
+        self.rollouts: list[RolloutSpan] = []
+        self.scores: list[ScoreSpan] = []
+        self.updates: list[UpdateSpan] = []
+        self.syncs: list[Interval] = []
+        self.pauses: dict[Interval, None] = {}  # every engine's row has them
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Take an event of metrics/timeline.py; those that are no span do not matter."""
+        if event["name"] == "process_name":
+            self.rows[event["pid"]] = event["args"]["name"]
+        if event["ph"] != "X":
+            return
+        name, row, details = event["name"], self.rows[event["pid"]], event["args"]
+        start_s = event["ts"] * MICROSECOND
+        stop_s = start_s + event["dur"] * MICROSECOND
+        if row == TEACHER:
+            self.scores.append(ScoreSpan(details["uid"], start_s, stop_s))
+        elif row == LEARNER:
+            samples, tokens = details["samples"], details["response_tokens"]
+            self.updates.append(UpdateSpan(start_s, stop_s, samples, tokens))
+        elif row == SYNC and name.startswith("weight sync"):
+            self.syncs.append((start_s, stop_s))
+        elif row.startswith(STUDENT_ROW) and name == "paused":
+            self.pauses[start_s, stop_s] = None
+        elif row.startswith(STUDENT_ROW):
+            engine = row.removeprefix(STUDENT_ROW)
+            tokens = details["prompt_tokens"], details["response_tokens"]
+            self.rollouts.append(RolloutSpan(details["uid"], engine, start_s, stop_s, *tokens))
+
+    def recording(self) -> Recording:
+        """Return what was found, in order."""
+        return Recording(
+            _in_order(self.rollouts),
+            _in_order(self.scores),
+            _in_order(self.updates),
+            _in_order(_with_pauses(self.syncs, list(self.pauses))),
+        )
+
+
+def _ended(spans: Iterable[AnySpan], stop_s: float) -> tuple[AnySpan, ...]:
+    return tuple(span for span in spans if span.stop_s <= stop_s)
+
+
+def _in_order(spans: Iterable[AnySpan]) -> tuple[AnySpan, ...]:
+    return tuple(sorted(spans, key=lambda span: span.start_s))
+
+
+def _with_pauses(syncs: Sequence[Interval], pauses: Sequence[Interval]) -> list[SyncSpan]:
+    """Return the weight syncs, each with the pause that lies inside it."""
+    found: list[SyncSpan] = []
+    for start_s, stop_s in syncs:
+        inside = [p for p in pauses if p[0] >= start_s - MICROSECOND and p[0] <= stop_s]
+        paused_from_s, resumed_s = inside[0] if inside else (stop_s, stop_s)
+        found.append(SyncSpan(start_s, stop_s, paused_from_s, resumed_s))
+    return found
+
+
+def _events(lines: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    """Yield the events with their lines' numbers; TraceWriter writes one a line."""
+    for number, line in enumerate(lines, 1):
+        text = line.strip().removesuffix(",")
+        if text in ("", "[", "]"):
+            continue
+        try:
+            event = json.loads(text)
+        except (ValueError, RecursionError):
+            if number < len(lines):
+                yield number, None
+            return  # the run was killed while it wrote the last one
+        yield number, event

@@ -1,0 +1,119 @@
+"""Costs that are fitted to a run, which is a simulated one here, so that its costs are known."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_opd.cli.calibration import calibrate, config_of, staleness_distance
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.main import main
+from megatron_opd.cli.simulation import simulate
+from megatron_opd.sim.costs import (
+    Costs,
+    EngineCost,
+    LearnerCost,
+    ScoreCost,
+    SyncCost,
+    encode_costs,
+    read_costs,
+)
+
+COSTS = Costs(
+    engine=EngineCost(step_s=0.02, step_request_s=0.004, request_s=0.01),
+    teachers={"teacher": ScoreCost(request_s=0.02, token_s=2e-4)},
+    learner=LearnerCost(token_s=4e-4, update_s=0.3),
+    sync=SyncCost(sync_s=0.2, paused_s=0.1),
+    host_cores=1.5,
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run whose costs are COSTS."""
+    path = tmp_path_factory.mktemp("recorded")
+    (path / "costs.json").write_bytes(encode_costs(COSTS))
+    tree: dict[str, Any] = {
+        "run": {"dir": str(path / "run"), "max_steps": 40},
+        "data": {"train": "not here"},
+        "student": {"model": "not here either"},
+        "teacher": {"model": "not here either"},
+        "buffer": {"batch_size": 8},
+        "rollout": {"max_new_tokens": 60},
+        "simulation": {"costs": str(path / "costs.json")},
+    }
+    (path / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert main(["simulate", str(path / "config.yaml")]) == 0
+    return path / "run"
+
+
+def test_the_costs_of_a_simulated_run_predict_it(run: Path):
+    found = calibrate(run)
+    assert abs(found.error) < 0.1
+    outcome = simulate(config_of(run), found.fitted.costs, found.fitted.lengths)
+    recorded = json.loads((run / "summary.json").read_text())
+    assert outcome.tokens_per_s == pytest.approx(recorded["train_tokens_per_s"], rel=0.05)
+    assert found.fitted.costs.host_cores == pytest.approx(1.5, abs=0.15)
+
+
+def test_they_predict_another_schedule_and_a_doubled_stage_does_not(run: Path):
+    """The limit is that of the benchmark: 10 %."""
+    config = config_of(run).model_copy(update={"schedule": config_of(run).schedule})
+    tree = config.model_dump(mode="json")
+    tree["schedule"] = {"type": "sync"}
+    sync = type(config).model_validate(tree)
+    found = calibrate(run).fitted
+    truth = simulate(sync, COSTS, found.lengths).tokens_per_s
+    predicted = simulate(sync, found.costs, found.lengths).tokens_per_s
+    assert predicted == pytest.approx(truth, rel=0.1)
+    slow = json.loads(encode_costs(found.costs))
+    slow["engine"] = {k: 2 * v if k.endswith("_s") else v for k, v in slow["engine"].items()}
+    wrong = simulate(sync, Costs(**_decoded(slow)), found.lengths).tokens_per_s
+    assert truth is not None
+    assert wrong is not None
+    assert abs(wrong / truth - 1) > 0.1
+
+
+def _decoded(tree: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "engine": EngineCost(**tree["engine"]),
+        "teachers": {name: ScoreCost(**cost) for name, cost in tree["teachers"].items()},
+        "learner": LearnerCost(**tree["learner"]),
+        "sync": SyncCost(**tree["sync"]),
+        "host_cores": tree["host_cores"],
+    }
+
+
+def test_the_command_says_how_far_off_it_is(run: Path, capsys: pytest.CaptureFixture[str]):
+    config = run.parent / "config.yaml"
+    again = run.parent / "again"
+    sets = ["--set", f"run.dir={again}", "--set", "simulation.costs=null"]
+    assert main(["simulate", str(config), *sets, "--calibrate", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "error out of sample" in out
+    assert "1.5" in out
+    assert read_costs(again / "costs.json").engine.step_s == pytest.approx(0.02, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("lost", "why"),
+    [
+        ("trace.json", "--calibrate: .*trace.json: No such file or directory; metrics.trace"),
+        ("config.resolved.yaml", "is no run directory: config.resolved.yaml is not there"),
+    ],
+)
+def test_what_is_no_recorded_run_is_refused(run: Path, tmp_path: Path, lost: str, why: str):
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / lost).unlink()
+    with pytest.raises(UserError, match=why):
+        calibrate(tmp_path / "run")
+
+
+def test_staleness_is_compared_as_shares(run: Path):
+    outcome = simulate(config_of(run), COSTS)
+    counts = outcome.totals.staleness.tokens.as_json()
+    assert staleness_distance(outcome, {k: 10 * v for k, v in counts.items()}) == pytest.approx(0)
+    assert staleness_distance(outcome, {"77": 5}) == pytest.approx(1.0)

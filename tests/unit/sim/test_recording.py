@@ -1,0 +1,86 @@
+"""A run's trace, read back: what the timeline drew, and files that are no such trace."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_opd.metrics.timeline import Timeline
+from megatron_opd.metrics.trace import TraceWriter
+from megatron_opd.metrics.types import Phase, WeightSyncReport
+from megatron_opd.sim.learner import Figures
+from megatron_opd.sim.recording import (
+    RolloutSpan,
+    ScoreSpan,
+    SyncSpan,
+    UpdateSpan,
+    read_recording,
+)
+from megatron_opd.types import Batch
+from tests.support.fakes import make_sample
+
+ORIGIN_S = 100.0
+
+
+def drawn(path: Path) -> None:
+    """Two rollouts, the later of which ends first, a score, an update and a weight sync."""
+    timeline = Timeline(TraceWriter(path, ORIGIN_S), ["a", "b"])
+    samples = [make_sample(uid, num_tokens=tokens) for uid, tokens in ((0, 5), (1, 2))]
+    times = {0: ("a", 101.0, 104.0), 1: ("b", 102.0, 103.0)}
+    for sample in reversed(samples):
+        engine, start_s, stop_s = times[sample.rollout.prompt.uid]
+        timeline.rollout(
+            replace(sample.rollout, engine=engine, started_s=start_s, finished_s=stop_s)
+        )
+    timeline.score(samples[0], 104.0, 104.5)
+    timeline.update(Batch(0, 0, tuple(samples)), Figures(7), 105.0, 107.0)
+    phases = (Phase("pause", 107.0, 107.25), Phase("send", 107.25, 108.0))
+    timeline.weight_sync(WeightSyncReport(1, phases, 10, 107.25, 107.75))
+    timeline.drop(9, "lost", "", 107.9)
+    timeline.close()
+
+
+def test_spans_are_those_that_were_drawn(tmp_path: Path):
+    drawn(tmp_path / "trace.json")
+    found = read_recording(tmp_path)
+    prompt = len(make_sample(0).rollout.prompt.token_ids_P)
+    assert found.rollouts == (
+        RolloutSpan(0, "a", 1.0, 4.0, prompt, 5),
+        RolloutSpan(1, "b", 2.0, 3.0, prompt, 2),
+    )
+    assert found.scores == (ScoreSpan(0, 4.0, 4.5),)
+    assert found.updates == (UpdateSpan(5.0, 7.0, 2, 7),)
+    assert found.syncs == (SyncSpan(7.0, 8.0, 7.25, 7.75),), "every engine has the pause"
+    assert found.lengths.pairs == [(prompt, 5), (prompt, 2)]
+    before = found.until(3.5)
+    assert [span.uid for span in before.rollouts] == [1]
+    assert (before.scores, before.updates, before.syncs) == ((), (), ())
+
+
+def test_a_run_that_was_killed_while_it_wrote_is_read_as_far_as_it_goes(tmp_path: Path):
+    path = tmp_path / "trace.json"
+    drawn(path)
+    lines = path.read_text().splitlines()
+    (last,) = (i for i, line in enumerate(lines) if '"score"' in line)
+    path.write_text("\n".join([*lines[:last], lines[last][:20]]))
+    found = read_recording(tmp_path)
+    assert len(found.rollouts) == 2
+    assert found.scores == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, r"trace\.json: No such file or directory; metrics\.trace writes it$"),
+        ("[\n]\n", r"trace\.json holds no rollout$"),
+        ("[\nnothing\n]\n", r"trace\.json:2: not an event of a run$"),
+        ('[\n{"name": "x"}\n]\n', r"trace\.json:2: not an event of a run$"),
+        ('[\n7,\n{"name": "x"}\n]\n', r"trace\.json:2: not an event of a run$"),
+        ('[\n{"ph":"X","pid":1,"name":"x","args":{}}\n]\n', r"trace\.json:2: not an event"),
+    ],
+)
+def test_what_is_no_trace_of_a_run_is_refused_in_a_line(tmp_path: Path, text: str | None, why: str):
+    if text is not None:
+        (tmp_path / "trace.json").write_text(text)
+    with pytest.raises(ValueError, match=why):
+        read_recording(tmp_path)
