@@ -132,8 +132,9 @@ def score_cost(spec: ModelSpec, section: ServerConfig, hardware: Hardware) -> Sc
 def learner_cost(spec: ModelSpec, config: Config, hardware: Hardware) -> LearnerCost:
     """Predict the learner's costs: a forward pass, and a backward pass that takes twice as long.
 
-    Exchanges within layers and the pipeline's bubbles come on top (exchanges.py). One forward pass more where activations are recomputed, and one where the loss needs the
-    log-probs of the batch's start.
+    Exchanges within layers and the pipeline's bubbles come on top (exchanges.py). One forward pass
+    more where activations are recomputed, and one where the loss needs the log-probs of the batch's
+    start.
     """
     parallel = config.learner.parallel
     passes = 3 + Settings.of(config.learner).full_recompute
