@@ -142,7 +142,9 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_plan(plan: argparse.ArgumentParser) -> None:
     """Add the options of `opd plan`."""
     plan.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs to split")
-    plan.add_argument("--gpu", metavar="NAME", help="kind of GPU; default: simulation.gpu")
+    plan.add_argument(
+        "--gpu", metavar="NAME", help="kind of GPU; default: simulation.gpu, else h100"
+    )
     plan.add_argument(
         "--staleness",
         type=int,

@@ -44,7 +44,7 @@ from megatron_opd.search.space import Losers, Pins
 from megatron_opd.sim.costs import Lengths
 from megatron_opd.sim.hardware import CATALOGUE
 
-GPUS_OF_A_NODE = 8
+DEFAULT_GPU = "h100"
 EVERY_S = 10.0
 """Seconds between two lines of progress."""
 
@@ -66,7 +66,7 @@ def run_plan(
         raise UserError(f"--out: {out} exists already; choose another file or remove it")
     if trials is not None and trials < 0:
         raise UserError(f"--trials must be >= 0, got {trials}")
-    chosen = known_gpu(gpu or config.simulation.gpu)
+    chosen = known_gpu(gpu or config.simulation.gpu or DEFAULT_GPU)
     task = task_of(config, gpus, chosen, staleness, pins_of(keep))
     plan = make_plan(task, chosen, window or Window(), trials or None, _progress())
     tree = chosen_tree(config, plan.winner.candidate, chosen, task.memory_gib)

@@ -129,3 +129,23 @@ def test_the_bound_is_near_where_one_stage_is_all(
     )
     bound_s = bounds_of(config, demand).seconds(candidate)
     assert bound_s >= least * simulator(config, demand)(candidate).seconds
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda each: f"{each.config.type}-{each.bound}")
+def test_responses_that_outlast_weight_syncs_keep_within_the_bound(schedule: Schedule):
+    """Only with in_flight keep does a weight sync wait for them."""
+    config = config_of()
+    lengths = LognormalLengths(mean=30, cv=2.0, prompt_tokens=10)
+    demand = demand_for(config, lengths)
+    candidate = Candidate(
+        learner=learner_of(4, update_s=0.1, token_s=1e-4),
+        student=student_of(1, EngineCost(step_s=0.1), SyncCost(sync_s=0.0, paused_s=0.0)),
+        servers=5,
+        teacher=None,
+        teachers=0,
+        schedule=schedule,
+        concurrency=100,
+        scoring=16,
+    )
+    bound_s = bounds_of(config, demand).seconds(candidate)
+    assert bound_s <= simulator(config, demand, lengths)(candidate).seconds * (1 + SLACK)
