@@ -29,6 +29,7 @@ NAVIGATION = {
         "schedules",
         "simulate",
         "simulate_published",
+        "plan",
         "weight_sync",
         "recovery",
         "fleet",

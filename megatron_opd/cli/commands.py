@@ -129,6 +129,24 @@ def simulate(arguments: argparse.Namespace) -> int:
     )
 
 
+def plan(arguments: argparse.Namespace) -> int:
+    """Run `opd plan`: the split of GPUs, layout and schedule with the highest throughput."""
+    from rich.console import Console
+
+    from megatron_opd.cli.plan import run_plan
+
+    return run_plan(
+        load_config(Config, arguments.config, arguments.overrides),
+        Console(highlight=False),
+        gpus=arguments.gpus,
+        gpu=arguments.gpu,
+        staleness=arguments.staleness,
+        keep=arguments.keep,
+        out=arguments.out,
+        trials=arguments.trials,
+    )
+
+
 def sft(arguments: argparse.Namespace) -> int:
     """Run `opd sft`: supervised fine-tuning."""
     from megatron_opd.cli.sft import run_sft

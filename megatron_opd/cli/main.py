@@ -108,6 +108,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     simulate.set_defaults(handler=commands.simulate)
 
+    _add_plan(with_config("plan", "search for the split of GPUs with the highest throughput"))
+
     mismatch.add_options(with_config("mismatch", mismatch.SUMMARY))
 
     objective = verbs.add_parser(
@@ -135,6 +137,37 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--seed", type=int, default=0, help="seed of the problems")
     data.set_defaults(handler=commands.make_data)
     return parser
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    """Add the options of `opd plan`."""
+    plan.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs to split")
+    plan.add_argument(
+        "--gpu", metavar="NAME", help="kind of GPU; default: simulation.gpu, else h100"
+    )
+    plan.add_argument(
+        "--staleness",
+        type=int,
+        metavar="S",
+        help="largest bound on staleness, in updates; default: the config's schedule's",
+    )
+    plan.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="KEY[,KEY]",
+        help="keys or sections that keep their values, e.g. schedule.type,learner.parallel",
+    )
+    plan.add_argument(
+        "--trials",
+        type=int,
+        default=24,
+        metavar="N",
+        help="candidates of each staleness to simulate at most (default 24); 0: until the front "
+        "is proven",
+    )
+    plan.add_argument("--out", type=Path, metavar="FILE", help="write the winner as a config here")
+    plan.set_defaults(handler=commands.plan)
 
 
 def _add_serve(verbs: Any) -> None:

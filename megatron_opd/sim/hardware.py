@@ -8,9 +8,11 @@ least certain numbers here: costs measured on the machine at hand (simulation.co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.config.schema import Config
+from megatron_opd.config.sections import WeightSyncConfig
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.simulation import Gpu
 from megatron_opd.models.spec import ModelSpec
@@ -19,7 +21,8 @@ from megatron_opd.planning.parameters import model_parameters
 from megatron_opd.planning.servers import server_memory
 from megatron_opd.planning.settings import Settings
 from megatron_opd.sim.costs import Costs, EngineCost, LearnerCost, ScoreCost, SyncCost
-from megatron_opd.weight_sync.sizes import sync_sizes
+from megatron_opd.sim.exchanges import bubble_factor, exchange_seconds
+from megatron_opd.weight_sync.sizes import SyncSizes, sync_sizes
 
 GB = 1e9
 
@@ -129,8 +132,9 @@ def score_cost(spec: ModelSpec, section: ServerConfig, hardware: Hardware) -> Sc
 def learner_cost(spec: ModelSpec, config: Config, hardware: Hardware) -> LearnerCost:
     """Predict the learner's costs: a forward pass, and a backward pass that takes twice as long.
 
-    One forward pass more where activations are recomputed, and one where the loss needs the
-    log-probs of the batch's start.
+    Exchanges within layers and the pipeline's bubbles come on top (exchanges.py). One forward pass
+    more where activations are recomputed, and one where the loss needs the log-probs of the batch's
+    start.
     """
     parallel = config.learner.parallel
     passes = 3 + Settings.of(config.learner).full_recompute
@@ -143,22 +147,45 @@ def learner_cost(spec: ModelSpec, config: Config, hardware: Hardware) -> Learner
     # float32 gradients are reduced and bfloat16 weights gathered; the optimizer's share is small
     exchange_s = 6.0 * held / links if parallel.dp > 1 else 0.0
     optimizer_s = 30.0 * held / parallel.dp / (hardware.hbm_gbs * GB * HBM_EFFICIENCY)
+    node = hardware.node_gbs * GB * LINK_EFFICIENCY
+    # the backward pass, for twice the arithmetic, exchanges as much as a forward pass
+    sent_s = (passes - 1) * exchange_seconds(spec, parallel, node, links)
+    bubbles = bubble_factor(config)
     return LearnerCost(
         update_s=config.learner.num_mini_batches * (exchange_s + optimizer_s),
-        token_s=passes * forward_token_flops(spec) / rate,
-        token_context_s=passes * pair_flops / rate,
+        token_s=bubbles * (passes * forward_token_flops(spec) / rate + sent_s),
+        token_context_s=bubbles * passes * pair_flops / rate,
         ranks=parallel.dp,
     )
 
 
 def sync_cost(spec: ModelSpec, config: Config, hardware: Hardware) -> SyncCost:
-    """Predict a weight sync: by its plan for type shards, else that one rank sends everything.
+    """Predict a weight sync. ValueError: it has no plan."""
+    return sync_cost_of(sync_sizes(config, spec), config.weight_sync, hardware)
+
+
+def least_sync_cost(spec: ModelSpec, config: Config, hardware: Hardware) -> SyncCost:
+    """Return what no weight sync to servers of this size takes less than, whoever sends.
+
+    A rank receives its share of the weights over one link; learner and number of servers add to it.
+    """
+    alone = config.model_copy(
+        update={
+            "learner": config.learner.model_copy(update={"parallel": ParallelConfig()}),
+            "student": config.student.model_copy(update={"servers": 1}),
+        }
+    )
+    sizes = replace(sync_sizes(alone, spec), sent=[0], passed_on=[0], delay=0, copied=0)
+    return sync_cost_of(sizes, config.weight_sync, hardware)
+
+
+def sync_cost_of(sizes: SyncSizes, settings: WeightSyncConfig, hardware: Hardware) -> SyncCost:
+    """Predict by the plan for type shards, else that one rank sends everything.
 
     Staged weights are copied in the pause; with overlap the learner is held while it copies its
     own.
     """
-    settings, links = config.weight_sync, hardware.network_gbs * LINK_EFFICIENCY
-    sizes = sync_sizes(config, spec)
+    links = hardware.network_gbs * LINK_EFFICIENCY
     received = max(sizes.received)
     copy_gbs = hardware.hbm_gbs * HBM_EFFICIENCY / 2  # read and written
     if settings.type == "shards":

@@ -20,6 +20,7 @@ LAYERS = (
     {"models", "buffer", "losses", "data", "batching", "metrics"},
     {"planning", "transport", "checkpoint", "weight_sync", "rollout", "teacher", "launch"},
     {"learner", "controller", "evaluation", "mismatch", "sim"},
+    {"search"},
     {"cli"},
     {"__main__"},
 )
@@ -30,9 +31,10 @@ ONLY = {
     "planning": {"types", "config", "models"},
     "launch": {"config"},
     "sim": {"types", "config", "models", "planning", "batching", "data", "metrics", "weight_sync"},
+    "search": {"config", "data", "models", "planning", "sim"},
 }
 TORCH_FREE = {"types", "config", "buffer", "batching", "controller", "rollout", "teacher"}
-TORCH_FREE |= {"columns", "metrics", "planning", "launch", "sim"}
+TORCH_FREE |= {"columns", "metrics", "planning", "launch", "sim", "search"}
 HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
 # What learner ranks and server ranks do alike with tensors; the client side stays free of it.
 WITH_TORCH = {

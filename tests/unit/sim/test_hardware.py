@@ -71,7 +71,8 @@ def test_more_ranks_take_less_time() -> None:
     assert two.teachers["teacher"].token_s == pytest.approx(one.teachers["teacher"].token_s / 2)
     learner = {"dtype": "bfloat16", "recompute": False, "parallel": {"tp": 2, "dp": 2}}
     cut = costs_of(learner=learner).learner
-    assert cut.token_s == pytest.approx(one.learner.token_s / 2)
+    # exchanges within layers come on top
+    assert one.learner.token_s / 2 < cut.token_s < one.learner.token_s
     assert cut.ranks == 2
 
 

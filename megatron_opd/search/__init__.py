@@ -1,0 +1,1 @@
+"""Finds the split of GPUs, the layout and the schedule with the highest throughput."""
