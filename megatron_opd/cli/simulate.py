@@ -63,8 +63,10 @@ def run_simulation(
         costs, lengths = calibration.fitted.costs, calibration.fitted.lengths
     check_costs(config, costs)
     _spare_real_run(RunDir(config.run.dir))
+    given = costs_file or recorded
+    resolved = config if given is None else naming_its_costs(config, recorded)
     with hold_run_dir(config.run.dir, resume=False, overwrite=overwrite):
-        run_dir = prepare_run_dir(config.run.dir, config)
+        run_dir = prepare_run_dir(config.run.dir, resolved)
 
         def make_recorder(totals: RunTotals, urls: Mapping[Role, tuple[str, ...]]) -> RunRecorder:
             return _recorder(config, run_dir, totals, urls[STUDENT])
@@ -90,6 +92,19 @@ def _spare_real_run(run_dir: RunDir) -> None:
                 f"run.dir {run_dir.path} holds {products.name} of a real run, which opd simulate "
                 "never replaces; add --set run.dir=ANOTHER"
             )
+
+
+def naming_its_costs(config: Config, recorded: Path | None) -> Config:
+    """Return a configuration that gives the same run without --costs or --calibrate.
+
+    recorded: the run that lengths were drawn from; None: as the configuration says.
+    """
+    changes: dict[str, Any] = {"gpu": None, "costs": RunDir(config.run.dir).costs}
+    if recorded is not None:
+        lengths = config.simulation.lengths
+        changes["lengths"] = lengths.model_copy(update={"recorded": recorded})
+    simulation = config.simulation.model_copy(update=changes)
+    return config.model_copy(update={"simulation": simulation})
 
 
 def costs_of(config: Config, costs_file: Path | None = None) -> Costs:

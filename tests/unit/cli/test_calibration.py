@@ -95,6 +95,9 @@ def test_the_command_says_how_far_off_it_is(run: Path, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "error out of sample" in out
     assert "1.5" in out
+    rows = (again / "metrics.jsonl").read_bytes()
+    assert main(["simulate", str(again / "config.resolved.yaml"), "--overwrite"]) == 0
+    assert (again / "metrics.jsonl").read_bytes() == rows, "it names costs and lengths"
     assert read_costs(again / "costs.json").engine.step_s == pytest.approx(0.02, rel=0.2)
 
 

@@ -120,6 +120,18 @@ def test_mistakes_are_named_and_leave_nothing(
     assert not (tmp_path / "run").exists()
 
 
+def test_the_resolved_configuration_names_the_costs_that_were_given(
+    config: Path, tmp_path: Path
+) -> None:
+    costs = (tmp_path / "costs.json").rename(tmp_path / "given.json")
+    sets = ["--set", "simulation={gpu: h100}"]
+    assert main(["simulate", str(config), *sets, "--costs", str(costs)]) == 0
+    first = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    resolved = tmp_path / "run" / "config.resolved.yaml"
+    assert main(["simulate", str(resolved), "--overwrite"]) == 0
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == first
+
+
 def test_an_earlier_run_is_kept_unless_told(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
