@@ -27,7 +27,6 @@ GPU's memory is not in its figures. They may say how near a sync run that uses t
 comes to an async one that uses them at once; nothing follows for GPUs.
 
 Rows are kept in benchmarks/results/schedules_rows.jsonl; stopped, the study goes on where it was.
-The runs' directories stay in runs/schedules: `python -m benchmarks calibration` reads their traces.
 """
 
 from __future__ import annotations
@@ -120,6 +119,12 @@ def write_long_tail(path: Path) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def prepare() -> None:
+    """Write the data and the model that runs use besides those of the example."""
+    write_long_tail(LONG_TAIL)
+    write_widened(STUDENT, WIDE, WIDE_FEATURES)
+
+
 def measure(
     options: Sequence[str] = (),
     *,
@@ -128,8 +133,7 @@ def measure(
     rows: Path | None = None,
 ) -> dict[str, Any]:
     """Run what is missing; everything that is finished by (setting, method), and the ratios."""
-    write_long_tail(LONG_TAIL)
-    write_widened(STUDENT, WIDE, WIDE_FEATURES)
+    prepare()
     found = run_study("schedules", trials(), options, launch=launch, out=out, rows=rows)
     return found | {"async_over_sync": ratios(found["entries"])}
 
