@@ -61,7 +61,6 @@ WITH_OPTIONS = (
     "gpu",
     "slurm",
     "schedules",
-    "calibration",
     "simulator",
 )
 NAMES = (*BENCHMARKS, *STUDIES)

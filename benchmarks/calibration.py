@@ -1,13 +1,13 @@
 """Costs fitted to one recorded run, and what they predict of runs that they have not seen.
 
-    python -m benchmarks calibration [--runs DIR] > benchmarks/results/calibration.json
+    python -m benchmarks calibration > benchmarks/results/calibration.json
 
-Reads the runs of `python -m benchmarks schedules` (runs/schedules), which have traces. Costs and
-lengths are fitted to one run of schedule async; every other run that is listed below is simulated
-with its own configuration and these costs: other schedules, another split of the servers. A
-prediction holds if its throughput is within 10 % of what was recorded, or within the spread of the
-runs that differ in their seed alone, whichever is larger. Staleness is compared as histograms of
-tokens (total variation, 0: the same, 1: nothing in common).
+Makes five runs of the study of schedules again (some five minutes) and keeps their time lines.
+Costs and lengths are fitted to that of schedule async; the other runs, of other schedules and of
+another split of the servers, are simulated with their own configurations and these costs. A
+prediction holds if its throughput is within 10 % of what was recorded, or within the spread of runs
+that differ in their seed alone (of the study of schedules), whichever is larger. Staleness is
+compared as histograms of tokens (total variation, 0: the same, 1: nothing in common).
 
 Controls, which must not hold: the same predictions with the time of one stage doubled. That of the
 stage which limits a run must show; doubling one that has time to spare need not.
@@ -28,53 +28,47 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.grid.trials import RESULTS, Launch, launch, run_commits, run_trials
+from benchmarks.schedules import COMPARED, SEEDS, prepare, trials
 from megatron_opd.cli.calibration import calibrate, config_of, staleness_distance
 from megatron_opd.cli.simulation import simulate
 from megatron_opd.sim.costs import Costs, Lengths
 
-RUNS = Path("runs") / "schedules"
+RUNS = Path("runs") / "calibration"
+SCHEDULES = RESULTS / "schedules_rows.jsonl"
 FITTED = "mc64-async-1"
-CHECKED = (
-    "mc64-sync-1",
-    "mc64-step_off-1",
-    "mc64-stream-1",
-    "mc64-partial-1",
-    "mc64-async_tau4-1",
-    "split-two_students-1",
-)
-SPREAD = {"sync": "mc64-sync-{}", "async": "mc64-async-{}"}
-SEEDS = (1, 2, 3)
+CHECKED = ("mc64-sync-1", "mc64-step_off-1", "mc64-async_tau4-1", "split-two_students-1")
 LIMIT = 0.10
 DOUBLED = ("student", "teacher", "learner")
 Tree = dict[str, Any]
 
 
-def measure(options: Sequence[str] = ()) -> Tree:
-    """Fit, predict and compare; nothing is run."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks calibration")
-    parser.add_argument("--runs", type=Path, default=RUNS, metavar="DIR")
-    runs: Path = parser.parse_args(list(options)).runs
-    found = calibrate(runs / FITTED)
+def measure(options: Sequence[str] = (), *, launch: Launch = launch, out: Path = RUNS) -> Tree:
+    """Make the runs that are missing; fit, predict and compare."""
+    argparse.ArgumentParser(prog="python -m benchmarks calibration").parse_args(list(options))
+    prepare()
+    names = (FITTED, *CHECKED)
+    made = run_trials([t for t in trials() if t.name in names], out, launch, keep=True)
+    found = calibrate(out / FITTED)
     fitted, lengths = found.fitted.costs, found.fitted.lengths
-    there = [name for name in (FITTED, *CHECKED) if (runs / name / "summary.json").exists()]
-    spread = spreads(runs)
+    spread = spreads(SCHEDULES)
     limit = max(LIMIT, *spread.values())
     return {
+        "run_commits": run_commits(made),
         "fitted_to": FITTED,
         "costs": msgspec.to_builtins(fitted),
         "fit_errors": found.fitted.errors,
         "out_of_sample_error": found.error,
         "spread_of_seeds": spread,
         "limit": limit,
-        "runs": {name: compared(runs / name, fitted, lengths, limit) for name in there},
+        "runs": {name: compared(out / name, fitted, lengths, limit) for name in names},
         "controls": {
             stage: {
-                name: compared(runs / name, doubled(fitted, stage), lengths, limit)["error"]
-                for name in there
+                name: compared(out / name, doubled(fitted, stage), lengths, limit)["error"]
+                for name in names
             }
             for stage in DOUBLED
         },
-        "missing": [name for name in CHECKED if name not in there],
     }
 
 
@@ -100,14 +94,14 @@ def compared(run_dir: Path, costs: Costs, lengths: Lengths, limit: float) -> Tre
     }
 
 
-def spreads(runs: Path) -> dict[str, float]:
+def spreads(rows: Path) -> dict[str, float]:
     """Return half the range of the throughput of runs that differ in their seed, over its mean."""
+    newest = {row["name"]: row for row in map(json.loads, rows.read_text().splitlines())}
     found: dict[str, float] = {}
-    for kind, pattern in SPREAD.items():
-        files = [runs / pattern.format(seed) / "summary.json" for seed in SEEDS]
-        speeds = [json.loads(f.read_text())["train_tokens_per_s"] for f in files if f.exists()]
-        if len(speeds) > 1:
-            found[kind] = (max(speeds) - min(speeds)) / 2 / statistics.mean(speeds)
+    for kind in COMPARED:
+        names = [f"mc64-{kind}-{seed}" for seed in SEEDS]
+        speeds = [newest[name]["summary"]["train_tokens_per_s"] for name in names]
+        found[kind] = (max(speeds) - min(speeds)) / 2 / statistics.mean(speeds)
     return found
 
 

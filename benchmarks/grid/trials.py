@@ -151,19 +151,25 @@ def run_trials(
     *,
     rows: Path | None = None,
     limit: int | None = None,
+    keep: bool = False,
 ) -> list[dict[str, Any]]:
     """The rows of the trials that are finished, in the trials' order.
 
     out: run directories and logs. rows: the JSONL file of rows, by default `out`/rows.jsonl.
-    limit: how many trials may be run now; null: all that are missing.
+    limit: how many trials may be run now; null: all that are missing. keep: leave the run
+    directories; a trial whose directory is not there is made again.
     """
     out.mkdir(parents=True, exist_ok=True)
     rows = out / "rows.jsonl" if rows is None else rows
     kept = finished_rows(trials, rows)
+    if keep:
+        kept = {name: row for name, row in kept.items() if (out / name).is_dir()}
     missing = [trial for trial in trials if trial.name not in kept]
     for trial in missing[:limit]:
         started = time.monotonic()
         row = run_trial(trial, out, launch)
+        if not keep:
+            shutil.rmtree(out / trial.name)
         with rows.open("a") as file:
             file.write(json.dumps(row, separators=(",", ":")) + "\n")
         kept[trial.name] = row
@@ -220,7 +226,6 @@ def run_trial(trial: Trial, out: Path, launch: Launch) -> dict[str, Any]:
         "summary": {key: summary.get(key) for key in SUMMARY},
         "curves": {key: [_rounded(each.get(key)) for each in rows] for key in CURVES},
     }
-    shutil.rmtree(run_dir)
     return row
 
 

@@ -1,9 +1,8 @@
 """Estimates Costs from a recorded run: what each part would take if it had the machine to itself.
 
 Every cost is a sum of known amounts (tokens, requests, steps) times unknown seconds, so each part
-is a least-squares problem in which no number may be negative (Lawson and Hanson's NNLS), on errors
-relative to what was measured. The cores that the parts share are the one number that is searched:
-the one whose fit is best.
+is a least-squares problem in which no number may be negative (Lawson and Hanson's NNLS). The cores
+that the parts share are the one number that is searched: the one whose fit is best.
 
 Not fitted: the learner's cost of long contexts (a run's batches hardly differ in it), and which of
 its data-parallel ranks gets the most tokens.
@@ -33,6 +32,13 @@ from megatron_opd.sim.recording import Recording
 
 Floats = npt.NDArray[np.float64]
 LEAST_UPDATES = 8
+LONG_CONTEXT = 512
+"""Cached tokens of a request, on average, from which on reading them is told from the rest of a
+step: with shorter ones it takes too little of it."""
+TOGETHER = np.eye(5)
+TOGETHER[1, 4] = 1.0
+"""A token takes no more time in a prefill than in a decode step: what is unknown is the prefill's,
+and how much more the step's is. Runs whose prompts are alike could not tell them apart."""
 ROUNDS = 3
 """How often the rate of sampling, which weighs the pieces of a rollout, is computed anew."""
 MOST_CORES, COARSE, FINE = 4.0, 0.25, 0.05
@@ -43,7 +49,7 @@ LEAST_GAIN = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Holds what was fitted. errors: mean relative error of each part's times, by its name."""
+    """Holds what was fitted. errors: relative error of each part's times, by its name."""
 
     costs: Costs
     lengths: RecordedLengths
@@ -138,13 +144,18 @@ def _engine(
     amounts: list[Floats] = []
     seconds: list[Floats] = []
     step = np.array([1.0, 0.0, 0.0])
+    again = config.schedule.in_flight == "in_place"
     for round_ in range(ROUNDS):
         amounts, seconds = [], []
         for one in running.values():
-            rows_R5, work_R = _work_of(one, occupancy, speed_S, step)
+            rows_R5, work_R = _work_of(one, occupancy, speed_S, step, again=again)
             amounts.append(rows_R5)
             seconds.append(work_R)
-        found, error = _solved(np.concatenate(amounts), np.concatenate(seconds))
+        amounts_R5 = np.concatenate(amounts)
+        if amounts_R5[:, 2].sum() < LONG_CONTEXT * amounts_R5[:, 1].sum():
+            amounts_R5[:, 2] = 0.0
+        found, error = _solved(amounts_R5 @ TOGETHER, np.concatenate(seconds))
+        found = TOGETHER @ found
         if round_ < ROUNDS - 1 and found[:3].any():
             step = found[:3]
     step_s, step_request_s, step_cached_token_s, request_s, prefill_token_s = map(float, found)
@@ -162,12 +173,18 @@ def _engine(
 
 
 def _work_of(
-    running: Sequence[Running], occupancy: Occupancy, speed_S: Floats, step: Floats
+    running: Sequence[Running],
+    occupancy: Occupancy,
+    speed_S: Floats,
+    step: Floats,
+    *,
+    again: bool,
 ) -> tuple[Floats, Floats]:
     """Return what an engine did for each of R rollouts, and how long it worked on it.
 
     Amounts [R, 5]: steps; requests and cached tokens summed over the steps; prefills; their tokens.
-    step: seconds of a step, a request and a cached token in it, as far as they are known.
+    step: seconds of a step, a request and a cached token in it, as far as they are known. again:
+    whether responses go on after a pause, with a cache that is computed anew.
     """
     edge_S1 = occupancy.edge_S1
     length_S = np.diff(edge_S1)
@@ -187,6 +204,10 @@ def _work_of(
         prompts_S1[piece.start] += r.span.prompt_tokens
     count_S = np.cumsum(count_S1)[:-1]
     cached_S = np.cumsum(fixed_S1)[:-1] + np.cumsum(growth_S1)[:-1] * middle_S
+    if again:  # what a pause found running was computed anew when it ended
+        stops, goes_on = occupancy.pauses()
+        arrivals_S1[goes_on] += count_S[stops]
+        prompts_S1[goes_on] += cached_S[stops]
     rate_S = work_S / np.maximum(step @ np.stack([np.ones_like(count_S), count_S, cached_S]), 1e-12)
     rows, seconds = np.zeros((len(running), 5)), np.zeros(len(running))
     for i, (r, piece) in enumerate(zip(running, bounds, strict=True)):
@@ -253,10 +274,16 @@ def _sync(recording: Recording, clock: WorkClock) -> SyncCost:
 
 
 def _solved(amounts: Floats, seconds: Floats) -> tuple[Floats, float]:
-    """Return seconds of one of each amount, none negative, and the mean relative error."""
-    kept = seconds > 0
-    amounts, seconds = amounts[kept] / seconds[kept, None], seconds[kept]
+    """Return seconds of one of each amount, none negative, and the relative error (mean square).
+
+    All together they take as long as what was measured: a fit of relative errors would lean towards
+    the fastest, and predict too fast a run.
+    """
     scale = np.maximum(np.abs(amounts).max(axis=0, initial=0.0), 1e-300)
-    found, _ = nnls(amounts / scale, np.ones(len(seconds)))
+    found, _ = nnls(amounts / scale, seconds)
     found = found / scale
-    return found, float(np.abs(amounts @ found - 1.0).mean()) if len(seconds) else 0.0
+    predicted = amounts @ found
+    if predicted.sum() > 0:
+        found *= seconds.sum() / predicted.sum()
+    error = np.sqrt(np.square(amounts @ found - seconds).sum() / np.square(seconds).sum())
+    return found, float(error)

@@ -55,6 +55,16 @@ class Occupancy:
             return np.ones(len(self.busy_S))
         return np.minimum(1.0, host_cores / np.maximum(self.busy_S, 1))
 
+    def pauses(self) -> tuple[Ints, Ints]:
+        """Return the pieces that end with the begin of a pause, and those that begin with its end.
+
+        A pause without a piece before it or after it is left out.
+        """
+        change = np.diff(self.paused_S.astype(np.int8))
+        stops, goes_on = np.flatnonzero(change == 1), np.flatnonzero(change == -1) + 1
+        goes_on = goes_on[goes_on > stops[0]] if len(stops) else goes_on[:0]
+        return stops[: len(goes_on)], goes_on
+
     def pieces(self, start_s: float, stop_s: float) -> slice:
         """Return the pieces from one edge to another."""
         first, last = np.searchsorted(self.edge_S1, [start_s, stop_s])

@@ -66,6 +66,15 @@ def test_a_study_that_was_stopped_goes_on_where_it_was(tmp_path: Path):
     assert not (tmp_path / "s-m-1").exists()  # a row replaces the run's directory
 
 
+def test_run_directories_are_kept_for_who_reads_them_and_made_again_if_lost(tmp_path: Path):
+    calls: list[str] = []
+    run_trials([trial(1), trial(2)], tmp_path, fake(calls), keep=True)
+    assert (tmp_path / "s-m-1" / "summary.json").exists()
+    shutil.rmtree(tmp_path / "s-m-2")
+    run_trials([trial(1), trial(2)], tmp_path, fake(calls), keep=True)
+    assert calls == ["s-m-1", "s-m-2", "s-m-2"]
+
+
 def test_a_row_of_other_losses_or_configuration_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
