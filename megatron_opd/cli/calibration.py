@@ -17,7 +17,7 @@ from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.cli.simulation import Outcome, simulate
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
-from megatron_opd.sim.fit import Fit, fit
+from megatron_opd.sim.fit import LEAST_UPDATES, Fit, fit
 from megatron_opd.sim.recording import UpdateSpan, read_recording
 
 
@@ -45,14 +45,26 @@ def calibrate(run_dir: Path) -> Calibration:
     try:
         recording = read_recording(run_dir)
         updates = recording.updates
-        half = recording.until(updates[len(updates) // 2 - 1].stop_s) if updates else recording
+        if len(updates) < 2 * LEAST_UPDATES:
+            raise ValueError(
+                f"{run_dir} must hold at least {2 * LEAST_UPDATES} updates, whose first half "
+                f"predicts the second, got {len(updates)}; record a longer run"
+            )
+        half = recording.until(updates[len(updates) // 2 - 1].stop_s)
         first, whole = fit(half, config), fit(recording, config)
     except ValueError as error:
         raise UserError(f"--calibrate: {error}") from None
     later = recording.updates[len(half.updates) - 1 :]
-    outcome = simulate(config, first.costs, first.lengths)
-    assert outcome.tokens_per_s is not None
+    outcome = simulate(as_recorded(config, len(updates)), first.costs, first.lengths)
+    assert outcome.tokens_per_s is not None, "as many updates were simulated"
     return Calibration(whole, tokens_per_s(later), outcome.tokens_per_s)
+
+
+def as_recorded(config: Config, updates: int) -> Config:
+    """Return the configuration of what was recorded: so many updates, and no simulated failure."""
+    run = config.run.model_copy(update={"max_steps": updates})
+    simulation = config.simulation.model_copy(update={"failures": None})
+    return config.model_copy(update={"run": run, "simulation": simulation})
 
 
 def config_of(run_dir: Path) -> Config:

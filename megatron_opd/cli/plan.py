@@ -191,6 +191,11 @@ def _check_plannable(config: Config, gpus: int, node: int) -> None:
             "schedule.order must be admission for opd plan, whose bounds are proven for it, got "
             f"{config.schedule.order}; add --set schedule.order=admission, without max_age"
         )
+    if config.schedule.time_shared:
+        raise UserError(
+            "schedule.time_shared must be false for opd plan, which splits GPUs between servers "
+            "and learner, got true; add --set schedule.time_shared=false"
+        )
     if config.simulation.costs is not None:
         raise UserError(
             "simulation.costs must be null for opd plan, because a file holds the costs of one "

@@ -91,12 +91,16 @@ class RunDir:
 
     @property
     def finished_after(self) -> int | None:
-        """Returns the updates of a run that is finished, None for any other. UserError: damaged."""
+        """Returns the updates of a run that is finished, None for any other. UserError: damaged.
+
+        A simulated run is none: it trained nothing.
+        """
         if not self.summary.exists():
             return None
         try:
             summary = json.loads(self.summary.read_bytes())
-            updates = summary["updates"] if summary["status"] == "finished" else None
+            finished = summary["status"] == "finished" and not summary.get("simulated", False)
+            updates = summary["updates"] if finished else None
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             raise UserError(f"{self.summary} is damaged: not a run's summary") from None
         return updates

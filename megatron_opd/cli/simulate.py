@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_opd.cli.calibration import Calibration, calibrate
-from megatron_opd.cli.errors import RunFailed
+from megatron_opd.cli.errors import RunFailed, UserError
 from megatron_opd.cli.preflight import read_models
 from megatron_opd.cli.prepare import checked
 from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
 from megatron_opd.cli.run_dir import RunDir, hold_run_dir, prepare_run_dir
-from megatron_opd.cli.simulation import Outcome, drawn_lengths, simulate
+from megatron_opd.cli.simulation import Outcome, check_costs, drawn_lengths, simulate
 from megatron_opd.cli.tables import new_table
 from megatron_opd.config.schema import Config
 from megatron_opd.config.simulation import DEFAULT_GPU
@@ -61,8 +61,12 @@ def run_simulation(
         calibration = calibrate(recorded)
         console.print(calibration_table(calibration, recorded))
         costs, lengths = calibration.fitted.costs, calibration.fitted.lengths
+    check_costs(config, costs)
+    _spare_real_run(RunDir(config.run.dir))
+    given = costs_file or recorded
+    resolved = config if given is None else naming_its_costs(config, recorded)
     with hold_run_dir(config.run.dir, resume=False, overwrite=overwrite):
-        run_dir = prepare_run_dir(config.run.dir, config)
+        run_dir = prepare_run_dir(config.run.dir, resolved)
 
         def make_recorder(totals: RunTotals, urls: Mapping[Role, tuple[str, ...]]) -> RunRecorder:
             return _recorder(config, run_dir, totals, urls[STUDENT])
@@ -78,6 +82,29 @@ def run_simulation(
     if outcome.cause is not None:
         raise RunFailed(f"the simulated run ended early: {outcome.cause}")
     return 0
+
+
+def _spare_real_run(run_dir: RunDir) -> None:
+    """Raise UserError where a run that trained would be replaced: its processes left logs."""
+    for products in (run_dir.checkpoints, run_dir.logs):
+        if products.is_dir() and any(products.iterdir()):
+            raise UserError(
+                f"run.dir {run_dir.path} holds {products.name} of a real run, which opd simulate "
+                "never replaces; add --set run.dir=ANOTHER"
+            )
+
+
+def naming_its_costs(config: Config, recorded: Path | None) -> Config:
+    """Return a configuration that gives the same run without --costs or --calibrate.
+
+    recorded: the run that lengths were drawn from; None: as the configuration says.
+    """
+    changes: dict[str, Any] = {"gpu": None, "costs": RunDir(config.run.dir).costs}
+    if recorded is not None:
+        lengths = config.simulation.lengths
+        changes["lengths"] = lengths.model_copy(update={"recorded": recorded})
+    simulation = config.simulation.model_copy(update=changes)
+    return config.model_copy(update={"simulation": simulation})
 
 
 def costs_of(config: Config, costs_file: Path | None = None) -> Costs:

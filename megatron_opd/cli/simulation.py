@@ -250,6 +250,7 @@ class _World:
             hours = rng.expovariate(1 / simulation.failures.mean_hours)
             await asyncio.sleep(3600 * hours)
             self.servers[url].die()
+            await self.servers[url].started.wait()
 
     # ------------------------------------------------------------ the run
 
@@ -310,6 +311,11 @@ class _World:
                     raise
                 cause = str(failure)
             wall_s = clock()
+            if not wall_s:
+                raise UserError(
+                    "costs: something must take time, but all of this run took 0 seconds; raise "
+                    "learner.token_s, learner.update_s or sync.sync_s"
+                )
             busy = self._busy(wall_s)
         return self._outcome(totals, controller.accounting, wall_s, busy, supervisor, cause)
 

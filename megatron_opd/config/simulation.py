@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from megatron_opd.config.section import (
     FilePath,
-    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     Seconds,
@@ -27,7 +26,7 @@ class LengthsConfig(Section):
     mean: PositiveFloat | None = None
     """Mean tokens of a response, before it is cut off at rollout.max_new_tokens; null: half of
     that. Raising it costs sampling, scoring and training in proportion."""
-    cv: NonNegativeFloat = 0.8
+    cv: Annotated[float, Field(ge=0, le=1000)] = 0.8
     """Standard deviation of the response lengths over their mean, which are lognormal; 0: all are
     of one length. Raising it makes batches wait longer for their slowest response."""
     prompt_tokens: PositiveInt = 256

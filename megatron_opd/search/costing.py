@@ -201,7 +201,10 @@ def _no_learner(task: Task, fewest: int, losers: Losers) -> str:
     room = task.gpus - fewest
     start = f"--gpus {task.gpus} leaves {room} for the learner beside {fewest} of servers: "
     if room < 1:
-        return f"--gpus {task.gpus}: servers alone take {fewest}, which leaves none for the learner"
+        return (
+            f"--gpus {task.gpus}: servers alone take {fewest}, which leaves none for the learner; "
+            "take more GPUs"
+        )
     if reason is None:
         return f"{start}no learner.parallel of so few ranks divides model and batch"
     remedy = "" if task.config.learner.recompute else ", or set learner.recompute true"

@@ -1,20 +1,22 @@
 """Defines what the parts of a simulated run cost: seconds by what they are asked to do. Torch-free.
 
 Invariant: a Costs is valid on its own (every number finite and in range), equals what its JSON
-decodes to, and says nothing about how many servers there are: that is the configuration's.
+decodes to, makes the clock go on (no step of no time, no work of years), and says nothing about how
+many servers there are: that is the configuration's.
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
-Cost = Annotated[float, Meta(ge=0.0)]
-Count = Annotated[int, Meta(ge=1)]
+MOST_S = 1e9
+"""Most seconds that anything may cost: 30 years. The clock's rounding grows with its time."""
+LEAST_STEP_S = 1e-12
+"""Fewest seconds of a decode step: the clock cannot tell shorter ones apart."""
+LEAST_CORES = 0.01
 
 POSITIVE = frozenset(
     {"max_running", "cache_tokens", "ranks", "host_cores", "mean", "prompt_tokens"}
@@ -31,6 +33,8 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name} must be a finite number > 0, got {value}")
             if isinstance(value, float | int) and not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be a finite number >= 0, got {value}")
+            if name.endswith("_s") and value is not None and value > MOST_S:
+                raise ValueError(f"{name} must be <= {MOST_S:g} seconds, got {value:g}")
 
 
 class EngineCost(Record, frozen=True, kw_only=True):
@@ -43,13 +47,22 @@ class EngineCost(Record, frozen=True, kw_only=True):
     KV cache over all running requests, prompts included; None: no limit.
     """
 
-    step_s: Annotated[float, Meta(gt=0.0)]
-    step_request_s: Cost = 0.0
-    step_cached_token_s: Cost = 0.0
-    prefill_token_s: Cost = 0.0
-    request_s: Cost = 0.0
-    max_running: Count = 256
-    cache_tokens: Count | None = None
+    step_s: float
+    step_request_s: float = 0.0
+    step_cached_token_s: float = 0.0
+    prefill_token_s: float = 0.0
+    request_s: float = 0.0
+    max_running: int = 256
+    cache_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shortest_s = self.step_s + self.step_request_s + self.step_cached_token_s
+        if shortest_s < LEAST_STEP_S:
+            raise ValueError(
+                "step_s + step_request_s + step_cached_token_s must be >= "
+                f"{LEAST_STEP_S:g} seconds, got {shortest_s:g}"
+            )
 
 
 class ScoreCost(Record, frozen=True, kw_only=True):
@@ -59,9 +72,9 @@ class ScoreCost(Record, frozen=True, kw_only=True):
     others queue.
     """
 
-    request_s: Cost = 0.0
-    token_s: Cost = 0.0
-    max_running: Count = 256
+    request_s: float = 0.0
+    token_s: float = 0.0
+    max_running: int = 256
 
 
 class LearnerCost(Record, frozen=True, kw_only=True):
@@ -72,10 +85,10 @@ class LearnerCost(Record, frozen=True, kw_only=True):
     samples are shared out as the learner does it.
     """
 
-    update_s: Cost = 0.0
-    token_s: Cost
-    token_context_s: Cost = 0.0
-    ranks: Count = 1
+    update_s: float = 0.0
+    token_s: float
+    token_context_s: float = 0.0
+    ranks: int = 1
 
 
 class SyncCost(Record, frozen=True, kw_only=True):
@@ -85,10 +98,10 @@ class SyncCost(Record, frozen=True, kw_only=True):
     num_bytes: that one server rank receives; written to the metrics, costs nothing.
     """
 
-    sync_s: Cost
-    paused_s: Cost
-    held_s: Cost | None = None
-    num_bytes: Annotated[int, Meta(ge=0)] = 0
+    sync_s: float
+    paused_s: float
+    held_s: float | None = None
+    num_bytes: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,16 +115,22 @@ class Costs(Record, frozen=True, kw_only=True):
     """Holds the costs of all parts of a run.
 
     teachers: by the name that prompts know a teacher by. network_s: one way between the controller
-    and a server. host_cores: cores that learner, servers of every role and weight sync share, each
-    of which keeps one busy while it works; None: each has hardware of its own.
+    and a server. host_cores: cores that the learner's data-parallel ranks, servers of every role
+    and weight sync share, each of which keeps one busy while it works; None: each has hardware of
+    its own.
     """
 
     engine: EngineCost
     teachers: dict[str, ScoreCost]
     learner: LearnerCost
     sync: SyncCost
-    network_s: Cost = 0.0
-    host_cores: Annotated[float, Meta(gt=0.0)] | None = None
+    network_s: float = 0.0
+    host_cores: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.host_cores is not None and self.host_cores < LEAST_CORES:
+            raise ValueError(f"host_cores must be >= {LEAST_CORES}, got {self.host_cores:g}")
 
 
 class LognormalLengths(Record, frozen=True, kw_only=True, tag="lognormal"):
@@ -121,15 +140,15 @@ class LognormalLengths(Record, frozen=True, kw_only=True, tag="lognormal"):
     prompt_tokens: of every prompt.
     """
 
-    mean: Annotated[float, Meta(gt=0.0)]
-    cv: Cost = 0.0
-    prompt_tokens: Count = 128
+    mean: float
+    cv: float = 0.0
+    prompt_tokens: int = 128
 
 
 class RecordedLengths(Record, frozen=True, kw_only=True, tag="recorded"):
     """Draws lengths from a list of (prompt, response) tokens, each pair as likely as the others."""
 
-    pairs: list[tuple[Count, Count]]
+    pairs: list[tuple[int, int]]
 
 
 Lengths = LognormalLengths | RecordedLengths

@@ -43,6 +43,8 @@ ROUNDS = 3
 """How often the rate of sampling, which weighs the pieces of a rollout, is computed anew."""
 MOST_CORES, COARSE, FINE = 4.0, 0.25, 0.05
 """The cores that are tried: first far apart, then close to the best of those."""
+LEAST_GAIN = 1e-4
+"""Error that shared cores must explain: less is rounding, of a run whose parts never overlap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,11 @@ class Fit:
     costs: Costs
     lengths: RecordedLengths
     errors: dict[str, float]
+
+    @property
+    def error(self) -> float:
+        """Returns the sum of the errors of all parts."""
+        return sum(self.errors.values())
 
 
 def fit(recording: Recording, config: Config) -> Fit:
@@ -63,24 +70,25 @@ def fit(recording: Recording, config: Config) -> Fit:
         )
     running = begun(recording.rollouts, config.student.max_running_requests)
     teachers = sum(section.servers for section in config.all_teachers.values())
-    occupancy = occupancy_of(recording, running.values(), max(teachers, 1))
+    ranks = config.learner.parallel.dp
+    occupancy = occupancy_of(recording, running.values(), max(teachers, 1), ranks)
 
     def tried(cores: float | None) -> Fit:
-        return _fit(recording, config, running, occupancy, max(teachers, 1), cores)
+        return _fit(recording, config, running, occupancy, cores)
 
     own = tried(None)
     if config.cluster.type != "local":  # parts on hosts of their own share nothing
         return own
     coarse = best([own, *map(tried, _steps(1.0, MOST_CORES, COARSE))])
     near = coarse.costs.host_cores
-    if near is None:
+    if near is None or own.error - coarse.error < LEAST_GAIN:
         return own
     return best([coarse, *map(tried, _steps(max(1.0, near - COARSE), near + COARSE, FINE))])
 
 
 def best(fits: Sequence[Fit]) -> Fit:
     """Return the fit whose errors are smallest, over all parts."""
-    return min(fits, key=lambda found: sum(found.errors.values()))
+    return min(fits, key=lambda found: found.error)
 
 
 def _steps(start: float, stop: float, step: float) -> list[float]:
@@ -92,7 +100,6 @@ def _fit(
     config: Config,
     running: dict[str, list[Running]],
     occupancy: Occupancy,
-    teachers: int,
     cores: float | None,
 ) -> Fit:
     """Estimate everything, with so many cores to share."""
@@ -101,7 +108,8 @@ def _fit(
     errors: dict[str, float] = {}
     tokens_of = {span.uid: span.tokens for span in recording.rollouts}
     engine, errors["student"] = _engine(running, occupancy, speed_S, config)
-    teacher, errors["teacher"] = _teacher(recording, tokens_of, clock, teachers, config)
+    servers = WorkClock(occupancy.edge_S1, speed_S * occupancy.scoring_S)
+    teacher, errors["teacher"] = _teacher(recording, tokens_of, servers, config)
     learner, errors["learner"] = _learner(recording, clock, config.learner.parallel.dp)
     return Fit(
         Costs(
@@ -219,11 +227,13 @@ def _work_of(
 def _teacher(
     recording: Recording,
     tokens_of: dict[int, int],
-    clock: WorkClock,
-    servers: int,
+    servers: WorkClock,
     config: Config,
 ) -> tuple[ScoreCost, float]:
-    """Estimate a request and its tokens: in a stretch without a gap servers did all of it."""
+    """Estimate a request and its tokens: in a stretch without a gap servers did all of it.
+
+    servers: adds up the work of all that had a request.
+    """
     section = next(iter(config.all_teachers.values()), None)
     busy = BusyTime((s.start_s, s.stop_s) for s in sorted(recording.scores, key=lambda s: s.stop_s))
     edges = np.array([start for start, _ in busy.intervals])
@@ -231,10 +241,10 @@ def _teacher(
     for score in recording.scores:
         stretch = int(np.searchsorted(edges, score.start_s, side="right")) - 1
         amounts[stretch] += (1, tokens_of.get(score.uid, 0))
-    seconds = np.array([clock.seconds(*interval) for interval in busy.intervals])
+    seconds = np.array([servers.seconds(*interval) for interval in busy.intervals])
     if section is None or not len(seconds):
         return ScoreCost(), 0.0
-    (request_s, token_s), error = _solved(amounts, servers * seconds)
+    (request_s, token_s), error = _solved(amounts, seconds)
     cost = ScoreCost(
         request_s=float(request_s),
         token_s=float(token_s),

@@ -1,9 +1,10 @@
 """Replays who worked when in a recorded run, as pieces of time in which nothing begins or ends.
 
 A component is busy while it has work: a student server while it samples and is not paused, as many
-teacher servers as there are requests to teachers, and the learner from the begin of an update or a
-weight sync to its end. With fewer cores than busy components all of them slow down alike, so a
-second of the clock is less than a second of work.
+teacher servers as there are requests to teachers, every data-parallel rank of the learner during an
+update, and one part during a weight sync. The simulator counts alike (sim/host.py). With fewer
+cores than busy components all of them slow down alike, so a second of the clock is less than a
+second of work.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ class Running:
 class Occupancy:
     """Holds a run cut into S pieces of time.
 
-    edge_S1: [S + 1] seconds, rising. busy_S: components that work in each piece. paused_S: whether
-    the student servers are paused.
+    edge_S1: [S + 1] seconds, rising. busy_S: components that work in each piece, scoring_S: teacher
+    servers among them. paused_S: whether the student servers are paused.
     """
 
     edge_S1: Floats
     busy_S: Ints
+    scoring_S: Ints
     paused_S: npt.NDArray[np.bool_]
 
     def speed_S(self, host_cores: float | None) -> Floats:
@@ -85,22 +87,25 @@ def begun(rollouts: Sequence[RolloutSpan], max_running: int) -> dict[str, list[R
 
 
 def occupancy_of(
-    recording: Recording, running: Iterable[Sequence[Running]], teachers: int
+    recording: Recording, running: Iterable[Sequence[Running]], teachers: int, ranks: int = 1
 ) -> Occupancy:
-    """Cut a run into pieces. running: by engine. teachers: servers of all teachers together."""
+    """Cut a run into pieces. running: by engine. teachers: servers of all teachers together.
+
+    ranks: data-parallel ranks of the learner.
+    """
     engines = [[(r.began_s, r.span.stop_s) for r in one] for one in running]
     scores = [(s.start_s, s.stop_s) for s in recording.scores]
-    learner = [(u.start_s, u.stop_s) for u in recording.updates]
-    learner += [(s.start_s, s.stop_s) for s in recording.syncs]
+    updates = [(u.start_s, u.stop_s) for u in recording.updates]
+    syncs = [(s.start_s, s.stop_s) for s in recording.syncs]
     pauses = [(s.paused_from_s, s.resumed_s) for s in recording.syncs]
-    everything = [*(span for one in engines for span in one), *scores, *learner, *pauses]
+    everything = [*(span for one in engines for span in one), *scores, *updates, *syncs, *pauses]
     edge_S1 = np.unique(np.array(everything, dtype=np.float64))
     paused_S = _count(edge_S1, BusyTime(sorted(pauses)).intervals) > 0
-    busy_S = (_count(edge_S1, learner) > 0).astype(np.int64)
-    busy_S += np.minimum(_count(edge_S1, scores), teachers)
+    scoring_S = np.minimum(_count(edge_S1, scores), teachers)
+    busy_S = scoring_S + ranks * (_count(edge_S1, updates) > 0) + (_count(edge_S1, syncs) > 0)
     for one in engines:
         busy_S += (_count(edge_S1, one) > 0) & ~paused_S
-    return Occupancy(edge_S1, busy_S, paused_S)
+    return Occupancy(edge_S1, busy_S, scoring_S, paused_S)
 
 
 def _count(edge_S1: Floats, spans: Sequence[Interval]) -> Ints:

@@ -6,6 +6,7 @@ Times are seconds from the begin of the trace.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron_opd.sim.costs import RecordedLengths
 TRACE = "trace.json"
 MICROSECOND = 1e-6
 STUDENT_ROW = "student "
+COUNTS = ("uid", "prompt_tokens", "response_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +135,12 @@ class _Found:
         if event["ph"] != "X":
             return
         name, row, details = event["name"], self.rows[event["pid"]], event["args"]
-        start_s = event["ts"] * MICROSECOND
-        stop_s = start_s + event["dur"] * MICROSECOND
+        start_s = _number(event["ts"], float | int) * MICROSECOND
+        stop_s = start_s + _number(event["dur"], float | int) * MICROSECOND
         if row == TEACHER:
-            self.scores.append(ScoreSpan(details["uid"], start_s, stop_s))
+            self.scores.append(ScoreSpan(_number(details["uid"]), start_s, stop_s))
         elif row == LEARNER:
-            samples, tokens = details["samples"], details["response_tokens"]
+            samples, tokens = _number(details["samples"]), _number(details["response_tokens"])
             self.updates.append(UpdateSpan(start_s, stop_s, samples, tokens))
         elif row == SYNC and name.startswith("weight sync"):
             self.syncs.append((start_s, stop_s))
@@ -146,8 +148,10 @@ class _Found:
             self.pauses[start_s, stop_s] = None
         elif row.startswith(STUDENT_ROW):
             engine = row.removeprefix(STUDENT_ROW)
-            tokens = details["prompt_tokens"], details["response_tokens"]
-            self.rollouts.append(RolloutSpan(details["uid"], engine, start_s, stop_s, *tokens))
+            uid, prompt, response = (_number(details[key]) for key in COUNTS)
+            if not prompt:
+                raise ValueError("a prompt has a token at least")
+            self.rollouts.append(RolloutSpan(uid, engine, start_s, stop_s, prompt, response))
 
     def recording(self) -> Recording:
         """Return what was found, in order."""
@@ -157,6 +161,13 @@ class _Found:
             _in_order(self.updates),
             _in_order(_with_pauses(self.syncs, list(self.pauses))),
         )
+
+
+def _number(value: Any, kind: Any = int) -> Any:
+    """Return a finite number >= 0 as it is. ValueError: it is none."""
+    if type(value) is bool or not isinstance(value, kind) or not 0 <= value < math.inf:
+        raise ValueError(f"not a number in range: {value}")
+    return value
 
 
 def _ended(spans: Iterable[AnySpan], stop_s: float) -> tuple[AnySpan, ...]:

@@ -81,7 +81,7 @@ class Server(Generic[ModelT]):
         self.alarm = self.starts = 0
         self.version = 0
         self.up = True
-        self.died = asyncio.Event()
+        self.died, self.started = asyncio.Event(), asyncio.Event()
         self.busy_s = 0.0
         self._busy_since_s: float | None = None
         self._alarm_s = float("inf")
@@ -143,11 +143,13 @@ class Server(Generic[ModelT]):
         self.model = self._make()
         self.moved()
         self.died.set()
+        self.started.clear()
 
     def start(self) -> None:
         """Start again, as another process."""
         self.up, self.version, self.died = True, 0, asyncio.Event()
         self.starts += 1
+        self.started.set()
 
     def worked_s(self) -> float:
         """Return for how many seconds it has worked until now."""

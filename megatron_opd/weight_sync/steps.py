@@ -190,6 +190,8 @@ class Steps:
         layout another part. Returns the tensors that were compared on every server.
         """
         by_server = await self._fleet.weight_digests(staged=staged)
+        if not by_server:
+            raise WeightSyncFailed("no server is left")
         names = frozenset[str]() if staged else self._transport.tensors - {TIED_HEAD}
         wanted = {_slice(piece): piece for pieces in by_server.values() for piece in pieces}
         digests = await self._learner.piece_digests(list(wanted.values()))

@@ -45,6 +45,14 @@ def test_a_finished_run_without_checkpoints_is_not_removed(tmp_path: Path) -> No
         find_resumption(longer)
 
 
+def test_a_simulated_run_is_begun_for_real(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    save_some(config, FakeLearner(), [])
+    summary = {"status": "finished", "updates": 20, "simulated": True}
+    (config.run.dir / "summary.json").write_text(json.dumps(summary))
+    assert how_to_start(config) == Start(overwrite=True)
+
+
 def test_a_run_that_lacks_only_its_last_evaluation_is_continued(tmp_path: Path) -> None:
     """Before: one that was preempted there could not be continued, and had no final model."""
     config = make_config(tmp_path, run={"max_steps": 2})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_opd.cli.calibration import calibrate, config_of, staleness_distance
+from megatron_opd.cli.calibration import as_recorded, calibrate, config_of, staleness_distance
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.main import main
 from megatron_opd.cli.simulation import simulate
@@ -95,6 +95,9 @@ def test_the_command_says_how_far_off_it_is(run: Path, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "error out of sample" in out
     assert "1.5" in out
+    rows = (again / "metrics.jsonl").read_bytes()
+    assert main(["simulate", str(again / "config.resolved.yaml"), "--overwrite"]) == 0
+    assert (again / "metrics.jsonl").read_bytes() == rows, "it names costs and lengths"
     assert read_costs(again / "costs.json").engine.step_s == pytest.approx(0.02, rel=0.2)
 
 
@@ -110,6 +113,23 @@ def test_what_is_no_recorded_run_is_refused(run: Path, tmp_path: Path, lost: str
     (tmp_path / "run" / lost).unlink()
     with pytest.raises(UserError, match=why):
         calibrate(tmp_path / "run")
+
+
+def test_a_run_too_short_to_be_halved_is_refused(run: Path, tmp_path: Path):
+    shutil.copytree(run, tmp_path / "run")
+    trace = tmp_path / "run" / "trace.json"
+    trace.write_text(trace.read_text().partition("update 15")[0])
+    with pytest.raises(UserError, match=r"at least 16 updates, .*, got 15; record a longer run$"):
+        calibrate(tmp_path / "run")
+
+
+def test_what_is_predicted_is_what_was_recorded(run: Path):
+    """Before: a run that was killed at once took as long to predict as all that it had planned."""
+    changes = {"run": {"max_steps": 10**6}, "simulation": {"failures": {"mean_hours": 1.0}}}
+    tree = config_of(run).model_dump(mode="json", exclude_unset=True)
+    simulated = as_recorded(type(config_of(run)).model_validate(tree | changes), 17)
+    assert simulated.run.max_steps == 17
+    assert simulated.simulation.failures is None
 
 
 def test_staleness_is_compared_as_shares(run: Path):

@@ -149,3 +149,25 @@ def test_gpus_that_are_used_in_turn_hold_the_larger_part(
     assert most == pytest.approx(max(sampling[2], training[2]), abs=0.2)
     assert most < sampling[1] + training[0]
     assert "in host memory" in said
+
+
+def test_a_server_works_beside_the_weights_that_the_learner_keeps(
+    tmp_path: Path, config: dict, capsys, monkeypatch
+):
+    """The servers' cache is what needs most; the second one has a GPU of its own."""
+    with_gpus(monkeypatch, 3)
+    config["schedule"] = {"type": "sync", "time_shared": True}
+    config["student"] |= {"max_total_tokens": 500_000, "servers": 2}
+    config["teacher"]["max_total_tokens"] = 65536
+    assert call(tmp_path, config, verb="check") == 0
+    said = capsys.readouterr().out
+    (first, second, _), _ = drawn_in(said)
+    assert first[:2] == ["0", "learner, student server 0, in turn"]
+    assert second[:2] == ["1", "student server 1"]
+    line = next(line for line in said.splitlines() if line.strip().startswith("servers sample"))
+    weights, server, together = sizes_of(line)
+    (most,), (alone,) = sizes_of(first[2]), sizes_of(second[2])
+    assert most == pytest.approx(together, abs=0.11)
+    assert alone == pytest.approx(server, abs=0.11)
+    assert weights > 0.3, "rounding is at most 0.1"
+    assert server > 100

@@ -96,6 +96,11 @@ def test_kept_keys_keep_their_values(tmp_path: Path):
         (["--gpus", "4", "--keep", "run.seed"], {}, ["--keep", "run.seed", "student.tp"]),
         (["--gpus", "4", "--trials", "-1"], {}, ["--trials", "-1"]),
         (
+            ["--gpus", "4"],
+            {"schedule": {"type": "sync", "time_shared": True}},
+            ["schedule.time_shared", "got true", "--set schedule.time_shared=false"],
+        ),
+        (
             ["--gpus", "4", "--keep", "learner.parallel"],
             {"learner": {"parallel": {"dp": 4}}},
             ["--gpus 4", "learner.parallel"],

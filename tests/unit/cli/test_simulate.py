@@ -18,6 +18,7 @@ from megatron_opd.sim.costs import (
     encode_costs,
 )
 from megatron_opd.sim.recording import read_recording
+from tests.support.cli_cases import refused
 
 COSTS = Costs(
     engine=EngineCost(step_s=0.01),
@@ -25,6 +26,8 @@ COSTS = Costs(
     learner=LearnerCost(token_s=1e-5, update_s=0.5),
     sync=SyncCost(sync_s=0.5, paused_s=0.2),
 )
+
+NAMED = ("--set", "data.teacher_key=of")
 
 
 @pytest.fixture
@@ -101,6 +104,8 @@ def test_lengths_of_a_recorded_run_are_drawn(config: Path, tmp_path: Path) -> No
         (["--set", "simulation.gpu=h20"], "gpu has no effect with costs"),
         (["--set", "simulation={}"], "student.model must be a Hugging Face checkpoint directory"),
         (["--set", "simulation.lengths.recorded=none"], "none/trace.json: No such file"),
+        (["--set", "simulation.lengths.cv=1e200"], "cv: input should be less than or equal to"),
+        (["--set", "teacher=null", "--set", "teachers={b: {model: m}}", *NAMED], "missing b"),
     ],
 )
 def test_mistakes_are_named_and_leave_nothing(
@@ -115,6 +120,18 @@ def test_mistakes_are_named_and_leave_nothing(
     assert not (tmp_path / "run").exists()
 
 
+def test_the_resolved_configuration_names_the_costs_that_were_given(
+    config: Path, tmp_path: Path
+) -> None:
+    costs = (tmp_path / "costs.json").rename(tmp_path / "given.json")
+    sets = ["--set", "simulation={gpu: h100}"]
+    assert main(["simulate", str(config), *sets, "--costs", str(costs)]) == 0
+    first = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    resolved = tmp_path / "run" / "config.resolved.yaml"
+    assert main(["simulate", str(resolved), "--overwrite"]) == 0
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == first
+
+
 def test_an_earlier_run_is_kept_unless_told(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,3 +139,16 @@ def test_an_earlier_run_is_kept_unless_told(
     assert main(["simulate", str(config)]) == 2
     assert "pass --overwrite" in capsys.readouterr().err
     assert main(["simulate", str(config), "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize("product", ["checkpoints/final", "logs/learner.log"])
+def test_a_run_that_trained_is_never_replaced(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], product: str
+) -> None:
+    assert main(["simulate", str(config)]) == 0
+    kept = tmp_path / "run" / product
+    kept.parent.mkdir(exist_ok=True)
+    kept.touch()
+    capsys.readouterr()
+    refused(capsys, main(["simulate", str(config), "--overwrite"]), "run.dir", "of a real run")
+    assert kept.exists()

@@ -180,6 +180,23 @@ def test_a_run_ends_without_the_servers_that_it_needs() -> None:
     assert outcome.updates < 400
 
 
+@pytest.mark.parametrize("mean_hours", [1e-12, 1e-300])
+def test_servers_that_die_as_they_start_end_the_run(mean_hours: float) -> None:
+    failures = {"failures": {"mean_hours": mean_hours, "start_s": 60.0}}
+    server = {"model": "unused", "max_restarts": 3}
+    config = config_of(simulation=failures, student=server, teacher=server)
+    outcome = simulate(config, costs_of(), VARIED)
+    assert outcome.cause is not None
+    assert "http://" in outcome.cause, "which server was lost"
+    assert outcome.updates == 0
+
+
+def test_a_run_in_which_nothing_takes_time_is_refused() -> None:
+    one = LognormalLengths(mean=1.0)  # the token that the prefill gives
+    with pytest.raises(UserError, match=r"something must take time"):
+        simulate(config_of(), costs_of(), one)
+
+
 @pytest.mark.parametrize("order", ["admission", "completion"])
 def test_groups_are_trained_on_whole(order: str) -> None:
     config = config_of(

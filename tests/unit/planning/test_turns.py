@@ -25,4 +25,7 @@ def test_no_phase_holds_what_both_sides_work_with():
         "learner trains": (13142, 0),
         "weights are sent": (2, 7),
     }
+    assert [turn.total for turn in turn_memory(LEARNER, SERVER)] == [500_009, 13142, 9]
+    cached = [turn.phase for turn in turn_memory(LEARNER, SERVER) if turn.has_cache]
+    assert cached == ["servers sample"]
     assert host_bytes(LEARNER, SERVER) == 107, "gradients are not kept, nor is the KV cache"

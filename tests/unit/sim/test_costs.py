@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_opd.sim.costs import (
     Costs,
@@ -32,7 +33,9 @@ def test_costs_are_what_their_json_says() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        (b'"step_s": 0.01', b'"step_s": -1', "step_s"),
+        (b'"step_s": 0.01', b'"step_s": -1', "step_s must be a finite number >= 0, got -1"),
+        (b'"sync_s": 1.5', b'"sync_s": 1e308', r"sync_s must be <= 1e\+09 seconds, got 1e\+308"),
+        (b'"host_cores": 2.0', b'"host_cores": 1e-300', "host_cores must be >= 0.01, got 1e-300"),
         (b'"step_s": 0.01', b'"step_s": "0.01"', "step_s"),
         (b'"step_s": 0.01,', b"", "step_s"),
         (b'"ranks": 4', b'"ranks": 0', "ranks"),
@@ -56,6 +59,12 @@ def test_a_mistake_in_a_file_is_named(
     assert "\n" not in str(raised.value)
 
 
+def test_a_step_may_cost_what_its_requests_cost_alone() -> None:
+    """A fit to requests that are always as many may find this."""
+    found = replace(COSTS, engine=EngineCost(step_s=0.0, step_request_s=1e-4))
+    assert decode_costs(encode_costs(found)) == found
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"costs\.json: No such file"):
         read_costs(tmp_path / "costs.json")
@@ -66,6 +75,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     [
         lambda: EngineCost(step_s=float("nan")),
         lambda: EngineCost(step_s=1.0, max_running=0),
+        lambda: EngineCost(step_s=1e-300),
+        lambda: EngineCost(step_s=0.0),
         lambda: ScoreCost(token_s=-1.0),
         lambda: SyncCost(sync_s=1.0, paused_s=0.5, held_s=1.5),
         lambda: LognormalLengths(mean=0.0),

@@ -1,6 +1,7 @@
 """What is fitted, against a run whose costs are known because it was stepped through slowly."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -129,3 +130,31 @@ def test_the_costs_of_a_run_are_found_again(cores):
 def test_a_run_that_is_too_short_is_refused():
     with pytest.raises(ValueError, match=r"at least 8 updates and a weight sync is needed, got 3"):
         fit(Slow(8.0, updates=3).recording(), CONFIG)
+
+
+def test_teachers_are_as_fast_with_servers_that_have_no_request():
+    """One request at a time, of the two servers: each takes what it took."""
+    slow = Slow(8.0, updates=10).recording()
+    rng = random.Random(1)
+    at_s, alone = 0.0, []
+    for rollout in slow.rollouts:
+        seconds = SCORE_S + SCORE_TOKEN_S * rollout.tokens
+        alone.append(ScoreSpan(rollout.uid, at_s, at_s + seconds))
+        at_s += seconds + rng.choice([0.0, 0.1])
+    teacher = {"model": "m", "servers": 2}
+    config = Config.model_validate(CONFIG.model_dump(exclude_unset=True) | {"teacher": teacher})
+    cost = fit(replace(slow, scores=tuple(alone)), config).costs.teachers["teacher"]
+    assert cost.request_s == pytest.approx(SCORE_S, rel=0.05)
+    assert cost.token_s == pytest.approx(SCORE_TOKEN_S, rel=0.05)
+
+
+def test_parts_that_never_overlap_say_nothing_of_cores():
+    """A run in sync with lengths that are alike: rounding alone told 1.25 cores from none."""
+    spans = ([], [], [], [])
+    for n in range(20):
+        at_s = 2.0 * n
+        spans[0].append(RolloutSpan(n, "a", at_s, at_s + 0.32, PROMPT, 32))
+        spans[1].append(ScoreSpan(n, at_s + 0.32, at_s + 0.35))
+        spans[2].append(UpdateSpan(at_s + 0.35, at_s + 0.86, 1, 32))
+        spans[3].append(SyncSpan(at_s + 0.86, at_s + 1.36, at_s + 1.16, at_s + 1.36))
+    assert fit(Recording(*map(tuple, spans)), CONFIG).costs.host_cores is None

@@ -30,10 +30,11 @@ def random_recording(rng: random.Random) -> Recording:
 def test_every_piece_counts_what_is_busy_in_its_middle(seed):
     recording = random_recording(random.Random(seed))
     running = begun(recording.rollouts, 1000)
-    found = occupancy_of(recording, running.values(), 2)
+    found = occupancy_of(recording, running.values(), 2, ranks=3)
     assert len(found.busy_S) > 50
-    for start_s, stop_s, busy, paused in zip(
-        found.edge_S1, found.edge_S1[1:], found.busy_S, found.paused_S, strict=False
+    busy_S, paused_S = found.busy_S, found.paused_S
+    for start_s, stop_s, busy, scoring, paused in zip(
+        found.edge_S1, found.edge_S1[1:], busy_S, found.scoring_S, paused_S, strict=False
     ):
         at = (start_s + stop_s) / 2
 
@@ -41,11 +42,12 @@ def test_every_piece_counts_what_is_busy_in_its_middle(seed):
             return span.start_s < at < span.stop_s
 
         stopped = any(s.paused_from_s < at < s.resumed_s for s in recording.syncs)
-        learns = any(map(covers, (*recording.updates, *recording.syncs)))
+        learns = 3 * any(map(covers, recording.updates)) + any(map(covers, recording.syncs))
         engines = {s.engine for s in recording.rollouts if covers(s)}
-        expected = learns + min(2, sum(map(covers, recording.scores)))
+        servers = min(2, sum(map(covers, recording.scores)))
+        expected = learns + servers
         expected += 0 if stopped else len(engines)
-        assert (busy, bool(paused)) == (expected, stopped)
+        assert (busy, scoring, bool(paused)) == (expected, servers, stopped)
 
 
 def test_what_finds_no_slot_begins_when_one_is_free():

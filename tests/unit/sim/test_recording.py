@@ -69,6 +69,29 @@ def test_a_run_that_was_killed_while_it_wrote_is_read_as_far_as_it_goes(tmp_path
 
 
 @pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('"response_tokens":5', '"response_tokens":NaN'),
+        ('"response_tokens":5', '"response_tokens":"5"'),
+        ('"response_tokens":5', '"response_tokens":-5'),
+        ('"response_tokens":7', '"response_tokens":true'),
+        ('"prompt_tokens":3', '"prompt_tokens":0'),
+        ('"uid":0', '"uid":[0]'),
+        ('"dur":500000', '"dur":-500000'),
+        ('"dur":500000', '"dur":Infinity'),
+    ],
+)
+def test_an_event_without_the_numbers_of_one_is_refused(tmp_path: Path, before: str, after: str):
+    path = tmp_path / "trace.json"
+    drawn(path)
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+    with pytest.raises(ValueError, match=r"trace\.json:\d+: not an event of a run$"):
+        read_recording(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("text", "why"),
     [
         (None, r"trace\.json: No such file or directory; metrics\.trace writes it$"),

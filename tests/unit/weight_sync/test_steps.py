@@ -175,6 +175,18 @@ def weight_sync_of(fleet, learner, settings):
     return WeightSync(fleet, learner, transport, settings)
 
 
+def test_a_weight_sync_to_no_server_says_so():
+    async def scenario():
+        wire = Wire()
+        weight_sync, _ = session(wire)
+        await weight_sync.open()
+        wire.pieces = {}
+        with pytest.raises(WeightSyncFailed, match=r"verify: no server is left"):
+            await weight_sync.sync(1)
+
+    run_virtual(scenario())
+
+
 def test_steps_come_in_order_and_are_timed():
     async def scenario():
         wire = Wire()
