@@ -42,16 +42,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
+SIGNALS = {
+    number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+}
+
+
 @pytest.fixture(autouse=True)
 def same_signals() -> Iterator[None]:
     """A test that runs the program in this process leaves the signals as they were.
 
-    Otherwise what later tests start inherits that they are ignored.
+    Otherwise what later tests start inherits that they are ignored. As they were when the tests
+    began: a fixture of a whole module may run the program before this one sees its first test.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in numbers}
     yield
-    for number, handler in before.items():
+    for number, handler in SIGNALS.items():
         signal.signal(number, handler)
 
 

@@ -1,5 +1,6 @@
 """The cluster examples: their plans, and every command that a run of them would start."""
 
+import contextlib
 import json
 import os
 import signal
@@ -215,13 +216,19 @@ def test_a_job_that_is_preempted_is_requeued(tmp_path: Path, code: int):
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     environment["SLURM_SUBMIT_DIR"] = str(ROOT)
     script = ["bash", CLUSTER / "job.slurm", "config.yaml"]
-    with subprocess.Popen(script, stdout=subprocess.PIPE, text=True, env=environment) as job:
-        while not told.exists():
-            assert job.poll() is None
-        job.send_signal(signal.SIGUSR1)
-        assert job.stdout is not None
-        assert job.stdout.read() == ("scontrol requeue 7\n" if code == 75 else "")
-        assert job.wait() == code
+    with subprocess.Popen(
+        script, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    ) as job:
+        try:
+            while not told.exists():
+                assert job.poll() is None
+            job.send_signal(signal.SIGUSR1)
+            assert job.stdout is not None
+            assert job.stdout.read() == ("scontrol requeue 7\n" if code == 75 else "")
+            assert job.wait() == code
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
 
 
 def test_one_node_fills_its_node():
