@@ -263,11 +263,14 @@ def test_batches_held_back_have_an_exact_staleness(
     inputs: Path, tmp_path: Path, shared: Sections, start: Callable[..., Running]
 ):
     """On servers that outlive the run: they keep what two tensor-parallel ranks made."""
-    parallel = {"tp": 2}
+    parallel, train = {"tp": 2}, tmp_path / "train.jsonl"
+    lines = [json.dumps({"prompt": f"{i}+{i}="}) for i in range(3 * BATCH)]  # as many as in flight
+    train.write_text("\n".join(lines) + "\n")
     config = write_config(
         inputs,
         tmp_path,
         run={"max_steps": 5},
+        data={"train": str(train)},
         support={"type": "atoms_tail", "k": 4, "m": 4},
         schedule={"type": "controlled", "max_staleness": 2},
         learner={"parallel": parallel},

@@ -214,7 +214,7 @@ def test_what_a_run_that_is_ended_early_overtook_is_there_when_it_resumes(policy
         assert overtaken == []
     elif policy != "keep":  # which waits for all that is in flight
         usual = [heavy_tailed(derived_seed(3, ROLLOUT, uid)) for uid in range(UPDATES * BATCH)]
-        assert np.mean(overtaken) > 1.5 * np.mean(usual)
+        assert np.mean(overtaken) > np.mean(usual)
 
 
 @pytest.mark.parametrize(("policy", "order"), POLICIES)
