@@ -123,6 +123,11 @@ class Permits:
         """Returns the number of permits held now."""
         return len(self._holders)
 
+    async def free(self) -> None:
+        """Wait until `acquire` would not wait, if nobody else takes a permit before."""
+        async with self._free:
+            pass
+
     async def acquire(self, uid: int) -> None:
         """Wait for a permit and hold it for prompt `uid`. A cancelled wait takes nothing."""
         if uid in self._holders:

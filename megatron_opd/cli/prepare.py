@@ -5,7 +5,7 @@ One function reads it for `opd run` and for `opd check`, so that they cannot dis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -19,6 +19,8 @@ from megatron_opd.cli.preflight import CheckedModels, ModelFacts, check_models, 
 from megatron_opd.cli.roles import Role, teacher_roles
 from megatron_opd.cli.tokenizer_files import end_tokens
 from megatron_opd.config.schema import Config
+from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
+from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.data.prompts import PromptRules, PromptSet, PromptSource, load_prompts
 from megatron_opd.data.records import Columns, is_source
 from megatron_opd.data.tasks import Verifier, get_task, get_verifier
@@ -62,7 +64,7 @@ class Prepared:
 
     student: ModelFacts
     vocab_sizes: Mapping[Role, int]
-    prompts: PromptSource
+    prompts: PromptSource | CurriculumSource
     prompts_skipped: dict[str, int]
     heldout: tuple[Prompt, ...]
     judge: Judge | None
@@ -175,6 +177,9 @@ def prompt_rules(config: Config, student: ModelFacts, *, heldout: bool) -> Promp
             # what learns from rewards would drop every sample of a row without one
             needed=heldout or config.estimator.reads_reward,
             choices=choices,
+            # so are all of their answers
+            reward_weight=None if heldout else data.reward_weight_key,
+            teacher_weight=None if heldout else data.teacher_weight_key,
         ),
         max_tokens=prompt_limit(config, student),
         teacher_key=teacher_key,
@@ -193,8 +198,8 @@ def make_judge(
     return Judge(verify, decode=lambda ids: str(tokenizer.decode(list(ids))), end_token_ids=ends)
 
 
-def prepare(config: Config, cursor: int = 0) -> Prepared:
-    """Check models and load data; prompts start at `cursor`. Raises UserError."""
+def prepare(config: Config, state: ControllerState = NOTHING_YET) -> Prepared:
+    """Check models and load data; prompts continue from `state`. Raises UserError."""
     inputs = read_inputs(config)
     train = inputs.train
     assert train is not None, "a run reads its training file"
@@ -202,19 +207,34 @@ def prepare(config: Config, cursor: int = 0) -> Prepared:
     return Prepared(
         student=inputs.checked.student,
         vocab_sizes={role: facts.vocab_size for role, facts in inputs.checked.models.items()},
-        prompts=PromptSource(
-            train.prompts,
-            seed=config.run.seed,
-            shuffle=config.data.shuffle,
-            group_size=config.rollout.group_size,
-            cursor=cursor,
-        ),
+        prompts=checked(lambda: source_at(make_source(config, train.prompts), state)),
         prompts_skipped=train.skipped,
         heldout=heldout[: config.evaluation.problems],
         judge=inputs.judge,
         probes={name: probes_of(train.prompts, name) for name in teacher_roles(config)},
         notes=inputs.notes,
     )
+
+
+def make_source(config: Config, problems: Sequence[Prompt]) -> PromptSource | CurriculumSource:
+    """Make the stream of prompts of a run, from its begin."""
+    curriculum, seed, size = config.data.curriculum, config.run.seed, config.rollout.group_size
+    stream = partial(PromptSource, problems, seed=seed, shuffle=config.data.shuffle)
+    if curriculum is None:
+        return stream(group_size=size)
+    return CurriculumSource(stream(), len(problems), curriculum, seed=seed, group_size=size)
+
+
+def source_at(
+    source: PromptSource | CurriculumSource, state: ControllerState
+) -> PromptSource | CurriculumSource:
+    """Return the source of the same prompts that continues from a controller's state.
+
+    ValueError: the state is of other problems.
+    """
+    if isinstance(source, CurriculumSource):
+        return source.at(state.next_uid, state.curriculum)
+    return source.at(state.next_uid)
 
 
 def probes_of(prompts: Iterable[Prompt], teacher: str) -> tuple[Prompt, ...]:

@@ -33,7 +33,7 @@ from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.learner_restart import LearnerRestarts, last_checkpoint, through_losses
 from megatron_opd.cli.machines import Machines, machines_of
 from megatron_opd.cli.preflight import check_addresses, check_inputs_are_kept
-from megatron_opd.cli.prepare import Prepared, checked, prepare
+from megatron_opd.cli.prepare import Prepared, checked, prepare, source_at
 from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.resume import Resumption, find_resumption, reopen_run_dir
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of, teacher_roles
@@ -101,7 +101,7 @@ def run_pipeline(
     roles, console = all_roles(config), Console(highlight=False)
     with hold_run_dir(config.run.dir, resume=resume, overwrite=overwrite) as lock:
         resumed = find_resumption(config, accepted) if resume else None
-        prepared = prepare(config, 0 if resumed is None else resumed.state.next_uid)
+        prepared = prepare(config, NOTHING_YET if resumed is None else resumed.state)
         with machines_of(config, roles, partial(say, console)) as machines:
             check_addresses(machines.config, learner_here=machines.learner_here)
             admission = checked(lambda: _admission(machines.config, prepared, lock))
@@ -313,14 +313,15 @@ class PipelineRun:
     def _roll_back(self, resumed: Resumption | None) -> None:
         """Continue from there, as if nothing had been done since."""
         state = NOTHING_YET if resumed is None else resumed.state
-        updates, next_uid = state.updates, state.next_uid
+        updates = state.updates
         if self.controller is not None:
             self.rolled_back += self.controller.accounting.updates - updates
             self.controller = None
         self._say(f"the learner is up, and continues from update {updates}")
         self.resumed = resumed
         self.totals = RunTotals(self.urls[STUDENT], self.config.rollout.group_size)
-        self.prepared = replace(self.prepared, prompts=self.prepared.prompts.at(next_uid))
+        prompts = source_at(self.prepared.prompts, state)
+        self.prepared = replace(self.prepared, prompts=prompts)
         self.run_dir.rewind(updates)
 
     async def _attempt(
@@ -347,7 +348,7 @@ class PipelineRun:
             self.urls[STUDENT],
             self.console,
             resumed,
-            self.prepared.vocab_sizes,
+            self.prepared,
         )
         dirs, claim = StepDirs(self.run_dir.checkpoints), self.admission.claim
         kept = self.checkpoints = Checkpoints(

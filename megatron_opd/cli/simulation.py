@@ -48,7 +48,7 @@ from megatron_opd.sim.servers import (
     StudentClient,
     TeacherClient,
 )
-from megatron_opd.types import Prompt
+from megatron_opd.types import Prompt, Rollout
 from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
@@ -56,7 +56,7 @@ from sglang_bridge.fleet import Fleet
 RUN_ID = "simulated"
 NOTICE_S = 0.25
 """Mean seconds until the end of a process is seen: it is looked at every 0.5 s."""
-FAILURE = "failure"
+FAILURE, REWARD = "failure", "reward"
 NEED_SERVERS = ("health", "sync", "serve on")
 """Loops of the controller that fail where too few servers are left."""
 
@@ -203,6 +203,15 @@ class _World:
             teacher = teachers[uid // config.rollout.group_size % len(teachers)]
             yield Prompt(uid, "", arrays.ids(tokens), None, teacher)
 
+    def _reward(self, rollout: Rollout) -> float:
+        """Return 0 or 1, all alike in the share of groups that the configuration says."""
+        simulation = self.config.simulation
+        group, member = divmod(rollout.prompt.uid, self.config.rollout.group_size)
+        drawn = derived_seed(simulation.seed, REWARD, group) / 2**63
+        if drawn < simulation.uniform_groups:
+            return float(drawn < simulation.uniform_groups / 2)
+        return float(member % 2)
+
     # ------------------------------------------------------------ what Supervisor asks of processes
 
     def watched_server(self, url: str) -> list[WatchedProcess]:
@@ -294,9 +303,7 @@ class _World:
                 Ports(
                     prompts=self._prompts(),
                     rollout=make_generator(config, student, VOCABULARY, RUN_ID),
-                    teacher=make_scorer(
-                        config, self.fleets, VOCABULARY, RUN_ID, lambda rollout: 0.0
-                    ),
+                    teacher=make_scorer(config, self.fleets, VOCABULARY, RUN_ID, self._reward),
                     learner=learner,
                     weight_sync=sync,
                     observer=recorder,

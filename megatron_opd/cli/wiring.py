@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from megatron_opd.batching.shares import shares
+from megatron_opd.buffer.spread import GroupRule
 from megatron_opd.cli.guards import RunGuard
 from megatron_opd.cli.prepare import Prepared
 from megatron_opd.cli.processes import Processes
@@ -19,6 +20,7 @@ from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.cli.teacher_guard import make_teacher_watch
 from megatron_opd.config.schema import Config
+from megatron_opd.config.selection import RewardSpread
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.health import HealthGuard, WatchedEngine
@@ -26,6 +28,7 @@ from megatron_opd.controller.ports import Guard, Keeper, Ports, WeightSyncer
 from megatron_opd.controller.progress import make_display
 from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import ControllerState
+from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.evaluation import Judge
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.recorder import RunRecorder
@@ -35,6 +38,7 @@ from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.rollout.generator import RolloutFleet, RolloutGenerator
+from megatron_opd.teacher.overlong import Length, judged_length
 from megatron_opd.teacher.scorer import FleetScorer, Reward
 from megatron_opd.transport.messages import UpdateMetrics
 from megatron_opd.transport.zmq import RemoteLearner
@@ -60,7 +64,7 @@ def make_recorder(
     engines: Sequence[str],
     console: Console,
     resumed: Resumption | None,
-    vocab_sizes: Mapping[Role, int],
+    prepared: Prepared,
 ) -> RunRecorder:
     """Make the observer: files as configured, and a display."""
     metrics = config.metrics
@@ -83,11 +87,17 @@ def make_recorder(
         display,
         elapsed_s=elapsed_s,
         updates=updates,
-        teacher_watch=make_teacher_watch(config, vocab_sizes),
+        teacher_watch=make_teacher_watch(config, prepared.vocab_sizes),
         signal=SignalWatch(
             reads_groups=config.estimator.reads_groups, patience=metrics.signal_patience
         ),
+        curriculum=curriculum_of(prepared),
     )
+
+
+def curriculum_of(prepared: Prepared) -> CurriculumSource | None:
+    """Return the source of the prompts if it chooses them by their pass rate."""
+    return prepared.prompts if isinstance(prepared.prompts, CurriculumSource) else None
 
 
 def watched_engines(
@@ -162,6 +172,8 @@ def make_generator(
 
 def make_schedule(config: Config) -> Schedule:
     """Make the schedule of a whole run."""
+    groups = config.selection.groups
+    spread = groups if isinstance(groups, RewardSpread) else None
     return Schedule(
         updates=config.run.max_steps,
         batch_size=config.buffer.batch_size,
@@ -169,6 +181,7 @@ def make_schedule(config: Config) -> Schedule:
         rollout_slots=config.rollout.concurrency,
         score_slots=config.scoring.concurrency,
         group_size=config.rollout.group_size if config.estimator.reads_groups else 1,
+        groups=None if spread is None else GroupRule(spread, config.estimator.distils),
     )
 
 
@@ -188,7 +201,14 @@ def make_scorer(
         run_id,
         reward=reward,
         seed=config.run.seed,
+        lengths=make_lengths(config),
     )
+
+
+def make_lengths(config: Config) -> Callable[[Rollout], Length]:
+    """Make what judges the length of a response."""
+    overlong, limit = config.selection.overlong, config.rollout.max_new_tokens
+    return lambda rollout: judged_length(overlong, rollout, limit)
 
 
 def make_controller(
@@ -213,6 +233,7 @@ def make_controller(
         weight_sync=weight_sync,
         observer=recorder,
         guard=guard,
+        curriculum=curriculum_of(prepared),
         keeper=keeper,
     )
     return Controller(make_schedule(config), ports, state)

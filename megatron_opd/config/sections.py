@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from megatron_opd.config.curriculum import PassRateCurriculum
 from megatron_opd.config.import_path import is_import_path
 from megatron_opd.config.section import (
     OFF_IS_A_WORD,
@@ -71,6 +72,14 @@ class DataConfig(Section):
     teacher_key: str | None = None
     """Name of the column that names the teacher of a prompt (a key of `teachers`, or "teacher");
     null: one teacher scores all prompts."""
+    reward_weight_key: str | None = None
+    """Name of a column with a number >= 0 that multiplies the objective's terms from rewards on the
+    responses to a prompt (1 where it is null or missing); 0: they learn from no reward and need no
+    answer. For mixtures of rewards and a teacher. null: 1 for all."""
+    teacher_weight_key: str | None = None
+    """Name of a column with a number >= 0 that multiplies the objective's other terms on the
+    responses to a prompt (1 where it is null or missing); 0: they learn from rewards alone, and no
+    teacher is asked for their scores. For mixtures of rewards and a teacher. null: 1 for all."""
     chat_template: bool = False
     """Wraps each prompt as one user message with the tokenizer's chat template. Turn it on for
     models trained on chats; prompts become a few tokens longer."""
@@ -86,14 +95,18 @@ class DataConfig(Section):
     shuffle: bool = True
     """Draws a new order of the prompts every epoch, from run.seed; false keeps the order of the
     file."""
+    curriculum: PassRateCurriculum | None = None
+    """Passes over prompts that are too easy or too hard, by their pass rate so far; null: every
+    prompt is taken when its turn comes."""
 
     @model_validator(mode="after")
     def _columns_differ(self) -> DataConfig:
-        columns = [self.prompt_key, self.answer_key, self.teacher_key]
-        if any(columns.count(name) > 1 for name in columns if name is not None):
+        keys = [name for name in type(self).model_fields if name.endswith("_key")]
+        named = {key: value for key in keys if (value := getattr(self, key)) is not None}
+        if len(set(named.values())) < len(named):
             raise ValueError(
-                "prompt_key, answer_key and teacher_key must name different columns, got "
-                f"{shown(self.prompt_key)}, {shown(self.answer_key)}, {shown(self.teacher_key)}"
+                f"{', '.join(named)} must name different columns, got "
+                f"{', '.join(shown(value) for value in named.values())}"
             )
         return self
 

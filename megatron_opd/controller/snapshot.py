@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import msgspec
 
+from megatron_opd.buffer.spread import SpreadState
+from megatron_opd.data.curriculum import CurriculumState
 from megatron_opd.types import Prompt, Rollout, Sample
 
 FORMAT = 1
@@ -45,7 +47,8 @@ class ControllerState(msgspec.Struct, frozen=True):
     """Holds the state of a controller between two updates.
 
     version: live on every engine. next_uid: the first prompt that was not considered yet. line: in
-    admission order. broken_groups, scored_in_groups: see buffer/groups.py.
+    admission order. broken_groups, scored_in_groups: see buffer/groups.py. spread: of a filter, see
+    buffer/spread.py. curriculum: see data/curriculum.py.
     """
 
     updates: int
@@ -58,6 +61,8 @@ class ControllerState(msgspec.Struct, frozen=True):
     line: list[Member]
     broken_groups: list[int] = []
     scored_in_groups: dict[int, int] = {}
+    spread: SpreadState | None = None
+    curriculum: CurriculumState | None = None
     format: int = FORMAT
 
 

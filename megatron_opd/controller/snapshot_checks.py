@@ -10,7 +10,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from megatron_opd.buffer.spread import SpreadState
 from megatron_opd.controller.snapshot import ControllerState, Member
+from megatron_opd.data.curriculum import CurriculumState
 from megatron_opd.types import Rollout
 from sglang_bridge.columns import arrays_of, axis_of
 from sglang_bridge.protocol import DrawCache
@@ -31,6 +33,29 @@ def state_fault(state: ControllerState) -> str | None:
     uids = [member.uid for member in state.line]
     if min(uids, default=0) < 0 or any(a >= b for a, b in pairwise([*uids, state.next_uid])):
         return "the line is not in order of admission"
+    return _spread_fault(state.spread) or _curriculum_fault(state.curriculum)
+
+
+def _spread_fault(spread: SpreadState | None) -> str | None:
+    if spread is None:
+        return None
+    if min(spread.next_group, spread.in_a_row) < 0:
+        return "a count of spread is below 0"
+    if min(spread.found, default=spread.next_group) < spread.next_group:
+        return "spread holds a group that is settled"
+    return None
+
+
+def _curriculum_fault(curriculum: CurriculumState | None) -> str | None:
+    if curriculum is None:
+        return None
+    rate_R, seen_R, rows = curriculum.rate_R, curriculum.seen_R, len(curriculum.rate_R)
+    if min(curriculum.looked_at, curriculum.skipped, int(seen_R.min(initial=0))) < 0:
+        return "a count of the curriculum is below 0"
+    if len(seen_R) != rows or not bool(((rate_R >= 0) & (rate_R <= 1)).all()):
+        return "the curriculum's pass rates are not one in [0, 1] for each problem"
+    if not all(0 <= row < rows and 0 <= reward <= 1 for _, row, reward in curriculum.noted):
+        return "the curriculum noted a reward that cannot be"
     return None
 
 

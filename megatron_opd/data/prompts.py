@@ -135,14 +135,21 @@ def _read(
 
 
 def _prompt(uid: int, text: str, ids: Sequence[int], record: Record, rules: PromptRules) -> Prompt:
-    answers, teacher = rules.columns.answers, rules.teacher_key
+    columns, teacher = rules.columns, rules.teacher_key
+    answers = columns.answers
     return Prompt(
         uid=uid,
         text=text,
         token_ids_P=np.asarray(ids, dtype=np.int32),
         answer=record[answers[0]] if answers else None,
         teacher="teacher" if teacher is None else str(record[teacher]),
+        reward_weight=_weight(record, columns.reward_weight),
+        teacher_weight=_weight(record, columns.teacher_weight),
     )
+
+
+def _weight(record: Record, key: str | None) -> float:
+    return 1.0 if key is None else float(str(record[key]))
 
 
 def _problem(found: PromptSet, rules: PromptRules) -> str | None:
@@ -234,6 +241,7 @@ class PromptSource:
         epoch, position = divmod(group, len(self._prompts))
         if position == member == 0:
             self._order = self._order_of(epoch)
-        prompt = replace(self._prompts[self._order[position]], uid=self.cursor)
+        row = self._order[position]
+        prompt = replace(self._prompts[row], uid=self.cursor, row=row)
         self.cursor += 1
         return prompt

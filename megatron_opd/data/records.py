@@ -54,24 +54,38 @@ class Columns:
 
     texts: non-empty strings. answers: strings or finite numbers (which become text), None where
     missing, null or blank. needed: whether a row without an answer is a fault. choices: texts, and
-    the values they may have.
+    the values they may have. reward_weight, teacher_weight: finite numbers >= 0, 1 where missing or
+    null, of which one must be above 0; a row of reward weight 0 needs no answer.
     """
 
     texts: Sequence[str]
     answers: Sequence[str] = ()
     needed: bool = False
     choices: Mapping[str, Collection[str]] = field(default_factory=dict[str, Collection[str]])
+    reward_weight: str | None = None
+    teacher_weight: str | None = None
 
     @property
     def required(self) -> tuple[str, ...]:
         """Returns the columns that a row must have."""
-        return (*self.texts, *self.choices, *(self.answers if self.needed else ()))
+        needed = self.needed and self.reward_weight is None
+        return (*self.texts, *self.choices, *(self.answers if needed else ()))
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Returns the columns of weights."""
+        return tuple(key for key in (self.reward_weight, self.teacher_weight) if key is not None)
 
     def record(self, row: Mapping[str, Any]) -> Record:
         """Return the named columns of `row`; raises _Unusable."""
         record: Record = {key: _text(row, key) for key in self.texts}
         record |= {key: _chosen(row, key, allowed) for key, allowed in self.choices.items()}
-        return record | {key: _answer(row, key, needed=self.needed) for key in self.answers}
+        weights = {key: _weight(row, key) for key in self.weights}
+        if len(weights) == 2 and not any(weights.values()):
+            raise _Unusable("no_weight", f"{' and '.join(map(repr, weights))} are both 0")
+        record |= {key: str(weight) for key, weight in weights.items()}
+        needed = self.needed and weights.get(self.reward_weight or "", 1.0) > 0
+        return record | {key: _answer(row, key, needed=needed) for key in self.answers}
 
 
 def scan_records(path: Path, columns: Columns) -> Iterator[tuple[str, Record] | Fault]:
@@ -80,7 +94,7 @@ def scan_records(path: Path, columns: Columns) -> Iterator[tuple[str, Record] | 
     path: a file, or the import path MODULE:FUNCTION of a user's own source. Raises ValueError (one
     line) for what cannot be read at all.
     """
-    wanted = list(dict.fromkeys((*columns.required, *columns.answers)))
+    wanted = list(dict.fromkeys((*columns.required, *columns.answers, *columns.weights)))
     if is_source(path):
         rows = _called(path)
     elif not path.is_file():
@@ -244,6 +258,17 @@ def _answer(row: Mapping[str, Any], key: str, *, needed: bool) -> str | None:
         why = f"{key!r} is empty" if key in row else f"missing column {key!r}"
         raise _Unusable("no_answer", why)
     return None
+
+
+def _weight(row: Mapping[str, Any], key: str) -> float:
+    value = row.get(key)
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _Unusable("wrong_type", f"{key!r} must be a number, got {type(value).__name__}")
+    if not (0 <= value < math.inf):
+        raise _Unusable("bad_weight", f"{key!r} must be finite and >= 0, got {str(value)[:20]}")
+    return float(value)
 
 
 def _number(value: int | float, key: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-ROLLOUT, SCORE, EVALUATION = "rollout", "score", "evaluation"
+ROLLOUT, SCORE, EVALUATION, CURRICULUM = "rollout", "score", "evaluation", "curriculum"
 
 
 def derived_seed(run_seed: int, kind: str, *index: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.metrics.cache_size import CacheSize
 from megatron_opd.metrics.rewards import RewardStats
 from megatron_opd.metrics.servers import SampledByServer
@@ -23,7 +24,7 @@ from megatron_opd.metrics.staleness import StalenessCounts
 from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
-from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
+from megatron_opd.metrics.types import Accounting, Depths, Mean, UpdateFigures, WeightSyncReport
 from megatron_opd.metrics.window import COLUMNS, Window
 from megatron_opd.types import Batch, Prompt, Rollout, Sample
 
@@ -90,6 +91,7 @@ class RunRecorder:
         updates: updates that they made.
         teacher_watch: looks at the scores of every batch; None where no teacher is read.
         signal: tells the user when updates teach nothing, if given.
+        curriculum: has columns of its own, if given.
     """
 
     def __init__(
@@ -104,8 +106,11 @@ class RunRecorder:
         updates: int = 0,
         teacher_watch: TeacherWatch | None = None,
         signal: SignalWatch | None = None,
+        curriculum: CurriculumSource | None = None,
     ) -> None:
         self.totals = totals
+        self._curriculum = curriculum
+        self._sampled_reward = Mean()
         self.accounting: Accounting | None = None
         self._elapsed_s = elapsed_s
         self.started_s = clock() - elapsed_s
@@ -150,6 +155,8 @@ class RunRecorder:
     def scored(self, sample: Sample, started_s: float, finished_s: float) -> None:
         """Count and draw a score."""
         self.totals.add_score(started_s, finished_s)
+        if sample.reward is not None:
+            self._sampled_reward.add(sample.reward)
         if self._timeline is not None:
             self._timeline.score(sample, started_s, finished_s)
 
@@ -238,8 +245,12 @@ class RunRecorder:
             "buffered_samples": depths.buffered,
             "permits_in_use": depths.permits_in_use,
             "dropped_samples": self.totals.drops.total(),
+            **self.totals.dropped_groups(),
+            "reward_sampled_mean": self._sampled_reward.value,
+            **({} if self._curriculum is None else self._curriculum.columns()),
             **columns,
         }
+        self._sampled_reward = Mean()
         self._write_row(batch.update)
         if self._timeline is not None:
             self._timeline.flush()
@@ -296,7 +307,8 @@ def batch_columns(batch: Batch, group_size: int = 1) -> dict[str, float | int | 
     """Return the columns that follow from the batch alone. staleness_*: per token, in versions.
 
     first_uid, last_uid: of its samples. Batches are cut in order, so those of a run do not overlap:
-    no sample is trained on twice.
+    no sample is trained on twice. masked_samples: whose tokens carry no loss.
+    samples_without_teacher: for which no teacher was asked.
     """
     staleness, cache, rewards = StalenessCounts(), CacheSize(), RewardStats(group_size)
     staleness.add(batch)
@@ -316,6 +328,9 @@ def batch_columns(batch: Batch, group_size: int = 1) -> dict[str, float | int | 
         "reward_mean": rewards.mean,
         "reward_group_std_mean": rewards.group_std,
         "reward_uniform_group_fraction": rewards.uniform_groups,
+        "overlong_penalty_mean": rewards.overlong_penalty,
+        "masked_samples": sum(sample.masked for sample in batch.samples),
+        "samples_without_teacher": sum(not sample.has_scores for sample in batch.samples),
         "distinct_ids_per_token": cache.distinct_ids_per_token,
         "cache_bytes_per_token": cache.bytes_per_token,
     }
