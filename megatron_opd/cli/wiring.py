@@ -75,6 +75,7 @@ def make_recorder(
     if metrics.trace:
         timeline = Timeline(TraceWriter(run_dir.trace, time.monotonic()), engines)
     display = make_display(console) if metrics.progress else None
+    curriculum = curriculum_of(prepared)
     elapsed_s, updates = 0.0, 0
     if resumed is not None:
         elapsed_s, updates = resumed.extras["elapsed_s"], resumed.state.updates
@@ -91,7 +92,7 @@ def make_recorder(
         signal=SignalWatch(
             reads_groups=config.estimator.reads_groups, patience=metrics.signal_patience
         ),
-        curriculum=curriculum_of(prepared),
+        more_columns=None if curriculum is None else curriculum.columns,
     )
 
 

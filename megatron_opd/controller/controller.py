@@ -19,14 +19,14 @@
 Invariants: every admitted prompt is trained on, dropped with a counted reason, or reported as in
 flight at the end; it holds one permit until then (buffer/permits.py); no more prompts are admitted
 than the remaining updates can consume, so a run that ends by itself has nothing in flight; a drop
-takes the rest of its group along (buffer/groups.py), and a group may be dropped whole for its
-rewards (buffer/spread.py). Updates and weight syncs alternate, since both
-use the learner's only set of weights, unless a weight sync releases the learner: then one update
-runs beside it. Weight syncs are one at a time, in order; several updates may come before one
-(sync_every), and what happens to the responses in flight is in_flight.py's. A version is named
-after the updates that its weights have seen. What is kept is the state after a weight sync: one
-that is followed by a checkpoint releases nothing (turn.py), and a run that is told to end early
-first finishes the update that it is making, and the weight sync that follows.
+takes the rest of its group along (buffer/groups.py), and a group may be dropped for its rewards
+(buffer/spread.py). Updates and weight syncs alternate, since both use the learner's only set of
+weights, unless a weight sync releases the learner: then one update runs beside it. Weight syncs are
+one at a time, in order; several updates may come before one (sync_every), and what happens to the
+responses in flight is in_flight.py's. A version is named after the updates that its weights have
+seen. What is kept is the state after a weight sync: one that is followed by a checkpoint releases
+nothing (turn.py), and a run that is told to end early first finishes the update that it is making,
+and the weight sync that follows.
 """
 
 from __future__ import annotations

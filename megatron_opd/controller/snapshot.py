@@ -14,7 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from megatron_opd.buffer.spread import SpreadState
-from megatron_opd.data.curriculum import CurriculumState
+from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.types import Prompt, Rollout, Sample
 
 FORMAT = 1
@@ -48,7 +48,8 @@ class ControllerState(msgspec.Struct, frozen=True):
 
     version: live on every engine. next_uid: the first prompt that was not considered yet. line: in
     admission order. broken_groups, scored_in_groups: see buffer/groups.py. spread: of a filter, see
-    buffer/spread.py. curriculum: see data/curriculum.py.
+    buffer/spread.py. curriculum: see
+    buffer/pass_rates.py.
     """
 
     updates: int

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.metrics.cache_size import CacheSize
 from megatron_opd.metrics.rewards import RewardStats
 from megatron_opd.metrics.servers import SampledByServer
@@ -91,7 +90,7 @@ class RunRecorder:
         updates: updates that they made.
         teacher_watch: looks at the scores of every batch; None where no teacher is read.
         signal: tells the user when updates teach nothing, if given.
-        curriculum: has columns of its own, if given.
+        more_columns: of a row that is written, if given.
     """
 
     def __init__(
@@ -106,10 +105,10 @@ class RunRecorder:
         updates: int = 0,
         teacher_watch: TeacherWatch | None = None,
         signal: SignalWatch | None = None,
-        curriculum: CurriculumSource | None = None,
+        more_columns: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         self.totals = totals
-        self._curriculum = curriculum
+        self._more_columns = more_columns
         self._sampled_reward = Mean()
         self.accounting: Accounting | None = None
         self._elapsed_s = elapsed_s
@@ -247,7 +246,7 @@ class RunRecorder:
             "dropped_samples": self.totals.drops.total(),
             **self.totals.dropped_groups(),
             "reward_sampled_mean": self._sampled_reward.value,
-            **({} if self._curriculum is None else self._curriculum.columns()),
+            **({} if self._more_columns is None else self._more_columns()),
             **columns,
         }
         self._sampled_reward = Mean()

@@ -282,3 +282,48 @@ def test_a_stream_of_nothing_is_refused():
         PromptSource(prompts_of(1), seed=0, cursor=-1)
     with pytest.raises(ValueError, match="group_size must be >= 1, got 0"):
         PromptSource(prompts_of(1), seed=0, group_size=0)
+
+
+def weighed(tmp_path, tokenizer, *rows, needed=True, **allowed):
+    path = write_lines(tmp_path / "a.jsonl", *(json.dumps(row) + "\n" for row in rows))
+    columns = Columns(
+        ("prompt",), ("answer",), needed=needed, reward_weight="own", teacher_weight="kl"
+    )
+    return load_prompts(path, tokenizer, PromptRules(columns, 100, max_bad_fraction=0.9, **allowed))
+
+
+def test_weights_of_a_prompt_are_read_and_one_without_a_reward_needs_no_answer(tmp_path, tokenizer):
+    found = weighed(
+        *(tmp_path, tokenizer),
+        {"prompt": "a", "answer": "1", "own": 0.5, "kl": 0},
+        {"prompt": "b", "own": 0, "kl": 2},
+        {"prompt": "c", "answer": "1", "own": None},
+    )
+    weights = [(p.text, p.reward_weight, p.teacher_weight, p.answer) for p in found.prompts]
+    assert weights == [("a", 0.5, 0.0, "1"), ("b", 0.0, 2.0, None), ("c", 1.0, 1.0, "1")]
+    assert found.skipped == {}
+
+
+@pytest.mark.parametrize(
+    ("row", "cause", "words"),
+    [
+        ({"own": -1}, "bad_weight", "'own' must be finite and >= 0, got -1"),
+        ({"kl": float("inf")}, "bad_weight", "'kl' must be finite and >= 0, got inf"),
+        ({"kl": "1"}, "wrong_type", "'kl' must be a number, got str"),
+        ({"kl": True}, "wrong_type", "'kl' must be a number, got bool"),
+        ({"own": 0, "kl": 0}, "no_weight", "'own' and 'kl' are both 0"),
+        ({"kl": 0, "answer": None}, "no_answer", "'answer' is empty"),
+    ],
+)
+def test_a_weight_that_is_none_is_located(tmp_path, tokenizer, row, cause, words):
+    good = {"prompt": "a", "answer": "1"}
+    found = weighed(tmp_path, tokenizer, good, good | row)
+    assert found.skipped == {cause: 1}
+    assert found.first[cause].endswith(f":2: {words}")
+
+
+def test_a_prompt_knows_its_row():
+    source = PromptSource(prompts_of(5), seed=1, group_size=2)
+    for _ in range(25):
+        prompt = next(source)
+        assert prompt.text == str(prompt.row)
