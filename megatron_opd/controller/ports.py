@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.buffer.pass_rates import CurriculumState
+from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
 from megatron_opd.types import Batch, LearnerTurn, Prompt, Rollout, Sample
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import msgspec
 
-from megatron_opd.buffer.spread import SpreadState
 from megatron_opd.buffer.pass_rates import CurriculumState
+from megatron_opd.buffer.spread import SpreadState
 from megatron_opd.types import Prompt, Rollout, Sample
 
 FORMAT = 1

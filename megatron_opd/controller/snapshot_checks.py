@@ -10,9 +10,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.buffer.spread import SpreadState
 from megatron_opd.controller.snapshot import ControllerState, Member
-from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.types import Rollout
 from sglang_bridge.columns import arrays_of, axis_of
 from sglang_bridge.protocol import DrawCache

@@ -105,9 +105,7 @@ class FleetScorer:
         except BridgeError as error:
             raise ScoreRejected(_reason(error), str(error)) from error
         if not request.selects:
-            return replace(
-                unscored, teacher_logp_N=checked(reply.logp_N, rollout.draws.num_ids)
-            )
+            return replace(unscored, teacher_logp_N=checked(reply.logp_N, rollout.draws.num_ids))
         if reply.selection is None:
             raise ScoreRejected(BAD_REPLY, f"request {request.rid} came back without a selection")
         draws = selected(rollout.draws, reply.selection)

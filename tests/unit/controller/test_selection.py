@@ -105,9 +105,7 @@ def filtering(schedule: Schedule, **limits: Any) -> Schedule:
 
 
 def test_groups_without_spread_are_replaced_by_later_prompts_and_counted():
-    done = run(
-        filtering(planned(2, 4, 0, group_size=2)), by_group(MIXED, RIGHT, WRONG, (0.5, 0.5))
-    )
+    done = run(filtering(planned(2, 4, 0, group_size=2)), by_group(MIXED, RIGHT, WRONG, (0.5, 0.5)))
     assert done.uids == [[0, 1, 8, 9], [10, 11, 12, 13]]
     accounting = done.controller.accounting
     assert accounting.dropped == {"all_right": 2, "all_wrong": 2, "no_reward_spread": 2}
@@ -140,9 +138,7 @@ def test_a_run_that_repeats_itself_drops_the_same_groups_resumed_or_not(
     kind: dict[str, Any], at: int
 ):
     """In the schedules that run.deterministic allows, whatever the order of arrival."""
-    schedule = filtering(
-        planned(6, 4, group_size=2, **kind), most_in_a_row=2, exhausted="keep"
-    )
+    schedule = filtering(planned(6, 4, group_size=2, **kind), most_in_a_row=2, exhausted="keep")
 
     def reward(prompt: Prompt) -> float:
         lot = np.random.default_rng(prompt.uid // 2).random()

@@ -130,7 +130,7 @@ def test_a_source_continues_from_its_state(group_size: int, at: int, seed: int, 
 
 
 def test_a_state_of_other_problems_is_refused():
-    with pytest.raises(ValueError, match="has 9 problems, data.train has 10"):
+    with pytest.raises(ValueError, match=r"has 9 problems, data\.train has 10"):
         make_source().at(0, make_source(problems=9).state)
 
 

@@ -1,4 +1,4 @@
-"""The shipped configurations that learn from rewards are valid, and their rows are what they say."""
+"""The shipped configurations that learn from rewards are valid, and so are their rows."""
 
 from collections import Counter
 

@@ -40,7 +40,9 @@ def test_the_soft_penalty_is_dapos_equation_13(tokens: int, limit: int, data: st
 
 def test_the_soft_penalty_falls_from_the_cache_to_the_limit():
     config = SoftPenalty(cache=4, scale=2.0)
-    found = [judged_length(config, rollout(tokens), LIMIT).penalty for tokens in range(1, LIMIT + 1)]
+    found = [
+        judged_length(config, rollout(tokens), LIMIT).penalty for tokens in range(1, LIMIT + 1)
+    ]
     assert found == [0, 0, 0, 0, -0.5, -1.0, -1.5, -2.0]
 
 
