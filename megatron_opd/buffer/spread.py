@@ -85,6 +85,7 @@ class SpreadFilter:
     """
 
     def __init__(self, rule: GroupRule, size: int, state: SpreadState | None = None) -> None:
+        self._begins = state is None
         state = SpreadState() if state is None else state
         self._rule, self._size = rule, size
         self._next, self._in_a_row = state.next_group, state.in_a_row
@@ -131,17 +132,20 @@ class SpreadFilter:
         return self._settle()
 
     def resume(self, line: Iterable[Sample], unscored: Iterable[int], next_uid: int) -> None:
-        """Continue from a state. line: scored samples held; unscored: uids held besides."""
+        """Continue a run. line: scored samples held; unscored: uids held besides.
+
+        Without a state of a filter, groups that are complete or gone by now are not judged.
+        """
         for sample in line:
             self.add(sample)
         open_groups = {uid // self._size for uid in unscored}
         if next_uid % self._size:
             open_groups.add(next_uid // self._size)
         self._rewards = {g: rewards for g, rewards in self._rewards.items() if g in open_groups}
-        for group in range(self._next, -(-next_uid // self._size)):
-            if group not in open_groups:  # unknown only where the run began without a filter
-                self._found.setdefault(group, "unjudged")
-        self._settle()
+        if self._begins:
+            self._next = min(open_groups, default=-(-next_uid // self._size))
+            others = set(range(self._next, max(open_groups, default=0))) - open_groups
+            self._found |= dict.fromkeys(others, "unjudged")
 
     def _reason(self, prompt: Prompt, rewards: list[float | None]) -> str | None:
         """Return why a group is to be thrown away, or None."""

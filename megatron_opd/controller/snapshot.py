@@ -28,14 +28,19 @@ class Member(msgspec.Struct, frozen=True):
     sample: Sample | None = None
 
     @property
-    def uid(self) -> int:
-        """Returns the prompt's number, in whichever stage it is."""
+    def asked(self) -> Prompt:
+        """Returns the prompt, in whichever stage it is."""
         if self.prompt is not None:
-            return self.prompt.uid
+            return self.prompt
         if self.rollout is not None:
-            return self.rollout.prompt.uid
+            return self.rollout.prompt
         assert self.sample is not None
-        return self.sample.rollout.prompt.uid
+        return self.sample.rollout.prompt
+
+    @property
+    def uid(self) -> int:
+        """Returns the prompt's number."""
+        return self.asked.uid
 
     def oldest_version(self, live: int) -> int:
         """Return the version of its stalest token; `live` for a prompt, which has none yet."""

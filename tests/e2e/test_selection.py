@@ -19,7 +19,7 @@ KINDS = ({"kl": 0}, {"own": 0}, {"own": 0.5, "kl": 2})
 def test_groups_lengths_weights_and_a_curriculum_in_one_run(
     inputs: Path, tmp_path: Path, shared: Sections, start: Callable[..., Running]
 ):
-    rows = [{"prompt": f"{i}+{i}=", "answer": "x"} | KINDS[i % 3] for i in range(24)]
+    rows = [{"prompt": f"{i}+{i}=", "answer": "x"} | KINDS[i % 3] for i in range(9)]
     for row in rows:
         if row.get("own") == 0:
             del row["answer"]  # nobody asks for it
@@ -38,9 +38,10 @@ def test_groups_lengths_weights_and_a_curriculum_in_one_run(
                 "task": "tests.support.verdicts:is_of_even_length",
                 "reward_weight_key": "own",
                 "teacher_weight_key": "kl",
-                "curriculum": {"type": "pass_rate", "low": 0.3, "high": 0.7, "outside": 0.1},
+                "curriculum": {"type": "pass_rate", "low": 0.4, "high": 0.6, "outside": 0.0},
             },
             evaluation={"problems": 0},
+            schedule={"type": "sync"},  # what is sampled is the same every time
             rollout={"max_new_tokens": 24, "group_size": GROUP},
             buffer={"batch_size": GROUP * GROUPS},
             support={"type": "path"},
@@ -70,4 +71,4 @@ def test_groups_lengths_weights_and_a_curriculum_in_one_run(
     assert 0 < last["curriculum_rated_fraction"] <= 2 / 3, "a third has no answer, so no rate"
     for row in done.rows:
         assert row["grad_norm"] > 0
-        assert row["reverse_kl_nats"] is None or row["reverse_kl_nats"] == row["reverse_kl_nats"]
+        assert row["loss"] == row["loss"]
