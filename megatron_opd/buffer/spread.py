@@ -76,7 +76,7 @@ class Verdict:
 
 
 class SpreadFilter:
-    """Judges groups of scored samples.
+    """Decides about groups of scored samples.
 
     Args:
         rule: which groups, and by what.
@@ -108,7 +108,7 @@ class SpreadFilter:
         self._rewards.setdefault(group, []).append(sample.reward)
 
     def completed(self, prompt: Prompt) -> list[Verdict]:
-        """Judge the group of a prompt, all of whose members were added.
+        """Decide about the group of a prompt, all of whose members were added.
 
         Returns what is decided by that: of this group, unless it must wait, and of others that
         waited. Raises NothingToLearn.
@@ -159,7 +159,7 @@ class SpreadFilter:
         return ALL_WRONG if max(known) <= 0 else NO_SPREAD
 
     def _settle(self) -> list[Verdict]:
-        """Go on in order as far as all is known, then look at those that wait."""
+        """Count in order as far as all is known, then look at groups that wait."""
         decided: list[Verdict] = []
         while self._next in self._found:
             group, what = self._next, self._found.pop(self._next)

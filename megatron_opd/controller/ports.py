@@ -185,5 +185,5 @@ class Ports:
     weight_sync: WeightSyncer
     observer: Observer
     guard: Guard | None = None
-    curriculum: Curriculum | None = None
     keeper: Keeper | None = None
+    curriculum: Curriculum | None = None
