@@ -99,7 +99,9 @@ class SpreadFilter:
 
         A group that waits is found again: its last sample is scored anew.
         """
-        found = {g: what for g, what in self._found.items() if g not in self._waiting}
+        found = dict(self._found)
+        for group in self._waiting:
+            del found[group]
         return SpreadState(self._next, self._in_a_row, found)
 
     def add(self, sample: Sample) -> None:

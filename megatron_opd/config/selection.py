@@ -38,7 +38,7 @@ class MaskOverlong(Section):
 
 
 class SoftPenalty(Section):
-    """Takes from the reward, linearly over the last `cache` tokens before the limit (DAPO Eq. 13)."""
+    """Lets the reward fall linearly over the last `cache` tokens before the limit (DAPO Eq. 13)."""
 
     type: Literal["soft_penalty"] = "soft_penalty"
     cache: PositiveInt

@@ -160,7 +160,7 @@ class Controller:
             broken_groups=broken,
             scored_in_groups=scored,
             spread=None if self._filter is None else self._filter.state,
-            curriculum=curriculum and curriculum.state,
+            curriculum=None if curriculum is None else curriculum.state,
         )
 
     def _rejoin(self, member: Member) -> None:
