@@ -31,7 +31,7 @@ INTERVAL_S = 2.0
 async def recorded_work(
     recorder: RunRecorder, fleets: Mapping[Role, Fleet], processes: Processes
 ) -> AsyncIterator[None]:
-    """Look at the beginning of the block, again and again inside it, and at its end."""
+    """Look at the beginning of the block, and again and again inside it."""
     await _look(recorder, fleets, processes)
     task = asyncio.create_task(_looks(recorder, fleets, processes))
     try:
@@ -39,7 +39,6 @@ async def recorded_work(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    await _look(recorder, fleets, processes)
 
 
 async def _looks(recorder: RunRecorder, fleets: Mapping[Role, Fleet], processes: Processes) -> None:

@@ -255,13 +255,13 @@ class RunRecorder:
             self._timeline.depths(depths, self._clock())
 
     def worked(self, url: str, work: ServerWork, now_s: float, *, teaches: bool) -> None:
-        """Note on the time line what a server has done since it started."""
-        if self._timeline is not None:
+        """Note on the time line what a server has done since it started; not after the run."""
+        if self._timeline is not None and self.accounting is None:
             self._timeline.worked(url, work, now_s, teaches=teaches)
 
     def used(self, cpu_s: Mapping[str, float], cores: int, now_s: float) -> None:
-        """Draw the CPU seconds of each part on this machine, by its name."""
-        if self._timeline is not None:
+        """Draw the CPU seconds of each part on this machine, by its name; not after the run."""
+        if self._timeline is not None and self.accounting is None:
             self._timeline.used(cpu_s, cores, now_s)
 
     def ended(self, accounting: Accounting, now_s: float) -> None:
