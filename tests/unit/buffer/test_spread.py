@@ -129,6 +129,7 @@ def test_any_order_of_scoring_gives_the_verdicts_of_the_order_of_admission(
         if rng.random() < 0.2:
             waited = set(in_order(outcomes, most)) - found.keys() - set(order)
             order += sorted(waited)  # they are scored anew
+            rng.shuffle(order)
             judge = SpreadFilter(rule(most_in_a_row=most, exhausted="keep"), SIZE, judge.state)
             judge.resume([], [group * SIZE for group in order], len(outcomes) * SIZE)
     assert found == in_order(outcomes, most)
