@@ -6,6 +6,7 @@ It only counts and writes; it decides nothing.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ from megatron_opd.metrics.staleness import StalenessCounts
 from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
-from megatron_opd.metrics.types import Accounting, Depths, Mean, UpdateFigures, WeightSyncReport
+from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
 from megatron_opd.metrics.window import COLUMNS, Window
 from megatron_opd.types import Batch, Prompt, Rollout, Sample
 from sglang_bridge.work import ServerWork
@@ -110,7 +111,7 @@ class RunRecorder:
     ) -> None:
         self.totals = totals
         self._more_columns = more_columns
-        self._sampled_reward = Mean()
+        self._sampled_rewards: list[float] = []
         self.accounting: Accounting | None = None
         self._elapsed_s = elapsed_s
         self.started_s = clock() - elapsed_s
@@ -156,7 +157,7 @@ class RunRecorder:
         """Count and draw a score."""
         self.totals.add_score(started_s, finished_s)
         if sample.reward is not None:
-            self._sampled_reward.add(sample.reward)
+            self._sampled_rewards.append(sample.reward)
         if self._timeline is not None:
             self._timeline.score(sample, started_s, finished_s)
 
@@ -246,11 +247,11 @@ class RunRecorder:
             "permits_in_use": depths.permits_in_use,
             "dropped_samples": self.totals.drops.total(),
             **self.totals.dropped_groups(),
-            "reward_sampled_mean": self._sampled_reward.value,
+            "reward_sampled_mean": _exact_mean(self._sampled_rewards),
             **({} if self._more_columns is None else self._more_columns()),
             **columns,
         }
-        self._sampled_reward = Mean()
+        self._sampled_rewards = []
         self._write_row(batch.update)
         if self._timeline is not None:
             self._timeline.flush()
@@ -311,6 +312,11 @@ class RunRecorder:
         self._shown = self._rows.pop(update)
         for sink in self._sinks:
             sink.write(update, self._shown)
+
+
+def _exact_mean(values: Sequence[float]) -> float | None:
+    """Return the mean, the same in whatever order the values came; None without any."""
+    return math.fsum(values) / len(values) if values else None
 
 
 def batch_columns(batch: Batch, group_size: int = 1) -> dict[str, float | int | None]:
