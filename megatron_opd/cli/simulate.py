@@ -151,7 +151,7 @@ def _recorder(
 ) -> RunRecorder:
     sinks: list[Sink] = [JsonlSink(run_dir.metrics)]
     if config.metrics.tensorboard:
-        sinks.append(TensorBoardSink(run_dir.tensorboard))
+        sinks.append(TensorBoardSink(run_dir.tensorboard, config.metrics.names))
     clock = asyncio.get_running_loop().time
     timeline = None
     if config.metrics.trace:

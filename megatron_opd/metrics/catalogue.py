@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from megatron_opd.config.metrics import MetricNames
 from megatron_opd.metrics.dictionary.evaluation import EVALUATION
 from megatron_opd.metrics.dictionary.learner import LEARNER
 from megatron_opd.metrics.dictionary.mismatch import MISMATCH
@@ -15,7 +16,7 @@ from megatron_opd.metrics.dictionary.perf import PERF
 from megatron_opd.metrics.dictionary.rollout import ROLLOUT
 from megatron_opd.metrics.dictionary.teacher import TEACHER
 from megatron_opd.metrics.dictionary.weight_sync import WEIGHT_SYNC
-from megatron_opd.metrics.metric import Metric, Names
+from megatron_opd.metrics.metric import Metric
 
 ALL = (*LEARNER, *MISMATCH, *ROLLOUT, *TEACHER, *PERF, *WEIGHT_SYNC, *EVALUATION)
 METRICS: Mapping[str, Metric] = MappingProxyType({metric.column: metric for metric in ALL})
@@ -29,7 +30,7 @@ def metric_of(column: str) -> Metric | None:
     return METRICS.get(column.partition(PER_NAME)[0])
 
 
-def tag_of(column: str, names: Names) -> str:
+def tag_of(column: str, names: MetricNames) -> str:
     """Return what a sink that groups columns calls one of a row: GROUP/COLUMN, or an alias.
 
     A column that the catalogue lacks, such as one of a user's own, keeps its name.

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from megatron_opd.config.metrics import MetricNames
+
 Group = Literal["train", "rollout", "teacher", "perf", "weight_sync", "eval"]
 """What a column is about; sinks that group columns name it GROUP/COLUMN."""
 GROUPS: tuple[Group, ...] = get_args(Group)
-Names = Literal["opd", "slime", "verl"]
-"""Whose metric names a sink uses (metrics.names)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,6 @@ class Metric:
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     differs: str = ""
 
-    def tag(self, names: Names) -> str:
+    def tag(self, names: MetricNames) -> str:
         """Return the name a sink shows: the alias where there is one, else GROUP/COLUMN."""
         return self.aliases.get(names, f"{self.group}/{self.column}")

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_opd.config.metrics import MetricNames
 from megatron_opd.metrics.catalogue import tag_of
-from megatron_opd.metrics.metric import Names
 
 _AXES = {"update", "set"}  # of a row of evaluations: its step and its tag
 
 
-def scalars(row: Mapping[str, Any], names: Names) -> dict[str, float]:
+def scalars(row: Mapping[str, Any], names: MetricNames) -> dict[str, float]:
     """Return the finite numbers of an update's row: GROUP/COLUMN, or the alias of `names`."""
     return {tag_of(column, names): value for column, value in _numbers(row)}
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_opd.metrics.metric import Names
+from megatron_opd.config.metrics import MetricNames
 from megatron_opd.metrics.scalars import evaluation_scalars, scalars
 from megatron_opd.metrics.sinks import RowFile
 
@@ -26,7 +26,7 @@ class TensorBoardSink:
         names: whose metric names the tags have.
     """
 
-    def __init__(self, directory: Path, names: Names = "opd") -> None:
+    def __init__(self, directory: Path, names: MetricNames = "opd") -> None:
         # the import alone takes 0.3 s; runs without TensorBoard need not pay it
         from tensorboard.compat.proto.event_pb2 import (
             Event,  # pyright: ignore[reportAttributeAccessIssue]

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_opd.metrics.catalogue import ALL, METRICS, metric_of, tag_of
 from megatron_opd.metrics.metric import GROUPS, Metric, Range
+from megatron_opd.metrics.opd_health import HealthFigures
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.metrics.totals import RunTotals
@@ -51,7 +52,7 @@ def whole_row() -> dict[str, Any]:
     """The row of an update with every feature on: two teachers, rewards, a weight sync, turns."""
     sink = Rows()
     watch = TeacherWatch({"teacher": 16, "maths": 16}, alarm=False, stop_after=0)
-    recorder = RunRecorder(9, RunTotals(group_size=2), [sink], teacher_watch=watch)
+    recorder = RunRecorder(9, RunTotals(group_size=2), [sink], teacher_watch=watch, probe=Probe())
     samples = []
     for uid in range(2):
         sample = make_sample(uid)
@@ -65,6 +66,18 @@ def whole_row() -> dict[str, Any]:
     recorder.weights_synced(batch, report, Depths(0, 0, 0, 0, 0))
     (row,) = sink.rows
     return row
+
+
+class Probe:
+    def start(self, batch):
+        pass
+
+    def columns(self):
+        figures = HealthFigures(*[1] * 9)
+        return figures.columns() | {"health_update": 0, "health_s": 1.0}
+
+    def stop(self):
+        pass
 
 
 def of_updates() -> set[str]:
