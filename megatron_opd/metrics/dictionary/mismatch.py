@@ -60,7 +60,8 @@ MISMATCH = (
     ),
     Metric(
         *("ratio_max", "train", ""),
-        "Largest importance ratio: one id of one token. Tens to hundreds are normal (see below).",
+        "Largest importance ratio: one id of one token. Tens to hundreds are normal; "
+        "docs/metrics.md says why.",
         action="see ratio_p99; support.type atoms_tail or correction.type truncated bound it",
     ),
     Metric(
