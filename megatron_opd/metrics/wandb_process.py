@@ -22,8 +22,6 @@ from megatron_opd.metrics.sinks import write_json
 from megatron_opd.metrics.wandb_sink import STATE
 
 X_AXIS = "train/update"
-INIT_S = 15
-"""Longest time in seconds to connect; then the run is kept offline."""
 
 
 def main() -> int:
@@ -65,7 +63,7 @@ def _start(about: dict[str, Any], report: TextIO) -> Any:
     state = _state(directory)
     write_json(directory / STATE, state)
     settings = wandb.Settings(
-        init_timeout=INIT_S,
+        init_timeout=about["init_s"],
         console="off",
         silent=True,
         disable_code=True,

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 STATE = "wandb.json"
 """Name of the file in run.dir that keeps the W&B run's id, so that a resumed run continues it."""
 INSTALL = "metrics.wandb needs the package wandb: pip install 'megatron-opd[wandb]'"
+INIT_S = 15.0
+"""Longest time in seconds to reach W&B; then the run is kept offline."""
 FINISH_S = 20.0
 """Longest time in seconds that the end of a run waits until W&B has everything."""
 BACKLOG_BYTES = 4 * 2**20
@@ -90,7 +92,8 @@ class WandbSink:
             os.set_blocking(pipe.fileno(), False)
         about = settings.model_dump(mode="json")
         about["name"] = settings.name or directory.absolute().name
-        self._send(about | {"directory": str(directory), "finish_s": finish_s, "config": config})
+        about |= {"directory": str(directory), "init_s": INIT_S, "finish_s": finish_s}
+        self._send(about | {"config": config})
 
     def write(self, update: int, row: Mapping[str, Any]) -> None:
         """Hand over the row's numbers."""

@@ -100,7 +100,7 @@ def test_an_offline_run_has_every_row_and_a_resumed_one_is_the_same(tmp_path: Pa
 def test_a_service_that_cannot_be_reached_leaves_an_offline_run(
     tmp_path: Path, caplog, monkeypatch
 ):
-    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
+    monkeypatch.setattr("megatron_opd.metrics.wandb_sink.INIT_S", 2.0)
     use(tmp_path, "online", range(2))
     (told,) = (entry.getMessage() for entry in caplog.records)
     assert "wandb: not reached" in told

@@ -59,7 +59,7 @@ def test_the_process_gets_the_run_and_then_rows(tmp_path: Path, caplog):
     about, row, evaluated = map(json.loads, (tmp_path / "got").read_text().splitlines())
     assert about == {
         **{"project": "p", "entity": None, "group": None, "mode": "online", "tags": ["a", "b"]},
-        **{"name": tmp_path.name, "directory": str(tmp_path), "finish_s": 30.0},
+        **{"name": tmp_path.name, "directory": str(tmp_path), "finish_s": 30.0, "init_s": 15.0},
         "config": {"seed": 3},
     }
     assert row == {"update": 4, "values": {"train/update": 4, "actor/loss": 0.5}}
