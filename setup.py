@@ -64,7 +64,7 @@ setup(
             "ruff==0.17.5",
         ],
         # exact: metrics/wandb_process.py sets what is not part of its stable interface
-        "wandb": ["wandb==0.31.0"],
+        "wandb": ["wandb==0.30.0"],
     },
     entry_points={
         "console_scripts": ["opd = megatron_opd.cli.main:main"],

@@ -93,6 +93,7 @@ def _start(about: dict[str, Any], report: TextIO) -> Any:
             f"{directory / 'wandb'} for `wandb sync`",
             file=report,
         )
+        wandb.teardown()  # the service takes the id for one that is in use
         run = begin("offline")
     run.define_metric(X_AXIS)
     run.define_metric("*", step_metric=X_AXIS)

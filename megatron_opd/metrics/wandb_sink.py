@@ -118,13 +118,19 @@ class WandbSink:
             # it ends by itself after finish_s, so this is for one that cannot even do that
             process.wait(max(0.0, deadline_s - time.monotonic()) + 1)
         except subprocess.TimeoutExpired:
-            self._give_up(f"it did not finish within {self._finish_s:g} s")
+            self._give_up(self._unfinished)
             return
         self._hear()
-        if process.returncode != 0:
+        if process.returncode == -signal.SIGKILL:
+            self._give_up(self._unfinished)
+        elif process.returncode != 0:
             self._give_up(f"its process ended with status {process.returncode}")
         self._process = None
         self._reports.close()
+
+    @property
+    def _unfinished(self) -> str:
+        return f"it did not finish within {self._finish_s:g} s (`wandb sync` sends what is left)"
 
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._process is None:

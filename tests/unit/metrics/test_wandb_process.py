@@ -12,6 +12,7 @@ from megatron_opd.cli.sinks import make_sinks
 from megatron_opd.config.metrics import WandbConfig
 from megatron_opd.metrics.wandb_sink import WandbSink
 from tests.support.kept_states import make_config
+from tests.support.wandb_files import recorded
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 PATIENCE_S = 120.0  # of a busy machine
@@ -24,40 +25,6 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setattr("megatron_opd.metrics.wandb_sink.FINISH_S", PATIENCE_S)
-
-
-def recorded(directory: Path) -> list[dict[str, Any]]:
-    """What the .wandb files below hold, in the order of the attempts: run, config, history."""
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
-
-    found = []
-    for path in sorted(directory.glob("wandb/*run-*/*.wandb"), key=lambda p: p.stat().st_mtime_ns):
-        store = DataStore()
-        store.open_for_scan(str(path))
-        rows, about = [], {}
-        while (data := store.scan_data()) is not None:
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            kind = record.WhichOneof("record_type")
-            if kind == "run":
-                run = record.run
-                about = {"id": run.run_id, "project": run.project, "group": run.run_group}
-                about |= {"name": run.display_name, "tags": list(run.tags)}
-                about["config"] = {
-                    item.key: json.loads(item.value_json) for item in run.config.update
-                }
-            elif kind == "history":
-                items = record.history.item
-                rows.append(
-                    {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
-                )
-        found.append(about | {"rows": rows, "path": path})
-    return found
-
-
-def _key(item: Any) -> str:
-    return item.key or ".".join(item.nested_key)
 
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

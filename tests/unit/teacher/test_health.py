@@ -125,13 +125,13 @@ def test_a_slow_answer_is_not_asked_for_again_meanwhile():
 
 
 def test_servers_that_do_not_answer_cost_the_figures_and_one_line(caplog: pytest.LogCaptureFixture):
-    teacher = Servers(1, error=ServerUnreachable("http://t: connection refused"))
+    teacher = Servers(1, error=ServerUnreachable("http://t", "/x", "refused", sent=False))
     rows = recorded(make_probe(Servers(0), teacher), updates=9, gap_s=3.0)
     assert len(rows) == 9
     assert not any(key.startswith("health_") for row in rows for key in row)
     (told,) = (entry.getMessage() for entry in caplog.records)
     assert told == (
-        "update 0: its health was not measured (http://t: connection refused); more of this kind "
+        "update 0: its health was not measured (http://t/x: no answer (refused)); more of this kind "
         "are not told"
     )
 
