@@ -109,7 +109,7 @@ def _per_token(scored: Scored, top_k: int, end_ids: frozenset[int]) -> tuple[Dou
 
     def total(value_N: DoubleArray, among_N: npt.NDArray[np.bool_] | None = None) -> DoubleArray:
         kept = slice(None) if among_N is None else among_N
-        return np.bincount(row_N[kept], value_N[kept], tokens)
+        return np.bincount(row_N[kept], value_N[kept], tokens).astype(np.float64)
 
     ours_N = likeliest(student.offsets_T1, p_N, top_k)
     theirs_M = likeliest(teacher.offsets_T1, teacher.logp_N.astype(np.float64), top_k)
@@ -125,7 +125,7 @@ def _per_token(scored: Scored, top_k: int, end_ids: frozenset[int]) -> tuple[Dou
         advantage_T,
         total(np.exp(q_N), ours_N),
         -total(weight_N * p_N),
-        -np.bincount(_rows(teacher.offsets_T1), weighed_M, tokens),
+        -np.bincount(_rows(teacher.offsets_T1), weighed_M, tokens).astype(np.float64),
         total(weight_N * (p_N - q_N)),
         total(np.exp(p_N), ends_N),
         total(np.exp(q_N), ends_N),

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron_opd.config.import_path import load_object
 from megatron_opd.config.wording import line
@@ -46,7 +46,7 @@ def load_maker(path: str) -> MakeSink:
             f"metrics.sinks: {path} must be a class or function that takes RunFacts and makes a "
             f"sink, got {type(found).__name__}"
         )
-    return found
+    return cast(MakeSink, found)
 
 
 class OwnSink:

@@ -35,7 +35,8 @@ class TensorBoardSink:
         directory.mkdir(parents=True, exist_ok=True)
         now = time.time()
         name = f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._file, self._names = RowFile(directory / name), names
+        self._file = RowFile(directory / name)
+        self._names: MetricNames = names
         self._add(Event(wall_time=now, file_version="brain.Event:2"))
 
     def write(self, update: int, row: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from megatron_opd.metrics.sinks import write_json
 from megatron_opd.metrics.wandb_sink import STATE
@@ -72,7 +72,7 @@ def _start(about: dict[str, Any], report: TextIO) -> Any:
         x_disable_stats=True,
     )
 
-    def begin(mode: str) -> Any:
+    def begin(mode: Literal["online", "offline"]) -> Any:
         return wandb.init(
             id=state["id"],
             resume="allow" if mode == "online" else None,

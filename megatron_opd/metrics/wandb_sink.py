@@ -69,7 +69,8 @@ class WandbSink:
         command: Sequence[str] = COMMAND,
         finish_s: float = FINISH_S,
     ) -> None:
-        self._names, self._log, self._finish_s = names, log, finish_s
+        self._names: MetricNames = names
+        self._log, self._finish_s = log, finish_s
         self._waiting, self._heard = bytearray(), b""
         self._process: subprocess.Popen[bytes] | None = None
         try:

@@ -130,9 +130,9 @@ def test_servers_that_do_not_answer_cost_the_figures_and_one_line(caplog: pytest
     assert len(rows) == 9
     assert not any(key.startswith("health_") for row in rows for key in row)
     (told,) = (entry.getMessage() for entry in caplog.records)
+    why = "http://t/x: no answer (refused)"
     assert told == (
-        "update 0: its health was not measured (http://t/x: no answer (refused)); more of this kind "
-        "are not told"
+        f"update 0: its health was not measured ({why}); more of this kind are not told"
     )
 
 
