@@ -63,6 +63,8 @@ setup(
             "pytest-xdist==3.8.0",
             "ruff==0.17.5",
         ],
+        # exact: metrics/wandb_process.py sets what is not part of its stable interface
+        "wandb": ["wandb==0.30.0"],
     },
     entry_points={
         "console_scripts": ["opd = megatron_opd.cli.main:main"],

@@ -37,8 +37,9 @@ NAVIGATION = {
         "checkpoints",
         "convert",
         "metrics",
+        "troubleshooting",
     ),
-    "Reference": ("configuration",),
+    "Reference": ("configuration", "metric_dictionary"),
 }
 """The pages of docs/ in the order of the side bar, by caption; index is the front page."""
 EXTRA = {"Examples": "examples/**/README.md", "Project": "C[HO]*.md"}

@@ -17,6 +17,7 @@ from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.notes import notes, sampler_gaps
 from megatron_opd.cli.preflight import CheckedModels, ModelFacts, check_models, prompt_limit
 from megatron_opd.cli.roles import Role, teacher_roles
+from megatron_opd.cli.sinks import check_sinks
 from megatron_opd.cli.tokenizer_files import end_tokens
 from megatron_opd.config.schema import Config
 from megatron_opd.data.prompts import PromptRules, PromptSet, PromptSource, load_prompts
@@ -37,7 +38,8 @@ class Inputs:
     """Holds what a run reads, checked.
 
     train, heldout: None where the file is not here (`opd check` of a plan) or not needed. judge:
-    None when the task has no verifier or the tokenizer is not here. absent: what was not here to be
+    None when the task has no verifier or the tokenizer is not here. end_ids: those that end a
+    response; empty without a tokenizer. absent: what was not here to be
     checked. notes: what the user should know.
     """
 
@@ -45,6 +47,7 @@ class Inputs:
     train: PromptSet | None
     heldout: PromptSet | None
     judge: Judge | None
+    end_ids: frozenset[int]
     absent: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -56,6 +59,7 @@ class Prepared:
     vocab_sizes: ids of every role's model; a teacher may have more than the student.
     heldout: evaluation problems, empty when there is no evaluation. judge: None when the task has
     no verifier. probes: training prompts by teacher, to look at its scores before the run.
+    end_ids: those that end a response of the student.
     prompts_skipped: rows of the training file that cannot be used, by cause. notes: for the
     terminal.
     """
@@ -67,6 +71,7 @@ class Prepared:
     heldout: tuple[Prompt, ...]
     judge: Judge | None
     probes: Mapping[str, tuple[Prompt, ...]]
+    end_ids: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
 
 
@@ -87,6 +92,7 @@ def read_inputs(
     data file be elsewhere too, unless `data` asks for it. first_rows: rows of each data file to
     read; None: all.
     """
+    checked(lambda: check_sinks(config))
     task = checked(lambda: get_task(config.data.task))
     wanted = config.evaluation.problems if config.evaluation.runs else 0
     if wanted and config.data.heldout is None:
@@ -106,7 +112,7 @@ def read_inputs(
         found[key] = read_prompts(config, key, path, models, first_rows)
         if key == "train":
             check_step_off(config, found[key])
-    judge = None
+    judge, ends = None, frozenset[int]()
     if models.tokenizer is not None:
         ends = end_tokens(
             "student.model", models.student.raw, models.student.vocab_size, models.tokenizer
@@ -120,7 +126,9 @@ def read_inputs(
         *skipped,
         *seen_problems(found.get("train"), found.get("heldout")),
     )
-    return Inputs(models, found.get("train"), found.get("heldout"), judge, tuple(absent), said)
+    return Inputs(
+        models, found.get("train"), found.get("heldout"), judge, ends, tuple(absent), said
+    )
 
 
 def read_prompts(
@@ -213,6 +221,7 @@ def prepare(config: Config, cursor: int = 0) -> Prepared:
         heldout=heldout[: config.evaluation.problems],
         judge=inputs.judge,
         probes={name: probes_of(train.prompts, name) for name in teacher_roles(config)},
+        end_ids=inputs.end_ids,
         notes=inputs.notes,
     )
 
