@@ -20,6 +20,7 @@ RESOLVED = "config.resolved.yaml"
 OURS = (
     RESOLVED,
     "metrics.jsonl",
+    "evaluations.jsonl",
     "summary.json",
     "trace.json",
     "checkpoints",
