@@ -7,7 +7,8 @@ Each attempt of a resumed run has a trace with a clock of its own. They are put 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
@@ -50,13 +51,15 @@ class Lane:
 class Timeline:
     """Holds all lanes from start_s to stop_s on the run's clock.
 
-    drops_s: when samples were dropped. skipped: time lines of attempts that could not be placed.
+    drops_s: when samples were dropped; drops: how many, by reason. skipped: time lines of attempts
+    that could not be placed.
     """
 
     start_s: float
     stop_s: float
     lanes: tuple[Lane, ...]
     drops_s: tuple[float, ...]
+    drops: Mapping[str, int]
     skipped: int
 
     def busy_share(self, stage: Stage) -> float | None:
@@ -97,6 +100,7 @@ def timeline_of(traces: Sequence[TraceFile], table: Table) -> Timeline | None:
         stop_s=max(trace.end_s + offset for trace, offset in placed),
         lanes=tuple(_few(lanes)),
         drops_s=tuple(drops_s),
+        drops=sum((trace.drops for trace, _ in placed), Counter()),
         skipped=sum(offset is None for offset in offsets),
     )
 
