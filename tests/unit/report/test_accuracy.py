@@ -1,5 +1,6 @@
 """Evaluations as tracks of points, by set."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_opd.report.accuracy import HELD_OUT, tracks_of
@@ -11,9 +12,7 @@ REPORT = {"accuracy_pct": 40.0, "stderr_pct": 2.0, "problems": 64, "samples": 2}
 
 def load(path: Path, evaluations=()) -> RunData:
     (run,) = load_runs([path])
-    return RunData(
-        **{name: getattr(run, name) for name in run.__slots__} | {"evaluations": evaluations}
-    )
+    return replace(run, evaluations=tuple(evaluations))
 
 
 def test_rows_of_a_set_are_in_the_order_of_their_updates(tmp_path: Path):
@@ -42,6 +41,5 @@ def test_a_run_evaluated_at_its_ends_has_two_points(tmp_path: Path):
 
 
 def test_a_run_without_evaluations_has_no_track(tmp_path: Path):
-    assert (
-        tracks_of(load(written(tmp_path / "run", 12, {"evaluations": {"student after": 7}}))) == {}
-    )
+    run = written(tmp_path / "run", 12, {"evaluations": {"student after": 7}})
+    assert tracks_of(load(run)) == {}

@@ -126,7 +126,7 @@ def test_weight_syncs_that_pause_long_are_said(tmp_path: Path):
     [
         (
             "reverse_kl_nats",
-            lambda u: 0.5 if u < 10 else 0.1 if u < 25 else 0.4,
+            lambda u: 0.1 if 10 <= u < 25 else 0.4,
             "reverse KL rises",
         ),
         ("response_tokens_mean", lambda u: 10 + u, "responses grow from 10 to 48 tokens"),
