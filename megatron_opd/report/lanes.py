@@ -75,7 +75,10 @@ class Timeline:
 def timeline_of(traces: Sequence[TraceFile], table: Table) -> Timeline | None:
     """Lay out the traces of a run's attempts, in their order; None: there is nothing to draw."""
     ended_s = dict(zip(table.update_R.tolist(), table.time_s_R.tolist(), strict=True))
-    offsets = [_offset(trace, ended_s) for trace in traces]
+    offsets = [
+        _offset(trace, ended_s, _made_again(traces[index + 1 :]))
+        for index, trace in enumerate(traces)
+    ]
     if len(traces) == 1 and offsets[0] is None:
         offsets = [0.0]  # no update is done yet
     placed = [(t, o) for t, o in zip(traces, offsets, strict=True) if o is not None and t.end_s > 0]
@@ -119,12 +122,20 @@ def shares(members: Iterable[BusyTime], edges_s: DoubleArray) -> DoubleArray:
     return np.clip(total / max(count, 1) / np.diff(edges_s), 0.0, 1.0)
 
 
-def _offset(trace: TraceFile, ended_s: dict[float, float]) -> float | None:
-    """Return what to add to a trace's times; None: it shares no update with metrics.jsonl."""
+def _made_again(later: Iterable[TraceFile]) -> float:
+    """Return the first update that later attempts made, which replaced an earlier one's."""
+    return min((update for trace in later for update in trace.updates), default=math.inf)
+
+
+def _offset(trace: TraceFile, ended_s: dict[float, float], before: float) -> float | None:
+    """Return what to add to a trace's times, from the updates that both files know.
+
+    before: only updates below it count. None: there are none.
+    """
     found = [
         ended_s[update] - stop_s
         for update, stop_s in trace.updates.items()
-        if math.isfinite(ended_s.get(update, math.nan))
+        if update < before and math.isfinite(ended_s.get(update, math.nan))
     ]
     return median(found) if found else None
 
