@@ -100,7 +100,7 @@ def timeline_of(traces: Sequence[TraceFile], table: Table) -> Timeline | None:
     ]
     return Timeline(
         start_s=min(0.0, placed[0][1]),
-        stop_s=max(trace.end_s + offset for trace, offset in placed),
+        stop_s=max(min(t.end_s + o, s) for (t, o), s in zip(placed, stops_s, strict=True)),
         lanes=tuple(_few(lanes)),
         drops_s=tuple(drops_s),
         drops=sum((trace.drops for trace, _ in placed), Counter()),
