@@ -20,7 +20,8 @@ Track = dict[str, list[float | None]]
 
 def tracks_of(run: RunData) -> dict[str, Track]:
     """Return what was evaluated, by name of the set, in the order of the updates."""
-    rows = run.evaluations or _of_summary(run)
+    at_ends = _of_summary(run)
+    rows = [*(run.evaluations or at_ends["student"]), *at_ends["teacher"]]
     by_set: dict[str, list[Mapping[str, Any]]] = {}
     for row in sorted(rows, key=lambda each: _known(each.get("update"))):
         by_set.setdefault(str(row.get("set", HELD_OUT)), []).append(row)
@@ -46,18 +47,25 @@ def _passes(found: Any) -> dict[str, Any]:
     return {f"{PASS} {k}": value for k, value in cast(dict[str, Any], found).items()}
 
 
-def _of_summary(run: RunData) -> list[dict[str, Any]]:
-    """Return two rows for a run that was evaluated at its begin and its end."""
+def _of_summary(run: RunData) -> dict[str, list[dict[str, Any]]]:
+    """Return what a summary holds: the student before and after, and a teacher, who stays as it is.
+
+    Each has two rows, at the begin and the end of the run; none where it was not evaluated.
+    """
     reports = (run.summary or {}).get("evaluations")
-    if not isinstance(reports, dict):
-        return []
-    last, seconds = (float(len(run.table)), run.table.values("time_s"))
-    ends = {"student before": (0.0, 0.0), "student after": (last, max(seconds, default=0.0))}
-    return [
-        {"update": update, "time_s": time_s, "set": HELD_OUT, **report}
-        for name, (update, time_s) in ends.items()
-        if isinstance(report := cast(dict[str, Any], reports).get(name), dict)
-    ]
+    known = cast(dict[str, Any], reports) if isinstance(reports, dict) else {}
+    last_s = float(max(run.table.values("time_s"), default=0.0))
+    ends = ((0.0, 0.0), (float(len(run.table)), last_s))
+    names = {"student": ("student before", "student after"), "teacher": ("teacher", "teacher")}
+    sets = {"student": HELD_OUT, "teacher": "teacher"}
+    return {
+        who: [
+            {"update": update, "time_s": time_s, "set": sets[who], **report}
+            for (update, time_s), name in zip(ends, names[who], strict=True)
+            if isinstance(report := known.get(name), dict)
+        ]
+        for who in names
+    }
 
 
 def _known(value: Any) -> float:

@@ -14,16 +14,28 @@ UNKNOWN = "-"
 
 
 @dataclass(frozen=True, slots=True)
+class Cell:
+    """Holds one figure of one run as text. rest: what belongs to it and matters less."""
+
+    value: str
+    rest: str = ""
+
+    def __str__(self) -> str:
+        """Return both on one line."""
+        return f"{self.value} ({self.rest})" if self.rest else self.value
+
+
+@dataclass(frozen=True, slots=True)
 class Headline:
-    """Holds one figure of all runs, as text. hint: what it is; empty where the label says it."""
+    """Holds one figure of all runs. hint: what it is; empty where the label says it."""
 
     label: str
-    cells: tuple[str, ...]
+    cells: tuple[Cell, ...]
     hint: str = ""
 
 
 Figures = Mapping[str, float]
-Writer = Callable[[Figures], str]
+Writer = Callable[[Figures], str | Cell]
 """Writes a figure of a run. KeyError: the run does not have it."""
 
 
@@ -33,7 +45,7 @@ def headlines_of(runs: Sequence[RunData]) -> tuple[Headline, ...]:
     found: list[Headline] = []
     for label, hint, write in HEADLINES:
         cells = tuple(_cell(write, each) for each in figures)
-        if set(cells) != {UNKNOWN}:
+        if any(cell.value != UNKNOWN for cell in cells):
             found.append(Headline(label, cells, hint))
     return tuple(found)
 
@@ -48,11 +60,12 @@ def with_settings(run: RunData) -> Figures:
     return found
 
 
-def _cell(write: Writer, figures: Figures) -> str:
+def _cell(write: Writer, figures: Figures) -> Cell:
     try:
-        return write(figures)
+        written = write(figures)
     except KeyError:
-        return UNKNOWN
+        return Cell(UNKNOWN)
+    return written if isinstance(written, Cell) else Cell(written)
 
 
 def _updates(f: Figures) -> str:
@@ -70,11 +83,11 @@ def _gap_closed(f: Figures) -> str:
     return percent((after - before) / gap) if gap > 0 else UNKNOWN
 
 
-def _staleness(f: Figures) -> str:
+def _staleness(f: Figures) -> Cell:
     bound = f.get("staleness_bound_versions")
     limit = "" if bound is None else f", bound {plain(bound)}"
     largest = plain(f["staleness_max_versions"])
-    return f"{plain(f['staleness_mean_versions'])} (largest {largest}{limit})"
+    return Cell(plain(f["staleness_mean_versions"]), f"largest {largest}{limit}")
 
 
 def _idle(name: str, of_windows: str) -> Writer:
@@ -86,24 +99,25 @@ def _ends(column: str) -> Writer:
     return lambda f: f"{plain(f[f'{column}_begin'])} to {plain(f[f'{column}_end'])}"
 
 
-def _mismatch(f: Figures) -> str:
-    return f"{plain(f['probs_diff_mean'], 2)} (largest {plain(f['probs_diff_max'], 2)})"
+def _mismatch(f: Figures) -> Cell:
+    return Cell(plain(f["probs_diff_mean"], 2), f"largest {plain(f['probs_diff_max'], 2)}")
 
 
-def _sync(f: Figures) -> str:
+def _sync(f: Figures) -> Cell:
     pause = f.get("pause_s_mean")
-    rest = "" if pause is None else f", {duration(pause)} of it a pause"
-    return f"{duration(f['publish_s_mean'])}{rest}"
+    return Cell(
+        duration(f["publish_s_mean"]), "" if pause is None else f"{duration(pause)} of it a pause"
+    )
 
 
-def _cache(f: Figures) -> str:
+def _cache(f: Figures) -> Cell:
     ids, number = f["distinct_ids_per_token"], f["cache_bytes_per_token"]
-    return f"{plain(ids)} ids, {plain(round(number))} bytes a token"
+    return Cell(f"{plain(round(number))} bytes a token", f"{plain(ids)} distinct ids")
 
 
-def _samples(f: Figures) -> str:
+def _samples(f: Figures) -> Cell:
     dropped = f.get("dropped_samples", 0.0)
-    return f"{plain(f['samples_consumed'])} trained on, {plain(dropped)} dropped"
+    return Cell(plain(f["samples_consumed"]), f"{plain(dropped)} dropped")
 
 
 def _length(f: Figures) -> str:
@@ -147,11 +161,15 @@ HEADLINES: tuple[tuple[str, str, Writer], ...] = (
     ("Staleness", "age of the tokens trained on, in versions", _staleness),
     ("Mismatch", "|p_learner - p_sampler|, mean over tokens", _mismatch),
     ("Importance ratio", "largest 99th percentile of an update", lambda f: plain(f["ratio_p99"])),
-    ("Samples", "", _samples),
+    ("Samples trained on", "", _samples),
     ("Response length", "mean of the responses trained on", _length),
     ("Cut at the length limit", "share of the responses trained on", _cut),
-    ("Weight sync", "mean", _sync),
+    ("Weight sync", "mean time", _sync),
     ("Draw cache", "", _cache),
-    ("Peak memory", "of all processes of the machine's run", lambda f: size(f["peak_rss_bytes"])),
+    (
+        "Peak memory",
+        "of all processes on the controller's machine",
+        lambda f: size(f["peak_rss_bytes"]),
+    ),
 )
 """Label, hint and text of every figure, in the order of the page."""

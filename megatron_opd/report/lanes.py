@@ -49,13 +49,12 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Holds all lanes from start_s to stop_s on the run's clock.
+    """Holds all lanes from 0 to stop_s on the run's clock.
 
     drops_s: when samples were dropped; drops: how many, by reason. skipped: time lines of attempts
     that could not be placed.
     """
 
-    start_s: float
     stop_s: float
     lanes: tuple[Lane, ...]
     drops_s: tuple[float, ...]
@@ -65,11 +64,10 @@ class Timeline:
     def busy_share(self, stage: Stage) -> float | None:
         """Return the share of the time in which the average lane of a stage worked, unpaused."""
         pairs = [pair for lane in self.lanes if lane.stage == stage for pair in lane.members]
-        seconds = self.stop_s - self.start_s
-        if not pairs or seconds <= 0:
+        if not pairs or self.stop_s <= 0:
             return None
         worked_s = sum(busy.seconds_outside(paused) for busy, paused in pairs)
-        return min(1.0, worked_s / len(pairs) / seconds)
+        return min(1.0, worked_s / len(pairs) / self.stop_s)
 
 
 def timeline_of(traces: Sequence[TraceFile], table: Table) -> Timeline | None:
@@ -99,7 +97,6 @@ def timeline_of(traces: Sequence[TraceFile], table: Table) -> Timeline | None:
         if at_s + offset < stop_s
     ]
     return Timeline(
-        start_s=min(0.0, placed[0][1]),
         stop_s=max(min(t.end_s + o, s) for (t, o), s in zip(placed, stops_s, strict=True)),
         lanes=tuple(_few(lanes)),
         drops_s=tuple(drops_s),

@@ -32,6 +32,18 @@ def static(name: str) -> str:
     return files("megatron_opd.report").joinpath("static", *name.split("/")).read_text("utf-8")
 
 
+_LINKS = "<p>" + " ".join(
+    f'<a href="#{name}">{title}</a>'
+    for name, title in (
+        ("figures", "Figures"),
+        ("curves", "Curves"),
+        ("timeline", "Time line"),
+        ("failures", "Failures"),
+        ("settings", "Configuration"),
+    )
+) + "</p>"  # fmt: skip
+
+
 def page(runs: Sequence[RunData], now_s: float | None = None) -> str:
     """Return the whole report of some runs. now_s: seconds since 1970, when they were read."""
     now_s = time.time() if now_s is None else now_s
@@ -80,7 +92,7 @@ def _head(runs: Sequence[RunData], when: str) -> str:
     )
     return (
         f"<header><h1>{'Run report' if len(runs) == 1 else 'Runs side by side'}</h1>"
-        f"<p>Read {escaped(when)}</p></header>"
+        f"<p>Read {escaped(when)}</p>{_LINKS}</header>"
         f'<nav><div class="runs">{chips}</div><div id="controls"></div></nav>'
         "<noscript><p>Curves and time lines need JavaScript; all else is here.</p></noscript>"
     )
@@ -117,9 +129,11 @@ def _figures(runs: Sequence[RunData]) -> str:
         rows = [(each.label, *each.cells) for each in found]
         return table(("", *(run.name for run in runs)), rows, "numbers")
     cards = "".join(
-        f"<div><dt>{escaped(each.label)}</dt><dd>{escaped(each.cells[0])}</dd>"
-        + (f"<small>{escaped(each.hint)}</small>" if each.hint else "")
-        + "</div>"
+        f"<div><dt>{escaped(each.label)}</dt><dd>{escaped(each.cells[0].value)}"
+        + "".join(
+            f"<small>{escaped(text)}</small>" for text in (each.cells[0].rest, each.hint) if text
+        )
+        + "</dd></div>"
         for each in found
     )
     return f'<dl class="figures">{cards}</dl>'

@@ -21,6 +21,14 @@ LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_"
 MAIN, EVALUATED = "main", "evaluated: "
 """Names of tables: of the rows of metrics.jsonl, and of an evaluated set."""
 AXES = ("update", "time")
+ERROR = "stderr_pct"
+"""Column that holds the error bars of accuracy_pct."""
+TITLES = {
+    "accuracy_pct": "Accuracy",
+    "mean_response_tokens": "Length of the answers",
+    "truncated_pct": "Answers cut at the limit",
+    "lag_steps": "Updates made meanwhile",
+}
 
 
 def page_data(runs: Sequence[RunData]) -> dict[str, Any]:
@@ -56,12 +64,17 @@ def _tables(run: RunData, tracks: Mapping[str, Track]) -> dict[str, Any]:
     points = points_of(run.table)
     main = {name: list(column) for name, column in points.columns.items() if name not in NO_CURVES}
     main |= {"update": list(points.update_P), "time": list(points.time_s_P)}
-    return {MAIN: main} | {EVALUATED + visible(name): track for name, track in tracks.items()}
+    named = {MAIN: main} | {EVALUATED + name: track for name, track in tracks.items()}
+    return {
+        visible(table): {visible(name): column for name, column in columns.items()}
+        for table, columns in named.items()
+    }
 
 
 def _chart(found: dict[str, Any]) -> dict[str, Any]:
-    curves = [{"table": MAIN, "column": name, "label": visible(name)} for name in found["columns"]]
-    return {**found, "title": visible(found["title"]), "columns": None, "curves": curves}
+    names = [visible(name) for name in found.pop("columns")]
+    curves = [{"table": MAIN, "column": name, "label": name} for name in names]
+    return {**found, "title": visible(found["title"]), "curves": curves}
 
 
 def _evaluation_charts(tracks: Iterable[Mapping[str, Track]]) -> list[dict[str, Any]]:
@@ -73,18 +86,19 @@ def _evaluation_charts(tracks: Iterable[Mapping[str, Track]]) -> list[dict[str, 
                 sets.setdefault(column, {})[name] = None
     charts: list[dict[str, Any]] = []
     for column, names in sets.items():
-        if column in (*AXES, "stderr_pct"):
+        if column in (*AXES, ERROR):
             continue
         metric = metric_of(column.partition(" ")[0])
-        title = column.replace(PASS, "pass@k, k =") if column.startswith(PASS) else column
+        title = TITLES.get(column, column.replace(PASS, "pass@k, k ="))
         charts.append(
             {
                 "title": visible(title),
                 "unit": "" if metric is None else metric.unit,
                 "text": "" if metric is None else metric.text,
                 "healthy": None,
+                "bars": ERROR if column == "accuracy_pct" else None,
                 "curves": [
-                    {"table": EVALUATED + name, "column": column, "label": name}
+                    {"table": EVALUATED + name, "column": visible(column), "label": name}
                     for name in map(visible, names)
                 ],
             }
@@ -94,9 +108,8 @@ def _evaluation_charts(tracks: Iterable[Mapping[str, Track]]) -> list[dict[str, 
 
 def _timeline(timeline: Timeline) -> dict[str, Any]:
     exact = sum(lane.num_intervals for lane in timeline.lanes) <= MOST_INTERVALS
-    edges_s = np.linspace(timeline.start_s, timeline.stop_s, BINS + 1)
+    edges_s = np.linspace(0.0, timeline.stop_s, BINS + 1)
     return {
-        "start": round(timeline.start_s, 3),
         "stop": round(timeline.stop_s, 3),
         "lanes": [_lane(lane, edges_s, exact=exact) for lane in timeline.lanes],
         "drops": [round(at_s, 3) for at_s in timeline.drops_s],

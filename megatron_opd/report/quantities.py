@@ -26,6 +26,8 @@ def percent(share: float) -> str:
 
 def duration(seconds: float) -> str:
     """Return a duration in the two largest units that it has."""
+    if 0 < seconds < 1:
+        return f"{plain(1000 * seconds)} ms"
     if seconds < _MINUTE_S:
         return f"{plain(seconds)} s"
     if seconds < _HOUR_S:

@@ -72,6 +72,7 @@ opd.Chart = class {
         found.push({
           label, nth, color: several ? index : nth, dash: several ? opd.DASHES[nth % 4] : [],
           x: table[this.view.axis], y: table[curve.column], gaps: opd.GAPS.has(curve.column),
+          bars: this.spec.bars ? table[this.spec.bars] : null,
         });
       });
     });
@@ -104,7 +105,7 @@ opd.Chart = class {
       },
       scales: {
         x: { time: false, range: (plot, low, high) => self.rangeX(low, high) },
-        y: this.log && positive ? { distr: 3 } : {},
+        y: this.log && positive ? { distr: 3 } : { range: (plot, low, high) => self.rangeY(low, high) },
       },
       axes: this.axes(),
       series: [{}, ...series],
@@ -112,6 +113,7 @@ opd.Chart = class {
         setSelect: [(plot) => self.selected(plot)],
         setCursor: [(plot) => self.point(plot)],
         drawClear: [(plot) => self.healthy(plot)],
+        draw: [(plot) => self.errors(plot)],
       },
     }, data, this.place);
   }
@@ -142,6 +144,12 @@ opd.Chart = class {
   rangeX(low, high) {
     if (this.view.range) return this.view.range;
     return low === high ? [low - 1, high + 1] : [low, high];
+  }
+
+  rangeY(low, high) {
+    if (low === null) return [0, 1];
+    if (low === high) return low === 0 ? [0, 1] : [Math.min(0, 2 * low), Math.max(0, 2 * low)];
+    return uPlot.rangeNum(low, high, 0.08, true);
   }
 
   nearest(values, index) {
@@ -193,6 +201,24 @@ opd.Chart = class {
       ctx.moveTo(bbox.left, top);
       ctx.lineTo(bbox.left + bbox.width, top);
       ctx.stroke();
+    }
+    ctx.restore();
+  }
+
+  // Bars of one standard error around the points of curves that have one.
+  errors(plot) {
+    const { ctx } = plot;
+    ctx.save();
+    for (const { x, y, bars, color } of this.shown.curves) {
+      ctx.strokeStyle = opd.color(color);
+      for (let i = 0; bars && i < y.length; i += 1) {
+        if (y[i] === null || !bars[i]) continue;
+        const at = plot.valToPos(x[i], "x", true);
+        ctx.beginPath();
+        ctx.moveTo(at, plot.valToPos(y[i] - bars[i], "y", true));
+        ctx.lineTo(at, plot.valToPos(y[i] + bars[i], "y", true));
+        ctx.stroke();
+      }
     }
     ctx.restore();
   }

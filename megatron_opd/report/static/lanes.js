@@ -57,7 +57,7 @@ opd.Lanes = class {
     ctx.scale(ratio, ratio);
     ctx.font = "11px system-ui, sans-serif";
     ctx.textBaseline = "middle";
-    const [from, to] = this.range || [this.timeline.start, this.timeline.stop];
+    const [from, to] = this.range || [0, this.timeline.stop];
     Object.assign(this, { left, inner: width - left - 8, from0: from, span: Math.max(1e-9, to - from) });
     this.timeline.lanes.forEach((lane, index) => {
       const [top, own] = tops[index], gap = own > 6 ? 2 : 0;
@@ -100,10 +100,10 @@ opd.Lanes = class {
       for (let i = 0; i < busy.length; i += 2) rect(busy[i], busy[i + 1]);
       return;
     }
-    const width = (this.timeline.stop - this.timeline.start) / busy.length;
+    const width = this.timeline.stop / busy.length;
     for (let i = 0; i < busy.length; i += 1) {
       ctx.globalAlpha = opd.LEVELS.indexOf(busy[i]) / 63;
-      if (ctx.globalAlpha > 0) rect(this.timeline.start + i * width, this.timeline.start + (i + 1.05) * width);
+      if (ctx.globalAlpha > 0) rect(i * width, (i + 1.05) * width);
     }
     ctx.globalAlpha = 1;
   }
@@ -135,7 +135,7 @@ opd.Lanes = class {
   share(busy, time) {
     if (!busy) return 0;
     if (typeof busy === "string") {
-      const part = (time - this.timeline.start) / (this.timeline.stop - this.timeline.start);
+      const part = time / this.timeline.stop;
       return opd.LEVELS.indexOf(busy[Math.min(busy.length - 1, Math.floor(part * busy.length))]) / 63;
     }
     for (let i = 0; i < busy.length; i += 2) if (busy[i] <= time && time <= busy[i + 1]) return 1;

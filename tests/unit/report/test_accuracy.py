@@ -38,6 +38,7 @@ def test_a_run_evaluated_at_its_ends_has_two_points(tmp_path: Path):
     assert found[HELD_OUT]["accuracy_pct"] == [40.0, 90.0]
     assert found[HELD_OUT]["update"] == [0.0, 12.0]
     assert found[HELD_OUT]["time"] == [0.0, 24.0]
+    assert found["teacher"]["accuracy_pct"] == [40.0, 40.0]
 
 
 def test_a_run_without_evaluations_has_no_track(tmp_path: Path):

@@ -24,7 +24,8 @@ SUMMARY = {
 
 
 def cells(*paths: Path) -> dict[str, tuple[str, ...]]:
-    return {each.label: each.cells for each in headlines_of(load_runs(paths))}
+    found = headlines_of(load_runs(paths))
+    return {each.label: tuple(map(str, each.cells)) for each in found}
 
 
 def test_figures_are_written_with_what_they_are_compared_with(tmp_path: Path):
@@ -35,10 +36,10 @@ def test_figures_are_written_with_what_they_are_compared_with(tmp_path: Path):
     assert found["Time"] == "1 min 15 s"
     assert found["Learner idle"] == "67 %"
     assert found["Staleness"] == "0.500 (largest 1, bound 1)"
-    assert found["Samples"] == "48 trained on, 2 dropped"
+    assert found["Samples trained on"] == "48 (2 dropped)"
     assert found["Peak memory"] == "5 GB"
     assert found["Reverse KL"] == "0.500 to 0.0417"
-    assert found["Weight sync"] == "0.200 s, 0.100 s of it a pause"
+    assert found["Weight sync"] == "200 ms (100 ms of it a pause)"
     assert "Overlap" not in found
 
 

@@ -33,7 +33,9 @@ def test_percent(value, text):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0.25, "0.250 s"),
+        (0, "0 s"),
+        (0.25, "250 ms"),
+        (2.5, "2.50 s"),
         (61, "1 min 1 s"),
         (1800, "30 min"),
         (3660, "1 h 1 min"),
