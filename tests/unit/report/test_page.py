@@ -3,11 +3,13 @@
 import hashlib
 import json
 import re
+import runpy
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import setuptools
 
 from megatron_opd.report.markup import source_hash
 from megatron_opd.report.page import SCRIPTS, STYLES, page, static
@@ -188,3 +190,15 @@ def test_the_chart_library_is_the_published_one(name: str):
 def test_no_script_ends_its_own_element():
     for name in (*SCRIPTS, *STYLES):
         assert not re.search(r"</(script|style)|<!--", static(name), re.IGNORECASE), name
+
+
+def test_a_wheel_holds_every_file_that_the_page_is_made_of(monkeypatch: pytest.MonkeyPatch):
+    facts: dict[str, Any] = {}
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(setuptools, "setup", lambda **given: facts.update(given))
+    runpy.run_path("setup.py")
+    patterns = facts["package_data"]["megatron_opd.report"]
+    shipped = {path for pattern in patterns for path in STATIC.parent.glob(pattern)}
+    files = {path for path in STATIC.rglob("*") if path.is_file()}
+    assert files <= shipped
+    assert {STATIC.joinpath(*name.split("/")) for name in (*SCRIPTS, *STYLES)} <= files
