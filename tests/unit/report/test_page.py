@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import setuptools
 
+from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.report.markup import source_hash
 from megatron_opd.report.page import SCRIPTS, STYLES, page, static
 from megatron_opd.report.run_data import load_runs
@@ -97,16 +98,23 @@ def test_nothing_of_a_run_can_act(tmp_path: Path):
         },
         lambda update: {
             HOSTILE: 1.0,
+            "length_stops": 4,
             "servers": {HOSTILE: {"version": 1, "rollouts": 1, "tokens": 1}},
         },
     )
-    (run / "config.resolved.yaml").write_text(json.dumps({"run": {HOSTILE: HOSTILE}}))
+    cut = {"rollout": {"max_new_tokens": HOSTILE}}  # the remedy for cut responses names it
+    (run / "config.resolved.yaml").write_text(json.dumps({HOSTILE: HOSTILE, **cut}))
     (run / "changes.json").write_text(json.dumps([{"key": HOSTILE, "before": HOSTILE}]))
     evaluation = {"update": 3, "set": HOSTILE, "accuracy_pct": 3.0, f"pass_at_k {HOSTILE}": 2.0}
     (run / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
     (run / "logs").mkdir()
     (run / "logs" / "learner.log").write_text(HOSTILE)
+    trace = TraceWriter(run / "trace.json", 0.0)
+    trace.span(f"student {HOSTILE}", "rollout", 0.0, 1.0)
+    trace.span("learner", "update 0", 1.0, 2.0)
+    trace.close()
     found = made(run)
+    assert len(found.data["timelines"][0]["lanes"]) == 2
     more = {tag for tag, _ in found.tags} - {tag for tag, _ in plain.tags}
     assert more <= {"ul", "li", "strong", "span", "pre", "h3"}  # of findings and logs
     assert len(found.inline["script"]) == 1 + len(SCRIPTS)
