@@ -38,6 +38,7 @@ NAVIGATION = {
         "convert",
         "metrics",
         "troubleshooting",
+        "report",
     ),
     "Reference": ("configuration", "metric_dictionary"),
 }
