@@ -20,7 +20,8 @@ from megatron_opd.cli.servers import make_spec
 from megatron_opd.cli.weights import check_weights
 from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.schema import Config
-from megatron_opd.evaluation import EvaluationReport, FleetPort, Judge, evaluate
+from megatron_opd.data.judge import Judge
+from megatron_opd.evaluation import EvaluationReport, FleetPort, evaluate
 from megatron_opd.types import Prompt
 from sglang_bridge import open_files
 from sglang_bridge.errors import BridgeError

@@ -19,10 +19,10 @@ from megatron_opd.cli.preflight import CheckedModels, ModelFacts, check_models, 
 from megatron_opd.cli.roles import Role, teacher_roles
 from megatron_opd.cli.tokenizer_files import end_tokens
 from megatron_opd.config.schema import Config
+from megatron_opd.data.judge import InProcess, Judge
 from megatron_opd.data.prompts import PromptRules, PromptSet, PromptSource, load_prompts
 from megatron_opd.data.records import Columns, is_source
-from megatron_opd.data.tasks import Verifier, get_task, get_verifier
-from megatron_opd.evaluation import Judge
+from megatron_opd.data.tasks import get_task, get_verifier
 from megatron_opd.teacher.guard import PROMPTS
 from megatron_opd.types import Prompt
 
@@ -111,7 +111,7 @@ def read_inputs(
         ends = end_tokens(
             "student.model", models.student.raw, models.student.vocab_size, models.tokenizer
         )
-        judge = make_judge(task.verify, models.tokenizer, ends)
+        judge = None if task.verify is None else make_judge(task.name, models.tokenizer, ends)
     skipped = [line for each in found.values() if (line := each.skipped_line) is not None]
     said = (
         *notes(config),
@@ -184,13 +184,11 @@ def prompt_rules(config: Config, student: ModelFacts, *, heldout: bool) -> Promp
     )
 
 
-def make_judge(
-    verify: Verifier | None, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
-) -> Judge | None:
-    """Make the judge that applies `verify` to token ids. ends: ids that end a response."""
-    if verify is None:
-        return None
-    return Judge(verify, decode=lambda ids: str(tokenizer.decode(list(ids))), end_token_ids=ends)
+def make_judge(task: str, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]) -> Judge:
+    """Make the judge that asks `task`'s verifier about token ids. ends: ids that end a response."""
+    return Judge(
+        InProcess(), task, decode=lambda ids: str(tokenizer.decode(list(ids))), end_token_ids=ends
+    )
 
 
 def prepare(config: Config, cursor: int = 0) -> Prepared:

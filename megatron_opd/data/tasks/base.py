@@ -19,8 +19,9 @@ class Problem:
     response: str
 
 
-Verifier = Callable[[str, str], bool]
-"""Takes (response text, answer) and returns whether the response is right. Never raises."""
+Verifier = Callable[[str, str], bool | float]
+"""Takes (response text, answer) and returns whether the response is right, or how right it is as
+a number in [0, 1]."""
 
 Generator = Callable[[int, int, int], tuple[list[Problem], list[Problem]]]
 """Takes (train, heldout, seed) and returns that many problems; no prompt occurs twice."""

@@ -17,7 +17,7 @@ LAYERS = (
     {"types"},
     {"columns"},
     {"config"},
-    {"models", "buffer", "losses", "data", "batching", "metrics"},
+    {"models", "buffer", "losses", "verifiers", "data", "batching", "metrics"},
     {"planning", "transport", "checkpoint", "weight_sync", "rollout", "teacher", "launch"},
     {"learner", "controller", "evaluation", "mismatch", "sim"},
     {"search"},
@@ -27,6 +27,7 @@ LAYERS = (
 # Stricter than its layer: what these must stay free of.
 ONLY = {
     "losses": {"types", "columns", "config"},
+    "verifiers": {"config"},
     "controller": {"types", "config", "buffer", "metrics"},
     "planning": {"types", "config", "models"},
     "launch": {"config"},
@@ -34,7 +35,7 @@ ONLY = {
     "search": {"config", "data", "models", "planning", "sim"},
 }
 TORCH_FREE = {"types", "config", "buffer", "batching", "controller", "rollout", "teacher"}
-TORCH_FREE |= {"columns", "metrics", "planning", "launch", "sim", "search"}
+TORCH_FREE |= {"verifiers", "data", "columns", "metrics", "planning", "launch", "sim", "search"}
 HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
 # What learner ranks and server ranks do alike with tensors; the client side stays free of it.
 WITH_TORCH = {

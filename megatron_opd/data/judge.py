@@ -1,0 +1,63 @@
+"""Judges sampled token ids: cuts a response at its end token and asks the verifier.
+
+Invariant: a reward is in [0, 1]; a verifier that fails is VerifierFailed, never a reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_opd.data.tasks import get_verifier
+from megatron_opd.types import Prompt
+from megatron_opd.verifiers.reward import checked_reward
+
+Decoder = Callable[[Sequence[int]], str]
+"""Turns token ids into text."""
+
+
+class Verifiers(Protocol):
+    """Asks the verifiers of tasks, many at once."""
+
+    async def verify(self, task: str, response: str, answer: str) -> float:
+        """Return the reward in [0, 1] that `task` gives a response. Raises VerifierFailed."""
+        ...
+
+
+class InProcess:
+    """Asks verifiers in this process: only those whose time the text's length bounds."""
+
+    async def verify(self, task: str, response: str, answer: str) -> float:
+        """Return the reward in [0, 1] that `task` gives a response. Raises VerifierFailed."""
+        return checked_reward(get_verifier(task)(response, answer))
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Gives rewards to responses as they were sampled.
+
+    task: names the verifier. end_token_ids: those that end a response; what follows the first one
+    is ignored.
+    """
+
+    verifiers: Verifiers
+    task: str
+    decode: Decoder
+    end_token_ids: Collection[int]
+
+    async def reward(self, prompt: Prompt, response_ids: Sequence[int]) -> float | None:
+        """Return the reward in [0, 1] of a response to `prompt`; None without an answer.
+
+        A response without an end token is judged as it stands. Raises VerifierFailed.
+        """
+        if prompt.answer is None:
+            return None
+        text = self.decode(response_ids[: self.end(response_ids)])
+        return await self.verifiers.verify(self.task, text, prompt.answer)
+
+    def end(self, response_ids: Sequence[int]) -> int | None:
+        """Return the index of the first end token, None without one."""
+        return next(
+            (i for i, token in enumerate(response_ids) if token in self.end_token_ids), None
+        )

@@ -1,0 +1,51 @@
+"""Token ids to rewards, through a fake verifier and the built-in ones."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from megatron_opd.data.judge import InProcess, Judge
+from megatron_opd.data.tokenizer import build_tokenizer
+from megatron_opd.verifiers.reward import VerifierFailed
+from tests.support.fakes import make_prompt
+
+TOKENIZER = build_tokenizer()
+PROMPT = replace(make_prompt(0), answer="12")
+
+
+def test_the_judge_cuts_at_the_first_end_token_whatever_its_text():
+    # <pad> ends a response here, and the verifier knows nothing of it
+    judge = Judge(InProcess(), "arithmetic", TOKENIZER.decode, {0, 1})
+    right, wrong = TOKENIZER.encode("#12"), TOKENIZER.encode("\n#13")
+
+    def reward(ids):
+        return asyncio.run(judge.reward(PROMPT, ids))
+
+    assert reward([*right, 0, *wrong]) == 1
+    assert reward([*right, *wrong, 0]) == 0
+    assert reward(right) == 1
+    assert judge.end([*right, 0, 1]) == 3
+    assert judge.end(right) is None
+    assert reward([]) == 0
+
+
+def test_the_verifier_of_the_task_gets_text_and_answer():
+    asked = []
+
+    class Verifiers:
+        async def verify(self, task, response, answer):
+            asked.append((task, response, answer))
+            return 0.25
+
+    judge = Judge(Verifiers(), "mine", TOKENIZER.decode, {1})
+    assert asyncio.run(judge.reward(PROMPT, TOKENIZER.encode("#7"))) == 0.25
+    assert asked == [("mine", "#7", "12")]
+    assert asyncio.run(judge.reward(make_prompt(0), [])) is None, "no answer to compare with"
+    assert len(asked) == 1
+
+
+def test_a_reward_outside_its_range_is_a_failure():
+    with pytest.raises(VerifierFailed, match=r"verifier_bad_reward: must be a bool or a number"):
+        asyncio.run(InProcess().verify("operator:add", "a", "b"))
+    assert asyncio.run(InProcess().verify("operator:eq", "a", "a")) == 1.0
