@@ -42,6 +42,7 @@ STUDIES = (
     "schedules",
     "calibration",
     "simulator",
+    "verifiers",
 )
 WITH_OPTIONS = (
     "step",

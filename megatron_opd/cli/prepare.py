@@ -18,11 +18,13 @@ from megatron_opd.cli.notes import notes, sampler_gaps
 from megatron_opd.cli.preflight import CheckedModels, ModelFacts, check_models, prompt_limit
 from megatron_opd.cli.roles import Role, teacher_roles
 from megatron_opd.cli.tokenizer_files import end_tokens
+from megatron_opd.cli.verifiers import check_isolation
 from megatron_opd.config.schema import Config
-from megatron_opd.data.judge import InProcess, Judge
+from megatron_opd.data.judge import Judge
 from megatron_opd.data.prompts import PromptRules, PromptSet, PromptSource, load_prompts
 from megatron_opd.data.records import Columns, is_source
 from megatron_opd.data.tasks import get_task, get_verifier
+from megatron_opd.data.verifying import TaskVerifiers
 from megatron_opd.teacher.guard import PROMPTS
 from megatron_opd.types import Prompt
 
@@ -93,6 +95,7 @@ def read_inputs(
         raise UserError(f"data.heldout must be a file when evaluation.problems is {wanted}")
     if wanted:
         checked(lambda: get_verifier(config.data.task))
+    check_isolation(config)
     models = check_models(config, plan=plan)
     gaps = sampler_gaps(config, models.student.spec)
     absent = list(models.absent)
@@ -111,7 +114,7 @@ def read_inputs(
         ends = end_tokens(
             "student.model", models.student.raw, models.student.vocab_size, models.tokenizer
         )
-        judge = None if task.verify is None else make_judge(task.name, models.tokenizer, ends)
+        judge = None if task.verify is None else make_judge(config, models.tokenizer, ends)
     skipped = [line for each in found.values() if (line := each.skipped_line) is not None]
     said = (
         *notes(config),
@@ -184,10 +187,17 @@ def prompt_rules(config: Config, student: ModelFacts, *, heldout: bool) -> Promp
     )
 
 
-def make_judge(task: str, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]) -> Judge:
-    """Make the judge that asks `task`'s verifier about token ids. ends: ids that end a response."""
+def make_judge(config: Config, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]) -> Judge:
+    """Make the judge that asks the task's verifier about token ids. ends: ids that end a response.
+
+    Its verifiers are to be entered before it is asked.
+    """
+    task = config.data.task
     return Judge(
-        InProcess(), task, decode=lambda ids: str(tokenizer.decode(list(ids))), end_token_ids=ends
+        TaskVerifiers((task,), config.verifier),
+        task,
+        decode=lambda ids: str(tokenizer.decode(list(ids))),
+        end_token_ids=ends,
     )
 
 

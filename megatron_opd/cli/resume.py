@@ -50,6 +50,7 @@ MAY_CHANGE = (
     "*.api_key_env",
     "rollout.concurrency",
     "rollout.attempts",
+    "verifier.workers",
     "scoring.concurrency",
     "scoring.attempts",
     "scoring.guard",

@@ -42,6 +42,7 @@ from megatron_opd.cli.startup import all_up, join_role
 from megatron_opd.cli.stopping import Stopping
 from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.cli.teacher_guard import check_teachers
+from megatron_opd.cli.verifiers import judging
 from megatron_opd.cli.wiring import (
     make_controller,
     make_fleet,
@@ -234,7 +235,7 @@ class PipelineRun:
                 *(config, fleets, self.processes, entrance, lambda: self.weight_sync, self._say)
             )
             self.supervisor = supervisor
-            async with supervisor.watching():
+            async with judging(self.prepared.judge), supervisor.watching():
                 guard = make_guard(self.processes, lambda: self.totals, remote, supervisor)
                 await self._evaluate_and_train(remote, fleets, guard)
             await remote.stop()

@@ -24,6 +24,7 @@ NOT_THE_LEARNERS = (
     "data.*_key",
     "data.chat_template",
     "data.shuffle",
+    "verifier.*",
     "student.*",
     "teacher",
     "teacher.*",

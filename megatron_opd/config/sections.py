@@ -61,9 +61,10 @@ class DataConfig(Section):
     """File of the problems to evaluate on; null: no evaluation. Keep them disjoint from
     data.train."""
     task: str = "arithmetic"
-    """Name of the verifier that computes rewards and evaluation scores: arithmetic, exact, none, or
-    MODULE:FUNCTION, a function of your own that takes a response and an answer and returns whether
-    the response is right."""
+    """Name of the verifier that computes rewards and evaluation scores (docs/verifiers.md):
+    arithmetic, exact, math, multiple_choice, json_schema, code, none, or MODULE:FUNCTION, a
+    function of your own that takes a response and an answer and returns whether the response is
+    right, or a reward from 0 to 1. The section `verifier` limits them."""
     prompt_key: str = "prompt"
     """Name of the column that holds the prompt."""
     answer_key: str = "answer"

@@ -7,41 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from megatron_opd.data.tasks import get_verifier
+from megatron_opd.data.verifying import TaskVerifiers
 from megatron_opd.types import Prompt
-from megatron_opd.verifiers.reward import checked_reward
 
 Decoder = Callable[[Sequence[int]], str]
 """Turns token ids into text."""
-
-
-class Verifiers(Protocol):
-    """Asks the verifiers of tasks, many at once."""
-
-    async def verify(self, task: str, response: str, answer: str) -> float:
-        """Return the reward in [0, 1] that `task` gives a response. Raises VerifierFailed."""
-        ...
-
-
-class InProcess:
-    """Asks verifiers in this process: only those whose time the text's length bounds."""
-
-    async def verify(self, task: str, response: str, answer: str) -> float:
-        """Return the reward in [0, 1] that `task` gives a response. Raises VerifierFailed."""
-        return checked_reward(get_verifier(task)(response, answer))
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
     """Gives rewards to responses as they were sampled.
 
-    task: names the verifier. end_token_ids: those that end a response; what follows the first one
+    verifiers: to be entered before the judge is asked. task: names one of them. end_token_ids: those that end a response; what follows the first one
     is ignored.
     """
 
-    verifiers: Verifiers
+    verifiers: TaskVerifiers
     task: str
     decode: Decoder
     end_token_ids: Collection[int]

@@ -11,15 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_opd.data.judge import InProcess, Judge
+from megatron_opd.config.verifier import VerifierConfig
+from megatron_opd.data.judge import Judge
 from megatron_opd.data.tokenizer import build_tokenizer
+from megatron_opd.data.verifying import TaskVerifiers
 from megatron_opd.evaluation import EvaluationPlan, EvaluationReport, FleetPort, evaluate
 from megatron_opd.types import Prompt
 from megatron_opd.verifiers.reward import TIMED_OUT, VerifierFailed
 from sglang_bridge.fleet import Fleet
 
 TOKENIZER = build_tokenizer()
-JUDGE = Judge(InProcess(), "arithmetic", TOKENIZER.decode, end_token_ids={1})
+VERIFIERS = TaskVerifiers(("arithmetic",), VerifierConfig())
+JUDGE = Judge(VERIFIERS, "arithmetic", TOKENIZER.decode, end_token_ids={1})
 
 
 def problems(answers):

@@ -1,0 +1,23 @@
+"""Verifiers that misbehave, each as the answer column says."""
+
+from __future__ import annotations
+
+import re
+import time
+
+
+def rogue(response: str, answer: str) -> object:
+    """Hang, raise, take memory, crash or return nonsense."""
+    if answer == "hangs":
+        time.sleep(10**6)
+    if answer == "hangs in C":
+        re.match(r"(a+)+$", "a" * 64 + "b")
+    if answer == "raises":
+        raise RuntimeError(response)
+    if answer == "takes memory":
+        held = []
+        while True:
+            held.append(bytearray(2**24))
+    if answer == "ends the process":
+        raise SystemExit(1)
+    return {"returns NaN": float("nan"), "returns 2": 2.0, "returns None": None}.get(answer, 1.0)
