@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.verifiers.escapes import escapes
+from benchmarks.verifiers.escapes import tried
 from megatron_opd.data.tasks.answers import marked_answer
 from megatron_opd.data.tasks.exact import verify as exact
 from megatron_opd.verifiers.messages import Call
@@ -46,7 +46,7 @@ def measure() -> dict[str, Any]:
         "differs_from_library": [row for row in rows if row["ours"] != row["library"]],
         "misbehaving": asyncio.run(misbehaving()),
         "rate": asyncio.run(rate(rows)),
-        "sandbox": escapes(),
+        "sandbox": tried(),
     }
 
 

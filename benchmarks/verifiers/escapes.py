@@ -38,7 +38,7 @@ except BaseException as error:
 """
 
 
-def escapes() -> dict[str, str]:
+def tried() -> dict[str, str]:
     """What came of each try: "succeeded", what was raised, or what ended the program."""
     return {name: _outcome(source) for name, source in TRIES.items()}
 

@@ -1,6 +1,6 @@
 """A graded verifier: a response is worth the share of its result's digits that are right.
 
-    opd run examples/rewards/grpo.yaml --set data.task=examples.rewards.graded:right_digits
+opd run examples/rewards/grpo.yaml --set data.task=examples.rewards.graded:right_digits
 """
 
 import re

@@ -19,8 +19,8 @@ Decoder = Callable[[Sequence[int]], str]
 class Judge:
     """Gives rewards to responses as they were sampled.
 
-    verifiers: to be entered before the judge is asked. task: names one of them. end_token_ids: those that end a response; what follows the first one
-    is ignored.
+    verifiers: to be entered before the judge is asked. task: names one of them. end_token_ids:
+    those that end a response; what follows the first one is ignored.
     """
 
     verifiers: TaskVerifiers

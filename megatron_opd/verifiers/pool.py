@@ -21,8 +21,10 @@ _STILL_FIT = (FAILED, BAD_REWARD)
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """Limits the pool. workers: processes. timeout_s: of one judgement. memory_bytes: of one
-    process's address space."""
+    """Limits the pool.
+
+    workers: processes. timeout_s: of one judgement. memory_bytes: of one process's address space.
+    """
 
     workers: int
     timeout_s: float

@@ -15,6 +15,7 @@ import sys
 
 import psutil
 
+from megatron_opd.config.wording import line
 from megatron_opd.verifiers.messages import (
     Ask,
     Failed,
@@ -71,7 +72,8 @@ class WorkerProcess:
                 reply = await read_reply(reader)
         except (EOFError, OSError, ValueError, TimeoutError) as error:
             writer.close()
-            raise VerifierFailed(DIED, f"a worker did not start: {error!r}") from None
+            why = f"{type(error).__name__} {line(error)}"
+            raise VerifierFailed(DIED, f"a worker did not start: {why}") from None
         if not isinstance(reply, Ready):
             writer.close()
             why = reply.detail if isinstance(reply, Failed) else "it answered a question"
@@ -95,8 +97,10 @@ class WorkerProcess:
                     TIMED_OUT, f"the verifier of {ask.task} took over {timeout_s:g} s"
                 )
             reply = answered.result()
-        except (EOFError, OSError, ValueError) as error:
-            raise VerifierFailed(DIED, f"the verifier of {ask.task}: {error!r}") from None
+        except EOFError:
+            raise VerifierFailed(DIED, f"the verifier of {ask.task} ended its process") from None
+        except (OSError, ValueError) as error:
+            raise VerifierFailed(DIED, f"the verifier of {ask.task}: {line(error)}") from None
         finally:
             answered.cancel()
         if isinstance(reply, Failed):

@@ -20,8 +20,8 @@ class Problem:
 
 
 Verifier = Callable[..., bool | float]
-"""Takes (response text, answer, options by keyword) and returns whether the response is right, or how right it is as
-a number in [0, 1]."""
+"""Takes (response text, answer, options by keyword) and returns whether the response is right, or
+how right it is as a number in [0, 1]."""
 
 Generator = Callable[[int, int, int], tuple[list[Problem], list[Problem]]]
 """Takes (train, heldout, seed) and returns that many problems; no prompt occurs twice."""

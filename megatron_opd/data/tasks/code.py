@@ -1,8 +1,8 @@
-"""Verifies Python code by running it in the sandbox on the row's tests.
+r"""Verifies Python code by running it in the sandbox on the row's tests.
 
 The answer column holds the tests of a row, as JSON text, in one of two forms:
-    {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}   each a run: standard input, what is printed
-    {"asserts": ["assert add(1, 2) == 3", ...]}              statements after the response's code
+    {"inputs": ["1 2\n", ...], "outputs": ["3\n", ...]}   a run each: what is read and printed
+    {"asserts": ["assert add(1, 2) == 3", ...]}          statements after the response's code
 Text that is no JSON object is one such statement. The code is the last fenced block of the response
 (```python or any other), or all of it without one.
 
@@ -88,9 +88,9 @@ def parse_tests(answer: str) -> list[str] | tuple[tuple[str, str], ...]:
     tests = cast(dict[str, Any], found)
     if set(tests) == {"asserts"} and _are_texts(tests["asserts"]):
         return list(tests["asserts"])
-    if set(tests) == {"inputs", "outputs"} and all(map(_are_texts, tests.values())):
-        if len(tests["inputs"]) == len(tests["outputs"]):
-            return tuple(zip(tests["inputs"], tests["outputs"], strict=True))
+    paired = set(tests) == {"inputs", "outputs"} and all(map(_are_texts, tests.values()))
+    if paired and len(tests["inputs"]) == len(tests["outputs"]):
+        return tuple(zip(tests["inputs"], tests["outputs"], strict=True))
     raise ValueError(
         'the answer of a code row must be {"asserts": [TEXT, ...]}, or {"inputs": [TEXT, ...], '
         f'"outputs": [TEXT, ...]}} of one length, got keys {sorted(tests)}'

@@ -1,7 +1,7 @@
-"""Verifies the letter of a multiple-choice answer.
+r"""Verifies the letter of a multiple-choice answer.
 
 A choice is one letter from A to Z, alone or with marks around it: `B`, `(B)`, `[B]`, `B.`, `B)`,
-`**B**`, `\\text{B}`, `Option B`. The choice of a response is that of its final answer, as
+`**B**`, `\text{B}`, `Option B`. The choice of a response is that of its final answer, as
 data/tasks/answers.py finds it: the last box, the text after `####`, or the last line, there after
 "answer is" or "answer:". A letter that opens a sentence, as in "A triangle", is no choice.
 """

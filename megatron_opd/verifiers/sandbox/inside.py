@@ -14,13 +14,16 @@ the program and everything that the program has started.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import resource
 import select
 import signal
 import sys
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO, NoReturn
 
 NOBODY = 65534
 PROGRAM = "/program.py"
@@ -48,9 +51,9 @@ def main(settings: dict[str, Any]) -> int:
     status = settings["status"]
     os.set_inheritable(status, False)  # the program does not get it
     try:
-        drop_root(settings["parent"])
         enter_namespaces()
         build_root(settings, program)
+        drop_root(settings["parent"])
     except OSError as error:
         os.write(status, str(error).encode())
         return 1
@@ -71,30 +74,55 @@ def end_with(parent: int) -> None:
         sys.exit(1)
 
 
-def drop_root(parent: int) -> None:
-    """Become an ordinary user where this process is root, whose limits the kernel does not hold."""
-    if os.geteuid() != 0:
-        return
-    os.setgroups([])
-    os.setresgid(NOBODY, NOBODY, NOBODY)
-    os.setresuid(NOBODY, NOBODY, NOBODY)
-    _LIBC.prctl(_PR_SET_DUMPABLE, 1)  # lost with the user id; without it /proc/self is root's
-    end_with(parent)  # so is this
-
-
 def enter_namespaces() -> None:
     """Leave every shared namespace. OSError: the kernel denies it."""
     user, group = os.geteuid(), os.getegid()
-    _call("unshare", _LIBC.unshare(_NEW_NAMESPACES))
-    # the same ids inside: whoever is not user 0 there loses all capabilities with the program
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{user} {user} 1"),
-        ("gid_map", f"{group} {group} 1"),
-    ):
-        _write(f"/proc/self/{name}", text)
+    if user == 0:
+        # stays root until its root is built, since Python may lie where only root may look
+        os.setgroups([])
+        with _map_of_root() as unshared:
+            _call("unshare", _LIBC.unshare(_NEW_NAMESPACES))
+            unshared.write(b"1")
+    else:
+        _call("unshare", _LIBC.unshare(_NEW_NAMESPACES))
+        # the same ids inside: whoever is not user 0 there loses all capabilities with the program
+        _write("/proc/self/setgroups", "deny")
+        _write("/proc/self/uid_map", f"{user} {user} 1")
+        _write("/proc/self/gid_map", f"{group} {group} 1")
     # a namespace inside this one would give its capabilities back
     _write("/proc/sys/user/max_user_namespaces", "0")
+
+
+@contextmanager
+def _map_of_root() -> Iterator[BinaryIO]:
+    """Let a second process, which stays outside, give the new namespace root and nobody.
+
+    Yields what to write to once there is one; the map is there when this ends.
+    """
+    inside, (unshared, to_outside) = os.getpid(), os.pipe()
+    helper = os.fork()
+    if helper == 0:
+        try:
+            os.close(to_outside)
+            if os.read(unshared, 1):
+                for name in ("uid_map", "gid_map"):
+                    _write(f"/proc/{inside}/{name}", f"0 0 1\n{NOBODY} {NOBODY} 1")
+                os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(unshared)
+    with os.fdopen(to_outside, "wb", buffering=0) as pipe:
+        yield pipe
+    if os.waitpid(helper, 0)[1] != 0:
+        raise OSError(errno.EPERM, f"uid_map: {os.strerror(errno.EPERM)}")
+
+
+def drop_root(parent: int) -> None:
+    """Become nobody where this process is root, whose number of processes has no limit."""
+    if os.geteuid() == 0:
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        end_with(parent)  # which is lost with the user id
 
 
 def build_root(settings: dict[str, Any], program: bytes) -> None:
@@ -113,8 +141,10 @@ def build_root(settings: dict[str, Any], program: bytes) -> None:
         file.write(program)
     os.mkdir(f"{root}/work")
     _make_read_only(root)
-    size = f"size={settings['file_bytes']},mode=700,nr_inodes=1024"
-    _mount("tmpfs", f"{root}/work", "tmpfs", _MS_NOSUID | _MS_NODEV, size)
+    root_user = os.geteuid() == 0
+    user, group = (NOBODY, NOBODY) if root_user else (os.geteuid(), os.getegid())
+    options = f"size={settings['file_bytes']},nr_inodes=1024,mode=700,uid={user},gid={group}"
+    _mount("tmpfs", f"{root}/work", "tmpfs", _MS_NOSUID | _MS_NODEV, options)
     os.chdir(root)
     _call("pivot_root", _LIBC.pivot_root(b".", b"."))
     _call("umount2", _LIBC.umount2(b".", _MNT_DETACH))

@@ -43,4 +43,3 @@ def test_the_verifier_of_the_task_gets_text_and_answer():
     assert asked == [("mine", "#7", "12")]
     assert asyncio.run(judge.reward(make_prompt(0), [])) is None, "no answer to compare with"
     assert len(asked) == 1
-
