@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 ROLLOUT, SCORE, EVALUATION = "rollout", "score", "evaluation"
+MIXTURE = "mixture"
 
 
 def derived_seed(run_seed: int, kind: str, *index: int) -> int:

@@ -13,7 +13,8 @@ from megatron_opd.cli.main import main
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.load import dump_config, load_config
 from megatron_opd.config.schema import Config
-from megatron_opd.data.records import Columns, data_crc32, scan_records
+from megatron_opd.data.files import data_crc32
+from megatron_opd.data.records import Columns, scan_records
 from megatron_opd.data.tasks import get_verifier
 from megatron_opd.losses.formulas import formula
 from megatron_opd.losses.objective import evaluate
