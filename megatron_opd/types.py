@@ -30,8 +30,8 @@ class Prompt:
 
     token_ids_P: int32 [P], chat template already applied. answer: what the task's verifier compares
     with, if any. teacher: names the one that scores its rollouts. max_new_tokens: longest response;
-    None: rollout.max_new_tokens. stop: strings that end a response besides rollout.stop. row_id:
-    the row's own name, or its file and line.
+    None: rollout.max_new_tokens. stop: strings that end a response besides rollout.stop. task: its
+    verifier's name; None: data.task. row_id: the row's own name, or its file and line.
     """
 
     uid: int
@@ -41,6 +41,7 @@ class Prompt:
     teacher: str = "teacher"
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    task: str | None = None
     row_id: str = ""
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
 

@@ -26,7 +26,7 @@ from megatron_opd.cli.train_data import (
     seen_problems,
     template_notes,
 )
-from megatron_opd.cli.verifiers import check_isolation
+from megatron_opd.cli.verifiers import check_isolation, row_tasks
 from megatron_opd.config.schema import Config
 from megatron_opd.data.files import is_source
 from megatron_opd.data.judge import Judge
@@ -101,7 +101,7 @@ def read_inputs(
     data file be elsewhere too, unless `data` asks for it. first_rows: rows of each data file to
     read; None: all.
     """
-    task = checked(lambda: get_task(config.data.task))
+    checked(lambda: get_task(config.data.task))
     wanted = config.evaluation.problems if config.evaluation.runs else 0
     if wanted and config.data.heldout is None:
         raise UserError(f"data.heldout must be a file when evaluation.problems is {wanted}")
@@ -127,7 +127,7 @@ def read_inputs(
         ends = end_tokens(
             "student.model", models.student.raw, models.student.vocab_size, models.tokenizer
         )
-        judge = None if task.verify is None else make_judge(config, models.tokenizer, ends)
+        judge = make_judge(config, models.tokenizer, ends)
     both = (*train, heldout) if heldout is not None else train
     skipped = [line for each in both if (line := each.skipped_line) is not None]
     said = (
@@ -153,7 +153,7 @@ def read_train(
     files = [file.path for file in config.data.train]
     found = tuple(read_prompts(config, "train", path, models, first_rows) for path in files)
     unseen = frozenset.intersection(*(each.unseen for each in found))
-    for key in ("max_new_tokens_key", "stop_key"):
+    for key in ("max_new_tokens_key", "stop_key", "task_key"):
         name = getattr(config.data, key)
         if name in unseen and all(each.whole for each in found):
             raise UserError(
@@ -181,16 +181,18 @@ def prompt_rules(config: Config, student: ModelFacts, *, heldout: bool) -> Promp
     choices = {} if teacher_key is None else {teacher_key: tuple(teacher_roles(config))}
     # so are their limits: those of the evaluation
     limit_key, stop_key = (None, None) if heldout else (data.max_new_tokens_key, data.stop_key)
+    # what learns from rewards would drop every sample of a row without one
+    needed = heldout or config.estimator.reads_reward
     return PromptRules(
         Columns(
             chats=(data.prompt_key,),
             answers=(data.answer_key,),
-            # what learns from rewards would drop every sample of a row without one
-            needed=heldout or config.estimator.reads_reward,
+            needed=needed,
             choices=choices,
             limits={} if limit_key is None else {limit_key: config.rollout.max_new_tokens},
             stops=() if stop_key is None else (stop_key,),
             names=(data.id_key,),
+            tasks={} if data.task_key is None else {data.task_key: row_tasks(config, needed)},
         ),
         max_tokens=prompt_limit(config, student),
         teacher_key=teacher_key,
@@ -201,14 +203,19 @@ def prompt_rules(config: Config, student: ModelFacts, *, heldout: bool) -> Promp
     )
 
 
-def make_judge(config: Config, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]) -> Judge:
-    """Make the judge that asks the task's verifier about token ids. ends: ids that end a response.
+def make_judge(
+    config: Config, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
+) -> Judge | None:
+    """Make the judge of token ids; None without a verifier. ends: ids that end a response.
 
     Its verifiers are to be entered before it is asked.
     """
-    task = config.data.task
+    task, by_row = config.data.task, config.data.task_key is not None
+    tasks = row_tasks(config, needed=True) if by_row else (task,)
+    if not by_row and get_task(task).verify is None:
+        return None
     return Judge(
-        TaskVerifiers((task,), config.verifier),
+        TaskVerifiers(tasks, config.verifier),
         task,
         decode=lambda ids: str(tokenizer.decode(list(ids))),
         end_token_ids=ends,

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from megatron_opd.cli.errors import RunFailed, UserError
 from megatron_opd.config.schema import Config
 from megatron_opd.data.judge import Judge
+from megatron_opd.data.tasks import TASKS, get_task
 from megatron_opd.verifiers.reward import VerifierFailed
 from megatron_opd.verifiers.sandbox.run import isolation_problem
 
@@ -23,6 +24,20 @@ def check_isolation(config: Config) -> None:
             f"programs in namespaces of their own: {problem}; set it false and use another "
             "data.task, or see docs/verifiers.md for what the kernel must allow"
         )
+
+
+def row_tasks(config: Config, needed: bool) -> tuple[str, ...]:
+    """Return the verifiers that a row may name in data.task_key.
+
+    Only built-in ones and that of data.task: a data file cannot name code to import. needed:
+    whether each must give rewards.
+    """
+    allowed = {config.data.task, *TASKS} - {"code"}
+    if config.verifier.code.enabled:
+        allowed.add("code")
+    if needed:
+        allowed -= {name for name in allowed if get_task(name).verify is None}
+    return tuple(sorted(allowed))
 
 
 @asynccontextmanager

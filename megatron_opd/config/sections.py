@@ -59,6 +59,7 @@ COLUMN_KEYS = (
     "prompt_key",
     "answer_key",
     "teacher_key",
+    "task_key",
     "id_key",
     "max_new_tokens_key",
     "stop_key",
@@ -96,6 +97,10 @@ class DataConfig(Section):
     teacher_key: str | None = None
     """Name of the column that names the teacher of a prompt (a key of `teachers`, or "teacher");
     null: one teacher scores all prompts."""
+    task_key: str | None = None
+    """Name of the column that names a row's verifier: a built-in one, or what data.task names;
+    rows may lack it. A mixture of files can so be judged each in its own way. null: data.task
+    judges all."""
     id_key: str = "id"
     """Name of the column that holds a row's own name, text or a number; rows may lack it, and are
     then named by file and line."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from megatron_opd.data.tasks import get_task
 from megatron_opd.data.verifying import TaskVerifiers
 from megatron_opd.types import Prompt
 
@@ -19,8 +20,8 @@ Decoder = Callable[[Sequence[int]], str]
 class Judge:
     """Gives rewards to responses as they were sampled.
 
-    verifiers: to be entered before the judge is asked. task: names one of them. end_token_ids:
-    those that end a response; what follows the first one is ignored.
+    verifiers: to be entered before the judge is asked. task: names that of rows that name none.
+    end_token_ids: those that end a response; what follows the first one is ignored.
     """
 
     verifiers: TaskVerifiers
@@ -29,14 +30,17 @@ class Judge:
     end_token_ids: Collection[int]
 
     async def reward(self, prompt: Prompt, response_ids: Sequence[int]) -> float | None:
-        """Return the reward in [0, 1] of a response to `prompt`; None without an answer.
+        """Return the reward in [0, 1] of a response to `prompt`.
+
+        None without an answer, or where the prompt's task has no verifier.
 
         A response without an end token is judged as it stands. Raises VerifierFailed.
         """
-        if prompt.answer is None:
+        task = prompt.task or self.task
+        if prompt.answer is None or get_task(task).verify is None:
             return None
         text = self.decode(response_ids[: self.end(response_ids)])
-        return await self.verifiers.verify(self.task, text, prompt.answer)
+        return await self.verifiers.verify(task, text, prompt.answer)
 
     def end(self, response_ids: Sequence[int]) -> int | None:
         """Return the index of the first end token, None without one."""

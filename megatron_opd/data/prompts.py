@@ -159,7 +159,7 @@ def _read(
                 faults.append(Fault(TOO_LONG, where, what))
             else:
                 faults.append(Fault("empty", where, "the prompt has no tokens"))
-    optional = (*rules.columns.limits, *rules.columns.stops)
+    optional = (*rules.columns.limits, *rules.columns.stops, *rules.columns.tasks)
     return PromptSet(
         path,
         tuple(prompts),
@@ -182,6 +182,7 @@ def _prompt(uid: int, where: str, ids: Sequence[int], record: Record, rules: Pro
         teacher="teacher" if teacher is None else str(record[teacher]),
         max_new_tokens=next((record[key] for key in columns.limits), None),
         stop=next((record[key] for key in columns.stops), ()),
+        task=next((record[key] for key in columns.tasks), None),
         row_id=next((record[key] for key in columns.names), None) or where,
     )
 

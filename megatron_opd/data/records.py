@@ -20,6 +20,7 @@ from megatron_opd.data.values import (
     read_limit,
     read_name,
     read_stops,
+    read_task,
     read_text,
 )
 
@@ -34,7 +35,7 @@ class Columns:
     they may have. answers: strings or finite numbers (which become text), None where missing, null
     or blank. needed: whether a row without an answer is a fault. A row may lack the others: limits
     are whole numbers and the most they may be, stops are texts or lists of texts, names are texts
-    or numbers.
+    or numbers, tasks are texts and the values they may have.
     """
 
     texts: Sequence[str] = ()
@@ -45,6 +46,7 @@ class Columns:
     limits: Mapping[str, int] = field(default_factory=dict[str, int])
     stops: Sequence[str] = ()
     names: Sequence[str] = ()
+    tasks: Mapping[str, Collection[str]] = field(default_factory=dict[str, Collection[str]])
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -55,17 +57,21 @@ class Columns:
     @property
     def wanted(self) -> tuple[str, ...]:
         """Returns all columns that are read, each once."""
-        optional = (*self.answers, *self.limits, *self.stops, *self.names)
+        optional = (*self.answers, *self.limits, *self.stops, *self.names, *self.tasks)
         return tuple(dict.fromkeys((*self.required, *optional)))
 
     def record(self, row: Mapping[str, Any]) -> Record:
         """Return the named columns of `row`; raises Unusable."""
         record: Record = {key: read_text(row, key) for key in self.texts}
         record |= {key: read_chat(row, key) for key in self.chats}
-        record |= {key: read_choice(row, key, allowed) for key, allowed in self.choices.items()}
+        record |= {
+            key: read_choice(row, key, allowed, "unknown_teacher")
+            for key, allowed in self.choices.items()
+        }
         record |= {key: read_answer(row, key, needed=self.needed) for key in self.answers}
         record |= {key: read_limit(row, key, most) for key, most in self.limits.items()}
         record |= {key: read_stops(row, key) for key in self.stops}
+        record |= {key: read_task(row, key, allowed) for key, allowed in self.tasks.items()}
         return record | {key: read_name(row, key) for key in self.names}
 
 

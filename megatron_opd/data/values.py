@@ -25,13 +25,20 @@ def read_text(row: Row, key: str) -> str:
     return unicode(value, key)
 
 
-def read_choice(row: Row, key: str, allowed: Collection[str]) -> str:
-    """Return a string that is one of `allowed`."""
+def read_choice(row: Row, key: str, allowed: Collection[str], cause: str) -> str:
+    """Return a string that is one of `allowed`; one that is not is counted by `cause`."""
     value = read_text(row, key)
     if value not in allowed:
         names = ", ".join(sorted(allowed))
-        raise Unusable("unknown_teacher", f"{key!r} must be one of {names}, got {shown(value)}")
+        raise Unusable(cause, f"{key!r} must be one of {names}, got {shown(value)}")
     return value
+
+
+def read_task(row: Row, key: str, allowed: Collection[str]) -> str | None:
+    """Return the name of a row's verifier; None where it is missing or null."""
+    if row.get(key) is None:
+        return None
+    return read_choice(row, key, allowed, "unknown_task")
 
 
 def read_answer(row: Row, key: str, *, needed: bool) -> str | None:

@@ -114,7 +114,8 @@ class FleetScorer:
             if self._reward is not None:
                 reward = await self._reward(rollout)
         except VerifierFailed as failed:
-            raise ScoreRejected(failed.reason, failed.detail) from failed
+            why = f"{rollout.prompt.row_id}: {failed.detail}"
+            raise ScoreRejected(failed.reason, why) from failed
         if reward is None and self._reads_reward:
             raise ScoreRejected(NO_ANSWER, f"prompt {rollout.prompt.uid} has no answer to verify")
         return reward
