@@ -349,3 +349,25 @@ def test_a_rows_own_keys_are_checked(tmp_path, extra, cause, words):
     )
     assert found.skipped == {cause: 1}
     assert words in found.first[cause]
+
+
+def test_a_row_may_name_its_verifier(tmp_path, tokenizer):
+    lines = (
+        '{"prompt": "a", "answer": "1", "by": "exact"}\n',
+        '{"prompt": "b", "answer": "1", "by": null}\n{"prompt": "c", "answer": "1"}\n',
+        '{"prompt": "d", "answer": "1", "by": "os:system"}\n',
+        '{"prompt": "e", "answer": "1", "by": 3}\n',
+    )
+    path = write_lines(tmp_path / "a.jsonl", *lines)
+    columns = Columns(("prompt",), ("answer",), tasks={"by": ("exact", "math")})
+    loaded = load_prompts(path, tokenizer, PromptRules(columns, 9, max_bad_fraction=0.9))
+    assert [(prompt.text, prompt.task) for prompt in loaded.prompts] == [
+        ("a", "exact"),
+        ("b", None),
+        ("c", None),
+    ]
+    assert loaded.skipped == {"unknown_task": 1, "wrong_type": 1}
+    assert "'by' must be one of exact, math, got 'os:system'" in loaded.first["unknown_task"]
+    assert loaded.unseen == frozenset()
+    lacking = write_lines(tmp_path / "b.jsonl", '{"prompt": "a", "answer": "1"}\n')
+    assert load_prompts(lacking, tokenizer, PromptRules(columns, 9)).unseen == {"by"}
