@@ -183,7 +183,7 @@ class Scripted:
 
 
 def test_a_partial_reward_is_not_correct_and_a_failed_verifier_is_wrong_and_counted():
-    judge = Judge(Scripted(), "any", TOKENIZER.decode, end_token_ids={1})
+    judge = Judge(Scripted(), "exact", TOKENIZER.decode, end_token_ids={1})
     port = ScriptedPort([["#4<eos>", "#3<eos>"], ["#0<eos>", "#1<eos>"]])
     report = run(port, ["1", "2"], judge)
     assert report.accuracy_pct == 25

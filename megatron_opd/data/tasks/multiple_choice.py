@@ -14,7 +14,7 @@ from megatron_opd.data.tasks.answers import final_answer, marked_answer, normali
 from megatron_opd.data.tasks.base import Task
 
 _LEAD = re.compile(r"(?:the\s+)?(?:correct\s+)?(?:option|choice|letter|answer)\s*:?\s*", re.I)
-_MARKED = re.compile(r"[(\[]\s*([A-Z])\s*[)\]]|([A-Z])\s*[).:](?=\s|$)", re.I)
+_MARKED = re.compile(r"[*_$`]*[(\[]\s*([A-Z])\s*[)\]]|([A-Z])\s*[).:](?=\s|$)", re.I)
 _ALONE = re.compile(r"[A-Z]", re.I)
 
 

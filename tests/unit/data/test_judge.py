@@ -38,8 +38,10 @@ def test_the_verifier_of_the_task_gets_text_and_answer():
             asked.append((task, response, answer))
             return 0.25
 
-    judge = Judge(Verifiers(), "mine", TOKENIZER.decode, {1})
+    judge = Judge(Verifiers(), "exact", TOKENIZER.decode, {1})
     assert asyncio.run(judge.reward(PROMPT, TOKENIZER.encode("#7"))) == 0.25
-    assert asked == [("mine", "#7", "12")]
-    assert asyncio.run(judge.reward(make_prompt(0), [])) is None, "no answer to compare with"
+    assert asked == [("exact", "#7", "12")]
+    no_answer, no_verifier = replace(PROMPT, answer=None), replace(PROMPT, task="none")
+    assert asyncio.run(judge.reward(no_answer, [])) is None
+    assert asyncio.run(judge.reward(no_verifier, [])) is None
     assert len(asked) == 1
