@@ -34,9 +34,13 @@ _MIXED = re.compile(rf"(?<![\w./])([0-9]+){_SPACE}([0-9]+)/([0-9]+)(?![\w./])")
 _REPEATING = re.compile(r"(?<![\w.])([0-9]*)\.([0-9]{0,9})\\overline\{([0-9]{1,9})\}")
 _COUNTED = re.compile(r"([+-]?[0-9][0-9.,/]*)((?: [A-Za-z]{3,})+)")
 _NAMES = frozenset(
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda omicron rho sigma tau upsilon "
-    "phi chi psi omega sin cos tan log sqrt percent".split()
+    (
+        *("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"),
+        *("lambda", "omicron", "rho", "sigma", "tau", "upsilon", "phi", "chi", "psi", "omega"),
+        *("sin", "cos", "tan", "log", "sqrt", "percent"),
+    )
 )
+"""Words after a number that are no unit."""
 
 
 def verify(response: str, answer: str) -> bool:

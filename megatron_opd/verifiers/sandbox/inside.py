@@ -1,4 +1,4 @@
-"""Shuts itself off from the machine, then becomes the program that it was given (Linux).
+"""Isolates this process from the machine, then runs the program that it was given (Linux).
 
 Started as a script of its own with nothing but the standard library, so that it starts fast and
 holds nothing of its parent. Invariant: the program runs only if every step before it succeeded;
@@ -118,7 +118,7 @@ def _map_of_root() -> Iterator[BinaryIO]:
 
 
 def drop_root(parent: int) -> None:
-    """Become nobody where this process is root, whose number of processes has no limit."""
+    """Drop the rights of root, whose number of processes the kernel does not limit."""
     if os.geteuid() == 0:
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)

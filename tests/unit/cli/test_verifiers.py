@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_opd.cli import verifiers
@@ -110,15 +109,16 @@ def test_code_may_be_named_where_it_is_enabled(tmp_path: Path, config: dict):
 def test_each_row_is_judged_by_the_verifier_it_names(tmp_path: Path, config: dict):
     made = prepare(Config.model_validate(with_rows(tmp_path, config, {"by": "math"}))).judge
     assert made is not None
-    ids = [int(i) for i in np.arange(5)]
-    text = made.decode(ids)
-    answers = {"exact": text, "multiple_choice": text, "none": text}
+    judge, ids = replace(made, decode=lambda ids: "B"), [5]
+    answers = {"exact": "B", "multiple_choice": "C", "math": "B", "none": "B"}
 
     async def scenario():
-        async with judging(made):
+        async with judging(judge):
             return {
-                name: await made.reward(replace(make_prompt(0), answer=answer, task=name), ids)
+                name: await judge.reward(replace(make_prompt(0), answer=answer, task=name), ids)
                 for name, answer in answers.items()
             }
 
-    assert asyncio.run(scenario()) == {"exact": 1.0, "multiple_choice": 0.0, "none": None}
+    assert asyncio.run(scenario()) == {
+        **{"exact": 1.0, "multiple_choice": 0.0, "math": 1.0, "none": None}
+    }

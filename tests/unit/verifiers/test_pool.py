@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -119,13 +120,18 @@ def test_a_hanging_verifier_stops_no_other():
     assert with_pool(scenario, workers=2) == [0.5] * 24
 
 
+def written(file: Path) -> None:
+    """Wait until a verifier has written a line."""
+    while not (file.exists() and file.read_text().endswith("\n")):
+        time.sleep(0.02)
+
+
 def test_what_a_verifier_has_started_ends_with_it(tmp_path: Path):
     file = tmp_path / "pid"
 
     async def scenario(found):
         asked = asyncio.create_task(found.verify("rogue", "starts_a_child_and_hangs", str(file)))
-        while not (file.exists() and file.read_text().endswith("\n")):
-            await asyncio.sleep(0.02)
+        await asyncio.to_thread(written, file)
         asked.cancel()
 
     with_pool(scenario)
