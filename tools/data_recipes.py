@@ -118,10 +118,9 @@ def _after_marks(row: Row) -> str:
 
 def _competition(row: Row) -> str:
     """The answer's own column, or the box of a solution."""
-    try:
-        return _text(_first(row, ("answer", "Answer")))
-    except NoProblem:
+    if row.get("answer") is None and row.get("Answer") is None:
         return boxed(_text(_first(row, ("solution", "Solution"))))
+    return _text(_first(row, ("answer", "Answer")))
 
 
 def _aime(row: Row) -> str:

@@ -89,6 +89,12 @@ def _names_a_path(value: Any) -> Any:
     return value
 
 
+def _ends_a_response(value: str) -> str:
+    if not 0 < len(value) <= MAX_STOP_LENGTH:
+        raise ValueError(f"must have 1..{MAX_STOP_LENGTH} characters, got {shown(value)}")
+    return value
+
+
 def _variables_of_a_template(value: dict[str, Any]) -> dict[str, Any]:
     for name, given in value.items():
         if name in NOT_VARIABLES or not name.isidentifier():
@@ -139,8 +145,7 @@ Text = Annotated[str, AfterValidator(_without_nul)]
 Said = Annotated[Text, AfterValidator(_says_something)]
 # Blank text may end a response, no text at all would at once.
 Stops = Annotated[
-    tuple[Annotated[Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)], ...],
-    Field(max_length=MAX_STOPS),
+    tuple[Annotated[Text, AfterValidator(_ends_a_response)], ...], Field(max_length=MAX_STOPS)
 ]
 TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_variables_of_a_template)]
 Host = Annotated[str, AfterValidator(_names_a_host)]

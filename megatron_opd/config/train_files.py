@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -31,7 +31,7 @@ def _as_files(value: Any) -> Any:
         value = (value,)
     if not isinstance(value, list | tuple):
         return value
-    found: Sequence[Any] = value  # pyright: ignore[reportUnknownVariableType]
+    found = cast(Sequence[Any], value)
     if not 0 < len(found) <= MAX_FILES:
         raise ValueError(f"must name 1..{MAX_FILES} files, got {len(found)}")
     return tuple({"path": each} if isinstance(each, str | Path) else each for each in found)

@@ -16,6 +16,8 @@ from megatron_opd.config.wording import line, shown
 from megatron_opd.data.values import listed
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
+END = b"\xff\xff\xff\xff\0\0\0\0"
+"""How an arrow stream ends; one cut off between two parts could be read without those missing."""
 
 Located = tuple[str, dict[str, Any]]
 ResultT = TypeVar("ResultT")
@@ -37,7 +39,10 @@ def directory_rows(path: Path, wanted: Sequence[str], required: Sequence[str]) -
     import pyarrow
 
     def stream(file: Path) -> Any:
-        return pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))).read_all()
+        source = pyarrow.memory_map(str(file))
+        if source.size() < len(END) or source.read_at(len(END), source.size() - len(END)) != END:
+            raise ValueError("it does not end as a stream does: it was not written to its end")
+        return pyarrow.ipc.open_stream(source).read_all()
 
     number = 0
     for file in directory_files(path):

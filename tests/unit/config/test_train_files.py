@@ -96,8 +96,8 @@ def test_what_cannot_be_meant_is_one_line(data: dict[str, Any], words: str):
 @pytest.mark.parametrize(
     ("stop", "words"),
     [
-        ([""], "rollout.stop.0: .*at least 1 character"),
-        (["x" * 257], "rollout.stop.0: .*at most 256 characters"),
+        ([""], "rollout.stop.0: must have 1..256 characters, got ''"),
+        (["x" * 257], "rollout.stop.0: must have 1..256 characters"),
         (["x"] * 17, "rollout.stop: .*at most 16 items"),
         ("x", "rollout.stop: .*tuple"),
         ([1], "rollout.stop.0: .*string"),

@@ -29,9 +29,9 @@ def test_a_mark_in_the_middle_is_a_fault(tmp_path):
 def test_a_line_that_is_too_long_is_one_fault(tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(files, "MAX_LINE_BYTES", 100)
     path = tmp_path / "a.jsonl"
-    fits = json.dumps({"prompt": "x" * 86})
+    fits = json.dumps({"prompt": "x" * 85})
     assert len(fits) + 1 == 100
-    long = [json.dumps({"prompt": "x" * length}) for length in (87, 500)]
+    long = [json.dumps({"prompt": "x" * length}) for length in (86, 500)]
     lines = [fits, long[0], fits, long[1], fits]
     path.write_text("\n".join(lines))
     found = rows(path)

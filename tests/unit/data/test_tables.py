@@ -88,7 +88,7 @@ def test_damaged_arrow_files_and_missing_columns(tmp_path):
         read_records(path, ["gold"])
     file = path / "data-00000-of-00001.arrow"
     whole = file.read_bytes()
-    for content in (b"", b"ARROW1", whole[: len(whole) // 2]):
+    for content in (b"", b"ARROW1", whole[: len(whole) // 2], whole[:-8], b"x" + whole[1:]):
         file.write_bytes(content)
         with pytest.raises(ValueError, match="not a readable arrow file") as caught:
             read_records(path, ["prompt"])

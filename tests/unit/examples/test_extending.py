@@ -106,7 +106,7 @@ def test_prompts_from_outside_are_located_and_have_a_checksum():
     rows = list(scan_records(source, Columns(("prompt",), ("answer",))))
     assert rows[1] == ("my_parts:sums:2", {"prompt": "1 + 1 = ", "answer": "2"})
     assert len(rows) == 100
-    assert data_crc32(source) == data_crc32(source) != 0
+    assert data_crc32([source]) == data_crc32([source]) != 0
     with pytest.raises(ValueError, match=r"my_parts:SquaredGap failed: "):
         list(scan_records(Path("my_parts:SquaredGap"), Columns(("prompt",))))
 
