@@ -34,7 +34,7 @@ def student_copy(tmp_path: Path, models: Path, config: dict) -> Path:
     ("override", "words"),
     [
         ("data.train=/nowhere.jsonl", ["data file not found: /nowhere.jsonl"]),
-        ("data.task=poetry", ["unknown task 'poetry'", "arithmetic, exact, none"]),
+        ("data.task=poetry", ["unknown task 'poetry'", "arithmetic, code, exact"]),
         ("evaluation.problems=8", ["data.heldout must be a file"]),
         ("evaluation.problems=8 data.heldout=/no.jsonl", ["data file not found: /no.jsonl"]),
         ("evaluation.problems=8 data.heldout=/no.jsonl data.task=none", ["'none' has no verifier"]),

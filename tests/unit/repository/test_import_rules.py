@@ -17,7 +17,7 @@ LAYERS = (
     {"types"},
     {"columns"},
     {"config"},
-    {"models", "buffer", "losses", "data", "batching", "metrics"},
+    {"models", "buffer", "losses", "verifiers", "data", "batching", "metrics"},
     {"planning", "transport", "checkpoint", "weight_sync", "rollout", "teacher", "launch"},
     {"learner", "controller", "evaluation", "mismatch", "sim", "report"},
     {"search"},
@@ -27,6 +27,7 @@ LAYERS = (
 # Stricter than its layer: what these must stay free of.
 ONLY = {
     "losses": {"types", "columns", "config"},
+    "verifiers": {"config"},
     "controller": {"types", "config", "buffer", "metrics"},
     "planning": {"types", "config", "models"},
     "launch": {"config"},
@@ -35,7 +36,8 @@ ONLY = {
     "report": {"types", "config", "metrics", "checkpoint"},
 }
 TORCH_FREE = {"types", "config", "buffer", "batching", "controller", "rollout", "teacher"}
-TORCH_FREE |= {"columns", "metrics", "planning", "launch", "sim", "search", "report"}
+TORCH_FREE |= {"verifiers", "data", "columns", "metrics", "planning", "launch", "sim", "search"}
+TORCH_FREE |= {"report"}
 HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
 # What learner ranks and server ranks do alike with tensors; the client side stays free of it.
 WITH_TORCH = {
