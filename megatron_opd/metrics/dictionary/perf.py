@@ -24,6 +24,11 @@ PERF = (
     ),
     Metric(*("optimizer_s", "perf", "s"), "Time of the optimizer's steps of the update."),
     Metric(
+        *("cpu_s", "perf", "s"),
+        "CPU seconds that the update took on the learner's first rank; not there on GPUs.",
+        action="far below train_s: others have the cores (learner.threads, student.threads)",
+    ),
+    Metric(
         *("tokens_per_s", "perf", "tokens/s"),
         "Response tokens of the batch over the time since the update before: the speed of the "
         "whole pipeline.",
