@@ -25,7 +25,7 @@ from megatron_opd.verifiers.reward import VerifierFailed
 
 PAIRS = Path(__file__).with_name("pairs.jsonl")
 ROGUES = (
-    *("hangs", "hangs in C", "raises", "takes memory", "ends the process"),
+    *("hangs", "hangs in C", "raises", "takes memory", "calls sys.exit", "calls os._exit"),
     *("returns NaN", "returns 2", "returns None", "is right"),
 )
 TIMEOUT_S, MEMORY_BYTES, WORKERS = 2.0, 2**30, 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 import zlib
@@ -21,8 +22,10 @@ def rogue(response: str, answer: str) -> object:
         held = []
         while True:
             held.append(bytearray(2**24))
-    if answer == "ends the process":
+    if answer == "calls sys.exit":
         raise SystemExit(1)
+    if answer == "calls os._exit":
+        os._exit(0)
     return {"returns NaN": float("nan"), "returns 2": 2.0, "returns None": None}.get(answer, 1.0)
 
 
@@ -33,7 +36,7 @@ def sometimes(response: str, answer: str) -> object:
     --set verifier.timeout_s=1
     """
     kind = zlib.crc32(answer.encode()) % 64
-    kinds = ("hangs", "hangs in C", "raises", "takes memory", "ends the process", "returns NaN")
+    kinds = ("hangs", "hangs in C", "raises", "takes memory", "calls os._exit", "returns NaN")
     if kind < len(kinds):
         return rogue(response, kinds[kind])
     return verify(response, answer)

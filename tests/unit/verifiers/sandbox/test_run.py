@@ -71,9 +71,11 @@ def test_the_users_files_are_not_there(tmp_path: Path):
     assert refused(f"open({str(ROOT / 'setup.py')!r})") == "FileNotFoundError"
 
 
-@pytest.mark.parametrize("path", ["/x", "/program.py", "/usr/x", "/usr/lib/x", "/dev/x"])
+@pytest.mark.parametrize("path", ["/x", "/usr/x", "/usr/lib/x", "/dev/x"])
 def test_nothing_but_its_directory_can_be_written(path):
-    assert refused(f"open({path!r}, 'w')") in ("OSError", "PermissionError")
+    """OSError: the file system is read-only, whoever asks; PermissionError: for this user."""
+    assert refused(f"open({path!r}, 'w')") == "OSError"
+    assert refused("open('/program.py', 'w')") in ("OSError", "PermissionError")
     assert refused("open('/work/x', 'w').write('x')") == "nothing"
 
 
