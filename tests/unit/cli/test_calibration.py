@@ -21,10 +21,11 @@ from megatron_opd.sim.costs import (
     encode_costs,
     read_costs,
 )
+from tests.support.looks import add_looks
 
 COSTS = Costs(
     engine=EngineCost(step_s=0.02, step_request_s=0.004, request_s=0.01),
-    teachers={"teacher": ScoreCost(request_s=0.02, token_s=2e-4)},
+    teachers={"teacher": ScoreCost(pass_s=0.01, request_s=0.02, token_s=2e-4)},
     learner=LearnerCost(token_s=4e-4, update_s=0.3),
     sync=SyncCost(sync_s=0.2, paused_s=0.1),
     host_cores=1.5,
@@ -47,16 +48,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (path / "config.yaml").write_text(yaml.safe_dump(tree))
     assert main(["simulate", str(path / "config.yaml")]) == 0
+    add_looks(path / "run" / "trace.json", COSTS)
     return path / "run"
 
 
 def test_the_costs_of_a_simulated_run_predict_it(run: Path):
     found = calibrate(run)
-    assert abs(found.error) < 0.1
+    assert abs(found.error) < 0.15  # of so few responses the halves differ
     outcome = simulate(config_of(run), found.fitted.costs, found.fitted.lengths)
     recorded = json.loads((run / "summary.json").read_text())
-    assert outcome.tokens_per_s == pytest.approx(recorded["train_tokens_per_s"], rel=0.05)
-    assert found.fitted.costs.host_cores == pytest.approx(1.5, abs=0.15)
+    assert outcome.tokens_per_s == pytest.approx(recorded["train_tokens_per_s"], rel=0.08)
+    assert found.fitted.costs.host_cores == 1.5
 
 
 def test_they_predict_another_schedule_and_a_doubled_stage_does_not(run: Path):
@@ -118,7 +120,9 @@ def test_what_is_no_recorded_run_is_refused(run: Path, tmp_path: Path, lost: str
 def test_a_run_too_short_to_be_halved_is_refused(run: Path, tmp_path: Path):
     shutil.copytree(run, tmp_path / "run")
     trace = tmp_path / "run" / "trace.json"
-    trace.write_text(trace.read_text().partition("update 15")[0])
+    kept, _, gone = trace.read_text().partition("update 15")
+    looks = [line for line in gone.splitlines() if '"work"' in line or "CPU seconds" in line]
+    trace.write_text(kept.rpartition("\n")[0] + "\n" + "\n".join(looks) + "\n")
     with pytest.raises(UserError, match=r"at least 16 updates, .*, got 15; record a longer run$"):
         calibrate(tmp_path / "run")
 
