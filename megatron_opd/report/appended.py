@@ -126,7 +126,7 @@ class AppendedRows:
 
     @property
     def path(self) -> Path:
-        """Returns the file."""
+        """Returns the file that is read."""
         return self._lines.path
 
     def read(self, most_bytes: int = MOST_BYTES) -> NewRows:
