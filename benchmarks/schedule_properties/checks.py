@@ -17,6 +17,7 @@ from benchmarks.schedule_properties.world import (
     Teacher,
     make_prompt,
 )
+from megatron_opd.buffer.batcher import INCOMPLETE_BATCH
 from megatron_opd.buffer.permits import staleness_versions
 from megatron_opd.buffer.spread import REASONS, GroupRule
 from megatron_opd.controller.controller import Controller
@@ -209,9 +210,11 @@ def _check_verdicts(legs: list[Leg], rule: GroupRule) -> None:
     for first in range(0, legs[-1].state.next_uid, size):
         members = range(first, first + size)
         why = {reasons[uid] for uid in members if uid in reasons}
+        why.discard(INCOMPLETE_BATCH)  # it was kept
         if why - set(REASONS):
             continue  # it lost a member
-        if not why and first not in consumed:
+        left_out = reasons.get(first) == INCOMPLETE_BATCH
+        if not (why or left_out or first in consumed):
             return  # still on its way where the run ended
         alike = len({rewards[uid] for uid in members}) == 1
         dropped = alike and in_a_row < most
@@ -244,7 +247,7 @@ def _check_leg(leg: Leg, bound: int) -> None:
     else:
         assert leg.sync.synced == synced, "weight syncs are missing or out of order"
         assert leg.permits_in_use == accounting.in_flight
-    assert all(len(batch.samples) == size for batch in batches[:-1])
+    assert all(len(batch.samples) == size for batch in batches)
     for batch in batches:
         groups = Counter(r.prompt.uid // schedule.group_size for r in _of(batch))
         assert set(groups.values()) == {schedule.group_size}, "a group is torn apart"

@@ -205,7 +205,7 @@ class _World:
             teacher = teachers[uid // config.rollout.group_size % len(teachers)]
             yield Prompt(uid, "", arrays.ids(tokens), None, teacher)
 
-    def _reward(self, rollout: Rollout) -> float:
+    async def _reward(self, rollout: Rollout) -> float:
         """Return 0 or 1, all alike in the share of groups that the configuration says."""
         simulation = self.config.simulation
         group, member = divmod(rollout.prompt.uid, self.config.rollout.group_size)

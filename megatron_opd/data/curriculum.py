@@ -39,6 +39,10 @@ class Candidates(Protocol):
         """Return a source of the same stream that continues at `cursor`."""
         ...
 
+    def epochs_at(self, cursor: int) -> dict[str, float]:
+        """Return how often each file was read when `cursor` candidates were given out."""
+        ...
+
 
 class CurriculumSource:
     """Streams prompts without end, each `group_size` times in a row, as PromptSource does.
@@ -119,6 +123,10 @@ class CurriculumSource:
         rates = self._rates
         rate_R, seen_R, noted = rates.rate_R.copy(), rates.seen_R.copy(), list(rates.noted)
         return CurriculumState(self._looked_at, self._skipped, rate_R, seen_R, noted)
+
+    def epochs_at(self, cursor: int) -> dict[str, float]:
+        """Return how often each file was read by now, what was passed over included."""
+        return self._source.epochs_at(self._looked_at)
 
     def columns(self) -> dict[str, float | int | None]:
         """Return what metrics.jsonl shows of it."""

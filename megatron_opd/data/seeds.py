@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
-ROLLOUT, SCORE, EVALUATION, CURRICULUM = "rollout", "score", "evaluation", "curriculum"
+ROLLOUT, SCORE, EVALUATION = "rollout", "score", "evaluation"
+HEALTH = "health"
+MIXTURE, CURRICULUM = "mixture", "curriculum"
 
 
 def derived_seed(run_seed: int, kind: str, *index: int) -> int:

@@ -78,6 +78,22 @@ class Display(Protocol):
         ...
 
 
+class Probe(Protocol):
+    """Measures batches beside the run (teacher/health.py)."""
+
+    def start(self, batch: Batch) -> None:
+        """Begin to measure a batch, if it is its turn."""
+        ...
+
+    def columns(self) -> Mapping[str, Any]:
+        """Return the columns that have come since the last call."""
+        ...
+
+    def stop(self) -> None:
+        """Give up what is under way."""
+        ...
+
+
 class RunRecorder:
     """Turns what a run reports into rows, totals and a time line.
 
@@ -93,6 +109,7 @@ class RunRecorder:
         teacher_watch: looks at the scores of every batch; None where no teacher is read.
         signal: tells the user when updates teach nothing, if given.
         more_columns: of a row that is written, if given.
+        probe: measures some batches, if given; its columns are in the row that is written next.
     """
 
     def __init__(
@@ -108,6 +125,7 @@ class RunRecorder:
         teacher_watch: TeacherWatch | None = None,
         signal: SignalWatch | None = None,
         more_columns: Callable[[], Mapping[str, Any]] | None = None,
+        probe: Probe | None = None,
     ) -> None:
         self.totals = totals
         self._more_columns = more_columns
@@ -119,7 +137,7 @@ class RunRecorder:
         self._signal = signal
         self._sinks, self._timeline, self._display = tuple(sinks), timeline, display
         self._clock = clock
-        self._teacher_watch = teacher_watch
+        self._teacher_watch, self._probe = teacher_watch, probe
         self._depths = Depths(0, 0, 0, 0, 0)
         self._updates = self._version = updates
         self._done_s = clock()
@@ -252,11 +270,19 @@ class RunRecorder:
             **columns,
         }
         self._sampled_rewards = []
+        if self._probe is not None:
+            self._rows[batch.update] |= self._probe.columns()
+            self._probe.start(batch)
         self._write_row(batch.update)
         if self._timeline is not None:
             self._timeline.flush()
         if self._display is not None:
             self._display.updated(self.snapshot())
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """Pass on the figures of one evaluated set (metrics/dictionary/evaluation.py)."""
+        for sink in self._sinks:
+            sink.evaluated(row)
 
     def moved(self, depths: Depths) -> None:
         """Keep the pipeline's depths for the display and draw them."""
@@ -278,6 +304,8 @@ class RunRecorder:
     def ended(self, accounting: Accounting, now_s: float) -> None:
         """Keep the accounting, write the unfinished rows of an interruption, close everything."""
         self.accounting = accounting
+        if self._probe is not None:
+            self._probe.stop()
         with ExitStack() as closing:  # each of them, whatever another one raises
             for sink in self._sinks:
                 closing.callback(sink.close)
@@ -341,6 +369,7 @@ def batch_columns(batch: Batch, group_size: int = 1) -> dict[str, float | int | 
         "partial_rollouts": staleness.partial_rollouts,
         "response_tokens_mean": batch.num_response_tokens / len(rollouts),
         "length_stops": sum(rollout.finish_reason == "length" for rollout in rollouts),
+        "stop_string_stops": sum(rollout.finish_reason == "stop_string" for rollout in rollouts),
         "reward_mean": rewards.mean,
         "reward_group_std_mean": rewards.group_std,
         "reward_uniform_group_fraction": rewards.uniform_groups,

@@ -18,7 +18,7 @@ from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
 from megatron_opd.data.curriculum import CurriculumSource
-from megatron_opd.data.prompts import PromptSource
+from megatron_opd.data.stream import PromptSource, Source
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.types import Prompt, Rollout, Sample
 from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, Witness, make_prompt
@@ -161,7 +161,7 @@ def test_a_run_that_repeats_itself_drops_the_same_groups_resumed_or_not(
 def make_source(problems: int, **keys: Any) -> CurriculumSource:
     prompts = [Prompt(i, str(i), np.arange(3, dtype=np.int32)) for i in range(problems)]
     config = PassRateCurriculum.model_validate(keys)
-    stream = PromptSource(prompts, seed=1, shuffle=False)
+    stream = PromptSource([Source("rows", tuple(prompts))], seed=1, shuffle=False)
     return CurriculumSource(stream, problems, config, seed=1, group_size=2)
 
 

@@ -13,6 +13,7 @@ from megatron_opd.sim.clock import run_virtual
 from megatron_opd.teacher.overlong import Length
 from megatron_opd.teacher.scorer import FleetScorer
 from megatron_opd.types import VersionSpan
+from megatron_opd.verifiers.reward import REASONS, VerifierFailed
 from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
 from sglang_bridge.protocol import DrawCache, ScoreReply, Selection
 from sglang_bridge.retry import Backoff, retried
@@ -129,7 +130,7 @@ def test_no_attempts_are_refused():
 def test_the_verifier_judges_each_rollout_once():
     judged = []
 
-    def reward(rollout):
+    async def reward(rollout):
         judged.append(rollout.prompt.uid)
         return 0.5
 
@@ -160,8 +161,19 @@ WITH_TEACHER = {
 }
 
 
+def giving(outcome):
+    """Make a reward function that returns `outcome`, or raises it."""
+
+    async def reward(rollout):
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return reward
+
+
 def test_rewards_alone_ask_no_teacher():
-    sample = run_virtual(make_scorer({}, GRPO, lambda rollout: 1.0).score(ROLLOUT))
+    sample = run_virtual(make_scorer({}, GRPO, giving(1.0)).score(ROLLOUT))
     assert sample.reward == 1.0
     assert sample.teacher_logp_N.shape == GOOD.shape
     assert np.isnan(sample.teacher_logp_N).all()
@@ -172,8 +184,19 @@ def test_rewards_alone_ask_no_teacher():
 def test_a_missing_answer_drops_the_sample_before_a_teacher_is_asked(estimator):
     fleet = FakeFleet(GOOD)
     with pytest.raises(ScoreRejected, match="prompt 5 has no answer") as caught:
-        run_virtual(make_scorer({"teacher": fleet}, estimator, lambda r: None).score(ROLLOUT))
+        run_virtual(make_scorer({"teacher": fleet}, estimator, giving(None)).score(ROLLOUT))
     assert caught.value.reason == "no_answer"
+    assert not fleet.requests
+
+
+@pytest.mark.parametrize("estimator", [{}, GRPO, WITH_TEACHER])
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_failed_verifier_drops_the_sample_before_a_teacher_is_asked(estimator, reason):
+    fleet = FakeFleet(GOOD)
+    scorer = make_scorer({"teacher": fleet}, estimator, giving(VerifierFailed(reason, "why")))
+    with pytest.raises(ScoreRejected, match="why") as caught:
+        run_virtual(scorer.score(ROLLOUT))
+    assert caught.value.reason == reason
     assert not fleet.requests
 
 
@@ -203,7 +226,7 @@ def weighed(reward_weight, teacher_weight):
 )
 def test_a_teacher_is_asked_where_a_term_with_weight_reads_it(estimator, weights, asked):
     fleet = FakeFleet(GOOD)
-    scorer = make_scorer({"teacher": fleet}, estimator, lambda rollout: 1.0)
+    scorer = make_scorer({"teacher": fleet}, estimator, giving(1.0))
     sample = run_virtual(scorer.score(weighed(*weights)))
     assert len(fleet.requests) == asked
     assert sample.has_scores == asked
@@ -211,7 +234,7 @@ def test_a_teacher_is_asked_where_a_term_with_weight_reads_it(estimator, weights
 
 
 def test_a_prompt_that_learns_from_no_reward_needs_no_answer():
-    scorer = make_scorer({"teacher": FakeFleet(GOOD)}, MIXTURE, lambda rollout: None)
+    scorer = make_scorer({"teacher": FakeFleet(GOOD)}, MIXTURE, giving(None))
     assert run_virtual(scorer.score(weighed(0.0, 1.0))).reward is None
     with pytest.raises(ScoreRejected, match="no answer"):
         run_virtual(scorer.score(weighed(0.1, 1.0)))
@@ -221,7 +244,7 @@ def test_a_prompt_that_learns_from_no_reward_needs_no_answer():
 def test_what_the_length_does_is_in_the_sample_and_a_masked_one_asks_no_teacher(masked):
     fleet, tree = FakeFleet(GOOD), Estimator.model_validate(MIXTURE)
     scorer = FleetScorer(
-        *({"teacher": fleet}, tree, 50, ScoringConfig(), "run7", lambda rollout: 1.0),
+        *({"teacher": fleet}, tree, 50, ScoringConfig(), "run7", giving(1.0)),
         lengths=lambda rollout: Length(-0.5, masked),
     )
     sample = run_virtual(scorer.score(ROLLOUT))
