@@ -51,7 +51,7 @@ def whole_metrics() -> UpdateMetrics:
 
 
 def whole_row() -> dict[str, Any]:
-    """The row of an update with every feature on: two teachers, rewards, a weight sync, prompts by rate."""
+    """The row of an update with every feature on: two teachers, rewards, a curriculum, turns."""
     sink = Rows()
     watch = TeacherWatch({"teacher": 16, "maths": 16}, alarm=False, stop_after=0)
     totals = RunTotals(group_size=2)
