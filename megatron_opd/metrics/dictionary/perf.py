@@ -24,6 +24,10 @@ PERF = (
     ),
     Metric(*("optimizer_s", "perf", "s"), "Time of the optimizer's steps of the update."),
     Metric(
+        *("cpu_s", "perf", "s"),
+        "CPU seconds of the learner's first rank in the update, all of its threads together.",
+    ),
+    Metric(
         *("tokens_per_s", "perf", "tokens/s"),
         "Response tokens of the batch over the time since the update before: the speed of the "
         "whole pipeline.",
