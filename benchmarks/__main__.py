@@ -43,6 +43,7 @@ STUDIES = (
     "schedules",
     "calibration",
     "simulator",
+    "verifiers",
 )
 WITH_OPTIONS = (
     "step",

@@ -1,7 +1,7 @@
 """Measures avg@k of a model on held-out problems, through anything that can complete a prompt.
 
 Invariant: every (problem, draw) is counted once, or the evaluation fails; a completion that was cut
-by the length limit or is malformed counts as wrong, it is never left out.
+by the length limit, is malformed or whose verifier failed counts as wrong, it is never left out.
 """
 
 from __future__ import annotations
@@ -10,43 +10,20 @@ import asyncio
 import itertools
 import math
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from megatron_opd.data.judge import Judge
 from megatron_opd.data.seeds import EVALUATION, derived_seed
-from megatron_opd.data.tasks import Verifier
 from megatron_opd.types import Prompt
+from megatron_opd.verifiers.reward import VerifierFailed
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import RolloutRequest
 from sglang_bridge.retry import Backoff, is_unanswered, retried
-
-Decoder = Callable[[Sequence[int]], str]
-"""Turns token ids into text."""
-
-
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """Cuts a response at its end token and asks the verifier.
-
-    end_token_ids: those that end a response; what follows the first one is ignored.
-    """
-
-    verify: Verifier
-    decode: Decoder
-    end_token_ids: Collection[int]
-
-    def correct(self, response_ids: Sequence[int], answer: str) -> bool:
-        """Return whether the response is right; one without an end token is judged as it stands."""
-        return self.verify(self.decode(response_ids[: self.end(response_ids)]), answer)
-
-    def end(self, response_ids: Sequence[int]) -> int | None:
-        """Return the index of the first end token, None without one."""
-        return next(
-            (i for i, token in enumerate(response_ids) if token in self.end_token_ids), None
-        )
 
 
 class CompletionPort(Protocol):
@@ -118,7 +95,9 @@ class EvaluationReport:
     accuracy_pct: 100 times the mean over problems of (correct completions / k) (AsyncOPD Eq. 14).
     stderr_pct: standard error of that mean over problems (sample deviation of the per-problem rates
     over the root of their number; nan for one problem): the k completions of a problem are not
-    independent. truncated_pct: completions without an end token.
+    independent. truncated_pct: completions without an end token. mean_reward: over all
+    completions, in [0, 1]; a completion is correct where its reward is 1. verifier_failures:
+    completions without a judgement, which count as wrong, by the reason.
     """
 
     accuracy_pct: float
@@ -127,6 +106,8 @@ class EvaluationReport:
     samples: int
     mean_response_tokens: float
     truncated_pct: float
+    mean_reward: float
+    verifier_failures: dict[str, int]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name; stderr_pct is None where undefined, since JSON has no nan."""
@@ -138,16 +119,21 @@ class EvaluationReport:
         return (
             f"avg@{self.samples} {self.accuracy_pct:.1f}% +- {self.stderr_pct:.1f} on "
             f"{self.problems} problems, {self.mean_response_tokens:.1f} tokens a response, "
-            f"{self.truncated_pct:.1f}% truncated"
+            f"{self.truncated_pct:.1f}% truncated{self._failures_line()}"
         )
+
+    def _failures_line(self) -> str:
+        failures = self.verifier_failures.items()
+        return "".join(f", {count} counted as wrong: {reason}" for reason, count in failures)
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     problem: int
-    correct: bool
+    reward: float
     num_tokens: int
     truncated: bool
+    failure: str | None
 
 
 async def evaluate(
@@ -195,12 +181,18 @@ async def _complete(
         temperature=plan.temperature,
         seed=seed,
     )
+    reward, failure = 0.0, None
+    try:
+        reward = await judge.reward(prompt, ids) or 0.0
+    except VerifierFailed as failed:
+        failure = failed.reason
     stop = judge.end(ids)
     return _Outcome(
         problem=problem,
-        correct=judge.correct(ids, str(prompt.answer)),
+        reward=reward,
         num_tokens=len(ids) if stop is None else stop + 1,
         truncated=stop is None,
+        failure=failure,
     )
 
 
@@ -208,7 +200,7 @@ def _report(outcomes: Sequence[_Outcome], problems: int, samples: int) -> Evalua
     assert len(outcomes) == problems * samples, "a completion was lost"
     correct_by_problem = np.zeros(problems)
     for outcome in outcomes:
-        correct_by_problem[outcome.problem] += outcome.correct
+        correct_by_problem[outcome.problem] += outcome.reward == 1
     rate_by_problem = correct_by_problem / samples
     stderr = rate_by_problem.std(ddof=1) / math.sqrt(problems) if problems > 1 else math.nan
     return EvaluationReport(
@@ -218,4 +210,6 @@ def _report(outcomes: Sequence[_Outcome], problems: int, samples: int) -> Evalua
         samples=samples,
         mean_response_tokens=sum(outcome.num_tokens for outcome in outcomes) / len(outcomes),
         truncated_pct=100 * sum(outcome.truncated for outcome in outcomes) / len(outcomes),
+        mean_reward=sum(outcome.reward for outcome in outcomes) / len(outcomes),
+        verifier_failures=dict(Counter(each.failure for each in outcomes if each.failure)),
     )

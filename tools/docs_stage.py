@@ -21,7 +21,7 @@ from tools.docs_links import Link, broken, replaced, rewritten  # noqa: E402
 DOCS = ROOT / "docs"
 NAVIGATION = {
     "Start": ("index", "install", "architecture"),
-    "What is learned": ("losses", "estimators", "studies", "data", "extending"),
+    "What is learned": ("losses", "estimators", "studies", "data", "verifiers", "extending"),
     "Training": ("learner", "layouts", "routing", "reproducible"),
     "Running": (
         "cluster",
@@ -38,6 +38,7 @@ NAVIGATION = {
         "convert",
         "metrics",
         "troubleshooting",
+        "report",
     ),
     "Reference": ("configuration", "metric_dictionary"),
 }

@@ -138,7 +138,8 @@ def server_row(config: Config, role: Role) -> str:
 def data_rows(inputs: Inputs, limit: int) -> list[tuple[str, str]]:
     """Return what was read of each data file. limit: tokens of the longest prompt that fits."""
     lines: list[tuple[str, str]] = []
-    for key, found in (("data.train", inputs.train), ("data.heldout", inputs.heldout)):
+    read = [("data.train", found) for found in inputs.train]
+    for key, found in [*read, ("data.heldout", inputs.heldout)]:
         if found is None:
             continue
         how = f"all {found.rows} rows" if found.whole else f"the first {found.rows} rows"
@@ -178,7 +179,7 @@ def check(
         *(("note", line) for line in inputs.notes),
         *(("not checked", f"{line}; opd run needs it") for line in inputs.absent),
     ]
-    if not data and (inputs.train is not None or inputs.checked.tokenizer is not None):
+    if not data and (inputs.train or inputs.checked.tokenizer is not None):
         rows.append(
             ("not checked", "further rows and the numbers in the weights: opd check --data")
         )

@@ -17,10 +17,12 @@ from megatron_opd.cli.prepare import prepare
 from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.roles import STUDENT
 from megatron_opd.cli.servers import make_spec
+from megatron_opd.cli.verifiers import judging
 from megatron_opd.cli.weights import check_weights
 from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.schema import Config
-from megatron_opd.evaluation import EvaluationReport, FleetPort, Judge, evaluate
+from megatron_opd.data.judge import Judge
+from megatron_opd.evaluation import EvaluationReport, FleetPort, evaluate
 from megatron_opd.types import Prompt
 from sglang_bridge import open_files
 from sglang_bridge.errors import BridgeError
@@ -64,6 +66,7 @@ async def _evaluate(
     try:
         await fleet.start()
         port = FleetPort(fleet, config.rollout.attempts)
-        return await evaluate(port, heldout, judge, evaluation_plan(config))
+        async with judging(judge):
+            return await evaluate(port, heldout, judge, evaluation_plan(config))
     finally:
         await fleet.close()

@@ -43,6 +43,8 @@ from megatron_opd.cli.startup import all_up, join_role
 from megatron_opd.cli.stopping import Stopping
 from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.cli.teacher_guard import check_teachers
+from megatron_opd.cli.train_data import used_up
+from megatron_opd.cli.verifiers import judging
 from megatron_opd.cli.wiring import (
     make_controller,
     make_fleet,
@@ -59,7 +61,7 @@ from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.health import EngineLost, HealthGuard, ProcessDied
 from megatron_opd.controller.ports import Guard
 from megatron_opd.controller.snapshot import NOTHING_YET
-from megatron_opd.data.records import data_crc32
+from megatron_opd.data.files import data_crc32
 from megatron_opd.metrics.persist import dump_totals
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import json_ready, write_json
@@ -160,7 +162,7 @@ class PipelineRun:
         }
         self.totals = RunTotals(self.urls[STUDENT], config.rollout.group_size)
         self.accuracies = Accuracies(config, prepared)
-        self.train_crc32 = data_crc32(config.data.train)
+        self.train_crc32 = data_crc32(file.path for file in config.data.train)
         self.recorder: RunRecorder | None = None
         self.checkpoints: Checkpoints | None = None
         self.controller: Controller | None = None
@@ -237,7 +239,7 @@ class PipelineRun:
                 *(config, fleets, self.processes, entrance, lambda: self.weight_sync, self._say)
             )
             self.supervisor = supervisor
-            async with supervisor.watching():
+            async with judging(self.prepared.judge), supervisor.watching():
                 guard = make_guard(self.processes, lambda: self.totals, remote, supervisor)
                 await self._evaluate_and_train(remote, fleets, guard)
             await remote.stop()
@@ -364,6 +366,7 @@ class PipelineRun:
             async with self._recording(recorder, fleets):
                 await self.controller.run()
             await while_alive(guard, kept.finish())
+        self._say(*used_up(config, self.controller.accounting.updates))
 
     def _recording(
         self, recorder: RunRecorder, fleets: Mapping[Role, Fleet]
@@ -494,6 +497,8 @@ class PipelineRun:
             summary["checkpoint_wait_s_mean"] = self.checkpoints.waited_s.value
             summary["checkpoint_s_mean"] = self.checkpoints.written_s.value
         summary["prompts_skipped"] = self.prepared.prompts_skipped
+        drawn = 0 if self.controller is None else self.controller.next_uid
+        summary["data_epochs"] = self.prepared.prompts.epochs_at(drawn)
         try:
             write_json(self.run_dir.summary, summary)
         except OSError as error:

@@ -27,7 +27,7 @@ from megatron_opd.controller.ports import Guard, Keeper, Ports, WeightSyncer
 from megatron_opd.controller.progress import make_display
 from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import ControllerState
-from megatron_opd.evaluation import Judge
+from megatron_opd.data.judge import Judge
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.signal import SignalWatch
@@ -135,15 +135,12 @@ def make_guard(
 
 
 def make_reward(judge: Judge | None) -> Reward | None:
-    """Turn the verifier into a reward: 1 for a right response, 0 for a wrong one."""
+    """Turn the judge into what the scorer asks for the reward of a rollout."""
     if judge is None:
         return None
 
-    def reward(rollout: Rollout) -> float | None:
-        answer = rollout.prompt.answer
-        if answer is None:
-            return None
-        return float(judge.correct(rollout.response_ids_T.tolist(), answer))
+    async def reward(rollout: Rollout) -> float | None:
+        return await judge.reward(rollout.prompt, rollout.response_ids_T.tolist())
 
     return reward
 

@@ -188,7 +188,16 @@ def _rewards(config: ConfigTree) -> str | None:
     if config.estimator.reads_reward and config.data.task == "none":
         return (
             f"data.task must name a verifier for objective.type {config.objective.type}, which "
-            "learns from rewards, got 'none'; set arithmetic, exact or an objective without rewards"
+            "learns from rewards, got 'none'; set math, exact or an objective without rewards"
+        )
+    return None
+
+
+def _code(config: ConfigTree) -> str | None:
+    if config.data.task == "code" and not config.verifier.code.enabled:
+        return (
+            "data.task code needs verifier.code.enabled: true, which lets programs that the model "
+            "has written run on this machine, got false; set it, or another data.task"
         )
     return None
 
@@ -355,6 +364,7 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _urls,
     _groups,
     _rewards,
+    _code,
     _top_p,
     _aged,
     _deterministic,

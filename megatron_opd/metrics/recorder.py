@@ -352,6 +352,7 @@ def batch_columns(batch: Batch, group_size: int = 1) -> dict[str, float | int | 
         "partial_rollouts": staleness.partial_rollouts,
         "response_tokens_mean": batch.num_response_tokens / len(rollouts),
         "length_stops": sum(rollout.finish_reason == "length" for rollout in rollouts),
+        "stop_string_stops": sum(rollout.finish_reason == "stop_string" for rollout in rollouts),
         "reward_mean": rewards.mean,
         "reward_group_std_mean": rewards.group_std,
         "reward_uniform_group_fraction": rewards.uniform_groups,

@@ -25,7 +25,8 @@ PERF = (
     Metric(*("optimizer_s", "perf", "s"), "Time of the optimizer's steps of the update."),
     Metric(
         *("cpu_s", "perf", "s"),
-        "CPU seconds of the learner's first rank in the update, all of its threads together.",
+        "CPU seconds that the update took on the learner's first rank; not there on GPUs.",
+        action="far below train_s: others have the cores (learner.threads, student.threads)",
     ),
     Metric(
         *("tokens_per_s", "perf", "tokens/s"),

@@ -20,6 +20,10 @@ ROLLOUT = (
         "student repeats",
     ),
     Metric(
+        *("stop_string_stops", "rollout", "samples"),
+        "Responses of the batch that ended at a stop string (rollout.stop, data.stop_key).",
+    ),
+    Metric(
         *("reward_mean", "rollout", ""),
         "Mean reward of the batch's responses, by the verifier (data.task).",
         action="flat at 0 or 1: the prompts are too hard or too easy, or the verifier misreads",
