@@ -38,6 +38,7 @@ setup(
     packages=find_packages(include=["megatron_opd*", "sglang_bridge*"]),
     package_data={
         "megatron_opd": ["py.typed"],
+        "megatron_opd.report": ["static/*", "static/uplot/*"],
         "sglang_bridge": ["py.typed", "server/options.txt"],
     },
     install_requires=CORE,
@@ -65,6 +66,8 @@ setup(
             "pytest-xdist==3.8.0",
             "ruff==0.17.5",
         ],
+        # exact: metrics/wandb_process.py sets what is not part of its stable interface
+        "wandb": ["wandb==0.30.0"],
     },
     entry_points={
         "console_scripts": ["opd = megatron_opd.cli.main:main"],

@@ -22,6 +22,7 @@ STUDIES = (
     "resume",
     "ratios",
     "guard",
+    "health",
     "checkpoint",
     "noticing",
     "step",

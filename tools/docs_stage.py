@@ -37,8 +37,10 @@ NAVIGATION = {
         "checkpoints",
         "convert",
         "metrics",
+        "troubleshooting",
+        "report",
     ),
-    "Reference": ("configuration",),
+    "Reference": ("configuration", "metric_dictionary"),
 }
 """The pages of docs/ in the order of the side bar, by caption; index is the front page."""
 EXTRA = {"Examples": "examples/**/README.md", "Project": "C[HO]*.md"}

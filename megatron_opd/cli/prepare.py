@@ -18,6 +18,7 @@ from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.notes import notes, sampler_gaps
 from megatron_opd.cli.preflight import CheckedModels, ModelFacts, check_models, prompt_limit
 from megatron_opd.cli.roles import Role, teacher_roles
+from megatron_opd.cli.sinks import check_sinks
 from megatron_opd.cli.tokenizer_files import end_tokens
 from megatron_opd.cli.train_data import (
     check_enough,
@@ -51,14 +52,15 @@ class Inputs:
 
     train: of every file, in order; empty where one is not here (`opd check` of a plan). heldout:
     None where the file is not here or not needed. judge: None when the task has no verifier or the
-    tokenizer is not here. absent: what was not here to be checked. notes: what the user should
-    know.
+    tokenizer is not here. end_ids: those that end a response; empty without a tokenizer. absent:
+    what was not here to be checked. notes: what the user should know.
     """
 
     checked: CheckedModels
     train: tuple[PromptSet, ...]
     heldout: PromptSet | None
     judge: Judge | None
+    end_ids: frozenset[int]
     absent: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -70,6 +72,7 @@ class Prepared:
     vocab_sizes: ids of every role's model; a teacher may have more than the student.
     heldout: evaluation problems, empty when there is no evaluation. judge: None when the task has
     no verifier. probes: training prompts by teacher, to look at its scores before the run.
+    end_ids: those that end a response of the student.
     prompts_skipped: rows of the training files that cannot be used, by cause. notes: for the
     terminal.
     """
@@ -81,6 +84,7 @@ class Prepared:
     heldout: tuple[Prompt, ...]
     judge: Judge | None
     probes: Mapping[str, tuple[Prompt, ...]]
+    end_ids: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
 
 
@@ -101,6 +105,7 @@ def read_inputs(
     data file be elsewhere too, unless `data` asks for it. first_rows: rows of each data file to
     read; None: all.
     """
+    checked(lambda: check_sinks(config))
     checked(lambda: get_task(config.data.task))
     wanted = config.evaluation.problems if config.evaluation.runs else 0
     if wanted and config.data.heldout is None:
@@ -122,7 +127,7 @@ def read_inputs(
         absent.append(f"data.heldout {path}: not here")
     elif path is not None:
         heldout = read_prompts(config, "heldout", path, models, first_rows)
-    judge = None
+    judge, ends = None, frozenset[int]()
     if models.tokenizer is not None:
         ends = end_tokens(
             "student.model", models.student.raw, models.student.vocab_size, models.tokenizer
@@ -139,7 +144,7 @@ def read_inputs(
         *lasting(config, train),
         *seen_problems(train, heldout),
     )
-    return Inputs(models, train, heldout, judge, tuple(absent), said)
+    return Inputs(models, train, heldout, judge, ends, tuple(absent), said)
 
 
 def _is_here(path: Path) -> bool:
@@ -236,6 +241,7 @@ def prepare(config: Config, cursor: int = 0) -> Prepared:
         heldout=heldout[: config.evaluation.problems],
         judge=inputs.judge,
         probes={name: probes_of(every, name) for name in teacher_roles(config)},
+        end_ids=inputs.end_ids,
         notes=inputs.notes,
     )
 

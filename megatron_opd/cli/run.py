@@ -49,6 +49,7 @@ from megatron_opd.cli.wiring import (
     make_controller,
     make_fleet,
     make_guard,
+    make_health_probe,
     make_recorder,
     watched_engines,
 )
@@ -352,6 +353,7 @@ class PipelineRun:
             self.console,
             resumed,
             self.prepared.vocab_sizes,
+            make_health_probe(config, self.prepared, fleets),
         )
         dirs, claim = StepDirs(self.run_dir.checkpoints), self.admission.claim
         kept = self.checkpoints = Checkpoints(

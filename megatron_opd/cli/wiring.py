@@ -16,6 +16,7 @@ from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.resume import Resumption
 from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
 from megatron_opd.cli.run_dir import RunDir
+from megatron_opd.cli.sinks import make_sinks
 from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.cli.teacher_guard import make_teacher_watch
 from megatron_opd.config.schema import Config
@@ -30,11 +31,11 @@ from megatron_opd.data.judge import Judge
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.signal import SignalWatch
-from megatron_opd.metrics.sinks import JsonlSink, Sink, TensorBoardSink
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.rollout.generator import RolloutFleet, RolloutGenerator
+from megatron_opd.teacher.health import HealthProbe
 from megatron_opd.teacher.scorer import FleetScorer, Reward
 from megatron_opd.transport.messages import UpdateMetrics
 from megatron_opd.transport.zmq import RemoteLearner
@@ -61,12 +62,10 @@ def make_recorder(
     console: Console,
     resumed: Resumption | None,
     vocab_sizes: Mapping[Role, int],
+    probe: HealthProbe | None = None,
 ) -> RunRecorder:
     """Make the observer: files as configured, and a display."""
     metrics = config.metrics
-    sinks: list[Sink] = [JsonlSink(run_dir.metrics)]
-    if metrics.tensorboard:
-        sinks.append(TensorBoardSink(run_dir.tensorboard))
     timeline = None
     if metrics.trace:
         timeline = Timeline(TraceWriter(run_dir.trace, time.monotonic()), engines)
@@ -78,7 +77,7 @@ def make_recorder(
     return RunRecorder(
         config.run.max_steps,
         totals,
-        sinks,
+        make_sinks(config, run_dir, updates),
         timeline,
         display,
         elapsed_s=elapsed_s,
@@ -87,6 +86,25 @@ def make_recorder(
         signal=SignalWatch(
             reads_groups=config.estimator.reads_groups, patience=metrics.signal_patience
         ),
+        probe=probe,
+    )
+
+
+def make_health_probe(
+    config: Config, prepared: Prepared, fleets: Mapping[Role, Fleet]
+) -> HealthProbe | None:
+    """Make what measures how student and teacher agree, if metrics.health_every asks for it."""
+    if not config.metrics.health_every:
+        return None
+    return HealthProbe(
+        fleets[STUDENT],
+        {name: fleets[role] for name, role in teacher_roles(config).items()},
+        config.metrics,
+        (config.rollout.temperature, config.scoring.temperature),
+        prepared.end_ids,
+        prepared.student.vocab_size,
+        name=uuid.uuid4().hex[:8],
+        seed=config.run.seed,
     )
 
 

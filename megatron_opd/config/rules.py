@@ -326,6 +326,33 @@ def _quantised(config: ConfigTree) -> str | None:
     return None
 
 
+def _metric_names(config: ConfigTree) -> str | None:
+    metrics = config.metrics
+    if metrics.names == "opd" or metrics.tensorboard or metrics.wandb is not None:
+        return None
+    return (
+        "metrics.names has no effect without metrics.tensorboard or metrics.wandb, the sinks that "
+        f"show names, got {metrics.names}; leave it out, or turn one of them on"
+    )
+
+
+def _health(config: ConfigTree) -> str | None:
+    every = config.metrics.health_every
+    if every == 0:
+        return None
+    if not config.estimator.reads_teacher:
+        return (
+            "metrics.health_every must be 0 with an objective that reads no teacher, whose "
+            f"agreement with the student it measures, got {every}"
+        )
+    if config.schedule.time_shared:
+        return (
+            "metrics.health_every must be 0 with schedule.time_shared, where the student's servers "
+            f"have no memory to score with while the learner works, got {every}"
+        )
+    return None
+
+
 RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _estimator,
     _shares,
@@ -346,4 +373,6 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _beyond_the_run,
     _warmup,
     _quantised,
+    _metric_names,
+    _health,
 )

@@ -423,17 +423,3 @@ class CheckpointConfig(Section):
     def writes(self) -> bool:
         """Returns whether checkpoints to resume from are written."""
         return self.every > 0 or self.every_minutes > 0
-
-
-class MetricsConfig(Section):
-    """Says what a run records besides metrics.jsonl and summary.json."""
-
-    tensorboard: bool = True
-    """Writes event files for TensorBoard into the run directory."""
-    trace: bool = True
-    """Writes a time line for Perfetto (trace.json) into the run directory."""
-    progress: bool = True
-    """Shows a live panel on a terminal, or prints a line per update elsewhere."""
-    signal_patience: PositiveInt = 3
-    """Number of consecutive updates that teach nothing (all rewards of every group equal, or a
-    gradient of exactly 0) before the terminal warns. Higher warns less often and later."""

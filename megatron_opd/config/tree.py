@@ -11,6 +11,7 @@ from megatron_opd.config.cluster import ClusterConfig
 from megatron_opd.config.corrections import CorrectionConfig
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.config.metrics import MetricsConfig
 from megatron_opd.config.objectives import ObjectiveConfig, ReverseKl
 from megatron_opd.config.reductions import ReductionConfig, TokenReduction
 from megatron_opd.config.schedule import ScheduleConfig
@@ -21,7 +22,6 @@ from megatron_opd.config.sections import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
-    MetricsConfig,
     RolloutConfig,
     RunConfig,
     ScoringConfig,

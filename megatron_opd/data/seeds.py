@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 ROLLOUT, SCORE, EVALUATION = "rollout", "score", "evaluation"
+HEALTH = "health"
 MIXTURE = "mixture"
 
 

@@ -77,6 +77,22 @@ class Display(Protocol):
         ...
 
 
+class Probe(Protocol):
+    """Measures batches beside the run (teacher/health.py)."""
+
+    def start(self, batch: Batch) -> None:
+        """Begin to measure a batch, if it is its turn."""
+        ...
+
+    def columns(self) -> Mapping[str, Any]:
+        """Return the columns that have come since the last call."""
+        ...
+
+    def stop(self) -> None:
+        """Give up what is under way."""
+        ...
+
+
 class RunRecorder:
     """Turns what a run reports into rows, totals and a time line.
 
@@ -91,6 +107,7 @@ class RunRecorder:
         updates: updates that they made.
         teacher_watch: looks at the scores of every batch; None where no teacher is read.
         signal: tells the user when updates teach nothing, if given.
+        probe: measures some batches, if given; its columns are in the row that is written next.
     """
 
     def __init__(
@@ -105,6 +122,7 @@ class RunRecorder:
         updates: int = 0,
         teacher_watch: TeacherWatch | None = None,
         signal: SignalWatch | None = None,
+        probe: Probe | None = None,
     ) -> None:
         self.totals = totals
         self.accounting: Accounting | None = None
@@ -114,7 +132,7 @@ class RunRecorder:
         self._signal = signal
         self._sinks, self._timeline, self._display = tuple(sinks), timeline, display
         self._clock = clock
-        self._teacher_watch = teacher_watch
+        self._teacher_watch, self._probe = teacher_watch, probe
         self._depths = Depths(0, 0, 0, 0, 0)
         self._updates = self._version = updates
         self._done_s = clock()
@@ -241,11 +259,19 @@ class RunRecorder:
             "dropped_samples": self.totals.drops.total(),
             **columns,
         }
+        if self._probe is not None:
+            self._rows[batch.update] |= self._probe.columns()
+            self._probe.start(batch)
         self._write_row(batch.update)
         if self._timeline is not None:
             self._timeline.flush()
         if self._display is not None:
             self._display.updated(self.snapshot())
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """Pass on the figures of one evaluated set (metrics/dictionary/evaluation.py)."""
+        for sink in self._sinks:
+            sink.evaluated(row)
 
     def moved(self, depths: Depths) -> None:
         """Keep the pipeline's depths for the display and draw them."""
@@ -267,6 +293,8 @@ class RunRecorder:
     def ended(self, accounting: Accounting, now_s: float) -> None:
         """Keep the accounting, write the unfinished rows of an interruption, close everything."""
         self.accounting = accounting
+        if self._probe is not None:
+            self._probe.stop()
         with ExitStack() as closing:  # each of them, whatever another one raises
             for sink in self._sinks:
                 closing.callback(sink.close)

@@ -236,6 +236,21 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["weight_sync.type must be shards", "student.quantization", "got broadcast and fp8"],
         ["weight_sync.type=my_module:MY_TRANSPORT"],
     ),
+    (
+        ["metrics.names=verl", "metrics.tensorboard=false"],
+        ["metrics.names has no effect", "metrics.tensorboard or metrics.wandb", "got verl"],
+        ["metrics.wandb={project: p}"],
+    ),
+    (
+        ["metrics.health_every=5", "objective.type=grpo", "rollout.group_size=2"],
+        ["metrics.health_every must be 0", "reads no teacher", "got 5"],
+        ["metrics.health_every=0"],
+    ),
+    (
+        ["metrics.health_every=5", "schedule.type=sync", "schedule.time_shared=true"],
+        ["metrics.health_every must be 0 with schedule.time_shared", "got 5"],
+        ["schedule.time_shared=false"],
+    ),
 ]
 
 
