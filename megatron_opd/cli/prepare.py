@@ -18,11 +18,12 @@ from megatron_opd.cli.notes import notes, sampler_gaps
 from megatron_opd.cli.preflight import CheckedModels, ModelFacts, check_models, prompt_limit
 from megatron_opd.cli.roles import Role, teacher_roles
 from megatron_opd.cli.tokenizer_files import end_tokens
+from megatron_opd.config.evaluation import ONLY_SET
 from megatron_opd.config.schema import Config
 from megatron_opd.data.prompts import PromptRules, PromptSet, PromptSource, load_prompts
 from megatron_opd.data.records import Columns, is_source
 from megatron_opd.data.tasks import Verifier, get_task, get_verifier
-from megatron_opd.evaluation import Judge
+from megatron_opd.evaluation.measure import Judge
 from megatron_opd.teacher.guard import PROMPTS
 from megatron_opd.types import Prompt
 
@@ -30,20 +31,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ResultT = TypeVar("ResultT")
+TRAIN = "train"
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """Holds what a run reads, checked.
 
-    train, heldout: None where the file is not here (`opd check` of a plan) or not needed. judge:
-    None when the task has no verifier or the tokenizer is not here. absent: what was not here to be
+    train: None where the file is not here (`opd check` of a plan). heldout: by name, without those
+    that are not here or not needed. judge: None when the task has no verifier or the tokenizer is not here. absent: what was not here to be
     checked. notes: what the user should know.
     """
 
     checked: CheckedModels
     train: PromptSet | None
-    heldout: PromptSet | None
+    heldout: Mapping[str, PromptSet]
     judge: Judge | None
     absent: tuple[str, ...]
     notes: tuple[str, ...]
@@ -54,8 +56,8 @@ class Prepared:
     """Holds the checked input of a run.
 
     vocab_sizes: ids of every role's model; a teacher may have more than the student.
-    heldout: evaluation problems, empty when there is no evaluation. judge: None when the task has
-    no verifier. probes: training prompts by teacher, to look at its scores before the run.
+    heldout: evaluation problems by set, empty when there is no evaluation. judge: None when the task
+    has no verifier. probes: training prompts by teacher, to look at its scores before the run.
     prompts_skipped: rows of the training file that cannot be used, by cause. notes: for the
     terminal.
     """
@@ -64,7 +66,7 @@ class Prepared:
     vocab_sizes: Mapping[Role, int]
     prompts: PromptSource
     prompts_skipped: dict[str, int]
-    heldout: tuple[Prompt, ...]
+    heldout: Mapping[str, tuple[Prompt, ...]]
     judge: Judge | None
     probes: Mapping[str, tuple[Prompt, ...]]
     notes: tuple[str, ...] = ()
@@ -89,47 +91,62 @@ def read_inputs(
     """
     task = checked(lambda: get_task(config.data.task))
     wanted = config.evaluation.problems if config.evaluation.runs else 0
-    if wanted and config.data.heldout is None:
+    if wanted and not config.data.heldout:
         raise UserError(f"data.heldout must be a file when evaluation.problems is {wanted}")
     if wanted:
         checked(lambda: get_verifier(config.data.task))
     models = check_models(config, plan=plan)
     gaps = sampler_gaps(config, models.student.spec)
     absent = list(models.absent)
-    found: dict[str, PromptSet] = {}
-    for key, path in (("train", config.data.train), ("heldout", config.data.heldout)):
-        if path is None or (key == "heldout" and not wanted):
-            continue
+
+    def read(key: str, path: Path) -> PromptSet | None:
         if models.absent and not data and not path.exists():
             absent.append(f"data.{key} {path}: not here")
-            continue
-        found[key] = read_prompts(config, key, path, models, first_rows)
-        if key == "train":
-            check_step_off(config, found[key])
+            return None
+        return read_prompts(config, key, path, models, first_rows)
+
+    train = read(TRAIN, config.data.train)
+    if train is not None:
+        check_step_off(config, train)
+    heldout: dict[str, PromptSet] = {}
+    for name, each in config.data.heldout.items() if wanted else ():
+        found = read(key_of_set(config, name), each.file)
+        if found is not None:
+            heldout[name] = found
     judge = None
     if models.tokenizer is not None:
         ends = end_tokens(
             "student.model", models.student.raw, models.student.vocab_size, models.tokenizer
         )
         judge = make_judge(task.verify, models.tokenizer, ends)
-    skipped = [line for each in found.values() if (line := each.skipped_line) is not None]
+    every = [*([] if train is None else [train]), *heldout.values()]
+    skipped = [line for each in every if (line := each.skipped_line) is not None]
     said = (
         *notes(config),
         *gaps,
         *disk_notes(config, models.student.spec),
         *skipped,
-        *seen_problems(found.get("train"), found.get("heldout")),
+        *(
+            line
+            for name, each in heldout.items()
+            for line in seen_problems(config, train, name, each)
+        ),
     )
-    return Inputs(models, found.get("train"), found.get("heldout"), judge, tuple(absent), said)
+    return Inputs(models, train, heldout, judge, tuple(absent), said)
+
+
+def key_of_set(config: Config, name: str) -> str:
+    """Return the key of a held-out set below `data`: heldout, or heldout.NAME."""
+    return "heldout" if list(config.data.heldout) == [ONLY_SET] else f"heldout.{name}"
 
 
 def read_prompts(
     config: Config, key: str, path: Path, models: CheckedModels, first_rows: int | None = None
 ) -> PromptSet:
-    """Load data.train or data.heldout, as `key` says. Raises UserError."""
+    """Load data.train or a set of data.heldout, as `key` says. Raises UserError."""
     if not path.is_file() and not is_source(path):
         raise UserError(f"data.{key}: data file not found: {path}")
-    rules = prompt_rules(config, models.student, heldout=key == "heldout")
+    rules = prompt_rules(config, models.student, heldout=key != TRAIN)
     return checked(partial(load_prompts, path, models.tokenizer, rules, first_rows=first_rows))
 
 
@@ -148,16 +165,19 @@ def check_step_off(config: Config, train: PromptSet) -> None:
         )
 
 
-def seen_problems(train: PromptSet | None, heldout: PromptSet | None) -> list[str]:
+def seen_problems(
+    config: Config, train: PromptSet | None, name: str, heldout: PromptSet
+) -> list[str]:
     """Return a line if held-out problems are trained on: their accuracy then says little."""
-    if train is None or heldout is None:
+    if train is None:
         return []
     trained = {prompt.text for prompt in train.prompts}
     both = sum(prompt.text in trained for prompt in heldout.prompts)
     if both == 0:
         return []
     return [
-        f"{both} of {len(heldout.prompts)} prompts of data.heldout {heldout.path} are in "
+        f"{both} of {len(heldout.prompts)} prompts of data.{key_of_set(config, name)} "
+        f"{heldout.path} are in "
         f"data.train {train.path} too: their accuracy is that of problems trained on"
     ]
 
@@ -198,7 +218,7 @@ def prepare(config: Config, cursor: int = 0) -> Prepared:
     inputs = read_inputs(config)
     train = inputs.train
     assert train is not None, "a run reads its training file"
-    heldout = () if inputs.heldout is None else inputs.heldout.prompts
+    settings = config.heldout
     return Prepared(
         student=inputs.checked.student,
         vocab_sizes={role: facts.vocab_size for role, facts in inputs.checked.models.items()},
@@ -210,7 +230,9 @@ def prepare(config: Config, cursor: int = 0) -> Prepared:
             cursor=cursor,
         ),
         prompts_skipped=train.skipped,
-        heldout=heldout[: config.evaluation.problems],
+        heldout={
+            name: found.prompts[: settings[name].problems] for name, found in inputs.heldout.items()
+        },
         judge=inputs.judge,
         probes={name: probes_of(train.prompts, name) for name in teacher_roles(config)},
         notes=inputs.notes,

@@ -62,6 +62,8 @@ def run_simulation(
         console.print(calibration_table(calibration, recorded))
         costs, lengths = calibration.fitted.costs, calibration.fitted.lengths
     check_costs(config, costs)
+    if config.evaluation.every and config.heldout:
+        console.print("note: evaluation.every is ignored: evaluations are not simulated")
     _spare_real_run(RunDir(config.run.dir))
     given = costs_file or recorded
     resolved = config if given is None else naming_its_costs(config, recorded)
@@ -136,6 +138,9 @@ class SimulatedRows:
         """Pass a row on. The run begins at the clock's 0, so that equal runs have equal rows."""
         unknown = dict.fromkeys(name for name in NOT_SIMULATED if name in row)
         self._sink.write(update, {**row, **unknown, "unix_time_s": row["time_s"]})
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """Do nothing: evaluations are not simulated."""
 
     def close(self) -> None:
         """Close the sink behind."""

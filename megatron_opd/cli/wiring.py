@@ -26,7 +26,7 @@ from megatron_opd.controller.ports import Guard, Keeper, Ports, WeightSyncer
 from megatron_opd.controller.progress import make_display
 from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import ControllerState
-from megatron_opd.evaluation import Judge
+from megatron_opd.evaluation.measure import Judge
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.signal import SignalWatch
@@ -48,9 +48,11 @@ def make_client(section: ServerConfig, url: str, api_key: str | None = None) -> 
     return ServerClient(url, timeout_s=section.request_timeout_s, api_key=api_key)
 
 
-def make_fleet(section: ServerConfig, urls: Sequence[str], api_key: str | None = None) -> Fleet:
-    """Make clients for a role's servers."""
-    return Fleet([make_client(section, url, api_key) for url in urls])
+def make_fleet(
+    section: ServerConfig, urls: Sequence[str], api_key: str | None = None, evaluators: int = 0
+) -> Fleet:
+    """Make clients for a role's servers. evaluators: of them are kept for evaluations."""
+    return Fleet([make_client(section, url, api_key) for url in urls], evaluators)
 
 
 def make_recorder(
@@ -61,8 +63,9 @@ def make_recorder(
     console: Console,
     resumed: Resumption | None,
     vocab_sizes: Mapping[Role, int],
+    live: Callable[[int], None],
 ) -> RunRecorder:
-    """Make the observer: files as configured, and a display."""
+    """Make the observer: files as configured, and a display. live: told of each version."""
     metrics = config.metrics
     sinks: list[Sink] = [JsonlSink(run_dir.metrics)]
     if metrics.tensorboard:
@@ -87,6 +90,7 @@ def make_recorder(
         signal=SignalWatch(
             reads_groups=config.estimator.reads_groups, patience=metrics.signal_patience
         ),
+        live=live,
     )
 
 

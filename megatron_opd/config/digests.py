@@ -20,6 +20,7 @@ NOT_THE_LEARNERS = (
     "run.dir",
     "data.train",
     "data.heldout",
+    "data.heldout.*",
     "data.task",
     "data.*_key",
     "data.chat_template",

@@ -18,10 +18,14 @@ RESERVED_BYTES = 65_536
 
 
 class Sink(Protocol):
-    """Takes one row of figures per learner update."""
+    """Takes one row of figures per learner update, and one per evaluated set."""
 
     def write(self, update: int, row: Mapping[str, Any]) -> None:
         """Record the row of `update` (0-based)."""
+        ...
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """Record the evaluation of one held-out set; `update` is how many its weights had seen."""
         ...
 
     def close(self) -> None:
@@ -30,18 +34,35 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """Writes metrics.jsonl: one JSON object per line, written at once; NaN becomes null."""
+    """Writes metrics.jsonl, and evaluations.jsonl beside it once there is an evaluation.
+
+    One JSON object per line, written at once; NaN becomes null.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = RowFile(path)
+        self._evaluations = path.with_name("evaluations.jsonl")
+        self._evaluated: RowFile | None = None
 
     def write(self, update: int, row: Mapping[str, Any]) -> None:
         """Append one line; `update` is in the row already."""
-        self._file.append((json.dumps(json_ready(row), allow_nan=False) + "\n").encode())
+        self._file.append(_line(row))
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """Append one line to evaluations.jsonl."""
+        if self._evaluated is None:
+            self._evaluated = RowFile(self._evaluations)
+        self._evaluated.append(_line(row))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the files."""
         self._file.close()
+        if self._evaluated is not None:
+            self._evaluated.close()
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return (json.dumps(json_ready(row), allow_nan=False) + "\n").encode()
 
 
 class RowFile:
@@ -87,6 +108,14 @@ class TensorBoardSink:
 
     def write(self, update: int, row: Mapping[str, Any]) -> None:
         """Add every finite number of the row at step `update`."""
+        self._write(update, "opd", row)
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """Add every finite number of an evaluation, pass@k by k, under the set's name."""
+        passes = {f"pass_at_{k}": value for k, value in row.get("pass_at_k", {}).items()}
+        self._write(row["update"], f"eval/{row['set']}", {**row, **passes})
+
+    def _write(self, step: int, prefix: str, row: Mapping[str, Any]) -> None:
         # protobuf makes these classes at import
         from tensorboard.compat.proto.event_pb2 import (
             Event,  # pyright: ignore[reportAttributeAccessIssue]
@@ -95,15 +124,12 @@ class TensorBoardSink:
             Summary,  # pyright: ignore[reportAttributeAccessIssue]
         )
 
-        scalars = {
-            tag: float(value)
+        values = [
+            Summary.Value(tag=f"{prefix}/{tag}", simple_value=float(value))
             for tag, value in row.items()
             if isinstance(value, int | float) and math.isfinite(value)
-        }
-        values = [
-            Summary.Value(tag=f"opd/{tag}", simple_value=value) for tag, value in scalars.items()
         ]
-        event = Event(step=update, summary=Summary(value=values))
+        event = Event(step=step, summary=Summary(value=values))
         # wall_time is what TensorBoard's time axis shows; rows carry it when they have it
         event.wall_time = float(row.get("unix_time_s", 0.0))
         self._add(event)
