@@ -101,8 +101,9 @@ class StepDirs:
         shutil.rmtree(doomed)
 
     def rotate(self, keep_last: int, keep_every: int, besides: Collection[int] = ()) -> list[int]:
-        """Remove all but the newest `keep_last`, the multiples of `keep_every` (0: of none), and
-        `besides`.
+        """Remove all but the newest `keep_last`, the multiples of `keep_every`, and `besides`.
+
+        keep_every: 0: of none.
         """
         doomed = [
             updates

@@ -21,8 +21,8 @@ from megatron_opd.cli.servers import make_spec
 from megatron_opd.cli.weights import check_weights
 from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.schema import Config
-from megatron_opd.evaluation.evaluations import EvaluatedSet
 from megatron_opd.evaluation.measure import EvaluationReport, FleetPort, Judge, evaluate
+from megatron_opd.evaluation.ports import EvaluatedSet
 from sglang_bridge import open_files
 from sglang_bridge.errors import BridgeError
 from sglang_bridge.ports import free_port

@@ -13,9 +13,11 @@ from megatron_opd.cli.roles import STUDENT, Role
 from megatron_opd.config.evaluation import SetSettings
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.controller import Controller
+from megatron_opd.controller.ports import Keeper
 from megatron_opd.controller.snapshot import ControllerState
-from megatron_opd.evaluation.evaluations import EvaluatedSet, Evaluations, Surroundings
+from megatron_opd.evaluation.evaluations import Evaluations
 from megatron_opd.evaluation.measure import CompletionPort, EvaluationPlan, FleetPort
+from megatron_opd.evaluation.ports import EvaluatedSet, Surroundings
 from megatron_opd.evaluation.progress import Evaluated, Progress
 from megatron_opd.evaluation.summary import summary_of
 from megatron_opd.metrics.recorder import RunRecorder
@@ -121,7 +123,7 @@ class RunEvaluations:
 
     def keeper(self, checkpoints: Checkpoints) -> EvaluatingKeeper:
         """Return what writes checkpoints, after the evaluations that training waits for."""
-        return EvaluatingKeeper(checkpoints, self.run, blocks=self._config.evaluation.blocks)
+        return EvaluatingKeeper(checkpoints, self.run)
 
     async def close(self) -> None:
         """Evaluate nothing more and close the recorder's files; another recorder may follow."""
@@ -170,18 +172,17 @@ class EvaluatingKeeper:
     Implements controller.ports.Keeper: whatever a keeper does, the next update waits for.
     """
 
-    def __init__(self, checkpoints: Checkpoints, evaluations: Evaluations, *, blocks: bool) -> None:
+    def __init__(self, checkpoints: Keeper, evaluations: Evaluations) -> None:
         self._checkpoints, self._evaluations = checkpoints, evaluations
-        self._blocks = blocks
 
     def due(self, updates: int) -> bool:
         """Return whether training has to wait once these updates are live."""
-        evaluates = self._blocks and self._evaluations.falls_on(updates)
+        evaluates = self._evaluations.waits and self._evaluations.falls_on(updates)
         return evaluates or self._checkpoints.due(updates)
 
     async def after_update(self, updates: int, state: Callable[[], ControllerState]) -> None:
         """Evaluate, then save a checkpoint that knows the result."""
-        if self._blocks:
+        if self._evaluations.waits:
             await self._evaluations.waited_for(updates)
         if self._checkpoints.due(updates):
             await self._checkpoints.after_update(updates, state)

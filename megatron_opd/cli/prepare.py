@@ -39,8 +39,8 @@ class Inputs:
     """Holds what a run reads, checked.
 
     train: None where the file is not here (`opd check` of a plan). heldout: by name, without those
-    that are not here or not needed. judge: None when the task has no verifier or the tokenizer is not here. absent: what was not here to be
-    checked. notes: what the user should know.
+    that are not here or not needed. judge: None when the task has no verifier or the tokenizer is
+    not here. absent: what was not here to be checked. notes: what the user should know.
     """
 
     checked: CheckedModels
@@ -55,9 +55,9 @@ class Inputs:
 class Prepared:
     """Holds the checked input of a run.
 
-    vocab_sizes: ids of every role's model; a teacher may have more than the student.
-    heldout: evaluation problems by set, empty when there is no evaluation. judge: None when the task
-    has no verifier. probes: training prompts by teacher, to look at its scores before the run.
+    vocab_sizes: ids of every role's model; a teacher may have more than the student. heldout:
+    evaluation problems by set, empty when there is no evaluation. judge: None when the task has no
+    verifier. probes: training prompts by teacher, to look at its scores before the run.
     prompts_skipped: rows of the training file that cannot be used, by cause. notes: for the
     terminal.
     """

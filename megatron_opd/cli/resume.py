@@ -201,9 +201,10 @@ def reopen_run_dir(
 ) -> RunDir:
     """Reset the run directory to its state after `updates` updates. Raises UserError if impossible.
 
-    metrics.jsonl is cut back to them, evaluations.jsonl to the rows `evaluations`; logs, trace and summary of the earlier attempt move to
-    earlier/N/; the configuration becomes the new one, with a comment line for each accepted
-    change, which changes.json keeps too; unfinished checkpoints are removed.
+    metrics.jsonl is cut back to them, evaluations.jsonl to the rows `evaluations`; logs, trace and
+    summary of the earlier attempt move to earlier/N/; the configuration becomes the new one, with a
+    comment line for each accepted change, which changes.json keeps too; unfinished
+    checkpoints are removed.
     """
     run_dir = RunDir(config.run.dir)
     try:

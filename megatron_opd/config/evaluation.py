@@ -70,9 +70,10 @@ def _is_metric(name: str) -> str:
 
 
 class EvaluationConfig(Section):
-    """Measures avg@k (AsyncOPD Eq. 14) and pass@k on held-out problems before, during and after a
-    run. Answers are drawn by the same random numbers every time, which makes differences between
-    updates more exact than the errors of either.
+    """Measures avg@k (AsyncOPD Eq. 14) and pass@k on held-out problems before, in and after a run.
+
+    Answers are drawn by the same random numbers every time, which makes differences between updates
+    more exact than the errors of either.
     """
 
     problems: NonNegativeInt = 64

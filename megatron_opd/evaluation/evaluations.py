@@ -1,22 +1,19 @@
 """Evaluates the student of one run: before it, every n updates while it trains, and after it.
 
-    version live, due --> an evaluation runs (none does) --> a row for each set --> gain? stop early?
-                     \\-> is skipped and counted (one does)
-
-While the run trains an evaluation is a task of its own: training waits for it only with
-evaluation.blocks. Its answers may span versions then; each row tells which, and how many updates
-the learner had made by its end. Whatever fails in it is counted and told once, and never ends the
-run. Invariant: what has begun and is not complete is pending, so that a run which is continued
-from a checkpoint evaluates it again.
+A version that is live when an evaluation is due begins one in a task of its own, unless one still
+runs: then it is skipped and counted. Training waits for it only with evaluation.blocks. Its answers
+may span versions otherwise; each row tells which, and how many updates the learner had made by its
+end. Whatever fails in it is counted and told once, and never ends the run. Invariant: what has
+begun and is not complete is pending, so that a run that continues from a checkpoint evaluates it
+again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
 
 from megatron_opd.config.evaluation import ACCURACY, EvaluationConfig
 from megatron_opd.config.sections import DEFAULT_TEACHER
@@ -27,34 +24,9 @@ from megatron_opd.evaluation.measure import (
     Judge,
     evaluate,
 )
+from megatron_opd.evaluation.ports import EvaluatedSet, Surroundings
 from megatron_opd.evaluation.progress import Evaluated, Progress, best_of, without_gain
-from megatron_opd.types import Prompt
 from sglang_bridge.errors import one_line
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluatedSet:
-    """Holds the problems of one held-out set and how they are sampled."""
-
-    prompts: tuple[Prompt, ...]
-    plan: EvaluationPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """Names what evaluations need of their run.
-
-    port: returns what samples from the student. updates: returns those that the learner has made.
-    elapsed_s: returns the seconds since training began. record: takes each row. end_early: ends
-    training after the update that is being made. say: tells the user.
-    """
-
-    port: Callable[[], CompletionPort]
-    updates: Callable[[], int]
-    elapsed_s: Callable[[], float]
-    record: Callable[[Mapping[str, Any]], None]
-    end_early: Callable[[], None]
-    say: Callable[[str], None]
 
 
 class Evaluations:
@@ -87,6 +59,11 @@ class Evaluations:
         """Updates of the evaluation that stopped the run early."""
 
     # ------------------------------------------------------------ what is known
+
+    @property
+    def waits(self) -> bool:
+        """Returns whether training waits for evaluations."""
+        return self._config.blocks
 
     @property
     def best_set(self) -> str | None:
@@ -168,7 +145,7 @@ class Evaluations:
     def live(self, updates: int) -> None:
         """Begin in the background what is due now that these weights are live on the servers.
 
-        Where training waits for evaluations `waited_for` does it, and the last weights are `after`'s.
+        Where training waits for evaluations `waited_for` does it; the last weights are `after`'s.
         """
         if not self.falls_on(updates):
             return

@@ -1,4 +1,4 @@
-"""Measures avg@k and pass@k of a model on held-out problems, through anything that can complete a prompt.
+"""Measures avg@k and pass@k of a model, through anything that can complete a prompt.
 
 Invariant: every (problem, draw) is counted once, or the evaluation fails; a completion that was cut
 by the length limit or is malformed counts as wrong, it is never left out.
