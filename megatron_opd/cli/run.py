@@ -9,10 +9,10 @@ changes nothing.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.resume import Resumption, find_resumption, reopen_run_dir
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of, teacher_roles
 from megatron_opd.cli.run_dir import RunDir, hold_run_dir, prepare_run_dir
+from megatron_opd.cli.run_summary import written_summary
 from megatron_opd.cli.startup import all_up, join_role
 from megatron_opd.cli.stopping import Stopping
 from megatron_opd.cli.supervisor import Supervisor
@@ -50,6 +51,7 @@ from megatron_opd.cli.wiring import (
     make_recorder,
     watched_engines,
 )
+from megatron_opd.cli.work_watch import recorded_work
 from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.controller import Controller
@@ -60,7 +62,6 @@ from megatron_opd.controller.snapshot import NOTHING_YET
 from megatron_opd.data.records import data_crc32
 from megatron_opd.metrics.persist import dump_totals
 from megatron_opd.metrics.recorder import RunRecorder
-from megatron_opd.metrics.sinks import json_ready, write_json
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting
@@ -76,10 +77,6 @@ from sglang_bridge.fleet import Fleet
 NOT_STARTED = Accounting(
     updates=0, version=0, admitted=0, consumed=0, dropped={}, in_flight=0, interrupted=False
 )
-
-
-HEADLINE = ("status", "cause", "updates", "samples_consumed", "samples_dropped", "wall_s")
-"""Keys that are printed if the summary cannot be written."""
 
 
 def run_pipeline(
@@ -368,8 +365,16 @@ class PipelineRun:
         self.evaluations.connect(recorder, self.controller)
         with self.stopping.after(self.evaluations.preempted):
             await while_alive(guard, self.evaluations.run.again())
-            await self.controller.run()
+            async with self._recording(recorder, fleets):
+                await self.controller.run()
             await while_alive(guard, kept.finish())
+
+    def _recording(
+        self, recorder: RunRecorder, fleets: Mapping[Role, Fleet]
+    ) -> AbstractAsyncContextManager[None]:
+        if not self.config.metrics.trace:
+            return nullcontext()
+        return recorded_work(recorder, fleets, self.processes)
 
     def _extras(self) -> dict[str, Any]:
         """Return what a resumed run needs besides learner and controller."""
@@ -494,15 +499,7 @@ class PipelineRun:
             summary["checkpoint_wait_s_mean"] = self.checkpoints.waited_s.value
             summary["checkpoint_s_mean"] = self.checkpoints.written_s.value
         summary["prompts_skipped"] = self.prepared.prompts_skipped
-        try:
-            write_json(self.run_dir.summary, summary)
-        except OSError as error:
-            unwritten = f"{self.run_dir.summary} cannot be written: {error.strerror}"
-            headline = {key: summary[key] for key in HEADLINE}
-            self._say(unwritten, f"summary: {json.dumps(json_ready(headline))}")
-            return unwritten
-        self._say(f"summary: {self.run_dir.summary}")
-        return None
+        return written_summary(self.run_dir.summary, summary, self._say)
 
     def _say(self, *lines: str) -> None:
         say(self.console, *lines)
