@@ -125,7 +125,7 @@ def test_prompts_and_batches_are_counted_alike_with_evaluations() -> None:
 
 
 @pytest.mark.parametrize("blocks", [True, False])
-@pytest.mark.parametrize("until_s", [9.0, 14.0, 17.0, 22.0, 29.0])
+@pytest.mark.parametrize("until_s", [12.0, 14.0, 17.0, 22.0, 29.0])
 def test_an_interrupted_run_has_every_row_once(blocks: bool, until_s: float) -> None:
     settings = {"blocks": blocks, "last_update": 30, "every": 4}
 
