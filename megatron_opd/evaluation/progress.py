@@ -55,7 +55,7 @@ def evaluated_from(row: Mapping[str, Any]) -> Evaluated:
     """Return what `Evaluated.row` wrote. ValueError: it is not such a row."""
     try:
         report = report_from({f.name: row[f.name] for f in fields(EvaluationReport)})
-        found = Evaluated(*(row[key] for key in NOT_OF_THE_REPORT), report)
+        found = Evaluated(**{key: row[key] for key in NOT_OF_THE_REPORT}, report=report)
         whole = (found.update, found.lag_steps)
         times = (found.seconds, found.time_s, found.unix_time_s)
         if not all(type(n) is int and n >= 0 for n in whole) or not isinstance(found.set, str):

@@ -19,11 +19,12 @@ def summary_of(found: Evaluations, sets: Sequence[str], after: int | None) -> di
     {set: {before, after, best, last: row of evaluations.jsonl}}.
     """
     by_set = {name: _picked(found, name, after) for name in sets}
-    main = by_set.get(found.best_set or "", {})
+    best_set = found.best_set or ""
+    main = by_set.get(best_set, {})
     of_teachers = {
-        name: reports[found.best_set].accuracy_pct
+        name: reports[best_set].accuracy_pct
         for name, reports in found.teachers.items()
-        if found.best_set in reports
+        if best_set in reports
     }
     alone = set(of_teachers) <= {DEFAULT_TEACHER}
     return {
