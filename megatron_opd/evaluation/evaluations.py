@@ -268,10 +268,8 @@ class Evaluations:
     def _stop_early(self, updates: int) -> None:
         config, name = self._config, self.best_set
         rows = [row for row in self._rows if row.set == name]
-        if not config.patience or not any(row.update == updates for row in rows):
-            return
         count = without_gain(rows, config.best_metric, config.min_delta_pct)
-        if count >= config.patience and self.stopped_at is None:
+        if 0 < config.patience <= count and self.stopped_at is None:
             self.stopped_at = updates
             self._run.say(
                 f"the run stops early: {count} evaluations of {name} in a row brought no gain in "

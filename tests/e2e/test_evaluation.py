@@ -1,8 +1,6 @@
-"""Evaluations beside a run on real engines, its best checkpoint, and `opd eval` of that run."""
+"""Evaluations beside a run on real engines, and its best checkpoint."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,15 +71,3 @@ def test_a_run_is_evaluated_while_it_trains(
     assert f"{best} updates: {checkpoints / 'best'}" in done.output
     AutoModelForCausalLM.from_pretrained(checkpoints / "best")
     assert f"step-{UPDATES:06d}" in steps
-
-    out = tmp_path / "evaluated.json"
-    command = [sys.executable, "-m", "megatron_opd", "eval", str(config), "--out", str(out)]
-    command += ["--checkpoints", str(checkpoints / f"step-{UPDATES:06d}")]
-    for again in (False, True):
-        told = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
-        assert told.returncode == 0, told.stderr
-        assert ("recorded already" in told.stdout) == again
-    found = json.loads(out.read_text())["rows"]
-    assert [(row["updates"], row["set"]) for row in found] == [
-        *((UPDATES, "few"), (UPDATES, "short"))
-    ]

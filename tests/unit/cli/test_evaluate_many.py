@@ -144,6 +144,29 @@ def evaluate_many_main(tmp_path: Path, config: dict[str, Any], *paths: Path) -> 
     evaluate_many.evaluate_checkpoints(tree, paths, out, None, Console())
 
 
+def test_one_model_is_told_as_a_line_or_as_json(
+    tmp_path: Path,
+    config: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def told(*options: str, **reports: EvaluationReport) -> str:
+        monkeypatch.setattr(
+            "megatron_opd.cli.evaluate.evaluate_checkpoint", lambda config, model: reports
+        )
+        assert call(tmp_path, config, "--model", "there", *options, verb="eval") == 0
+        return capsys.readouterr().out
+
+    assert told(heldout=report(25.0)).startswith("avg@4 25.0% +- 1.5 on 1 problems, pass@4 90.0%")
+    assert json.loads(told("--json", heldout=report(25.0)))["accuracy_pct"] == 25
+    both = {"easy": report(25.0), "hard": report(5.0)}
+    assert [line.split()[:3] for line in told(**both).splitlines()] == [
+        ["easy:", "avg@4", "25.0%"],
+        ["hard:", "avg@4", "5.0%"],
+    ]
+    assert json.loads(told("--json", **both))["hard"]["accuracy_pct"] == 5
+
+
 def test_another_content_of_a_directory_is_evaluated(
     tmp_path: Path, config: dict[str, Any], models: Path, server: Server
 ) -> None:

@@ -102,12 +102,26 @@ def test_the_last_weights_are_evaluated_once(blocks: bool, after: bool) -> None:
 def test_the_end_of_the_run_waits_for_what_still_runs() -> None:
     async def scenario() -> None:
         world = World(answer_s=30.0)
-        found = world.evaluations(last_update=15)
+        found = world.evaluations(every=5, last_update=15)
         await world.train(found, 15)
         assert places(world) == []
+        assert found.progress().pending == (5, 15)
+        assert found.skipped == 1, "the last one is not left out, whatever runs"
+        world.answer_s = 0.1
         (line,) = await found.after(15)
-        assert places(world) == [(10, "easy"), (15, "easy")]
+        assert places(world) == [(5, "easy"), (15, "easy")]
         assert line.startswith("student after: avg@1 0.0%")
+
+    run_virtual(scenario())
+
+
+def test_the_last_weights_stay_pending_while_an_earlier_evaluation_ends() -> None:
+    async def scenario() -> None:
+        world = World(answer_s=30.0)
+        found = world.evaluations(every=5, last_update=15)
+        await world.train(found, 15)
+        await found.finish()
+        assert found.progress().pending == (15,), "the run may still be preempted"
 
     run_virtual(scenario())
 
