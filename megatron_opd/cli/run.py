@@ -364,7 +364,8 @@ class PipelineRun:
         )
         self.evaluations.connect(recorder, self.controller)
         with self.stopping.after(self.evaluations.preempted):
-            await while_alive(guard, self.evaluations.run.again())
+            serve_on = weight_sync.serve_on(lambda: state.version, asyncio.Lock())
+            await while_alive(guard, self.evaluations.run.again(), beside=serve_on)
             async with self._recording(recorder, fleets):
                 await self.controller.run()
             await while_alive(guard, kept.finish())
