@@ -6,6 +6,8 @@ from setuptools import find_packages, setup
 # oldest version that is tested: the locks in requirements/ pin every package exactly.
 CORE = [
     "aiohttp>=3.14.5,<4",
+    "jsonschema>=4.26.0,<5",
+    "math-verify[antlr4_13_2]>=0.9.0,<0.10",
     "msgspec>=0.22.0,<1",
     "numpy>=2.3.5,<3",
     "nvidia-ml-py>=13.615.71",
@@ -36,6 +38,7 @@ setup(
     packages=find_packages(include=["megatron_opd*", "sglang_bridge*"]),
     package_data={
         "megatron_opd": ["py.typed"],
+        "megatron_opd.report": ["static/*", "static/uplot/*"],
         "sglang_bridge": ["py.typed", "server/options.txt"],
     },
     install_requires=CORE,
@@ -63,6 +66,8 @@ setup(
             "pytest-xdist==3.8.0",
             "ruff==0.17.5",
         ],
+        # exact: metrics/wandb_process.py sets what is not part of its stable interface
+        "wandb": ["wandb==0.30.0"],
     },
     entry_points={
         "console_scripts": ["opd = megatron_opd.cli.main:main"],

@@ -22,6 +22,7 @@ STUDIES = (
     "resume",
     "ratios",
     "guard",
+    "health",
     "checkpoint",
     "noticing",
     "step",
@@ -42,6 +43,7 @@ STUDIES = (
     "schedules",
     "calibration",
     "simulator",
+    "verifiers",
 )
 WITH_OPTIONS = (
     "step",

@@ -29,7 +29,9 @@ class Prompt:
     """Holds one tokenised problem. `uid` is unique in a run and rises in admission order.
 
     token_ids_P: int32 [P], chat template already applied. answer: what the task's verifier compares
-    with, if any. teacher: names the one that scores its rollouts.
+    with, if any. teacher: names the one that scores its rollouts. max_new_tokens: longest response;
+    None: rollout.max_new_tokens. stop: strings that end a response besides rollout.stop. task: its
+    verifier's name; None: data.task. row_id: the row's own name, or its file and line.
     """
 
     uid: int
@@ -37,6 +39,10 @@ class Prompt:
     token_ids_P: IntArray
     answer: str | None = None
     teacher: str = "teacher"
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    task: str | None = None
+    row_id: str = ""
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -54,12 +60,12 @@ class Rollout:
     """Holds one student completion with its draw cache.
 
     response_ids_T: int32 [T], the end-of-sequence token included when it was sampled. spans: cover
-    [0, T), versions rise. started_s, finished_s: monotonic clock. finish_reason: "stop" or
-    "length". restarts: earlier tries whose connection was lost. experts_XLk: uint8 or uint16
-    [P + T - 1, layers with experts, experts a token], the experts that each input of the model
-    visited when it was last computed in the fleet; None unless asked for. gates_XLk: float32, the
-    weights that these experts' outputs were multiplied with then, in the same order; None unless
-    asked for.
+    [0, T), versions rise. started_s, finished_s: monotonic clock. finish_reason: see
+    sglang_bridge.protocol. restarts: earlier tries whose connection was lost. experts_XLk: uint8 or
+    uint16 [P + T - 1, layers with experts, experts a token], the experts that each input of the
+    model visited when it was last computed in the fleet; None unless asked for. gates_XLk: float32,
+    the weights that these experts' outputs were multiplied with then, in the same order; None
+    unless asked for.
     """
 
     prompt: Prompt

@@ -122,6 +122,8 @@ class ServerClient:
             params["sampling_seed"] = request.seed
         if request.stop_token_ids:
             params["stop_token_ids"] = list(request.stop_token_ids)
+        if request.stop:
+            params["stop"] = list(request.stop)
         if request.keeps_cache:
             params["custom_params"] = {
                 wire.NUM_ATOMS: request.num_atoms,

@@ -84,6 +84,11 @@ def parse_rollout(
     if kind == "abort":
         raise RequestAborted(f"{url}: request {request.rid} was aborted: {reason.get('message')}")
     require(url, kind in ("stop", "length"), f"finish_reason is {kind!r}")
+    matched = reason.get("matched")
+    if kind == "stop" and isinstance(matched, str):
+        asked = matched in request.stop
+        require(url, asked, f"stopped at {one_line(repr(matched), 60)}, which was not asked for")
+        kind = "stop_string"
     ids_T = _output_ids(url, reply, known.vocab_size)
     _check_length(url, len(ids_T), kind, request, known)
     if not request.keeps_cache:

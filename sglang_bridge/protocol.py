@@ -23,7 +23,8 @@ OffsetArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 ExpertArray = npt.NDArray[np.unsignedinteger[Any]]
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "stop_string", "length"]
+"""An end token was sampled, a string of the request was, or the most tokens were."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +70,9 @@ class RolloutRequest:
     plain generation (evaluation). experts: also tell which experts each input visited; needs a
     cache and a server that keeps them (ServerSpec.routed_experts). gates: and with what weights
     (ServerSpec.routed_gates). temperature: 0 = greedy. stop_token_ids: end the response besides the
-    model's own end-of-sequence ids. seed: of the path on every server, and on deterministic ones
-    of all that is random; without one the server samples by its own generator (a deterministic
-    server: by one seed for all).
+    model's own end-of-sequence ids. stop: strings that end it, as soon as its text holds one. seed:
+    of the path on every server, and on deterministic ones of all that is random; without one the
+    server samples by its own generator (a deterministic server: by one seed for all).
     """
 
     rid: str
@@ -86,10 +87,13 @@ class RolloutRequest:
     experts: bool = False
     gates: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     seed: int | None = None
 
     def __post_init__(self) -> None:
         check_support(self.num_atoms, self.num_draws, self.thin)
+        if not all(self.stop):
+            raise ValueError(f"stop must hold no empty string, got {self.stop}")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
         if len(self.input_ids) == 0:
@@ -112,13 +116,14 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True)
 class RolloutReply:
-    """Holds one completion. output_ids_T: int32 [T], a sampled end-of-sequence token included.
+    """Holds one completion. output_ids_T: int32 [T], all that was sampled.
 
-    spans: (version, start, stop), covering [0, T). draws: None when the request asked for none.
-    url: the server that sampled it. experts_XLk: uint8 or uint16 [P + T - 1, layers with experts,
-    experts a token], where each input went when it was last computed; None unless asked for.
-    gates_XLk: float32, the weights that these experts' outputs were multiplied with, in the same
-    order; None unless asked for.
+    Its end-of-sequence token is included, and the tokens of a stop string, of which the last may
+    spell more than the string. spans: (version, start, stop), covering [0, T). draws: None when the
+    request asked for none. url: the server that sampled it. experts_XLk: uint8 or uint16 [P + T -
+    1, layers with experts, experts a token], where each input went when it was last computed; None
+    unless asked for. gates_XLk: float32, the weights that these experts' outputs were multiplied
+    with, in the same order; None unless asked for.
     """
 
     output_ids_T: IntArray

@@ -21,7 +21,7 @@ from tools.docs_links import Link, broken, replaced, rewritten  # noqa: E402
 DOCS = ROOT / "docs"
 NAVIGATION = {
     "Start": ("index", "install", "architecture"),
-    "What is learned": ("losses", "estimators", "studies", "data", "extending"),
+    "What is learned": ("losses", "estimators", "studies", "data", "verifiers", "extending"),
     "Training": ("learner", "layouts", "routing", "reproducible"),
     "Running": (
         "cluster",
@@ -38,8 +38,10 @@ NAVIGATION = {
         "checkpoints",
         "convert",
         "metrics",
+        "troubleshooting",
+        "report",
     ),
-    "Reference": ("configuration",),
+    "Reference": ("configuration", "metric_dictionary"),
 }
 """The pages of docs/ in the order of the side bar, by caption; index is the front page."""
 EXTRA = {"Examples": "examples/**/README.md", "Project": "C[HO]*.md"}

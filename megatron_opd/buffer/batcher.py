@@ -1,4 +1,4 @@
-"""Cuts batches of exactly B samples in admission order; only the last of a run may be smaller.
+"""Cuts batches of exactly B samples in admission order; what is left over at a run's end is fewer.
 
 With hold_batches = h a batch leaves only when h more wait scored behind it (AsyncOPD App. B: the
 cache depth of a staleness study), until no more samples can come. Then the rest drains.
@@ -7,7 +7,17 @@ cache depth of a staleness study), until no more samples can come. Then the rest
 from __future__ import annotations
 
 from megatron_opd.buffer.buffer import SampleBuffer
+from megatron_opd.buffer.rejection import SampleRejected
 from megatron_opd.types import Sample
+
+INCOMPLETE_BATCH = "incomplete_batch"
+
+
+class BatchIncomplete(SampleRejected):
+    """Reports that the prompts ended before the sample's batch was full."""
+
+    def __init__(self, count: int, batch_size: int) -> None:
+        super().__init__(INCOMPLETE_BATCH, f"{count} of {batch_size} samples were left")
 
 
 class Batcher:

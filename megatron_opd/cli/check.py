@@ -139,9 +139,9 @@ def server_row(config: Config, role: Role) -> str:
 def data_rows(config: Config, inputs: Inputs, limit: int) -> list[tuple[str, str]]:
     """Return what was read of each data file. limit: tokens of the longest prompt that fits."""
     lines: list[tuple[str, str]] = []
-    read = {} if inputs.train is None else {"data.train": inputs.train}
-    read |= {f"data.{key_of_set(config, name)}": each for name, each in inputs.heldout.items()}
-    for key, found in read.items():
+    read = [("data.train", found) for found in inputs.train]
+    read += [(f"data.{key_of_set(config, name)}", each) for name, each in inputs.heldout.items()]
+    for key, found in read:
         how = f"all {found.rows} rows" if found.whole else f"the first {found.rows} rows"
         tokens = f"longest prompt {found.longest} tokens, limit {limit}"
         if inputs.checked.tokenizer is None:
@@ -179,7 +179,7 @@ def check(
         *(("note", line) for line in inputs.notes),
         *(("not checked", f"{line}; opd run needs it") for line in inputs.absent),
     ]
-    if not data and (inputs.train is not None or inputs.checked.tokenizer is not None):
+    if not data and (inputs.train or inputs.checked.tokenizer is not None):
         rows.append(
             ("not checked", "further rows and the numbers in the weights: opd check --data")
         )

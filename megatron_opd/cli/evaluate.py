@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_opd.cli.errors import RunFailed, UserError
@@ -14,14 +14,16 @@ from megatron_opd.cli.joining import all_of
 from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.placing import gpus_of_server
 from megatron_opd.cli.preflight import read_model
-from megatron_opd.cli.prepare import prepare
+from megatron_opd.cli.prepare import make_verifiers, prepare
 from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.roles import STUDENT
 from megatron_opd.cli.servers import make_spec
+from megatron_opd.cli.verifiers import judging
 from megatron_opd.cli.weights import check_weights
 from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.schema import Config
-from megatron_opd.evaluation.measure import EvaluationReport, FleetPort, Judge, evaluate
+from megatron_opd.data.judge import Judge
+from megatron_opd.evaluation.measure import EvaluationReport, FleetPort, evaluate
 from megatron_opd.evaluation.ports import EvaluatedSet
 from sglang_bridge import open_files
 from sglang_bridge.errors import BridgeError
@@ -88,7 +90,10 @@ async def _ask(
     try:
         await fleet.start()
         port = FleetPort(fleet, config.rollout.attempts)
-        for name, each in questions.sets.items():
-            found(name, await evaluate(port, each.prompts, questions.judge, each.plan))
+        # workers of their own for each checkpoint: they belong to one event loop
+        judge = replace(questions.judge, verifiers=make_verifiers(config))
+        async with judging(judge):
+            for name, each in questions.sets.items():
+                found(name, await evaluate(port, each.prompts, judge, each.plan))
     finally:
         await fleet.close()

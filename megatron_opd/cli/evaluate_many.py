@@ -28,7 +28,7 @@ from megatron_opd.cli.run_dir import RESOLVED, RunDir
 from megatron_opd.cli.tables import new_table
 from megatron_opd.config.digests import model_digest
 from megatron_opd.config.schema import Config
-from megatron_opd.data.records import data_crc32
+from megatron_opd.data.files import data_crc32
 from megatron_opd.evaluation.measure import EvaluationReport
 from megatron_opd.metrics.sinks import write_json
 
@@ -98,7 +98,7 @@ def asked(questions: Questions) -> dict[str, Any]:
     """Return what decides the figures besides the checkpoint; one record answers one of these."""
     config = questions.config
     sets = {
-        name: {**asdict(settings), "file": str(settings.file), "crc32": data_crc32(settings.file)}
+        name: {**asdict(settings), "file": str(settings.file), "crc32": data_crc32([settings.file])}
         for name, settings in config.heldout.items()
     }
     return {"sets": sets, "task": config.data.task, "seed": config.run.seed}

@@ -28,12 +28,13 @@ from megatron_opd.cli.mismatch_options import Options
 from megatron_opd.cli.notes import sampler_gaps
 from megatron_opd.cli.placing import placement_here, with_backend
 from megatron_opd.cli.preflight import ModelFacts, check_addresses, check_models
-from megatron_opd.cli.prepare import checked, read_prompts
+from megatron_opd.cli.prepare import checked, read_train
 from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.roles import STUDENT
 from megatron_opd.cli.servers import server_processes
 from megatron_opd.cli.startup import all_up, join_role
 from megatron_opd.cli.stopping import stopped_by_signals
+from megatron_opd.cli.train_data import sources_of
 from megatron_opd.cli.wiring import make_fleet, watched_engines
 from megatron_opd.config.cluster import LAUNCHED
 from megatron_opd.config.digests import learner_digests
@@ -41,7 +42,7 @@ from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.health import EngineLost, HealthGuard, ProcessDied
-from megatron_opd.data.prompts import PromptSource
+from megatron_opd.data.stream import PromptSource
 from megatron_opd.launch.parts import LEARNER
 from megatron_opd.mismatch import FREE, GATED, REPLAYED, Measured, measure
 from megatron_opd.models.spec import ModelSpec
@@ -70,15 +71,14 @@ class Prepared:
 def prepare(config: Config, num_prompts: int) -> Prepared:
     """Check the student's model and the prompts; teachers are not looked at. Raises UserError."""
     models = check_models(config, teachers=False)
-    read = read_prompts(config, "train", config.data.train, models)
-    source = PromptSource(read.prompts, seed=config.run.seed, shuffle=config.data.shuffle)
+    read = read_train(config, models)
+    sources = sources_of(config, read)
+    source = PromptSource(sources, seed=config.run.seed, shuffle=config.data.shuffle)
     notes = list(sampler_gaps(config, models.student.spec))
-    if read.skipped_line is not None:
-        notes.append(read.skipped_line)
-    if num_prompts > len(read.prompts):
-        notes.append(
-            f"data.train has {len(read.prompts)} prompts: some of the {num_prompts} are repeated"
-        )
+    notes += [line for each in read if (line := each.skipped_line) is not None]
+    there = sum(len(each.prompts) for each in read)
+    if num_prompts > there:
+        notes.append(f"data.train has {there} prompts: some of the {num_prompts} are repeated")
     return Prepared(models.student, tuple(islice(source, num_prompts)), tuple(notes))
 
 

@@ -248,7 +248,7 @@ def check_inputs_are_kept(config: Config) -> None:
     for key, path in (
         ("student.model", config.student.model),
         *((f"{key_of_teacher(name)}.model", section.model) for name, section in teachers),
-        ("data.train", config.data.train),
+        *(("data.train", file.path) for file in config.data.train),
         *((f"data.heldout.{name}", each.file) for name, each in config.data.heldout.items()),
     ):
         if path.resolve().is_relative_to(run_dir):

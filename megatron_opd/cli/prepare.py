@@ -5,6 +5,7 @@ One function reads it for `opd run` and for `opd check`, so that they cannot dis
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +18,26 @@ from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.notes import notes, sampler_gaps
 from megatron_opd.cli.preflight import CheckedModels, ModelFacts, check_models, prompt_limit
 from megatron_opd.cli.roles import Role, teacher_roles
+from megatron_opd.cli.sinks import check_sinks
 from megatron_opd.cli.tokenizer_files import end_tokens
+from megatron_opd.cli.train_data import (
+    check_enough,
+    lasting,
+    prompt_source,
+    seen_problems,
+    template_notes,
+)
+from megatron_opd.cli.verifiers import check_isolation, row_tasks
 from megatron_opd.config.evaluation import ONLY_SET
 from megatron_opd.config.schema import Config
-from megatron_opd.data.prompts import PromptRules, PromptSet, PromptSource, load_prompts
-from megatron_opd.data.records import Columns, is_source
-from megatron_opd.data.tasks import Verifier, get_task, get_verifier
-from megatron_opd.evaluation.measure import Judge
+from megatron_opd.data.files import is_source
+from megatron_opd.data.judge import Judge
+from megatron_opd.data.prompts import PromptRules, PromptSet, load_prompts
+from megatron_opd.data.records import Columns
+from megatron_opd.data.render import Rendering
+from megatron_opd.data.stream import PromptSource
+from megatron_opd.data.tasks import get_task, get_verifier
+from megatron_opd.data.verifying import TaskVerifiers
 from megatron_opd.teacher.guard import PROMPTS
 from megatron_opd.types import Prompt
 
@@ -38,15 +52,17 @@ TRAIN = "train"
 class Inputs:
     """Holds what a run reads, checked.
 
-    train: None where the file is not here (`opd check` of a plan). heldout: by name, without those
-    that are not here or not needed. judge: None when the task has no verifier or the tokenizer is
-    not here. absent: what was not here to be checked. notes: what the user should know.
+    train: of every file, in order; empty where one is not here (`opd check` of a plan). heldout: by
+    name, without those that are not here or not needed. judge: None when the task has no verifier
+    or the tokenizer is not here. end_ids: those that end a response; empty without a tokenizer.
+    absent: what was not here to be checked. notes: what the user should know.
     """
 
     checked: CheckedModels
-    train: PromptSet | None
+    train: tuple[PromptSet, ...]
     heldout: Mapping[str, PromptSet]
     judge: Judge | None
+    end_ids: frozenset[int]
     absent: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -57,8 +73,9 @@ class Prepared:
 
     vocab_sizes: ids of every role's model; a teacher may have more than the student. heldout:
     evaluation problems by set, empty when there is no evaluation. judge: None when the task has no
-    verifier. probes: training prompts by teacher, to look at its scores before the run.
-    prompts_skipped: rows of the training file that cannot be used, by cause. notes: for the
+    verifier. probes: training prompts by teacher, to look at its scores before the run. end_ids:
+    those that end a response of the student.
+    prompts_skipped: rows of the training files that cannot be used, by cause. notes: for the
     terminal.
     """
 
@@ -69,6 +86,7 @@ class Prepared:
     heldout: Mapping[str, tuple[Prompt, ...]]
     judge: Judge | None
     probes: Mapping[str, tuple[Prompt, ...]]
+    end_ids: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
 
 
@@ -89,50 +107,52 @@ def read_inputs(
     data file be elsewhere too, unless `data` asks for it. first_rows: rows of each data file to
     read; None: all.
     """
-    task = checked(lambda: get_task(config.data.task))
+    checked(lambda: check_sinks(config))
+    checked(lambda: get_task(config.data.task))
     wanted = config.evaluation.problems if config.evaluation.runs else 0
     if wanted and not config.data.heldout:
         raise UserError(f"data.heldout must be a file when evaluation.problems is {wanted}")
     if wanted:
         checked(lambda: get_verifier(config.data.task))
+    check_isolation(config)
     models = check_models(config, plan=plan)
     gaps = sampler_gaps(config, models.student.spec)
     absent = list(models.absent)
-
-    def read(key: str, path: Path) -> PromptSet | None:
-        if models.absent and not data and not path.exists():
-            absent.append(f"data.{key} {path}: not here")
-            return None
-        return read_prompts(config, key, path, models, first_rows)
-
-    train = read(TRAIN, config.data.train)
-    if train is not None:
-        check_step_off(config, train)
+    elsewhere = bool(models.absent) and not data
+    gone = [file.path for file in config.data.train if elsewhere and not _is_here(file.path)]
+    train = () if gone else read_train(config, models, first_rows)
+    if train:
+        check_enough(config, train)
+    absent += [f"data.train {path}: not here" for path in gone]
     heldout: dict[str, PromptSet] = {}
     for name, each in config.data.heldout.items() if wanted else ():
-        found = read(key_of_set(config, name), each.file)
-        if found is not None:
-            heldout[name] = found
-    judge = None
+        key = key_of_set(config, name)
+        if elsewhere and not _is_here(each.file):
+            absent.append(f"data.{key} {each.file}: not here")
+        else:
+            heldout[name] = read_prompts(config, key, each.file, models, first_rows)
+    judge, ends = None, frozenset[int]()
     if models.tokenizer is not None:
         ends = end_tokens(
             "student.model", models.student.raw, models.student.vocab_size, models.tokenizer
         )
-        judge = make_judge(task.verify, models.tokenizer, ends)
-    every = [*([] if train is None else [train]), *heldout.values()]
+        judge = make_judge(config, models.tokenizer, ends)
+    every = (*train, *heldout.values())
     skipped = [line for each in every if (line := each.skipped_line) is not None]
     said = (
         *notes(config),
         *gaps,
         *disk_notes(config, models.student.spec),
+        *template_notes(config, models.tokenizer),
         *skipped,
+        *lasting(config, train),
         *(
             line
             for name, each in heldout.items()
-            for line in seen_problems(config, train, name, each)
+            for line in seen_problems(train, key_of_set(config, name), each)
         ),
     )
-    return Inputs(models, train, heldout, judge, tuple(absent), said)
+    return Inputs(models, train, heldout, judge, ends, tuple(absent), said)
 
 
 def key_of_set(config: Config, name: str) -> str:
@@ -140,46 +160,35 @@ def key_of_set(config: Config, name: str) -> str:
     return "heldout" if list(config.data.heldout) == [ONLY_SET] else f"heldout.{name}"
 
 
+def _is_here(path: Path) -> bool:
+    return path.exists() or is_source(path)
+
+
+def read_train(
+    config: Config, models: CheckedModels, first_rows: int | None = None
+) -> tuple[PromptSet, ...]:
+    """Load every file of data.train, in order. Raises UserError."""
+    files = [file.path for file in config.data.train]
+    found = tuple(read_prompts(config, TRAIN, path, models, first_rows) for path in files)
+    unseen = frozenset.intersection(*(each.unseen for each in found))
+    for key in ("max_new_tokens_key", "stop_key", "task_key"):
+        name = getattr(config.data, key)
+        if name in unseen and all(each.whole for each in found):
+            raise UserError(
+                f"data.{key} must name a column of data.train, got {name!r}, which no row has; "
+                "leave it null"
+            )
+    return found
+
+
 def read_prompts(
     config: Config, key: str, path: Path, models: CheckedModels, first_rows: int | None = None
 ) -> PromptSet:
     """Load data.train or a set of data.heldout, as `key` says. Raises UserError."""
-    if not path.is_file() and not is_source(path):
+    if not _is_here(path):
         raise UserError(f"data.{key}: data file not found: {path}")
     rules = prompt_rules(config, models.student, heldout=key != TRAIN)
     return checked(partial(load_prompts, path, models.tokenizer, rules, first_rows=first_rows))
-
-
-def check_step_off(config: Config, train: PromptSet) -> None:
-    """Check that a fixed distance fits into the data. UserError: a prompt would meet itself."""
-    schedule = config.schedule
-    if schedule.type not in ("step_off", "controlled") or not train.whole:
-        return
-    permits = schedule.permits(config.buffer.batch_size)
-    there = len(train.prompts) * config.rollout.group_size
-    if permits > there:
-        raise UserError(
-            f"schedule.max_staleness {schedule.max_staleness:g} with type {schedule.type} keeps "
-            f"{permits} responses in flight, but data.train has prompts for {there}; lower it, or "
-            "buffer.batch_size"
-        )
-
-
-def seen_problems(
-    config: Config, train: PromptSet | None, name: str, heldout: PromptSet
-) -> list[str]:
-    """Return a line if held-out problems are trained on: their accuracy then says little."""
-    if train is None:
-        return []
-    trained = {prompt.text for prompt in train.prompts}
-    both = sum(prompt.text in trained for prompt in heldout.prompts)
-    if both == 0:
-        return []
-    return [
-        f"{both} of {len(heldout.prompts)} prompts of data.{key_of_set(config, name)} "
-        f"{heldout.path} are in "
-        f"data.train {train.path} too: their accuracy is that of problems trained on"
-    ]
 
 
 def prompt_rules(config: Config, student: ModelFacts, *, heldout: bool) -> PromptRules:
@@ -188,53 +197,72 @@ def prompt_rules(config: Config, student: ModelFacts, *, heldout: bool) -> Promp
     # held-out problems are the student's own
     teacher_key = None if heldout else data.teacher_key
     choices = {} if teacher_key is None else {teacher_key: tuple(teacher_roles(config))}
+    # so are their limits: those of the evaluation
+    limit_key, stop_key = (None, None) if heldout else (data.max_new_tokens_key, data.stop_key)
+    # what learns from rewards would drop every sample of a row without one
+    needed = heldout or config.estimator.reads_reward
     return PromptRules(
         Columns(
-            texts=(data.prompt_key,),
+            chats=(data.prompt_key,),
             answers=(data.answer_key,),
-            # what learns from rewards would drop every sample of a row without one
-            needed=heldout or config.estimator.reads_reward,
+            needed=needed,
             choices=choices,
+            limits={} if limit_key is None else {limit_key: config.rollout.max_new_tokens},
+            stops=() if stop_key is None else (stop_key,),
+            names=(data.id_key,),
+            tasks={} if data.task_key is None else {data.task_key: row_tasks(config, needed)},
         ),
         max_tokens=prompt_limit(config, student),
         teacher_key=teacher_key,
-        chat_template=data.chat_template,
+        rendering=Rendering(data.chat_template, data.system_prompt, data.chat_template_kwargs),
+        continues=data.continue_assistant,
         max_bad_fraction=data.max_bad_fraction,
         vocab_size=student.vocab_size,
     )
 
 
 def make_judge(
-    verify: Verifier | None, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
+    config: Config, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
 ) -> Judge | None:
-    """Make the judge that applies `verify` to token ids. ends: ids that end a response."""
-    if verify is None:
+    """Make the judge of token ids; None without a verifier. ends: ids that end a response.
+
+    Its verifiers are to be entered before it is asked.
+    """
+    task, by_row = config.data.task, config.data.task_key is not None
+    if not by_row and get_task(task).verify is None:
         return None
-    return Judge(verify, decode=lambda ids: str(tokenizer.decode(list(ids))), end_token_ids=ends)
+    return Judge(
+        make_verifiers(config),
+        task,
+        decode=lambda ids: str(tokenizer.decode(list(ids))),
+        end_token_ids=ends,
+    )
+
+
+def make_verifiers(config: Config) -> TaskVerifiers:
+    """Make the verifiers that rows may name, or that of data.task; to be entered once."""
+    by_row = config.data.task_key is not None
+    tasks = row_tasks(config, needed=True) if by_row else (config.data.task,)
+    return TaskVerifiers(tasks, config.verifier)
 
 
 def prepare(config: Config, cursor: int = 0) -> Prepared:
     """Check models and load data; prompts start at `cursor`. Raises UserError."""
     inputs = read_inputs(config)
     train = inputs.train
-    assert train is not None, "a run reads its training file"
+    every = [prompt for each in train for prompt in each.prompts]
     settings = config.heldout
     return Prepared(
         student=inputs.checked.student,
         vocab_sizes={role: facts.vocab_size for role, facts in inputs.checked.models.items()},
-        prompts=PromptSource(
-            train.prompts,
-            seed=config.run.seed,
-            shuffle=config.data.shuffle,
-            group_size=config.rollout.group_size,
-            cursor=cursor,
-        ),
-        prompts_skipped=train.skipped,
+        prompts=prompt_source(config, train, cursor),
+        prompts_skipped=dict(sum((Counter(each.skipped) for each in train), Counter[str]())),
         heldout={
             name: found.prompts[: settings[name].problems] for name, found in inputs.heldout.items()
         },
         judge=inputs.judge,
-        probes={name: probes_of(train.prompts, name) for name in teacher_roles(config)},
+        probes={name: probes_of(every, name) for name in teacher_roles(config)},
+        end_ids=inputs.end_ids,
         notes=inputs.notes,
     )
 

@@ -26,7 +26,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.config.wording import line
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.controller.snapshot_codec import decode_state
-from megatron_opd.data.records import data_crc32
+from megatron_opd.data.files import data_crc32
 from megatron_opd.evaluation.progress import Progress, progress_from
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.totals import RunTotals
@@ -34,6 +34,7 @@ from megatron_opd.metrics.totals import RunTotals
 MAY_CHANGE = (
     "run.dir",
     "run.max_steps",
+    "data.epochs",
     "metrics.*",
     "checkpoint.*",
     "evaluation.*",
@@ -52,6 +53,7 @@ MAY_CHANGE = (
     "*.api_key_env",
     "rollout.concurrency",
     "rollout.attempts",
+    "verifier.workers",
     "scoring.concurrency",
     "scoring.attempts",
     "scoring.guard",
@@ -174,13 +176,27 @@ def find_resumption(config: Config, accepted: Sequence[str] = ()) -> Resumption:
             f"--resume: run.max_steps must be above the {updates} updates of {path}, "
             f"got {config.run.max_steps}"
         )
-    if extras["train_crc32"] != data_crc32(config.data.train):
-        raise UserError(f"--resume: data.train {config.data.train} has changed since the run began")
+    _check_left(config, run_dir, updates)
+    files = [file.path for file in config.data.train]
+    if extras["train_crc32"] != data_crc32(files):
+        names = ", ".join(map(str, files))
+        raise UserError(f"--resume: data.train {names} has changed since the run began")
     notes = [f"{name} was not written completely and is ignored" for name in torn]
     notes.append(f"continuing from {path} ({updates} updates)")
     now = tuple(Change(updates, key, *values) for key, values in changed.items())
     notes += [change.line for change in now]
     return Resumption(path, state, extras, tuple(notes), (*_earlier_changes(run_dir), *now))
+
+
+def _check_left(config: Config, run_dir: RunDir, updates: int) -> None:
+    """Raise UserError for a run that ended because its data did, and would at once again."""
+    earlier = load_config(Config, run_dir.resolved_config)
+    used_up = updates == run_dir.finished_after and updates < earlier.run.max_steps
+    if used_up and config.data.epochs == earlier.data.epochs:
+        raise UserError(
+            f"--resume: data.epochs must be above {config.data.epochs}, as the data was used up "
+            f"after {updates} updates"
+        )
 
 
 def _earlier_changes(run_dir: RunDir) -> tuple[Change, ...]:

@@ -44,10 +44,13 @@ from megatron_opd.cli.startup import all_up, join_role
 from megatron_opd.cli.stopping import Stopping
 from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.cli.teacher_guard import check_teachers
+from megatron_opd.cli.train_data import used_up
+from megatron_opd.cli.verifiers import judging
 from megatron_opd.cli.wiring import (
     make_controller,
     make_fleet,
     make_guard,
+    make_health_probe,
     make_recorder,
     watched_engines,
 )
@@ -59,7 +62,7 @@ from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.health import EngineLost, HealthGuard, ProcessDied
 from megatron_opd.controller.ports import Guard
 from megatron_opd.controller.snapshot import NOTHING_YET
-from megatron_opd.data.records import data_crc32
+from megatron_opd.data.files import data_crc32
 from megatron_opd.metrics.persist import dump_totals
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.summary import summarise
@@ -156,7 +159,7 @@ class PipelineRun:
         # the first servers may be kept for evaluations
         self.samplers = self.urls[STUDENT][config.evaluation.servers :]
         self.totals = RunTotals(self.samplers, config.rollout.group_size)
-        self.train_crc32 = data_crc32(config.data.train)
+        self.train_crc32 = data_crc32(file.path for file in config.data.train)
         self.recorder: RunRecorder | None = None
         self.checkpoints: Checkpoints | None = None
         self.controller: Controller | None = None
@@ -235,7 +238,7 @@ class PipelineRun:
                 *(config, fleets, self.processes, entrance, lambda: self.weight_sync, self._say)
             )
             self.supervisor = supervisor
-            async with supervisor.watching():
+            async with judging(self.prepared.judge), supervisor.watching():
                 guard = make_guard(self.processes, lambda: self.totals, remote, supervisor)
                 await self._evaluate_and_train(remote, fleets, guard)
             await remote.stop()
@@ -352,6 +355,7 @@ class PipelineRun:
             resumed,
             self.prepared.vocab_sizes,
             self.evaluations.run.live,
+            make_health_probe(config, self.prepared, fleets),
         )
         dirs, claim = StepDirs(self.run_dir.checkpoints), self.admission.claim
         kept = self.checkpoints = Checkpoints(
@@ -369,6 +373,7 @@ class PipelineRun:
             async with self._recording(recorder, fleets):
                 await self.controller.run()
             await while_alive(guard, kept.finish())
+        self._say(*used_up(config, self.controller.accounting.updates))
 
     def _recording(
         self, recorder: RunRecorder, fleets: Mapping[Role, Fleet]
@@ -500,6 +505,8 @@ class PipelineRun:
             summary["checkpoint_wait_s_mean"] = self.checkpoints.waited_s.value
             summary["checkpoint_s_mean"] = self.checkpoints.written_s.value
         summary["prompts_skipped"] = self.prepared.prompts_skipped
+        drawn = 0 if self.controller is None else self.controller.next_uid
+        summary["data_epochs"] = self.prepared.prompts.epochs_at(drawn)
         return written_summary(self.run_dir.summary, summary, self._say)
 
     def _say(self, *lines: str) -> None:

@@ -26,6 +26,8 @@ OURS = (
     "checkpoints",
     "logs",
     "tensorboard",
+    "wandb",
+    "wandb.json",
     "earlier",
     "changes.json",
     ".summary.json.reserved",

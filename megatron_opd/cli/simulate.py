@@ -22,8 +22,9 @@ from megatron_opd.cli.tables import new_table
 from megatron_opd.config.schema import Config
 from megatron_opd.config.simulation import DEFAULT_GPU
 from megatron_opd.metrics.recorder import RunRecorder
-from megatron_opd.metrics.sinks import JsonlSink, Sink, TensorBoardSink, write_json
+from megatron_opd.metrics.sinks import JsonlSink, Sink, write_json
 from megatron_opd.metrics.summary import summarise
+from megatron_opd.metrics.tensorboard import TensorBoardSink
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
@@ -140,7 +141,7 @@ class SimulatedRows:
         self._sink.write(update, {**row, **unknown, "unix_time_s": row["time_s"]})
 
     def evaluated(self, row: Mapping[str, Any]) -> None:
-        """Do nothing: evaluations are not simulated."""
+        """Do nothing: a simulated student is not evaluated."""
 
     def close(self) -> None:
         """Close the sink behind."""
@@ -152,7 +153,7 @@ def _recorder(
 ) -> RunRecorder:
     sinks: list[Sink] = [JsonlSink(run_dir.metrics)]
     if config.metrics.tensorboard:
-        sinks.append(TensorBoardSink(run_dir.tensorboard))
+        sinks.append(TensorBoardSink(run_dir.tensorboard, config.metrics.names))
     clock = asyncio.get_running_loop().time
     timeline = None
     if config.metrics.trace:

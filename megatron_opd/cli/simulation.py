@@ -48,7 +48,7 @@ from megatron_opd.sim.servers import (
     StudentClient,
     TeacherClient,
 )
-from megatron_opd.types import Prompt
+from megatron_opd.types import Prompt, Rollout
 from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
@@ -128,6 +128,11 @@ def drawn_lengths(config: Config) -> LognormalLengths:
     section = config.simulation.lengths
     mean = section.mean or config.rollout.max_new_tokens / 2
     return LognormalLengths(mean=mean, cv=section.cv, prompt_tokens=section.prompt_tokens)
+
+
+async def nothing(rollout: Rollout) -> float:
+    """Return the reward of a simulated response, which has no text."""
+    return 0.0
 
 
 def check_costs(config: Config, costs: Costs) -> None:
@@ -299,9 +304,7 @@ class _World:
                 Ports(
                     prompts=self._prompts(),
                     rollout=make_generator(config, student, VOCABULARY, RUN_ID),
-                    teacher=make_scorer(
-                        config, self.fleets, VOCABULARY, RUN_ID, lambda rollout: 0.0
-                    ),
+                    teacher=make_scorer(config, self.fleets, VOCABULARY, RUN_ID, nothing),
                     learner=learner,
                     weight_sync=sync,
                     observer=recorder,

@@ -16,6 +16,7 @@ from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.resume import Resumption
 from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
 from megatron_opd.cli.run_dir import RunDir
+from megatron_opd.cli.sinks import make_sinks
 from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.cli.teacher_guard import make_teacher_watch
 from megatron_opd.config.schema import Config
@@ -26,15 +27,15 @@ from megatron_opd.controller.ports import Guard, Keeper, Ports, WeightSyncer
 from megatron_opd.controller.progress import make_display
 from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import ControllerState
-from megatron_opd.evaluation.measure import Judge
+from megatron_opd.data.judge import Judge
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.signal import SignalWatch
-from megatron_opd.metrics.sinks import JsonlSink, Sink, TensorBoardSink
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.rollout.generator import RolloutFleet, RolloutGenerator
+from megatron_opd.teacher.health import HealthProbe
 from megatron_opd.teacher.scorer import FleetScorer, Reward
 from megatron_opd.transport.messages import UpdateMetrics
 from megatron_opd.transport.zmq import RemoteLearner
@@ -64,12 +65,10 @@ def make_recorder(
     resumed: Resumption | None,
     vocab_sizes: Mapping[Role, int],
     live: Callable[[int], None],
+    probe: HealthProbe | None = None,
 ) -> RunRecorder:
     """Make the observer: files as configured, and a display. live: told of each version."""
     metrics = config.metrics
-    sinks: list[Sink] = [JsonlSink(run_dir.metrics)]
-    if metrics.tensorboard:
-        sinks.append(TensorBoardSink(run_dir.tensorboard))
     timeline = None
     if metrics.trace:
         timeline = Timeline(TraceWriter(run_dir.trace, time.monotonic()), engines)
@@ -81,7 +80,7 @@ def make_recorder(
     return RunRecorder(
         config.run.max_steps,
         totals,
-        sinks,
+        make_sinks(config, run_dir, updates),
         timeline,
         display,
         elapsed_s=elapsed_s,
@@ -91,6 +90,25 @@ def make_recorder(
             reads_groups=config.estimator.reads_groups, patience=metrics.signal_patience
         ),
         live=live,
+        probe=probe,
+    )
+
+
+def make_health_probe(
+    config: Config, prepared: Prepared, fleets: Mapping[Role, Fleet]
+) -> HealthProbe | None:
+    """Make what measures how student and teacher agree, if metrics.health_every asks for it."""
+    if not config.metrics.health_every:
+        return None
+    return HealthProbe(
+        fleets[STUDENT],
+        {name: fleets[role] for name, role in teacher_roles(config).items()},
+        config.metrics,
+        (config.rollout.temperature, config.scoring.temperature),
+        prepared.end_ids,
+        prepared.student.vocab_size,
+        name=uuid.uuid4().hex[:8],
+        seed=config.run.seed,
     )
 
 
@@ -121,15 +139,12 @@ def make_guard(
 
 
 def make_reward(judge: Judge | None) -> Reward | None:
-    """Turn the verifier into a reward: 1 for a right response, 0 for a wrong one."""
+    """Turn the judge into what the scorer asks for the reward of a rollout."""
     if judge is None:
         return None
 
-    def reward(rollout: Rollout) -> float | None:
-        answer = rollout.prompt.answer
-        if answer is None:
-            return None
-        return float(judge.correct(rollout.response_ids_T.tolist(), answer))
+    async def reward(rollout: Rollout) -> float | None:
+        return await judge.reward(rollout.prompt, rollout.response_ids_T.tolist())
 
     return reward
 

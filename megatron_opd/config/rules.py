@@ -189,7 +189,16 @@ def _rewards(config: ConfigTree) -> str | None:
     if config.estimator.reads_reward and config.data.task == "none":
         return (
             f"data.task must name a verifier for objective.type {config.objective.type}, which "
-            "learns from rewards, got 'none'; set arithmetic, exact or an objective without rewards"
+            "learns from rewards, got 'none'; set math, exact or an objective without rewards"
+        )
+    return None
+
+
+def _code(config: ConfigTree) -> str | None:
+    if config.data.task == "code" and not config.verifier.code.enabled:
+        return (
+            "data.task code needs verifier.code.enabled: true, which lets programs that the model "
+            "has written run on this machine, got false; set it, or another data.task"
         )
     return None
 
@@ -319,6 +328,33 @@ def _quantised(config: ConfigTree) -> str | None:
     return None
 
 
+def _metric_names(config: ConfigTree) -> str | None:
+    metrics = config.metrics
+    if metrics.names == "opd" or metrics.tensorboard or metrics.wandb is not None:
+        return None
+    return (
+        "metrics.names has no effect without metrics.tensorboard or metrics.wandb, the sinks that "
+        f"show names, got {metrics.names}; leave it out, or turn one of them on"
+    )
+
+
+def _health(config: ConfigTree) -> str | None:
+    every = config.metrics.health_every
+    if every == 0:
+        return None
+    if not config.estimator.reads_teacher:
+        return (
+            "metrics.health_every must be 0 with an objective that reads no teacher, whose "
+            f"agreement with the student it measures, got {every}"
+        )
+    if config.schedule.time_shared:
+        return (
+            "metrics.health_every must be 0 with schedule.time_shared, where the student's servers "
+            f"have no memory to score with while the learner works, got {every}"
+        )
+    return None
+
+
 RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _estimator,
     _shares,
@@ -330,6 +366,7 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _urls,
     _groups,
     _rewards,
+    _code,
     _top_p,
     _aged,
     _deterministic,
@@ -339,4 +376,6 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _warmup,
     _quantised,
     *EVALUATION_RULES,
+    _metric_names,
+    _health,
 )

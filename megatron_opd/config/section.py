@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,30 @@ MAX_TIMEOUT_S = 2_000_000
 MAX_BYTES = 2**40
 # Of one node; more than any has.
 MAX_GPUS = 1024
+# Stop strings of rollout.stop or of a row; SGLang takes 32 for a request.
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256
+# Arguments of transformers' apply_chat_template, and what it gives the template itself.
+NOT_VARIABLES = frozenset(
+    {
+        "self",
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
 
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -64,6 +89,32 @@ def _names_a_path(value: Any) -> Any:
     return value
 
 
+def _ends_a_response(value: str) -> str:
+    if not 0 < len(value) <= MAX_STOP_LENGTH:
+        raise ValueError(f"must have 1..{MAX_STOP_LENGTH} characters, got {shown(value)}")
+    return value
+
+
+def _variables_of_a_template(value: dict[str, Any]) -> dict[str, Any]:
+    for name, given in value.items():
+        if name in NOT_VARIABLES or not name.isidentifier():
+            raise ValueError(f"must name variables of the template, got {shown(name)}")
+        try:
+            json.dumps(given, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            raise ValueError(
+                f"must hold text, numbers, true, false, lists and mappings, got {shown(given)} "
+                f"for {name}"
+            ) from None
+    return value
+
+
+def _says_something(value: str) -> str:
+    if not value.strip():
+        raise ValueError(f"must hold text, got {value!r}; null stands for none")
+    return value
+
+
 def is_host(text: str) -> bool:
     """Return whether `text` is a host name or an IPv4 address and nothing more."""
     labels = text.split(".")
@@ -90,6 +141,13 @@ FilePath = Annotated[
     Path, Field(strict=False), BeforeValidator(_names_a_path), AfterValidator(_without_nul)
 ]
 Text = Annotated[str, AfterValidator(_without_nul)]
+# Text with something in it to see.
+Said = Annotated[Text, AfterValidator(_says_something)]
+# Blank text may end a response, no text at all would at once.
+Stops = Annotated[
+    tuple[Annotated[Text, AfterValidator(_ends_a_response)], ...], Field(max_length=MAX_STOPS)
+]
+TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_variables_of_a_template)]
 Host = Annotated[str, AfterValidator(_names_a_host)]
 Texts = tuple[Text, ...]
 

@@ -22,10 +22,14 @@ from megatron_opd.config.section import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
+    Said,
     Seconds,
     Section,
+    Stops,
     Temperature,
+    TemplateKwargs,
 )
+from megatron_opd.config.train_files import TrainFiles
 from megatron_opd.config.wording import shown
 from sglang_bridge.weights.formats import Format
 
@@ -52,31 +56,75 @@ class RunConfig(Section):
     sample what."""
 
 
-class DataConfig(Section):
-    """Names the prompt files: JSONL or parquet with a `prompt` and an optional `answer` column."""
+COLUMN_KEYS = (
+    "prompt_key",
+    "answer_key",
+    "teacher_key",
+    "task_key",
+    "id_key",
+    "max_new_tokens_key",
+    "stop_key",
+)
+"""Keys of data that name columns."""
 
-    train: FilePath
-    """Prompts to learn on: a JSONL or parquet file, or MODULE:FUNCTION, a function of your own that
-    returns the rows as mappings, the same ones every time."""
+
+class DataConfig(Section):
+    """Names the prompt files, with a `prompt` and an optional `answer` column (docs/data.md)."""
+
+    train: TrainFiles
+    """Prompts to learn on: a JSONL or parquet file, a directory that `save_to_disk` of the library
+    datasets has written, or MODULE:FUNCTION, a function of your own that returns the rows as
+    mappings, the same ones every time. Or a list of them, which are read as one file; or of
+    mappings with `path` and `weight`: then each prompt is drawn from a file with the probability
+    weight / sum of weights, and a file that is read to its end begins again."""
+    epochs: PositiveInt | None = None
+    """Ends the run, before run.max_steps, once data.train is used up: when a file would be read
+    more than this many times. Samples that are left and fill no batch are dropped and counted
+    (incomplete_batch). null: the data is read again and again. Raising it trains longer on the same
+    prompts."""
     heldout: dict[str, HeldoutSet] = Field(default_factory=dict[str, HeldoutSet])
     """Problems to evaluate on: a file, or several sets by name, each a file or a mapping with
     `file` and, where the set differs from `evaluation`, `problems`, `samples`, `temperature` and
     `max_new_tokens`. A file alone is a set named heldout. Null: no evaluation. Each set costs its
     problems * samples responses. Keep them disjoint from data.train."""
     task: str = "arithmetic"
-    """Name of the verifier that computes rewards and evaluation scores: arithmetic, exact, none, or
-    MODULE:FUNCTION, a function of your own that takes a response and an answer and returns whether
-    the response is right."""
+    """Name of the verifier that computes rewards and evaluation scores (docs/verifiers.md):
+    arithmetic, exact, math, multiple_choice, json_schema, code, none, or MODULE:FUNCTION, a
+    function of your own that takes a response and an answer and returns whether the response is
+    right, or a reward from 0 to 1. The section `verifier` limits them."""
     prompt_key: str = "prompt"
-    """Name of the column that holds the prompt."""
+    """Name of the column that holds the prompt: text, or with data.chat_template a list of
+    messages, each with `role` (system, user or assistant) and `content`."""
     answer_key: str = "answer"
     """Name of the column that holds the reference answer."""
     teacher_key: str | None = None
     """Name of the column that names the teacher of a prompt (a key of `teachers`, or "teacher");
     null: one teacher scores all prompts."""
+    task_key: str | None = None
+    """Name of the column that names a row's verifier: a built-in one, or what data.task names;
+    rows may lack it. A mixture of files can so be judged each in its own way. null: data.task
+    judges all."""
+    id_key: str = "id"
+    """Name of the column that holds a row's own name, text or a number; rows may lack it, and are
+    then named by file and line."""
+    max_new_tokens_key: str | None = None
+    """Name of the column that holds the largest number of tokens of a prompt's response; rows may
+    lack it. null: rollout.max_new_tokens for all, which none may exceed."""
+    stop_key: str | None = None
+    """Name of the column that holds the strings (one, or a list) that end a response to the prompt,
+    besides rollout.stop; rows may lack it. null: no column."""
     chat_template: bool = False
     """Wraps each prompt as one user message with the tokenizer's chat template. Turn it on for
     models trained on chats; prompts become a few tokens longer."""
+    system_prompt: Said | None = None
+    """System message in front of every prompt, of data.heldout too, that has none of its own; null:
+    none but the template's own. Costs its tokens in every prompt. Needs chat_template: true."""
+    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict[str, Any])
+    """Variables of the chat template, such as `enable_thinking: false`; a note says which of them
+    the template does not read. Needs chat_template: true."""
+    continue_assistant: bool = False
+    """Lets a prompt end with an assistant's message, which the response continues; false: such rows
+    cannot be used. Needs chat_template: true."""
     max_prompt_tokens: PositiveInt = 1024
     """Largest number of tokens of a prompt, with the chat template; longer prompts are counted and
     skipped. Raising it keeps more prompts and needs more memory per sample."""
@@ -97,12 +145,25 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _columns_differ(self) -> DataConfig:
-        columns = [self.prompt_key, self.answer_key, self.teacher_key]
-        if any(columns.count(name) > 1 for name in columns if name is not None):
+        columns = {key: name for key in COLUMN_KEYS if (name := getattr(self, key)) is not None}
+        names = list(columns.values())
+        twice = [key for key, name in columns.items() if names.count(name) > 1]
+        if twice:
             raise ValueError(
-                "prompt_key, answer_key and teacher_key must name different columns, got "
-                f"{shown(self.prompt_key)}, {shown(self.answer_key)}, {shown(self.teacher_key)}"
+                f"{' and '.join(twice)} must name different columns, "
+                f"got {', '.join(shown(columns[key]) for key in twice)}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _only_a_template_has_messages(self) -> DataConfig:
+        if not self.chat_template:
+            for key in ("system_prompt", "chat_template_kwargs", "continue_assistant"):
+                if getattr(self, key):
+                    raise ValueError(
+                        f"{key} needs chat_template: true, got {shown(getattr(self, key))} "
+                        "without it; set chat_template: true or leave it out"
+                    )
         return self
 
 
@@ -119,6 +180,11 @@ class RolloutConfig(Section):
     max_new_tokens: PositiveInt = 1024
     """Largest number of tokens of a response; longer ones are cut off. Raising it costs sampling
     time, memory and scoring in proportion."""
+    stop: Stops = ()
+    """Strings that end a response, besides the model's end tokens, as soon as its text holds one.
+    The response keeps the string: what is scored and learnt is exactly what was sampled, and its
+    last token may spell more than the string. Costs the servers the decoding of the last tokens at
+    every token."""
     concurrency: Concurrency = 64
     """Largest number of rollouts in flight over all student servers; the staleness permits
     (schedule.max_staleness) limit it too. Raising it increases throughput until the servers' queues
@@ -345,17 +411,3 @@ class CheckpointConfig(Section):
     def writes(self) -> bool:
         """Returns whether checkpoints to resume from are written."""
         return self.every > 0 or self.every_minutes > 0 or self.keep_best
-
-
-class MetricsConfig(Section):
-    """Says what a run records besides metrics.jsonl and summary.json."""
-
-    tensorboard: bool = True
-    """Writes event files for TensorBoard into the run directory."""
-    trace: bool = True
-    """Writes a time line for Perfetto (trace.json) into the run directory."""
-    progress: bool = True
-    """Shows a live panel on a terminal, or prints a line per update elsewhere."""
-    signal_patience: PositiveInt = 3
-    """Number of consecutive updates that teach nothing (all rewards of every group equal, or a
-    gradient of exactly 0) before the terminal warns. Higher warns less often and later."""

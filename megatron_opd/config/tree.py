@@ -12,6 +12,7 @@ from megatron_opd.config.corrections import CorrectionConfig
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.evaluation import EvaluationConfig, SetSettings, settings_of
 from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.config.metrics import MetricsConfig
 from megatron_opd.config.objectives import ObjectiveConfig, ReverseKl
 from megatron_opd.config.reductions import ReductionConfig, TokenReduction
 from megatron_opd.config.schedule import ScheduleConfig
@@ -21,7 +22,6 @@ from megatron_opd.config.sections import (
     BufferConfig,
     CheckpointConfig,
     DataConfig,
-    MetricsConfig,
     RolloutConfig,
     RunConfig,
     ScoringConfig,
@@ -30,6 +30,7 @@ from megatron_opd.config.sections import (
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.simulation import SimulationConfig
 from megatron_opd.config.supports import SupportConfig
+from megatron_opd.config.verifier import VerifierConfig
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class ConfigTree(Section):
     teachers: dict[str, ServerConfig] = Field(default_factory=dict[str, ServerConfig])
     """More teachers by name, each with the keys of `teacher`; data.teacher_key says which of them
     scores a prompt. Each one adds its servers' memory."""
+    verifier: VerifierConfig = VerifierConfig()
+    """How the verifiers that data.task names are run: worker processes and limits."""
     rollout: RolloutConfig = RolloutConfig()
     """How responses are sampled from the student."""
     support: SupportConfig | None = None

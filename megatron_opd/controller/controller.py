@@ -18,8 +18,9 @@
 
 Invariants: every admitted prompt is trained on, dropped with a counted reason, or reported as in
 flight at the end; it holds one permit until then (buffer/permits.py); no more prompts are admitted
-than the remaining updates can consume, so a run that ends by itself has nothing in flight; a drop
-takes the rest of its group along (buffer/groups.py). Updates and weight syncs alternate, since both
+than the remaining updates can consume, so a run that ends by itself has nothing in flight; where
+the prompts end first, what fills no batch is dropped (incomplete_batch); a drop takes the rest of
+its group along (buffer/groups.py). Updates and weight syncs alternate, since both
 use the learner's only set of weights, unless a weight sync releases the learner: then one update
 runs beside it. Weight syncs are one at a time, in order; several updates may come before one
 (sync_every), and what happens to the responses in flight is in_flight.py's. A version is named
@@ -33,10 +34,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from megatron_opd.buffer.batcher import Batcher
+from megatron_opd.buffer.batcher import Batcher, BatchIncomplete
 from megatron_opd.buffer.buffer import SampleBuffer
 from megatron_opd.buffer.completion import CompletionBuffer
 from megatron_opd.buffer.groups import GroupIncomplete, SampleGroups
@@ -50,7 +52,7 @@ from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member, place
 from megatron_opd.controller.turn import Turn
 from megatron_opd.metrics.types import Accounting, Depths
-from megatron_opd.types import Batch, Prompt, Rollout
+from megatron_opd.types import Batch, Prompt, Rollout, Sample
 
 # fewer drops in a row than this never stop a run, however few permits it has
 MIN_DROPS_IN_A_ROW = 16
@@ -133,6 +135,11 @@ class Controller:
             in_flight=self._num_admitted - done,
             interrupted=self._interrupted,
         )
+
+    @property
+    def next_uid(self) -> int:
+        """Returns the first prompt that was not considered yet."""
+        return self._next_uid
 
     def end_early(self) -> None:
         """Let `run` end after the update that is being made, if one is, and keep the state."""
@@ -270,7 +277,8 @@ class Controller:
         clock = asyncio.get_running_loop().time
         for update in range(self._num_updates, self._schedule.updates):
             samples = await self._batcher.next_batch()
-            if not samples:
+            if len(samples) < self._schedule.batch_size:
+                self._leave_out(samples)
                 break
             # the learner's version, which may not be live yet
             batch = Batch(update=update, version=self._num_updates, samples=samples)
@@ -297,11 +305,18 @@ class Controller:
         if self._unsynced:  # the end came early
             await self._hand_over()
         await self._trained.join()
-        if self._batcher.stopped and self._ports.keeper is not None:
+        early = self._batcher.stopped or self._num_updates < self._schedule.updates
+        if early and self._ports.keeper is not None:
             await self._ports.keeper.at_end(self._num_updates, self.snapshot)
         # the remaining loops wait for work that will never come
         for task in self._serving:
             task.cancel()
+
+    def _leave_out(self, samples: Sequence[Sample]) -> None:
+        """Drop what is left of a batch when the prompts end: a learner needs equal shares."""
+        for sample in samples:
+            rejection = BatchIncomplete(len(samples), self._schedule.batch_size)
+            self._forget(sample.rollout.prompt.uid, rejection)
 
     async def _hand_over(self) -> None:
         """Let the weights be synced; return once the next update may begin."""

@@ -1,47 +1,70 @@
-"""Turns prompt files into tokenised prompts and those into an endless stream.
-
-Invariant: the n-th prompt of a stream depends only on the file, the seed and n, so that a stream
-resumed at a cursor continues exactly where the first one stopped.
-"""
+"""Turns the rows of a data file into tokenised prompts, and says what became of the others."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_opd.data.records import Columns, Fault, Record, scan_records
-from megatron_opd.data.render import render_prompts
+from megatron_opd.data.faults import Fault, Unusable
+from megatron_opd.data.messages import ASSISTANT, chat_text
+from megatron_opd.data.records import Columns, Record, scan_records
+from megatron_opd.data.render import Rendering, render_prompts
 from megatron_opd.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOO_LONG = "too_long"
+AS_IT_IS = Rendering()
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRules:
     """Says what a row must be to become a prompt.
 
-    columns: see data/records.py; the first of its texts is the prompt, the first of its answers the
-    answer. teacher_key: the column of `columns.choices` that names a prompt's teacher; None: the
-    only one. max_tokens: longest prompt. chat_template: wrap each prompt as one user message and
-    open the assistant's turn. max_bad_fraction: share of unusable rows above which the file is
-    refused; rows that are only too long do not count. vocab_size: ids of the model.
+    columns: see data/records.py; the first of its chats or texts is the prompt, of its answers the
+    answer, of its limits the longest response, of its stops what ends one, of its names the row's
+    own. teacher_key: the column of `columns.choices` that names a prompt's teacher; None: the only
+    one. max_tokens: longest prompt. rendering: how prompts become text. continues: whether a chat
+    may end with an assistant's message. max_bad_fraction: share of unusable rows above which the
+    file is refused; rows that are only too long do not count. vocab_size: ids of the model.
     """
 
     columns: Columns
     max_tokens: int
     teacher_key: str | None = None
-    chat_template: bool = False
+    rendering: Rendering = AS_IT_IS
+    continues: bool = False
     max_bad_fraction: float = 0.0
     vocab_size: int | None = None
+
+    @property
+    def prompt_key(self) -> str:
+        """Returns the column that holds the prompt."""
+        return (*self.columns.chats, *self.columns.texts)[0]
+
+    def misfit(self, record: Record) -> Unusable | None:
+        """Return why the prompt of a record cannot be rendered by these rules, or None."""
+        prompt, key = record[self.prompt_key], self.prompt_key
+        if isinstance(prompt, str):
+            return None
+        if not self.rendering.chat_template:
+            return Unusable(
+                "bad_chat", f"{key!r} holds messages, which need data.chat_template: true"
+            )
+        if prompt[-1].role == ASSISTANT and not self.continues:
+            return Unusable(
+                "bad_chat",
+                f"the last message of {key!r} is the assistant's; to let the model continue it: "
+                "data.continue_assistant: true",
+            )
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +73,8 @@ class PromptSet:
 
     rows: how many were read; whole: whether that is all of them. skipped: unusable rows by cause.
     first: the first of each cause, located. longest: tokens of the longest prompt read, skipped
-    ones included; 0 where nothing was tokenised.
+    ones included; 0 where nothing was tokenised. unseen: columns of limits and stops that no row
+    has.
     """
 
     path: Path
@@ -60,6 +84,7 @@ class PromptSet:
     skipped: dict[str, int]
     first: dict[str, str]
     longest: int
+    unseen: frozenset[str] = frozenset()
 
     @property
     def skipped_line(self) -> str | None:
@@ -107,22 +132,34 @@ def _read(
     rows = list(scanned if first_rows is None else islice(scanned, first_rows))
     whole = first_rows is None or next(scanned, None) is None
     faults = [row for row in rows if isinstance(row, Fault)]
-    usable = [row for row in rows if not isinstance(row, Fault)]
+    usable: list[tuple[str, Record]] = []
+    for row in rows:
+        if isinstance(row, Fault):
+            continue
+        misfit = rules.misfit(row[1])
+        if misfit is None:
+            usable.append(row)
+        else:
+            faults.append(misfit.at(row[0]))
     longest = 0
     prompts: list[Prompt] = []
     if tokenizer is not None:
-        texts = [str(record[rules.columns.texts[0]]) for _, record in usable]
-        token_ids = render_prompts(texts, tokenizer, chat_template=rules.chat_template)
-        _check_ids(path, token_ids, rules.vocab_size)
-        longest = max(map(len, token_ids), default=0)
-        for (where, record), text, ids in zip(usable, texts, token_ids, strict=True):
-            if 0 < len(ids) <= rules.max_tokens:
-                prompts.append(_prompt(len(prompts), text, ids, record, rules))
+        chats = [record[rules.prompt_key] for _, record in usable]
+        rendered = render_prompts(chats, tokenizer, rules.rendering)
+        known = [ids for ids in rendered if not isinstance(ids, Unusable)]
+        _check_ids(path, known, rules.vocab_size)
+        longest = max(map(len, known), default=0)
+        for (where, record), ids in zip(usable, rendered, strict=True):
+            if isinstance(ids, Unusable):
+                faults.append(ids.at(where))
+            elif 0 < len(ids) <= rules.max_tokens:
+                prompts.append(_prompt(len(prompts), where, ids, record, rules))
             elif ids:
                 what = f"{len(ids)} tokens, the limit is {rules.max_tokens}"
                 faults.append(Fault(TOO_LONG, where, what))
             else:
                 faults.append(Fault("empty", where, "the prompt has no tokens"))
+    optional = (*rules.columns.limits, *rules.columns.stops, *rules.columns.tasks)
     return PromptSet(
         path,
         tuple(prompts),
@@ -131,17 +168,22 @@ def _read(
         skipped=dict(Counter(fault.cause for fault in faults)),
         first={fault.cause: str(fault) for fault in reversed(faults)},
         longest=longest,
+        unseen=frozenset(key for key in optional if not any(record[key] for _, record in usable)),
     )
 
 
-def _prompt(uid: int, text: str, ids: Sequence[int], record: Record, rules: PromptRules) -> Prompt:
-    answers, teacher = rules.columns.answers, rules.teacher_key
+def _prompt(uid: int, where: str, ids: Sequence[int], record: Record, rules: PromptRules) -> Prompt:
+    columns, teacher = rules.columns, rules.teacher_key
     return Prompt(
         uid=uid,
-        text=text,
+        text=chat_text(record[rules.prompt_key]),
         token_ids_P=np.asarray(ids, dtype=np.int32),
-        answer=record[answers[0]] if answers else None,
+        answer=record[columns.answers[0]] if columns.answers else None,
         teacher="teacher" if teacher is None else str(record[teacher]),
+        max_new_tokens=next((record[key] for key in columns.limits), None),
+        stop=next((record[key] for key in columns.stops), ()),
+        task=next((record[key] for key in columns.tasks), None),
+        row_id=next((record[key] for key in columns.names), None) or where,
     )
 
 
@@ -173,67 +215,3 @@ def _check_ids(path: Path, token_ids: Sequence[Sequence[int]], vocab_size: int |
             f"{path}: the tokenizer gives the id {largest}, beyond the model's vocab_size "
             f"{vocab_size}"
         )
-
-
-class PromptSource:
-    """Streams prompts without end, epoch after epoch, each epoch in an order of its own.
-
-    Every prompt is given out `group_size` times in a row: uid // group_size is its group. `cursor`
-    is the number given out so far, and the uid of the next one; a source built with that cursor
-    continues the stream. With `shuffle` the order of epoch e is a permutation seeded by (seed, e);
-    without, every epoch is in file order.
-    """
-
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seed: int,
-        shuffle: bool = True,
-        group_size: int = 1,
-        cursor: int = 0,
-    ) -> None:
-        if not prompts:
-            raise ValueError("a prompt source needs at least one prompt, got none")
-        if cursor < 0:
-            raise ValueError(f"cursor must be >= 0, got {cursor}")
-        if group_size < 1:
-            raise ValueError(f"group_size must be >= 1, got {group_size}")
-        self._prompts = tuple(prompts)
-        self._seed = seed
-        self._shuffle = shuffle
-        self._group_size = group_size
-        self.cursor = cursor
-        self._order = self._order_of(self.epoch)
-
-    def at(self, cursor: int) -> PromptSource:
-        """Return a source of the same stream that continues at `cursor`."""
-        return PromptSource(
-            self._prompts,
-            seed=self._seed,
-            shuffle=self._shuffle,
-            group_size=self._group_size,
-            cursor=cursor,
-        )
-
-    @property
-    def epoch(self) -> int:
-        """Returns the number of completed passes over the data."""
-        return self.cursor // (self._group_size * len(self._prompts))
-
-    def _order_of(self, epoch: int) -> Sequence[int]:
-        if not self._shuffle:
-            return range(len(self._prompts))
-        return np.random.default_rng((self._seed, epoch)).permutation(len(self._prompts)).tolist()
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return self
-
-    def __next__(self) -> Prompt:
-        group, member = divmod(self.cursor, self._group_size)
-        epoch, position = divmod(group, len(self._prompts))
-        if position == member == 0:
-            self._order = self._order_of(epoch)
-        prompt = replace(self._prompts[self._order[position]], uid=self.cursor)
-        self.cursor += 1
-        return prompt

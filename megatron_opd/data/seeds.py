@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 
 ROLLOUT, SCORE, EVALUATION = "rollout", "score", "evaluation"
+HEALTH = "health"
+MIXTURE = "mixture"
 
 
 def derived_seed(run_seed: int, kind: str, *index: int) -> int:

@@ -17,11 +17,11 @@ from dataclasses import replace
 
 from megatron_opd.config.evaluation import ACCURACY, EvaluationConfig
 from megatron_opd.config.sections import DEFAULT_TEACHER
+from megatron_opd.data.judge import Judge
 from megatron_opd.evaluation.measure import (
     CompletionPort,
     EvaluationPlan,
     EvaluationReport,
-    Judge,
     evaluate,
 )
 from megatron_opd.evaluation.ports import EvaluatedSet, Surroundings

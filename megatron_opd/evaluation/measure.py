@@ -1,7 +1,7 @@
 """Measures avg@k and pass@k of a model, through anything that can complete a prompt.
 
 Invariant: every (problem, draw) is counted once, or the evaluation fails; a completion that was cut
-by the length limit or is malformed counts as wrong, it is never left out.
+by the length limit, is malformed or whose verifier failed counts as wrong, it is never left out.
 """
 
 from __future__ import annotations
@@ -11,43 +11,19 @@ import itertools
 import math
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, cast
 
 from megatron_opd.config.evaluation import reported_ks
+from megatron_opd.data.judge import Judge
 from megatron_opd.data.seeds import EVALUATION, derived_seed
-from megatron_opd.data.tasks import Verifier
 from megatron_opd.evaluation.estimates import over_problems, pass_at_k
 from megatron_opd.types import Prompt
+from megatron_opd.verifiers.reward import VerifierFailed
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import RolloutRequest
 from sglang_bridge.retry import Backoff, is_unanswered, retried
-
-Decoder = Callable[[Sequence[int]], str]
-"""Turns token ids into text."""
-
-
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """Cuts a response at its end token and asks the verifier.
-
-    end_token_ids: those that end a response; what follows the first one is ignored.
-    """
-
-    verify: Verifier
-    decode: Decoder
-    end_token_ids: Collection[int]
-
-    def correct(self, response_ids: Sequence[int], answer: str) -> bool:
-        """Return whether the response is right; one without an end token is judged as it stands."""
-        return self.verify(self.decode(response_ids[: self.end(response_ids)]), answer)
-
-    def end(self, response_ids: Sequence[int]) -> int | None:
-        """Return the index of the first end token, None without one."""
-        return next(
-            (i for i, token in enumerate(response_ids) if token in self.end_token_ids), None
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +111,8 @@ class EvaluationReport:
     accuracy_pct: 100 times the mean over problems of (correct completions / k) (AsyncOPD Eq. 14).
     stderr_pct: standard error of that mean over problems (estimates.py; nan for one problem): the k
     completions of a problem are not independent. truncated_pct: completions without an end token.
+    mean_reward: over all completions, in [0, 1]; a completion is correct where its reward is 1.
+    verifier_failures: completions without a judgement, which count as wrong, by the reason.
     pass_at_k, pass_at_k_stderr_pct: percent by k (estimates.py). version_min, version_max: oldest
     and newest weights that sampled a completion; None: unknown.
     """
@@ -145,6 +123,8 @@ class EvaluationReport:
     samples: int
     mean_response_tokens: float
     truncated_pct: float
+    mean_reward: float
+    verifier_failures: dict[str, int]
     pass_at_k: dict[int, float] = field(default_factory=dict[int, float])
     pass_at_k_stderr_pct: dict[int, float] = field(default_factory=dict[int, float])
     version_min: int | None = None
@@ -161,8 +141,12 @@ class EvaluationReport:
         return (
             f"avg@{self.samples} {self.accuracy_pct:.1f}% +- {self.stderr_pct:.1f} on "
             f"{self.problems} problems, {passes}{self.mean_response_tokens:.1f} tokens a response, "
-            f"{self.truncated_pct:.1f}% truncated"
+            f"{self.truncated_pct:.1f}% truncated{self._failures_line()}"
         )
+
+    def _failures_line(self) -> str:
+        failures = self.verifier_failures.items()
+        return "".join(f", {count} counted as wrong: {reason}" for reason, count in failures)
 
 
 def json_of(value: Any) -> Any:
@@ -176,10 +160,11 @@ def json_of(value: Any) -> Any:
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     problem: int
-    correct: bool
+    reward: float
     num_tokens: int
     truncated: bool
     versions: tuple[int, int] | None
+    failure: str | None
 
 
 async def evaluate(
@@ -228,19 +213,25 @@ async def _complete(
         seed=seed,
     )
     ids = completion.ids
+    reward, failure = 0.0, None
+    try:
+        reward = await judge.reward(prompt, ids) or 0.0
+    except VerifierFailed as failed:
+        failure = failed.reason
     stop = judge.end(ids)
     return _Outcome(
         problem=problem,
-        correct=judge.correct(ids, str(prompt.answer)),
+        reward=reward,
         num_tokens=len(ids) if stop is None else stop + 1,
         truncated=stop is None,
         versions=completion.versions,
+        failure=failure,
     )
 
 
 def _report(outcomes: Sequence[_Outcome], problems: int, samples: int) -> EvaluationReport:
     assert len(outcomes) == problems * samples, "a completion was lost"
-    correct_by_problem = Counter(outcome.problem for outcome in outcomes if outcome.correct)
+    correct_by_problem = Counter(outcome.problem for outcome in outcomes if outcome.reward == 1)
     correct_P = [correct_by_problem[problem] for problem in range(problems)]
     accuracy = over_problems([correct / samples for correct in correct_P])
     passes = {
@@ -255,6 +246,8 @@ def _report(outcomes: Sequence[_Outcome], problems: int, samples: int) -> Evalua
         samples=samples,
         mean_response_tokens=sum(outcome.num_tokens for outcome in outcomes) / len(outcomes),
         truncated_pct=100 * sum(outcome.truncated for outcome in outcomes) / len(outcomes),
+        mean_reward=sum(outcome.reward for outcome in outcomes) / len(outcomes),
+        verifier_failures=dict(Counter(each.failure for each in outcomes if each.failure)),
         pass_at_k={k: found.mean_pct for k, found in passes.items()},
         pass_at_k_stderr_pct={k: found.stderr_pct for k, found in passes.items()},
         version_min=min(versions, default=None),

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_opd.metrics.opd_health import PREFIX
+
 Row = Mapping[str, Any]
 
 _OF_THE_MACHINE = {
@@ -27,8 +29,11 @@ _OF_THE_MACHINE = {
 
 
 def is_of_time(column: str) -> bool:
-    """Return whether a column tells how fast a run was rather than what it learnt."""
-    return column.endswith("_s") or column in _OF_THE_MACHINE
+    """Return whether a column tells how fast a run was rather than what it learnt.
+
+    Health is measured beside the run: which row it is in, and of which weights, depends on time.
+    """
+    return column.endswith("_s") or column in _OF_THE_MACHINE or column.startswith(PREFIX)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,22 @@ class Display(Protocol):
         ...
 
 
+class Probe(Protocol):
+    """Measures batches beside the run (teacher/health.py)."""
+
+    def start(self, batch: Batch) -> None:
+        """Begin to measure a batch, if it is its turn."""
+        ...
+
+    def columns(self) -> Mapping[str, Any]:
+        """Return the columns that have come since the last call."""
+        ...
+
+    def stop(self) -> None:
+        """Give up what is under way."""
+        ...
+
+
 class RunRecorder:
     """Turns what a run reports into rows, totals and a time line.
 
@@ -92,6 +108,7 @@ class RunRecorder:
         teacher_watch: looks at the scores of every batch; None where no teacher is read.
         signal: tells the user when updates teach nothing, if given.
         live: told the updates of each version, once it is live and its row written.
+        probe: measures some batches, if given; its columns are in the row that is written next.
     """
 
     def __init__(
@@ -107,6 +124,7 @@ class RunRecorder:
         teacher_watch: TeacherWatch | None = None,
         signal: SignalWatch | None = None,
         live: Callable[[int], None] = lambda updates: None,
+        probe: Probe | None = None,
     ) -> None:
         self.totals = totals
         self.accounting: Accounting | None = None
@@ -116,7 +134,7 @@ class RunRecorder:
         self._signal, self._live = signal, live
         self._sinks, self._timeline, self._display = tuple(sinks), timeline, display
         self._clock = clock
-        self._teacher_watch = teacher_watch
+        self._teacher_watch, self._probe = teacher_watch, probe
         self._depths = Depths(0, 0, 0, 0, 0)
         self._updates = self._version = updates
         self._done_s = clock()
@@ -234,11 +252,6 @@ class RunRecorder:
         self._finish_row(batch, depths, columns)
         self._live(report.version)
 
-    def evaluated(self, row: Mapping[str, Any]) -> None:
-        """Write the row of an evaluated set; also before and after the updates."""
-        for sink in self._sinks:
-            sink.evaluated(row)
-
     def _finish_row(self, batch: Batch, depths: Depths, columns: Mapping[str, Any]) -> None:
         self._depths, self._updates = depths, batch.update + 1
         self._rows[batch.update] |= {
@@ -249,11 +262,19 @@ class RunRecorder:
             "dropped_samples": self.totals.drops.total(),
             **columns,
         }
+        if self._probe is not None:
+            self._rows[batch.update] |= self._probe.columns()
+            self._probe.start(batch)
         self._write_row(batch.update)
         if self._timeline is not None:
             self._timeline.flush()
         if self._display is not None:
             self._display.updated(self.snapshot())
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """Write the row of an evaluated set, also before and after the updates."""
+        for sink in self._sinks:
+            sink.evaluated(row)
 
     def moved(self, depths: Depths) -> None:
         """Keep the pipeline's depths for the display and draw them."""
@@ -275,6 +296,8 @@ class RunRecorder:
     def ended(self, accounting: Accounting, now_s: float) -> None:
         """Keep the accounting, write the unfinished rows of an interruption, end what is shown."""
         self.accounting = accounting
+        if self._probe is not None:
+            self._probe.stop()
         with ExitStack() as closing:  # each of them, whatever another one raises
             if self._timeline is not None:
                 closing.callback(self._timeline.close)
@@ -336,6 +359,7 @@ def batch_columns(batch: Batch, group_size: int = 1) -> dict[str, float | int | 
         "partial_rollouts": staleness.partial_rollouts,
         "response_tokens_mean": batch.num_response_tokens / len(rollouts),
         "length_stops": sum(rollout.finish_reason == "length" for rollout in rollouts),
+        "stop_string_stops": sum(rollout.finish_reason == "stop_string" for rollout in rollouts),
         "reward_mean": rewards.mean,
         "reward_group_std_mean": rewards.group_std,
         "reward_uniform_group_fraction": rewards.uniform_groups,

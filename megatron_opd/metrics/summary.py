@@ -74,6 +74,7 @@ def summarise(
         "cache_bytes_per_token": cache.bytes_per_token,
         "response_tokens_mean": totals.response_tokens.value,
         "length_stops": totals.length_stops,
+        "stop_string_stops": totals.stop_string_stops,
         "rollout_s_mean": totals.rollout_s.value,
         "score_s_mean": totals.score_s.value,
         "train_s_mean": totals.train_s.value,

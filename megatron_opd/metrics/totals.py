@@ -47,6 +47,8 @@ class RunTotals:
         """Trained on when a newer version than that of their oldest token was live."""
         self.length_stops = 0
         """Rollouts that ended at the response limit."""
+        self.stop_string_stops = 0
+        """Rollouts that ended at a stop string."""
         self.restarts = 0
         """Rollouts sampled anew because their connection was lost, once for every time."""
 
@@ -56,6 +58,7 @@ class RunTotals:
         self.rollout_s.add(rollout.finished_s - rollout.started_s)
         self.response_tokens.add(rollout.num_response_tokens)
         self.length_stops += rollout.finish_reason == "length"
+        self.stop_string_stops += rollout.finish_reason == "stop_string"
         self.restarts += rollout.restarts
 
     def add_score(self, started_s: float, finished_s: float) -> None:

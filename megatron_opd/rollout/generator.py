@@ -32,7 +32,8 @@ class RolloutGenerator:
 
     Args:
         fleet: the student servers.
-        rollout: temperature, top_p and the response limit: the behaviour distribution.
+        rollout: temperature and top_p, the behaviour distribution; the response limit and stop
+            strings of prompts without their own.
         support: which actions are cached at every response position. One that the teacher owns
             is filled at scoring time; until then the cache holds the path alone.
         vocab_size: ids the student can sample.
@@ -101,7 +102,7 @@ class RolloutGenerator:
             # away; none begins with another, which SGLang would abort along with it
             rid=f"{self._run_id}-{prompt.uid}-{next(self._numbers)}.",
             input_ids=prompt.token_ids_P,
-            max_new_tokens=self._rollout.max_new_tokens,
+            max_new_tokens=prompt.max_new_tokens or self._rollout.max_new_tokens,
             temperature=self._rollout.temperature,
             top_p=self._rollout.top_p,
             num_atoms=self._num_atoms,
@@ -111,6 +112,7 @@ class RolloutGenerator:
             experts=self._routed_experts,
             gates=self._routed_gates,
             stop_token_ids=self._stop_token_ids,
+            stop=tuple(dict.fromkeys((*self._rollout.stop, *prompt.stop))),
             seed=seed,
         )
         started_s = clock()

@@ -1,13 +1,13 @@
 """Turns a Rollout into a Sample with the teacher's log-prob of every cached id, or drops it.
 
 A score that is missing, misshapen, infinite or NaN drops its sample with a counted reason; it never
-reaches the learner, where one NaN would spoil all weights. scoring.attempts counts every try of a
-sample, over all servers; no lower layer retries.
+reaches the learner, where one NaN would spoil all weights. So does a verifier that fails.
+scoring.attempts counts every try of a sample, over all servers; no lower layer retries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from megatron_opd.config.sections import ScoringConfig
 from megatron_opd.data.seeds import SCORE, derived_seed
 from megatron_opd.teacher.requests import score_request
 from megatron_opd.types import FloatArray, Rollout, Sample
+from megatron_opd.verifiers.reward import VerifierFailed
 from sglang_bridge.errors import BadReply, BridgeError, ServerUnreachable
 from sglang_bridge.protocol import DrawCache, ScoreReply, ScoreRequest, Selection
 from sglang_bridge.retry import Backoff, is_transient, retried
@@ -28,8 +29,9 @@ TIMED_OUT, UNKNOWN_ID = "teacher_timed_out", "teacher_unknown_id"
 MISSHAPEN, NAN, INFINITE = "teacher_misshapen", "teacher_nan", "teacher_infinite"
 NO_ANSWER = "no_answer"
 
-Reward = Callable[[Rollout], float | None]
-"""Returns a verifier's judgement of a rollout; None when there is no answer to compare with."""
+Reward = Callable[[Rollout], Awaitable[float | None]]
+"""Returns the reward of a rollout in [0, 1]; None when there is no answer to compare with. Raises
+VerifierFailed."""
 
 
 class ScoreFleet(Protocol):
@@ -85,9 +87,7 @@ class FleetScorer:
 
         Where the support is the teacher's, its selection replaces rollout.draws.
         """
-        reward = None if self._reward is None else self._reward(rollout)
-        if reward is None and self._reads_reward:
-            raise ScoreRejected(NO_ANSWER, f"prompt {rollout.prompt.uid} has no answer to verify")
+        reward = await self._judged(rollout)
         if not self._reads_teacher:
             unread_N = np.full(rollout.draws.num_ids, np.nan, dtype=np.float32)
             return Sample(rollout, unread_N, reward)
@@ -106,6 +106,19 @@ class FleetScorer:
             raise ScoreRejected(UNKNOWN_ID, f"{largest}, the student has {self._vocab_size} ids")
         teacher_logp_N = checked(reply.selection.logp_N, draws.num_ids)
         return Sample(replace(rollout, draws=draws), teacher_logp_N, reward)
+
+    async def _judged(self, rollout: Rollout) -> float | None:
+        """Return the reward; None where there is none and no objective reads it."""
+        reward = None
+        try:
+            if self._reward is not None:
+                reward = await self._reward(rollout)
+        except VerifierFailed as failed:
+            why = f"{rollout.prompt.row_id}: {failed.detail}"
+            raise ScoreRejected(failed.reason, why) from failed
+        if reward is None and self._reads_reward:
+            raise ScoreRejected(NO_ANSWER, f"prompt {rollout.prompt.uid} has no answer to verify")
+        return reward
 
     def _request(self, rollout: Rollout) -> ScoreRequest:
         prompt = rollout.prompt

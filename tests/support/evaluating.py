@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from megatron_opd.config.evaluation import EvaluationConfig
-from megatron_opd.data.tasks import get_verifier
+from megatron_opd.config.verifier import VerifierConfig
+from megatron_opd.data.judge import Judge
 from megatron_opd.data.tokenizer import build_tokenizer
+from megatron_opd.data.verifying import TaskVerifiers
 from megatron_opd.evaluation.evaluations import Evaluations
-from megatron_opd.evaluation.measure import Completion, EvaluationPlan, Judge
+from megatron_opd.evaluation.measure import Completion, EvaluationPlan
 from megatron_opd.evaluation.ports import EvaluatedSet, Surroundings
 from megatron_opd.types import Prompt
 
@@ -20,7 +22,8 @@ RIGHT, WRONG = "#1<eos>", "#2<eos>"
 
 
 def make_judge() -> Judge:
-    return Judge(get_verifier("arithmetic"), TOKENIZER.decode, end_token_ids={1})
+    verifiers = TaskVerifiers(("arithmetic",), VerifierConfig())
+    return Judge(verifiers, "arithmetic", TOKENIZER.decode, end_token_ids={1})
 
 
 def some_set(first_id: int, problems: int = 4, samples: int = 1) -> EvaluatedSet:

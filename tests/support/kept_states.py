@@ -81,9 +81,9 @@ def save_some(
     kept = Checkpoints(*parts, evaluations=evaluations)
 
     async def main() -> None:
-        from megatron_opd.data.records import data_crc32
+        from megatron_opd.data.files import data_crc32
 
-        extras["train_crc32"] = data_crc32(config.data.train)
+        extras["train_crc32"] = data_crc32(file.path for file in config.data.train)
         for done in updates:
             if kept.due(done):
                 await kept.after_update(done, lambda done=done: at(done))

@@ -10,7 +10,7 @@ import transformers  # noqa: F401  its import counts for no input
 
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_bytes, joined, one_of
-from megatron_opd.data.render import PROBES, render_prompts
+from megatron_opd.data.render import PROBES, Rendering, render_prompts
 from megatron_opd.data.tokenizer import CHAT_TEMPLATE, build_tokenizer
 
 CORPUS = [
@@ -32,7 +32,7 @@ def call(template: str) -> Any:
     """Render two prompts."""
     one = tokenizer()
     one.chat_template = template
-    return render_prompts(list(PROBES), one, chat_template=True)
+    return render_prompts(list(PROBES), one, Rendering(chat_template=True))
 
 
 def oracle(template: str, found: Any) -> str | None:

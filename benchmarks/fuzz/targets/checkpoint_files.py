@@ -70,7 +70,7 @@ def whole() -> dict[str, Any]:
 
 def progress() -> Progress:
     """An evaluation that is complete and one that is not."""
-    report = EvaluationReport(50.0, 25.0, 2, 1, 3.5, 0.0, {1: 50.0}, {1: 25.0}, 2, 3)
+    report = EvaluationReport(50.0, 25.0, 2, 1, 3.5, 0.0, 0.5, {}, {1: 50.0}, {1: 25.0}, 2, 3)
     row = Evaluated(2, "heldout", 1, 0.5, 3.0, 1e9, report)
     return Progress((row,), (3,), 1, 0, {"teacher": {"heldout": report}})
 

@@ -12,7 +12,7 @@ from benchmarks.fuzz.mutations import damaged_json
 from benchmarks.fuzz.places import example_json, student_with
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.tokenizer_files import end_tokens, load_tokenizer
-from megatron_opd.data.render import render_prompts
+from megatron_opd.data.render import Rendering, render_prompts
 
 VOCAB_SIZE = 128
 NAMES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json")
@@ -31,7 +31,7 @@ def call(given: tuple[str, bytes]) -> Any:
     tokenizer = load_tokenizer(path, "student.model")
     ends = end_tokens("student.model", {"eos_token_id": 1}, VOCAB_SIZE, tokenizer)
     try:
-        return ends, render_prompts(["12+34=\n", "é"], tokenizer, chat_template=False)
+        return ends, render_prompts(["12+34=\n", "é"], tokenizer, Rendering())
     except ValueError as error:
         raise UserError(str(error)) from None
 

@@ -7,11 +7,18 @@ from typing import Any, cast
 from megatron_opd.config.import_path import is_import_path, load_object
 from megatron_opd.data.tasks.arithmetic import ARITHMETIC
 from megatron_opd.data.tasks.base import Problem, Task, Verifier
+from megatron_opd.data.tasks.code import CODE
 from megatron_opd.data.tasks.exact import EXACT
+from megatron_opd.data.tasks.json_schema import JSON_SCHEMA
+from megatron_opd.data.tasks.maths import MATH
+from megatron_opd.data.tasks.multiple_choice import MULTIPLE_CHOICE
 
 __all__ = ["TASKS", "Problem", "Task", "Verifier", "get_task", "get_verifier"]
 
-TASKS: dict[str, Task] = {task.name: task for task in (ARITHMETIC, EXACT, Task("none"))}
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (ARITHMETIC, EXACT, MATH, MULTIPLE_CHOICE, JSON_SCHEMA, CODE, Task("none"))
+}
 
 
 def get_task(name: str) -> Task:

@@ -142,4 +142,4 @@ def _share(total: int, position: int, parts: int) -> int:
     return total // parts + (position < total % parts)
 
 
-ARITHMETIC = Task("arithmetic", verify=verify, generate=generate)
+ARITHMETIC = Task("arithmetic", verify=verify, generate=generate, bounded=True)

@@ -19,8 +19,9 @@ class Problem:
     response: str
 
 
-Verifier = Callable[[str, str], bool]
-"""Takes (response text, answer) and returns whether the response is right. Never raises."""
+Verifier = Callable[..., bool | float]
+"""Takes (response text, answer, options by keyword) and returns whether the response is right, or
+how right it is as a number in [0, 1]."""
 
 Generator = Callable[[int, int, int], tuple[list[Problem], list[Problem]]]
 """Takes (train, heldout, seed) and returns that many problems; no prompt occurs twice."""
@@ -31,8 +32,12 @@ class Task:
     """Names a task and its functions.
 
     verify: None where no answer can be checked. generate: None without problems of its own.
+    bounded: whether verify takes time in proportion to the texts and never raises, so that it needs
+    no process of its own. warm: imports what verify needs, before its time counts.
     """
 
     name: str
     verify: Verifier | None = None
     generate: Generator | None = None
+    bounded: bool = False
+    warm: Callable[[], object] | None = None

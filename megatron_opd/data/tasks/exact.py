@@ -16,4 +16,4 @@ def verify(response: str, answer: str) -> bool:
     return given != "" and given == normalised(expected)
 
 
-EXACT = Task("exact", verify=verify)
+EXACT = Task("exact", verify=verify, bounded=True)

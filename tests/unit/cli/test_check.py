@@ -34,7 +34,7 @@ def student_copy(tmp_path: Path, models: Path, config: dict) -> Path:
     ("override", "words"),
     [
         ("data.train=/nowhere.jsonl", ["data file not found: /nowhere.jsonl"]),
-        ("data.task=poetry", ["unknown task 'poetry'", "arithmetic, exact, none"]),
+        ("data.task=poetry", ["unknown task 'poetry'", "arithmetic, code, exact"]),
         ("evaluation.problems=8", ["data.heldout must be a file"]),
         ("evaluation.problems=8 data.heldout=/no.jsonl", ["data file not found: /no.jsonl"]),
         ("evaluation.problems=8 data.heldout=/no.jsonl data.task=none", ["'none' has no verifier"]),
@@ -42,6 +42,14 @@ def student_copy(tmp_path: Path, models: Path, config: dict) -> Path:
         ("data.chat_template=true", ["tokenizer has no chat template"]),
         ("data.teacher_key=who", ["missing column 'who'"]),
         ("data.answer_key=prompt", ["answer_key", "different columns", "'prompt', 'prompt'"]),
+        (
+            "data.stop_key=ends",
+            ["data.stop_key must name a column", "got 'ends', which no row has"],
+        ),
+        ("data.max_new_tokens_key=most", ["data.max_new_tokens_key", "'most', which no row has"]),
+        ("data.epochs=1", ["prompts for 1 responses", "data.epochs 1", "buffer.batch_size is 64"]),
+        ("data.system_prompt=x", ["system_prompt needs chat_template: true", "got 'x'"]),
+        ("data.train=/tmp", ["/tmp is a directory without state.json"]),
         ("data.answer_key=gold objective.type=reinforce", ["1 of 1 rows", "no answer", "'gold'"]),
         # types and ranges
         ("run.max_steps=true", ["run.max_steps", "valid integer", "got True"]),

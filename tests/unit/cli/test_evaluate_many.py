@@ -20,7 +20,8 @@ from tests.support.kept_states import FakeLearner, make_config, save_some
 
 
 def report(accuracy: float) -> EvaluationReport:
-    return EvaluationReport(accuracy, 1.5, 1, 4, 3.0, 0.0, {1: accuracy, 4: 90.0}, {1: 1.5, 4: 1.0})
+    passes = {1: accuracy, 4: 90.0}
+    return EvaluationReport(accuracy, 1.5, 1, 4, 3.0, 0.0, 0.5, {}, passes, {1: 1.5, 4: 1.0})
 
 
 def run_with_steps(tmp_path: Path, *, final: bool) -> Path:

@@ -196,3 +196,25 @@ def test_damaged_evaluations_are_named(tmp_path: Path) -> None:
     (step / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r"totals or evaluations of run\.json are damaged"):
         find_resumption(config)
+
+
+def test_a_run_whose_data_was_used_up_needs_more_epochs(tmp_path: Path) -> None:
+    config = make_config(tmp_path, data={"epochs": 1})
+    save_some(config, FakeLearner(), [2, 4])
+    summary = config.run.dir / "summary.json"
+    summary.write_text(json.dumps({"status": "finished", "updates": 4}))
+    with pytest.raises(UserError, match=r"data\.epochs must be above 1.*used up after 4 updates"):
+        find_resumption(config)
+    assert find_resumption(make_config(tmp_path, data={"epochs": 2})).state.updates == 4
+    # one that was killed has prompts left, whatever it was told
+    summary.write_text(json.dumps({"status": "failed", "updates": 4}))
+    assert find_resumption(config).state.updates == 4
+
+
+def test_a_run_that_made_all_its_updates_goes_on_with_more_of_them(tmp_path: Path) -> None:
+    config = make_config(tmp_path, run={"max_steps": 4})
+    save_some(config, FakeLearner(), [4])
+    summary = config.run.dir / "summary.json"
+    summary.write_text(json.dumps({"status": "finished", "updates": 4}))
+    more = make_config(tmp_path, run={"max_steps": 8})
+    assert find_resumption(more).state.updates == 4

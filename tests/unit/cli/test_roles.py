@@ -102,7 +102,7 @@ def test_accuracies_of_several_teachers(tmp_path: Path, config: dict, models: Pa
     reports = {"student": 10.0, "teacher": 90.0, "math": 80.0}
 
     async def evaluate(port, prompts, judge, plan):
-        return EvaluationReport(reports[port._fleet.name], 1.0, 2, 2, 3.0, 0.0)
+        return EvaluationReport(reports[port._fleet.name], 1.0, 2, 2, 3.0, 0.0, 0.1, {})
 
     monkeypatch.setattr("megatron_opd.evaluation.evaluations.evaluate", evaluate)
     config["data"]["heldout"] = config["data"]["train"]

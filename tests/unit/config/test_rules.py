@@ -140,6 +140,21 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["data.task=exact"],
     ),
     (
+        ["data.task=code"],
+        ["data.task code", "verifier.code.enabled: true", "got false"],
+        ["verifier.code.enabled=true"],
+    ),
+    (
+        ["verifier.code={enabled: true, timeout_s: 10}"],
+        ["code.timeout_s must be below timeout_s", "got 10 and 10"],
+        ["verifier.timeout_s=11"],
+    ),
+    (
+        ["verifier={memory_bytes: 1000, code: {enabled: true, memory_bytes: 1001}}"],
+        ["code.memory_bytes must be at most memory_bytes", "1001 and 1000"],
+        ["verifier.memory_bytes=1001"],
+    ),
+    (
         ["rollout.top_p=0.9"],
         ["rollout.top_p", "correction.type importance", "raw learner log-probs", "got 0.9"],
         ["rollout.top_p=1"],
@@ -268,6 +283,21 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["evaluation={every: 2, patience: 3}", "run.deterministic=true", "schedule.type=sync"],
         ["evaluation.blocks", "run.deterministic", "evaluation.patience"],
         ["evaluation.blocks=true"],
+    ),
+    (
+        ["metrics.names=verl", "metrics.tensorboard=false"],
+        ["metrics.names has no effect", "metrics.tensorboard or metrics.wandb", "got verl"],
+        ["metrics.wandb={project: p}"],
+    ),
+    (
+        ["metrics.health_every=5", "objective.type=grpo", "rollout.group_size=2"],
+        ["metrics.health_every must be 0", "reads no teacher", "got 5"],
+        ["metrics.health_every=0"],
+    ),
+    (
+        ["metrics.health_every=5", "schedule.type=sync", "schedule.time_shared=true"],
+        ["metrics.health_every must be 0 with schedule.time_shared", "got 5"],
+        ["schedule.time_shared=false"],
     ),
 ]
 

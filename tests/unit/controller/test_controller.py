@@ -232,11 +232,41 @@ def test_batches_are_held_back_and_drained_at_the_end():
     assert pipeline.staleness() == [0, 0, 1, 1, 2, 2, 2, 2, 2, 2]
 
 
-def test_a_finite_source_ends_with_a_partial_batch():
-    pipeline = Pipeline(source=prompts(7), schedule=planned(10, 3, 1, 16, 16))
+def test_a_finite_source_ends_the_run_and_what_fills_no_batch_is_dropped():
+    pipeline = Pipeline(source=prompts(8), schedule=planned(10, 3, 1, 16, 16))
     accounting = pipeline.run()
-    assert [len(batch) for batch in pipeline.trained_uids()] == [3, 3, 1]
-    assert (accounting.updates, accounting.version, accounting.in_flight) == (3, 3, 0)
+    assert pipeline.trained_uids() == [[0, 1, 2], [3, 4, 5]]
+    assert (accounting.updates, accounting.version, accounting.in_flight) == (2, 2, 0)
+    assert (accounting.admitted, accounting.consumed) == (8, 6)
+    assert accounting.dropped == {"incomplete_batch": 2}
+    assert pipeline.controller.next_uid == 8
+    assert pipeline.controller._permits.in_use == 0
+
+
+def test_a_finite_source_of_whole_batches_drops_nothing():
+    pipeline = Pipeline(source=prompts(6), schedule=planned(10, 3, 1, 16, 16))
+    accounting = pipeline.run()
+    assert (accounting.updates, accounting.version, accounting.dropped) == (2, 2, {})
+
+
+@pytest.mark.parametrize("kind", [{"hold_batches": 2}, {"order": "completion"}, {"sync_every": 2}])
+def test_every_schedule_drains_a_finite_source(kind):
+    pipeline = Pipeline(source=prompts(11), schedule=planned(10, 2, 2, 16, 16, **kind))
+    accounting = pipeline.run()
+    assert (accounting.updates, accounting.version, accounting.in_flight) == (5, 5, 0)
+    assert accounting.dropped == {"incomplete_batch": 1}
+
+
+def test_drops_leave_a_finite_source_fewer_batches():
+    broken = RolloutRejected("aborted", "gone")
+    pipeline = Pipeline(
+        source=prompts(9),
+        schedule=planned(10, 3, 1, 16, 16),
+        fleet=Fleet(fail=failing_on(4, broken)),
+    )
+    accounting = pipeline.run()
+    assert pipeline.trained_uids() == [[0, 1, 2], [3, 5, 6]]
+    assert accounting.dropped == {"aborted": 1, "incomplete_batch": 2}
 
 
 def test_an_empty_source_makes_no_update():

@@ -5,14 +5,12 @@ import json
 import numpy as np
 import pyarrow
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pyarrow import parquet
 
-from megatron_opd.data.prompts import PromptRules, PromptSource, load_prompts
+from megatron_opd.data.prompts import PromptRules, load_prompts
 from megatron_opd.data.records import Columns, read_records
+from megatron_opd.data.render import Rendering
 from megatron_opd.data.tokenizer import build_tokenizer
-from megatron_opd.types import Prompt
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +25,6 @@ def write_lines(path, *lines):
 
 def rules(max_tokens=100, *, prompt="prompt", answer="answer", needed=False, **fields):
     return PromptRules(Columns((prompt,), (answer,), needed=needed), max_tokens, **fields)
-
-
-def prompts_of(count):
-    return [Prompt(uid=i, text=str(i), token_ids_P=np.array([i], np.int32)) for i in range(count)]
 
 
 def test_jsonl_and_parquet_give_the_same_prompts(tmp_path, tokenizer):
@@ -202,7 +196,7 @@ def test_chat_template_wraps_the_prompt_as_a_user_message(tmp_path):
     )
     path = write_lines(tmp_path / "a.jsonl", '{"prompt": "hi"}')
     plain, chat = (
-        load_prompts(path, tokenizer, rules(chat_template=wrap)).prompts[0]
+        load_prompts(path, tokenizer, rules(rendering=Rendering(wrap))).prompts[0]
         for wrap in (False, True)
     )
     assert plain.text == chat.text == "hi"
@@ -210,7 +204,7 @@ def test_chat_template_wraps_the_prompt_as_a_user_message(tmp_path):
     assert tokenizer.decode(chat.token_ids_P) == "[user]hi<eos>[assistant]"
     assert chat.token_ids_P[8] == tokenizer.eos_token_id
     with pytest.raises(ValueError, match=r"longer than the limit of 10 tokens"):
-        load_prompts(path, tokenizer, rules(10, chat_template=True))
+        load_prompts(path, tokenizer, rules(10, rendering=Rendering(True)))
     for template, words in (
         ("{% for %}", "chat template fails: TemplateSyntaxError"),
         ("{{ raise_exception('system role missing') }}", "TemplateError: system role missing"),
@@ -221,64 +215,159 @@ def test_chat_template_wraps_the_prompt_as_a_user_message(tmp_path):
     ):
         tokenizer.chat_template = template
         with pytest.raises(ValueError, match=words) as caught:
-            load_prompts(path, tokenizer, rules(chat_template=True))
+            load_prompts(path, tokenizer, rules(rendering=Rendering(True)))
         assert "\n" not in str(caught.value)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
-        load_prompts(path, tokenizer, rules(chat_template=True))
+        load_prompts(path, tokenizer, rules(rendering=Rendering(True)))
 
 
-@given(
-    count=st.integers(1, 20),
-    seed=st.integers(0, 99),
-    start=st.integers(0, 70),
-    size=st.integers(1, 5),
+CHATTY = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-def test_a_stream_resumed_at_a_cursor_continues_it(count, seed, start, size):
-    prompts = prompts_of(count)
-    whole = PromptSource(prompts, seed=seed, group_size=size)
-    for _ in range(start):
-        next(whole)
-    resumed = PromptSource(prompts, seed=seed, group_size=size, cursor=whole.cursor)
-    assert resumed.epoch == start // (count * size)
-    for expected_uid in range(start, start + 2 * count * size):
-        one, other = next(whole), next(resumed)
-        assert one.uid == other.uid == expected_uid
-        assert one.text == other.text
 
 
-@given(count=st.integers(1, 20), seed=st.integers(0, 99), shuffle=st.booleans())
-def test_every_epoch_holds_every_prompt_once(count, seed, shuffle):
-    source = PromptSource(prompts_of(count), seed=seed, shuffle=shuffle)
-    for _ in range(3):
-        texts = [next(source).text for _ in range(count)]
-        assert sorted(texts, key=int) == [str(i) for i in range(count)]
-        assert shuffle or texts == sorted(texts, key=int)
+def chat_rules(**fields):
+    columns = Columns(
+        chats=("prompt",), answers=("answer",), limits={"most": 50}, stops=("stop",), names=("id",)
+    )
+    return PromptRules(columns, 100, **{"rendering": Rendering(True), **fields})
 
 
-@given(count=st.integers(1, 9), seed=st.integers(0, 99), size=st.integers(1, 5))
-def test_groups_repeat_the_prompts_of_the_same_stream(count, seed, size):
-    single = PromptSource(prompts_of(count), seed=seed)
-    grouped = PromptSource(prompts_of(count), seed=seed, group_size=size)
-    for group in range(3 * count):
-        members = [next(grouped) for _ in range(size)]
-        assert {member.text for member in members} == {next(single).text}
-        assert [member.uid for member in members] == [group * size + i for i in range(size)]
+def chatty():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = CHATTY
+    return tokenizer
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
-    def epochs(seed):
-        source = PromptSource(prompts_of(50), seed=seed)
-        return [tuple(next(source).text for _ in range(50)) for _ in range(2)]
-
-    assert epochs(1) == epochs(1)
-    assert len({*epochs(1), *epochs(2)}) == 4
+def turn(role, content):
+    return {"role": role, "content": content}
 
 
-def test_a_stream_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least one prompt"):
-        PromptSource([], seed=0)
-    with pytest.raises(ValueError, match="cursor must be >= 0, got -1"):
-        PromptSource(prompts_of(1), seed=0, cursor=-1)
-    with pytest.raises(ValueError, match="group_size must be >= 1, got 0"):
-        PromptSource(prompts_of(1), seed=0, group_size=0)
+def load_rows(tmp_path, rows, rules):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_prompts(path, chatty(), rules)
+
+
+def test_messages_are_rendered_and_rows_keep_their_own_keys(tmp_path):
+    rows = [
+        {"prompt": [turn("system", "S"), turn("user", "q")], "id": 7, "most": 5.0, "stop": "\n"},
+        {"prompt": [turn("user", "a"), turn("assistant", "b"), turn("user", "c")], "stop": ["x"]},
+        {"prompt": "plain", "most": None, "id": None},
+    ]
+    found = load_rows(tmp_path, rows, chat_rules())
+    texts = [chatty().decode(prompt.token_ids_P) for prompt in found.prompts]
+    assert texts == [
+        "[system]S[user]q[assistant]",
+        "[user]a[assistant]b[user]c[assistant]",
+        "[user]plain[assistant]",
+    ]
+    path = tmp_path / "a.jsonl"
+    assert [prompt.row_id for prompt in found.prompts] == ["7", f"{path}:2", f"{path}:3"]
+    assert [prompt.text for prompt in found.prompts] == [
+        "q",
+        "user: a\nassistant: b\nuser: c",
+        "plain",
+    ]
+    assert [prompt.max_new_tokens for prompt in found.prompts] == [5, None, None]
+    assert [prompt.stop for prompt in found.prompts] == [("\n",), ("x",), ()]
+    assert found.unseen == frozenset()
+    assert load_rows(tmp_path, rows[2:], chat_rules()).unseen == {"most", "stop"}
+
+
+def test_parquet_holds_messages_as_jsonl_does(tmp_path):
+    path = tmp_path / "a.parquet"
+    rows = [{"prompt": [turn("user", "q")], "stop": ["x", "y"], "most": 3}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    (prompt,) = load_prompts(path, chatty(), chat_rules()).prompts
+    assert chatty().decode(prompt.token_ids_P) == "[user]q[assistant]"
+    assert (prompt.stop, prompt.max_new_tokens, prompt.row_id) == (("x", "y"), 3, f"{path} row 1")
+
+
+def test_the_system_prompt_precedes_chats_without_one(tmp_path):
+    rows = [{"prompt": "q"}, {"prompt": [turn("system", "own"), turn("user", "q")]}]
+    found = load_rows(tmp_path, rows, chat_rules(rendering=Rendering(True, "Be brief.")))
+    assert [chatty().decode(prompt.token_ids_P) for prompt in found.prompts] == [
+        "[system]Be brief.[user]q[assistant]",
+        "[system]own[user]q[assistant]",
+    ]
+
+
+def test_an_assistants_message_is_continued_only_if_asked(tmp_path):
+    rows = [{"prompt": [turn("user", "q"), turn("assistant", "It is")]}]
+    with pytest.raises(ValueError, match=r"the assistant's; .*data.continue_assistant: true"):
+        load_rows(tmp_path, rows, chat_rules())
+    (prompt,) = load_rows(tmp_path, rows, chat_rules(continues=True)).prompts
+    assert chatty().decode(prompt.token_ids_P) == "[user]q[assistant]It is"
+
+
+def test_messages_need_a_template(tmp_path):
+    rows = [{"prompt": [turn("user", "q")]}]
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl:1: 'prompt' holds messages, which need data\.ch"
+    ):
+        load_rows(tmp_path, rows, chat_rules(rendering=Rendering()))
+
+
+def test_a_chat_that_the_template_does_not_take_is_one_rows_fault(tmp_path):
+    tokenizer = chatty()
+    tokenizer.chat_template = (
+        "{% if messages|length > 1 %}{{ raise_exception('one turn only') }}{% endif %}" + CHATTY
+    )
+    good = json.dumps({"prompt": "q"}) + "\n"
+    bad = json.dumps({"prompt": [turn("user", "a"), turn("user", "b")]}) + "\n"
+    path = write_lines(tmp_path / "a.jsonl", good, bad, good)
+    found = load_prompts(path, tokenizer, chat_rules(max_bad_fraction=0.5))
+    assert (len(found.prompts), found.skipped) == (2, {"bad_chat": 1})
+    assert "a.jsonl:2: the chat template does not take it" in found.first["bad_chat"]
+    assert "one turn only" in found.first["bad_chat"]
+    assert found.prompts[1].row_id == f"{path}:3"
+
+
+@pytest.mark.parametrize(
+    ("extra", "cause", "words"),
+    [
+        ({"most": 0}, "bad_limit", "'most' must be in 1..50, got 0"),
+        ({"most": 51}, "bad_limit", "'most' must be in 1..50, got 51"),
+        ({"most": 1.5}, "wrong_type", "'most' must be a whole number, got 1.5"),
+        ({"most": True}, "wrong_type", "'most' must be a whole number, got True"),
+        ({"most": float("nan")}, "wrong_type", "'most' must be a whole number, got nan"),
+        ({"stop": ""}, "bad_limit", "'stop' must hold at most 16 strings of 1..256 characters"),
+        ({"stop": ["x"] * 17}, "bad_limit", "'stop' must hold at most 16 strings"),
+        ({"stop": ["x" * 257]}, "bad_limit", "'stop' must hold at most 16 strings"),
+        ({"stop": [1]}, "wrong_type", "'stop' must be a list of strings, got [1]"),
+        ({"stop": {"a": 1}}, "wrong_type", "'stop' must be a list of strings, got {'a': 1}"),
+        ({"stop": "\ud800"}, "wrong_type", "'stop' is not valid Unicode"),
+        ({"id": [1]}, "wrong_type", "'id' must be a string or number, got list"),
+    ],
+)
+def test_a_rows_own_keys_are_checked(tmp_path, extra, cause, words):
+    found = load_rows(
+        tmp_path, [{"prompt": "a"}, {"prompt": "b", **extra}], chat_rules(max_bad_fraction=0.5)
+    )
+    assert found.skipped == {cause: 1}
+    assert words in found.first[cause]
+
+
+def test_a_row_may_name_its_verifier(tmp_path, tokenizer):
+    lines = (
+        '{"prompt": "a", "answer": "1", "by": "exact"}\n',
+        '{"prompt": "b", "answer": "1", "by": null}\n{"prompt": "c", "answer": "1"}\n',
+        '{"prompt": "d", "answer": "1", "by": "os:system"}\n',
+        '{"prompt": "e", "answer": "1", "by": 3}\n',
+    )
+    path = write_lines(tmp_path / "a.jsonl", *lines)
+    columns = Columns(("prompt",), ("answer",), tasks={"by": ("exact", "math")})
+    loaded = load_prompts(path, tokenizer, PromptRules(columns, 9, max_bad_fraction=0.9))
+    assert [(prompt.text, prompt.task) for prompt in loaded.prompts] == [
+        ("a", "exact"),
+        ("b", None),
+        ("c", None),
+    ]
+    assert loaded.skipped == {"unknown_task": 1, "wrong_type": 1}
+    assert "'by' must be one of exact, math, got 'os:system'" in loaded.first["unknown_task"]
+    assert loaded.unseen == frozenset()
+    lacking = write_lines(tmp_path / "b.jsonl", '{"prompt": "a", "answer": "1"}\n')
+    assert load_prompts(lacking, tokenizer, PromptRules(columns, 9)).unseen == {"by"}

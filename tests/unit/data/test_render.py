@@ -6,7 +6,15 @@ import pytest
 from tokenizers import Regex, pre_tokenizers
 
 from megatron_opd.data import render
-from megatron_opd.data.render import Unfinished, render_prompts, within
+from megatron_opd.data.faults import Unusable
+from megatron_opd.data.messages import Message
+from megatron_opd.data.render import (
+    Rendering,
+    Unfinished,
+    render_prompts,
+    unread_kwargs,
+    within,
+)
 from megatron_opd.data.tokenizer import build_tokenizer
 
 LONG = "{% for i in range(9000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"
@@ -18,7 +26,7 @@ def test_a_template_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPat
     tokenizer = build_tokenizer()
     tokenizer.chat_template = LONG + "{{ messages[0].content }}"
     with pytest.raises(ValueError, match=r"^student.model: its tokenizer's chat template") as found:
-        render_prompts(["1+1=", "2+2="], tokenizer, chat_template=True)
+        render_prompts(["1+1=", "2+2="], tokenizer, Rendering(chat_template=True))
     for words in ("2 prompts of 8 characters", "within 0 s", "endless loop"):
         assert words in str(found.value)
 
@@ -28,7 +36,7 @@ def test_a_regular_expression_that_explodes_is_ended_by_the_library():
     tokenizer = build_tokenizer()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(1|1?)+$"), "isolated")
     with pytest.raises(ValueError, match=r"cannot encode the prompts.*retry-limit") as found:
-        render_prompts(["1" * 40 + "2"], tokenizer, chat_template=False)
+        render_prompts(["1" * 40 + "2"], tokenizer, Rendering())
     assert "\n" not in str(found.value)
 
 
@@ -49,3 +57,72 @@ def test_what_does_not_end_keeps_no_process_alive():
     assert left.daemon
     ended.set()
     left.join(30)
+
+
+TEMPLATE = (
+    "{% if enable_thinking is defined and not enable_thinking %}quiet {% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+SYSTEM_CHAT = (Message("system", "s"), Message("user", "q"))
+
+
+def tokenizer_with(template: str):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def rendered(chats, template: str = TEMPLATE, **how):
+    tokenizer = tokenizer_with(template)
+    found = render_prompts(chats, tokenizer, Rendering(True, **how))
+    return [tokenizer.decode(ids) for ids in found]
+
+
+def test_variables_reach_the_template():
+    assert rendered(["q"]) == ["user: q\nassistant: "]
+    off = {"enable_thinking": False}
+    assert rendered(["q"], template_kwargs=off) == ["quiet user: q\nassistant: "]
+
+
+def test_the_last_assistants_message_stays_open():
+    chat = (Message("user", "q"), Message("assistant", "It is "))
+    assert rendered([chat, "q"]) == ["user: q\nassistant: It is ", "user: q\nassistant: "]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no role') }}{% endif %}"
+            + TEMPLATE,
+            r"data\.system_prompt: the tokenizer's chat template takes no system message.*no role",
+        ),
+        (
+            TEMPLATE.replace("in messages", "in messages if m.role != 'system'"),
+            r"data\.system_prompt: the tokenizer's chat template leaves out system messages",
+        ),
+    ],
+)
+def test_a_template_without_system_messages_is_refused_with_a_system_prompt(template, words):
+    assert rendered(["q"], template) == ["user: q\nassistant: "]
+    with pytest.raises(ValueError, match=words):
+        rendered(["q"], template, system_prompt="s")
+
+
+def test_rows_with_system_messages_are_not_read_without_them():
+    dropping = TEMPLATE.replace("in messages", "in messages if m.role != 'system'")
+    with pytest.raises(ValueError, match=r"leaves out system messages; put their text into the us"):
+        rendered([SYSTEM_CHAT], dropping)
+    raising = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    found = render_prompts(["q", SYSTEM_CHAT], tokenizer_with(raising + TEMPLATE), Rendering(True))
+    assert found[0] != []
+    assert isinstance(found[1], Unusable)
+    assert "TemplateError: no" in str(found[1])
+
+
+def test_names_in_a_template_are_whole_words():
+    tokenizer = tokenizer_with(TEMPLATE)
+    assert unread_kwargs(tokenizer, {"enable_thinking": 1, "thinking": 1}) == ["thinking"]
+    tokenizer.chat_template = None
+    assert unread_kwargs(tokenizer, {"a": 1}) == ["a"]

@@ -11,21 +11,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_opd.data.tasks import get_verifier
+from megatron_opd.config.verifier import VerifierConfig
+from megatron_opd.data.judge import Judge
 from megatron_opd.data.tokenizer import build_tokenizer
+from megatron_opd.data.verifying import TaskVerifiers
 from megatron_opd.evaluation.measure import (
     Completion,
     EvaluationPlan,
     EvaluationReport,
     FleetPort,
-    Judge,
     evaluate,
 )
 from megatron_opd.types import Prompt
+from megatron_opd.verifiers.reward import TIMED_OUT, VerifierFailed
 from sglang_bridge.fleet import Fleet
 
 TOKENIZER = build_tokenizer()
-JUDGE = Judge(get_verifier("arithmetic"), TOKENIZER.decode, end_token_ids={1})
+VERIFIERS = TaskVerifiers(("arithmetic",), VerifierConfig())
+JUDGE = Judge(VERIFIERS, "arithmetic", TOKENIZER.decode, end_token_ids={1})
 
 
 def problems(answers):
@@ -66,8 +69,8 @@ class ScriptedPort:
         )
 
 
-def run(port, answers, **overrides):
-    return asyncio.run(evaluate(port, problems(answers), JUDGE, plan(**overrides)))
+def run(port, answers, judge=JUDGE, **overrides):
+    return asyncio.run(evaluate(port, problems(answers), judge, plan(**overrides)))
 
 
 def test_figures_of_a_small_case():
@@ -85,6 +88,7 @@ def test_figures_of_a_small_case():
     assert report.pass_at_k == {1: pytest.approx(100 * 2 / 3), 2: 100}
     assert report.pass_at_k_stderr_pct == {1: pytest.approx(report.stderr_pct), 2: 0}
     assert (report.version_min, report.version_max) == (1, 30)
+    assert (report.mean_reward, report.verifier_failures) == (pytest.approx(2 / 3), {})
 
 
 @given(
@@ -183,19 +187,26 @@ def test_the_fleet_port_asks_for_plain_generation():
         assert (request.top_p, request.num_draws, request.seed) == (1.0, 0, 17)
 
 
-def test_the_judge_cuts_at_the_first_end_token_whatever_its_text():
-    # <pad> ends a response here, and the verifier knows nothing of it
-    judge = Judge(get_verifier("arithmetic"), TOKENIZER.decode, {0, 1})
-    right, wrong = TOKENIZER.encode("#12"), TOKENIZER.encode("\n#13")
-    assert judge.correct([*right, 0, *wrong], "12")
-    assert not judge.correct([*right, *wrong, 0], "12")
-    assert judge.correct(right, "12")
-    assert judge.end([*right, 0, 1]) == 3
-    assert judge.end(right) is None
-    assert not judge.correct([], "12")
+class Scripted:
+    """Gives each response the reward it spells, or fails as it says."""
+
+    async def verify(self, task, response, answer):
+        if response.startswith("#0"):
+            raise VerifierFailed(TIMED_OUT, "1 s")
+        return int(response[1]) / 4
+
+
+def test_a_partial_reward_is_not_correct_and_a_failed_verifier_is_wrong_and_counted():
+    judge = Judge(Scripted(), "exact", TOKENIZER.decode, end_token_ids={1})
+    port = ScriptedPort([["#4<eos>", "#3<eos>"], ["#0<eos>", "#1<eos>"]])
+    report = run(port, ["1", "2"], judge)
+    assert report.accuracy_pct == 25
+    assert report.mean_reward == pytest.approx((4 + 3 + 0 + 1) / 16)
+    assert report.verifier_failures == {TIMED_OUT: 1}
+    assert report.line().endswith(", 1 counted as wrong: verifier_timed_out")
 
 
 def test_report_is_frozen():
-    report = EvaluationReport(1.0, 1.0, 1, 1, 1.0, 0.0)
+    report = EvaluationReport(1.0, 1.0, 1, 1, 1.0, 0.0, 0.01, {})
     with pytest.raises(AttributeError):
         report.accuracy_pct = 2.0

@@ -19,7 +19,7 @@ from megatron_opd.evaluation.progress import (
 def evaluated(update: int, accuracy: float, name: str = "easy", **passes: float) -> Evaluated:
     by_k = {1: accuracy} | {int(k.removeprefix("at_")): value for k, value in passes.items()}
     report = EvaluationReport(
-        *(accuracy, math.nan, 1, 4, 3.5, 0.0),
+        *(accuracy, math.nan, 1, 4, 3.5, 0.0, accuracy / 100, {}),
         pass_at_k=by_k,
         pass_at_k_stderr_pct=dict.fromkeys(by_k, math.nan),
         version_min=update,

@@ -13,7 +13,8 @@ from megatron_opd.cli.main import main
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.load import dump_config, load_config
 from megatron_opd.config.schema import Config
-from megatron_opd.data.records import Columns, data_crc32, scan_records
+from megatron_opd.data.files import data_crc32
+from megatron_opd.data.records import Columns, scan_records
 from megatron_opd.data.tasks import get_verifier
 from megatron_opd.losses.formulas import formula
 from megatron_opd.losses.objective import evaluate
@@ -105,7 +106,7 @@ def test_prompts_from_outside_are_located_and_have_a_checksum():
     rows = list(scan_records(source, Columns(("prompt",), ("answer",))))
     assert rows[1] == ("my_parts:sums:2", {"prompt": "1 + 1 = ", "answer": "2"})
     assert len(rows) == 100
-    assert data_crc32(source) == data_crc32(source) != 0
+    assert data_crc32([source]) == data_crc32([source]) != 0
     with pytest.raises(ValueError, match=r"my_parts:SquaredGap failed: "):
         list(scan_records(Path("my_parts:SquaredGap"), Columns(("prompt",))))
 

@@ -61,3 +61,10 @@ def test_values_of_other_kinds_differ(one: Any, other: Any):
     for a, b in ((one, other), (other, one)):
         (found,) = compare_rows([row(loss=a)], [row(loss=b)]).differences
         assert found.relative == math.inf
+
+
+def test_health_which_is_measured_beside_a_run_is_left_out():
+    one = [row(health_topk_overlap=0.5, health_update=0), row()]
+    found = compare_rows(one, [row(), row(health_topk_overlap=0.6)])
+    assert found.differences == ()
+    assert {"health_topk_overlap", "health_update"} <= set(found.left_out)

@@ -88,6 +88,21 @@ def test_the_request_describes_the_behaviour_distribution():
     assert list(request.input_ids) == [0, 1, 2]
 
 
+def test_a_prompt_has_its_own_limit_and_stop_strings_besides_the_runs():
+    fleet = FakeFleet(REPLY)
+    config = RolloutConfig(max_new_tokens=12, stop=("end", "\n"))
+    generator = RolloutGenerator(fleet, config, MC, 50, "run7")
+
+    async def two() -> None:
+        await generator.generate(make_prompt(5))
+        own = replace(make_prompt(6), max_new_tokens=7, stop=("\n", "own"))
+        await generator.generate(own)
+
+    run_virtual(two())
+    asked = [(request.max_new_tokens, request.stop) for request in fleet.requests]
+    assert asked == [(12, ("end", "\n")), (7, ("end", "\n", "own"))]
+
+
 @pytest.mark.parametrize("seeded", [True, False])
 def test_every_try_has_the_seed_of_its_prompt_or_none(seeded: bool):
     fleet = FakeFleet(REPLY)

@@ -342,6 +342,7 @@ def test_pieces_and_info():
         ({"num_draws": -1}, r"num_draws must be in 0\.\.64, got -1"),
         ({"num_atoms": 8193}, r"num_atoms must be in 0\.\.8192, got 8193"),
         ({"max_new_tokens": 0}, "max_new_tokens must be >= 1, got 0"),
+        ({"stop": ("x", "")}, "stop must hold no empty string"),
         ({"input_ids": []}, "input_ids must hold at least one token"),
     ],
 )

@@ -59,6 +59,16 @@ def test_a_sound_plain_reply_is_read():
     assert parse_rollout(URL, longest, PLAIN, KNOWN).finish_reason == "length"
 
 
+def test_a_stop_string_is_told_from_an_end_token():
+    asked = replace(PLAIN, stop=("end", "\n"))
+    by_string = plain(reason={"type": "stop", "matched": "\n"})
+    assert parse_rollout(URL, by_string, asked, KNOWN).finish_reason == "stop_string"
+    by_token = plain(reason={"type": "stop", "matched": 5})
+    assert parse_rollout(URL, by_token, asked, KNOWN).finish_reason == "stop"
+    with pytest.raises(BadReply, match=r"stopped at '\\n', which was not asked for"):
+        parse_rollout(URL, by_string, PLAIN, KNOWN)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -12,6 +12,7 @@ from megatron_opd.config.sections import ScoringConfig
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.teacher.scorer import FleetScorer
 from megatron_opd.types import VersionSpan
+from megatron_opd.verifiers.reward import REASONS, VerifierFailed
 from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
 from sglang_bridge.protocol import DrawCache, ScoreReply, Selection
 from sglang_bridge.retry import Backoff, retried
@@ -128,7 +129,7 @@ def test_no_attempts_are_refused():
 def test_the_verifier_judges_each_rollout_once():
     judged = []
 
-    def reward(rollout):
+    async def reward(rollout):
         judged.append(rollout.prompt.uid)
         return 0.5
 
@@ -159,8 +160,19 @@ WITH_TEACHER = {
 }
 
 
+def giving(outcome):
+    """Make a reward function that returns `outcome`, or raises it."""
+
+    async def reward(rollout):
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return reward
+
+
 def test_rewards_alone_ask_no_teacher():
-    sample = run_virtual(make_scorer({}, GRPO, lambda rollout: 1.0).score(ROLLOUT))
+    sample = run_virtual(make_scorer({}, GRPO, giving(1.0)).score(ROLLOUT))
     assert sample.reward == 1.0
     assert sample.teacher_logp_N.shape == GOOD.shape
     assert np.isnan(sample.teacher_logp_N).all()
@@ -171,8 +183,19 @@ def test_rewards_alone_ask_no_teacher():
 def test_a_missing_answer_drops_the_sample_before_a_teacher_is_asked(estimator):
     fleet = FakeFleet(GOOD)
     with pytest.raises(ScoreRejected, match="prompt 5 has no answer") as caught:
-        run_virtual(make_scorer({"teacher": fleet}, estimator, lambda r: None).score(ROLLOUT))
+        run_virtual(make_scorer({"teacher": fleet}, estimator, giving(None)).score(ROLLOUT))
     assert caught.value.reason == "no_answer"
+    assert not fleet.requests
+
+
+@pytest.mark.parametrize("estimator", [{}, GRPO, WITH_TEACHER])
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_failed_verifier_drops_the_sample_before_a_teacher_is_asked(estimator, reason):
+    fleet = FakeFleet(GOOD)
+    scorer = make_scorer({"teacher": fleet}, estimator, giving(VerifierFailed(reason, "why")))
+    with pytest.raises(ScoreRejected, match="why") as caught:
+        run_virtual(scorer.score(ROLLOUT))
+    assert caught.value.reason == reason
     assert not fleet.requests
 
 

@@ -1,0 +1,114 @@
+"""Makes the stream of training prompts, and says what a user should know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron_opd.cli.errors import UserError
+from megatron_opd.config.schema import Config
+from megatron_opd.data.prompts import PromptSet
+from megatron_opd.data.render import unread_kwargs
+from megatron_opd.data.stream import PromptSource, Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def sources_of(config: Config, train: Sequence[PromptSet]) -> list[Source]:
+    """Return what prompts are drawn from: each file with a weight, or all files as one."""
+    files = config.data.train
+    if files[0].weight is None:
+        prompts = tuple(prompt for each in train for prompt in each.prompts)
+        return [Source(", ".join(str(file.path) for file in files), prompts)]
+    return [
+        Source(str(file.path), each.prompts, file.weight or 1.0)
+        for file, each in zip(files, train, strict=True)
+    ]
+
+
+def prompt_source(config: Config, train: Sequence[PromptSet], cursor: int = 0) -> PromptSource:
+    """Return the stream of training prompts from `cursor` on."""
+    return PromptSource(
+        sources_of(config, train),
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        group_size=config.rollout.group_size,
+        epochs=config.data.epochs,
+        cursor=cursor,
+    )
+
+
+def check_enough(config: Config, train: Sequence[PromptSet]) -> None:
+    """Check that the data fills a batch, and a fixed distance. Raises UserError."""
+    if not all(each.whole and each.prompts for each in train):
+        return
+    schedule, batch = config.schedule, config.buffer.batch_size
+    there = prompt_source(config, train).available(batch)
+    if there < batch:
+        raise UserError(
+            f"data.train has prompts for {there} responses with data.epochs {config.data.epochs}, "
+            f"but buffer.batch_size is {batch}: no batch would be full; raise data.epochs"
+        )
+    if schedule.type not in ("step_off", "controlled"):
+        return
+    permits = schedule.permits(batch)
+    there = sum(len(each.prompts) for each in train) * config.rollout.group_size
+    if permits > there:
+        raise UserError(
+            f"schedule.max_staleness {schedule.max_staleness:g} with type {schedule.type} keeps "
+            f"{permits} responses in flight, but data.train has prompts for {there}; lower it, or "
+            "buffer.batch_size"
+        )
+
+
+def lasting(config: Config, train: Sequence[PromptSet]) -> list[str]:
+    """Return a line if data.epochs ends the run before run.max_steps does."""
+    epochs, steps, batch = config.data.epochs, config.run.max_steps, config.buffer.batch_size
+    if epochs is None or not train or not all(each.whole and each.prompts for each in train):
+        return []
+    updates = prompt_source(config, train).available(steps * batch) // batch
+    if updates == steps:
+        return []
+    return [
+        f"data.train lasts for {updates} updates with data.epochs {epochs}: the run ends there, "
+        f"before run.max_steps {steps}, which the learning rate's decay goes by"
+    ]
+
+
+def used_up(config: Config, updates: int) -> list[str]:
+    """Return a line if a run that has ended after `updates` updates had no more prompts."""
+    if updates >= config.run.max_steps:
+        return []
+    return [f"data.train is used up after {updates} updates: data.epochs {config.data.epochs}"]
+
+
+def template_notes(config: Config, tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+    """Return a line if the chat template does not read what data.chat_template_kwargs sets."""
+    if tokenizer is None:
+        return []
+    unread = unread_kwargs(tokenizer, config.data.chat_template_kwargs)
+    if not unread:
+        return []
+    return [
+        f"data.chat_template_kwargs: the tokenizer's chat template does not read "
+        f"{', '.join(unread)}, which has no effect"
+    ]
+
+
+def seen_problems(train: Sequence[PromptSet], key: str, heldout: PromptSet) -> list[str]:
+    """Return a line if held-out problems are trained on: their accuracy then says little.
+
+    key: of the held-out set, below `data`.
+    """
+    if not train:
+        return []
+    trained = {prompt.text for each in train for prompt in each.prompts}
+    both = sum(prompt.text in trained for prompt in heldout.prompts)
+    if both == 0:
+        return []
+    files = ", ".join(str(each.path) for each in train)
+    return [
+        f"{both} of {len(heldout.prompts)} prompts of data.{key} {heldout.path} are in "
+        f"data.train {files} too: their accuracy is that of problems trained on"
+    ]

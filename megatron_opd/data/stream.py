@@ -1,0 +1,181 @@
+"""Makes a stream of prompts from the prompts of one or several sources.
+
+Invariant: the n-th prompt of a stream depends only on the sources, the seed and n, so that a stream
+resumed at a cursor continues exactly where the first one stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_opd.data.seeds import MIXTURE, derived_seed
+from megatron_opd.types import Prompt
+
+BLOCK = 1024
+"""Prompts whose sources are drawn by one generator: finding the n-th draws n / BLOCK times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Holds prompts that are drawn together, epoch after epoch.
+
+    weight: the share of the stream's prompts that are drawn from here is weight / sum of weights.
+    """
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    weight: float = 1.0
+
+
+class PromptSource:
+    """Streams the prompts of sources, each in an order of its own, epoch after epoch.
+
+    Every prompt is given out `group_size` times in a row: uid // group_size is its group. The
+    source of a group is drawn by weight; a source that is read to its end begins its next epoch. At
+    the moment at which one would begin epoch number `epochs` (from 0) the stream ends, so that no
+    prompt is drawn more than `epochs` times; None: it never ends. `cursor` is the number given out
+    so far, and the uid of the next one; a stream built with that cursor continues this one. With
+    `shuffle` the order of epoch e of source i is a permutation seeded by (seed, e, i); without,
+    every epoch is in the order of the file.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        group_size: int = 1,
+        epochs: int | None = None,
+        cursor: int = 0,
+    ) -> None:
+        if not sources or not all(source.prompts for source in sources):
+            raise ValueError("every source of prompts needs at least one prompt, got none")
+        if cursor < 0:
+            raise ValueError(f"cursor must be >= 0, got {cursor}")
+        if group_size < 1:
+            raise ValueError(f"group_size must be >= 1, got {group_size}")
+        self._sources = tuple(sources)
+        self._seed, self._shuffle = seed, shuffle
+        self._group_size, self._epochs = group_size, epochs
+        self._mixture = _Mixture([source.weight for source in sources], seed)
+        self.cursor = cursor
+        group, member = divmod(cursor, group_size)
+        self._drawn = self._mixture.counts(group)
+        """Groups that were drawn from each source so far."""
+        self._orders: dict[int, tuple[int, Sequence[int]]] = {}
+        self._prompt = self._draw(group) if member else None
+
+    def at(self, cursor: int) -> PromptSource:
+        """Return a source of the same stream that continues at `cursor`."""
+        return PromptSource(
+            self._sources,
+            seed=self._seed,
+            shuffle=self._shuffle,
+            group_size=self._group_size,
+            epochs=self._epochs,
+            cursor=cursor,
+        )
+
+    def epochs_at(self, cursor: int) -> dict[str, float]:
+        """Return how often each source was read when `cursor` prompts were given out."""
+        counts = self._mixture.counts(-(-cursor // self._group_size))
+        drawn = zip(self._sources, counts, strict=True)
+        return {source.name: count / len(source.prompts) for source, count in drawn}
+
+    def available(self, most: int) -> int:
+        """Return how many prompts the whole stream has, or `most` if it has no fewer."""
+        if self._epochs is None:
+            return most
+        ends = [self._epochs * len(source.prompts) for source in self._sources]
+        groups = self._mixture.first_beyond(ends, -(-most // self._group_size))
+        return min(most, groups * self._group_size)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return self
+
+    def __next__(self) -> Prompt:
+        group, member = divmod(self.cursor, self._group_size)
+        if member == 0:
+            self._prompt = self._draw(group)
+        if self._prompt is None:
+            raise StopIteration
+        prompt = replace(self._prompt, uid=self.cursor)
+        self.cursor += 1
+        return prompt
+
+    def _draw(self, group: int) -> Prompt | None:
+        """Return the next prompt of the group's source, None at the end of the stream."""
+        index = self._mixture.source_of(group)
+        prompts = self._sources[index].prompts
+        epoch, position = divmod(self._drawn[index], len(prompts))
+        if self._epochs is not None and epoch >= self._epochs:
+            return None
+        self._drawn[index] += 1
+        return prompts[self._order(index, epoch)[position]]
+
+    def _order(self, index: int, epoch: int) -> Sequence[int]:
+        count = len(self._sources[index].prompts)
+        if not self._shuffle:
+            return range(count)
+        held = self._orders.get(index)
+        if held is None or held[0] != epoch:
+            rng = np.random.default_rng((self._seed, epoch, index))
+            held = self._orders[index] = (epoch, rng.permutation(count).tolist())
+        return held[1]
+
+
+class _Mixture:
+    """Draws the source of every group, each number by itself alone."""
+
+    def __init__(self, weights: Sequence[float], seed: int) -> None:
+        self._edges = np.cumsum(np.array(weights) / np.sum(weights))
+        self._seed = seed
+        self._held: tuple[int, npt.NDArray[np.int64]] | None = None
+
+    def source_of(self, group: int) -> int:
+        """Return the index of the source that the group is drawn from."""
+        if len(self._edges) == 1:
+            return 0
+        block, place = divmod(group, BLOCK)
+        return int(self._block(block)[place])
+
+    def counts(self, groups: int) -> list[int]:
+        """Return how many of the first `groups` groups come from each source."""
+        count = len(self._edges)
+        if count == 1:
+            return [groups]
+        blocks, rest = divmod(groups, BLOCK)
+        total = np.zeros(count, dtype=np.int64)
+        for block in range(blocks):
+            total += np.bincount(self._block(block), minlength=count)
+        total += np.bincount(self._block(blocks)[:rest], minlength=count)
+        return total.tolist()
+
+    def first_beyond(self, ends: Sequence[int], most: int) -> int:
+        """Return the first group whose source has given out ends[source], or `most`."""
+        if len(ends) == 1:
+            return min(ends[0], most)
+        drawn = np.zeros(len(ends), dtype=np.int64)
+        for block in range(-(-most // BLOCK)):
+            chosen = self._block(block)
+            there = [block * BLOCK + np.flatnonzero(chosen == s) for s in range(len(ends))]
+            left = [end - int(count) for end, count in zip(ends, drawn, strict=True)]
+            beyond = [
+                int(groups[n]) for groups, n in zip(there, left, strict=True) if n < len(groups)
+            ]
+            if beyond:
+                return min(*beyond, most)
+            drawn += [len(groups) for groups in there]
+        return most
+
+    def _block(self, block: int) -> npt.NDArray[np.int64]:
+        if self._held is None or self._held[0] != block:
+            rng = np.random.default_rng(derived_seed(self._seed, MIXTURE, block))
+            chosen = np.searchsorted(self._edges, rng.random(BLOCK), side="right")
+            self._held = block, np.minimum(chosen, len(self._edges) - 1)
+        return self._held[1]

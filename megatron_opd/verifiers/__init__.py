@@ -1,0 +1,1 @@
+"""Judges responses many at once, whatever a verifier does."""

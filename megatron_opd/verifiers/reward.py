@@ -1,0 +1,34 @@
+"""Defines what a verifier's judgement may be, and how one that cannot be used is reported.
+
+Invariant: a reward is a finite number in [0, 1], or VerifierFailed says why there is none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+TIMED_OUT, OUT_OF_MEMORY = "verifier_timed_out", "verifier_out_of_memory"
+FAILED, DIED, BAD_REWARD = "verifier_failed", "verifier_died", "verifier_bad_reward"
+REASONS = (TIMED_OUT, OUT_OF_MEMORY, FAILED, DIED, BAD_REWARD)
+
+
+class VerifierFailed(Exception):
+    """Reports that a verifier gave no judgement. `reason`: one of REASONS, to count.
+
+    detail: one line for the log.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail = reason, detail
+
+
+def checked_reward(judgement: Any) -> float:
+    """Return a judgement as a reward: true is 1, false 0. VerifierFailed: it is not in [0, 1]."""
+    if type(judgement).__module__ == "numpy" and getattr(judgement, "size", 0) == 1:
+        judgement = judgement.item()
+    if not isinstance(judgement, bool | int | float) or not 0 <= judgement <= 1:
+        plain = isinstance(judgement, float | str | None)
+        given = repr(judgement)[:40] if plain else f"a value of type {type(judgement).__name__}"
+        raise VerifierFailed(BAD_REWARD, f"must be a bool or a number in [0, 1], got {given}")
+    return float(judgement)

@@ -1,0 +1,1 @@
+"""Runs Python programs of unknown intent, shut off from the machine."""
