@@ -116,6 +116,7 @@ def test_entries_are_complete():
         for ending, unit in units.items():
             if metric.column.endswith(ending) and metric.column not in {
                 "stderr_pct",
+                "pass_at_k_stderr_pct",
                 "tokens_per_s",
             }:
                 assert metric.unit.startswith(unit), metric.column
