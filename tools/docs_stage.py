@@ -33,6 +33,7 @@ NAVIGATION = {
         "weight_sync",
         "recovery",
         "fleet",
+        "evaluation",
         "mismatch",
         "checkpoints",
         "convert",

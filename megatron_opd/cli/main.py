@@ -67,10 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(verbs)
     fleet.add_parser(verbs)
 
-    evaluate = with_config("eval", "measure avg@k of a checkpoint on the held-out problems")
-    evaluate.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint")
-    evaluate.add_argument("--json", action="store_true", help="print the report as JSON")
-    evaluate.set_defaults(handler=commands.evaluate)
+    _add_eval(with_config("eval", "measure avg@k and pass@k of checkpoints on held-out problems"))
 
     check = with_config("check", "validate a config and print the plan without starting anything")
     check.add_argument(
@@ -138,6 +135,31 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--seed", type=int, default=0, help="seed of the problems")
     data.set_defaults(handler=commands.make_data)
     return parser
+
+
+def _add_eval(evaluate: argparse.ArgumentParser) -> None:
+    """Add the options of `opd eval`."""
+    which = evaluate.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face checkpoint")
+    which.add_argument(
+        "--checkpoints",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="run directories, checkpoints of runs (checkpoints/step-*) or Hugging Face "
+        "checkpoints; what --out holds already is not evaluated again",
+    )
+    evaluate.add_argument("--json", action="store_true", help="with --model: print JSON")
+    evaluate.add_argument(
+        "--out", type=Path, metavar="FILE", help="with --checkpoints: keep the figures here (JSON)"
+    )
+    evaluate.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="with --checkpoints: draw the curve here; .png, .svg or .pdf",
+    )
+    evaluate.set_defaults(handler=commands.evaluate)
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:

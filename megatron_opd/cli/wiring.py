@@ -49,9 +49,11 @@ def make_client(section: ServerConfig, url: str, api_key: str | None = None) -> 
     return ServerClient(url, timeout_s=section.request_timeout_s, api_key=api_key)
 
 
-def make_fleet(section: ServerConfig, urls: Sequence[str], api_key: str | None = None) -> Fleet:
-    """Make clients for a role's servers."""
-    return Fleet([make_client(section, url, api_key) for url in urls])
+def make_fleet(
+    section: ServerConfig, urls: Sequence[str], api_key: str | None = None, evaluators: int = 0
+) -> Fleet:
+    """Make clients for a role's servers. evaluators: of them are kept for evaluations."""
+    return Fleet([make_client(section, url, api_key) for url in urls], evaluators)
 
 
 def make_recorder(
@@ -62,9 +64,10 @@ def make_recorder(
     console: Console,
     resumed: Resumption | None,
     vocab_sizes: Mapping[Role, int],
+    live: Callable[[int], None],
     probe: HealthProbe | None = None,
 ) -> RunRecorder:
-    """Make the observer: files as configured, and a display."""
+    """Make the observer: files as configured, and a display. live: told of each version."""
     metrics = config.metrics
     timeline = None
     if metrics.trace:
@@ -86,6 +89,7 @@ def make_recorder(
         signal=SignalWatch(
             reads_groups=config.estimator.reads_groups, patience=metrics.signal_patience
         ),
+        live=live,
         probe=probe,
     )
 

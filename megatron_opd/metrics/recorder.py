@@ -99,7 +99,7 @@ class RunRecorder:
     Args:
         updates_total: updates the run will make.
         totals: counted into; read them for the summary.
-        sinks: take one row per update; closed at the end.
+        sinks: take one row per update and per evaluated set; closed by `close`.
         timeline: drawn on and closed, if given.
         display: started and stopped, if given.
         clock: the event loop's clock (seconds).
@@ -107,6 +107,7 @@ class RunRecorder:
         updates: updates that they made.
         teacher_watch: looks at the scores of every batch; None where no teacher is read.
         signal: tells the user when updates teach nothing, if given.
+        live: told the updates of each version, once it is live and its row written.
         probe: measures some batches, if given; its columns are in the row that is written next.
     """
 
@@ -122,6 +123,7 @@ class RunRecorder:
         updates: int = 0,
         teacher_watch: TeacherWatch | None = None,
         signal: SignalWatch | None = None,
+        live: Callable[[int], None] = lambda updates: None,
         probe: Probe | None = None,
     ) -> None:
         self.totals = totals
@@ -129,7 +131,7 @@ class RunRecorder:
         self._elapsed_s = elapsed_s
         self.started_s = clock() - elapsed_s
         self._updates_total = updates_total
-        self._signal = signal
+        self._signal, self._live = signal, live
         self._sinks, self._timeline, self._display = tuple(sinks), timeline, display
         self._clock = clock
         self._teacher_watch, self._probe = teacher_watch, probe
@@ -248,6 +250,7 @@ class RunRecorder:
             columns |= {"memory_release_s": report.release_s, "memory_resume_s": report.resume_s}
         self.totals.stale_samples = self.window.stale_samples
         self._finish_row(batch, depths, columns)
+        self._live(report.version)
 
     def _finish_row(self, batch: Batch, depths: Depths, columns: Mapping[str, Any]) -> None:
         self._depths, self._updates = depths, batch.update + 1
@@ -269,7 +272,7 @@ class RunRecorder:
             self._display.updated(self.snapshot())
 
     def evaluated(self, row: Mapping[str, Any]) -> None:
-        """Pass on the figures of one evaluated set (metrics/dictionary/evaluation.py)."""
+        """Write the row of an evaluated set, also before and after the updates."""
         for sink in self._sinks:
             sink.evaluated(row)
 
@@ -291,19 +294,23 @@ class RunRecorder:
             self._timeline.used(cpu_s, cores, now_s)
 
     def ended(self, accounting: Accounting, now_s: float) -> None:
-        """Keep the accounting, write the unfinished rows of an interruption, close everything."""
+        """Keep the accounting, write the unfinished rows of an interruption, end what is shown."""
         self.accounting = accounting
         if self._probe is not None:
             self._probe.stop()
         with ExitStack() as closing:  # each of them, whatever another one raises
-            for sink in self._sinks:
-                closing.callback(sink.close)
             if self._timeline is not None:
                 closing.callback(self._timeline.close)
             if self._display is not None:
                 closing.callback(self._display.stop)
             for update in sorted(self._rows):
                 self._write_row(update)
+
+    def close(self) -> None:
+        """Close the sinks, once nothing is evaluated any more; safe to call twice."""
+        with ExitStack() as closing:
+            for sink in self._sinks:
+                closing.callback(sink.close)
 
     def snapshot(self) -> Snapshot:
         """Return the state of the run now."""

@@ -19,7 +19,7 @@ from tests.support.kept_states import FakeLearner, at, make_config, save_some
 
 def test_what_a_run_kept_must_be_whole(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    for key in ("train_crc32", "totals", "elapsed_s"):
+    for key in ("train_crc32", "totals", "elapsed_s", "evaluations"):
         save_some(config, FakeLearner(), [2])
         step = config.run.dir / "checkpoints" / "step-000002"
         extras = json.loads((step / RUN).read_text())
@@ -168,6 +168,34 @@ def test_earlier_attempts_may_be_removed(tmp_path: Path) -> None:
     (config.run.dir / "earlier" / "1").rmdir()
     reopen_run_dir(config, 2)
     assert (config.run.dir / "earlier" / "3").is_dir()
+
+
+def test_the_rows_of_evaluations_are_those_that_the_checkpoint_knows(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    save_some(config, FakeLearner(), [2])
+    rows = config.run.dir / "evaluations.jsonl"
+    run_dir = reopen_run_dir(config, 2)
+    assert not rows.exists(), "there was none"
+    rows.write_text('{"update": 4}\n{"upd')
+    reopen_run_dir(config, 2, evaluations='{"update": 2}\n')
+    assert rows.read_text() == '{"update": 2}\n'
+    run_dir.rewind(1, "")
+    assert rows.read_text() == ""
+
+
+def test_damaged_evaluations_are_named(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    save_some(config, FakeLearner(), [2])
+    step = config.run.dir / "checkpoints" / "step-000002"
+    extras = json.loads((step / RUN).read_text())
+    extras["evaluations"]["pending"] = "none"
+    (step / RUN).write_text(json.dumps(extras))
+    manifest = json.loads((step / "manifest.json").read_text())
+    found = sum_file(step, RUN)
+    manifest["sizes"][RUN], manifest["crc32"][RUN] = found.size, found.crc32
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"totals or evaluations of run\.json are damaged"):
+        find_resumption(config)
 
 
 def test_a_run_whose_data_was_used_up_needs_more_epochs(tmp_path: Path) -> None:

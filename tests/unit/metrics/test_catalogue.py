@@ -8,6 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from megatron_opd.evaluation.measure import EvaluationReport
+from megatron_opd.evaluation.progress import Evaluated
 from megatron_opd.metrics.catalogue import ALL, METRICS, metric_of, tag_of
 from megatron_opd.metrics.metric import GROUPS, Metric, Range
 from megatron_opd.metrics.opd_health import HealthFigures
@@ -21,11 +23,8 @@ from tests.support.fakes import make_sample
 from tests.support.paths import ROOT
 
 AXES = {"update", "time_s", "unix_time_s"}  # of every row, of either file
-EVALUATION_ROW = {
-    *AXES,
-    *("set", "version_min", "version_max", "lag_steps", "accuracy_pct", "stderr_pct", "pass_at_k"),
-    *("problems", "samples", "mean_response_tokens", "truncated_pct", "seconds"),
-}
+REPORT = EvaluationReport(50.0, 25.0, 2, 1, 3.5, 0.0, 0.5, {})
+EVALUATION_ROW = set(Evaluated(2, "heldout", 1, 0.5, 3.0, 1e9, REPORT).row())
 """What the evaluation of one set reports."""
 
 
@@ -123,6 +122,7 @@ def test_entries_are_complete():
         for ending, unit in units.items():
             if metric.column.endswith(ending) and metric.column not in {
                 "stderr_pct",
+                "pass_at_k_stderr_pct",
                 "tokens_per_s",
             }:
                 assert metric.unit.startswith(unit), metric.column
