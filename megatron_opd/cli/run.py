@@ -347,7 +347,7 @@ class PipelineRun:
             self.urls[STUDENT],
             self.console,
             resumed,
-            self.prepared.vocab_sizes,
+            self.prepared,
         )
         dirs, claim = StepDirs(self.run_dir.checkpoints), self.admission.claim
         kept = self.checkpoints = Checkpoints(

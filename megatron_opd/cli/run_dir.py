@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_opd.checkpoint.part_dir import write_synced
 from megatron_opd.checkpoint.run_lock import LOCK, RunDirHeld, RunLock, refuse_if_held
 from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.kept_rows import rows_before
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.section import Section
 from megatron_opd.metrics.sinks import reserve_json
@@ -20,6 +21,7 @@ RESOLVED = "config.resolved.yaml"
 OURS = (
     RESOLVED,
     "metrics.jsonl",
+    "rollouts.jsonl",
     "summary.json",
     "trace.json",
     "checkpoints",
@@ -48,6 +50,11 @@ class RunDir:
     def metrics(self) -> Path:
         """Returns the file with one JSON object per learner update."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        """Returns the file with one JSON object per recorded rollout."""
+        return self.path / "rollouts.jsonl"
 
     @property
     def summary(self) -> Path:
@@ -110,9 +117,10 @@ class RunDir:
 
         notes: comment lines for the head of the resolved configuration.
 
-        May raise OSError; UserError, before anything is changed, for a damaged metrics.jsonl.
+        May raise OSError; UserError, before anything is changed, for a damaged metrics.jsonl or
+        rollouts.jsonl.
         """
-        kept = self._rows_before(updates)
+        kept, rollouts = self._rows_before(updates), rows_before(self.rollouts, updates)
         aside = self._aside()
         for product in (self.logs, self.trace, self.summary):
             if product.exists():
@@ -122,18 +130,20 @@ class RunDir:
             shutil.rmtree(self.final_checkpoint)  # exported by the shorter run
         if self.metrics.exists():
             write_synced(self.metrics, kept)
+        rollouts.replace()
         write_synced(self.resolved_config, notes + dump_config(config))
         reserve_json(self.summary)
 
     def rewind(self, updates: int) -> None:
-        """Cut metrics.jsonl back to the first `updates` updates; the trace moves to earlier/N/.
+        """Cut the files of rows back to the first `updates` updates; the trace moves to earlier/N/.
 
         For a run that goes on in the same process. May raise OSError; UserError as continue_from.
         """
-        kept = self._rows_before(updates)
+        kept, rollouts = self._rows_before(updates), rows_before(self.rollouts, updates)
         if self.trace.exists():
             self.trace.rename(self._aside() / self.trace.name)
         write_synced(self.metrics, kept)
+        rollouts.replace()
 
     def _aside(self) -> Path:
         """Make the next directory earlier/N."""

@@ -16,6 +16,7 @@ import msgspec
 
 from megatron_opd.metrics.cache_size import CacheSize
 from megatron_opd.metrics.rewards import RewardStats
+from megatron_opd.metrics.rollouts import RolloutRecord
 from megatron_opd.metrics.servers import SampledByServer
 from megatron_opd.metrics.signal import SignalWatch
 from megatron_opd.metrics.sinks import Sink
@@ -90,6 +91,7 @@ class RunRecorder:
         updates: updates that they made.
         teacher_watch: looks at the scores of every batch; None where no teacher is read.
         signal: tells the user when updates teach nothing, if given.
+        rollouts: records samples token by token and is closed, if given.
     """
 
     def __init__(
@@ -104,13 +106,14 @@ class RunRecorder:
         updates: int = 0,
         teacher_watch: TeacherWatch | None = None,
         signal: SignalWatch | None = None,
+        rollouts: RolloutRecord | None = None,
     ) -> None:
         self.totals = totals
         self.accounting: Accounting | None = None
         self._elapsed_s = elapsed_s
         self.started_s = clock() - elapsed_s
         self._updates_total = updates_total
-        self._signal = signal
+        self._signal, self._rollouts = signal, rollouts
         self._sinks, self._timeline, self._display = tuple(sinks), timeline, display
         self._clock = clock
         self._teacher_watch = teacher_watch
@@ -132,7 +135,9 @@ class RunRecorder:
             self._display.start(self.snapshot)
 
     def admitted(self, prompt: Prompt) -> None:
-        """Do nothing: the controller counts admissions."""
+        """Keep the prompt for the record of rollouts; the controller counts admissions."""
+        if self._rollouts is not None:
+            self._rollouts.follow(prompt.uid, prompt)
 
     def rolled_out(self, rollout: Rollout) -> None:
         """Count and draw a rollout; the user is told of the first one that was sampled anew."""
@@ -144,12 +149,16 @@ class RunRecorder:
             )
         self.totals.add_rollout(rollout)
         self._sampled.add(rollout)
+        if self._rollouts is not None:
+            self._rollouts.follow(rollout.prompt.uid, rollout)
         if self._timeline is not None:
             self._timeline.rollout(rollout)
 
     def scored(self, sample: Sample, started_s: float, finished_s: float) -> None:
         """Count and draw a score."""
         self.totals.add_score(started_s, finished_s)
+        if self._rollouts is not None:
+            self._rollouts.follow(sample.rollout.prompt.uid, sample)
         if self._timeline is not None:
             self._timeline.score(sample, started_s, finished_s)
 
@@ -161,6 +170,8 @@ class RunRecorder:
                 "sample %d dropped for %s (%s); more of this kind are only counted",
                 *(uid, reason, detail),
             )
+        if self._rollouts is not None:
+            self._rollouts.dropped(uid, reason, detail, self._updates)
         if self._timeline is not None:
             self._timeline.drop(uid, reason, detail, self._clock())
 
@@ -170,6 +181,8 @@ class RunRecorder:
         """Count and draw an update; its row waits for the weight sync."""
         self.totals.add_update(batch, figures, started_s, finished_s)
         self.window.trained(batch, started_s, finished_s)
+        if self._rollouts is not None:
+            self._rollouts.trained(batch)
         if self._timeline is not None:
             self._timeline.update(batch, figures, started_s, finished_s)
         since_last_s = finished_s - self._done_s
@@ -259,6 +272,8 @@ class RunRecorder:
         with ExitStack() as closing:  # each of them, whatever another one raises
             for sink in self._sinks:
                 closing.callback(sink.close)
+            if self._rollouts is not None:
+                closing.callback(self._rollouts.close)
             if self._timeline is not None:
                 closing.callback(self._timeline.close)
             if self._display is not None:
