@@ -19,7 +19,7 @@ LAYERS = (
     {"config"},
     {"models", "buffer", "losses", "data", "batching", "metrics"},
     {"planning", "transport", "checkpoint", "weight_sync", "rollout", "teacher", "launch"},
-    {"learner", "controller", "evaluation", "mismatch", "sim"},
+    {"learner", "controller", "evaluation", "mismatch", "sim", "report"},
     {"search"},
     {"cli"},
     {"__main__"},
@@ -32,9 +32,10 @@ ONLY = {
     "launch": {"config"},
     "sim": {"types", "config", "models", "planning", "batching", "data", "metrics", "weight_sync"},
     "search": {"config", "data", "models", "planning", "sim"},
+    "report": {"types", "config", "metrics", "checkpoint"},
 }
 TORCH_FREE = {"types", "config", "buffer", "batching", "controller", "rollout", "teacher"}
-TORCH_FREE |= {"columns", "metrics", "planning", "launch", "sim", "search"}
+TORCH_FREE |= {"columns", "metrics", "planning", "launch", "sim", "search", "report"}
 HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
 # What learner ranks and server ranks do alike with tensors; the client side stays free of it.
 WITH_TORCH = {

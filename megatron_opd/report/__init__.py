@@ -1,0 +1,1 @@
+"""Reads run directories and writes what `opd report` shows. Torch-free."""
