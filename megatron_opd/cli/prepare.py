@@ -57,8 +57,8 @@ class Prepared:
     vocab_sizes: ids of every role's model; a teacher may have more than the student.
     heldout: evaluation problems, empty when there is no evaluation. judge: None when the task has
     no verifier. decode: turns token ids into text. probes: training prompts by teacher, to look at
-    its scores before the run. prompts_skipped: rows of the training file that cannot be used, by cause. notes: for the
-    terminal.
+    its scores before the run. prompts_skipped: rows of the training file that cannot be used, by
+    cause. notes: for the terminal.
     """
 
     student: ModelFacts
