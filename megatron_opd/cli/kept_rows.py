@@ -48,7 +48,7 @@ def rows_before(path: Path, updates: int) -> KeptRows:
             except (msgspec.DecodeError, RecursionError):
                 update = -1
             if update < 0:
-                raise UserError(f"{path}:{number} is damaged: not a row of {path.name}")
+                raise UserError(f"{path}:{number} is damaged: not a row of {path.stem}")
             if update < updates:
                 kept.write(row)
         kept.flush()

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_opd.checkpoint.part_dir import write_synced
 from megatron_opd.checkpoint.run_lock import LOCK, RunDirHeld, RunLock, refuse_if_held
 from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.kept_rows import rows_before
+from megatron_opd.cli.kept_rows import KeptRows, rows_before
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.section import Section
 from megatron_opd.metrics.sinks import reserve_json
@@ -21,6 +21,7 @@ RESOLVED = "config.resolved.yaml"
 OURS = (
     RESOLVED,
     "metrics.jsonl",
+    "evaluations.jsonl",
     "rollouts.jsonl",
     "summary.json",
     "trace.json",
@@ -120,7 +121,7 @@ class RunDir:
         May raise OSError; UserError, before anything is changed, for a damaged metrics.jsonl or
         rollouts.jsonl.
         """
-        kept, rollouts = self._rows_before(updates), rows_before(self.rollouts, updates)
+        kept = self._rows_before(updates)
         aside = self._aside()
         for product in (self.logs, self.trace, self.summary):
             if product.exists():
@@ -128,9 +129,8 @@ class RunDir:
         self.logs.mkdir()
         if self.final_checkpoint.exists():
             shutil.rmtree(self.final_checkpoint)  # exported by the shorter run
-        if self.metrics.exists():
-            write_synced(self.metrics, kept)
-        rollouts.replace()
+        for rows in kept:
+            rows.replace()
         write_synced(self.resolved_config, notes + dump_config(config))
         reserve_json(self.summary)
 
@@ -139,11 +139,11 @@ class RunDir:
 
         For a run that goes on in the same process. May raise OSError; UserError as continue_from.
         """
-        kept, rollouts = self._rows_before(updates), rows_before(self.rollouts, updates)
+        kept = self._rows_before(updates)
         if self.trace.exists():
             self.trace.rename(self._aside() / self.trace.name)
-        write_synced(self.metrics, kept)
-        rollouts.replace()
+        for rows in kept:
+            rows.replace()
 
     def _aside(self) -> Path:
         """Make the next directory earlier/N."""
@@ -154,20 +154,9 @@ class RunDir:
         aside.mkdir()
         return aside
 
-    def _rows_before(self, updates: int) -> str:
-        """Return the complete rows of metrics.jsonl of the first `updates` updates."""
-        content = self.metrics.read_bytes() if self.metrics.exists() else b""
-        rows = content.split(b"\n")[:-1]  # what follows was cut short when the run was killed
-        kept = ""
-        for number, row in enumerate(rows, 1):
-            try:
-                update = json.loads(row)["update"]
-                kept += f"{row.decode()}\n" if update < updates else ""
-            except (ValueError, TypeError, KeyError, RecursionError):
-                update = None
-            if type(update) is not int or update < 0:
-                raise UserError(f"{self.metrics}:{number} is damaged: not a row of metrics")
-        return kept
+    def _rows_before(self, updates: int) -> list[KeptRows]:
+        """Return the rows of the first `updates` updates, of every file that must lose others."""
+        return [rows_before(path, updates) for path in (self.metrics, self.rollouts)]
 
 
 def hold_run_dir(path: Path, *, resume: bool, overwrite: bool) -> RunLock:

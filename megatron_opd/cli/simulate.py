@@ -22,8 +22,9 @@ from megatron_opd.cli.tables import new_table
 from megatron_opd.config.schema import Config
 from megatron_opd.config.simulation import DEFAULT_GPU
 from megatron_opd.metrics.recorder import RunRecorder
-from megatron_opd.metrics.sinks import JsonlSink, Sink, TensorBoardSink, write_json
+from megatron_opd.metrics.sinks import JsonlSink, Sink, write_json
 from megatron_opd.metrics.summary import summarise
+from megatron_opd.metrics.tensorboard import TensorBoardSink
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
@@ -136,6 +137,9 @@ class SimulatedRows:
         """Pass a row on. The run begins at the clock's 0, so that equal runs have equal rows."""
         unknown = dict.fromkeys(name for name in NOT_SIMULATED if name in row)
         self._sink.write(update, {**row, **unknown, "unix_time_s": row["time_s"]})
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """Do nothing: a simulated student is not evaluated."""
 
     def close(self) -> None:
         """Close the sink behind."""

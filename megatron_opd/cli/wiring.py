@@ -31,7 +31,8 @@ from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.rollouts import RolloutRecord
 from megatron_opd.metrics.signal import SignalWatch
-from megatron_opd.metrics.sinks import JsonlSink, Sink, TensorBoardSink
+from megatron_opd.metrics.sinks import JsonlSink, Sink
+from megatron_opd.metrics.tensorboard import TensorBoardSink
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter

@@ -259,6 +259,11 @@ class RunRecorder:
         if self._display is not None:
             self._display.updated(self.snapshot())
 
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """Pass on the figures of one evaluated set (metrics/dictionary/evaluation.py)."""
+        for sink in self._sinks:
+            sink.evaluated(row)
+
     def moved(self, depths: Depths) -> None:
         """Keep the pipeline's depths for the display and draw them."""
         self._depths = depths

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import math
 import os
-import socket
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,11 +14,22 @@ RESERVED_BYTES = 65_536
 """Space in bytes reserved for one summary: a demo's takes 3 kB."""
 
 
+EVALUATIONS = "evaluations.jsonl"
+"""Name of the file of evaluations, beside metrics.jsonl."""
+
+
 class Sink(Protocol):
-    """Takes one row of figures per learner update."""
+    """Takes one row of figures per learner update, and one per evaluated set.
+
+    metrics/catalogue.py describes what rows can hold.
+    """
 
     def write(self, update: int, row: Mapping[str, Any]) -> None:
         """Record the row of `update` (0-based)."""
+        ...
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """Record the figures of one set; `update` and `set` are in the row."""
         ...
 
     def close(self) -> None:
@@ -30,18 +38,30 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """Writes metrics.jsonl: one JSON object per line, written at once; NaN becomes null."""
+    """Writes metrics.jsonl: one JSON object per line, written at once; NaN becomes null.
+
+    The first evaluation makes evaluations.jsonl beside it, of the same form.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = RowFile(path)
+        self._evaluations_path = path.with_name(EVALUATIONS)
+        self._file, self._evaluations = RowFile(path), None
 
     def write(self, update: int, row: Mapping[str, Any]) -> None:
         """Append one line; `update` is in the row already."""
-        self._file.append((json.dumps(json_ready(row), allow_nan=False) + "\n").encode())
+        self._file.append(_line(row))
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """Append one line to the evaluations."""
+        if self._evaluations is None:
+            self._evaluations = RowFile(self._evaluations_path)
+        self._evaluations.append(_line(row))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the files."""
         self._file.close()
+        if self._evaluations is not None:
+            self._evaluations.close()
 
 
 class RowFile:
@@ -66,58 +86,8 @@ class RowFile:
         self._file.close()
 
 
-class TensorBoardSink:
-    """Writes scalars into an event file, one tag per column, without torch or TensorFlow.
-
-    Written by the caller's own thread: TensorBoard's EventFileWriter prints a traceback from its
-    thread when the disk is full.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        # the import alone takes 0.3 s; runs without TensorBoard need not pay it
-        from tensorboard.compat.proto.event_pb2 import (
-            Event,  # pyright: ignore[reportAttributeAccessIssue]
-        )
-
-        directory.mkdir(parents=True, exist_ok=True)
-        now = time.time()
-        name = f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = RowFile(directory / name)
-        self._add(Event(wall_time=now, file_version="brain.Event:2"))
-
-    def write(self, update: int, row: Mapping[str, Any]) -> None:
-        """Add every finite number of the row at step `update`."""
-        # protobuf makes these classes at import
-        from tensorboard.compat.proto.event_pb2 import (
-            Event,  # pyright: ignore[reportAttributeAccessIssue]
-        )
-        from tensorboard.compat.proto.summary_pb2 import (
-            Summary,  # pyright: ignore[reportAttributeAccessIssue]
-        )
-
-        scalars = {
-            tag: float(value)
-            for tag, value in row.items()
-            if isinstance(value, int | float) and math.isfinite(value)
-        }
-        values = [
-            Summary.Value(tag=f"opd/{tag}", simple_value=value) for tag, value in scalars.items()
-        ]
-        event = Event(step=update, summary=Summary(value=values))
-        # wall_time is what TensorBoard's time axis shows; rows carry it when they have it
-        event.wall_time = float(row.get("unix_time_s", 0.0))
-        self._add(event)
-
-    def close(self) -> None:
-        """Close the event file."""
-        self._file.close()
-
-    def _add(self, event: Any) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        framed = io.BytesIO()
-        RecordWriter(framed).write(event.SerializeToString())
-        self._file.append(framed.getvalue())
+def _line(row: Mapping[str, Any]) -> bytes:
+    return (json.dumps(json_ready(row), allow_nan=False) + "\n").encode()
 
 
 def json_ready(value: Any) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from megatron_opd.metrics.catalogue import metric_of
 from megatron_opd.metrics.sinks import json_ready
 from megatron_opd.report.appended import AppendedRows
 from megatron_opd.report.run_files import ROLLOUTS, TRACE, RunFiles
@@ -83,7 +84,7 @@ class Watched:
                 "servers": last.get("servers"),
                 "counts": counts,
                 "epochs": list(epochs),
-                "columns": [c for c in self.table().columns if c not in NOT_CURVES],
+                "columns": [_described(c) for c in self.table().columns if c not in NOT_CURVES],
                 "teachers": self.rollouts.teachers,
                 "drop_reasons": [reason for reason in self.rollouts.drop_reasons if reason],
                 "damaged_rollouts": self.rollouts.damaged,
@@ -104,6 +105,13 @@ class Watched:
         wanted = {name: table.columns[name] for name in columns if name in table.columns}
         points = points_of(Table(table.update_R, table.time_s_R, wanted))
         return {"update": points.update_P, "time_s": points.time_s_P, "columns": points.columns}
+
+
+def _described(column: str) -> dict[str, str]:
+    metric = metric_of(column)
+    if metric is None:
+        return {"name": column, "group": "", "unit": "", "text": ""}
+    return {"name": column, "group": metric.group, "unit": metric.unit, "text": metric.text}
 
 
 def _at(tree: Mapping[str, Any], section: str, key: str) -> Any:

@@ -6,7 +6,8 @@ from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
 from megatron_opd.metrics.recorder import RunRecorder
-from megatron_opd.metrics.sinks import JsonlSink, TensorBoardSink
+from megatron_opd.metrics.sinks import JsonlSink
+from megatron_opd.metrics.tensorboard import TensorBoardSink
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter

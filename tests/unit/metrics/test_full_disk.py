@@ -15,7 +15,8 @@ import pytest
 
 from megatron_opd.cli.run_dir import prepare_run_dir
 from megatron_opd.metrics.recorder import RunRecorder
-from megatron_opd.metrics.sinks import JsonlSink, TensorBoardSink, reserve_json, write_json
+from megatron_opd.metrics.sinks import JsonlSink, reserve_json, write_json
+from megatron_opd.metrics.tensorboard import TensorBoardSink
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
@@ -57,7 +58,7 @@ def test_rows_are_there_whole_or_not_at_all(tmp_path: Path):
 PROGRAM = """
 import resource, sys
 from pathlib import Path
-from megatron_opd.metrics.sinks import TensorBoardSink
+from megatron_opd.metrics.tensorboard import TensorBoardSink
 sink = TensorBoardSink(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
 try:
@@ -88,7 +89,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path):
     first, second = EventFileLoader(str(file)).Load()
     assert first.file_version == "brain.Event:2"
     assert (second.step, second.wall_time) == (3, 12.0)
-    assert second.summary.value[0].tag == "opd/loss"
+    assert second.summary.value[0].tag == "train/loss"
 
 
 def test_the_summary_has_its_space_from_the_start(tmp_path: Path):

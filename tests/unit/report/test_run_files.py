@@ -21,12 +21,12 @@ def run(tmp_path: Path) -> Path:
 
 def test_the_names_are_those_that_a_run_writes():
     written = RunDir(Path("r"))
-    assert run_files.METRICS == written.metrics.name
-    assert run_files.RESOLVED == written.resolved_config.name
-    assert run_files.SUMMARY == written.summary.name
-    assert run_files.TRACE == written.trace.name
-    assert run_files.LOGS == written.logs.name
-    assert run_files.CHANGES == written.changes.name
+    assert written.metrics.name == run_files.METRICS
+    assert written.resolved_config.name == run_files.RESOLVED
+    assert written.summary.name == run_files.SUMMARY
+    assert written.trace.name == run_files.TRACE
+    assert written.logs.name == run_files.LOGS
+    assert written.changes.name == run_files.CHANGES
     assert run_files.EARLIER in OURS
 
 

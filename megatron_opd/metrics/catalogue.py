@@ -1,0 +1,39 @@
+"""Lists every column that a run can write to metrics.jsonl and evaluations.jsonl, and no other.
+
+Whoever adds a column describes it in the file of its group (dictionary/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megatron_opd.metrics.dictionary.evaluation import EVALUATION
+from megatron_opd.metrics.dictionary.learner import LEARNER
+from megatron_opd.metrics.dictionary.mismatch import MISMATCH
+from megatron_opd.metrics.dictionary.perf import PERF
+from megatron_opd.metrics.dictionary.rollout import ROLLOUT
+from megatron_opd.metrics.dictionary.teacher import TEACHER
+from megatron_opd.metrics.dictionary.weight_sync import WEIGHT_SYNC
+from megatron_opd.metrics.metric import Metric, Names
+
+ALL = (*LEARNER, *MISMATCH, *ROLLOUT, *TEACHER, *PERF, *WEIGHT_SYNC, *EVALUATION)
+METRICS: Mapping[str, Metric] = MappingProxyType({metric.column: metric for metric in ALL})
+"""Every column by its name. A column of one teacher, COLUMN/NAME, is found by `metric_of`."""
+PER_NAME = "/"
+"""Separates a column's name from the teacher that it is of."""
+
+
+def metric_of(column: str) -> Metric | None:
+    """Return what describes a column of a row, also one of a single teacher; None: nothing does."""
+    return METRICS.get(column.partition(PER_NAME)[0])
+
+
+def tag_of(column: str, names: Names) -> str:
+    """Return what a sink that groups columns calls one of a row: GROUP/COLUMN, or an alias.
+
+    A column that the catalogue lacks, such as one of a user's own, keeps its name.
+    """
+    base, separator, name = column.partition(PER_NAME)
+    metric = METRICS.get(base)
+    return column if metric is None else f"{metric.tag(names)}{separator}{name}"

@@ -1,0 +1,1 @@
+"""Describes the columns of a run's rows, a file for each group."""

@@ -1,0 +1,165 @@
+"""The catalogue and what runs write hold the same columns."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from megatron_opd.metrics.catalogue import ALL, METRICS, metric_of, tag_of
+from megatron_opd.metrics.metric import GROUPS, Metric, Range
+from megatron_opd.metrics.recorder import RunRecorder
+from megatron_opd.metrics.teacher_health import TeacherWatch
+from megatron_opd.metrics.totals import RunTotals
+from megatron_opd.metrics.types import Depths, Phase, WeightSyncReport
+from megatron_opd.transport.messages import UpdateMetrics
+from megatron_opd.types import Batch
+from tests.support.fakes import make_sample
+from tests.support.paths import ROOT
+
+AXES = {"update", "time_s", "unix_time_s"}  # of every row, of either file
+EVALUATION_ROW = {
+    *AXES,
+    *("set", "version_min", "version_max", "lag_steps", "accuracy_pct", "stderr_pct", "pass_at_k"),
+    *("problems", "samples", "mean_response_tokens", "truncated_pct", "seconds"),
+}
+"""What the evaluation of one set reports."""
+
+
+class Rows:
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def write(self, update, row):
+        self.rows.append(dict(row))
+
+    def evaluated(self, row):
+        self.rows.append(dict(row))
+
+    def close(self):
+        pass
+
+
+def whole_metrics() -> UpdateMetrics:
+    """Every figure that an estimator can report, all at once."""
+    return UpdateMetrics(**{field.name: 1 for field in msgspec.structs.fields(UpdateMetrics)})
+
+
+def whole_row() -> dict[str, Any]:
+    """The row of an update with every feature on: two teachers, rewards, a weight sync, turns."""
+    sink = Rows()
+    watch = TeacherWatch({"teacher": 16, "maths": 16}, alarm=False, stop_after=0)
+    recorder = RunRecorder(9, RunTotals(group_size=2), [sink], teacher_watch=watch)
+    samples = []
+    for uid in range(2):
+        sample = make_sample(uid)
+        prompt = replace(sample.rollout.prompt, teacher=("teacher", "maths")[uid])
+        rollout = replace(sample.rollout, prompt=prompt)
+        samples.append(replace(sample, rollout=rollout, reward=float(uid)))
+    batch = Batch(0, 0, tuple(samples))
+    recorder.trained(batch, whole_metrics(), 0.0, 1.0)
+    phases = (Phase("offload", 1.0, 2.0), Phase("send", 2.0, 3.0))
+    report = WeightSyncReport(1, phases, 9, 1.0, 3.0, servers=("http://a",), release_s=0.5)
+    recorder.weights_synced(batch, report, Depths(0, 0, 0, 0, 0))
+    (row,) = sink.rows
+    return row
+
+
+def of_updates() -> set[str]:
+    return {metric.column for metric in ALL if metric.group != "eval"}
+
+
+def test_every_column_of_a_row_is_in_the_catalogue_and_the_other_way_round():
+    columns = {column.partition("/")[0] for column in whole_row()}
+    assert columns - of_updates() == set(), "describe them in metrics/dictionary/"
+    assert of_updates() - columns == set(), "no run writes them"
+
+
+def test_every_figure_of_an_evaluated_set_is_in_the_catalogue():
+    assert {metric.column for metric in ALL if metric.group == "eval"} | AXES == EVALUATION_ROW
+
+
+def test_no_column_is_described_twice():
+    assert len(ALL) == len(METRICS)
+
+
+@pytest.mark.parametrize("peer", ["slime", "verl"])
+def test_no_alias_stands_for_two_columns(peer: str):
+    names = [metric.aliases[peer] for metric in ALL if peer in metric.aliases]
+    assert len(names) == len(set(names)) > 8
+    assert all(re.fullmatch(r"[a-z0-9_-]+(/[a-z0-9_-]+)+", name) for name in names)
+
+
+def test_entries_are_complete():
+    for metric in ALL:
+        assert metric.group in GROUPS
+        assert metric.text.endswith((".", ")")), metric.column
+        assert len(metric.text) > 15, metric.column
+        assert set(metric.aliases) <= {"slime", "verl"}
+        assert metric.aliases or not metric.differs, metric.column
+        assert metric.healthy is None or metric.action, f"{metric.column}: what to do outside?"
+        units = {"_s": "s", "_nats": "nats", "_bytes": "bytes", "_pct": "%"}
+        for ending, unit in units.items():
+            if metric.column.endswith(ending) and metric.column not in {
+                "stderr_pct",
+                "tokens_per_s",
+            }:
+                assert metric.unit.startswith(unit), metric.column
+
+
+def test_keys_that_the_catalogue_names_are_there():
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    keys = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)", page))
+    sections = {key.partition(".")[0] for key in keys} - {"metrics"}
+    named = {
+        key
+        for metric in ALL
+        for key in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", f"{metric.text} {metric.action}")
+        if key.partition(".")[0] in sections and not key.endswith((".md", ".json", ".jsonl"))
+    }
+    assert len(named) > 20
+    assert named - keys == set()
+
+
+@pytest.mark.parametrize(
+    ("column", "names", "tag"),
+    [
+        ("loss", "opd", "train/loss"),
+        ("loss", "verl", "actor/loss"),
+        ("loss", "slime", "train/loss"),
+        ("publish_s", "slime", "perf/update_weights_time"),
+        ("pause_s", "slime", "weight_sync/pause_s"),
+        ("teacher_score_std_nats/maths", "verl", "teacher/teacher_score_std_nats/maths"),
+        ("my_own", "verl", "my_own"),
+    ],
+)
+def test_tags(column: str, names: Any, tag: str):
+    assert tag_of(column, names) == tag
+
+
+def test_a_column_of_one_teacher_is_described_as_that_of_all():
+    assert metric_of("teacher_score_std_nats/maths") is METRICS["teacher_score_std_nats"]
+    assert metric_of("my_own") is None
+
+
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside", "text"),
+    [
+        (Range(0, 0.2), (0, 0.2), (-0.1, 0.21, np.nan), "0 to 0.2"),
+        (Range(0.5, None), (0.5, 7), (0.49,), ">= 0.5"),
+        (Range(None, 0), (-3, 0), (0.1,), "<= 0"),
+        (Range(1, 1), (1,), (0, 2), "1"),
+    ],
+)
+def test_ranges(bounds: Range, inside, outside, text: str):
+    assert all(bounds.holds(value) for value in inside)
+    assert not any(bounds.holds(value) for value in outside)
+    assert str(bounds) == text
+
+
+def test_a_metric_without_an_alias_keeps_its_name():
+    metric = Metric("a_s", "perf", "s", "A time.")
+    assert metric.aliases == {}
+    assert [metric.tag(names) for names in ("opd", "slime", "verl")] == ["perf/a_s"] * 3
