@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
 CHARTS = Path(__file__).parents[1] / "report" / "static"
-"""uPlot, which `opd report` draws with too."""
+CHART_FILES = ("uPlot.iife.min.js", "uPlot.min.css")
+"""What `opd report` draws with too."""
 TYPES = {
     ".html": "text/html",
     ".css": "text/css",
@@ -94,11 +95,11 @@ class WatchServer:
 
     async def _static(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        for folder in (STATIC, CHARTS):
-            path = folder / name
-            # a name is one of a listing: nothing outside can be named
-            if path.suffix in TYPES and name in {entry.name for entry in folder.iterdir()}:
-                return _file(path)
+        if name in CHART_FILES:
+            return _file(CHARTS / name)
+        # a name is one of a listing: nothing outside can be named
+        if name in {entry.name for entry in STATIC.iterdir()}:
+            return _file(STATIC / name)
         raise web.HTTPNotFound
 
     async def _state(self, request: web.Request) -> web.Response:

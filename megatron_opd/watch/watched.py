@@ -107,11 +107,20 @@ class Watched:
         return {"update": points.update_P, "time_s": points.time_s_P, "columns": points.columns}
 
 
-def _described(column: str) -> dict[str, str]:
+def _described(column: str) -> dict[str, Any]:
+    """Return what the catalogue says of a column. low, high: of a healthy run, None: no bound."""
     metric = metric_of(column)
     if metric is None:
-        return {"name": column, "group": "", "unit": "", "text": ""}
-    return {"name": column, "group": metric.group, "unit": metric.unit, "text": metric.text}
+        return {"name": column, "unit": "", "text": "", "low": None, "high": None, "action": ""}
+    healthy = metric.healthy
+    return {
+        "name": column,
+        "unit": metric.unit,
+        "text": metric.text,
+        "low": None if healthy is None else healthy.low,
+        "high": None if healthy is None else healthy.high,
+        "action": metric.action,
+    }
 
 
 def _at(tree: Mapping[str, Any], section: str, key: str) -> Any:

@@ -29,8 +29,10 @@ function colours() {
 }
 
 class Chart {
-  constructor(names, texts, remove) {
+  // described: what the catalogue says of the first column, see Watched.state.
+  constructor(names, described, remove) {
     this.names = names;
+    this.described = described;
     this.value = make("output");
     const head = make("div", { class: "head" }, make("h2", {}, names.map(words).join(", ")), this.value);
     if (remove) {
@@ -39,8 +41,9 @@ class Chart {
       head.append(button);
     }
     this.place = make("div");
-    const about = texts ? make("p", { class: "about" }, texts) : null;
-    this.card = make("div", { class: "chart", role: "group", "aria-label": names.map(words).join(", ") }, head, this.place, about);
+    this.warning = make("p", { class: "about warning", hidden: true });
+    const about = described.text ? make("p", { class: "about" }, described.text) : null;
+    this.card = make("div", { class: "chart", role: "group", "aria-label": names.map(words).join(", ") }, head, this.place, this.warning, about);
     this.plot = null;
     new ResizeObserver(() => this.resize()).observe(this.card);
   }
@@ -50,9 +53,19 @@ class Chart {
     if (this.plot && width > 0 && width !== this.plot.width) this.plot.setSize({ width, height: 170 });
   }
 
+  // Say what to do when the last value is not where a healthy run's is.
+  warn(value) {
+    const { low, high, action } = this.described;
+    const outside = typeof value === "number" && ((low !== null && value < low) || (high !== null && value > high));
+    this.warning.hidden = !outside;
+    const usual = low !== null && high !== null ? `${figure(low)} to ${figure(high)}` : low !== null ? `at least ${figure(low)}` : `at most ${figure(high)}`;
+    this.warning.textContent = outside ? `Usually ${usual}. ${action}` : "";
+  }
+
   draw(xs, series, byTime) {
     const last = series.map((values) => values.findLast((value) => value !== null));
     this.value.textContent = last.map((value) => figure(value)).join(" · ");
+    this.warn(last[0]);
     const data = [xs, ...series];
     if (this.plot && this.byTime === byTime) {
       this.plot.setData(data);
@@ -84,7 +97,7 @@ function wanted(columns) {
 
 async function draw(state) {
   const columns = state.columns.map((column) => column.name);
-  const texts = new Map(state.columns.map((column) => [column.name, column.text]));
+  const described = new Map(state.columns.map((column) => [column.name, column]));
   const byTime = at("axis").value === "time_s";
   const key = JSON.stringify([state.counts.updates, state.counts.evaluations, state.epochs, added, byTime]);
   if (key === stamp) return;
@@ -101,7 +114,7 @@ async function draw(state) {
     if (!charts.has(id)) {
       const own = added.includes(names[0]) && names.length === 1;
       const remove = own ? () => { added.splice(added.indexOf(names[0]), 1); stamp = ""; draw(state); } : null;
-      charts.set(id, new Chart(names, texts.get(names[0]), remove));
+      charts.set(id, new Chart(names, described.get(names[0]), remove));
     }
     const chart = charts.get(id);
     at("charts").append(chart.card);
@@ -125,7 +138,7 @@ function drawAccuracy(rows, byTime, seen) {
   const names = sets.map((set) => `${ACCURACY}/${set}`);
   const id = names.join(",");
   seen.add(id);
-  if (!charts.has(id)) charts.set(id, new Chart(names, "Held-out problems answered correctly."));
+  if (!charts.has(id)) charts.set(id, new Chart(names, { text: "Held-out problems answered correctly.", low: null, high: null }, null));
   const place = new Map(xs.map((value, i) => [value, i]));
   const series = sets.map(() => xs.map(() => null));
   for (const row of usable) series[sets.indexOf(String(row.set))][place.get(x(row))] = row[ACCURACY];
