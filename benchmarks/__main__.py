@@ -42,6 +42,7 @@ STUDIES = (
     "schedules",
     "calibration",
     "simulator",
+    "watch",
 )
 WITH_OPTIONS = (
     "step",
@@ -62,6 +63,7 @@ WITH_OPTIONS = (
     "slurm",
     "schedules",
     "simulator",
+    "watch",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

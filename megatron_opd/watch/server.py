@@ -27,7 +27,7 @@ from megatron_opd.watch.watched import Watched
 logger = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
-CHARTS = Path(__file__).parents[1] / "report" / "static"
+CHARTS = Path(__file__).parents[1] / "report" / "static" / "uplot"
 CHART_FILES = ("uPlot.iife.min.js", "uPlot.min.css")
 """What `opd report` draws with too."""
 TYPES = {

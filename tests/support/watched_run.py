@@ -56,7 +56,7 @@ def make_running(path: Path) -> None:
 
 
 def make_crashed(path: Path) -> None:
-    """A run whose controller was killed: a lock of a process that is gone, no summary, torn rows."""
+    """A run whose controller was killed: its lock is left, no summary, rows are torn."""
     (path / "summary.json").unlink(missing_ok=True)
     write_lock(path, 2**22 + 1)  # above every pid
     for name in ("metrics.jsonl", "rollouts.jsonl"):

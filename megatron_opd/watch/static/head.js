@@ -11,7 +11,7 @@ const TILES = [
 ];
 
 export function showHead(state) {
-  document.title = `${state.run} – opd watch`;
+  document.title = `${state.run}: opd watch`;
   at("run").textContent = state.run;
   at("state").textContent = state.state;
   at("state").className = `badge ${state.state}`;

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from tests.support.paths import ROOT
 
 LOCKS = {name: ROOT / "requirements" / f"{name}.lock" for name in ("cpu", "gpu")}
-EXTRAS = {"cpu": ("cpu", "ray", "test", "plots"), "gpu": ("gpu", "ray", "test")}
+EXTRAS = {"cpu": ("cpu", "ray", "test", "plots", "browser"), "gpu": ("gpu", "ray", "test")}
 
 
 @cache
