@@ -45,7 +45,7 @@ def rows_before(path: Path, updates: int) -> KeptRows:
                 break  # cut short when the run was killed
             try:
                 update = decoder.decode(row).update
-            except (msgspec.DecodeError, RecursionError):
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 update = -1
             if update < 0:
                 raise UserError(f"{path}:{number} is damaged: not a row of {path.stem}")

@@ -39,7 +39,9 @@ class Access:
 
     def knows(self, given: str | None) -> bool:
         """Return whether a token is the right one, in constant time."""
-        return given is not None and secrets.compare_digest(given.encode(), self.token.encode())
+        return given is not None and secrets.compare_digest(
+            given.encode(errors="replace"), self.token.encode()
+        )
 
     def serves(self, host: str) -> bool:
         """Return whether the Host header names this machine: by address, or by a known name."""
@@ -90,7 +92,9 @@ def let_in(request: web.Request, access: Access, cookie: str) -> web.Response:
     rest = {key: value for key, value in request.query.items() if key != TOKEN}
     response = web.Response(status=303, headers=HEADERS)
     response.headers["Location"] = str(request.rel_url.with_query(rest))
-    response.set_cookie(cookie, access.token, httponly=True, samesite="Strict", path="/")
+    # Lax, not Strict: the address may be clicked on a page of elsewhere, and nothing here changes
+    # anything
+    response.set_cookie(cookie, access.token, httponly=True, samesite="Lax", path="/")
     return response
 
 

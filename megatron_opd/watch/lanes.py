@@ -90,7 +90,7 @@ class Lanes:
     def _add(self, content: bytes) -> None:
         try:
             event = self._decoder.decode(content)
-        except (msgspec.DecodeError, RecursionError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return  # the last line of a run that was killed, or none of ours
         if event.ph == "M" and event.name == "process_name":
             self._by_pid[event.pid] = Lane(str(event.args.get("name", "")))

@@ -25,7 +25,6 @@ PREVIEW = 200
 """Characters of both that a list shows."""
 STEP_BYTES = 8 * 2**20
 """Bytes that are read at once; a request waits for as much at most."""
-MOST_ROW_BYTES = 64 * 2**20
 NONE = np.nan
 
 Rows = npt.NDArray[np.int64]

@@ -69,7 +69,7 @@ def test_the_printed_address_leaves_the_token_in_a_cookie_only(run_dir: Path):
         cookie = answer.headers["Set-Cookie"]
         assert cookie.startswith(f"{cookie_name(PORT)}={TOKEN};")
         assert "HttpOnly" in cookie
-        assert "SameSite=Strict" in cookie
+        assert "SameSite=Lax" in cookie
         assert (await ask("/", cookie=TOKEN)).status == 200
 
     served(run_dir, scenario)
