@@ -34,7 +34,9 @@ class Chart {
     this.names = names;
     this.described = described;
     this.value = make("output");
-    const head = make("div", { class: "head" }, make("h2", {}, names.map(words).join(", ")), this.value);
+    this.last = "";
+    const unit = described.unit ? make("small", { class: "dim" }, ` ${described.unit}`) : null;
+    const head = make("div", { class: "head" }, make("h2", {}, names.map(words).join(", "), unit), this.value);
     if (remove) {
       const button = make("button", { type: "button", "aria-label": `remove ${names[0]}` }, "×");
       button.addEventListener("click", remove);
@@ -62,9 +64,17 @@ class Chart {
     this.warning.textContent = outside ? `Usually ${usual}. ${action}` : "";
   }
 
+  // Show the values under the pointer, in all charts at once, and the last ones without it.
+  point(plot, write) {
+    const i = plot.cursor.idx;
+    if (i === null || i === undefined) this.value.textContent = this.last;
+    else this.value.textContent = `${write(plot.data[0][i])}: ${this.names.map((_, k) => figure(plot.data[k + 1][i])).join(" · ")}`;
+  }
+
   draw(xs, series, byTime) {
     const last = series.map((values) => values.findLast((value) => value !== null));
-    this.value.textContent = last.map((value) => figure(value)).join(" · ");
+    this.last = last.map((value) => figure(value)).join(" · ");
+    this.value.textContent = this.last;
     this.warn(last[0]);
     const data = [xs, ...series];
     if (this.plot && this.byTime === byTime) {
@@ -80,11 +90,14 @@ class Chart {
     this.plot = new window.uPlot({
       width: Math.max(200, this.place.clientWidth), height: 170,
       scales: { x: { time: false } },
+      legend: { show: this.names.length > 1, live: false },
+      padding: [8, 8, 0, 0],
       cursor: { sync: { key: "opd" } },
-      axes: [{ ...axis, values: (_, ticks) => ticks.map(write) }, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => figure(tick, 3)) }],
+      hooks: { setCursor: [(plot) => this.point(plot, write)] },
+      axes: [{ ...axis, size: 30, values: (_, ticks) => ticks.map(write) }, { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => figure(tick, 3)) }],
       series: [
-        { label: byTime ? "time" : "update", value: (_, value) => write(value) },
-        ...this.names.map((name, i) => ({ label: words(name), stroke: strokes[i % 4], width: 1.5, spanGaps: true, points: { show: xs.length < 40 }, value: (_, value) => figure(value) })),
+        {},
+        ...this.names.map((name, i) => ({ label: words(name), stroke: strokes[i % 4], width: 1.5, spanGaps: true, points: { show: xs.length < 40 } })),
       ],
     }, data, this.place);
   }
@@ -138,7 +151,7 @@ function drawAccuracy(rows, byTime, seen) {
   const names = sets.map((set) => `${ACCURACY}/${set}`);
   const id = names.join(",");
   seen.add(id);
-  if (!charts.has(id)) charts.set(id, new Chart(names, { text: "Held-out problems answered correctly.", low: null, high: null }, null));
+  if (!charts.has(id)) charts.set(id, new Chart(names, { text: "Held-out problems answered correctly.", unit: "%", low: null, high: null }, null));
   const place = new Map(xs.map((value, i) => [value, i]));
   const series = sets.map(() => xs.map(() => null));
   for (const row of usable) series[sets.indexOf(String(row.set))][place.get(x(row))] = row[ACCURACY];

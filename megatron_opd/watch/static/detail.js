@@ -1,7 +1,7 @@
 // One rollout: its figures, prompt, and response token by token.
 
 import { make } from "./dom.js";
-import { figure, signed } from "./format.js";
+import { count, figure, signed } from "./format.js";
 import { TokenView } from "./tokens.js";
 import { visible } from "./visible.js";
 
@@ -23,7 +23,7 @@ function figures(row, summary) {
     ["tokens", String(row.tokens.length)],
     ["sampled by version", versions(row)],
     ["trained in version", row.version === null ? null : String(row.version)],
-    ["staleness", row.staleness_versions === null ? null : `${row.staleness_versions} versions`],
+    ["staleness", row.staleness_versions === null ? null : count(row.staleness_versions, "version")],
     ["finished by", row.finish_reason === "length" ? "the length limit" : row.finish_reason],
     ["teacher", row.teacher || null],
     ["engine", row.engine || null],
@@ -44,7 +44,13 @@ function spanBar(row) {
   return make("div", { class: "spans", role: "img", "aria-label": `sampled by versions ${row.spans.map(([version]) => version).join(", ")}` }, ...parts);
 }
 
-export function showRollout(place, row, summary) {
+// move(step): show the rollout before (-1) or after (1) in the list.
+export function showRollout(place, row, summary, move) {
+  const step = (text, label, by) => {
+    const button = make("button", { type: "button", "aria-label": label, title: label }, text);
+    button.addEventListener("click", () => move(by));
+    return button;
+  };
   const back = make("button", { type: "button", class: "back" }, "← list");
   back.addEventListener("click", () => place.classList.remove("open"));
   const dropped = row.drop_reason === null ? null
@@ -52,7 +58,8 @@ export function showRollout(place, row, summary) {
   const prompt = row.prompt === null
     ? make("p", { class: "dim" }, "not known: the run was resumed since")
     : make("div", { class: "text prompt", dir: "auto", tabindex: "0", role: "region", "aria-label": "prompt" }, ...visible(row.prompt));
-  const head = make("div", { class: "head" }, make("h2", {}, `Sample ${row.uid}, update ${row.update}`), back);
+  const head = make("div", { class: "head" }, make("h2", {}, `Sample ${row.uid}, update ${row.update}`),
+    make("span", { class: "moves" }, step("‹", "previous rollout", -1), step("›", "next rollout", 1), back));
   const parts = [head, dropped, figures(row, summary), spanBar(row), make("h3", {}, "Prompt"), prompt, make("h3", {}, "Response")];
   const view = row.tokens.length ? new TokenView(row) : null;
   place.replaceChildren(...parts.filter(Boolean), ...(view ? view.parts : [make("p", { class: "dim" }, "none was sampled")]));

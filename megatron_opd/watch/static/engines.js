@@ -22,7 +22,7 @@ function lane(found) {
   const mean = found.open.reduce((sum, value) => sum + value, 0) / Math.max(1, found.open.length);
   const row = make("div", { class: "lane" },
     make("span", { class: "name", title: found.name }, label(found.name)), canvas,
-    make("span", { class: "most", title: "mean and most in progress" }, `${figure(mean, 2)} of ${figure(most, 2)}`));
+    make("span", { class: "most", title: "in progress at once" }, `mean ${figure(mean, 2)} · most ${figure(most, 2)}`));
   canvas.addEventListener("pointermove", (event) => point(found, canvas, event));
   return { row, canvas, found, most };
 }

@@ -25,12 +25,19 @@ export function percent(value) {
   return typeof value === "number" ? `${(100 * value).toFixed(value < 0.1 ? 2 : 1)}%` : "–";
 }
 
-// Words of a column's name: reverse_kl_nats is "reverse KL (nats)".
+// Words of a column's name without its unit: reverse_kl_nats is "reverse KL".
+const UNITS = new Set(["nats", "s", "bytes", "versions", "pct", "fraction"]);
+const SPELLED = { kl: "KL", lr: "learning rate", eos: "EOS" };
+
 export function words(column) {
-  const units = { nats: "nats", s: "s", bytes: "bytes", versions: "versions", pct: "%", fraction: "share" };
-  const parts = column.split("/")[0].split("_");
-  const rest = column.includes("/") ? ` · ${column.slice(column.indexOf("/") + 1)}` : "";
-  const unit = parts.length > 1 ? units[parts.at(-1)] : undefined;
-  const name = (unit === undefined ? parts : parts.slice(0, -1)).join(" ").replace(/\bkl\b/g, "KL").replace(/\blr\b/g, "learning rate");
-  return name + (unit === undefined ? "" : ` (${unit})`) + rest;
+  const [base, ...names] = column.split("/");
+  const parts = base.split("_");
+  const rate = parts.at(-1) === "s" && parts.at(-2) === "per";
+  if (parts.length > 1 && UNITS.has(parts.at(-1))) parts.pop();
+  if (rate) parts.push("second");
+  return [parts.map((part) => SPELLED[part] ?? part).join(" "), ...names].join(" · ");
+}
+
+export function count(number, word) {
+  return `${figure(number)} ${word}${number === 1 ? "" : "s"}`;
 }

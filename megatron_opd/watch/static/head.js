@@ -4,10 +4,10 @@ import { at, make } from "./dom.js";
 import { duration, figure } from "./format.js";
 
 const TILES = [
-  ["loss", "loss", figure], ["reverse_kl_nats", "reverse KL, nats", figure],
-  ["reward_mean", "reward", figure], ["tokens_per_s", "tokens a second", (v) => figure(v, 3)],
-  ["staleness_mean_versions", "staleness, versions", (v) => figure(v, 3)],
-  ["response_tokens_mean", "tokens a response", (v) => figure(v, 3)],
+  ["loss", "loss", figure], ["reverse_kl_nats", "reverse KL", figure],
+  ["reward_mean", "reward", figure], ["tokens_per_s", "tokens/s", (v) => figure(v, 3)],
+  ["staleness_mean_versions", "staleness", (v) => figure(v, 3)],
+  ["response_tokens_mean", "tokens each", (v) => figure(v, 3)],
 ];
 
 export function showHead(state) {

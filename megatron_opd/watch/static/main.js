@@ -20,6 +20,7 @@ function chosen() {
 
 function show() {
   front = chosen();
+  document.body.dataset.front = front;
   for (const name of Object.keys(VIEWS)) {
     const here = name === front;
     at(name).hidden = !here;

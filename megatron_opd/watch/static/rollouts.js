@@ -73,7 +73,7 @@ async function open(row) {
   known = row.number;
   try {
     const whole = await ask(`/api/rollouts/${row.number}`);
-    if (known === row.number) showRollout(at("detail"), whole, row);
+    if (known === row.number) showRollout(at("detail"), whole, row, (step) => list.move(step));
   } catch (error) {
     report(error);
   }

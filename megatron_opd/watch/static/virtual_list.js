@@ -72,6 +72,7 @@ export class VirtualList {
       if (generation !== this.generation) return;
       this.pages.set(page, rows);
       this.draw();
+      if (this.awaited && this.row(this.at) !== undefined) this.choose(this.at);
     } catch (error) {
       if (generation === this.generation) this.asked.delete(page);
       this.failed(error);
@@ -91,14 +92,12 @@ export class VirtualList {
     this.mark(index);
     const row = this.row(index);
     if (row !== undefined) this.chosen(row);
+    this.awaited = row === undefined; // chosen once it is there
   }
 
-  key(event) {
-    const page = Math.max(1, Math.floor(this.box.clientHeight / this.rowHeight) - 1);
-    const step = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -Infinity, End: Infinity }[event.key];
-    if (event.key === "Enter" && this.at >= 0) this.choose(this.at);
-    if (step === undefined || this.total === 0) return;
-    event.preventDefault();
+  // Choose the row that is `step` further, and bring it into sight.
+  move(step) {
+    if (this.total === 0) return;
     const index = Math.min(this.total - 1, Math.max(0, this.at + step));
     const top = index * this.rowHeight;
     if (top < this.box.scrollTop) this.box.scrollTop = top;
@@ -106,5 +105,14 @@ export class VirtualList {
     if (over > this.box.scrollTop) this.box.scrollTop = over;
     this.draw();
     this.choose(index);
+  }
+
+  key(event) {
+    const page = Math.max(1, Math.floor(this.box.clientHeight / this.rowHeight) - 1);
+    const step = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -Infinity, End: Infinity }[event.key];
+    if (event.key === "Enter" && this.at >= 0) this.choose(this.at);
+    if (step === undefined) return;
+    event.preventDefault();
+    this.move(step);
   }
 }

@@ -29,7 +29,7 @@ export function visible(text, { lines = true } = {}) {
   for (const character of text) {
     if (character === "\n" || character === "\t") {
       flush();
-      nodes.push(make("span", { class: "mark", "aria-label": character === "\n" ? "line break" : "tab" }, character === "\n" ? "↵" : "→"));
+      nodes.push(make("span", { class: "mark line-end", "aria-label": character === "\n" ? "line break" : "tab" }, character === "\n" ? "↵" : "→"));
       if (lines) plain = character;
     } else if (MARKED.test(character)) {
       flush();
