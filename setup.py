@@ -36,6 +36,7 @@ setup(
     packages=find_packages(include=["megatron_opd*", "sglang_bridge*"]),
     package_data={
         "megatron_opd": ["py.typed"],
+        "megatron_opd.report": ["static/*", "static/uplot/*"],
         "megatron_opd.watch": ["static/*"],
         "sglang_bridge": ["py.typed", "server/options.txt"],
     },

@@ -37,6 +37,7 @@ NAVIGATION = {
         "checkpoints",
         "convert",
         "metrics",
+        "report",
         "watch",
     ),
     "Reference": ("configuration",),

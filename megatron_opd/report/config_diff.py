@@ -85,21 +85,28 @@ def shown(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _compared(prefix: str, section: Section) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, value, default) of a section and of those in it."""
+def _compared(
+    prefix: str, section: Section, usual: Any = PydanticUndefined
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted key, value, default) of a section and of those in it.
+
+    usual: what stands in its place by default, maybe of another type.
+    """
     plain = section.model_dump(mode="json")
     bare = _bare(section)
     for name, field in type(section).model_fields.items():
         key, value = f"{prefix}{name}", getattr(section, name)
         default = field.get_default(call_default_factory=True)
         if isinstance(value, Section):
-            yield from _compared(f"{key}.", value)
+            yield from _compared(f"{key}.", value, default)
             continue
         if isinstance(value, dict) and any(isinstance(each, Section) for each in value.values()):
             for inner, each in cast(dict[str, Section], value).items():
                 yield from _compared(f"{key}.{inner}.", each)
             continue
-        if bare is not None and not field.is_required():
+        if name == "type":
+            default = getattr(usual, name, default)
+        elif bare is not None and not field.is_required():
             default = getattr(bare, name)
         yield key, plain[name], _plain(default)
 

@@ -7,7 +7,8 @@ Each attempt of a resumed run has a trace with a clock of its own. They are put 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal
@@ -48,31 +49,34 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Holds all lanes from start_s to stop_s on the run's clock.
+    """Holds all lanes from 0 to stop_s on the run's clock.
 
-    drops_s: when samples were dropped. skipped: time lines of attempts that could not be placed.
+    drops_s: when samples were dropped; drops: how many, by reason. skipped: time lines of attempts
+    that could not be placed.
     """
 
-    start_s: float
     stop_s: float
     lanes: tuple[Lane, ...]
     drops_s: tuple[float, ...]
+    drops: Mapping[str, int]
     skipped: int
 
     def busy_share(self, stage: Stage) -> float | None:
         """Return the share of the time in which the average lane of a stage worked, unpaused."""
         pairs = [pair for lane in self.lanes if lane.stage == stage for pair in lane.members]
-        seconds = self.stop_s - self.start_s
-        if not pairs or seconds <= 0:
+        if not pairs or self.stop_s <= 0:
             return None
         worked_s = sum(busy.seconds_outside(paused) for busy, paused in pairs)
-        return min(1.0, worked_s / len(pairs) / seconds)
+        return min(1.0, worked_s / len(pairs) / self.stop_s)
 
 
 def timeline_of(traces: Sequence[TraceFile], table: Table) -> Timeline | None:
     """Lay out the traces of a run's attempts, in their order; None: there is nothing to draw."""
     ended_s = dict(zip(table.update_R.tolist(), table.time_s_R.tolist(), strict=True))
-    offsets = [_offset(trace, ended_s) for trace in traces]
+    offsets = [
+        _offset(trace, ended_s, _made_again(traces[index + 1 :]))
+        for index, trace in enumerate(traces)
+    ]
     if len(traces) == 1 and offsets[0] is None:
         offsets = [0.0]  # no update is done yet
     placed = [(t, o) for t, o in zip(traces, offsets, strict=True) if o is not None and t.end_s > 0]
@@ -93,10 +97,10 @@ def timeline_of(traces: Sequence[TraceFile], table: Table) -> Timeline | None:
         if at_s + offset < stop_s
     ]
     return Timeline(
-        start_s=min(0.0, placed[0][1]),
-        stop_s=max(trace.end_s + offset for trace, offset in placed),
+        stop_s=max(min(t.end_s + o, s) for (t, o), s in zip(placed, stops_s, strict=True)),
         lanes=tuple(_few(lanes)),
         drops_s=tuple(drops_s),
+        drops=sum((trace.drops for trace, _ in placed), Counter()),
         skipped=sum(offset is None for offset in offsets),
     )
 
@@ -115,12 +119,20 @@ def shares(members: Iterable[BusyTime], edges_s: DoubleArray) -> DoubleArray:
     return np.clip(total / max(count, 1) / np.diff(edges_s), 0.0, 1.0)
 
 
-def _offset(trace: TraceFile, ended_s: dict[float, float]) -> float | None:
-    """Return what to add to a trace's times; None: it shares no update with metrics.jsonl."""
+def _made_again(later: Iterable[TraceFile]) -> float:
+    """Return the first update that later attempts made, which replaced an earlier one's."""
+    return min((update for trace in later for update in trace.updates), default=math.inf)
+
+
+def _offset(trace: TraceFile, ended_s: dict[float, float], before: float) -> float | None:
+    """Return what to add to a trace's times, from the updates that both files know.
+
+    before: only updates below it count. None: there are none.
+    """
     found = [
         ended_s[update] - stop_s
         for update, stop_s in trace.updates.items()
-        if math.isfinite(ended_s.get(update, math.nan))
+        if update < before and math.isfinite(ended_s.get(update, math.nan))
     ]
     return median(found) if found else None
 

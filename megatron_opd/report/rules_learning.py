@@ -18,6 +18,8 @@ TRUNCATED = 0.05
 """Share of cut responses that is worth a change."""
 KL_RISE, LENGTH_RISE = 1.3, 1.5
 """Factors by which the end lies above the lowest stretch (KL), or above the begin (lengths)."""
+KL_LOST = 0.2
+"""Share of the divergence at the begin by which the end must lie above the lowest stretch."""
 NOISE_NATS = 0.01
 """Divergence in nats a token below which a rise means nothing."""
 COLLAPSED, COLLAPSE_FROM_NATS = 0.2, 0.1
@@ -59,7 +61,8 @@ def trends(facts: Facts) -> Iterator[Finding]:
         return
     kl = table.values("reverse_kl_nats")
     best, (_, last) = _lowest(kl), ends(table, "reverse_kl_nats")
-    if last > KL_RISE * max(best, NOISE_NATS):
+    first, _ = ends(table, "reverse_kl_nats")
+    if last > KL_RISE * max(best, NOISE_NATS) and last - best > KL_LOST * first:
         yield Finding(
             "warning",
             f"reverse KL rises: {last:.3g} nats a token at the end, {best:.3g} at its lowest",
@@ -85,10 +88,10 @@ def trends(facts: Facts) -> Iterator[Finding]:
 
 
 def _lowest(values: DoubleArray) -> float:
-    """Return the lowest mean of any twentieth of a column, NaN if it is short."""
+    """Return the lowest mean of any tenth of a column, NaN if it is short."""
     if len(values) < FEW_UPDATES:
         return math.nan
-    width = max(2, len(values) // 20)
+    width = max(4, len(values) // 10)
     sums = np.convolve(values, np.ones(width) / width, mode="valid")
     return float(sums.min())
 

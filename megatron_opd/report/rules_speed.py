@@ -41,15 +41,14 @@ def idle(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "warning",
             f"learner idle {learner:.0%}: it waits for samples",
-            f"add rollout servers ({facts.key('student.servers')}), raise "
+            f"add rollout servers, that is raise {facts.key('student.servers')}, or raise "
             f"{facts.key('rollout.concurrency')} or {ahead}",
         )
     elif fleet >= IDLE:
         yield Finding(
             "warning",
             f"rollout servers idle {fleet:.0%}: they wait for the learner",
-            f"give the learner more GPUs, use fewer servers ({facts.key('student.servers')}), or "
-            f"raise {ahead}",
+            f"give the learner more GPUs, lower {facts.key('student.servers')}, or raise {ahead}",
         )
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import ipaddress
 import secrets
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -65,7 +64,7 @@ def cookie_name(port: int) -> str:
     return f"opd_watch_{port}"
 
 
-def guard(access: Access, port: int) -> Callable[[web.Request, Handler], Awaitable[web.Response]]:
+def guard(access: Access, port: int) -> Middleware:
     """Make the middleware that answers 403 unless the request may be answered."""
     cookie = cookie_name(port)
 
@@ -84,7 +83,7 @@ def guard(access: Access, port: int) -> Callable[[web.Request, Handler], Awaitab
         response.headers.update(HEADERS)
         return response
 
-    return check  # pyright: ignore[reportReturnType]
+    return check
 
 
 def let_in(request: web.Request, access: Access, cookie: str) -> web.Response:

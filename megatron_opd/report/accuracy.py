@@ -1,0 +1,78 @@
+"""Collects what was evaluated: the rows of evaluations.jsonl, or the ends that a summary holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from megatron_opd.report.run_data import RunData
+from megatron_opd.report.series import number
+
+HELD_OUT = "held-out"
+"""Name of the set of runs that were evaluated before and after alone."""
+COLUMNS = ("accuracy_pct", "stderr_pct", "mean_response_tokens", "truncated_pct", "lag_steps")
+PASS = "pass_at_k"
+
+Track = dict[str, list[float | None]]
+"""One evaluated set: its points by column; `update` and `time` are where they stand."""
+
+
+def tracks_of(run: RunData) -> dict[str, Track]:
+    """Return what was evaluated, by name of the set, in the order of the updates."""
+    at_ends = _of_summary(run)
+    rows = [*(run.evaluations or at_ends["student"]), *at_ends["teacher"]]
+    by_set: dict[str, list[Mapping[str, Any]]] = {}
+    for row in sorted(rows, key=lambda each: _known(each.get("update"))):
+        by_set.setdefault(str(row.get("set", HELD_OUT)), []).append(row)
+    return {name: _track(found) for name, found in by_set.items()}
+
+
+def _track(rows: Sequence[Mapping[str, Any]]) -> Track:
+    flat = [dict(row) | _passes(row.get(PASS)) for row in rows]
+    names = [*COLUMNS, *dict.fromkeys(key for row in flat for key in row if key.startswith(PASS))]
+    track = {name: [_value(row.get(name)) for row in flat] for name in names}
+    track = {name: values for name, values in track.items() if any(v is not None for v in values)}
+    return {
+        "update": [_value(row.get("update")) for row in flat],
+        "time": [_value(row.get("time_s")) for row in flat],
+        **track,
+    }
+
+
+def _passes(found: Any) -> dict[str, Any]:
+    """Return pass@k as columns `pass_at_k K`."""
+    if not isinstance(found, dict):
+        return {}
+    return {f"{PASS} {k}": value for k, value in cast(dict[str, Any], found).items()}
+
+
+def _of_summary(run: RunData) -> dict[str, list[dict[str, Any]]]:
+    """Return what a summary holds: the student before and after, and a teacher, who stays as it is.
+
+    Each has two rows, at the begin and the end of the run; none where it was not evaluated.
+    """
+    reports = (run.summary or {}).get("evaluations")
+    known = cast(dict[str, Any], reports) if isinstance(reports, dict) else {}
+    last_s = float(max(run.table.values("time_s"), default=0.0))
+    ends = ((0.0, 0.0), (float(len(run.table)), last_s))
+    names = {"student": ("student before", "student after"), "teacher": ("teacher", "teacher")}
+    sets = {"student": HELD_OUT, "teacher": "teacher"}
+    return {
+        who: [
+            {"update": update, "time_s": time_s, "set": sets[who], **report}
+            for (update, time_s), name in zip(ends, names[who], strict=True)
+            if isinstance(report := known.get(name), dict)
+        ]
+        for who in names
+    }
+
+
+def _known(value: Any) -> float:
+    found = number(value)
+    return -1.0 if math.isnan(found) else found
+
+
+def _value(value: Any) -> float | None:
+    found = number(value)
+    return None if math.isnan(found) else found
