@@ -35,6 +35,7 @@ from sglang_bridge.parse import (
     parse_rollout,
     parse_scores,
     parse_version,
+    parse_work,
 )
 from sglang_bridge.protocol import (
     BucketSpec,
@@ -47,6 +48,7 @@ from sglang_bridge.protocol import (
     WeightPiece,
 )
 from sglang_bridge.retry import Backoff, is_lost_connection, is_unsent, retried
+from sglang_bridge.work import ServerWork
 
 ALIVE_TIMEOUT_S = 5.0
 # What a server is it says at once, also while it works: one that takes a connection and is silent
@@ -179,6 +181,10 @@ class ServerClient:
     async def progress(self) -> Progress:
         """Returns how far the server is with its requests; it answers between two steps."""
         return parse_progress(self.url, await self._ask_ranks(wire.PROGRESS_ACTION))
+
+    async def work(self) -> ServerWork:
+        """Returns what the server's forward passes took since it started."""
+        return parse_work(self.url, await self._ask_ranks(wire.WORK_ACTION))
 
     async def abort(self, rid: str) -> None:
         """Stops a request; its generate() then raises RequestAborted. Unknown rids are ignored.

@@ -44,6 +44,7 @@ from sglang_bridge.tables import (
     require,
 )
 from sglang_bridge.weights.formats import HELD_AS
+from sglang_bridge.work import ServerWork
 
 # SGLang ends a response this near to the context's end, with the reason "length".
 CONTEXT_SLACK = 8
@@ -219,6 +220,15 @@ def parse_progress(url: str, reply: Any) -> Progress:
     except msgspec.MsgspecError as error:
         raise BadReply(f"{url}: its progress cannot be read ({error})") from error
     return Progress(tokens, frozenset(waiting))
+
+
+def parse_work(url: str, reply: Any) -> ServerWork:
+    """Parses what the server's first rank did."""
+    answer = parse_answers(url, reply)[0]
+    try:
+        return msgspec.json.decode(answer.get(wire.WORK, ""), type=ServerWork)
+    except msgspec.MsgspecError as error:
+        raise BadReply(f"{url}: its work cannot be read ({error})") from error
 
 
 def _by_rank(url: str, reply: Any) -> list[tuple[int, dict[str, Any]]]:

@@ -59,6 +59,8 @@ LOST_ACTION = "bridge_lost"  # its answer: PEER_LOST with the peer's name, or no
 MODEL_ACTION = "bridge_model"
 PROGRESS_ACTION = "bridge_progress"
 RUNNING, WAITING = "running", "waiting"  # its answer: JSON of {rid: tokens}, and of [rid]
+WORK_ACTION = "bridge_work"
+WORK = "work"  # its answer: a ServerWork as JSON (sglang_bridge/work.py)
 QUANTIZATION, NOT_QUANTISED = "quantization", "none"  # in the answer of MODEL_ACTION
 PIECE_SEPARATOR = "|"
 # actions with an argument, after a space; a rank that fails answers ERROR alone

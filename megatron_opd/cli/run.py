@@ -13,6 +13,7 @@ import json
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -49,6 +50,7 @@ from megatron_opd.cli.wiring import (
     make_recorder,
     watched_engines,
 )
+from megatron_opd.cli.work_watch import recorded_work
 from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.controller import Controller
@@ -357,8 +359,16 @@ class PipelineRun:
             config, self.prepared, fleets, remote, weight_sync, recorder, guard, kept, state
         )
         with self.stopping.after(self.controller.end_early):
-            await self.controller.run()
+            async with self._recording(recorder, fleets):
+                await self.controller.run()
             await while_alive(guard, kept.finish())
+
+    def _recording(
+        self, recorder: RunRecorder, fleets: Mapping[Role, Fleet]
+    ) -> AbstractAsyncContextManager[None]:
+        if not self.config.metrics.trace:
+            return nullcontext()
+        return recorded_work(recorder, fleets, self.processes)
 
     def _extras(self) -> dict[str, Any]:
         """Return what a resumed run needs besides learner and controller."""

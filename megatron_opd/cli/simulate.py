@@ -188,13 +188,16 @@ def summary_of(outcome: Outcome) -> dict[str, Any]:
     }
 
 
+UNIT = {"student": "step", "teacher": "pass", "learner": "update"}
+
+
 def calibration_table(found: Calibration, run_dir: Path) -> Table:
     """Return what was fitted to a run, and how well it predicts the half that it has not seen."""
     table = new_table(f"costs fitted to {run_dir}", ("what", "value"))
     costs = found.fitted.costs
     cores = "own hardware each" if costs.host_cores is None else f"{costs.host_cores:.2f} cores"
     for part, error in found.fitted.errors.items():
-        table.add_row(f"{part}: mean error of one span", f"{error:.1%}")
+        table.add_row(f"{part}: error of one {UNIT[part]} (root mean square)", f"{error:.1%}")
     table.add_row("what learner and servers share", cores)
     table.add_row("second half, recorded (tokens/s)", f"{found.recorded_tokens_per_s:,.1f}")
     table.add_row("predicted from the first half", f"{found.predicted_tokens_per_s:,.1f}")

@@ -35,7 +35,7 @@ from megatron_opd.sim.arrays import SharedArrays
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.sim.costs import Costs, Lengths, LognormalLengths, ScoreCost
 from megatron_opd.sim.engine import Engine
-from megatron_opd.sim.host import Host
+from megatron_opd.sim.host import Host, OneByOne
 from megatron_opd.sim.learner import SimulatedLearner, SimulatedTransport
 from megatron_opd.sim.lengths import LengthDraws
 from megatron_opd.sim.scoring import Scorer
@@ -157,9 +157,8 @@ class _World:
 
     def __init__(self, config: Config, costs: Costs, lengths: Lengths) -> None:
         self.config, self.costs = config, costs
-        simulation = config.simulation
-        draws = LengthDraws(lengths, config.rollout.max_new_tokens, simulation.seed)
-        self.replies = Replies(SharedArrays(), draws, costs.network_s)
+        self.lengths = LengthDraws(lengths, config.rollout.max_new_tokens, config.simulation.seed)
+        self.arrays = SharedArrays()
         self.servers: dict[str, Server[Any]] = {}
         self.urls: dict[Role, tuple[str, ...]] = {}
         self.clients: dict[str, Callable[[], Client]] = {}
@@ -168,7 +167,9 @@ class _World:
     # ------------------------------------------------------------ parts
 
     def _start(self, host: Host) -> None:
-        config = self.config
+        config, costs = self.config, self.costs
+        handle = OneByOne(host, costs.controller_s).work
+        replies = Replies(self.arrays, self.lengths, costs.network_s, handle)
         names = {role: name for name, role in teacher_roles(config).items()}
         for role in all_roles(config):
             section = section_of(config, role)
@@ -176,20 +177,21 @@ class _World:
             self.urls[role] = tuple(f"http://{role}-{i}:1" for i in range(count))
             for url in self.urls[role]:
                 if role == STUDENT:
-                    self._add_student(url, host)
+                    self._add_student(url, host, replies)
                 else:
-                    self._add_teacher(url, self.costs.teachers[names[role]], host)
+                    self._add_teacher(url, costs.teachers[names[role]], host, replies)
             self.fleets[role] = Fleet([self.clients[url]() for url in self.urls[role]])
 
-    def _add_student(self, url: str, host: Host) -> None:
-        server = Student(url, lambda: Engine(self.costs.engine), host)
+    def _add_student(self, url: str, host: Host, replies: Replies) -> None:
+        cost = self.costs.engine
+        server = Student(url, lambda: Engine(cost), host, cost.front_cores)
         self.servers[url] = server
-        self.clients[url] = lambda: StudentClient(server, self.replies)
+        self.clients[url] = lambda: StudentClient(server, replies)
 
-    def _add_teacher(self, url: str, cost: ScoreCost, host: Host) -> None:
-        server = Server(url, lambda: Scorer(cost), host)
+    def _add_teacher(self, url: str, cost: ScoreCost, host: Host, replies: Replies) -> None:
+        server = Server(url, lambda: Scorer(cost), host, cost.front_cores)
         self.servers[url] = server
-        self.clients[url] = lambda: TeacherClient(server, self.replies, cost)
+        self.clients[url] = lambda: TeacherClient(server, replies, cost)
 
     def _prompts(self) -> Iterator[Prompt]:
         """Yield prompts without end; those of a group are alike in nothing but their teacher."""
@@ -197,7 +199,7 @@ class _World:
         teachers = list(teacher_roles(config)) or ["teacher"]
         if config.data.teacher_key is None:
             teachers = teachers[:1]
-        lengths, arrays = self.replies.lengths, self.replies.arrays
+        lengths, arrays = self.lengths, self.arrays
         for uid in itertools.count():
             tokens = lengths.prompt(derived_seed(config.run.seed, ROLLOUT, uid))
             teacher = teachers[uid // config.rollout.group_size % len(teachers)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from pathlib import Path
 
+import msgspec
 import torch.distributed as dist
 
 from megatron_opd.batching.checks import check_batch
@@ -168,13 +170,17 @@ class RankServer:
         match request:
             case Train():
                 self.memory.onload()
+                began_s = time.process_time()
                 update, version, plan = request.update, request.version, request.plan
-                return self.learner.train(
+                metrics = self.learner.train(
                     self._checked(from_frames(update, version, plan, frames)),
                     self.estimator,
                     self.config.rollout.temperature,
                     truncated_sampler=self.config.rollout.top_p < 1,
                 )
+                if self.learner.world.device.type != "cpu":
+                    return metrics
+                return msgspec.structs.replace(metrics, cpu_s=time.process_time() - began_s)
             case Score():
                 batch = self._checked(from_frames(0, request.version, request.plan, frames))
                 return self.learner.score(

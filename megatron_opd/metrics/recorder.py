@@ -27,6 +27,7 @@ from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
 from megatron_opd.metrics.window import COLUMNS, Window
 from megatron_opd.types import Batch, Prompt, Rollout, Sample
+from sglang_bridge.work import ServerWork
 
 logger = logging.getLogger(__name__)
 
@@ -270,6 +271,16 @@ class RunRecorder:
         self.window.moved(depths, self._clock())
         if self._timeline is not None:
             self._timeline.depths(depths, self._clock())
+
+    def worked(self, url: str, work: ServerWork, now_s: float, *, teaches: bool) -> None:
+        """Note on the time line what a server has done since it started; not after the run."""
+        if self._timeline is not None and self.accounting is None:
+            self._timeline.worked(url, work, now_s, teaches=teaches)
+
+    def used(self, cpu_s: Mapping[str, float], cores: int, now_s: float) -> None:
+        """Draw the CPU seconds of each part on this machine, by its name; not after the run."""
+        if self._timeline is not None and self.accounting is None:
+            self._timeline.used(cpu_s, cores, now_s)
 
     def ended(self, accounting: Accounting, now_s: float) -> None:
         """Keep the accounting, write the unfinished rows of an interruption, close everything."""

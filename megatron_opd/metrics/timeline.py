@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.metrics.types import Depths, UpdateFigures, WeightSyncReport
 from megatron_opd.types import Batch, Rollout, Sample
+from sglang_bridge.work import ServerWork
 
 PIPELINE, TEACHER, LEARNER, SYNC = "pipeline", "teacher scoring", "learner", "weight sync"
+WORK, CPU, CORES, CONTROLLER = "work", "CPU seconds", "cores", "controller"
 # a counter event for every change would be most of the trace
 COUNTER_INTERVAL_S = 0.05
 
@@ -58,6 +62,7 @@ class Timeline:
             "version": batch.version,
             "loss": figures.loss,
             "reverse_kl_nats": figures.reverse_kl_nats,
+            "cpu_s": figures.cpu_s,
         }
         self._trace.span(LEARNER, f"update {batch.update}", started_s, finished_s, details)
 
@@ -88,6 +93,15 @@ class Timeline:
         }
         self._trace.counter(PIPELINE, "samples", now_s, stages)
         self._trace.counter(PIPELINE, "permits in use", now_s, {"permits": depths.permits_in_use})
+
+    def worked(self, url: str, work: ServerWork, now_s: float, *, teaches: bool) -> None:
+        """Note what a server has done since it started."""
+        row = TEACHER if teaches else engine_row(url)
+        self._trace.instant(row, WORK, now_s, {"server": url, **msgspec.to_builtins(work)})
+
+    def used(self, cpu_s: Mapping[str, float], cores: int, now_s: float) -> None:
+        """Draw the CPU seconds of what runs on this machine, and note its cores."""
+        self._trace.counter(PIPELINE, CPU, now_s, {CORES: cores, **cpu_s})
 
     def flush(self) -> None:
         """Hand what was drawn to the operating system."""

@@ -178,6 +178,11 @@ class UpdateFigures(Protocol):
         ...
 
     @property
+    def cpu_s(self) -> float | None:
+        """Returns the CPU seconds of the learner's first rank; None where they are not measured."""
+        ...
+
+    @property
     def grad_norm(self) -> float:
         """Returns the global norm of the gradient, before clipping."""
         ...

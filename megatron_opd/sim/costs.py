@@ -44,7 +44,8 @@ class EngineCost(Record, frozen=True, kw_only=True):
     step_s + n step_request_s + k step_cached_token_s; each of them gets a token. A request's
     prefill takes request_s + prefill_token_s for each prompt token, in which no other token is
     sampled. max_running: requests in a decode step at most; others queue. cache_tokens: room of the
-    KV cache over all running requests, prompts included; None: no limit.
+    KV cache over all running requests, prompts included; None: no limit. front_cores: what its
+    front end (HTTP, tokens to text) takes of a shared host's cores while it works.
     """
 
     step_s: float
@@ -54,6 +55,7 @@ class EngineCost(Record, frozen=True, kw_only=True):
     request_s: float = 0.0
     max_running: int = 256
     cache_tokens: int | None = None
+    front_cores: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,12 +71,13 @@ class ScoreCost(Record, frozen=True, kw_only=True):
     """Says how long a teacher's server works on a request: request_s, and token_s for every token.
 
     Tokens are those of prompt and response. Up to max_running requests share the server equally;
-    others queue.
+    others queue. front_cores: see EngineCost.
     """
 
     request_s: float = 0.0
     token_s: float = 0.0
     max_running: int = 256
+    front_cores: float = 0.0
 
 
 class LearnerCost(Record, frozen=True, kw_only=True):
@@ -115,7 +118,8 @@ class Costs(Record, frozen=True, kw_only=True):
     """Holds the costs of all parts of a run.
 
     teachers: by the name that prompts know a teacher by. network_s: one way between the controller
-    and a server. host_cores: cores that the learner's data-parallel ranks, servers of every role
+    and a server. controller_s: what the controller works on a sample, one after the other.
+    host_cores: cores that the controller, the learner's data-parallel ranks, servers of every role
     and weight sync share, each of which keeps one busy while it works; None: each has hardware of
     its own.
     """
@@ -125,6 +129,7 @@ class Costs(Record, frozen=True, kw_only=True):
     learner: LearnerCost
     sync: SyncCost
     network_s: float = 0.0
+    controller_s: float = 0.0
     host_cores: float | None = None
 
     def __post_init__(self) -> None:

@@ -1,24 +1,29 @@
 """Estimates Costs from a recorded run: what each part would take if it had the machine to itself.
 
-Every cost is a sum of known amounts (tokens, requests, steps) times unknown seconds, so each part
-is a least-squares problem in which no number may be negative (Lawson and Hanson's NNLS). The cores
-that the parts share are the one number that is searched: the one whose fit is best.
+Servers tell what their forward passes took (sglang_bridge/work.py), the learner what an update
+took. Where all parts run on one machine without GPUs these are CPU seconds, which do not grow while
+others have the cores; elsewhere seconds of the clock. Every cost is a sum of known amounts (tokens,
+requests, passes) times unknown seconds: least squares in which no number may be negative (Lawson
+and Hanson's NNLS).
 
-Not fitted: the learner's cost of long contexts (a run's batches hardly differ in it), and which of
-its data-parallel ranks gets the most tokens.
+Not fitted: the learner's cost of long contexts (a run's batches hardly differ in it), which of its
+data-parallel ranks gets the most tokens, and teachers one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
 from megatron_opd.config.schema import Config
-from megatron_opd.metrics.intervals import BusyTime
+from megatron_opd.metrics.timeline import CONTROLLER
 from megatron_opd.sim.costs import (
     Costs,
     EngineCost,
@@ -27,263 +32,221 @@ from megatron_opd.sim.costs import (
     ScoreCost,
     SyncCost,
 )
-from megatron_opd.sim.occupancy import Occupancy, Running, begun, occupancy_of
-from megatron_opd.sim.recording import Recording
+from megatron_opd.sim.recording import CpuSeen, Recording, WorkSeen
+from sglang_bridge.work import PassSums, ServerWork
 
 Floats = npt.NDArray[np.float64]
+AnyCost = TypeVar("AnyCost", EngineCost, ScoreCost)
 LEAST_UPDATES = 8
 LONG_CONTEXT = 512
 """Cached tokens of a request, on average, from which on reading them is told from the rest of a
 step: with shorter ones it takes too little of it."""
-TOGETHER = np.eye(5)
-TOGETHER[1, 4] = 1.0
-"""A token takes no more time in a prefill than in a decode step: what is unknown is the prefill's,
-and how much more the step's is. Runs whose prompts are alike could not tell them apart."""
-ROUNDS = 3
-"""How often the rate of sampling, which weighs the pieces of a rollout, is computed anew."""
-MOST_CORES, COARSE, FINE = 4.0, 0.25, 0.05
-"""The cores that are tried: first far apart, then close to the best of those."""
-LEAST_GAIN = 1e-4
-"""Error that shared cores must explain: less is rounding, of a run whose parts never overlap."""
+PASS, REQUESTS, TOKENS = range(3)  # the terms of PassSums
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Holds what was fitted. errors: relative error of each part's times, by its name."""
+    """Holds what was fitted.
+
+    errors: by part, the root of its passes' (the learner's: its updates') mean squared error, over
+    that of the seconds themselves.
+    """
 
     costs: Costs
     lengths: RecordedLengths
     errors: dict[str, float]
 
-    @property
-    def error(self) -> float:
-        """Returns the sum of the errors of all parts."""
-        return sum(self.errors.values())
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Says which seconds count. cpu: those of CPUs, of which all parts share `cores`."""
+
+    cpu: bool
+    cores: float | None
+
+    def sums(self, passes: PassSums) -> tuple[Floats, float]:
+        """Return the seconds of passes, by each of their amounts, and their squares."""
+        if self.cpu:
+            return np.array(passes.cpu), passes.cpu_squares
+        return np.array(passes.busy), passes.busy_squares
 
 
 def fit(recording: Recording, config: Config) -> Fit:
-    """Estimate the costs of a run of `config`. ValueError, in one line: it is too short."""
+    """Estimate the costs of a run of `config`.
+
+    ValueError, in one line: it is too short, or its time line lacks what servers did.
+    """
     if len(recording.updates) < LEAST_UPDATES or not recording.syncs:
         raise ValueError(
             f"a run of at least {LEAST_UPDATES} updates and a weight sync is needed, "
             f"got {len(recording.updates)} and {len(recording.syncs)}"
         )
-    running = begun(recording.rollouts, config.student.max_running_requests)
-    teachers = sum(section.servers for section in config.all_teachers.values())
-    ranks = config.learner.parallel.dp
-    occupancy = occupancy_of(recording, running.values(), max(teachers, 1), ranks)
+    done = {teaches: work_done(recording.works, teaches=teaches) for teaches in (False, True)}
+    if not done[False].decode.gram[PASS]:
+        raise ValueError(
+            "the run's time line does not say what its servers did for at least two looks; "
+            "record a longer one, with metrics.trace: true"
+        )
+    seconds = seconds_of(recording)
+    engine, student_error = _engine(done[False], seconds, config)
+    teacher, teacher_error = _teacher(done[True], seconds, config)
+    learner, learner_error = _learner(recording, seconds, config.learner.parallel.dp)
+    controller_s = 0.0
+    if seconds.cpu:
+        first, last = recording.cpus[0], recording.cpus[-1]
+        engine = _with_front(engine, done[False], recording, teaches=False)
+        teacher = _with_front(teacher, done[True], recording, teaches=True)
+        ended = sum(first.now_s < r.stop_s <= last.now_s for r in recording.rollouts)
+        controller_s = (last.seconds[CONTROLLER] - first.seconds[CONTROLLER]) / max(ended, 1)
+    costs = Costs(
+        engine=engine,
+        teachers=dict.fromkeys(config.all_teachers, teacher),
+        learner=learner,
+        sync=_sync(recording),
+        controller_s=controller_s,
+        host_cores=seconds.cores,
+    )
+    errors = {"student": student_error, "teacher": teacher_error, "learner": learner_error}
+    return Fit(costs, recording.lengths, errors)
 
-    def tried(cores: float | None) -> Fit:
-        return _fit(recording, config, running, occupancy, cores)
 
-    own = tried(None)
-    if config.cluster.type != "local":  # parts on hosts of their own share nothing
-        return own
-    coarse = best([own, *map(tried, _steps(1.0, MOST_CORES, COARSE))])
-    near = coarse.costs.host_cores
-    if near is None or own.error - coarse.error < LEAST_GAIN:
-        return own
-    return best([coarse, *map(tried, _steps(max(1.0, near - COARSE), near + COARSE, FINE))])
+def seconds_of(recording: Recording) -> Seconds:
+    """Return which seconds count: a machine is shared if all parts are on it, and no GPU is."""
+    servers = {seen.server for seen in recording.works}
+    here = bool(recording.cpus) and servers <= recording.cpus[-1].seconds.keys()
+    if not here or any(update.cpu_s is None for update in recording.updates):
+        return Seconds(cpu=False, cores=None)
+    return Seconds(cpu=True, cores=recording.cpus[-1].cores)
 
 
-def best(fits: Sequence[Fit]) -> Fit:
-    """Return the fit whose errors are smallest, over all parts."""
-    return min(fits, key=lambda found: found.error)
+def work_done(seen: Iterable[WorkSeen], *, teaches: bool) -> ServerWork:
+    """Add up what the servers of the student, or of all teachers, did between two looks."""
+    total = ServerWork()
+    chosen = sorted((s for s in seen if s.teaches == teaches), key=lambda s: s.server)
+    for _, one in groupby(chosen, key=lambda s: s.server):
+        for before, after in pairwise(sorted(one, key=lambda s: s.now_s)):
+            if is_restarted(before.work, after.work):
+                total = total.combined(after.work)
+            else:
+                total = total.combined(after.work.since(before.work))
+    return total
 
 
-def _steps(start: float, stop: float, step: float) -> list[float]:
-    return [float(x) for x in np.arange(start, stop + step / 2, step)]
-
-
-def _fit(
-    recording: Recording,
-    config: Config,
-    running: dict[str, list[Running]],
-    occupancy: Occupancy,
-    cores: float | None,
-) -> Fit:
-    """Estimate everything, with so many cores to share."""
-    speed_S = occupancy.speed_S(cores)
-    clock = WorkClock(occupancy.edge_S1, speed_S)
-    errors: dict[str, float] = {}
-    tokens_of = {span.uid: span.tokens for span in recording.rollouts}
-    engine, errors["student"] = _engine(running, occupancy, speed_S, config)
-    servers = WorkClock(occupancy.edge_S1, speed_S * occupancy.scoring_S)
-    teacher, errors["teacher"] = _teacher(recording, tokens_of, servers, config)
-    learner, errors["learner"] = _learner(recording, clock, config.learner.parallel.dp)
-    return Fit(
-        Costs(
-            engine=engine,
-            teachers=dict.fromkeys(config.all_teachers, teacher),
-            learner=learner,
-            sync=_sync(recording, clock),
-            host_cores=cores,
-        ),
-        recording.lengths,
-        errors,
+def is_restarted(before: ServerWork, after: ServerWork) -> bool:
+    """Return whether a server that says `after` is another process than one that said `before`."""
+    return any(
+        later.gram[PASS] < earlier.gram[PASS]
+        for earlier, later in (
+            (before.decode, after.decode),
+            (before.prefill, after.prefill),
+        )
     )
 
 
-class WorkClock:
-    """Turns seconds of the clock into seconds of work, at speed_S in pieces with edges edge_S1."""
-
-    def __init__(self, edge_S1: Floats, speed_S: Floats) -> None:
-        self._edge_S1 = edge_S1
-        self._work_S1 = np.concatenate([[0.0], np.cumsum(np.diff(edge_S1) * speed_S)])
-
-    def seconds(self, start_s: float, stop_s: float) -> float:
-        """Return the work done from start to stop."""
-        first, last = np.interp([start_s, stop_s], self._edge_S1, self._work_S1)
-        return float(last - first)
-
-
-def _engine(
-    running: dict[str, list[Running]], occupancy: Occupancy, speed_S: Floats, config: Config
-) -> tuple[EngineCost, float]:
-    """Estimate steps and prefills: a rollout takes its tokens' steps, and all prefills."""
-    amounts: list[Floats] = []
-    seconds: list[Floats] = []
-    step = np.array([1.0, 0.0, 0.0])
-    again = config.schedule.in_flight == "in_place"
-    for round_ in range(ROUNDS):
-        amounts, seconds = [], []
-        for one in running.values():
-            rows_R5, work_R = _work_of(one, occupancy, speed_S, step, again=again)
-            amounts.append(rows_R5)
-            seconds.append(work_R)
-        amounts_R5 = np.concatenate(amounts)
-        if amounts_R5[:, 2].sum() < LONG_CONTEXT * amounts_R5[:, 1].sum():
-            amounts_R5[:, 2] = 0.0
-        found, error = _solved(amounts_R5 @ TOGETHER, np.concatenate(seconds))
-        found = TOGETHER @ found
-        if round_ < ROUNDS - 1 and found[:3].any():
-            step = found[:3]
-    step_s, step_request_s, step_cached_token_s, request_s, prefill_token_s = map(float, found)
+def _engine(work: ServerWork, seconds: Seconds, config: Config) -> tuple[EngineCost, float]:
+    """Estimate a decode step, and a prefill."""
+    decode = work.decode
+    terms = [PASS, REQUESTS, TOKENS]
+    if decode.gram[TOKENS] < LONG_CONTEXT * decode.gram[REQUESTS]:
+        terms.remove(TOKENS)
+    step, error = solved(decode, terms, seconds)
+    prefill, _ = solved(work.prefill, [REQUESTS, TOKENS], seconds)
     server = config.student
     cost = EngineCost(
-        step_s=step_s,
-        step_request_s=step_request_s,
-        step_cached_token_s=step_cached_token_s,
-        request_s=request_s,
-        prefill_token_s=prefill_token_s,
+        step_s=float(step[PASS]),
+        step_request_s=float(step[REQUESTS]),
+        step_cached_token_s=float(step[TOKENS]),
+        request_s=float(prefill[REQUESTS]),
+        prefill_token_s=float(prefill[TOKENS]),
         max_running=server.max_running_requests,
         cache_tokens=server.max_total_tokens,
     )
     return cost, error
 
 
-def _work_of(
-    running: Sequence[Running],
-    occupancy: Occupancy,
-    speed_S: Floats,
-    step: Floats,
-    *,
-    again: bool,
-) -> tuple[Floats, Floats]:
-    """Return what an engine did for each of R rollouts, and how long it worked on it.
-
-    Amounts [R, 5]: steps; requests and cached tokens summed over the steps; prefills; their tokens.
-    step: seconds of a step, a request and a cached token in it, as far as they are known. again:
-    whether responses go on after a pause, with a cache that is computed anew.
-    """
-    edge_S1 = occupancy.edge_S1
-    length_S = np.diff(edge_S1)
-    middle_S = edge_S1[:-1] + length_S / 2
-    work_S = length_S * speed_S * ~occupancy.paused_S
-    count_S1, fixed_S1, growth_S1 = (np.zeros(len(edge_S1)) for _ in range(3))
-    arrivals_S1, prompts_S1 = np.zeros(len(edge_S1)), np.zeros(len(edge_S1))
-    bounds = [occupancy.pieces(r.began_s, r.span.stop_s) for r in running]
-    for r, piece in zip(running, bounds, strict=True):
-        # its tokens come evenly: prompt + T (t - began) / seconds are cached at t
-        rate = r.span.response_tokens / max(r.seconds, 1e-9)
-        for at, sign in ((piece.start, 1.0), (piece.stop, -1.0)):
-            count_S1[at] += sign
-            fixed_S1[at] += sign * (r.span.prompt_tokens - rate * r.began_s)
-            growth_S1[at] += sign * rate
-        arrivals_S1[piece.start] += 1
-        prompts_S1[piece.start] += r.span.prompt_tokens
-    count_S = np.cumsum(count_S1)[:-1]
-    cached_S = np.cumsum(fixed_S1)[:-1] + np.cumsum(growth_S1)[:-1] * middle_S
-    if again:  # what a pause found running was computed anew when it ended
-        stops, goes_on = occupancy.pauses()
-        arrivals_S1[goes_on] += count_S[stops]
-        prompts_S1[goes_on] += cached_S[stops]
-    rate_S = work_S / np.maximum(step @ np.stack([np.ones_like(count_S), count_S, cached_S]), 1e-12)
-    rows, seconds = np.zeros((len(running), 5)), np.zeros(len(running))
-    for i, (r, piece) in enumerate(zip(running, bounds, strict=True)):
-        tokens = r.span.response_tokens
-        share_S = rate_S[piece] / max(float(rate_S[piece].sum()), 1e-12)
-        rows[i] = (
-            tokens,
-            tokens * float(count_S[piece] @ share_S),
-            tokens * float(cached_S[piece] @ share_S),
-            arrivals_S1[piece].sum(),
-            prompts_S1[piece].sum(),
-        )
-        seconds[i] = work_S[piece].sum()
-    return rows, seconds
-
-
-def _teacher(
-    recording: Recording,
-    tokens_of: dict[int, int],
-    servers: WorkClock,
-    config: Config,
-) -> tuple[ScoreCost, float]:
-    """Estimate a request and its tokens: in a stretch without a gap servers did all of it.
-
-    servers: adds up the work of all that had a request.
-    """
+def _teacher(work: ServerWork, seconds: Seconds, config: Config) -> tuple[ScoreCost, float]:
+    """Estimate a request and its tokens."""
     section = next(iter(config.all_teachers.values()), None)
-    busy = BusyTime((s.start_s, s.stop_s) for s in sorted(recording.scores, key=lambda s: s.stop_s))
-    edges = np.array([start for start, _ in busy.intervals])
-    amounts = np.zeros((len(edges), 2))
-    for score in recording.scores:
-        stretch = int(np.searchsorted(edges, score.start_s, side="right")) - 1
-        amounts[stretch] += (1, tokens_of.get(score.uid, 0))
-    seconds = np.array([servers.seconds(*interval) for interval in busy.intervals])
-    if section is None or not len(seconds):
+    if section is None or not work.prefill.gram[PASS]:
         return ScoreCost(), 0.0
-    (request_s, token_s), error = _solved(amounts, seconds)
+    found, error = solved(work.prefill, [REQUESTS, TOKENS], seconds)
     cost = ScoreCost(
-        request_s=float(request_s),
-        token_s=float(token_s),
+        request_s=float(found[REQUESTS]),
+        token_s=float(found[TOKENS]),
         max_running=section.max_running_requests,
     )
     return cost, error
 
 
-def _learner(recording: Recording, clock: WorkClock, ranks: int) -> tuple[LearnerCost, float]:
+def _with_front(cost: AnyCost, work: ServerWork, recording: Recording, *, teaches: bool) -> AnyCost:
+    """Add what front ends take while their servers work: all but the passes themselves."""
+    servers = {seen.server for seen in recording.works if seen.teaches == teaches}
+    worked_s = work.decode.cpu[PASS] + work.prefill.cpu[PASS]
+    used_s = sum(used(recording.cpus, server) for server in servers)
+    if not worked_s:
+        return cost
+    return msgspec.structs.replace(cost, front_cores=max(0.0, used_s / worked_s - 1))
+
+
+def used(cpus: Sequence[CpuSeen], part: str) -> float:
+    """Return the CPU seconds that a part used between two looks, over all its processes."""
+    seen = [each.seconds[part] for each in cpus if part in each.seconds]
+    return sum(after - before if after >= before else after for before, after in pairwise(seen))
+
+
+def _learner(recording: Recording, seconds: Seconds, ranks: int) -> tuple[LearnerCost, float]:
     """Estimate an update: a constant, and a rank's share of prompt and response tokens."""
     prompt = float(np.mean([r.prompt_tokens for r in recording.rollouts]))
     tokens = np.array([u.response_tokens + u.samples * prompt for u in recording.updates])
-    seconds = np.array([clock.seconds(u.start_s, u.stop_s) for u in recording.updates])
+    took = [u.cpu_s if seconds.cpu else u.stop_s - u.start_s for u in recording.updates]
     # the first updates compile and fill caches
-    later = slice(min(2, len(seconds) - 1), None)
-    amounts = np.array([(1.0, share / ranks) for share in tokens])
-    (update_s, token_s), error = _solved(amounts[later], seconds[later])
-    return LearnerCost(update_s=float(update_s), token_s=float(token_s), ranks=ranks), error
+    later = slice(min(2, len(took) - 1), None)
+    took_U = np.array(took, dtype=np.float64)[later]
+    amounts = np.array([(1.0, share / ranks) for share in tokens])[later]
+    found, error = least_squares(
+        amounts.T @ amounts, amounts.T @ took_U, float(took_U @ took_U), float(took_U.sum())
+    )
+    return LearnerCost(update_s=float(found[0]), token_s=float(found[1]), ranks=ranks), error
 
 
-def _sync(recording: Recording, clock: WorkClock) -> SyncCost:
-    """Average the weight syncs."""
-    seconds = [clock.seconds(s.start_s, s.stop_s) for s in recording.syncs]
-    paused = [clock.seconds(s.paused_from_s, s.resumed_s) for s in recording.syncs]
-    whole_s = float(np.median(seconds))
-    return SyncCost(sync_s=whole_s, paused_s=min(whole_s, float(np.median(paused))))
+def _sync(recording: Recording) -> SyncCost:
+    """Take the middle of the weight syncs."""
+    whole_s = float(np.median([s.stop_s - s.start_s for s in recording.syncs]))
+    paused_s = float(np.median([s.resumed_s - s.paused_from_s for s in recording.syncs]))
+    return SyncCost(sync_s=whole_s, paused_s=min(whole_s, paused_s))
 
 
-def _solved(amounts: Floats, seconds: Floats) -> tuple[Floats, float]:
-    """Return seconds of one of each amount, none negative, and the relative error (mean square).
+def solved(passes: PassSums, terms: Sequence[int], seconds: Seconds) -> tuple[Floats, float]:
+    """Return the seconds of one pass, one request and one token, 0 for those not in `terms`."""
+    gram = np.array(passes.gram).reshape(3, 3)
+    moment, squares = seconds.sums(passes)
+    chosen = np.ix_(terms, terms)
+    total = float(moment[PASS])
+    found = np.zeros(3)
+    amounts = gram[PASS, terms]
+    found[terms], error = least_squares(gram[chosen], moment[terms], squares, total, amounts)
+    return found, error
 
-    All together they take as long as what was measured: a fit of relative errors would lean towards
-    the fastest, and predict too fast a run.
+
+def least_squares(
+    gram: Floats, moment: Floats, squares: float, total: float, amounts: Floats | None = None
+) -> tuple[Floats, float]:
+    """Return seconds of one of each amount, none negative, and the relative error.
+
+    gram, moment: the normal equations, A^T A and A^T y, where squares is y^T y and total the sum of
+    y. amounts: the sums of A's columns; None: the first column is 1. The result is scaled to take
+    that total: passes are many and their errors cancel, so a bias would not.
     """
-    scale = np.maximum(np.abs(amounts).max(axis=0, initial=0.0), 1e-300)
-    found, _ = nnls(amounts / scale, seconds)
+    scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
+    values, vectors = np.linalg.eigh(gram / np.outer(scale, scale))
+    roots = np.sqrt(np.maximum(values, 0.0))
+    # a square root R of the gram, and z with R^T z = moment: |R x - z| is least where |A x - y| is
+    root = roots[:, None] * vectors.T
+    inverse = np.divide(1.0, roots, out=np.zeros_like(roots), where=roots > 1e-9)
+    found, _ = nnls(root, inverse * (vectors.T @ (moment / scale)))
     found = found / scale
-    predicted = amounts @ found
-    if predicted.sum() > 0:
-        found *= seconds.sum() / predicted.sum()
-    error = np.sqrt(np.square(amounts @ found - seconds).sum() / np.square(seconds).sum())
-    return found, float(error)
+    predicted = float((gram[0] if amounts is None else amounts) @ found)
+    if predicted > 0:
+        found *= total / predicted
+    rest = squares - 2 * float(found @ moment) + float(found @ gram @ found)
+    return found, float(np.sqrt(max(rest, 0.0) / squares)) if squares else 0.0

@@ -47,6 +47,11 @@ class Host:
         now_s = self._work_s + (self._loop.time() - self._since_s) * self._rate
         return max(self._work_s, now_s)
 
+    @property
+    def is_shared(self) -> bool:
+        """Returns whether components have to share cores."""
+        return self._cores < math.inf
+
     def set_alarm(self, owner: Owner, when_s: float) -> None:
         """Ring at `when_s`, in place of the alarm that `owner` had; inf: never."""
         owner.alarm = number = next(self._numbers)
@@ -57,7 +62,7 @@ class Host:
 
     def occupy(self, cores: float) -> None:
         """Count a component that begins to work (cores > 0), or ends (cores < 0)."""
-        if self._cores == math.inf:
+        if not self.is_shared:
             return
         self._busy += cores
         rate = min(1.0, self._cores / self._busy) if self._busy > 0 else 1.0
@@ -104,6 +109,20 @@ class Host:
             if owner.alarm == number:
                 owner.ring(when_s)
         self._arm()
+
+
+class OneByOne:
+    """Works on one thing after the other, as a process with one thread. seconds: on each."""
+
+    def __init__(self, host: Host, seconds: float) -> None:
+        self._host, self._seconds = host, seconds
+        self._turn = asyncio.Lock()
+
+    async def work(self) -> None:
+        """Return once it is done, after all that came before."""
+        if self._seconds:
+            async with self._turn:
+                await self._host.work(self._seconds)
 
 
 class _Sleeper:

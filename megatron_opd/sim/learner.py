@@ -31,6 +31,7 @@ class Figures(msgspec.Struct, frozen=True):
     probs_diff_free_max: float | None = None
     probs_diff_free_mean: float | None = None
     routing_moved_fraction: float | None = None
+    cpu_s: float | None = None
 
 
 def update_seconds(lengths: Sequence[int], cost: LearnerCost, mini_batches: int = 1) -> float:
@@ -61,7 +62,8 @@ class SimulatedLearner:
         lengths = [sample.rollout.num_tokens for sample in batch.samples]
         seconds = update_seconds(lengths, self._cost, self._mini_batches)
         await self._host.work(seconds, cores=self._cost.ranks)
-        return Figures(batch.num_response_tokens)
+        cpu_s = seconds if self._host.is_shared else None
+        return Figures(batch.num_response_tokens, cpu_s=cpu_s)
 
     async def piece_digests(self, pieces: Sequence[WeightPiece]) -> list[str]:
         """Return what every simulated server says too."""

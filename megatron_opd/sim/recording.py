@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from megatron_opd.metrics.intervals import Interval
-from megatron_opd.metrics.timeline import LEARNER, SYNC, TEACHER
+from megatron_opd.metrics.timeline import CORES, CPU, LEARNER, SYNC, TEACHER, WORK
 from megatron_opd.sim.costs import RecordedLengths
+from sglang_bridge.work import ServerWork
 
 TRACE = "trace.json"
 MICROSECOND = 1e-6
@@ -50,12 +53,13 @@ class ScoreSpan:
 
 @dataclass(frozen=True, slots=True)
 class UpdateSpan:
-    """Holds one update of the learner."""
+    """Holds one update of the learner. cpu_s: of its first rank; None: not measured."""
 
     start_s: float
     stop_s: float
     samples: int
     response_tokens: int
+    cpu_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,28 @@ class SyncSpan:
     stop_s: float
     paused_from_s: float
     resumed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkSeen:
+    """Holds what a server had done by a moment, since its process started."""
+
+    server: str
+    teaches: bool
+    now_s: float
+    work: ServerWork
+
+
+@dataclass(frozen=True, slots=True)
+class CpuSeen:
+    """Holds the CPU seconds that the parts on the controller's machine had used by a moment.
+
+    seconds: by part, the controller's or a server's url. cores: that the machine has.
+    """
+
+    now_s: float
+    cores: float
+    seconds: dict[str, float]
 
 
 AnySpan = TypeVar("AnySpan", RolloutSpan, ScoreSpan, UpdateSpan, SyncSpan)
@@ -79,6 +105,8 @@ class Recording:
     scores: tuple[ScoreSpan, ...]
     updates: tuple[UpdateSpan, ...]
     syncs: tuple[SyncSpan, ...]
+    works: tuple[WorkSeen, ...] = ()
+    cpus: tuple[CpuSeen, ...] = ()
 
     def until(self, stop_s: float) -> Recording:
         """Return what had ended by then."""
@@ -87,6 +115,8 @@ class Recording:
             _ended(self.scores, stop_s),
             _ended(self.updates, stop_s),
             _ended(self.syncs, stop_s),
+            tuple(seen for seen in self.works if seen.now_s <= stop_s),
+            tuple(seen for seen in self.cpus if seen.now_s <= stop_s),
         )
 
     @property
@@ -127,21 +157,35 @@ class _Found:
         self.updates: list[UpdateSpan] = []
         self.syncs: list[Interval] = []
         self.pauses: dict[Interval, None] = {}  # every engine's row has them
+        self.works: list[WorkSeen] = []
+        self.cpus: list[CpuSeen] = []
 
     def add(self, event: dict[str, Any]) -> None:
         """Take an event of metrics/timeline.py; those that are no span do not matter."""
         if event["name"] == "process_name":
             self.rows[event["pid"]] = event["args"]["name"]
-        if event["ph"] != "X":
+        if event["ph"] not in ("X", "i", "C"):
             return
         name, row, details = event["name"], self.rows[event["pid"]], event["args"]
         start_s = _number(event["ts"], float | int) * MICROSECOND
+        if event["ph"] == "i" and name == WORK:
+            told = dict(details)
+            server, work = told.pop("server"), msgspec.convert(told, ServerWork)
+            self.works.append(WorkSeen(server, row == TEACHER, start_s, work))
+        elif event["ph"] == "C" and name == CPU:
+            seconds = {part: _number(value, float | int) for part, value in details.items()}
+            self.cpus.append(CpuSeen(start_s, seconds.pop(CORES), seconds))
+        if event["ph"] != "X":
+            return
         stop_s = start_s + _number(event["dur"], float | int) * MICROSECOND
         if row == TEACHER:
             self.scores.append(ScoreSpan(_number(details["uid"]), start_s, stop_s))
         elif row == LEARNER:
             samples, tokens = _number(details["samples"]), _number(details["response_tokens"])
-            self.updates.append(UpdateSpan(start_s, stop_s, samples, tokens))
+            cpu_s = details.get("cpu_s")
+            if cpu_s is not None:
+                cpu_s = _number(cpu_s, float | int)
+            self.updates.append(UpdateSpan(start_s, stop_s, samples, tokens, cpu_s))
         elif row == SYNC and name.startswith("weight sync"):
             self.syncs.append((start_s, stop_s))
         elif row.startswith(STUDENT_ROW) and name == "paused":
@@ -160,6 +204,8 @@ class _Found:
             _in_order(self.scores),
             _in_order(self.updates),
             _in_order(_with_pauses(self.syncs, list(self.pauses))),
+            tuple(self.works),
+            tuple(self.cpus),
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -72,11 +72,15 @@ ModelT = TypeVar("ModelT", bound=Model[Any])
 class Server(Generic[ModelT]):
     """Represents one server process.
 
-    make: makes the model of one that has just started. busy_s: for how long it has worked.
+    make: makes the model of one that has just started. front_cores: see EngineCost. busy_s: for how
+    long it has worked.
     """
 
-    def __init__(self, url: str, make: Callable[[], ModelT], host: Host) -> None:
+    def __init__(
+        self, url: str, make: Callable[[], ModelT], host: Host, front_cores: float = 0.0
+    ) -> None:
         self.url, self._make, self._host = url, make, host
+        self._cores = 1.0 + front_cores
         self._clock = asyncio.get_running_loop().time
         self.alarm = self.starts = 0
         self.version = 0
@@ -166,11 +170,11 @@ class Server(Generic[ModelT]):
         """Begin to work, or end."""
         if self._busy_since_s is None:
             self._busy_since_s = self._clock()
-            self._host.occupy(1.0)
+            self._host.occupy(self._cores)
             return
         self.busy_s += self._clock() - self._busy_since_s
         self._busy_since_s = None
-        self._host.occupy(-1.0)
+        self._host.occupy(-self._cores)
 
 
 class Student(Server[Engine]):
@@ -204,11 +208,15 @@ class Student(Server[Engine]):
 
 @dataclass(frozen=True, slots=True)
 class Replies:
-    """Holds what the answers of simulated servers are made of. network_s: one way."""
+    """Holds what the answers of simulated servers are made of.
+
+    network_s: one way. handle: does what the controller works on a sample.
+    """
 
     arrays: SharedArrays
     lengths: LengthDraws
     network_s: float
+    handle: Callable[[], Awaitable[None]]
 
 
 class Client(ServerClient):
@@ -271,6 +279,7 @@ class StudentClient(Client):
         starts = await self._travel()
         await self.server.work_on(job)
         await self._return(starts)
+        await self._replies.handle()
         arrays, count = self._replies.arrays, job.tokens
         stops = [first for _, first in job.spans[1:]] + [count]
         spans = zip(job.spans, stops, strict=True)

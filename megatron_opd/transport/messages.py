@@ -52,7 +52,7 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     stopped_fraction: weight share whose ratio the correction changed, whose gradient the trust
     region stopped. excluded_ids: of teacher log-prob -inf. peak_rss_bytes: summed over the
     learner's ranks. tflops_per_rank: model TFLOP/s (planning/flops.py) of one GPU; mfu: that over
-    its bfloat16 peak, of 1; None where the peak is not known.
+    its bfloat16 peak, of 1; None where the peak is not known. cpu_s: CPU seconds of the first rank.
     """
 
     update: int
@@ -97,6 +97,7 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     excluded_ids: int = 0
     tflops_per_rank: float | None = None
     mfu: float | None = None
+    cpu_s: float | None = None
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):

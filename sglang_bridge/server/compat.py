@@ -33,6 +33,7 @@ FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 INPUT_LOGPROBS = "sglang.srt.layers.logprob_processor.InputLogprobProcessor.forward"
 CHECK_WEIGHTS = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 WHILE_PAUSED = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
+ON_IDLE = "sglang.srt.managers.scheduler.Scheduler.on_idle"
 VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
 NATIVE_EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 BATCH_INVARIANT = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
@@ -52,6 +53,7 @@ TARGETS = (
     AFTER_RUNNER_INIT,
     STREAMER_CLASS,
     WHILE_PAUSED,
+    ON_IDLE,
     FORWARD,
     INPUT_LOGPROBS,
     CHECK_WEIGHTS,
@@ -374,6 +376,19 @@ def memory_request(what: Literal["Release", "Resume"], tags: Sequence[str]) -> A
 def is_scoring_batch(batch: Any) -> bool:
     """Returns whether a forward pass computes logits of prompt positions."""
     return bool(batch.forward_mode.is_extend() and batch.return_logprob)
+
+
+def pass_of(batch: Any) -> tuple[str, int, int] | None:
+    """Returns what a forward pass is: its kind in ServerWork, its requests and its tokens.
+
+    None: another kind.
+    """
+    requests = len(batch.reqs)
+    if batch.forward_mode.is_decode():
+        return "decode", requests, sum(req.seqlen for req in batch.reqs)
+    if batch.forward_mode.is_extend():
+        return "prefill", requests, sum(batch.extend_lens)
+    return None
 
 
 def logit_rows(batch: Any) -> Iterator[tuple[Any, int, int]]:

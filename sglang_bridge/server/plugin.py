@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
+import msgspec
 import torch
 
 from sglang_bridge import wire
@@ -18,6 +19,7 @@ from sglang_bridge.server import (
     gates,
     invariance,
     memory,
+    meter,
     pieces,
     receiver,
     routing,
@@ -44,6 +46,7 @@ _generator: torch.Generator | None = None  # for the teacher's draws
 _runner: Any = None  # SGLang's model runner
 _scheduler: Any = None  # SGLang's, of this rank
 _receiver: receiver.Receiver | None = None  # once weights are expected
+_meter = meter.PassMeter()
 _reader: disk_reader.DiskReader | None = None  # once weights come from disk
 
 
@@ -57,6 +60,7 @@ def register() -> None:
     compat.hook(compat.AFTER_RUNNER_INIT, install_observer, "after")
     compat.hook(compat.STREAMER_CLASS, streamer_class, "replace")
     compat.hook(compat.WHILE_PAUSED, rest_while_paused, "after")
+    compat.hook(compat.ON_IDLE, before_idling, "before")
     compat.hook(compat.FORWARD, around_forward, "around")
     compat.hook(compat.INPUT_LOGPROBS, around_input_logprobs, "around")
     compat.hook(compat.CHECK_WEIGHTS, around_check_weights, "around")
@@ -119,7 +123,13 @@ def rest_while_paused(result: None, scheduler: Any) -> None:
 
     SGLang's loop spins then, which on a CPU takes a core from whoever brings the new weights.
     """
+    _meter.end()
     scheduler.maybe_sleep_on_idle()
+
+
+def before_idling(*args: Any, **kwargs: Any) -> None:
+    """Ends the last forward pass where nothing follows it."""
+    _meter.end()
 
 
 def around_forward(
@@ -128,6 +138,7 @@ def around_forward(
     """Gives a forward pass its requests' seeds, on every rank; the one with outputs records."""
     if batch is None:
         return original(worker, batch, *args, **kwargs)
+    _meter.begin(batch)
     with compat.sampled_by(batch, compat.batch_seeds(batch)):
         if compat.is_output_rank():
             return recorded(original, worker, batch, *args, **kwargs)
@@ -185,6 +196,7 @@ def around_check_weights(
         wire.DIGEST_ACTION: pieces.piece_digests,
         wire.MODEL_ACTION: model_facts,
         wire.PROGRESS_ACTION: lambda _: progress(),
+        wire.WORK_ACTION: lambda _: {wire.WORK: msgspec.json.encode(_meter.work()).decode()},
         wire.EXPECT_ACTION: lambda model: expect_weights(model, argument),
         wire.SAME_HOST_ACTION: lambda _: settle_same_host(argument),
         wire.STAGE_ACTION: lambda _: stage_weights(argument),

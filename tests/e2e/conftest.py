@@ -18,7 +18,7 @@ from sglang_bridge.ports import free_port
 from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.server.spec import ServerSpec
 from tests.e2e.runs import Running
-from tests.e2e.weight_sync import rewind
+from tests.e2e.weight_sync import resume, rewind
 from tests.support.models import tiny_qwen3, tiny_qwen3_moe
 
 STARTUP_TIMEOUT_S = 420
@@ -106,9 +106,11 @@ def servers(
             process.stop(grace_s=1)
 
 
-@pytest.fixture(scope="session")
-def student_server(servers: dict[str, ServerProcess]) -> ServerProcess:
-    return servers["student"]
+@pytest.fixture
+def student_server(servers: dict[str, ServerProcess]) -> Iterator[ServerProcess]:
+    """The session's student; one that a failed test left paused would fail all that follow."""
+    yield servers["student"]
+    asyncio.run(resume(servers["student"].spec.url))
 
 
 @pytest.fixture(scope="session")

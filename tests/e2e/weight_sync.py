@@ -122,6 +122,12 @@ def differing(pieces: Sequence[WeightPiece], tensors: Mapping[str, torch.Tensor]
     return [piece.hf_name for piece in pieces if digest_of(piece) != piece.digest]
 
 
+async def resume(url: str) -> None:
+    """Lets a paused server go on; any other does so anyway."""
+    async with ServerClient(url, timeout_s=60) as client:
+        await client.resume()
+
+
 async def rewind(url: str, model: Path) -> None:
     """Makes a used server what it was when it started: the checkpoint's weights, version 0."""
     async with Fleet([ServerClient(url, timeout_s=60)]) as fleet:

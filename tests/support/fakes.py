@@ -121,6 +121,7 @@ class Figures:
     truncated_fraction: float = 0.0
     forward_backward_s: float = 0.2
     optimizer_s: float = 0.1
+    cpu_s: float | None = 0.25
     peak_rss_bytes: int = 1000
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,8 +18,10 @@ from sglang_bridge.parse import (
     parse_progress,
     parse_rollout,
     parse_scores,
+    parse_work,
 )
 from sglang_bridge.protocol import RolloutRequest, ScoreRequest, WeightPiece
+from sglang_bridge.work import PassSums, ServerWork
 from tests.support.bridge_replies import (
     REQUEST,
     SCORE_REQUEST,
@@ -396,3 +399,15 @@ def test_progress_is_read_from_the_first_rank():
 def test_progress_that_cannot_be_read_is_refused(said: dict):
     with pytest.raises(BadReply, match="progress cannot be read"):
         parse_progress("u", progress_reply(**said))
+
+
+def test_work_is_read_from_the_first_rank():
+    work = ServerWork(decode=PassSums().plus(3, 40, 0.5, 0.25))
+    told = {"work": msgspec.json.encode(work).decode()}
+    assert parse_work("u", progress_reply(**told)) == work
+
+
+@pytest.mark.parametrize("said", [{}, {"work": "{"}, {"work": '{"decode": {"gram": [1]}}'}])
+def test_work_that_cannot_be_read_is_refused(said: dict):
+    with pytest.raises(BadReply, match="u: its work cannot be read"):
+        parse_work("u", progress_reply(**said))

@@ -10,16 +10,21 @@ from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.metrics.types import Phase, WeightSyncReport
 from megatron_opd.sim.learner import Figures
 from megatron_opd.sim.recording import (
+    CpuSeen,
     RolloutSpan,
     ScoreSpan,
     SyncSpan,
     UpdateSpan,
+    WorkSeen,
     read_recording,
 )
 from megatron_opd.types import Batch
+from sglang_bridge.work import PassSums, ServerWork
 from tests.support.fakes import make_sample
 
 ORIGIN_S = 100.0
+STUDENT_WORK = ServerWork(decode=PassSums().plus(3, 40, 0.02, 0.01))
+TEACHER_WORK = ServerWork(prefill=PassSums().plus(2, 30, 0.04, 0.03))
 
 
 def drawn(path: Path) -> None:
@@ -33,10 +38,13 @@ def drawn(path: Path) -> None:
             replace(sample.rollout, engine=engine, started_s=start_s, finished_s=stop_s)
         )
     timeline.score(samples[0], 104.0, 104.5)
-    timeline.update(Batch(0, 0, tuple(samples)), Figures(7), 105.0, 107.0)
+    timeline.update(Batch(0, 0, tuple(samples)), Figures(7, cpu_s=1.25), 105.0, 107.0)
     phases = (Phase("pause", 107.0, 107.25), Phase("send", 107.25, 108.0))
     timeline.weight_sync(WeightSyncReport(1, phases, 10, 107.25, 107.75))
     timeline.drop(9, "lost", "", 107.9)
+    timeline.worked("a", STUDENT_WORK, 108.5, teaches=False)
+    timeline.worked("t", TEACHER_WORK, 108.6, teaches=True)
+    timeline.used({"controller": 1.5, "a": 7.0}, 2, 108.7)
     timeline.close()
 
 
@@ -49,12 +57,19 @@ def test_spans_are_those_that_were_drawn(tmp_path: Path):
         RolloutSpan(1, "b", 2.0, 3.0, prompt, 2),
     )
     assert found.scores == (ScoreSpan(0, 4.0, 4.5),)
-    assert found.updates == (UpdateSpan(5.0, 7.0, 2, 7),)
+    assert found.updates == (UpdateSpan(5.0, 7.0, 2, 7, 1.25),)
+    assert found.works == (
+        WorkSeen("a", False, 8.5, STUDENT_WORK),
+        WorkSeen("t", True, 8.6, TEACHER_WORK),
+    )
+    assert found.cpus == (CpuSeen(8.7, 2, {"controller": 1.5, "a": 7.0}),)
     assert found.syncs == (SyncSpan(7.0, 8.0, 7.25, 7.75),), "every engine has the pause"
     assert found.lengths.pairs == [(prompt, 5), (prompt, 2)]
     before = found.until(3.5)
     assert [span.uid for span in before.rollouts] == [1]
     assert (before.scores, before.updates, before.syncs) == ((), (), ())
+    assert (before.works, before.cpus) == ((), ())
+    assert len(found.until(8.55).works) == 1
 
 
 def test_a_run_that_was_killed_while_it_wrote_is_read_as_far_as_it_goes(tmp_path: Path):
@@ -79,6 +94,10 @@ def test_a_run_that_was_killed_while_it_wrote_is_read_as_far_as_it_goes(tmp_path
         ('"uid":0', '"uid":[0]'),
         ('"dur":500000', '"dur":-500000'),
         ('"dur":500000', '"dur":Infinity'),
+        ('"gram":[1.0', '"gram":[null'),
+        ('"gram":[1.0,', '"gram":['),
+        ('"cores":2', '"cores":-2'),
+        ('"cpu_s":1.25', '"cpu_s":"1"'),
     ],
 )
 def test_an_event_without_the_numbers_of_one_is_refused(tmp_path: Path, before: str, after: str):

@@ -8,7 +8,7 @@ from megatron_opd.sim.arrays import SharedArrays
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.sim.costs import EngineCost, LognormalLengths
 from megatron_opd.sim.engine import Engine
-from megatron_opd.sim.host import Host
+from megatron_opd.sim.host import Host, OneByOne
 from megatron_opd.sim.lengths import LengthDraws
 from megatron_opd.sim.servers import Replies, Student, StudentClient
 from sglang_bridge.errors import ServerUnreachable
@@ -17,9 +17,11 @@ from sglang_bridge.protocol import RolloutRequest
 
 def student() -> tuple[Student, StudentClient]:
     """A server whose responses have 11 tokens and take 10 s, and its client."""
-    server = Student("http://s:1", lambda: Engine(EngineCost(step_s=1.0)), Host())
+    host = Host()
+    server = Student("http://s:1", lambda: Engine(EngineCost(step_s=1.0)), host)
     lengths = LengthDraws(LognormalLengths(mean=11.0), 100, 0)
-    return server, StudentClient(server, Replies(SharedArrays(), lengths, 0.0))
+    replies = Replies(SharedArrays(), lengths, 0.0, OneByOne(host, 0.0).work)
+    return server, StudentClient(server, replies)
 
 
 REQUEST = RolloutRequest(rid="r", input_ids=[1, 2], max_new_tokens=100, seed=1)

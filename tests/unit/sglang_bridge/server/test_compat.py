@@ -213,6 +213,20 @@ def test_logit_rows_are_sglangs_pruned_rows():
     assert list(compat.logit_rows(batch)) == [("a", 10, 4), ("b", 4, 1), ("c", 10, 3)]
 
 
+def test_a_pass_is_named_by_its_kind_requests_and_tokens():
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    reqs = [SimpleNamespace(seqlen=7), SimpleNamespace(seqlen=9)]
+
+    def passed(mode: ForwardMode) -> object:
+        batch = SimpleNamespace(forward_mode=mode, reqs=reqs, extend_lens=[3, 2])
+        return compat.pass_of(batch)
+
+    assert passed(ForwardMode.DECODE) == ("decode", 2, 16)
+    assert passed(ForwardMode.EXTEND) == ("prefill", 2, 5)
+    assert passed(ForwardMode.IDLE) is None
+
+
 def test_sampling_filters_are_sglangs_names():
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
