@@ -1,4 +1,4 @@
-"""Indexes rollouts.jsonl: what lists and filters need is in memory, whole rows stay in the file.
+"""Reads rollouts.jsonl: keeps in memory what lists and filters need, and where each row is.
 
 Rows are taken as they come; a damaged one is counted and left out. Row numbers rise with the file,
 so a list that names how many rows it knew (`upto`) does not change while more arrive.

@@ -41,7 +41,7 @@ class RowList:
 
 
 class Watched:
-    """Follows one run.
+    """Reads one run as it grows.
 
     Args:
         files: the run's directory.

@@ -1,19 +1,14 @@
 """Answers of the watch server over HTTP, while the run's files grow."""
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession, CookieJar
-from aiohttp.test_utils import TestServer
 
-from megatron_opd.report.run_files import RunFiles
-from megatron_opd.watch.access import Access
-from megatron_opd.watch.server import CHART_FILES, STATIC, TYPES, WatchServer
-from megatron_opd.watch.watched import Watched
+from megatron_opd.watch.server import CHART_FILES, STATIC, TYPES
+from tests.support.watch_server import Asked, served
 from tests.support.watched_run import (
     append_row,
     hostile_row,
@@ -24,33 +19,13 @@ from tests.support.watched_run import (
     write_run,
 )
 
-Get = Callable[..., Awaitable[tuple[int, bytes]]]
 
-
-def served(path: Path, scenario: Callable[[Get], Awaitable[None]]) -> None:
-    """Call `scenario` with what asks a server of the run in `path`, with the token's cookie."""
-
-    async def main() -> None:
-        app = WatchServer(Watched(RunFiles(path))).app(Access("secret", frozenset()), 1)
-        jar = CookieJar(unsafe=True)  # for an address, too
-        async with TestServer(app) as server, ClientSession(cookie_jar=jar) as session:
-            await session.get(server.make_url("/?token=secret"))
-
-            async def get(path: str, **parameters: Any) -> tuple[int, bytes]:
-                async with session.get(server.make_url(path), params=parameters) as answer:
-                    return answer.status, await answer.read()
-
-            await scenario(get)
-
-    asyncio.run(main())
-
-
-async def state_when(get: Get, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+async def state_when(ask: Asked, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """The first state that is as wanted; a test that waits for ever is ended by its time limit."""
     while True:
-        status, content = await get("/api/state")
-        assert status == 200
-        state = json.loads(content)
+        answer = await ask("/api/state")
+        assert answer.status == 200
+        state = await answer.json()
         if reached(state):
             return state
         await asyncio.sleep(0.02)
@@ -59,8 +34,8 @@ async def state_when(get: Get, reached: Callable[[dict[str, Any]], bool]) -> dic
 def test_a_finished_run_is_shown_whole(tmp_path: Path):
     path = write_run(tmp_path / "run", updates=6, per_update=4)
 
-    async def scenario(get: Get) -> None:
-        state = await state_when(get, lambda s: not s["reading"])
+    async def scenario(ask: Asked) -> None:
+        state = await state_when(ask, lambda s: not s["reading"])
         assert (state["run"], state["state"], state["max_updates"]) == ("run", "finished", 6)
         assert state["counts"] == {"updates": 6, "evaluations": 0, "rollouts": 24}
         assert state["last"]["update"] == 5
@@ -69,15 +44,15 @@ def test_a_finished_run_is_shown_whole(tmp_path: Path):
         described = {column["name"]: column for column in state["columns"]}
         assert described["reverse_kl_nats"]["unit"] == "nats a token"
         assert "update" not in described
-        curves = json.loads((await get("/api/curves", columns="loss,missing"))[1])
+        curves = await (await ask("/api/curves", columns="loss,missing")).json()
         assert curves["update"] == [0, 1, 2, 3, 4, 5]
         assert len(curves["time_s"]) == len(curves["columns"]["loss"]) == 6
         assert list(curves["columns"]) == ["loss"]
-        lanes = json.loads((await get("/api/lanes", bins=5))[1])
+        lanes = await (await ask("/api/lanes", bins=5)).json()
         assert [len(lane["open"]) for lane in lanes["lanes"]] == [5] * 6
-        found = json.loads((await get("/api/rollouts", sort="gap", limit=3))[1])
+        found = await (await ask("/api/rollouts", sort="gap", limit=3)).json()
         assert (found["total"], found["upto"], len(found["rows"])) == (24, 24, 3)
-        row = json.loads((await get(f"/api/rollouts/{found['rows'][0]['number']}"))[1])
+        row = await (await ask(f"/api/rollouts/{found['rows'][0]['number']}")).json()
         assert row["uid"] == found["rows"][0]["uid"]
 
     served(path, scenario)
@@ -87,17 +62,17 @@ def test_a_run_that_goes_on_is_followed(tmp_path: Path):
     path = write_run(tmp_path / "run", updates=3, per_update=2, of=9)
     make_running(path)
 
-    async def scenario(get: Get) -> None:
-        state = await state_when(get, lambda s: s["counts"]["rollouts"] == 6)
+    async def scenario(ask: Asked) -> None:
+        state = await state_when(ask, lambda s: s["counts"]["rollouts"] == 6)
         assert state["state"] == "running"
         write_metrics(path, range(3, 5), 9)
         write_rollouts(path, range(3, 5), 2)
         counts = {"updates": 5, "evaluations": 0, "rollouts": 10}
-        state = await state_when(get, lambda s: s["counts"] == counts)
+        state = await state_when(ask, lambda s: s["counts"] == counts)
         assert state["epochs"] == [0, 0, 0]
         (path / "rollouts.jsonl").unlink()
         write_rollouts(path, range(2), 2, seed=5)
-        await state_when(get, lambda s: s["epochs"][2] == 1 and s["counts"]["rollouts"] == 4)
+        await state_when(ask, lambda s: s["epochs"][2] == 1 and s["counts"]["rollouts"] == 4)
 
     served(path, scenario)
 
@@ -106,8 +81,8 @@ def test_a_run_that_was_killed_is_called_crashed(tmp_path: Path):
     path = write_run(tmp_path / "run", updates=3, per_update=2)
     make_crashed(path)
 
-    async def scenario(get: Get) -> None:
-        state = await state_when(get, lambda s: s["counts"]["rollouts"] == 6)
+    async def scenario(ask: Asked) -> None:
+        state = await state_when(ask, lambda s: s["counts"]["rollouts"] == 6)
         assert state["state"] == "crashed"
         assert "ended without writing summary.json" in state["why"]
         assert state["counts"]["updates"] == 3
@@ -118,11 +93,11 @@ def test_a_run_that_was_killed_is_called_crashed(tmp_path: Path):
 def test_a_run_that_has_written_nothing_but_its_configuration(tmp_path: Path):
     (tmp_path / "config.resolved.yaml").write_text("run: {max_steps: 3}\n")
 
-    async def scenario(get: Get) -> None:
-        state = await state_when(get, lambda s: not s["reading"])
+    async def scenario(ask: Asked) -> None:
+        state = await state_when(ask, lambda s: not s["reading"])
         assert (state["last"], state["columns"]) == ({}, [])
         for path in ("/api/curves", "/api/evaluations", "/api/lanes", "/api/rollouts"):
-            assert (await get(path))[0] == 200
+            assert (await ask(path)).status == 200
 
     served(tmp_path, scenario)
 
@@ -145,12 +120,13 @@ def test_a_run_that_has_written_nothing_but_its_configuration(tmp_path: Path):
 def test_bad_requests_get_one_line(tmp_path: Path, path: str, parameters, status: int, words: str):
     run_dir = write_run(tmp_path / "run", updates=3, per_update=2)
 
-    async def scenario(get: Get) -> None:
-        await state_when(get, lambda s: not s["reading"])
-        found, content = await get(path, **parameters)
-        assert found == status
-        assert words in content.decode()
-        assert len(content.decode().splitlines()) == 1
+    async def scenario(ask: Asked) -> None:
+        await state_when(ask, lambda s: not s["reading"])
+        answer = await ask(path, **parameters)
+        assert answer.status == status
+        text = await answer.text()
+        assert words in text
+        assert len(text.splitlines()) == 1
 
     served(run_dir, scenario)
 
@@ -159,9 +135,9 @@ def test_what_a_model_wrote_is_sent_as_json_only(tmp_path: Path):
     path = write_run(tmp_path / "run", updates=1, per_update=1)
     append_row(path, hostile_row(1, 5))
 
-    async def scenario(get: Get) -> None:
-        await state_when(get, lambda s: s["counts"]["rollouts"] == 2)
-        row = json.loads((await get("/api/rollouts/1"))[1])
+    async def scenario(ask: Asked) -> None:
+        await state_when(ask, lambda s: s["counts"]["rollouts"] == 2)
+        row = await (await ask("/api/rollouts/1")).json()
         assert row["tokens"][0] == "<script>window.hacked = 1</script>"
 
     served(path, scenario)
@@ -170,10 +146,12 @@ def test_what_a_model_wrote_is_sent_as_json_only(tmp_path: Path):
 def test_every_file_of_the_page_is_served(tmp_path: Path):
     path = write_run(tmp_path / "run", updates=1, per_update=1)
 
-    async def scenario(get: Get) -> None:
+    async def scenario(ask: Asked) -> None:
         for name in [entry.name for entry in STATIC.iterdir()] + list(CHART_FILES):
             assert Path(name).suffix in TYPES
-            status, content = await get(f"/static/{name}")
-            assert (status, len(content) > 0) == (200, True)
+            answer = await ask(f"/static/{name}")
+            assert answer.status == 200
+            assert answer.content_type == TYPES[Path(name).suffix]
+            assert await answer.read()
 
     served(path, scenario)

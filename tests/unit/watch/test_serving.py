@@ -16,7 +16,7 @@ def test_a_port_that_is_taken_is_named():
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "999.1.1.1", "a" * 300])
 def test_a_host_that_is_none_is_named(host: str):
-    with pytest.raises(CannotListen, match=f"--host .?{host[:20]}"):
+    with pytest.raises(CannotListen, match=f"--host .*{host[:20]}"):
         listen(host, 0)
 
 
