@@ -18,14 +18,15 @@ from typing import Any
 
 import numpy as np
 import psutil
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_opd.data.tokenizer import build_tokenizer
 from megatron_opd.metrics.rollouts import RolloutRecord
 from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 from tests.support.browser import chromium, tab, watching
 from tests.support.watched_run import write_run
 
+PAGES = Path(__file__).parents[1] / "docs"
 PER_UPDATE = 100
 LIMIT_MS = 200.0
 """What the median of a scroll, and of a filter, must not exceed."""
@@ -114,28 +115,43 @@ def spread_of(values: Sequence[float]) -> dict[str, float]:
 
 def measure_record(batches: int = 10) -> dict[str, float]:
     """Record responses of RECORDED_TOKENS tokens: time of the thread and event loop, bytes."""
-    tokenizer = build_tokenizer().backend_tokenizer
-    sample = _sample(RECORDED_TOKENS)
+    tokenizer = byte_tokenizer()
+    sample = _sample(tokenizer, RECORDED_TOKENS)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rollouts.jsonl"
-        record = RolloutRecord(path, lambda ids: tokenizer.decode(list(ids)), 1)
-        begun_s, looped_s = time.perf_counter(), 0.0
+        record = RolloutRecord(
+            path, lambda ids: tokenizer.decode(ids, skip_special_tokens=False), 1
+        )
+        thread_s = looped_s = 0.0
         for update in range(batches):
-            before_s = time.perf_counter()
+            size, begun_s = path.stat().st_size, time.perf_counter()
             record.trained(Batch(update, update, (sample,)))
-            looped_s += time.perf_counter() - before_s
+            looped_s += time.perf_counter() - begun_s
+            while path.stat().st_size == size:  # updates of a run are further apart
+                time.sleep(1e-4)
+            thread_s += time.perf_counter() - begun_s
         record.close()
-        seconds = time.perf_counter() - begun_s
         size = path.stat().st_size
     tokens = batches * RECORDED_TOKENS
     return {
-        "thread_us_per_token": round(1e6 * seconds / tokens, 2),
+        "thread_us_per_token": round(1e6 * thread_s / tokens, 2),
         "event_loop_us_per_rollout": round(1e6 * looped_s / batches, 1),
         "bytes_per_token": round(size / tokens, 1),
     }
 
 
-def _sample(tokens: int) -> Sample:
+def byte_tokenizer() -> Tokenizer:
+    """Train a byte-level BPE, the kind that most models have, on this project's pages."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=8000, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train([str(path) for path in sorted(PAGES.glob("*.md"))], trainer)
+    return tokenizer
+
+
+def _sample(tokenizer: Tokenizer, tokens: int) -> Sample:
     rng = np.random.default_rng(0)
     prompt = Prompt(0, "1+1=", np.arange(30, 60, dtype=np.int32))
     draws = DrawCache(
@@ -145,7 +161,9 @@ def _sample(tokens: int) -> Sample:
         sampler_logp_N=-rng.exponential(1.0, tokens).astype(np.float32),
         path_T=np.arange(tokens, dtype=np.int64),
     )
-    ids_T = rng.integers(30, 120, tokens).astype(np.int32)
+    text = (PAGES / "losses.md").read_text(encoding="utf-8")
+    ids_T = np.array(tokenizer.encode(text).ids[:tokens], np.int32)
+    assert len(ids_T) == tokens
     spans = (VersionSpan(0, 0, tokens),)
     rollout = Rollout(prompt, ids_T, draws, spans, "stop", 0.0, 1.0)
     return Sample(rollout, -rng.exponential(1.0, tokens).astype(np.float32))

@@ -371,7 +371,7 @@ class MetricsConfig(Section):
     rollouts: NonNegativeInt = 8
     """Number of samples of every update that are recorded token by token in rollouts.jsonl, for
     `opd watch`, and the most dropped samples recorded between two updates; 0: none. Each takes
-    about 25 bytes a response token on disk, and 20 us a token of a thread beside the event loop."""
+    about 25 bytes a response token on disk, and 10 us a token of a thread beside the event loop."""
     signal_patience: PositiveInt = 3
     """Number of consecutive updates that teach nothing (all rewards of every group equal, or a
     gradient of exactly 0) before the terminal warns. Higher warns less often and later."""

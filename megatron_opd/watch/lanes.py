@@ -1,4 +1,4 @@
-"""Reads from trace.json how busy each engine and stage was over time, in as many bins as a page asks.
+"""Reads from trace.json how busy each engine and stage was over time, in bins.
 
 The other side of metrics/timeline.py, read while it is written. A bin holds the mean number of
 spans that were open in it, so that a lane costs the same whatever its run has done. Times are
