@@ -1,9 +1,12 @@
 """The page of `opd watch` as its readers use it, in a real browser."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from tests.support.browser import PATIENCE_MS, PHONE, watching
@@ -13,6 +16,8 @@ from tests.support.watched_run import (
     hostile_row,
     make_crashed,
     make_running,
+    rollout_row,
+    write_evaluations,
     write_metrics,
     write_rollouts,
     write_run,
@@ -38,6 +43,7 @@ def view(page: Any, name: str) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_run(tmp_path_factory.mktemp("finished") / "demo", updates=30)
     append_row(path, hostile_row(30, 4000))
+    write_evaluations(path, range(0, 30, 5), ("gsm8k", "aime24"))
     return path
 
 
@@ -58,8 +64,16 @@ def test_every_view_of_a_finished_run_loads(address: str, open_page: Open):
     for chart in page.locator(".chart canvas").all():
         painted = "c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v)"
         assert chart.evaluate(painted)
+    accuracy = page.locator(".chart").first
+    expect(accuracy).to_have_attribute("aria-label", "accuracy · gsm8k, accuracy · aime24")
+    expect(accuracy.locator("output")).to_have_text("67.13 · 42.13")
     view(page, "engines")
     expect(page.locator(".lane canvas")).to_have_count(6)
+    expect(page.locator("#window")).to_have_text("0.0 s to 1 min 36 s of 1 min 36 s")
+    page.locator("#span").select_option("60")
+    expect(page.locator("#window")).to_have_text("36 s to 1 min 36 s of 1 min 36 s")
+    page.locator("#earlier").click()
+    expect(page.locator("#window")).to_have_text("6.0 s to 1 min 6 s of 1 min 36 s")
     expect(page.locator(".lane .name").first).to_have_text("127.0.0.1:30000")
     view(page, "rollouts")
     expect(page.locator("#found")).to_have_text("241 rollouts")
@@ -124,8 +138,6 @@ def test_a_running_run_updates_without_a_reload(tmp_path: Path, open_page: Open)
 
 
 def contains(text: str) -> Any:
-    import re
-
     return re.compile(re.escape(text))
 
 
@@ -154,6 +166,61 @@ def test_hostile_text_is_text(address: str, open_page: Open):
     # nothing on the page can turn text into HTML or run text, not even its own scripts
     tried = "() => { try { document.body.innerHTML = '<p>'; return 1 } catch { return 0 } }"
     assert page.evaluate(tried) == 0
+
+
+def test_tokens_are_coloured_by_what_student_and_teacher_think(tmp_path: Path, open_page: Open):
+    """Each of five tokens: student's and teacher's log-prob, and the classes that show them."""
+    told = [
+        (-0.1, -5.1, "low4", "low1", "low4"),
+        (-3.0, -1.0, "high3", "low3", "low2"),
+        (-0.2, -0.24, "", "low1", "low1"),
+        (-0.01, -0.7, "low2", "", "low2"),
+        (-0.6, -0.3, "high1", "low2", "low1"),
+    ]
+    path = write_run(tmp_path / "run", updates=0)
+    row = msgspec.structs.replace(
+        rollout_row(np.random.default_rng(0), 3, 9),
+        tokens=list("abcde"),
+        sampler_logp=[each[0] for each in told],
+        teacher_logp=[each[1] for each in told],
+        spans=[(1, 0, 2), (2, 2, 3), (3, 3, 5)],
+    )
+    append_row(path, row)
+    append_row(path, msgspec.structs.replace(row, uid=10, teacher_logp=None))
+    with watching(path) as address:
+        page = open_page(address)
+        view(page, "rollouts")
+        page.locator(".row").nth(1).click()
+        tokens, by = page.locator(".tokens .t"), page.get_by_label("colour tokens by")
+        begins = ["", "", " begins", " begins", ""]
+
+        def classes() -> list[str]:
+            return [
+                name.replace("t ", "", 1)
+                for name in tokens.evaluate_all("e => e.map(t => t.className)")
+            ]
+
+        expect(tokens).to_have_count(5)
+        for column, choice in ((2, "difference"), (3, "student"), (4, "teacher")):
+            by.select_option(choice)
+            found = [f"{each[column]}{mark}" for each, mark in zip(told, begins, strict=True)]
+            assert classes() == found
+        by.select_option("version")
+        assert [name[:2] for name in classes()] == ["v0", "v0", "v1", "v0", "v0"]
+        tokens.nth(0).hover()
+        inspect = page.locator(".inspect")
+        expect(inspect).to_contain_text("token 1 of 5, version 1: a")
+        expect(inspect).to_contain_text("student -0.1 nats (90.5%)")
+        expect(inspect).to_contain_text("teacher -5.1 nats (0.61%)")
+        expect(inspect).to_contain_text("student -5")
+        page.locator(".tokens").focus()
+        page.keyboard.press("n")
+        expect(inspect).to_contain_text("token 2 of 5")
+        expect(page.locator(".spans span")).to_have_text(["v1", "v2", "v3"])
+        # without a teacher there is nothing to be compared
+        page.locator(".row").nth(0).click()
+        expect(by.locator("option")).to_have_count(2)
+        expect(page.locator("#detail")).not_to_contain_text("gap to the teacher")
 
 
 @pytest.mark.parametrize("query", ["", "?token=wrong"])
