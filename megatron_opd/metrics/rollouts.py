@@ -182,4 +182,5 @@ def _scores(logp_T: FloatArray) -> list[float] | None:
 
 
 def _rounded(logp_T: FloatArray) -> list[float]:
-    return np.round(logp_T.astype(np.float64), DIGITS).tolist()
+    rounded_T = np.round(logp_T.astype(np.float64), DIGITS)
+    return (rounded_T + 0.0).tolist()  # no -0.0

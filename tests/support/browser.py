@@ -15,7 +15,7 @@ from typing import Any
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 VARIABLE = "OPD_CHROMIUM"
-PATIENCE_MS = 8_000
+PATIENCE_MS = 60_000
 """A busy machine is slow, not wrong."""
 DESKTOP, PHONE = (1280, 800), (390, 844)
 

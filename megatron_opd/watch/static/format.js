@@ -2,6 +2,7 @@
 
 export function figure(value, digits = 4) {
   if (typeof value !== "number" || !Number.isFinite(value)) return "–";
+  if (value === 0) return "0"; // -0 too
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e6) return value.toLocaleString("en");
   if (size >= 1e6 || (size < 1e-3 && size > 0)) return value.toExponential(2);

@@ -48,6 +48,7 @@ def test_a_row_holds_what_a_reader_needs(tmp_path: Path):
         "sampler_logp": [-0.5, -0.5, -0.5],
         "teacher_logp": [0.0, -0.25, -0.5],
     }
+    assert "-0.0" not in (tmp_path / "rollouts.jsonl").read_text()
 
 
 def test_without_a_teacher_there_are_no_scores(tmp_path: Path):
