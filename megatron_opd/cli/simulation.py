@@ -191,7 +191,7 @@ class _World:
     def _add_teacher(self, url: str, cost: ScoreCost, host: Host, replies: Replies) -> None:
         server = Server(url, lambda: Scorer(cost), host, cost.front_cores)
         self.servers[url] = server
-        self.clients[url] = lambda: TeacherClient(server, replies, cost)
+        self.clients[url] = lambda: TeacherClient(server, replies)
 
     def _prompts(self) -> Iterator[Prompt]:
         """Yield prompts without end; those of a group are alike in nothing but their teacher."""

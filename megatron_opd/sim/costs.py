@@ -19,7 +19,7 @@ LEAST_STEP_S = 1e-12
 LEAST_CORES = 0.01
 
 POSITIVE = frozenset(
-    {"max_running", "cache_tokens", "ranks", "host_cores", "mean", "prompt_tokens"}
+    {"max_running", "cache_tokens", "pass_tokens", "ranks", "host_cores", "mean", "prompt_tokens"}
 )
 
 
@@ -41,18 +41,20 @@ class EngineCost(Record, frozen=True, kw_only=True):
     """Says how long a student server works.
 
     One decode step of n running requests with k tokens in the KV cache takes
-    step_s + n step_request_s + k step_cached_token_s; each of them gets a token. A request's
-    prefill takes request_s + prefill_token_s for each prompt token, in which no other token is
-    sampled. max_running: requests in a decode step at most; others queue. cache_tokens: room of the
-    KV cache over all running requests, prompts included; None: no limit. front_cores: what its
-    front end (HTTP, tokens to text) takes of a shared host's cores while it works.
+    step_s + n step_request_s + k step_cached_token_s; each of them gets a token. A prefill of n
+    requests with k prompt tokens takes prefill_s + n request_s + k prefill_token_s, in which no
+    other token is sampled. max_running: requests in a decode step at most; others queue.
+    cache_tokens: room of the KV cache over all running requests, prompts included; None: no limit.
+    front_cores: what its front end (HTTP, tokens to text) takes of a shared host's cores while it
+    works.
     """
 
     step_s: float
     step_request_s: float = 0.0
     step_cached_token_s: float = 0.0
-    prefill_token_s: float = 0.0
+    prefill_s: float = 0.0
     request_s: float = 0.0
+    prefill_token_s: float = 0.0
     max_running: int = 256
     cache_tokens: int | None = None
     front_cores: float = 0.0
@@ -68,15 +70,18 @@ class EngineCost(Record, frozen=True, kw_only=True):
 
 
 class ScoreCost(Record, frozen=True, kw_only=True):
-    """Says how long a teacher's server works on a request: request_s, and token_s for every token.
+    """Says how long a teacher's server works on a pass.
 
-    Tokens are those of prompt and response. Up to max_running requests share the server equally;
-    others queue. front_cores: see EngineCost.
+    A pass of n requests with k tokens (prompts and responses) takes
+    pass_s + n request_s + k token_s, at whose end all are scored. It takes all that wait when it
+    begins, up to max_running requests and pass_tokens tokens. front_cores: see EngineCost.
     """
 
+    pass_s: float = 0.0
     request_s: float = 0.0
     token_s: float = 0.0
     max_running: int = 256
+    pass_tokens: int = 16_384
     front_cores: float = 0.0
 
 

@@ -224,7 +224,8 @@ class Engine:
         if self._prefilling:
             cost = self._cost
             tokens = sum(job.prompt_tokens + job.done for job in self._prefilling)
-            seconds = len(self._prefilling) * cost.request_s + tokens * cost.prefill_token_s
+            seconds = cost.prefill_s + len(self._prefilling) * cost.request_s
+            seconds += tokens * cost.prefill_token_s
             self.phase, self.next_s = "prefill", now_s + seconds
         elif self._num:
             self._begin_steps()

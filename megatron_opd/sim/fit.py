@@ -41,6 +41,8 @@ LEAST_UPDATES = 8
 LONG_CONTEXT = 512
 """Cached tokens of a request, on average, from which on reading them is told from the rest of a
 step: with shorter ones it takes too little of it."""
+UNDISTURBED = 0.1
+"""Share of weight syncs, of which no CPU seconds are known, that is taken to have had a core."""
 PASS, REQUESTS, TOKENS = range(3)  # the terms of PassSums
 
 
@@ -102,7 +104,7 @@ def fit(recording: Recording, config: Config) -> Fit:
         engine=engine,
         teachers=dict.fromkeys(config.all_teachers, teacher),
         learner=learner,
-        sync=_sync(recording),
+        sync=_sync(recording, seconds),
         controller_s=controller_s,
         host_cores=seconds.cores,
     )
@@ -150,12 +152,13 @@ def _engine(work: ServerWork, seconds: Seconds, config: Config) -> tuple[EngineC
     if decode.gram[TOKENS] < LONG_CONTEXT * decode.gram[REQUESTS]:
         terms.remove(TOKENS)
     step, error = solved(decode, terms, seconds)
-    prefill, _ = solved(work.prefill, [REQUESTS, TOKENS], seconds)
+    prefill, _ = solved(work.prefill, [PASS, REQUESTS, TOKENS], seconds)
     server = config.student
     cost = EngineCost(
         step_s=float(step[PASS]),
         step_request_s=float(step[REQUESTS]),
         step_cached_token_s=float(step[TOKENS]),
+        prefill_s=float(prefill[PASS]),
         request_s=float(prefill[REQUESTS]),
         prefill_token_s=float(prefill[TOKENS]),
         max_running=server.max_running_requests,
@@ -165,12 +168,13 @@ def _engine(work: ServerWork, seconds: Seconds, config: Config) -> tuple[EngineC
 
 
 def _teacher(work: ServerWork, seconds: Seconds, config: Config) -> tuple[ScoreCost, float]:
-    """Estimate a request and its tokens."""
+    """Estimate a pass, a request and its tokens."""
     section = next(iter(config.all_teachers.values()), None)
     if section is None or not work.prefill.gram[PASS]:
         return ScoreCost(), 0.0
-    found, error = solved(work.prefill, [REQUESTS, TOKENS], seconds)
+    found, error = solved(work.prefill, [PASS, REQUESTS, TOKENS], seconds)
     cost = ScoreCost(
+        pass_s=float(found[PASS]),
         request_s=float(found[REQUESTS]),
         token_s=float(found[TOKENS]),
         max_running=section.max_running_requests,
@@ -209,10 +213,11 @@ def _learner(recording: Recording, seconds: Seconds, ranks: int) -> tuple[Learne
     return LearnerCost(update_s=float(found[0]), token_s=float(found[1]), ranks=ranks), error
 
 
-def _sync(recording: Recording) -> SyncCost:
-    """Take the middle of the weight syncs."""
-    whole_s = float(np.median([s.stop_s - s.start_s for s in recording.syncs]))
-    paused_s = float(np.median([s.resumed_s - s.paused_from_s for s in recording.syncs]))
+def _sync(recording: Recording, seconds: Seconds) -> SyncCost:
+    """Take the middle of the weight syncs; on shared cores those that others delayed least."""
+    share = UNDISTURBED if seconds.cpu else 0.5
+    whole_s = float(np.quantile([s.stop_s - s.start_s for s in recording.syncs], share))
+    paused_s = float(np.quantile([s.resumed_s - s.paused_from_s for s in recording.syncs], share))
     return SyncCost(sync_s=whole_s, paused_s=min(whole_s, paused_s))
 
 

@@ -7,13 +7,11 @@ it samples or scores is its model's (engine.py, scoring.py), on the host's clock
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from megatron_opd.sim.arrays import SharedArrays
-from megatron_opd.sim.costs import ScoreCost
 from megatron_opd.sim.engine import Engine, Job
 from megatron_opd.sim.host import Host
 from megatron_opd.sim.lengths import LengthDraws
@@ -327,15 +325,10 @@ class TeacherClient(Client):
 
     server: Server[Scorer]
 
-    def __init__(self, server: Server[Scorer], replies: Replies, cost: ScoreCost) -> None:
-        super().__init__(server, replies)
-        self._cost = cost
-        self._rids = itertools.count()
-
     async def score(self, request: ScoreRequest) -> ScoreReply:
         """Answer as ServerClient does."""
         starts = await self._travel()
-        await self.server.work_on(ScoreJob(self._cost, len(request.input_ids)))
+        await self.server.work_on(ScoreJob(len(request.input_ids)))
         await self._return(starts)
         arrays, count = self._replies.arrays, len(request.ids_N)
         scores_N = arrays.zeros(count)

@@ -15,7 +15,9 @@ from megatron_opd.sim.costs import (
     ScoreCost,
     SyncCost,
     encode_costs,
+    read_costs,
 )
+from tests.support.looks import add_looks
 from tests.support.paths import ROOT
 
 COSTS = Costs(
@@ -35,7 +37,10 @@ def simulated(costs: Path):
         verb = command.index("run")
         given = command[verb + 1 :]
         sets = ["--set", f"run.max_steps={UPDATES}", "--set", "simulation.lengths.mean=36"]
-        return main(["simulate", *given, *sets, "--costs", str(costs)])
+        code = main(["simulate", *given, *sets, "--costs", str(costs)])
+        (run_dir,) = (Path(each.partition("=")[2]) for each in given if each.startswith("run.dir="))
+        add_looks(run_dir / "trace.json", read_costs(costs))
+        return code
 
     return launch
 

@@ -1,12 +1,10 @@
 """Costs that are fitted to a run, which is a simulated one here, so that its costs are known."""
 
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import yaml
 
@@ -23,11 +21,11 @@ from megatron_opd.sim.costs import (
     encode_costs,
     read_costs,
 )
-from sglang_bridge.work import PassSums, ServerWork
+from tests.support.looks import add_looks
 
 COSTS = Costs(
     engine=EngineCost(step_s=0.02, step_request_s=0.004, request_s=0.01),
-    teachers={"teacher": ScoreCost(request_s=0.02, token_s=2e-4)},
+    teachers={"teacher": ScoreCost(pass_s=0.01, request_s=0.02, token_s=2e-4)},
     learner=LearnerCost(token_s=4e-4, update_s=0.3),
     sync=SyncCost(sync_s=0.2, paused_s=0.1),
     host_cores=1.5,
@@ -50,39 +48,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (path / "config.yaml").write_text(yaml.safe_dump(tree))
     assert main(["simulate", str(path / "config.yaml")]) == 0
-    add_looks(path / "run" / "trace.json")
+    add_looks(path / "run" / "trace.json", COSTS)
     return path / "run"
-
-
-def add_looks(trace: Path) -> None:
-    """Let servers of COSTS tell what they do, four times; others would have done it meanwhile."""
-    lines = trace.read_text().removesuffix("\n]\n").split(",\n")
-    events = [json.loads(line.removeprefix("[\n")) for line in lines]
-    rows = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
-    end = max(event["ts"] for event in events if event["ph"] == "X")
-    (student,) = (name.removeprefix("student ") for name in rows if name.startswith("student "))
-    luck, decode, prefill, scores = random.Random(0), PassSums(), PassSums(), PassSums()
-    for ts in (0, end // 3, 2 * end // 3, end):
-        for row, url, work in (
-            (f"student {student}", student, ServerWork(decode, prefill)),
-            ("teacher scoring", "t", ServerWork(prefill=scores)),
-        ):
-            args = {"server": url, **msgspec.to_builtins(work)}
-            look = {"ph": "i", "s": "p", "pid": rows[row], "tid": 0, "name": "work"}
-            lines.append(json.dumps(look | {"ts": ts, "args": args}))
-        used = {"controller": 1.0, student: decode.cpu[0] + prefill.cpu[0], "t": scores.cpu[0]}
-        look = {"ph": "C", "pid": rows["pipeline"], "name": "CPU seconds", "ts": ts}
-        lines.append(json.dumps(look | {"args": {"cores": COSTS.host_cores, **used}}))
-        for _ in range(200):
-            n, tokens = luck.randint(1, 8), luck.randint(1, 60)
-            engine, teacher = COSTS.engine, COSTS.teachers["teacher"]
-            took = engine.step_s + n * engine.step_request_s
-            decode = decode.plus(n, 50 * n, 2 * took, took)
-            took = n * engine.request_s
-            prefill = prefill.plus(n, tokens * n, 2 * took, took)
-            took = n * teacher.request_s + n * tokens * teacher.token_s
-            scores = scores.plus(n, n * tokens, 2 * took, took)
-    trace.write_text(",\n".join(lines) + "\n]\n")
 
 
 def test_the_costs_of_a_simulated_run_predict_it(run: Path):
@@ -90,7 +57,7 @@ def test_the_costs_of_a_simulated_run_predict_it(run: Path):
     assert abs(found.error) < 0.15  # of so few responses the halves differ
     outcome = simulate(config_of(run), found.fitted.costs, found.fitted.lengths)
     recorded = json.loads((run / "summary.json").read_text())
-    assert outcome.tokens_per_s == pytest.approx(recorded["train_tokens_per_s"], rel=0.05)
+    assert outcome.tokens_per_s == pytest.approx(recorded["train_tokens_per_s"], rel=0.08)
     assert found.fitted.costs.host_cores == 1.5
 
 

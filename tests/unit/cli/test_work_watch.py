@@ -62,11 +62,14 @@ def test_every_server_is_asked_from_the_beginning_on():
 def test_nothing_is_left_of_it_when_the_run_fails():
     recorder: Any = Recorder()
 
+    async def failing() -> None:
+        async with recorded_work(recorder, {}, Processes([], None)):
+            assert len(asyncio.all_tasks()) == 2
+            raise RuntimeError("the run")
+
     async def run() -> int:
         with pytest.raises(RuntimeError, match="the run"):
-            async with recorded_work(recorder, {}, Processes([], None)):
-                assert len(asyncio.all_tasks()) == 2
-                raise RuntimeError("the run")
+            await failing()
         return len(asyncio.all_tasks())
 
     assert run_virtual(run()) == 1

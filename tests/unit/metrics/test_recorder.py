@@ -11,10 +11,13 @@ from megatron_opd.controller.ports import Ports
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import JsonlSink
 from megatron_opd.metrics.summary import summarise
+from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
+from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.metrics.types import Accounting, Depths, Phase, WeightSyncReport
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.types import Batch
+from sglang_bridge.work import ServerWork
 from tests.support.fakes import Figures, Fleet, Learner, Teacher, WeightSyncer, make_sample, prompts
 from tests.support.recorded_run import record
 from tests.support.schedules import planned
@@ -143,6 +146,19 @@ def test_seconds_in_which_memory_changes_hands(tmp_path: Path, turns: bool):
     summary = summarise(totals, recorder.accounting, 60.0, 1)
     means = [summary[f"memory_{part}_s_mean"] for part in ("release", "resume")]
     assert means == ([0.25, 11] if turns else [None, None])
+
+
+def test_a_look_that_comes_after_the_end_is_not_drawn(tmp_path: Path):
+    """Before: a server that answered late wrote into a closed file, which failed the run."""
+    timeline = Timeline(TraceWriter(tmp_path / "trace.json", 0.0), ["a"])
+    recorder = RunRecorder(9, RunTotals(), timeline=timeline)
+    recorder.worked("a", ServerWork(), 1.0, teaches=False)
+    recorder.used({"controller": 1.0}, 2, 1.0)
+    recorder.ended(Accounting(1, 1, 1, 1, {}, 0, False), 60.0)
+    recorder.worked("a", ServerWork(), 61.0, teaches=False)
+    recorder.used({"controller": 2.0}, 2, 61.0)
+    names = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text())]
+    assert names.count("work") == names.count("CPU seconds") == 1
 
 
 def test_the_first_drop_for_a_reason_is_told(tmp_path, caplog):

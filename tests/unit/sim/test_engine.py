@@ -84,7 +84,7 @@ def by_steps(cost: EngineCost, jobs: list[tuple[int, int]], asks: list[Ask]) -> 
                 break
             let_in.append(waiting.pop(0))
         if let_in:
-            now_s += sum(
+            now_s += cost.prefill_s + sum(
                 cost.request_s + (job.prompt + job.done) * cost.prefill_token_s for job in let_in
             )
             for job in let_in:
@@ -136,6 +136,7 @@ def case(seed: int) -> tuple[EngineCost, list[tuple[int, int]], list[Ask]]:
         step_s=rng.uniform(0.1, 1.0),
         step_request_s=rng.choice((0.0, rng.uniform(0.0, 0.2))),
         step_cached_token_s=rng.choice((0.0, rng.uniform(0.0, 0.05))),
+        prefill_s=rng.choice((0.0, rng.uniform(0.0, 1.0))),
         prefill_token_s=rng.choice((0.0, rng.uniform(0.0, 0.3))),
         request_s=rng.choice((0.0, rng.uniform(0.0, 0.5))),
         max_running=rng.randint(1, 5),

@@ -21,8 +21,9 @@ from megatron_opd.sim.recording import (
 )
 from sglang_bridge.work import PassSums, ServerWork
 
-STEP_S, STEP_REQUEST_S, REQUEST_S, PREFILL_TOKEN_S = 0.01, 0.0002, 0.003, 0.0001
-SCORE_S, SCORE_TOKEN_S = 0.01, 0.0004
+STEP_S, STEP_REQUEST_S = 0.01, 0.0002
+PREFILL_S, REQUEST_S, PREFILL_TOKEN_S = 0.02, 0.003, 0.0001
+PASS_S, SCORE_S, SCORE_TOKEN_S = 0.03, 0.01, 0.0004
 UPDATE_S, TOKEN_S = 0.05, 0.0005
 SYNC_S, PAUSED_S = 0.1, 0.04
 PROMPT, BATCH = 8, 16
@@ -44,7 +45,7 @@ def student_work(seed: int, passes: int = 400) -> ServerWork:
         decode = decode.plus(n, 40 * n, CLOCK * took, took)
         n = luck.randint(1, 4)
         tokens = n * luck.randint(4, 40)
-        took = (n * REQUEST_S + tokens * PREFILL_TOKEN_S) * luck.uniform(0.9, 1.1)
+        took = (PREFILL_S + n * REQUEST_S + tokens * PREFILL_TOKEN_S) * luck.uniform(0.9, 1.1)
         prefill = prefill.plus(n, tokens, CLOCK * took, took)
     return ServerWork(decode, prefill)
 
@@ -55,7 +56,7 @@ def teacher_work() -> ServerWork:
     for _ in range(100):
         n = luck.randint(1, 4)
         tokens = n * luck.randint(10, 90)
-        took = n * SCORE_S + tokens * SCORE_TOKEN_S
+        took = PASS_S + n * SCORE_S + tokens * SCORE_TOKEN_S
         prefill = prefill.plus(n, tokens, CLOCK * took, took)
     return ServerWork(prefill=prefill)
 
@@ -109,8 +110,10 @@ def check(costs, factor: float) -> None:
     assert engine.step_s == pytest.approx(factor * STEP_S, rel=0.03)
     assert engine.step_request_s == pytest.approx(factor * STEP_REQUEST_S, rel=0.15)
     assert engine.step_cached_token_s == 0
-    assert engine.request_s == pytest.approx(factor * REQUEST_S, rel=0.05)
-    assert engine.prefill_token_s == pytest.approx(factor * PREFILL_TOKEN_S, rel=0.05)
+    assert engine.prefill_s == pytest.approx(factor * PREFILL_S, rel=0.1)
+    assert engine.request_s == pytest.approx(factor * REQUEST_S, rel=0.2)
+    assert engine.prefill_token_s == pytest.approx(factor * PREFILL_TOKEN_S, rel=0.2)
+    assert teacher.pass_s == pytest.approx(factor * PASS_S, rel=1e-6)
     assert teacher.request_s == pytest.approx(factor * SCORE_S, rel=1e-6)
     assert teacher.token_s == pytest.approx(factor * SCORE_TOKEN_S, rel=1e-6)
     assert learner.update_s == pytest.approx(factor * UPDATE_S, rel=1e-6)
