@@ -3,13 +3,16 @@
     python -m benchmarks watch [--rollouts N] [--times N]
 
 Scroll: from the jump of the scroll bar to a place never seen until its rows are painted. Filter:
-from the last key until the new list is painted. Both over loopback, the browser and the server on
-the same machine. Record: seconds of the recording thread and bytes on disk for a response token.
+from the last key, or the choice, until the new list is painted. Both over loopback, the browser and
+the server on the same machine; the server runs at the lowest priority, so other work on the machine
+(load_average, of the minute before) slows it. Record: seconds of the recording thread and of the
+event loop, and bytes on disk.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -70,7 +73,7 @@ def measure(options: Sequence[str] = ()) -> dict[str, Any]:
 def measure_page(run: Path, rollouts: int, times: int) -> dict[str, Any]:
     """Open the page, then scroll and filter `times` times each."""
     rng = np.random.default_rng(0)
-    begun_s = time.perf_counter()
+    load, begun_s = os.getloadavg()[0], time.perf_counter()
     with watching(run) as address, chromium() as browser, tab(browser) as opened:
         page = opened.page
         page.goto(f"{address}#rollouts")
@@ -83,6 +86,7 @@ def measure_page(run: Path, rollouts: int, times: int) -> dict[str, Any]:
         rss_bytes = server.memory_info().rss
         problems = opened.problems
     return {
+        "load_average": round(load, 1),
         "start_to_whole_list_s": round(opened_s, 2),
         "scroll_ms": spread_of(scrolls),
         "filter_ms": spread_of(filters),

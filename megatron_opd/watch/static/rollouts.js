@@ -96,8 +96,9 @@ export const rollouts = {
       load: async (offset, limit) => (await ask("/api/rollouts", { ...query, upto, offset, limit })).rows,
     });
     const again = () => load().catch(refused);
-    const soon = later(again, 80);
-    at("filters").addEventListener("input", soon);
+    const soon = later(again, 50);
+    // a choice is made at once; what is typed may go on
+    at("filters").addEventListener("input", (event) => (event.target.tagName === "SELECT" ? again() : soon()));
     at("filters").addEventListener("submit", (event) => { event.preventDefault(); again(); });
     at("filters").addEventListener("reset", () => setTimeout(again));
     at("newer").addEventListener("click", again);
