@@ -168,7 +168,7 @@ HEADLINES: tuple[tuple[str, str, Writer], ...] = (
     ("Draw cache", "", _cache),
     (
         "Peak memory",
-        "of all processes on the controller's machine",
+        "of the controller and all that it started",
         lambda f: size(f["peak_rss_bytes"]),
     ),
 )

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import html
 import json
+import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -60,10 +61,13 @@ def policy(scripts: Iterable[str], styles: Iterable[str]) -> str:
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]], kind: str = "") -> str:
-    """Return a table that scrolls sideways where it is too wide. The first cell names its row."""
+    """Return a table that scrolls sideways where it is too wide. The first cell names its row.
+
+    Rows of a table of kind "keys" begin with dotted keys, which may be broken between words.
+    """
     titles = "".join(f'<th scope="col">{escaped(title)}</th>' for title in head)
     lines = "".join(
-        f'<tr><th scope="row">{escaped(first)}</th>'
+        f'<tr><th scope="row">{_breakable(first) if kind == "keys" else escaped(first)}</th>'
         + "".join(f"<td>{escaped(cell)}</td>" for cell in cells)
         + "</tr>"
         for first, *cells in rows
@@ -72,6 +76,10 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]], kind: str = 
         f'<div class="scroll"><table class="{escaped(kind)}"><thead><tr>{titles}</tr></thead>'
         f"<tbody>{lines}</tbody></table></div>"
     )
+
+
+def _breakable(key: object) -> str:
+    return re.sub(r"([._])(?=\w)", r"\1<wbr>", escaped(key))
 
 
 def folded(title: str, inside: str, *, opened: bool = False) -> str:

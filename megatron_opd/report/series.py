@@ -30,7 +30,7 @@ class Table:
     columns: Mapping[str, DoubleArray]
 
     def __len__(self) -> int:
-        """Return R."""
+        """Return the number of rows, R."""
         return len(self.update_R)
 
     def values(self, column: str) -> DoubleArray:

@@ -40,7 +40,7 @@ def run_state(summary: Mapping[str, Any] | None, holder: Holder | None) -> RunSt
         return RunState("running")
     if summary is not None:
         status, cause = summary.get("status"), summary.get("cause")
-        known = next((state for state in _OF_A_SUMMARY if state == status), None)
+        known: State | None = next((state for state in _OF_A_SUMMARY if state == status), None)
         if known is None:
             return RunState("unknown", "summary.json names no status")
         return RunState(known, cause if isinstance(cause, str) else "")

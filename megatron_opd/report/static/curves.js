@@ -96,7 +96,7 @@ opd.Chart = class {
     if (!curves.length || !raw[0].length) return;
     const self = this;
     this.plot = new uPlot({
-      width: Math.max(240, this.place.clientWidth), height: 190, legend: { show: false },
+      width: this.view.paper ? 318 : Math.max(240, this.place.clientWidth), height: 190, legend: { show: false },
       padding: [8, 10, 0, 0],
       cursor: {
         y: false, points: { size: 6 }, drag: { x: true, y: false, dist: 6, setScale: false },

@@ -26,9 +26,9 @@ opd.Lanes = class {
       opd.element("span", {}, opd.element("i", { class: name }), text))));
   }
 
-  // One more than half of the lanes' names would leave no room for the lanes on a phone.
+  // Names take a third of a phone's width at most; lanes of many servers have none.
   sizes() {
-    const count = this.timeline.lanes.length, width = this.place.clientWidth;
+    const count = this.timeline.lanes.length, width = this.view.paper ? 690 : this.place.clientWidth;
     const students = this.timeline.lanes.filter((lane) => lane.stage === "student").length;
     const height = count <= 24 ? 20 : Math.max(3, Math.min(14, 480 / students));
     return { width, left: Math.min(190, width * 0.32), height, named: height >= 12 };

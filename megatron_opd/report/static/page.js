@@ -7,7 +7,7 @@
   const charts = [], lanes = [];
 
   const view = {
-    axis: "update", smooth: false, range: null, runsHidden: new Set(),
+    axis: "update", smooth: false, paper: false, range: null, runsHidden: new Set(),
     zoom(range) {
       view.range = range;
       reset.hidden = range === null;
@@ -63,6 +63,7 @@
   const smooth = opd.element("input", {
     type: "checkbox", onchange: () => { view.smooth = smooth.checked; redraw(); },
   });
+  smooth.checked = view.smooth = data.runs.some((run) => run.tables.main.update.length > 200);
   document.getElementById("controls").append(
     choice("axis", "x axis", [["update", "updates"], ["time", "wall clock"]], (value) => {
       view.axis = value;
@@ -115,9 +116,11 @@
     redraw();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  // Browsers lay a page out for paper only after this event, so widths are those of a sheet (A4).
   const onPaper = (printing) => {
+    view.paper = printing;
     document.documentElement.classList.toggle("paper", printing);
-    for (const chart of charts) if (chart.root.offsetParent) chart.draw();
+    for (const chart of charts) if (chart.root.offsetParent) chart.draw(); // also those not yet seen
     for (const each of lanes) if (!each.root.hidden) each.lanes.draw();
   };
   window.addEventListener("beforeprint", () => onPaper(true));

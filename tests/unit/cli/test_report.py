@@ -68,13 +68,14 @@ def test_bad_input_is_one_line_and_writes_nothing(
 def test_a_file_that_cannot_be_replaced_is_one_line(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def full(self: Path, content: bytes) -> int:
+    def full(self: Path, target: Path) -> Path:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(Path, "replace", full)
     code = main(["report", str(run), "-o", str(tmp_path / "r.html")])
     refused(capsys, code, "r.html cannot be written: No space left on device")
-    assert not (tmp_path / "r.html").exists()
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_help_does_not_load_the_report(run: Path):

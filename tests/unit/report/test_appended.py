@@ -76,6 +76,18 @@ def test_a_file_that_was_replaced_is_read_from_its_begin(tmp_path: Path, content
     assert not reader.read().started_over
 
 
+def test_a_long_file_whose_last_rows_were_replaced_is_read_from_its_begin(tmp_path: Path):
+    path = tmp_path / "rows"
+    kept = b"".join(b"row %d\n" % i for i in range(100))
+    path.write_bytes(kept + b"old row\n")
+    reader = AppendedLines(path)
+    assert len(reader.read().lines) == 101
+    path.write_bytes(kept + b"new row\nrow\n")  # rolled back by an update, and grown again
+    found = reader.read()
+    assert found.started_over
+    assert len(found.lines) == 102
+
+
 def test_a_file_that_goes_away_is_said_once(tmp_path: Path):
     path = tmp_path / "rows"
     path.write_bytes(b"a\n")

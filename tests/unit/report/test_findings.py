@@ -42,9 +42,10 @@ def test_few_updates_say_nothing_about_idle_time_and_trends(tmp_path: Path):
         "reverse_kl_nats": 0.1 * (update + 1),
         "ratio_p99": 9.0,
         "pause_s": 1.9,
+        "response_tokens_mean": 10 * (update + 1),
     }
     assert found(written(tmp_path / "run", 7, {}, change)) == ()
-    assert len(found(written(tmp_path / "more", 20, {}, change))) == 4
+    assert len(found(written(tmp_path / "more", 20, {}, change))) == 5
 
 
 @pytest.mark.parametrize(
@@ -141,8 +142,14 @@ def test_trends_are_said(tmp_path: Path, column, value, words):
 def test_noise_is_no_trend(tmp_path: Path):
     def change(update: int) -> dict[str, float]:
         noise = 1 + 0.2 * (-1) ** update
-        return {"reverse_kl_nats": noise * max(0.03, 0.5 / (1 + update)), "entropy_nats": 0.02}
+        kl = noise * max(0.03, 0.5 / (1 + update))
+        return {"reverse_kl_nats": kl, "entropy_nats": 0.09 / (1 + update)}
 
+    assert found(written(tmp_path / "run", 40, {}, change)) == ()
+
+
+def test_a_small_part_of_what_was_won_may_be_lost_again(tmp_path: Path):
+    change = lambda update: {"reverse_kl_nats": (0.5, 0.02, 0.06)[min(2, update // 12)]}  # noqa: E731
     assert found(written(tmp_path / "run", 40, {}, change)) == ()
 
 
@@ -191,6 +198,6 @@ def test_damaged_lines_are_counted(tmp_path: Path):
 
 
 def test_the_worst_comes_first(tmp_path: Path):
-    summary = {"status": "failed", "cause": "x", "learner_idle_ratio": 0.9}
+    summary = {"status": "interrupted", "learner_idle_ratio": 0.9}
     run = written(tmp_path / "run", 12, summary, lambda update: {"without_signal": 1})
-    assert [each.level for each in found(run)] == ["bad", "bad", "warning"]
+    assert [each.level for each in found(run)] == ["bad", "warning", "warning"]

@@ -78,6 +78,12 @@ def test_the_policy_names_hashes_and_allows_nothing_else():
     assert "unsafe" not in found
 
 
+def test_keys_may_be_broken_between_words_and_nowhere_else():
+    found = table(("key", ""), [("learner.max_tokens", "1"), (f"a.{HOSTILE}", "2")], "keys")
+    assert "learner.<wbr>max_<wbr>tokens" in found
+    assert set(Parts(found).tags) == {"div", "table", "thead", "tbody", "tr", "th", "td", "wbr"}
+
+
 def test_tables_and_folds_escape_what_they_hold():
     markup = table(("<i>", "b"), [("<u>", HOSTILE)], "numbers") + folded(HOSTILE, "<em>x</em>")
     tags = Parts(markup).tags

@@ -3,12 +3,15 @@
 import hashlib
 import json
 import re
+import runpy
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import setuptools
 
+from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.report.markup import source_hash
 from megatron_opd.report.page import SCRIPTS, STYLES, page, static
 from megatron_opd.report.run_data import load_runs
@@ -95,16 +98,23 @@ def test_nothing_of_a_run_can_act(tmp_path: Path):
         },
         lambda update: {
             HOSTILE: 1.0,
+            "length_stops": 4,
             "servers": {HOSTILE: {"version": 1, "rollouts": 1, "tokens": 1}},
         },
     )
-    (run / "config.resolved.yaml").write_text(json.dumps({"run": {HOSTILE: HOSTILE}}))
+    cut = {"rollout": {"max_new_tokens": HOSTILE}}  # the remedy for cut responses names it
+    (run / "config.resolved.yaml").write_text(json.dumps({HOSTILE: HOSTILE, **cut}))
     (run / "changes.json").write_text(json.dumps([{"key": HOSTILE, "before": HOSTILE}]))
     evaluation = {"update": 3, "set": HOSTILE, "accuracy_pct": 3.0, f"pass_at_k {HOSTILE}": 2.0}
     (run / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
     (run / "logs").mkdir()
     (run / "logs" / "learner.log").write_text(HOSTILE)
+    trace = TraceWriter(run / "trace.json", 0.0)
+    trace.span(f"student {HOSTILE}", "rollout", 0.0, 1.0)
+    trace.span("learner", "update 0", 1.0, 2.0)
+    trace.close()
     found = made(run)
+    assert len(found.data["timelines"][0]["lanes"]) == 2
     more = {tag for tag, _ in found.tags} - {tag for tag, _ in plain.tags}
     assert more <= {"ul", "li", "strong", "span", "pre", "h3"}  # of findings and logs
     assert len(found.inline["script"]) == 1 + len(SCRIPTS)
@@ -188,3 +198,15 @@ def test_the_chart_library_is_the_published_one(name: str):
 def test_no_script_ends_its_own_element():
     for name in (*SCRIPTS, *STYLES):
         assert not re.search(r"</(script|style)|<!--", static(name), re.IGNORECASE), name
+
+
+def test_a_wheel_holds_every_file_that_the_page_is_made_of(monkeypatch: pytest.MonkeyPatch):
+    facts: dict[str, Any] = {}
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(setuptools, "setup", lambda **given: facts.update(given))
+    runpy.run_path("setup.py")
+    patterns = facts["package_data"]["megatron_opd.report"]
+    shipped = {path for pattern in patterns for path in STATIC.parent.glob(pattern)}
+    files = {path for path in STATIC.rglob("*") if path.is_file()}
+    assert files <= shipped
+    assert {STATIC.joinpath(*name.split("/")) for name in (*SCRIPTS, *STYLES)} <= files

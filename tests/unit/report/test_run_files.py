@@ -87,8 +87,9 @@ def test_the_end_of_a_log_is_read(run: Path):
         (lambda path: None, "there is no such directory"),
         (lambda path: path.write_text("x"), "is a file"),
         (lambda path: path.mkdir(), "is not a run's directory"),
+        (lambda path: (path / "logs").mkdir(parents=True), "is not a run's directory"),
     ],
-    ids=["missing", "file", "empty"],
+    ids=["missing", "file", "empty", "stranger"],
 )
 def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, make, said: str):
     make(tmp_path / "run")
