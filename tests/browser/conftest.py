@@ -1,4 +1,4 @@
-"""One browser for all tests; one page for each, on which nothing may go wrong."""
+"""One browser for the tests of a file; one page for each, on which nothing may go wrong."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,7 +12,9 @@ from tests.support.browser import DESKTOP, NoBrowser, Tab, chromium, tab
 Open = Callable[..., Any]
 
 
-@pytest.fixture(scope="session")
+# of a module, not of the session: its driver keeps an event loop running in this thread, and no
+# other test could run one
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with ExitStack() as stack:
         try:
