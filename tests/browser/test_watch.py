@@ -24,6 +24,7 @@ from tests.support.watched_run import (
 )
 
 Open = Callable[..., Any]
+PAINTED = "c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v)"
 VIEWS = ("curves", "engines", "rollouts")
 
 
@@ -61,15 +62,17 @@ def test_every_view_of_a_finished_run_loads(address: str, open_page: Open):
     assert "token" not in page.url
     expect(page.locator(".chart canvas").first).to_be_visible()
     assert page.locator(".chart").count() >= 9
+    expect(page.locator(".chart canvas")).to_have_count(page.locator(".chart").count())
     for chart in page.locator(".chart canvas").all():
-        painted = "c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v)"
-        assert chart.evaluate(painted)
+        assert chart.evaluate(PAINTED)
     accuracy = page.locator(".chart").first
     expect(accuracy).to_have_attribute("aria-label", "accuracy · gsm8k, accuracy · aime24")
     expect(accuracy.locator("output")).to_have_text("67.13 · 42.13")
     view(page, "engines")
     expect(page.locator(".lane canvas")).to_have_count(6)
     expect(page.locator("#window")).to_have_text("0.0 s to 1 min 36 s of 1 min 36 s")
+    for lane in page.locator(".lane canvas").all():
+        assert lane.evaluate(PAINTED)
     page.locator("#span").select_option("60")
     expect(page.locator("#window")).to_have_text("36 s to 1 min 36 s of 1 min 36 s")
     page.locator("#earlier").click()
@@ -241,7 +244,8 @@ def test_a_phone_shows_everything_without_sideways_scrolling(
     expect(page.locator(".chart canvas").first).to_be_visible()
 
     def overflow() -> int:
-        return page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        # not innerWidth: a phone zooms out until what overflows fits
+        return page.evaluate("document.documentElement.scrollWidth") - PHONE[0]
 
     for name in VIEWS:
         view(page, name)
@@ -255,7 +259,7 @@ def test_a_phone_shows_everything_without_sideways_scrolling(
     page.locator(".row").first.tap()
     expect(page.locator("#detail .tokens")).to_be_visible()
     assert overflow() == 0
-    assert page.evaluate("document.querySelector('#detail').scrollWidth <= innerWidth")
+    assert page.evaluate("document.querySelector('#detail').scrollWidth") <= PHONE[0]
     page.get_by_role("button", name="\N{LEFTWARDS ARROW} list").tap()
     expect(page.locator("#detail")).to_be_hidden()
     light = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -267,6 +271,7 @@ def test_the_keyboard_reaches_everything(address: str, open_page: Open):
     page.get_by_role("tab", name="Curves").focus()
     page.keyboard.press("ArrowLeft")
     expect(page.locator("#rollouts")).to_be_visible()
+    expect(page.get_by_role("tab", name="Rollouts")).to_be_focused()
     expect(page.locator(".row").first).to_be_visible()
     page.locator("#list").focus()
     page.keyboard.press("ArrowDown")
@@ -329,7 +334,8 @@ def test_a_hundred_thousand_rollouts_scroll_and_filter(
         expect(page.locator("#row-50000")).to_contain_text("update")
         page.locator("#list").evaluate("list => { list.scrollTop = list.scrollHeight }")
         expect(page.locator("#row-100000")).to_contain_text("update 0")
-        assert page.locator(".row").count() < 60
+        seen = page.locator("#list").evaluate("list => list.clientHeight / 66")
+        assert page.locator(".row").count() <= seen + 14
         page.locator("#f-text").fill("window.hacked")
         expect(page.locator("#found")).to_have_text("1 of 100,001 rollouts")
         page.locator("#f-text").fill("")
