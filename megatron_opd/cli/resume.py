@@ -191,7 +191,8 @@ def find_resumption(config: Config, accepted: Sequence[str] = ()) -> Resumption:
 def _check_left(config: Config, run_dir: RunDir, updates: int) -> None:
     """Raise UserError for a run that ended because its data did, and would at once again."""
     earlier = load_config(Config, run_dir.resolved_config)
-    used_up = updates == run_dir.finished_after and updates < earlier.run.max_steps
+    ended_so = updates == run_dir.finished_after and not run_dir.stopped_early
+    used_up = ended_so and updates < earlier.run.max_steps
     if used_up and config.data.epochs == earlier.data.epochs:
         raise UserError(
             f"--resume: data.epochs must be above {config.data.epochs}, as the data was used up "
