@@ -168,7 +168,7 @@ def test_a_rollback_in_the_same_process_cuts_both_files_of_rows(tmp_path: Path) 
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         (tmp_path / name).write_text("".join(lines))
     (tmp_path / "trace.json").write_text("[")
-    RunDir(tmp_path).rewind(3)
+    RunDir(tmp_path).rewind(3, "")
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         assert (tmp_path / name).read_text() == "".join(lines[:3])
     assert (tmp_path / "earlier" / "1" / "trace.json").exists()
