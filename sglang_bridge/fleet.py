@@ -71,14 +71,15 @@ class Fleet:
     Requests are spread over them; the steps of a weight sync address all servers at once. Call
     `start` before anything else and `close` at the end, or use `async with`.
 
-    restarted: requests that got no answer, as the connection broke or they timed out. timed_out:
-    those of them that made no progress for too long.
+    evaluators: the first so many servers complete evaluations and nothing else, as long as other
+    servers serve. restarted: requests that got no answer, as the connection broke or they timed
+    out. timed_out: those of them that made no progress for too long.
     """
 
-    def __init__(self, clients: Sequence[ServerClient]) -> None:
+    def __init__(self, clients: Sequence[ServerClient], evaluators: int = 0) -> None:
         if not clients:
             raise ValueError("a fleet needs at least one server")
-        self._members = Members(list(clients))
+        self._members = Members(list(clients), evaluators)
         self._sync_begun = False
         self._silent: tuple[str, ...] = ()
         self.restarted = self.timed_out = 0
@@ -207,10 +208,15 @@ class Fleet:
 
     # ------------------------------------------------------------ work
 
-    async def generate(self, request: RolloutRequest) -> RolloutReply:
-        """Returns one completion from the least-loaded server, in one try."""
+    async def generate(self, request: RolloutRequest, *, evaluates: bool = False) -> RolloutReply:
+        """Returns one completion from the least-loaded server, in one try.
+
+        evaluates: by a server that is kept for evaluations, if there is one.
+        """
         return await self._dispatch(
-            lambda client: client.generate(request), lambda reply: len(reply.output_ids_T)
+            lambda client: client.generate(request),
+            lambda reply: len(reply.output_ids_T),
+            evaluates=evaluates,
         )
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
@@ -223,8 +229,10 @@ class Fleet:
         self,
         call: Callable[[ServerClient], Awaitable[Reply]],
         num_tokens: Callable[[Reply], int],
+        *,
+        evaluates: bool = False,
     ) -> Reply:
-        member = await self._members.next()
+        member = await self._members.next(evaluates=evaluates)
         try:
             reply = await member.reply(call)
         except BridgeError as error:

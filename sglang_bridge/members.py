@@ -134,18 +134,32 @@ def being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
+Shared = tuple[list[Member], Loads]
+"""Servers among which requests are shared, and their loads."""
+
+
+def _shared(members: list[Member]) -> Shared:
+    loads = Loads(members)
+    for member in members:
+        member.loads = loads
+    return members, loads
+
+
 class Members:
     """Keeps those that take part in weight syncs, in order, and those that wait to be let in.
 
-    epoch: changes whenever one comes or goes. Use from one event loop.
+    evaluators: the first so many that serve take evaluations alone, as long as others serve; so
+    many, whichever servers come and go. epoch: changes whenever one comes or goes. Use from one
+    event loop.
     """
 
-    def __init__(self, clients: list[ServerClient]) -> None:
+    def __init__(self, clients: list[ServerClient], evaluators: int = 0) -> None:
         self.present = [Member(client) for client in clients]
         self._waiting: list[Member] = []
         self._left: list[ServerClient] = []
         self._changed = asyncio.Event()
-        self._loads: tuple[list[Member], Loads] | None = None
+        self._evaluators = evaluators
+        self._loads: tuple[Shared, Shared] | None = None
         self.epoch = 0
 
     @property
@@ -225,14 +239,15 @@ class Members:
         """Returns once that is so."""
         await self._until(lambda: self.is_stranded)
 
-    async def next(self) -> Member:
+    async def next(self, *, evaluates: bool = False) -> Member:
         """Returns who gets the next request, the least loaded; waits until there is one.
 
+        evaluates: whether it is one of an evaluation.
         One that failed is asked again only if no other can be, and one that could not be reached
         only after its rest: it may be about to be taken out.
         """
         while True:
-            serving, loads = self._serving_by_load()
+            serving, loads = self._serving_by_load()[evaluates]
             if not serving:
                 await self._changed.wait()
                 continue
@@ -247,14 +262,18 @@ class Members:
     def _serving(self) -> list[Member]:
         return [member for member in self.present if member.serves and not member.drains]
 
-    def _serving_by_load(self) -> tuple[list[Member], Loads]:
+    def _serving_by_load(self) -> tuple[Shared, Shared]:
+        """Returns who serves rollouts, and who serves evaluations; all serve both if need be."""
         if self._loads is None:
             for member in self.all:
                 member.loads = None
             serving = self._serving()
-            self._loads = serving, Loads(serving)
-            for member in serving:
-                member.loads = self._loads[1]
+            kept, others = serving[: self._evaluators], serving[self._evaluators :]
+            if kept and others:
+                self._loads = _shared(others), _shared(kept)
+            else:
+                everyone = _shared(serving)
+                self._loads = everyone, everyone
         return self._loads
 
     def _move(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,12 +100,15 @@ class StepDirs:
         sync_directory(self.root)
         shutil.rmtree(doomed)
 
-    def rotate(self, keep_last: int, keep_every: int) -> list[int]:
-        """Remove all but the newest `keep_last` and the multiples of `keep_every` (0: of none)."""
+    def rotate(self, keep_last: int, keep_every: int, besides: Collection[int] = ()) -> list[int]:
+        """Remove all but the newest `keep_last`, the multiples of `keep_every`, and `besides`.
+
+        keep_every: 0: of none.
+        """
         doomed = [
             updates
             for updates in self.complete()[:-keep_last]
-            if not (keep_every and updates % keep_every == 0)
+            if not (keep_every and updates % keep_every == 0) and updates not in besides
         ]
         for updates in doomed:
             self.remove(updates)

@@ -29,7 +29,8 @@ def how_to_start(config: Config, accepted: Sequence[str] = ()) -> Start | None:
     if not run_dir.resolved_config.is_file():
         return Start()
     finished_after = run_dir.finished_after
-    if finished_after is not None and finished_after >= config.run.max_steps:
+    complete = finished_after is not None and finished_after >= config.run.max_steps
+    if complete or run_dir.stopped_early:
         return None
     if finished_after is not None or StepDirs(run_dir.checkpoints).complete():
         return Start(resume=True)

@@ -15,7 +15,7 @@ from megatron_opd.cli.extra_args import check_extra_args
 from megatron_opd.cli.memory_tables import memory_tables
 from megatron_opd.cli.placement_table import placement_table
 from megatron_opd.cli.preflight import ModelFacts, check_inputs_are_kept, prompt_limit
-from megatron_opd.cli.prepare import Inputs, checked, read_inputs
+from megatron_opd.cli.prepare import Inputs, checked, key_of_set, read_inputs
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of
 from megatron_opd.cli.run_dir import check_place
 from megatron_opd.cli.schedule_words import in_verls_words, schedule_in_words
@@ -109,7 +109,8 @@ def open_files_needed(config: Config) -> int:
     )
     ranks = config.learner.parallel.world_size
     control = PER_SERVER_FILES * servers + PER_RANK_FILES * ranks
-    return max(rollouts + scores, evaluated) + control + OWN_FILES
+    beside = config.evaluation.concurrency if config.evaluation.every else 0
+    return max(rollouts + scores + beside, evaluated) + control + OWN_FILES
 
 
 def open_files_row(config: Config) -> str:
@@ -135,13 +136,12 @@ def server_row(config: Config, role: Role) -> str:
     return f"{where}; tp {section.tp} x ep {section.ep}, {held}"
 
 
-def data_rows(inputs: Inputs, limit: int) -> list[tuple[str, str]]:
+def data_rows(config: Config, inputs: Inputs, limit: int) -> list[tuple[str, str]]:
     """Return what was read of each data file. limit: tokens of the longest prompt that fits."""
     lines: list[tuple[str, str]] = []
     read = [("data.train", found) for found in inputs.train]
-    for key, found in [*read, ("data.heldout", inputs.heldout)]:
-        if found is None:
-            continue
+    read += [(f"data.{key_of_set(config, name)}", each) for name, each in inputs.heldout.items()]
+    for key, found in read:
         how = f"all {found.rows} rows" if found.whole else f"the first {found.rows} rows"
         tokens = f"longest prompt {found.longest} tokens, limit {limit}"
         if inputs.checked.tokenizer is None:
@@ -175,7 +175,7 @@ def check(
     gpus = placement_table(config, models, elsewhere=bool(inputs.absent))
     rows = [
         *plan_rows(config, models),
-        *data_rows(inputs, prompt_limit(config, models[STUDENT])),
+        *data_rows(config, inputs, prompt_limit(config, models[STUDENT])),
         *(("note", line) for line in inputs.notes),
         *(("not checked", f"{line}; opd run needs it") for line in inputs.absent),
     ]

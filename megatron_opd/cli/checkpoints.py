@@ -31,6 +31,19 @@ CONTROLLER, RUN = "controller.msgpack", "run.json"
 POLL_S = 0.1
 
 
+class Evaluations(Protocol):
+    """Names what checkpoint.keep_best asks of evaluation.evaluations.Evaluations."""
+
+    @property
+    def wanted(self) -> frozenset[int]:
+        """Returns the updates whose checkpoints are the best one, or may turn out to be."""
+        ...
+
+    def falls_on(self, updates: int) -> bool:
+        """Return whether the weights after these updates are evaluated."""
+        ...
+
+
 class CheckpointFailed(RuntimeError):
     """Reports in one line that a checkpoint could not be written."""
 
@@ -55,6 +68,7 @@ class Checkpoints:
         say: tells the user.
         claim: proves, before anything is written or named, that the directory is still this run's.
         updates: of the checkpoint that the run continues from.
+        evaluations: what checkpoint.keep_best asks which checkpoints to write and keep.
     """
 
     def __init__(
@@ -66,12 +80,14 @@ class Checkpoints:
         say: Callable[[str], None],
         claim: Claim | None = None,
         updates: int = 0,
+        evaluations: Evaluations | None = None,
     ) -> None:
         self._dirs, self._config, self._learner = dirs, config.checkpoint, learner
         self._ranks = config.learner.parallel.world_size
         self._timeout_s = config.learner.timeout_s
         self._extras, self._say = extras, say
         self._claim = claim
+        self._evaluations = evaluations if config.checkpoint.keep_best else None
         self._last_s = time.monotonic()
         self._newest = updates
         self._writing: asyncio.Task[None] | None = None
@@ -107,10 +123,18 @@ class Checkpoints:
         await self.finish()
 
     def due(self, updates: int) -> bool:
-        """Return whether a checkpoint is due by count or by time; saving changes no update."""
+        """Return whether a checkpoint is due by count, for an evaluation, or by time.
+
+        Saving changes no update.
+        """
         every, minutes = self._config.every, self._config.every_minutes
         by_count = every > 0 and updates % every == 0
-        return by_count or (minutes > 0 and time.monotonic() - self._last_s >= 60 * minutes)
+        evaluated = self._evaluations is not None and self._evaluations.falls_on(updates)
+        return (
+            by_count
+            or evaluated
+            or (minutes > 0 and time.monotonic() - self._last_s >= 60 * minutes)
+        )
 
     async def abandon(self) -> None:
         """Drop the checkpoint being written, because the run ends for another reason."""
@@ -133,7 +157,8 @@ class Checkpoints:
         self._check_claim()
         await asyncio.to_thread(self._dirs.publish, updates, [CONTROLLER, RUN])
         keep_last, keep_every = self._config.keep_last, self._config.keep_every
-        await asyncio.to_thread(self._dirs.rotate, keep_last, keep_every)
+        best = frozenset[int]() if self._evaluations is None else self._evaluations.wanted
+        await asyncio.to_thread(self._dirs.rotate, keep_last, keep_every, best)
         self.written_s.add(time.monotonic() - started_s)
         self._say(f"checkpoint: {self._dirs.path(updates)}")
 

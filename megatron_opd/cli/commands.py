@@ -12,6 +12,7 @@ import sys
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.roles import STUDENT, section_of
+from megatron_opd.config.evaluation import ONLY_SET
 from megatron_opd.config.load import load_config
 from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config
@@ -90,12 +91,37 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """Run `opd eval`: avg@k of one checkpoint through a server started for it."""
+    """Run `opd eval`: avg@k and pass@k of one checkpoint, or of many."""
     from megatron_opd.cli.evaluate import evaluate_checkpoint
 
     config = load_config(Config, arguments.config, arguments.overrides)
-    report = evaluate_checkpoint(config, arguments.model)
-    _print(json.dumps(report.as_dict(), indent=2) if arguments.json else report.line())
+    if arguments.checkpoints is not None:
+        return _evaluate_many(arguments, config)
+    for option in ("out", "plot"):
+        if getattr(arguments, option) is not None:
+            raise UserError(f"--{option} has no effect with --model: use --checkpoints, or --json")
+    reports = evaluate_checkpoint(config, arguments.model)
+    if not arguments.json:
+        of_several = len(reports) > 1
+        for name, report in reports.items():
+            _print(f"{name}: {report.line()}" if of_several else report.line())
+        return 0
+    found = {name: report.as_dict() for name, report in reports.items()}
+    _print(json.dumps(found.get(ONLY_SET, found), indent=2))
+    return 0
+
+
+def _evaluate_many(arguments: argparse.Namespace, config: Config) -> int:
+    from rich.console import Console
+
+    from megatron_opd.cli.evaluate_many import evaluate_checkpoints
+
+    if arguments.json:
+        raise UserError("--json has no effect with --checkpoints, which write JSON to --out")
+    if arguments.out is None:
+        raise UserError("--checkpoints needs --out FILE.json, where its figures are kept")
+    console = Console(highlight=False)
+    evaluate_checkpoints(config, arguments.checkpoints, arguments.out, arguments.plot, console)
     return 0
 
 

@@ -1,19 +1,20 @@
-"""Runs `opd eval`: starts one server for one checkpoint and measures avg@k on held-out problems."""
+"""Runs `opd eval`: starts one server for a checkpoint and evaluates it on the held-out sets."""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_opd.cli.accuracy import evaluation_plan
 from megatron_opd.cli.errors import RunFailed, UserError
+from megatron_opd.cli.evaluations import evaluated_sets
 from megatron_opd.cli.joining import all_of
 from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.placing import gpus_of_server
 from megatron_opd.cli.preflight import read_model
-from megatron_opd.cli.prepare import prepare
+from megatron_opd.cli.prepare import make_verifiers, prepare
 from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.roles import STUDENT
 from megatron_opd.cli.servers import make_spec
@@ -22,43 +23,66 @@ from megatron_opd.cli.weights import check_weights
 from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.schema import Config
 from megatron_opd.data.judge import Judge
-from megatron_opd.evaluation import EvaluationReport, FleetPort, evaluate
-from megatron_opd.types import Prompt
+from megatron_opd.evaluation.measure import EvaluationReport, FleetPort, evaluate
+from megatron_opd.evaluation.ports import EvaluatedSet
 from sglang_bridge import open_files
 from sglang_bridge.errors import BridgeError
 from sglang_bridge.ports import free_port
 from sglang_bridge.server.launch import ServerProcess
 
+Found = Callable[[str, EvaluationReport], None]
+"""Takes the report of a set, as soon as it is there."""
 
-def evaluate_checkpoint(config: Config, model: Path) -> EvaluationReport:
-    """Serve `model` with the student's settings and evaluate it."""
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """Holds what every checkpoint is asked: sets by name, and who judges the answers."""
+
+    config: Config
+    sets: Mapping[str, EvaluatedSet]
+    judge: Judge
+
+
+def questions_of(config: Config) -> Questions:
+    """Read the held-out sets of a configuration. Raises UserError."""
     open_files.raise_limit()
-    check_weights(model, "--model", read_model(model, "--model").spec)
     prepared = prepare(config)
-    if not prepared.heldout or prepared.judge is None:
+    sets = evaluated_sets(config, prepared)
+    if not sets or prepared.judge is None:
         raise UserError(
             "opd eval needs evaluation.problems > 0, data.heldout and a task with a verifier"
         )
+    return Questions(config, sets, prepared.judge)
+
+
+def evaluate_checkpoint(config: Config, model: Path) -> dict[str, EvaluationReport]:
+    """Serve `model` with the student's settings and evaluate it; return {set: report}."""
+    check_weights(model, "--model", read_model(model, "--model").spec)
+    reports: dict[str, EvaluationReport] = {}
+    ask(questions_of(config), model, reports.__setitem__)
+    return reports
+
+
+def ask(questions: Questions, model: Path, found: Found) -> None:
+    """Serve the Hugging Face checkpoint `model` and evaluate it on every set. RunFailed."""
+    config = questions.config
     gpus = gpus_of_server(config, STUDENT, 0)
     with tempfile.TemporaryDirectory(prefix="opd-eval-") as scratch:
         spec = make_spec(config, STUDENT, free_port(config.student.host), 0, model, gpus)
         key = role_key(config.student.model_copy(update={"urls": ()}), STUDENT)
         server = ServerProcess(spec, Path(scratch) / "server.log", key)
         try:
-            return asyncio.run(_evaluate(config, prepared.heldout, prepared.judge, server, key))
+            asyncio.run(_ask(questions, server, key, found))
         except BridgeError as error:
             raise RunFailed(str(error)) from error
         finally:
             server.stop()
 
 
-async def _evaluate(
-    config: Config,
-    heldout: Sequence[Prompt],
-    judge: Judge,
-    server: ServerProcess,
-    api_key: str | None,
-) -> EvaluationReport:
+async def _ask(
+    questions: Questions, server: ServerProcess, api_key: str | None, found: Found
+) -> None:
+    config = questions.config
     processes = Processes([server], None)
     processes.start()
     await all_of(processes.parts(config.student.startup_timeout_s), say=lambda _: None)
@@ -66,7 +90,10 @@ async def _evaluate(
     try:
         await fleet.start()
         port = FleetPort(fleet, config.rollout.attempts)
+        # workers of their own for each checkpoint: they belong to one event loop
+        judge = replace(questions.judge, verifiers=make_verifiers(config))
         async with judging(judge):
-            return await evaluate(port, heldout, judge, evaluation_plan(config))
+            for name, each in questions.sets.items():
+                found(name, await evaluate(port, each.prompts, judge, each.plan))
     finally:
         await fleet.close()

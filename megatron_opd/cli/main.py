@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_opd import __version__
-from megatron_opd.cli import commands, compare, convert, fleet, mismatch, report
+from megatron_opd.cli import commands, compare, convert, fleet, mismatch, report, watch
 from megatron_opd.cli.errors import Preempted, RunFailed, UserError
 from megatron_opd.config.load import ConfigError
 
@@ -67,10 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(verbs)
     fleet.add_parser(verbs)
 
-    evaluate = with_config("eval", "measure avg@k of a checkpoint on the held-out problems")
-    evaluate.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint")
-    evaluate.add_argument("--json", action="store_true", help="print the report as JSON")
-    evaluate.set_defaults(handler=commands.evaluate)
+    _add_eval(with_config("eval", "measure avg@k and pass@k of checkpoints on held-out problems"))
 
     check = with_config("check", "validate a config and print the plan without starting anything")
     check.add_argument(
@@ -129,6 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_parser(verbs)
     compare.add_parser(verbs)
     report.add_parser(verbs)
+    watch.add_parser(verbs)
 
     data = verbs.add_parser("make-data", help="write a built-in task's train and held-out files")
     data.add_argument("task", help="name of the task, such as arithmetic")
@@ -138,6 +136,31 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--seed", type=int, default=0, help="seed of the problems")
     data.set_defaults(handler=commands.make_data)
     return parser
+
+
+def _add_eval(evaluate: argparse.ArgumentParser) -> None:
+    """Add the options of `opd eval`."""
+    which = evaluate.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face checkpoint")
+    which.add_argument(
+        "--checkpoints",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="run directories, checkpoints of runs (checkpoints/step-*) or Hugging Face "
+        "checkpoints; what --out holds already is not evaluated again",
+    )
+    evaluate.add_argument("--json", action="store_true", help="with --model: print JSON")
+    evaluate.add_argument(
+        "--out", type=Path, metavar="FILE", help="with --checkpoints: keep the figures here (JSON)"
+    )
+    evaluate.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="with --checkpoints: draw the curve here; .png, .svg or .pdf",
+    )
+    evaluate.set_defaults(handler=commands.evaluate)
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:

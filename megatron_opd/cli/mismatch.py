@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_opd.cli.errors import RunFailed, UserError
-from megatron_opd.cli.mismatch_options import IMAGES, read_options
+from megatron_opd.cli.mismatch_options import read_options
+from megatron_opd.cli.outputs import IMAGES
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
 

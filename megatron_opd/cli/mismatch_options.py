@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.outputs import check_plot, check_writable
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.mismatch import default_edges
-
-IMAGES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +44,9 @@ def read_options(arguments: argparse.Namespace, config: Config) -> Options:
         )
     for option, path in (("--json", arguments.json), ("--plot", arguments.plot)):
         if path is not None:
-            _check_writable(option, path)
+            check_writable(option, path)
     if arguments.plot is not None:
-        _check_plot(arguments.plot)
+        check_plot(arguments.plot)
     return Options(
         arguments.prompts,
         _edges(arguments.buckets, config.rollout.max_new_tokens),
@@ -74,16 +71,3 @@ def _edges(given: str | None, most_tokens: int) -> tuple[int, ...]:
 
 def _rises(edges: Sequence[int]) -> bool:
     return bool(edges) and edges[0] >= 1 and list(edges) == sorted(set(edges))
-
-
-def _check_writable(option: str, path: Path) -> None:
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"{option} must be a file in a directory that can be written, got {path}")
-
-
-def _check_plot(path: Path) -> None:
-    if path.suffix not in IMAGES:
-        raise UserError(f"--plot must end in {', '.join(IMAGES)}, got {path}")
-    if find_spec("matplotlib") is None:
-        raise UserError("--plot needs matplotlib: pip install 'megatron-opd[plots]'")

@@ -66,6 +66,11 @@ def run_plan(
         raise UserError(f"--out: {out} exists already; choose another file or remove it")
     if trials is not None and trials < 0:
         raise UserError(f"--trials must be >= 0, got {trials}")
+    if config.evaluation.servers:
+        raise UserError(
+            "opd plan needs evaluation.servers 0, because every server that it plans is for "
+            f"rollouts, got {config.evaluation.servers}; add them to the plan's student.servers"
+        )
     chosen = known_gpu(gpu or config.simulation.gpu or DEFAULT_GPU)
     task = task_of(config, gpus, chosen, staleness, pins_of(keep))
     plan = make_plan(task, chosen, window or Window(), trials or None, _progress())

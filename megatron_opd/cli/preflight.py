@@ -211,6 +211,7 @@ def check_context(config: Config, models: Mapping[Role, ModelFacts]) -> None:
         for asking, wanted in (
             ("rollout", config.rollout.max_new_tokens),
             ("evaluation", config.evaluation.max_new_tokens or 0),
+            *((f"data.heldout.{n}", s.max_new_tokens or 0) for n, s in config.data.heldout.items()),
         ):
             if wanted >= limit - RESERVED_TOKENS:
                 raise UserError(
@@ -248,9 +249,9 @@ def check_inputs_are_kept(config: Config) -> None:
         ("student.model", config.student.model),
         *((f"{key_of_teacher(name)}.model", section.model) for name, section in teachers),
         *(("data.train", file.path) for file in config.data.train),
-        ("data.heldout", config.data.heldout),
+        *((f"data.heldout.{name}", each.file) for name, each in config.data.heldout.items()),
     ):
-        if path is not None and path.resolve().is_relative_to(run_dir):
+        if path.resolve().is_relative_to(run_dir):
             raise UserError(f"{key} must lie outside run.dir {config.run.dir}, got {path}")
 
 

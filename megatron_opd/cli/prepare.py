@@ -6,7 +6,7 @@ One function reads it for `opd run` and for `opd check`, so that they cannot dis
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -28,6 +28,7 @@ from megatron_opd.cli.train_data import (
     template_notes,
 )
 from megatron_opd.cli.verifiers import check_isolation, row_tasks
+from megatron_opd.config.evaluation import ONLY_SET
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.data.curriculum import CurriculumSource
@@ -39,6 +40,7 @@ from megatron_opd.data.render import Rendering
 from megatron_opd.data.stream import PromptSource
 from megatron_opd.data.tasks import get_task, get_verifier
 from megatron_opd.data.verifying import TaskVerifiers
+from megatron_opd.metrics.token_texts import Decode
 from megatron_opd.teacher.guard import PROMPTS
 from megatron_opd.types import Prompt
 
@@ -54,21 +56,22 @@ OPTIONAL_KEYS = (
     "teacher_weight_key",
 )
 """Keys of data that name columns which a row may lack, but not every row."""
+TRAIN = "train"
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """Holds what a run reads, checked.
 
-    train: of every file, in order; empty where one is not here (`opd check` of a plan). heldout:
-    None where the file is not here or not needed. judge: None when the task has no verifier or the
-    tokenizer is not here. end_ids: those that end a response; empty without a tokenizer. absent:
-    what was not here to be checked. notes: what the user should know.
+    train: of every file, in order; empty where one is not here (`opd check` of a plan). heldout: by
+    name, without those that are not here or not needed. judge: None when the task has no verifier
+    or the tokenizer is not here. end_ids: those that end a response; empty without a tokenizer.
+    absent: what was not here to be checked. notes: what the user should know.
     """
 
     checked: CheckedModels
     train: tuple[PromptSet, ...]
-    heldout: PromptSet | None
+    heldout: Mapping[str, PromptSet]
     judge: Judge | None
     end_ids: frozenset[int]
     absent: tuple[str, ...]
@@ -79,10 +82,10 @@ class Inputs:
 class Prepared:
     """Holds the checked input of a run.
 
-    vocab_sizes: ids of every role's model; a teacher may have more than the student.
-    heldout: evaluation problems, empty when there is no evaluation. judge: None when the task has
-    no verifier. probes: training prompts by teacher, to look at its scores before the run.
-    end_ids: those that end a response of the student.
+    vocab_sizes: ids of every role's model; a teacher may have more than the student. heldout:
+    evaluation problems by set, empty when there is no evaluation. judge: None when the task has no
+    verifier. decode: turns token ids into text. probes: training prompts by teacher, to look at its
+    scores before the run. end_ids: those that end a response of the student.
     prompts_skipped: rows of the training files that cannot be used, by cause. notes: for the
     terminal.
     """
@@ -91,8 +94,9 @@ class Prepared:
     vocab_sizes: Mapping[Role, int]
     prompts: PromptSource | CurriculumSource
     prompts_skipped: dict[str, int]
-    heldout: tuple[Prompt, ...]
+    heldout: Mapping[str, tuple[Prompt, ...]]
     judge: Judge | None
+    decode: Decode
     probes: Mapping[str, tuple[Prompt, ...]]
     end_ids: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
@@ -118,7 +122,7 @@ def read_inputs(
     checked(lambda: check_sinks(config))
     checked(lambda: get_task(config.data.task))
     wanted = config.evaluation.problems if config.evaluation.runs else 0
-    if wanted and config.data.heldout is None:
+    if wanted and not config.data.heldout:
         raise UserError(f"data.heldout must be a file when evaluation.problems is {wanted}")
     if wanted:
         checked(lambda: get_verifier(config.data.task))
@@ -132,19 +136,21 @@ def read_inputs(
     if train:
         check_enough(config, train)
     absent += [f"data.train {path}: not here" for path in gone]
-    heldout, path = None, config.data.heldout if wanted else None
-    if path is not None and elsewhere and not _is_here(path):
-        absent.append(f"data.heldout {path}: not here")
-    elif path is not None:
-        heldout = read_prompts(config, "heldout", path, models, first_rows)
+    heldout: dict[str, PromptSet] = {}
+    for name, each in config.data.heldout.items() if wanted else ():
+        key = key_of_set(config, name)
+        if elsewhere and not _is_here(each.file):
+            absent.append(f"data.{key} {each.file}: not here")
+        else:
+            heldout[name] = read_prompts(config, key, each.file, models, first_rows)
     judge, ends = None, frozenset[int]()
     if models.tokenizer is not None:
         ends = end_tokens(
             "student.model", models.student.raw, models.student.vocab_size, models.tokenizer
         )
         judge = make_judge(config, models.tokenizer, ends)
-    both = (*train, heldout) if heldout is not None else train
-    skipped = [line for each in both if (line := each.skipped_line) is not None]
+    every = (*train, *heldout.values())
+    skipped = [line for each in every if (line := each.skipped_line) is not None]
     said = (
         *notes(config),
         *gaps,
@@ -152,9 +158,18 @@ def read_inputs(
         *template_notes(config, models.tokenizer),
         *skipped,
         *lasting(config, train),
-        *seen_problems(train, heldout),
+        *(
+            line
+            for name, each in heldout.items()
+            for line in seen_problems(train, key_of_set(config, name), each)
+        ),
     )
     return Inputs(models, train, heldout, judge, ends, tuple(absent), said)
+
+
+def key_of_set(config: Config, name: str) -> str:
+    """Return the key of a held-out set below `data`: heldout, or heldout.NAME."""
+    return "heldout" if list(config.data.heldout) == [ONLY_SET] else f"heldout.{name}"
 
 
 def _is_here(path: Path) -> bool:
@@ -166,7 +181,7 @@ def read_train(
 ) -> tuple[PromptSet, ...]:
     """Load every file of data.train, in order. Raises UserError."""
     files = [file.path for file in config.data.train]
-    found = tuple(read_prompts(config, "train", path, models, first_rows) for path in files)
+    found = tuple(read_prompts(config, TRAIN, path, models, first_rows) for path in files)
     unseen = frozenset.intersection(*(each.unseen for each in found))
     for key in OPTIONAL_KEYS:
         name = getattr(config.data, key)
@@ -181,10 +196,10 @@ def read_train(
 def read_prompts(
     config: Config, key: str, path: Path, models: CheckedModels, first_rows: int | None = None
 ) -> PromptSet:
-    """Load data.train or data.heldout, as `key` says. Raises UserError."""
+    """Load data.train or a set of data.heldout, as `key` says. Raises UserError."""
     if not _is_here(path):
         raise UserError(f"data.{key}: data file not found: {path}")
-    rules = prompt_rules(config, models.student, heldout=key == "heldout")
+    rules = prompt_rules(config, models.student, heldout=key != TRAIN)
     return checked(partial(load_prompts, path, models.tokenizer, rules, first_rows=first_rows))
 
 
@@ -229,15 +244,37 @@ def make_judge(
     Its verifiers are to be entered before it is asked.
     """
     task, by_row = config.data.task, config.data.task_key is not None
-    tasks = row_tasks(config, needed=True) if by_row else (task,)
     if not by_row and get_task(task).verify is None:
         return None
     return Judge(
-        TaskVerifiers(tasks, config.verifier),
+        make_verifiers(config),
         task,
         decode=lambda ids: str(tokenizer.decode(list(ids))),
         end_token_ids=ends,
     )
+
+
+def make_verifiers(config: Config) -> TaskVerifiers:
+    """Make the verifiers that rows may name, or that of data.task; to be entered once."""
+    by_row = config.data.task_key is not None
+    tasks = row_tasks(config, needed=True) if by_row else (config.data.task,)
+    return TaskVerifiers(tasks, config.verifier)
+
+
+def make_decode(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    """Make what turns token ids into text as they stand, special tokens included."""
+
+    def decode(ids: Sequence[int]) -> str:
+        text = tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return decode
+    # ten times faster than the wrapper for a token at a time
+    return lambda ids: backend.decode(list(ids), skip_special_tokens=False)
 
 
 def prepare(config: Config, state: ControllerState = NOTHING_YET) -> Prepared:
@@ -245,14 +282,19 @@ def prepare(config: Config, state: ControllerState = NOTHING_YET) -> Prepared:
     inputs = read_inputs(config)
     train = inputs.train
     every = [prompt for each in train for prompt in each.prompts]
-    heldout = () if inputs.heldout is None else inputs.heldout.prompts
+    settings = config.heldout
+    tokenizer = inputs.checked.tokenizer
+    assert tokenizer is not None, "a run has the student's tokenizer"
     return Prepared(
         student=inputs.checked.student,
         vocab_sizes={role: facts.vocab_size for role, facts in inputs.checked.models.items()},
         prompts=checked(lambda: chosen_source(config, train, state)),
         prompts_skipped=dict(sum((Counter(each.skipped) for each in train), Counter[str]())),
-        heldout=heldout[: config.evaluation.problems],
+        heldout={
+            name: found.prompts[: settings[name].problems] for name, found in inputs.heldout.items()
+        },
         judge=inputs.judge,
+        decode=make_decode(tokenizer),
         probes={name: probes_of(every, name) for name in teacher_roles(config)},
         end_ids=inputs.end_ids,
         notes=inputs.notes,

@@ -27,6 +27,7 @@ from megatron_opd.config.wording import line
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.controller.snapshot_codec import decode_state
 from megatron_opd.data.files import data_crc32
+from megatron_opd.evaluation.progress import Progress, progress_from
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.totals import RunTotals
 
@@ -37,6 +38,7 @@ MAY_CHANGE = (
     "metrics.*",
     "checkpoint.*",
     "evaluation.*",
+    "data.heldout*",
     "*.servers",
     "*.urls",
     "*.host",
@@ -93,7 +95,7 @@ EXTRAS: Mapping[str, type | tuple[type, ...]] = {
     "elapsed_s": (int, float),
     "wall_s": (int, float),
     "resumed_at_updates": list,
-    "accuracies": dict,
+    "evaluations": dict,
     "totals": dict,
     "train_crc32": int,
 }
@@ -135,6 +137,11 @@ class Resumption:
     def learner(self) -> Path:
         """Returns the learner's part of the checkpoint."""
         return self.path / LEARNER
+
+    @property
+    def evaluations(self) -> Progress:
+        """Returns what was known of evaluations."""
+        return progress_from(self.extras["evaluations"])
 
 
 def find_resumption(config: Config, accepted: Sequence[str] = ()) -> Resumption:
@@ -184,7 +191,8 @@ def find_resumption(config: Config, accepted: Sequence[str] = ()) -> Resumption:
 def _check_left(config: Config, run_dir: RunDir, updates: int) -> None:
     """Raise UserError for a run that ended because its data did, and would at once again."""
     earlier = load_config(Config, run_dir.resolved_config)
-    used_up = updates == run_dir.finished_after and updates < earlier.run.max_steps
+    ended_so = updates == run_dir.finished_after and not run_dir.stopped_early
+    used_up = ended_so and updates < earlier.run.max_steps
     if used_up and config.data.epochs == earlier.data.epochs:
         raise UserError(
             f"--resume: data.epochs must be above {config.data.epochs}, as the data was used up "
@@ -204,17 +212,20 @@ def _earlier_changes(run_dir: RunDir) -> tuple[Change, ...]:
         raise UserError(f"--resume: {run_dir.changes} is damaged: not a list of changes") from None
 
 
-def reopen_run_dir(config: Config, updates: int, changes: Sequence[Change] = ()) -> RunDir:
+def reopen_run_dir(
+    config: Config, updates: int, changes: Sequence[Change] = (), evaluations: str = ""
+) -> RunDir:
     """Reset the run directory to its state after `updates` updates. Raises UserError if impossible.
 
-    metrics.jsonl is cut back to them; logs, trace and summary of the earlier attempt move to
-    earlier/N/; the configuration becomes the new one, with a comment line for each accepted
-    change, which changes.json keeps too; unfinished checkpoints are removed.
+    metrics.jsonl is cut back to them, evaluations.jsonl to the rows `evaluations`; logs, trace and
+    summary of the earlier attempt move to earlier/N/; the configuration becomes the new one, with a
+    comment line for each accepted change, which changes.json keeps too; unfinished
+    checkpoints are removed.
     """
     run_dir = RunDir(config.run.dir)
     try:
         head = "".join(f"# {change.line}\n" for change in changes)
-        run_dir.continue_from(config, updates, head)
+        run_dir.continue_from(config, updates, head, evaluations)
         if changes:
             write_synced(run_dir.changes, json.dumps([asdict(change) for change in changes]))
         dirs = StepDirs(run_dir.checkpoints)
@@ -242,9 +253,12 @@ def _read_extras(path: Path) -> dict[str, Any]:
     ):
         raise ValueError(f"checkpoint {path}: {RUN} holds malformed times or counts")
     try:
+        progress_from(extras["evaluations"])
         restore_totals(RunTotals(), extras["totals"], 0.0)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        raise ValueError(f"checkpoint {path}: totals of {RUN} are damaged: {line(error)}") from None
+        raise ValueError(
+            f"checkpoint {path}: totals or evaluations of {RUN} are damaged: {line(error)}"
+        ) from None
     return extras
 
 

@@ -9,7 +9,6 @@ changes nothing.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,11 +21,12 @@ from rich.console import Console
 
 from megatron_opd.checkpoint.run_lock import RunLock
 from megatron_opd.checkpoint.state_dirs import StepDirs
-from megatron_opd.cli.accuracy import Accuracies
+from megatron_opd.cli.best import export_best
 from megatron_opd.cli.checkpoints import CheckpointFailed, Checkpoints
 from megatron_opd.cli.elastic import Elastic
 from megatron_opd.cli.entrance import Entrance, supervise
 from megatron_opd.cli.errors import Preempted, RunFailed, UserError
+from megatron_opd.cli.evaluations import RunEvaluations
 from megatron_opd.cli.fleet_desk import FleetDesk
 from megatron_opd.cli.guards import PartGone, while_alive
 from megatron_opd.cli.joining import Part, there
@@ -39,6 +39,7 @@ from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.resume import Resumption, find_resumption, reopen_run_dir
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of, teacher_roles
 from megatron_opd.cli.run_dir import RunDir, hold_run_dir, prepare_run_dir
+from megatron_opd.cli.run_summary import written_summary
 from megatron_opd.cli.startup import all_up, join_role
 from megatron_opd.cli.stopping import Stopping
 from megatron_opd.cli.supervisor import Supervisor
@@ -64,7 +65,6 @@ from megatron_opd.controller.snapshot import NOTHING_YET
 from megatron_opd.data.files import data_crc32
 from megatron_opd.metrics.persist import dump_totals
 from megatron_opd.metrics.recorder import RunRecorder
-from megatron_opd.metrics.sinks import json_ready, write_json
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting
@@ -80,10 +80,6 @@ from sglang_bridge.fleet import Fleet
 NOT_STARTED = Accounting(
     updates=0, version=0, admitted=0, consumed=0, dropped={}, in_flight=0, interrupted=False
 )
-
-
-HEADLINE = ("status", "cause", "updates", "samples_consumed", "samples_dropped", "wall_s")
-"""Keys that are printed if the summary cannot be written."""
 
 
 def run_pipeline(
@@ -160,8 +156,9 @@ class PipelineRun:
             role: section_of(config, role).urls or tuple(server.url for server in servers)
             for role, servers in self.servers.items()
         }
-        self.totals = RunTotals(self.urls[STUDENT], config.rollout.group_size)
-        self.accuracies = Accuracies(config, prepared)
+        # the first servers may be kept for evaluations
+        self.samplers = self.urls[STUDENT][config.evaluation.servers :]
+        self.totals = RunTotals(self.samplers, config.rollout.group_size)
         self.train_crc32 = data_crc32(file.path for file in config.data.train)
         self.recorder: RunRecorder | None = None
         self.checkpoints: Checkpoints | None = None
@@ -169,6 +166,7 @@ class PipelineRun:
         self.remote: RemoteLearner | None = None
         self.processes = Processes([], None)
         self.fleets: dict[Role, Fleet] = {}
+        self.evaluations = RunEvaluations(config, prepared, self.fleets, self._say)
         self.supervisor: Supervisor | None = None
         self.elastic: Elastic | None = None
         self.weight_sync: WeightSync | None = None
@@ -222,7 +220,8 @@ class PipelineRun:
         try:
             for role in self.roles:
                 section = section_of(config, role)
-                fleets[role] = make_fleet(section, self.urls[role], self.keys[role])
+                evaluators = config.evaluation.servers if role == STUDENT else 0
+                fleets[role] = make_fleet(section, self.urls[role], self.keys[role], evaluators)
             self._say(*(f"note: {line}" for line in self.prepared.notes))
             if self.machines.starts:
                 for role in self.roles:
@@ -244,6 +243,7 @@ class PipelineRun:
                 await self._evaluate_and_train(remote, fleets, guard)
             await remote.stop()
         finally:
+            await self.evaluations.close()
             if self.weight_sync is not None and self.elastic is not None:
                 outliving = (*config.student.urls, *self.elastic.added)
                 await self.weight_sync.restore_memory(outliving)
@@ -254,17 +254,14 @@ class PipelineRun:
         self, remote: RemoteLearner, fleets: Mapping[Role, Fleet], guard: Guard
     ) -> None:
         config = self.config
-        teachers = {name: fleets[role] for name, role in teacher_roles(config).items()}
-        asked = {name: fleet.clients for name, fleet in teachers.items()}
+        asked = {name: fleets[role].clients for name, role in teacher_roles(config).items()}
         checks = check_teachers(config, self.prepared, asked)
         self._say(*await while_alive(guard, checks))
         if not self.opened:
             self._open_run_dir()
         if self.resumed is None:
-            before = self.accuracies.before(fleets[STUDENT], teachers)
+            before = self.evaluations.before(teacher_roles(config))
             self._say(*await while_alive(guard, before))
-        else:
-            self.accuracies.restore(self.resumed.extras["accuracies"])
         assert self.supervisor is not None
         assert self.elastic is not None
         file = config.cluster.fleet_file
@@ -274,13 +271,15 @@ class PipelineRun:
         assert self.controller is not None
         version = self.controller.accounting.version
         serve_on = weight_sync.serve_on(lambda: version, asyncio.Lock())
-        after = self.accuracies.after(fleets[STUDENT])
+        after = self.evaluations.after(version)
         self._say(*await while_alive(guard, after, beside=serve_on))
         if config.student.urls or self.elastic.added:
             await weight_sync.close()  # servers that outlive this run leave its group
         if config.checkpoint.export_hf:
             await remote.export_hf(self.run_dir.final_checkpoint)
             self._say(f"checkpoint: {self.run_dir.final_checkpoint}")
+            if config.checkpoint.keep_best:
+                self._say(await export_best(config, self.run_dir, self.evaluations.run))
 
     async def _train(
         self, remote: RemoteLearner, fleets: Mapping[Role, Fleet], guard: Guard
@@ -309,6 +308,7 @@ class PipelineRun:
             self._say(f"the learner is lost and started again: {one_line(str(error))}")
             if self.checkpoints is not None:
                 await self.checkpoints.abandon()
+            await self.evaluations.close()
             return True
 
         attempt = partial(self._attempt, remote, fleets, guard, weight_sync)
@@ -324,10 +324,11 @@ class PipelineRun:
             self.controller = None
         self._say(f"the learner is up, and continues from update {updates}")
         self.resumed = resumed
-        self.totals = RunTotals(self.urls[STUDENT], self.config.rollout.group_size)
+        self.totals = RunTotals(self.samplers, self.config.rollout.group_size)
         prompts = source_at(self.prepared.prompts, state)
         self.prepared = replace(self.prepared, prompts=prompts)
-        self.run_dir.rewind(updates)
+        kept = None if resumed is None else resumed.evaluations
+        self.run_dir.rewind(updates, self.evaluations.continue_from(kept))
 
     async def _attempt(
         self,
@@ -350,20 +351,26 @@ class PipelineRun:
             config,
             self.run_dir,
             self.totals,
-            self.urls[STUDENT],
+            self.samplers,
             self.console,
             resumed,
             self.prepared,
+            self.evaluations.run.live,
             make_health_probe(config, self.prepared, fleets),
         )
         dirs, claim = StepDirs(self.run_dir.checkpoints), self.admission.claim
         kept = self.checkpoints = Checkpoints(
-            dirs, config, remote, self._extras, self._say, claim, state.updates
+            *(dirs, config, remote, self._extras, self._say, claim, state.updates),
+            evaluations=self.evaluations.run,
         )
+        keeper = self.evaluations.keeper(kept)
         self.controller = make_controller(
-            config, self.prepared, fleets, remote, weight_sync, recorder, guard, kept, state
+            config, self.prepared, fleets, remote, weight_sync, recorder, guard, keeper, state
         )
-        with self.stopping.after(self.controller.end_early):
+        self.evaluations.connect(recorder, self.controller)
+        with self.stopping.after(self.evaluations.preempted):
+            serve_on = weight_sync.serve_on(lambda: state.version, asyncio.Lock())
+            await while_alive(guard, self.evaluations.run.again(), beside=serve_on)
             async with self._recording(recorder, fleets):
                 await self.controller.run()
             await while_alive(guard, kept.finish())
@@ -384,7 +391,7 @@ class PipelineRun:
             "elapsed_s": now_s - self.recorder.started_s,
             "wall_s": now_s - self.started_s + self._earlier("wall_s", 0.0),
             "resumed_at_updates": self._resumed_at(),
-            "accuracies": self.accuracies.summary(),
+            "evaluations": self.evaluations.run.progress().as_json(),
             "totals": dump_totals(self.totals, now_s),
             "train_crc32": self.train_crc32,
         }
@@ -407,7 +414,8 @@ class PipelineRun:
         else:
             self._say(*self.resumed.notes)
             updates, changes = self.resumed.state.updates, self.resumed.changes
-            self.run_dir = reopen_run_dir(self.config, updates, changes)
+            rows = self.evaluations.continue_from(self.resumed.evaluations)
+            self.run_dir = reopen_run_dir(self.config, updates, changes, rows)
         self.opened = True
 
     async def _wait_for_others(self, remote: RemoteLearner, fleets: Mapping[Role, Fleet]) -> None:
@@ -480,7 +488,7 @@ class PipelineRun:
         summary: dict[str, Any] = {"status": status, "cause": cause}
         bound = self.config.schedule.bound(self.config.buffer.batch_size)
         summary |= summarise(self.totals, accounting, wall_s, bound)
-        summary |= self.accuracies.summary()
+        summary |= self.evaluations.summary(accounting.updates)
         summary["resumed_at_updates"] = self._resumed_at()
         summary["resumed_with_changes"] = self._changes()
         supervisor = self.supervisor
@@ -500,15 +508,7 @@ class PipelineRun:
         summary["prompts_skipped"] = self.prepared.prompts_skipped
         drawn = 0 if self.controller is None else self.controller.next_uid
         summary["data_epochs"] = self.prepared.prompts.epochs_at(drawn)
-        try:
-            write_json(self.run_dir.summary, summary)
-        except OSError as error:
-            unwritten = f"{self.run_dir.summary} cannot be written: {error.strerror}"
-            headline = {key: summary[key] for key in HEADLINE}
-            self._say(unwritten, f"summary: {json.dumps(json_ready(headline))}")
-            return unwritten
-        self._say(f"summary: {self.run_dir.summary}")
-        return None
+        return written_summary(self.run_dir.summary, summary, self._say)
 
     def _say(self, *lines: str) -> None:
         say(self.console, *lines)

@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_opd.checkpoint.part_dir import write_synced
 from megatron_opd.checkpoint.run_lock import LOCK, RunDirHeld, RunLock, refuse_if_held
 from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.kept_rows import KeptRows, rows_before
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.section import Section
 from megatron_opd.metrics.sinks import reserve_json
@@ -21,6 +22,7 @@ OURS = (
     RESOLVED,
     "metrics.jsonl",
     "evaluations.jsonl",
+    "rollouts.jsonl",
     "summary.json",
     "trace.json",
     "checkpoints",
@@ -51,6 +53,16 @@ class RunDir:
     def metrics(self) -> Path:
         """Returns the file with one JSON object per learner update."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        """Returns the file with one JSON object per evaluated set."""
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        """Returns the file with one JSON object per recorded rollout."""
+        return self.path / "rollouts.jsonl"
 
     @property
     def summary(self) -> Path:
@@ -93,27 +105,45 @@ class RunDir:
         return self.checkpoints / "final"
 
     @property
+    def best_checkpoint(self) -> Path:
+        """Returns the student of the best evaluation in Hugging Face format."""
+        return self.checkpoints / "best"
+
+    @property
     def finished_after(self) -> int | None:
         """Returns the updates of a run that is finished, None for any other. UserError: damaged.
 
         A simulated run is none: it trained nothing.
         """
+        return self._finished()[0]
+
+    @property
+    def stopped_early(self) -> bool:
+        """Returns whether the run is finished before its last update. UserError: damaged."""
+        return self._finished()[1]
+
+    def _finished(self) -> tuple[int | None, bool]:
         if not self.summary.exists():
-            return None
+            return None, False
         try:
             summary = json.loads(self.summary.read_bytes())
             finished = summary["status"] == "finished" and not summary.get("simulated", False)
             updates = summary["updates"] if finished else None
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            early = finished and summary.get("stopped_early_at") is not None
+        except (OSError, ValueError, TypeError, KeyError, RecursionError, AttributeError):
             raise UserError(f"{self.summary} is damaged: not a run's summary") from None
-        return updates
+        return updates, early
 
-    def continue_from(self, config: Section, updates: int, notes: str = "") -> None:
+    def continue_from(
+        self, config: Section, updates: int, notes: str = "", evaluations: str = ""
+    ) -> None:
         """Reset the directory to its state after `updates` updates; see cli/resume.py.
 
-        notes: comment lines for the head of the resolved configuration.
+        notes: comment lines for the head of the resolved configuration. evaluations: rows of the
+        evaluations until then.
 
-        May raise OSError; UserError, before anything is changed, for a damaged metrics.jsonl.
+        May raise OSError; UserError, before anything is changed, for a damaged metrics.jsonl or
+        rollouts.jsonl.
         """
         kept = self._rows_before(updates)
         aside = self._aside()
@@ -121,22 +151,31 @@ class RunDir:
             if product.exists():
                 product.rename(aside / product.name)
         self.logs.mkdir()
-        if self.final_checkpoint.exists():
-            shutil.rmtree(self.final_checkpoint)  # exported by the shorter run
-        if self.metrics.exists():
-            write_synced(self.metrics, kept)
+        for exported in (self.final_checkpoint, self.best_checkpoint):
+            if exported.exists():
+                shutil.rmtree(exported)  # by the shorter run
+        for rows in kept:
+            rows.replace()
+        self._keep_evaluations(evaluations)
         write_synced(self.resolved_config, notes + dump_config(config))
         reserve_json(self.summary)
 
-    def rewind(self, updates: int) -> None:
-        """Cut metrics.jsonl back to the first `updates` updates; the trace moves to earlier/N/.
+    def rewind(self, updates: int, evaluations: str) -> None:
+        """Cut the files of rows back to the first `updates` updates; the trace moves to earlier/N/.
 
-        For a run that goes on in the same process. May raise OSError; UserError as continue_from.
+        For a run that goes on in the same process. evaluations: rows of those until then. May raise
+        OSError; UserError as continue_from.
         """
         kept = self._rows_before(updates)
         if self.trace.exists():
             self.trace.rename(self._aside() / self.trace.name)
-        write_synced(self.metrics, kept)
+        for rows in kept:
+            rows.replace()
+        self._keep_evaluations(evaluations)
+
+    def _keep_evaluations(self, rows: str) -> None:
+        if rows or self.evaluations.exists():
+            write_synced(self.evaluations, rows)
 
     def _aside(self) -> Path:
         """Make the next directory earlier/N."""
@@ -147,20 +186,9 @@ class RunDir:
         aside.mkdir()
         return aside
 
-    def _rows_before(self, updates: int) -> str:
-        """Return the complete rows of metrics.jsonl of the first `updates` updates."""
-        content = self.metrics.read_bytes() if self.metrics.exists() else b""
-        rows = content.split(b"\n")[:-1]  # what follows was cut short when the run was killed
-        kept = ""
-        for number, row in enumerate(rows, 1):
-            try:
-                update = json.loads(row)["update"]
-                kept += f"{row.decode()}\n" if update < updates else ""
-            except (ValueError, TypeError, KeyError, RecursionError):
-                update = None
-            if type(update) is not int or update < 0:
-                raise UserError(f"{self.metrics}:{number} is damaged: not a row of metrics")
-        return kept
+    def _rows_before(self, updates: int) -> list[KeptRows]:
+        """Return the rows of the first `updates` updates, of every file that must lose others."""
+        return [rows_before(path, updates) for path in (self.metrics, self.rollouts)]
 
 
 def hold_run_dir(path: Path, *, resume: bool, overwrite: bool) -> RunLock:

@@ -63,6 +63,8 @@ def run_simulation(
         console.print(calibration_table(calibration, recorded))
         costs, lengths = calibration.fitted.costs, calibration.fitted.lengths
     check_costs(config, costs)
+    if config.evaluation.every and config.heldout:
+        console.print("note: evaluation.every is ignored: evaluations are not simulated")
     _spare_real_run(RunDir(config.run.dir))
     given = costs_file or recorded
     resolved = config if given is None else naming_its_costs(config, recorded)

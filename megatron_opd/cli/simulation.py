@@ -180,7 +180,8 @@ class _World:
                     self._add_student(url, host, replies)
                 else:
                     self._add_teacher(url, costs.teachers[names[role]], host, replies)
-            self.fleets[role] = Fleet([self.clients[url]() for url in self.urls[role]])
+            kept = config.evaluation.servers if role == STUDENT else 0
+            self.fleets[role] = Fleet([self.clients[url]() for url in self.urls[role]], kept)
 
     def _add_student(self, url: str, host: Host, replies: Replies) -> None:
         cost = self.costs.engine
@@ -271,7 +272,8 @@ class _World:
         clock = asyncio.get_running_loop().time
         host = Host(costs.host_cores)
         self._start(host)
-        totals = RunTotals(self.urls[STUDENT], config.rollout.group_size)
+        samplers = self.urls[STUDENT][config.evaluation.servers :]
+        totals = RunTotals(samplers, config.rollout.group_size)
         totals.memory = Unmeasured()
         if make_recorder is None:
             recorder = RunRecorder(config.run.max_steps, totals, clock=clock)
@@ -288,6 +290,7 @@ class _World:
         )
         cause: str | None = None
         async with AsyncExitStack() as stack:
+            stack.callback(recorder.close)
             for fleet in self.fleets.values():
                 await fleet.start()
                 stack.push_async_callback(fleet.close)

@@ -125,9 +125,12 @@ def template_notes(config: Config, tokenizer: PreTrainedTokenizerBase | None) ->
     ]
 
 
-def seen_problems(train: Sequence[PromptSet], heldout: PromptSet | None) -> list[str]:
-    """Return a line if held-out problems are trained on: their accuracy then says little."""
-    if not train or heldout is None:
+def seen_problems(train: Sequence[PromptSet], key: str, heldout: PromptSet) -> list[str]:
+    """Return a line if held-out problems are trained on: their accuracy then says little.
+
+    key: of the held-out set, below `data`.
+    """
+    if not train:
         return []
     trained = {prompt.text for each in train for prompt in each.prompts}
     both = sum(prompt.text in trained for prompt in heldout.prompts)
@@ -135,6 +138,6 @@ def seen_problems(train: Sequence[PromptSet], heldout: PromptSet | None) -> list
         return []
     files = ", ".join(str(each.path) for each in train)
     return [
-        f"{both} of {len(heldout.prompts)} prompts of data.heldout {heldout.path} are in "
+        f"{both} of {len(heldout.prompts)} prompts of data.{key} {heldout.path} are in "
         f"data.train {files} too: their accuracy is that of problems trained on"
     ]

@@ -33,6 +33,7 @@ from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.data.judge import Judge
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.recorder import RunRecorder
+from megatron_opd.metrics.rollouts import RolloutRecord
 from megatron_opd.metrics.signal import SignalWatch
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
@@ -53,9 +54,11 @@ def make_client(section: ServerConfig, url: str, api_key: str | None = None) -> 
     return ServerClient(url, timeout_s=section.request_timeout_s, api_key=api_key)
 
 
-def make_fleet(section: ServerConfig, urls: Sequence[str], api_key: str | None = None) -> Fleet:
-    """Make clients for a role's servers."""
-    return Fleet([make_client(section, url, api_key) for url in urls])
+def make_fleet(
+    section: ServerConfig, urls: Sequence[str], api_key: str | None = None, evaluators: int = 0
+) -> Fleet:
+    """Make clients for a role's servers. evaluators: of them are kept for evaluations."""
+    return Fleet([make_client(section, url, api_key) for url in urls], evaluators)
 
 
 def make_recorder(
@@ -66,13 +69,17 @@ def make_recorder(
     console: Console,
     resumed: Resumption | None,
     prepared: Prepared,
+    live: Callable[[int], None],
     probe: HealthProbe | None = None,
 ) -> RunRecorder:
-    """Make the observer: files as configured, and a display."""
+    """Make the observer: files as configured, and a display. live: told of each version."""
     metrics = config.metrics
     timeline = None
     if metrics.trace:
         timeline = Timeline(TraceWriter(run_dir.trace, time.monotonic()), engines)
+    rollouts = None
+    if metrics.rollouts:
+        rollouts = RolloutRecord(run_dir.rollouts, prepared.decode, metrics.rollouts)
     display = make_display(console) if metrics.progress else None
     curriculum = curriculum_of(prepared)
     elapsed_s, updates = 0.0, 0
@@ -92,6 +99,8 @@ def make_recorder(
             reads_groups=config.estimator.reads_groups, patience=metrics.signal_patience
         ),
         more_columns=None if curriculum is None else curriculum.columns,
+        rollouts=rollouts,
+        live=live,
         probe=probe,
     )
 

@@ -19,7 +19,7 @@ MODEL = "student.model"
 NOT_THE_LEARNERS = (
     "run.dir",
     "data.train",
-    "data.heldout",
+    "data.heldout*",
     "data.task",
     "data.*_key",
     "data.epochs",

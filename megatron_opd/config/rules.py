@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_opd.config.cluster import LAUNCHED
+from megatron_opd.config.evaluation_rules import EVALUATION_RULES
 from megatron_opd.config.objectives import RewardObjective
 from megatron_opd.config.sections import TRANSPORTS
 from megatron_opd.config.selection import RewardSpread, SoftPenalty
@@ -368,9 +369,10 @@ def _offloaded(config: ConfigTree) -> str | None:
     checkpoint = config.checkpoint
     if checkpoint.writes and config.learner.optimizer.megatron.get("optimizer_cpu_offload"):
         return (
-            "checkpoint.every and checkpoint.every_minutes must be 0 with "
-            "learner.optimizer.optimizer_cpu_offload, whose state cannot be saved, got "
-            f"{checkpoint.every} and {checkpoint.every_minutes:g}; set both 0, or no offload"
+            "checkpoint.every and checkpoint.every_minutes must be 0 and checkpoint.keep_best "
+            "false with learner.optimizer.optimizer_cpu_offload, whose state cannot be saved, got "
+            f"{checkpoint.every}, {checkpoint.every_minutes:g} and "
+            f"{str(checkpoint.keep_best).lower()}; or set no offload"
         )
     return None
 
@@ -443,6 +445,7 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _beyond_the_run,
     _warmup,
     _quantised,
+    *EVALUATION_RULES,
     _metric_names,
     _health,
 )

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from megatron_opd.config.curriculum import PassRateCurriculum
+from megatron_opd.config.evaluation import HeldoutSet, heldout_sets
 from megatron_opd.config.import_path import is_import_path
 from megatron_opd.config.section import (
     OFF_IS_A_WORD,
@@ -84,9 +85,11 @@ class DataConfig(Section):
     more than this many times. Samples that are left and fill no batch are dropped and counted
     (incomplete_batch). null: the data is read again and again. Raising it trains longer on the same
     prompts."""
-    heldout: FilePath | None = None
-    """File of the problems to evaluate on; null: no evaluation. Keep them disjoint from
-    data.train."""
+    heldout: dict[str, HeldoutSet] = Field(default_factory=dict[str, HeldoutSet])
+    """Problems to evaluate on: a file, or several sets by name, each a file or a mapping with
+    `file` and, where the set differs from `evaluation`, `problems`, `samples`, `temperature` and
+    `max_new_tokens`. A file alone is a set named heldout. Null: no evaluation. Each set costs its
+    problems * samples responses. Keep them disjoint from data.train."""
     task: str = "arithmetic"
     """Name of the verifier that computes rewards and evaluation scores (docs/verifiers.md):
     arithmetic, exact, math, multiple_choice, json_schema, code, none, or MODULE:FUNCTION, a
@@ -148,6 +151,11 @@ class DataConfig(Section):
     curriculum: PassRateCurriculum | None = None
     """Passes over prompts that are too easy or too hard, by their pass rate so far; null: every
     prompt is taken when its turn comes."""
+
+    @field_validator("heldout", mode="before")
+    @classmethod
+    def _sets_by_name(cls, value: Any) -> Any:
+        return heldout_sets(value)
 
     @model_validator(mode="after")
     def _columns_differ(self) -> DataConfig:
@@ -382,31 +390,6 @@ class WeightSyncConfig(Section):
         return name
 
 
-class EvaluationConfig(Section):
-    """Measures avg@k (AsyncOPD Eq. 14) on held-out problems before and after a run."""
-
-    problems: NonNegativeInt = 64
-    """Number of problems, the first ones of data.heldout; 0: no evaluation. Raising it narrows the
-    error of the estimate and takes longer."""
-    samples: PositiveInt = 4
-    """Number of responses per problem (k of avg@k). Raising it lowers the variance of the estimate
-    and takes longer in proportion."""
-    temperature: Literal[0] | Temperature = 1.0
-    """Divides the logits of evaluated samples; 0 decodes greedily. Higher is more diverse."""
-    max_new_tokens: PositiveInt | None = None
-    """Largest number of tokens of an evaluated response; null takes rollout.max_new_tokens."""
-    before: bool = True
-    """Evaluates student and teachers before the first update. Costs problems * samples responses of
-    each."""
-    after: bool = True
-    """Evaluates the student after the last update. Costs problems * samples responses."""
-
-    @property
-    def runs(self) -> bool:
-        """Returns whether `opd run` evaluates at all."""
-        return self.problems > 0 and (self.before or self.after)
-
-
 class CheckpointConfig(Section):
     """Says which checkpoints are written and kept, and whether the final model is exported."""
 
@@ -422,6 +405,11 @@ class CheckpointConfig(Section):
     keep_every: NonNegativeInt = 0
     """Also keeps the checkpoints after every multiple of this many updates; 0: none besides the
     newest. Lower takes more disk space."""
+    keep_best: bool = False
+    """Also writes a checkpoint with each evaluation of evaluation.every, and keeps the best one by
+    evaluation.best_metric; with export_hf its weights are written as a Hugging Face checkpoint
+    (checkpoints/best) too. Costs a checkpoint for each evaluation, and the disk space of two: the
+    best one and the one being evaluated."""
     async_save: bool = True
     """Writes checkpoints in the background: training waits only while the state is copied to host
     memory, which holds one more copy of it meanwhile."""
@@ -436,4 +424,4 @@ class CheckpointConfig(Section):
     @property
     def writes(self) -> bool:
         """Returns whether checkpoints to resume from are written."""
-        return self.every > 0 or self.every_minutes > 0
+        return self.every > 0 or self.every_minutes > 0 or self.keep_best

@@ -10,6 +10,7 @@ from pydantic import Field
 from megatron_opd.config.cluster import ClusterConfig
 from megatron_opd.config.corrections import CorrectionConfig
 from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.evaluation import EvaluationConfig, SetSettings, settings_of
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.metrics import MetricsConfig
 from megatron_opd.config.objectives import ObjectiveConfig, ReverseKl
@@ -21,7 +22,6 @@ from megatron_opd.config.sections import (
     BufferConfig,
     CheckpointConfig,
     DataConfig,
-    EvaluationConfig,
     RolloutConfig,
     RunConfig,
     ScoringConfig,
@@ -122,3 +122,19 @@ class ConfigTree(Section):
         """Returns every teacher by name; the section `teacher` is named "teacher"."""
         default = {} if self.teacher is None else {DEFAULT_TEACHER: self.teacher}
         return default | self.teachers
+
+    @property
+    def heldout(self) -> dict[str, SetSettings]:
+        """Returns how each set of data.heldout is evaluated, by name; none where nothing is."""
+        evaluation, limit = self.evaluation, self.rollout.max_new_tokens
+        if not evaluation.problems:
+            return {}
+        sets = self.data.heldout.items()
+        return {name: settings_of(each, evaluation, limit) for name, each in sets}
+
+    @property
+    def best_set(self) -> SetSettings | None:
+        """Returns the set that says which weights are best, or None without any."""
+        found = self.heldout
+        name = self.evaluation.best_set
+        return next(iter(found.values()), None) if name is None else found.get(name)

@@ -165,7 +165,7 @@ class Keeper(Protocol):
     async def after_update(self, updates: int, state: Callable[[], ControllerState]) -> None:
         """Keep the run's state after `updates` updates; the next update waits for it.
 
-        state: what to keep now; it must be called before anything is awaited.
+        state: what to keep at the moment of the call. All that is kept must be taken at once.
         """
         ...
 

@@ -17,6 +17,7 @@ import msgspec
 
 from megatron_opd.metrics.cache_size import CacheSize
 from megatron_opd.metrics.rewards import RewardStats
+from megatron_opd.metrics.rollouts import RolloutRecord
 from megatron_opd.metrics.servers import SampledByServer
 from megatron_opd.metrics.signal import SignalWatch
 from megatron_opd.metrics.sinks import Sink
@@ -100,7 +101,7 @@ class RunRecorder:
     Args:
         updates_total: updates the run will make.
         totals: counted into; read them for the summary.
-        sinks: take one row per update; closed at the end.
+        sinks: take one row per update and per evaluated set; closed by `close`.
         timeline: drawn on and closed, if given.
         display: started and stopped, if given.
         clock: the event loop's clock (seconds).
@@ -109,7 +110,9 @@ class RunRecorder:
         teacher_watch: looks at the scores of every batch; None where no teacher is read.
         signal: tells the user when updates teach nothing, if given.
         more_columns: of a row that is written, if given.
+        live: told the updates of each version, once it is live and its row written.
         probe: measures some batches, if given; its columns are in the row that is written next.
+        rollouts: records samples token by token and is closed, if given.
     """
 
     def __init__(
@@ -125,7 +128,9 @@ class RunRecorder:
         teacher_watch: TeacherWatch | None = None,
         signal: SignalWatch | None = None,
         more_columns: Callable[[], Mapping[str, Any]] | None = None,
+        live: Callable[[int], None] = lambda updates: None,
         probe: Probe | None = None,
+        rollouts: RolloutRecord | None = None,
     ) -> None:
         self.totals = totals
         self._more_columns = more_columns
@@ -134,7 +139,7 @@ class RunRecorder:
         self._elapsed_s = elapsed_s
         self.started_s = clock() - elapsed_s
         self._updates_total = updates_total
-        self._signal = signal
+        self._signal, self._live, self._rollouts = signal, live, rollouts
         self._sinks, self._timeline, self._display = tuple(sinks), timeline, display
         self._clock = clock
         self._teacher_watch, self._probe = teacher_watch, probe
@@ -156,7 +161,9 @@ class RunRecorder:
             self._display.start(self.snapshot)
 
     def admitted(self, prompt: Prompt) -> None:
-        """Do nothing: the controller counts admissions."""
+        """Keep the prompt for the record of rollouts; the controller counts admissions."""
+        if self._rollouts is not None:
+            self._rollouts.follow(prompt.uid, prompt)
 
     def rolled_out(self, rollout: Rollout) -> None:
         """Count and draw a rollout; the user is told of the first one that was sampled anew."""
@@ -168,6 +175,8 @@ class RunRecorder:
             )
         self.totals.add_rollout(rollout)
         self._sampled.add(rollout)
+        if self._rollouts is not None:
+            self._rollouts.follow(rollout.prompt.uid, rollout)
         if self._timeline is not None:
             self._timeline.rollout(rollout)
 
@@ -176,6 +185,8 @@ class RunRecorder:
         self.totals.add_score(started_s, finished_s)
         if sample.reward is not None:
             self._sampled_rewards.append(sample.reward)
+        if self._rollouts is not None:
+            self._rollouts.follow(sample.rollout.prompt.uid, sample)
         if self._timeline is not None:
             self._timeline.score(sample, started_s, finished_s)
 
@@ -187,6 +198,8 @@ class RunRecorder:
                 "sample %d dropped for %s (%s); more of this kind are only counted",
                 *(uid, reason, detail),
             )
+        if self._rollouts is not None:
+            self._rollouts.dropped(uid, reason, detail, self._updates)
         if self._timeline is not None:
             self._timeline.drop(uid, reason, detail, self._clock())
 
@@ -196,6 +209,8 @@ class RunRecorder:
         """Count and draw an update; its row waits for the weight sync."""
         self.totals.add_update(batch, figures, started_s, finished_s)
         self.window.trained(batch, started_s, finished_s)
+        if self._rollouts is not None:
+            self._rollouts.trained(batch)
         if self._timeline is not None:
             self._timeline.update(batch, figures, started_s, finished_s)
         since_last_s = finished_s - self._done_s
@@ -255,6 +270,7 @@ class RunRecorder:
             columns |= {"memory_release_s": report.release_s, "memory_resume_s": report.resume_s}
         self.totals.stale_samples = self.window.stale_samples
         self._finish_row(batch, depths, columns)
+        self._live(report.version)
 
     def _finish_row(self, batch: Batch, depths: Depths, columns: Mapping[str, Any]) -> None:
         self._depths, self._updates = depths, batch.update + 1
@@ -280,7 +296,7 @@ class RunRecorder:
             self._display.updated(self.snapshot())
 
     def evaluated(self, row: Mapping[str, Any]) -> None:
-        """Pass on the figures of one evaluated set (metrics/dictionary/evaluation.py)."""
+        """Write the row of an evaluated set, also before and after the updates."""
         for sink in self._sinks:
             sink.evaluated(row)
 
@@ -302,19 +318,25 @@ class RunRecorder:
             self._timeline.used(cpu_s, cores, now_s)
 
     def ended(self, accounting: Accounting, now_s: float) -> None:
-        """Keep the accounting, write the unfinished rows of an interruption, close everything."""
+        """Keep the accounting, write the unfinished rows of an interruption, end what is shown."""
         self.accounting = accounting
         if self._probe is not None:
             self._probe.stop()
         with ExitStack() as closing:  # each of them, whatever another one raises
-            for sink in self._sinks:
-                closing.callback(sink.close)
+            if self._rollouts is not None:
+                closing.callback(self._rollouts.close)
             if self._timeline is not None:
                 closing.callback(self._timeline.close)
             if self._display is not None:
                 closing.callback(self._display.stop)
             for update in sorted(self._rows):
                 self._write_row(update)
+
+    def close(self) -> None:
+        """Close the sinks, once nothing is evaluated any more; safe to call twice."""
+        with ExitStack() as closing:
+            for sink in self._sinks:
+                closing.callback(sink.close)
 
     def snapshot(self) -> Snapshot:
         """Return the state of the run now."""

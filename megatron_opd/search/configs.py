@@ -21,8 +21,8 @@ SEARCHED = (
 def chosen_tree(config: Config, candidate: Candidate, gpu: str, memory_gib: float) -> Tree:
     """Return the keys that the user set, with those that a candidate sets.
 
-    GPUs are laid out by the placement's own rules, so no list of them is left. memory_gib: of a
-    GPU.
+    GPUs are laid out by the placement's own rules, so no list of them is left. evaluation.every is
+    rounded up to a weight sync. memory_gib: of a GPU.
     """
     tree = config.model_dump(mode="json", exclude_unset=True)
     parallel = candidate.learner.parallel.model_dump(mode="json")
@@ -47,6 +47,9 @@ def chosen_tree(config: Config, candidate: Candidate, gpu: str, memory_gib: floa
     if candidate.teacher is not None:
         _section(tree, "scoring")["concurrency"] = candidate.scoring
     _section(tree, "simulation")["gpu"] = gpu
+    every, sync_every = config.evaluation.every, schedule["sync_every"]
+    if every % sync_every:  # only what a weight sync brings to the servers can be evaluated
+        _section(tree, "evaluation")["every"] = -(-every // sync_every) * sync_every
     return tree
 
 

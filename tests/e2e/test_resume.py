@@ -2,7 +2,8 @@
 
 Also which groups it drops for their rewards and which prompts it passes over is the same. Three
 attempts. The first is killed, and its servers outlive it with weights of later versions. The
-second continues on them and is preempted. The third has a student server of its own.
+second continues on them and is preempted. The third has a student server of its own. The later two
+are evaluated while they train, which changes no update either.
 """
 
 import json
@@ -163,7 +164,9 @@ def test_a_run_that_is_killed_and_preempted_goes_on(
     torn = run_dir / "checkpoints" / "step-000099.part"
     (torn / "learner").mkdir(parents=True)
 
-    second = start(config, "--auto-resume", "--set", "checkpoint.every=1000")
+    held = f"data.heldout={{few: {tmp_path / 'train.jsonl'}}}"
+    evaluated = ["--set", held, "--set", "evaluation={problems: 3, samples: 2, every: 1}"]
+    second = start(config, "--auto-resume", "--set", "checkpoint.every=1000", *evaluated)
     processes.append(second)
     wait_until(second, lambda: not torn.exists() and len(rows(run_dir)) > newest)
     second.send_signal(signal.SIGUSR1)
@@ -182,7 +185,7 @@ def test_a_run_that_is_killed_and_preempted_goes_on(
 
     # a checkpoint after every update, by the clock: it must not change what is learnt
     options = ["--set", "rollout.concurrency=3", "--set", "checkpoint.every_minutes=1e-6"]
-    third = start(config, "--auto-resume", *options, "--set", "student.urls=[]")
+    third = start(config, "--auto-resume", *options, "--set", "student.urls=[]", *evaluated)
     processes.append(third)
     output = third.communicate(timeout=LIMIT_S)[0]
     assert third.returncode == 0, output
@@ -214,6 +217,14 @@ def test_a_run_that_is_killed_and_preempted_goes_on(
     kept = sorted(path.name for path in run_dir.glob("checkpoints/step-*"))
     assert kept == [f"step-{updates:06d}" for updates in (UPDATES - 1, UPDATES)]
     assert (run_dir / "earlier" / "1" / "logs" / "learner.log").exists()
+
+    lines = (run_dir / "evaluations.jsonl").read_text().splitlines()
+    places = [json.loads(line)["update"] for line in lines]
+    assert places == sorted(set(places)), "none twice, also of those that were interrupted"
+    assert newest < places[0]
+    assert preempted_at in places
+    assert places[-1] == UPDATES
+    assert len(places) + summary["evaluations_skipped"] == UPDATES - newest, "none left out"
 
     done = subprocess.run(
         [sys.executable, "-m", "megatron_opd", "run", str(config), "--auto-resume"],

@@ -326,12 +326,14 @@ def test_two_learner_ranks_with_experts_of_their_own(
     matched(running.finish(START_TIMEOUT_S), 2, parallel)
 
 
-def test_eval_of_a_checkpoint(inputs: Path, tmp_path: Path):
-    config = write_config(inputs, tmp_path)
-    command = [sys.executable, "-m", "megatron_opd", "eval", str(config), "--json"]
-    command += ["--model", str(inputs / "student")]
+def test_eval_of_checkpoints(inputs: Path, tmp_path: Path):
+    config, out = write_config(inputs, tmp_path), tmp_path / "evaluated.json"
+    command = [sys.executable, "-m", "megatron_opd", "eval", str(config), "--out", str(out)]
+    command += ["--checkpoints", str(inputs / "student")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert (report["problems"], report["samples"]) == (2, 2)
-    assert 0 <= report["accuracy_pct"] <= 100
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["checkpoint"], row["updates"]) == (str((inputs / "student").resolve()), None)
+    assert (row["set"], row["problems"], row["samples"]) == ("heldout", 2, 2)
+    assert 0 <= row["accuracy_pct"] <= row["pass_at_k"]["2"] <= 100
+    assert (row["version_min"], row["version_max"]) == (0, 0)

@@ -4,6 +4,7 @@ On a CPU nothing is freed: what is shown is that every step is taken and none ch
 """
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -24,7 +25,11 @@ ROWS = ("loss", "grad_norm", "reverse_kl_nats", "num_response_tokens")
 
 
 def finished(
-    inputs: Path, tmp_path: Path, start: Callable[..., Running], schedule: dict[str, Any]
+    inputs: Path,
+    tmp_path: Path,
+    start: Callable[..., Running],
+    schedule: dict[str, Any],
+    evaluation: dict[str, Any],
 ) -> Finished:
     """A deterministic run with this schedule, whose directory has been put aside."""
     config = write_config(
@@ -32,7 +37,7 @@ def finished(
         tmp_path,
         run={"deterministic": True},
         schedule=schedule,
-        evaluation={"problems": 0},
+        evaluation=evaluation,
         checkpoint={"every": 2},
     )
     done = start(config).finish(START_TIMEOUT_S)
@@ -43,9 +48,10 @@ def finished(
 
 
 def test_taking_turns_changes_no_bit(inputs: Path, tmp_path: Path, start: Callable[..., Running]):
-    """Every update, and the final weights, also across a checkpoint that is written in between."""
-    plain = finished(inputs, tmp_path, start, {"type": "sync"})
-    turns = finished(inputs, tmp_path, start, {"type": "sync", "time_shared": True})
+    """Every update, and the final weights, also across checkpoints and evaluations in between."""
+    plain = finished(inputs, tmp_path, start, {"type": "sync"}, {"problems": 0})
+    in_turn, evaluated = {"type": "sync", "time_shared": True}, {"every": 1, "blocks": True}
+    turns = finished(inputs, tmp_path, start, in_turn, {**evaluated, "before": False})
     assert [[row[key] for key in ROWS] for row in turns.rows] == [
         [row[key] for key in ROWS] for row in plain.rows
     ]
@@ -56,6 +62,10 @@ def test_taking_turns_changes_no_bit(inputs: Path, tmp_path: Path, start: Callab
     assert of_plain.keys() == of_turns.keys()
     assert [name for name in of_plain if not of_plain[name].equal(of_turns[name])] == []
 
+    lines = (turns.run_dir / "evaluations.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [row["update"] for row in found] == list(range(1, UPDATES + 1))
+    assert all(row["version_min"] == row["version_max"] == row["update"] for row in found)
     assert len(turns.rows) == UPDATES
     assert all(row["memory_release_s"] > 0 for row in turns.rows)
     assert all(0 < row["memory_resume_s"] < row["publish_s"] for row in turns.rows)

@@ -11,6 +11,7 @@ from megatron_opd.cli.checkpoints import Checkpoints
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import ControllerState
+from megatron_opd.evaluation.progress import Progress
 
 
 class FakeLearner:
@@ -64,18 +65,20 @@ def save_some(
     *,
     since: int = 0,
     at_end: int | None = None,
+    evaluations: Any = None,
 ) -> Checkpoints:
     """Checkpoints after each of `updates`, as a run would make them.
 
     since: updates of the checkpoint that it was continued from. at_end: those after which it ends
-    early.
+    early. evaluations: which checkpoints they want.
     """
     dirs = StepDirs(config.run.dir / "checkpoints")
     config.run.dir.mkdir(exist_ok=True)
     (config.run.dir / "config.resolved.yaml").write_text(dump_config(config))
     extras: dict[str, Any] = {"elapsed_s": 1.0, "wall_s": 1.0, "resumed_at_updates": []}
-    extras |= {"accuracies": {}, "totals": {}}
-    kept = Checkpoints(dirs, config, learner, lambda: extras, lambda line: None, claim, since)
+    extras |= {"evaluations": Progress().as_json(), "totals": {}}
+    parts = (dirs, config, learner, lambda: extras, lambda line: None, claim, since)
+    kept = Checkpoints(*parts, evaluations=evaluations)
 
     async def main() -> None:
         from megatron_opd.data.files import data_crc32

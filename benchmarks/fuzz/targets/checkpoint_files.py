@@ -19,6 +19,8 @@ from megatron_opd.cli.checkpoints import RUN
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.resume import _earlier_changes, _read_extras
 from megatron_opd.cli.run_dir import RunDir
+from megatron_opd.evaluation.measure import EvaluationReport
+from megatron_opd.evaluation.progress import Evaluated, Progress
 from megatron_opd.learner.state.facts import STATE, read_facts
 from megatron_opd.metrics.persist import dump_totals, restore_totals
 from megatron_opd.metrics.totals import RunTotals
@@ -58,12 +60,19 @@ def whole() -> dict[str, Any]:
             "elapsed_s": 3.5,
             "wall_s": 4,
             "resumed_at_updates": [1],
-            "accuracies": {"before": 0.5, "after": None},
+            "evaluations": progress().as_json(),
             "totals": dump_totals(totals(), NOW_S),
             "train_crc32": 7,
         },
         CHANGES: [{"at_updates": 2, "key": "learner.lr", "before": 1e-5, "after": 2e-5}],
     }
+
+
+def progress() -> Progress:
+    """An evaluation that is complete and one that is not."""
+    report = EvaluationReport(50.0, 25.0, 2, 1, 3.5, 0.0, 0.5, {}, {1: 50.0}, {1: 25.0}, 2, 3)
+    row = Evaluated(2, "heldout", 1, 0.5, 3.0, 1e9, report)
+    return Progress((row,), (3,), 1, 0, {"teacher": {"heldout": report}})
 
 
 def step_dir() -> Path:

@@ -10,7 +10,7 @@ EVALUATION = (
     Metric("version_max", "eval", "", "Newest version that sampled one of the answers."),
     Metric(
         *("lag_steps", "eval", "updates"),
-        "Updates that the learner made while the set was evaluated.",
+        "Updates that the learner had made by the end, since those that are evaluated.",
         action="large: the figures are of an older student; evaluate fewer problems, or on servers "
         "of their own",
     ),
@@ -21,14 +21,24 @@ EVALUATION = (
     ),
     Metric(
         *("stderr_pct", "eval", "percentage points"),
-        "Standard error of accuracy_pct; differences below twice of it say little.",
+        "Standard error of accuracy_pct over problems; differences below twice of it say little, "
+        "unless the same problems were drawn by the same seeds, as those of a run are.",
     ),
     Metric(
         *("pass_at_k", "eval", "%"),
-        "Share of problems with at least one accepted answer among k, by k.",
+        "Estimated chance of at least one accepted answer among k (unbiased), by k.",
+    ),
+    Metric(
+        *("pass_at_k_stderr_pct", "eval", "percentage points"),
+        "Standard error of pass_at_k over problems, by k.",
+    ),
+    Metric(*("mean_reward", "eval", ""), "Mean reward of the answers; accepted is 1."),
+    Metric(
+        *("verifier_failures", "eval", "samples"),
+        "Answers that no verifier could judge, which count as wrong, by the reason.",
     ),
     Metric("problems", "eval", "problems", "Problems of the set."),
-    Metric("samples", "eval", "samples", "Answers that were judged."),
+    Metric("samples", "eval", "samples", "Answers to each problem."),
     Metric("mean_response_tokens", "eval", "tokens", "Mean length of the answers."),
     Metric(
         *("truncated_pct", "eval", "%"),

@@ -34,6 +34,17 @@ def test_one_command_for_every_start_of_a_job(tmp_path: Path) -> None:
         how_to_start(config)
 
 
+def test_a_run_that_stopped_early_is_finished(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    save_some(config, FakeLearner(), [2])
+    summary = {"status": "finished", "updates": 2, "stopped_early_at": 2}
+    (config.run.dir / "summary.json").write_text(json.dumps(summary))
+    assert how_to_start(config) is None
+    assert find_resumption(config).state.updates == 2, "unless the user asks for more"
+    (config.run.dir / "summary.json").write_text(json.dumps(summary | {"status": "preempted"}))
+    assert how_to_start(config) == Start(resume=True)
+
+
 def test_a_finished_run_without_checkpoints_is_not_removed(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     save_some(config, FakeLearner(), [])

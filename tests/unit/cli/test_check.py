@@ -270,6 +270,28 @@ def test_held_out_problems_that_are_trained_on_are_said(tmp_path: Path, config: 
     assert squeezed("prompts of data.heldout") not in printed(capsys)
 
 
+def test_held_out_sets_are_named_by_their_keys(tmp_path: Path, config: dict, capsys):
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    config["data"]["heldout"] = {"seen": config["data"]["train"], "new": str(other)}
+    options = ["--set", "evaluation={problems: 1, every: 2}"]
+    assert call(tmp_path, config, *options, verb="check") == 0
+    said = printed(capsys)
+    assert squeezed("note 1 of 1 prompts of data.heldout.seen") in said
+    assert squeezed(f"data.heldout.new {other}: all 1 rows read") in said
+    for key, value, words in (
+        ("data.heldout.gone", "/no.jsonl", ["data.heldout.gone", "not found: /no.jsonl"]),
+        (
+            "data.heldout.new.max_new_tokens",
+            "99999",
+            ["data.heldout.new.max_new_tokens must be < the student's context", "99999"],
+        ),
+    ):
+        config["data"]["heldout"]["new"] = {"file": str(other)}
+        code = call(tmp_path, config, *options, "--set", f"{key}={value}", verb="check")
+        refused(capsys, code, *words)
+
+
 def test_a_trust_region_without_use_is_said(tmp_path: Path, config: dict, capsys):
     options = ["--set", "objective.type=grpo", "--set", "rollout.group_size=4"]
     options += ["--set", "correction={type: truncated, prox: true}"]

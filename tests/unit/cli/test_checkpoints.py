@@ -88,3 +88,32 @@ def test_a_run_that_ends_early_keeps_its_last_update_once(tmp_path: Path) -> Non
     off = make_config(tmp_path, checkpoint={"every": 0, "every_minutes": 0})
     save_some(off, learner, [], at_end=5)
     assert dirs.complete() == [2, 3]
+
+
+class Wanting:
+    """Evaluates after every third update, and wants some checkpoints kept."""
+
+    def __init__(self) -> None:
+        self.wanted: frozenset[int] = frozenset()
+
+    def falls_on(self, updates: int) -> bool:
+        return updates % 3 == 0
+
+
+def test_the_best_checkpoint_is_written_with_its_evaluation_and_kept(tmp_path: Path) -> None:
+    options = {"every": 0, "every_minutes": 0, "keep_last": 1, "keep_best": True}
+    config = make_config(tmp_path, checkpoint=options, evaluation={"every": 3})
+    dirs, wanting = StepDirs(config.run.dir / "checkpoints"), Wanting()
+    assert config.checkpoint.writes
+    save_some(config, FakeLearner(), list(range(1, 7)), evaluations=wanting)
+    assert dirs.complete() == [6]
+    wanting.wanted = frozenset({6})
+    save_some(config, FakeLearner(), list(range(7, 13)), evaluations=wanting)
+    assert dirs.complete() == [6, 12]
+    wanting.wanted = frozenset({12})
+    save_some(config, FakeLearner(), [15], evaluations=wanting)
+    assert dirs.complete() == [12, 15]
+    checkpoint = config.checkpoint.model_copy(update={"keep_best": False})
+    without = config.model_copy(update={"checkpoint": checkpoint})
+    save_some(without, FakeLearner(), [18], evaluations=wanting)
+    assert dirs.complete() == [12, 15], "nothing was asked for"

@@ -96,6 +96,11 @@ def test_kept_keys_keep_their_values(tmp_path: Path):
         (["--gpus", "4", "--keep", "run.seed"], {}, ["--keep", "run.seed", "student.tp"]),
         (["--gpus", "4", "--trials", "-1"], {}, ["--trials", "-1"]),
         (
+            ["--gpus", "4", "--set", "student.servers=2"],
+            {"evaluation": {"every": 2, "servers": 1}},
+            ["opd plan needs evaluation.servers 0", "got 1"],
+        ),
+        (
             ["--gpus", "4"],
             {"schedule": {"type": "sync", "time_shared": True}},
             ["schedule.time_shared", "got true", "--set schedule.time_shared=false"],

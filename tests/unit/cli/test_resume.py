@@ -11,6 +11,7 @@ from megatron_opd.checkpoint.state_files import sum_file
 from megatron_opd.cli.checkpoints import RUN
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.resume import Change, find_resumption, reopen_run_dir
+from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import NOTHING_YET
@@ -19,7 +20,7 @@ from tests.support.kept_states import FakeLearner, at, make_config, save_some
 
 def test_what_a_run_kept_must_be_whole(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    for key in ("train_crc32", "totals", "elapsed_s"):
+    for key in ("train_crc32", "totals", "elapsed_s", "evaluations"):
         save_some(config, FakeLearner(), [2])
         step = config.run.dir / "checkpoints" / "step-000002"
         extras = json.loads((step / RUN).read_text())
@@ -131,12 +132,14 @@ def test_the_run_directory_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
     run_dir = config.run.dir
     lines = [json.dumps({"update": update}) + "\n" for update in range(4)]
     (run_dir / "metrics.jsonl").write_text("".join(lines) + '{"update": 4, "lo')
+    (run_dir / "rollouts.jsonl").write_text("".join(lines * 2) + '{"update": 4, "ui')
     (run_dir / "logs").mkdir()
     (run_dir / "logs" / "learner.log").write_text("first")
     (run_dir / "summary.json").write_text("{}")
     (run_dir / "notes.txt").write_text("the user's")
     reopen_run_dir(config, 2)
     assert (run_dir / "metrics.jsonl").read_text() == "".join(lines[:2])
+    assert (run_dir / "rollouts.jsonl").read_text() == "".join(lines[:2] * 2)
     assert (run_dir / "earlier" / "1" / "logs" / "learner.log").read_text() == "first"
     assert not (run_dir / "summary.json").exists()
     assert list((run_dir / "logs").iterdir()) == []
@@ -160,6 +163,17 @@ def test_a_damaged_row_is_named_and_nothing_is_moved(tmp_path: Path, row: bytes)
     assert not (config.run.dir / "earlier").exists()
 
 
+def test_a_rollback_in_the_same_process_cuts_both_files_of_rows(tmp_path: Path) -> None:
+    lines = [json.dumps({"update": update}) + "\n" for update in range(4)]
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        (tmp_path / name).write_text("".join(lines))
+    (tmp_path / "trace.json").write_text("[")
+    RunDir(tmp_path).rewind(3, "")
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (tmp_path / name).read_text() == "".join(lines[:3])
+    assert (tmp_path / "earlier" / "1" / "trace.json").exists()
+
+
 def test_earlier_attempts_may_be_removed(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     save_some(config, FakeLearner(), [2])
@@ -168,6 +182,34 @@ def test_earlier_attempts_may_be_removed(tmp_path: Path) -> None:
     (config.run.dir / "earlier" / "1").rmdir()
     reopen_run_dir(config, 2)
     assert (config.run.dir / "earlier" / "3").is_dir()
+
+
+def test_the_rows_of_evaluations_are_those_that_the_checkpoint_knows(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    save_some(config, FakeLearner(), [2])
+    rows = config.run.dir / "evaluations.jsonl"
+    run_dir = reopen_run_dir(config, 2)
+    assert not rows.exists(), "there was none"
+    rows.write_text('{"update": 4}\n{"upd')
+    reopen_run_dir(config, 2, evaluations='{"update": 2}\n')
+    assert rows.read_text() == '{"update": 2}\n'
+    run_dir.rewind(1, "")
+    assert rows.read_text() == ""
+
+
+def test_damaged_evaluations_are_named(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    save_some(config, FakeLearner(), [2])
+    step = config.run.dir / "checkpoints" / "step-000002"
+    extras = json.loads((step / RUN).read_text())
+    extras["evaluations"]["pending"] = "none"
+    (step / RUN).write_text(json.dumps(extras))
+    manifest = json.loads((step / "manifest.json").read_text())
+    found = sum_file(step, RUN)
+    manifest["sizes"][RUN], manifest["crc32"][RUN] = found.size, found.crc32
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"totals or evaluations of run\.json are damaged"):
+        find_resumption(config)
 
 
 def test_a_run_whose_data_was_used_up_needs_more_epochs(tmp_path: Path) -> None:

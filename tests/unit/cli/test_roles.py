@@ -7,19 +7,20 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
 from megatron_opd.cli import commands
-from megatron_opd.cli.accuracy import Accuracies
 from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.evaluations import RunEvaluations
 from megatron_opd.cli.preflight import check_support, read_model
 from megatron_opd.cli.prepare import prepare
 from megatron_opd.cli.roles import all_roles, section_of, teacher_roles
 from megatron_opd.cli.servers import server_processes
 from megatron_opd.config.schema import Config
-from megatron_opd.evaluation import EvaluationReport
+from megatron_opd.evaluation.measure import EvaluationReport
 from tests.support.cli_cases import call, refused
 from tests.support.models import write_tokenizer
 
@@ -103,18 +104,17 @@ def test_accuracies_of_several_teachers(tmp_path: Path, config: dict, models: Pa
     async def evaluate(port, prompts, judge, plan):
         return EvaluationReport(reports[port._fleet.name], 1.0, 2, 2, 3.0, 0.0, 0.1, {})
 
-    monkeypatch.setattr("megatron_opd.cli.accuracy.evaluate", evaluate)
+    monkeypatch.setattr("megatron_opd.evaluation.evaluations.evaluate", evaluate)
     config["data"]["heldout"] = config["data"]["train"]
     config["evaluation"] = {"problems": 1}
     prepared = prepare(Config.model_validate(config))
 
     def summary(names: list[str]) -> dict:
-        accuracies = Accuracies(Config.model_validate(config), prepared)
-        student, *teachers = [SimpleNamespace(name=name) for name in ["student", *names]]
-        by_name = dict(zip(names, teachers, strict=True))
-        lines = asyncio.run(accuracies.before(student, by_name))  # type: ignore[arg-type]
+        fleets: Any = {name: SimpleNamespace(name=name) for name in ["student", *names]}
+        found = RunEvaluations(Config.model_validate(config), prepared, fleets, print)
+        lines = asyncio.run(found.before({name: name for name in names}))
         assert len(lines) == 1 + len(names)
-        return accuracies.summary()
+        return found.summary(0)
 
     assert "teacher_accuracy_pct_by_name" not in summary(["teacher"])
     assert summary(["teacher"])["teacher_accuracy_pct"] == 90

@@ -71,6 +71,19 @@ def test_a_simulated_run_is_a_run_directory(
     assert "limited by: " in said
 
 
+def test_evaluations_are_said_to_be_ignored(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", str(config), "--set", "evaluation.every=2"]) == 0
+    assert "note:" not in capsys.readouterr().out, "there is no set"
+    options = ["--set", "evaluation={every: 2, servers: 1}", "--set", "data.heldout=there"]
+    assert main(["simulate", str(config), "--overwrite", *options]) == 0
+    assert "note: evaluation.every is ignored" in capsys.readouterr().out
+    sampled = [row["servers"] for row in rows(tmp_path / "run")]
+    busy = {url for row in sampled for url, found in row.items() if found["rollouts"]}
+    assert busy == {"http://student-1:1"}, "the first one is kept for evaluations"
+
+
 def test_equal_seeds_write_equal_rows(config: Path, tmp_path: Path) -> None:
     found = []
     for name in ("one", "two"):

@@ -98,10 +98,10 @@ def test_files_without_weights_are_one_source_and_files_with_weights_one_each():
 
 def test_problems_that_are_trained_on_are_counted():
     heldout = prompts(5, path="y")
-    assert seen_problems([prompts(3), prompts(4)], heldout) == []
-    (line,) = seen_problems([prompts(3), prompts(2, path="y")], heldout)
-    assert line.startswith("2 of 5 prompts of data.heldout y are in data.train x, y too")
-    assert seen_problems([prompts(3)], None) == []
+    assert seen_problems([prompts(3), prompts(4)], "heldout", heldout) == []
+    (line,) = seen_problems([prompts(3), prompts(2, path="y")], "heldout.hard", heldout)
+    assert line.startswith("2 of 5 prompts of data.heldout.hard y are in data.train x, y too")
+    assert seen_problems([], "heldout", heldout) == []
 
 
 def test_variables_that_the_template_does_not_read_are_named():

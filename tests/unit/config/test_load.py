@@ -125,7 +125,7 @@ def test_override_creates_sections_and_parses_yaml(tmp_path: Path):
         Config, write(tmp_path, MINIMAL), ["learner.optimizer.lr=3e-4", "data.heldout=null"]
     )
     assert config.learner.optimizer.lr == pytest.approx(3e-4)
-    assert config.data.heldout is None
+    assert config.data.heldout == {}
 
 
 def test_config_is_frozen(tmp_path: Path):

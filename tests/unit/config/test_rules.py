@@ -263,7 +263,7 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         [
             "checkpoint.every and checkpoint.every_minutes must be 0",
             "learner.optimizer.optimizer_cpu_offload",
-            "got 5 and 10",
+            "got 5, 10 and false",
         ],
         ["learner.optimizer.optimizer_cpu_offload=false"],
     ),
@@ -276,6 +276,54 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["student.quantization=fp8", "weight_sync.type=broadcast"],
         ["weight_sync.type must be shards", "student.quantization", "got broadcast and fp8"],
         ["weight_sync.type=my_module:MY_TRANSPORT"],
+    ),
+    (
+        ["data.heldout={easy: there, other: there}", "evaluation.best_set=hard"],
+        ["evaluation.best_set", "data.heldout (easy, other)", "got hard"],
+        ["evaluation.best_set=other"],
+    ),
+    (
+        ["data.heldout={a: {file: there, samples: 5}}", "evaluation.best_metric=pass@8"],
+        ["evaluation.best_metric", "pass@1, pass@2, pass@4, pass@5", "5 samples", "got pass@8"],
+        ["evaluation.best_metric=pass@4"],
+    ),
+    *(
+        (
+            [f"{key}={value}"],
+            [f"{key} has no effect", "evaluation.every"],
+            ["evaluation.every=2", *fix],
+        )
+        for key, value, fix in (
+            ("evaluation.blocks", "true", []),
+            ("evaluation.servers", "1", ["student.servers=2"]),
+            ("evaluation.patience", "3", []),
+            ("checkpoint.keep_best", "true", []),
+        )
+    ),
+    (
+        ["evaluation.every=2", "evaluation.problems=0", "evaluation.blocks=true"],
+        ["evaluation.blocks has no effect", "evaluation.problems"],
+        ["evaluation.problems=1"],
+    ),
+    (
+        ["evaluation.every=6", "schedule.type=stream"],
+        ["evaluation.every", "schedule.sync_every", "got 6 and 4"],
+        ["evaluation.every=8"],
+    ),
+    (
+        ["evaluation.every=2", "schedule={type: sync, time_shared: true}"],
+        ["evaluation.blocks", "schedule.time_shared", "evaluation.every"],
+        ["evaluation.blocks=true"],
+    ),
+    (
+        ["evaluation.every=2", "evaluation.servers=2", "student.servers=2"],
+        ["evaluation.servers", "student.servers", "got 2 of 2"],
+        ["evaluation.servers=1"],
+    ),
+    (
+        ["evaluation={every: 2, patience: 3}", "run.deterministic=true", "schedule.type=sync"],
+        ["evaluation.blocks", "run.deterministic", "evaluation.patience"],
+        ["evaluation.blocks=true"],
     ),
     (
         ["metrics.names=verl", "metrics.tensorboard=false"],

@@ -10,6 +10,8 @@ import pytest
 
 from megatron_opd.config.curriculum import PassRateCurriculum
 from megatron_opd.data.curriculum import CurriculumSource
+from megatron_opd.evaluation.measure import EvaluationReport
+from megatron_opd.evaluation.progress import Evaluated
 from megatron_opd.metrics.catalogue import ALL, METRICS, metric_of, tag_of
 from megatron_opd.metrics.metric import GROUPS, Metric, Range
 from megatron_opd.metrics.opd_health import HealthFigures
@@ -23,11 +25,8 @@ from tests.support.fakes import make_sample
 from tests.support.paths import ROOT
 
 AXES = {"update", "time_s", "unix_time_s"}  # of every row, of either file
-EVALUATION_ROW = {
-    *AXES,
-    *("set", "version_min", "version_max", "lag_steps", "accuracy_pct", "stderr_pct", "pass_at_k"),
-    *("problems", "samples", "mean_response_tokens", "truncated_pct", "seconds"),
-}
+REPORT = EvaluationReport(50.0, 25.0, 2, 1, 3.5, 0.0, 0.5, {})
+EVALUATION_ROW = set(Evaluated(2, "heldout", 1, 0.5, 3.0, 1e9, REPORT).row())
 """What the evaluation of one set reports."""
 
 
@@ -117,6 +116,12 @@ def test_no_alias_stands_for_two_columns(peer: str):
     assert all(re.fullmatch(r"[a-z0-9_-]+(/[a-z0-9_-]+)+", name) for name in names)
 
 
+@pytest.mark.parametrize("names", ["opd", "slime", "verl"])
+def test_no_two_columns_are_shown_under_one_name(names: Any):
+    tags = [metric.tag(names) for metric in ALL]
+    assert len(tags) == len(set(tags))
+
+
 def test_entries_are_complete():
     for metric in ALL:
         assert metric.group in GROUPS
@@ -129,6 +134,7 @@ def test_entries_are_complete():
         for ending, unit in units.items():
             if metric.column.endswith(ending) and metric.column not in {
                 "stderr_pct",
+                "pass_at_k_stderr_pct",
                 "tokens_per_s",
             }:
                 assert metric.unit.startswith(unit), metric.column

@@ -126,15 +126,19 @@ def test_one_full_file_does_not_keep_the_others_open(tmp_path: Path):
         def write(self, update: int, row: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
+        def evaluated(self, row: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
         def close(self) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     trace, rows = tmp_path / "trace.json", JsonlSink(tmp_path / "metrics.jsonl")
     timeline = Timeline(TraceWriter(trace, 0.0), ["e"])
     recorder = RunRecorder(1, RunTotals(["e"], 1), [Full(), rows], timeline)
-    with pytest.raises(OSError, match="No space left"):
-        recorder.ended(Accounting(0, 0, 0, 0, {}, 0, False), 1.0)
+    recorder.ended(Accounting(0, 0, 0, 0, {}, 0, False), 1.0)
     assert json.loads(trace.read_text())
+    with pytest.raises(OSError, match="No space left"):
+        recorder.close()
     assert rows._file._file.closed
 
 

@@ -165,3 +165,28 @@ def test_the_first_drop_for_a_reason_is_told(tmp_path, caplog):
     record(tmp_path, drop={4, 6, 9})
     (told,) = (entry.getMessage() for entry in caplog.records)
     assert told.endswith("dropped for nan (teacher-0); more of this kind are only counted")
+
+
+def test_evaluations_are_rows_of_their_own_also_when_the_updates_are_over(tmp_path: Path):
+    live: list[int] = []
+    sinks = [JsonlSink(tmp_path / "metrics.jsonl")]
+    recorder = RunRecorder(9, RunTotals(), sinks, live=live.append)
+    assert not (tmp_path / "evaluations.jsonl").exists(), "there was none"
+    batch = Batch(0, 0, (make_sample(0),))
+    recorder.trained(batch, Figures(), 0.0, 1.0)
+    assert live == []
+    report = WeightSyncReport(1, (Phase("send", 2.0, 3.0),), 9, 2.0, 3.0)
+    recorder.weights_synced(batch, report, Depths(0, 0, 0, 0, 0))
+    assert live == [1]
+    rows = [
+        {"update": n, "set": "easy", "accuracy_pct": 25.0 * n, "pass_at_k": {"4": 75.0 + n}}
+        for n in (1, 2)
+    ]
+    recorder.evaluated(rows[0])
+    recorder.ended(Accounting(1, 1, 1, 1, {}, 0, False), 60.0)
+    recorder.evaluated(rows[1])
+    recorder.close()
+    recorder.close()
+    found = [json.loads(text) for text in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert found == rows
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1

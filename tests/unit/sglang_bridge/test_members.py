@@ -230,3 +230,49 @@ def test_servers_that_only_drain_and_wait_leave_a_fleet_stranded():
         assert stranded.done(), "B must get weights now, not with a version that needs work"
 
     run_virtual(scenario())
+
+
+def chosen(fleet: Members, *, evaluates: bool) -> Any:
+    return soon(fleet.next(evaluates=evaluates))
+
+
+def test_servers_for_evaluations_take_nothing_else_while_others_serve():
+    async def scenario() -> None:
+        fleet = Members([client(A), client(B)], evaluators=1)
+        first, second = fleet.present
+        first.in_flight, second.in_flight = 7, 3
+        assert await chosen(fleet, evaluates=True) == A
+        first.in_flight, second.in_flight = 3, 7
+        assert await chosen(fleet, evaluates=False) == B
+
+    run_virtual(scenario())
+
+
+def test_what_is_left_serves_both_and_there_are_as_many_for_evaluations_again():
+    async def scenario() -> None:
+        fleet = Members([client(A), client(B)], evaluators=1)
+        fleet.drop(A)
+        for evaluates in (True, False):
+            assert await chosen(fleet, evaluates=evaluates) == B
+        fleet.add(Member(client(A)), waits=True)
+        for evaluates in (True, False):
+            assert await chosen(fleet, evaluates=evaluates) == B, "A has no weights yet"
+        await fleet.let_in()
+        fleet.serve()
+        assert await chosen(fleet, evaluates=True) == B, "the first one"
+        assert await chosen(fleet, evaluates=False) == A
+
+    run_virtual(scenario())
+
+
+def test_without_servers_for_evaluations_all_take_both():
+    async def scenario() -> None:
+        fleet = members(A, B)
+        fleet.present[0].in_flight = 1
+        for evaluates in (True, False):
+            assert await chosen(fleet, evaluates=evaluates) == B
+        fleet.present[1].in_flight = 2
+        for evaluates in (True, False):
+            assert await chosen(fleet, evaluates=evaluates) == A
+
+    run_virtual(scenario())

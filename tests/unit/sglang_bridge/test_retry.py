@@ -12,7 +12,7 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.sections import RolloutConfig, ScoringConfig
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.supports import McSupport
-from megatron_opd.evaluation import FleetPort
+from megatron_opd.evaluation.measure import FleetPort
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.teacher.scorer import FleetScorer

@@ -15,7 +15,13 @@ from megatron_opd.config.verifier import VerifierConfig
 from megatron_opd.data.judge import Judge
 from megatron_opd.data.tokenizer import build_tokenizer
 from megatron_opd.data.verifying import TaskVerifiers
-from megatron_opd.evaluation import EvaluationPlan, EvaluationReport, FleetPort, evaluate
+from megatron_opd.evaluation.measure import (
+    Completion,
+    EvaluationPlan,
+    EvaluationReport,
+    FleetPort,
+    evaluate,
+)
 from megatron_opd.types import Prompt
 from megatron_opd.verifiers.reward import TIMED_OUT, VerifierFailed
 from sglang_bridge.fleet import Fleet
@@ -57,7 +63,10 @@ class ScriptedPort:
         self.seeds.append(seed)
         await asyncio.sleep(self.delay_s)
         self.running -= 1
-        return TOKENIZER.encode(self.left[prompt_ids[0]].pop(0))
+        version = prompt_ids[0]
+        return Completion(
+            TOKENIZER.encode(self.left[prompt_ids[0]].pop(0)), (version, 10 * version)
+        )
 
 
 def run(port, answers, judge=JUDGE, **overrides):
@@ -75,7 +84,10 @@ def test_figures_of_a_small_case():
     assert report.mean_response_tokens == pytest.approx((3 + 3 + 3 + 5 + 2 + 1) / 6)
     assert sorted(port.asked) == [((i,), 8, 1.0) for i in (1, 1, 2, 2, 3, 3)]
     assert json.loads(json.dumps(report.as_dict())) == report.as_dict()
-    assert report.line().startswith("avg@2 66.7% +- 16.7 on 3 problems, ")
+    assert report.line().startswith("avg@2 66.7% +- 16.7 on 3 problems, pass@2 100.0%, 2.8 tok")
+    assert report.pass_at_k == {1: pytest.approx(100 * 2 / 3), 2: 100}
+    assert report.pass_at_k_stderr_pct == {1: pytest.approx(report.stderr_pct), 2: 0}
+    assert (report.version_min, report.version_max) == (1, 30)
     assert (report.mean_reward, report.verifier_failures) == (pytest.approx(2 / 3), {})
 
 
@@ -156,16 +168,18 @@ def test_the_fleet_port_asks_for_plain_generation():
         def __init__(self):
             pass
 
-        async def generate(self, request):
+        async def generate(self, request, *, evaluates):
+            assert evaluates, "by a server that is kept for evaluations"
             asked.append(request)
-            return SimpleNamespace(output_ids_T=np.array([20, 1], np.int32))
+            spans = ((7, 0, 1), (9, 1, 2)) if len(asked) == 1 else ()
+            return SimpleNamespace(output_ids_T=np.array([20, 1], np.int32), spans=spans)
 
     async def twice():
         port = FleetPort(FakeFleet(), attempts=1)
         options = {"max_new_tokens": 9, "temperature": 0.0, "seed": 17}
         return [await port.complete([5, 6], **options) for _ in range(2)]
 
-    assert asyncio.run(twice()) == [[20, 1]] * 2
+    assert asyncio.run(twice()) == [Completion([20, 1], (7, 9)), Completion([20, 1])]
     assert asked[0].rid != asked[1].rid
     for request in asked:
         assert list(request.input_ids) == [5, 6]

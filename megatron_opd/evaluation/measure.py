@@ -1,4 +1,4 @@
-"""Measures avg@k of a model on held-out problems, through anything that can complete a prompt.
+"""Measures avg@k and pass@k of a model, through anything that can complete a prompt.
 
 Invariant: every (problem, draw) is counted once, or the evaluation fails; a completion that was cut
 by the length limit, is malformed or whose verifier failed counts as wrong, it is never left out.
@@ -12,13 +12,13 @@ import math
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol, cast
 
-import numpy as np
-
+from megatron_opd.config.evaluation import reported_ks
 from megatron_opd.data.judge import Judge
 from megatron_opd.data.seeds import EVALUATION, derived_seed
+from megatron_opd.evaluation.estimates import over_problems, pass_at_k
 from megatron_opd.types import Prompt
 from megatron_opd.verifiers.reward import VerifierFailed
 from sglang_bridge.fleet import Fleet
@@ -26,13 +26,25 @@ from sglang_bridge.protocol import RolloutRequest
 from sglang_bridge.retry import Backoff, is_unanswered, retried
 
 
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Holds one sampled response.
+
+    ids: token ids, the end token included when it was sampled. versions: the oldest and the newest
+    version of the weights that sampled it; None: unknown, or nothing was sampled.
+    """
+
+    ids: Sequence[int]
+    versions: tuple[int, int] | None = None
+
+
 class CompletionPort(Protocol):
     """Samples from the model under evaluation."""
 
     async def complete(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float, seed: int
-    ) -> Sequence[int]:
-        """Return the sampled token ids, the end token included when it was sampled.
+    ) -> Completion:
+        """Return a completion.
 
         seed: the same one gives the same completion where completions are reproducible.
         """
@@ -42,7 +54,8 @@ class CompletionPort(Protocol):
 class FleetPort:
     """Completes prompts on SGLang servers, with request ids of its own and without draws.
 
-    attempts: tries of a completion while servers do not answer.
+    Where a fleet has servers for evaluations, these complete them. attempts: tries of a completion
+    while servers do not answer.
     """
 
     def __init__(self, fleet: Fleet, attempts: int) -> None:
@@ -50,10 +63,10 @@ class FleetPort:
 
     async def complete(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float, seed: int
-    ) -> Sequence[int]:
+    ) -> Completion:
         """Ask the fleet for one completion. Raises what Fleet.generate raises."""
 
-        async def once(_: int) -> list[int]:
+        async def once(_: int) -> Completion:
             request = RolloutRequest(
                 rid=f"eval-{uuid.uuid4().hex}",
                 input_ids=list(prompt_ids),
@@ -61,7 +74,10 @@ class FleetPort:
                 temperature=temperature,
                 seed=seed,
             )
-            return (await self._fleet.generate(request)).output_ids_T.tolist()
+            reply = await self._fleet.generate(request, evaluates=True)
+            versions = [version for version, _, _ in reply.spans]
+            span = (min(versions), max(versions)) if versions else None
+            return Completion(reply.output_ids_T.tolist(), span)
 
         return await retried(once, self._backoff, is_unanswered)
 
@@ -90,14 +106,15 @@ class EvaluationPlan:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """Reports avg@k with its uncertainty.
+    """Reports avg@k and pass@k with their uncertainty.
 
     accuracy_pct: 100 times the mean over problems of (correct completions / k) (AsyncOPD Eq. 14).
-    stderr_pct: standard error of that mean over problems (sample deviation of the per-problem rates
-    over the root of their number; nan for one problem): the k completions of a problem are not
-    independent. truncated_pct: completions without an end token. mean_reward: over all
-    completions, in [0, 1]; a completion is correct where its reward is 1. verifier_failures:
-    completions without a judgement, which count as wrong, by the reason.
+    stderr_pct: standard error of that mean over problems (estimates.py; nan for one problem): the k
+    completions of a problem are not independent. truncated_pct: completions without an end token.
+    mean_reward: over all completions, in [0, 1]; a completion is correct where its reward is 1.
+    verifier_failures: completions without a judgement, which count as wrong, by the reason.
+    pass_at_k, pass_at_k_stderr_pct: percent by k (estimates.py). version_min, version_max: oldest
+    and newest weights that sampled a completion; None: unknown.
     """
 
     accuracy_pct: float
@@ -108,17 +125,22 @@ class EvaluationReport:
     truncated_pct: float
     mean_reward: float
     verifier_failures: dict[str, int]
+    pass_at_k: dict[int, float] = field(default_factory=dict[int, float])
+    pass_at_k_stderr_pct: dict[int, float] = field(default_factory=dict[int, float])
+    version_min: int | None = None
+    version_max: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name; stderr_pct is None where undefined, since JSON has no nan."""
-        fields = asdict(self)
-        return fields | {"stderr_pct": None if math.isnan(self.stderr_pct) else self.stderr_pct}
+        """Return the fields by name, as JSON holds them: nan is None, and k is text."""
+        return json_of(asdict(self))
 
     def line(self) -> str:
         """Return one line for the terminal."""
+        largest = max(self.pass_at_k, default=1)
+        passes = f"pass@{largest} {self.pass_at_k[largest]:.1f}%, " if largest > 1 else ""
         return (
             f"avg@{self.samples} {self.accuracy_pct:.1f}% +- {self.stderr_pct:.1f} on "
-            f"{self.problems} problems, {self.mean_response_tokens:.1f} tokens a response, "
+            f"{self.problems} problems, {passes}{self.mean_response_tokens:.1f} tokens a response, "
             f"{self.truncated_pct:.1f}% truncated{self._failures_line()}"
         )
 
@@ -127,12 +149,21 @@ class EvaluationReport:
         return "".join(f", {count} counted as wrong: {reason}" for reason, count in failures)
 
 
+def json_of(value: Any) -> Any:
+    """Return nested fields as JSON holds them: nan becomes None, keys become text."""
+    if isinstance(value, dict):
+        items = cast(dict[Any, Any], value).items()
+        return {str(key): json_of(each) for key, each in items}
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     problem: int
     reward: float
     num_tokens: int
     truncated: bool
+    versions: tuple[int, int] | None
     failure: str | None
 
 
@@ -175,12 +206,13 @@ async def _complete(
     plan: EvaluationPlan,
     seed: int,
 ) -> _Outcome:
-    ids = await port.complete(
+    completion = await port.complete(
         prompt.token_ids_P.tolist(),
         max_new_tokens=plan.max_new_tokens,
         temperature=plan.temperature,
         seed=seed,
     )
+    ids = completion.ids
     reward, failure = 0.0, None
     try:
         reward = await judge.reward(prompt, ids) or 0.0
@@ -192,24 +224,32 @@ async def _complete(
         reward=reward,
         num_tokens=len(ids) if stop is None else stop + 1,
         truncated=stop is None,
+        versions=completion.versions,
         failure=failure,
     )
 
 
 def _report(outcomes: Sequence[_Outcome], problems: int, samples: int) -> EvaluationReport:
     assert len(outcomes) == problems * samples, "a completion was lost"
-    correct_by_problem = np.zeros(problems)
-    for outcome in outcomes:
-        correct_by_problem[outcome.problem] += outcome.reward == 1
-    rate_by_problem = correct_by_problem / samples
-    stderr = rate_by_problem.std(ddof=1) / math.sqrt(problems) if problems > 1 else math.nan
+    correct_by_problem = Counter(outcome.problem for outcome in outcomes if outcome.reward == 1)
+    correct_P = [correct_by_problem[problem] for problem in range(problems)]
+    accuracy = over_problems([correct / samples for correct in correct_P])
+    passes = {
+        k: over_problems([pass_at_k(correct, samples, k) for correct in correct_P])
+        for k in reported_ks(samples)
+    }
+    versions = [version for outcome in outcomes for version in outcome.versions or ()]
     return EvaluationReport(
-        accuracy_pct=100 * float(rate_by_problem.mean()),
-        stderr_pct=100 * float(stderr),
+        accuracy_pct=accuracy.mean_pct,
+        stderr_pct=accuracy.stderr_pct,
         problems=problems,
         samples=samples,
         mean_response_tokens=sum(outcome.num_tokens for outcome in outcomes) / len(outcomes),
         truncated_pct=100 * sum(outcome.truncated for outcome in outcomes) / len(outcomes),
         mean_reward=sum(outcome.reward for outcome in outcomes) / len(outcomes),
         verifier_failures=dict(Counter(each.failure for each in outcomes if each.failure)),
+        pass_at_k={k: found.mean_pct for k, found in passes.items()},
+        pass_at_k_stderr_pct={k: found.stderr_pct for k, found in passes.items()},
+        version_min=min(versions, default=None),
+        version_max=max(versions, default=None),
     )
