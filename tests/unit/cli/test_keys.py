@@ -150,3 +150,19 @@ def test_a_file_that_is_open_to_others_or_cannot_be_written_ends_the_run(
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "nowhere" / "my.keys"))
     with pytest.raises(UserError, match="cannot be written"), run_keys(config, ("student",)):
         pass
+
+
+def test_a_server_that_others_reach_is_not_served_without_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    served = []
+    monkeypatch.setattr(serve, "serve_until_told", lambda *arguments: served.append(arguments))
+    tree = small_config(tmp_path, tiny_models(tmp_path))
+    tree["teacher"] |= {"host": "0.0.0.0", "base_port": 23_457}
+    (tmp_path / "c.yaml").write_text(json.dumps(tree))
+    command = ["serve", "teacher", str(tmp_path / "c.yaml")]
+    with pytest.raises(UserError, match=r"teacher\.api_key_env must .*teacher\.host 0\.0\.0\.0"):
+        commands.serve(build_parser().parse_args(command))
+    assert served == []
+    commands.serve(build_parser().parse_args([*command, "--set", "security.insecure=true"]))
+    assert len(served) == 1
