@@ -33,6 +33,14 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return listener
 
 
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine reaches what listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
 def interface_of(host: str) -> str | None:
     """Returns the network interface that has this address; None: none of this machine has it."""
     try:

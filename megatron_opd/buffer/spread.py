@@ -28,7 +28,7 @@ from typing import Literal
 import msgspec
 
 from megatron_opd.config.selection import RewardSpread
-from megatron_opd.types import Prompt, Sample
+from megatron_opd.types import AnySample, Prompt
 
 ALL_RIGHT, ALL_WRONG, NO_SPREAD = "all_right", "all_wrong", "no_reward_spread"
 """Reasons that samples are dropped for: every reward of the group is 1, or 0; or neither."""
@@ -104,7 +104,7 @@ class SpreadFilter:
             del found[group]
         return SpreadState(self._next, self._in_a_row, found)
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: AnySample) -> None:
         """Note the reward of a scored member."""
         group = sample.rollout.prompt.uid // self._size
         self._rewards.setdefault(group, []).append(sample.reward)
@@ -133,7 +133,7 @@ class SpreadFilter:
         self._found[group] = "unjudged"
         return self._settle()
 
-    def resume(self, line: Iterable[Sample], unscored: Iterable[int], next_uid: int) -> None:
+    def resume(self, line: Iterable[AnySample], unscored: Iterable[int], next_uid: int) -> None:
         """Continue a run. line: scored samples held; unscored: uids held besides.
 
         Without a state of a filter, groups that are complete or gone by now are not judged.

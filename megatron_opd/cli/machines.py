@@ -25,7 +25,7 @@ from megatron_opd.launch.handles import Learner, Server
 from megatron_opd.launch.launcher import Launcher, Need, Place, ProcessSpec
 from megatron_opd.launch.parts import LEARNER
 from megatron_opd.launch.specs import learner_needs, learner_specs, server_spec
-from megatron_opd.transport.token import TOKEN_VARIABLE
+from megatron_opd.transport.keys import RANK_VARIABLE, RankKeys
 
 Say = Callable[[str], None]
 LOOPBACK = "127.0.0.1"
@@ -64,7 +64,9 @@ class Machines(Protocol):
         """Return a role's servers, not started; none where the configuration names others."""
         ...
 
-    def learner(self, config_file: Path, controller: str, token: str, log: Path) -> Learner | None:
+    def learner(
+        self, config_file: Path, controller: str, keys: RankKeys, log: Path
+    ) -> Learner | None:
         """Return the learner, not started, which joins `controller`; None: it starts elsewhere."""
         ...
 
@@ -87,12 +89,14 @@ class Here:
         """Return as Machines says."""
         return server_processes(self.config, role, logs, api_key, self._placement)
 
-    def learner(self, config_file: Path, controller: str, token: str, log: Path) -> Learner | None:
+    def learner(
+        self, config_file: Path, controller: str, keys: RankKeys, log: Path
+    ) -> Learner | None:
         """Return as Machines says."""
         learner = self.config.learner
         command = learner_command(config_file, learner, ["--controller", controller])
         gpus = self._placement.visible(LEARNER)
-        return LearnerProcess(command, log, learner.threads, token, gpus)
+        return LearnerProcess(command, log, learner.threads, keys, gpus)
 
     @property
     def line(self) -> str | None:
@@ -124,7 +128,9 @@ class Elsewhere:
         """Return none: they are started elsewhere."""
         return ()
 
-    def learner(self, config_file: Path, controller: str, token: str, log: Path) -> Learner | None:
+    def learner(
+        self, config_file: Path, controller: str, keys: RankKeys, log: Path
+    ) -> Learner | None:
         """Return none: it is started elsewhere."""
         return None
 
@@ -163,10 +169,12 @@ class Launched:
             for place in self._places[role]
         ]
 
-    def learner(self, config_file: Path, controller: str, token: str, log: Path) -> Learner | None:
+    def learner(
+        self, config_file: Path, controller: str, keys: RankKeys, log: Path
+    ) -> Learner | None:
         """Return as Machines says."""
         config = self.config
-        env = {**config.cluster.env, TOKEN_VARIABLE: token}
+        env = {**config.cluster.env, RANK_VARIABLE: keys.text()}
 
         def make(places: Sequence[Place], log: Path) -> Sequence[ProcessSpec]:
             return learner_specs(

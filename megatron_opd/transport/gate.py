@@ -1,8 +1,8 @@
-"""Admits to the controller's socket only peers that show the run's token.
+"""Admits to the controller's socket only peers that have the learner's key of this run.
 
-The token is checked while a connection is opened (ZMTP's PLAIN mechanism, answered as in ZeroMQ's
-RFC 27), so no message of a stranger is buffered or decoded. PLAIN does not encrypt: it keeps others
-out, but does not stop eavesdroppers.
+Keys are checked while a connection is opened (ZMTP's CURVE mechanism, answered as in ZeroMQ's
+RFC 27), so no message of a stranger is buffered or decoded. CURVE shows the learner that this is
+its controller too, encrypts everything, and takes no recorded byte a second time.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from megatron_opd.transport.keys import RunKeys
+
 logger = logging.getLogger(__name__)
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
-USER = b"learner"
 HANDSHAKE_MS = 10_000
 # A host that vanished is noticed after HEARTBEAT_MS + HEARTBEAT_TIMEOUT_MS. ZeroMQ's own threads
 # send and answer heartbeats: a peer whose Python is busy is not taken for dead.
@@ -73,13 +74,14 @@ class Gate:
         self,
         context: zmq.asyncio.Context,
         socket: zmq.asyncio.Socket,
-        token: str,
+        keys: RunKeys,
         refusals: Refusals,
     ) -> None:
-        self._token, self._refusals = token.encode(), refusals
+        self._learner, self._refusals = keys.learner_public, refusals
         self._zap = context.socket(zmq.REP)
         self._zap.bind(ZAP_ADDRESS)
-        socket.set(zmq.PLAIN_SERVER, 1)
+        socket.set(zmq.CURVE_SERVER, 1)
+        socket.set(zmq.CURVE_SECRETKEY, keys.controller)
         socket.set(zmq.ZAP_DOMAIN, b"learner")
         self._socket = socket
         # get_monitor_socket takes 2,000 events; then ZeroMQ's thread waits for this process to read
@@ -94,9 +96,9 @@ class Gate:
         """Admit or refuse every connection."""
         while True:
             version, request, _, address, _, mechanism, *shown = await self._zap.recv_multipart()
-            password = shown[1] if mechanism == b"PLAIN" and len(shown) == 2 else b""
-            known = hmac.compare_digest(password, self._token)
-            verdict = (b"200", b"OK", address) if known else (b"400", b"not this run's token", b"")
+            key = shown[0] if mechanism == b"CURVE" and len(shown) == 1 else b""
+            known = hmac.compare_digest(key, self._learner)
+            verdict = (b"200", b"OK", address) if known else (b"400", b"not this run's key", b"")
             await self._zap.send_multipart([version, request, *verdict, b""])
 
     async def ended(self) -> list[int]:
@@ -107,7 +109,7 @@ class Gate:
                 break
             event = await cast(Awaitable[Any], recv_monitor_message(self.monitor))
             if event["event"] & REFUSALS:
-                self._refusals.add("a peer without the run's token")
+                self._refusals.add("a peer without the run's keys")
             else:
                 descriptors.append(event["value"])
         return descriptors

@@ -24,6 +24,7 @@ from megatron_opd.columns import RankBatch
 from megatron_opd.config.schema import Config
 from megatron_opd.transport.frames import to_frames
 from megatron_opd.transport.gate import Gate, Refusals, guard_socket
+from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.messages import (
     MAX_REPLY_BYTES,
     BadMessage,
@@ -80,11 +81,12 @@ class LearnerError(RuntimeError):
 class Admission:
     """Says which learner is admitted.
 
-    token: what it must show. digests, vocab_size: what it must have been given (roster.Expected).
-    claim: proves that it writes into the right run directory; None: no proof is needed.
+    keys: the run's, of which it must have its part. digests, vocab_size: what it must have been
+    given (roster.Expected). claim: proves that it writes into the right run directory; None: no
+    proof is needed.
     """
 
-    token: str
+    keys: RunKeys
     digests: Mapping[str, str] | None = None
     vocab_size: int | None = None
     claim: Claim | None = None
@@ -115,7 +117,7 @@ class RemoteLearner:
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, 0)
         guard_socket(self._socket, MAX_REPLY_BYTES)
-        self._gate = Gate(self._context, self._socket, admission.token, self._refusals)
+        self._gate = Gate(self._context, self._socket, admission.keys, self._refusals)
         host, port = self._config.listen_host, self._config.listen_port
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
@@ -141,7 +143,7 @@ class RemoteLearner:
 
     @property
     def frames_refused(self) -> int:
-        """Returns the number of connections without the run's token and of malformed messages."""
+        """Returns the number of connections without the run's keys and of malformed messages."""
         return self._refusals.count
 
     @property
@@ -336,7 +338,7 @@ class RemoteLearner:
             self._changed.set()
 
     async def _take(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
-        """Process one message of a peer that has shown the token."""
+        """Process one message of a peer that has the learner's key."""
         rank = self._roster.rank_of(identity)
         try:
             reply = decode_reply([frame.buffer for frame in frames])
