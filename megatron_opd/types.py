@@ -171,13 +171,16 @@ class Sample:
 class HeldRollout:
     """Stands for a Rollout that a data worker holds; the fields that both have are alike.
 
-    worker: who holds it, under the prompt's uid. num_ids: N. geometric_logp: as of a Rollout.
+    worker: who holds it. key: its name there. num_ids: N. geometric_logp: as of a Rollout. cache:
+    what its Sample holds.
     """
 
     prompt: Prompt
     worker: str
+    key: str
     num_response_tokens: int
     num_ids: int
+    cache: CacheSize
     geometric_logp: float
     spans: tuple[VersionSpan, ...]
     finish_reason: str
@@ -205,7 +208,6 @@ class HeldSample:
     """
 
     rollout: HeldRollout
-    cache: CacheSize
     shape: ScoreShape | None
     reward: float | None = None
     overlong_penalty: float = 0.0
@@ -216,6 +218,11 @@ class HeldSample:
         """Tell whether a teacher was asked."""
         return self.shape is not None
 
+    @property
+    def cache(self) -> CacheSize:
+        """Returns how much the sample holds."""
+        return self.rollout.cache
+
     def scores(self, vocab_size: int) -> ScoreShape | None:
         """Return the shape of the scores, which were described where they are."""
         return self.shape
@@ -225,7 +232,14 @@ AnyRollout = Rollout | HeldRollout
 AnySample = Sample | HeldSample
 
 
-def in_this_process(sample: AnySample) -> Sample:
+def rollout_here(rollout: AnyRollout) -> Rollout:
+    """Return the rollout. TypeError: a data worker holds its arrays."""
+    if isinstance(rollout, HeldRollout):
+        raise TypeError(f"rollout {rollout.prompt.uid} is held by {rollout.worker}")
+    return rollout
+
+
+def sample_here(sample: AnySample) -> Sample:
     """Return the sample. TypeError: a data worker holds its arrays."""
     if isinstance(sample, HeldSample):
         raise TypeError(f"sample {sample.rollout.prompt.uid} is held by {sample.rollout.worker}")

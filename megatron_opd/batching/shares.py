@@ -15,27 +15,48 @@ import numpy as np
 from megatron_opd.batching.advantages import group_columns, rows_of
 from megatron_opd.batching.plan import BatchPlan, learner_plan
 from megatron_opd.batching.rank_batch import rank_batch
-from megatron_opd.columns import RankBatch
+from megatron_opd.columns import DoubleArray, GroupColumns, RankBatch, RankPlan
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
-from megatron_opd.types import Batch, FloatArray, Sample
+from megatron_opd.types import AnySample, Batch, FloatArray, Sample, sample_here
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Holds one data-parallel rank's part of a batch. plan: numbers its samples from 0."""
+
+    update: int
+    version: int
+    plan: RankPlan
+    samples: tuple[AnySample, ...]
+    groups: GroupColumns[DoubleArray]
+
+    def columns(self) -> RankBatch:
+        """Return all columns. ValueError: a sample is malformed. TypeError: held elsewhere."""
+        samples = [sample_here(sample) for sample in self.samples]
+        return rank_batch(self.update, self.version, samples, self.plan, self.groups)
 
 
 def shares(
     batch: Batch, config: LearnerConfig, estimator: Estimator, group_size: int
 ) -> list[RankBatch]:
-    """Return the shares in the order of the data-parallel ranks; each numbers its samples from 0.
+    """Return the columns of every share. ValueError: as `cut`, or a sample is malformed."""
+    return [share.columns() for share in cut(batch, config, estimator, group_size)]
 
-    ValueError: the batch cannot be shared out equally, or a sample is malformed.
+
+def cut(batch: Batch, config: LearnerConfig, estimator: Estimator, group_size: int) -> list[Share]:
+    """Return the shares in the order of the data-parallel ranks.
+
+    ValueError: the batch cannot be shared out equally.
     """
     plan = learner_plan([sample.rollout.num_tokens for sample in batch.samples], config)
     groups = group_columns(estimator, batch.samples, group_size)
-    found: list[RankBatch] = []
+    found: list[Share] = []
     for rank in range(config.parallel.dp):
         held = held_samples(plan, rank)
-        samples = [batch.samples[i] for i in held]
+        samples = tuple(batch.samples[i] for i in held)
         own = rank_plan(plan, rank)
-        found.append(rank_batch(batch.update, batch.version, samples, own, rows_of(groups, held)))
+        found.append(Share(batch.update, batch.version, own, samples, rows_of(groups, held)))
     return found
 
 

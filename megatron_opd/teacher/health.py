@@ -18,7 +18,7 @@ from megatron_opd.config.metrics import MetricsConfig
 from megatron_opd.data.seeds import HEALTH, derived_seed
 from megatron_opd.metrics.opd_health import PREFIX, Scored, measure
 from megatron_opd.teacher.scorer import ScoreFleet
-from megatron_opd.types import AnySample, Batch, IntArray, Rollout, Sample, in_this_process
+from megatron_opd.types import AnySample, Batch, IntArray, Rollout, Sample, sample_here
 from sglang_bridge.errors import BadReply, BridgeError
 from sglang_bridge.protocol import OffsetArray, ScoreRequest, Selection
 
@@ -34,7 +34,7 @@ Whole = Callable[[AnySample], Awaitable[Sample]]
 
 async def here(sample: AnySample) -> Sample:
     """Return a sample whose arrays are in this process."""
-    return in_this_process(sample)
+    return sample_here(sample)
 
 
 class HealthProbe:

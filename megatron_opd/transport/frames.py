@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from megatron_opd.columns import COLUMNS, RankBatch, RankPlan
+from megatron_opd.batching.joining import joined
+from megatron_opd.batching.rank_batch import one_sample
+from megatron_opd.batching.shares import Share
+from megatron_opd.columns import COLUMNS, DoubleArray, GroupColumns, RankBatch, RankPlan
 from megatron_opd.config.schema import Config
-from megatron_opd.types import ExpertArray, GateArray
-from sglang_bridge.columns import arrays_of, axis_of
+from megatron_opd.transport.messages import Train
+from megatron_opd.types import ExpertArray, GateArray, sample_here
+from sglang_bridge.columns import arrays_of, axis_of, dtypes
 
 MIN_FRAME_BYTES = 64 * 2**20
 """Smallest limit on a frame, for requests without a batch: the slices to digest of a model of a
@@ -19,6 +23,8 @@ WIDEST_ITEM = 8
 GATE = np.dtype(np.float32)
 EXPERT_FRAMES = ("kind", "experts", "gates")
 """What follows the columns; empty where samples have none."""
+ROWS = dtypes(GroupColumns)
+"""Columns of what samples of a group decide together: a row for each sample."""
 
 
 def largest_frame_bytes(config: Config, vocab_size: int, experts_per_input: int) -> int:
@@ -43,6 +49,51 @@ def to_frames(batch: RankBatch) -> list[memoryview]:
     kind = np.array([*experts.shape[1:], experts.itemsize], dtype=np.int64)
     gates = memoryview(b"") if batch.gates_XLk is None else batch.gates_XLk.data.cast("B")
     return [*frames, kind.data.cast("B"), experts.data.cast("B"), gates]
+
+
+SAMPLE_FRAMES = len(COLUMNS) + len(EXPERT_FRAMES)
+
+
+def share_frames(share: Share, elsewhere: Sequence[bool]) -> list[memoryview]:
+    """Return the frames of a share of which some samples come from elsewhere.
+
+    First the rows of their groups, then the columns of each sample that is here, one by one.
+    """
+    found = [column.data.cast("B") for column in _rows(share.groups).values()]
+    for sample, away in zip(share.samples, elsewhere, strict=True):
+        if not away:
+            found += to_frames(one_sample(sample_here(sample)))
+    return found
+
+
+def from_share_frames(
+    request: Train, frames: Sequence[memoryview], taken: Mapping[str, Sequence[memoryview]]
+) -> RankBatch:
+    """Return the columns of what share_frames gave, and of samples taken from elsewhere by key.
+
+    ValueError: they do not fit.
+    """
+    rows, rest = frames[: len(ROWS)], list(frames[len(ROWS) :])
+    if len(rows) < len(ROWS):
+        raise ValueError(f"a share has {len(ROWS)} columns of groups, got {len(rows)} frames")
+    columns = {
+        name: np.frombuffer(frame, dtype=dtype)
+        for (name, dtype), frame in zip(ROWS.items(), rows, strict=True)
+    }
+    samples: list[RankBatch] = []
+    for address, key in request.parts:
+        own = taken[key] if address else rest[:SAMPLE_FRAMES]
+        if not address:
+            del rest[:SAMPLE_FRAMES]
+        samples.append(from_frames(0, 0, [[[0]]], own))
+    if rest:
+        raise ValueError(f"a share has {len(rest)} frames too many")
+    return joined(request.update, request.version, request.plan, samples, GroupColumns(**columns))
+
+
+def _rows(groups: GroupColumns[DoubleArray]) -> dict[str, DoubleArray]:
+    columns = arrays_of(groups, GroupColumns)
+    return {name: np.ascontiguousarray(columns[name], dtype) for name, dtype in ROWS.items()}
 
 
 def from_frames(

@@ -73,7 +73,7 @@ class Gate:
     def __init__(
         self,
         context: zmq.asyncio.Context,
-        socket: zmq.asyncio.Socket,
+        socket: zmq.Socket[Any],
         keys: RunKeys,
         refusals: Refusals,
     ) -> None:

@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import zmq
 import zmq.asyncio
 
+from megatron_opd.batching.shares import Share
 from megatron_opd.checkpoint.run_lock import Claim
 from megatron_opd.columns import RankBatch
 from megatron_opd.config.schema import Config
-from megatron_opd.transport.frames import to_frames
+from megatron_opd.transport.frames import share_frames, to_frames
 from megatron_opd.transport.gate import Gate, Refusals, guard_socket
 from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.messages import (
@@ -34,6 +35,7 @@ from megatron_opd.transport.messages import (
     Hello,
     LearnerInfo,
     LoadState,
+    Missing,
     MoveWeights,
     Nothing,
     Offload,
@@ -178,6 +180,23 @@ class RemoteLearner:
         messages = self._with_shares(requests, shares)
         return await self._exchange(call, messages, UpdateMetrics, timeout_s, "train")
 
+    async def train_parts(
+        self, shares: Sequence[Share], sources: Mapping[int, tuple[str, str]]
+    ) -> UpdateMetrics | None:
+        """Make one update on samples of which some are with data workers.
+
+        sources: (address, key) by uid. Returns None, and makes no update, if they cannot be had.
+        """
+        call = self._roster.next_call()
+        messages: dict[int, list[Any]] = {}
+        for rank, share in enumerate(shares):
+            parts = [sources.get(s.rollout.prompt.uid, ("", "")) for s in share.samples]
+            request = Train(call, share.update, share.version, share.plan, parts)
+            frames = share_frames(share, [bool(address) for address, _ in parts])
+            messages[rank] = [encode(request), *frames]
+        result = await self._exchange(call, messages, (UpdateMetrics, Missing), None, "train")
+        return None if isinstance(result, Missing) else result
+
     async def score(self, shares: Sequence[RankBatch], *, replay: Replay) -> Scores:
         """Return the learner's log-probs of the sampled tokens; see messages.Scores.
 
@@ -263,7 +282,7 @@ class RemoteLearner:
         self,
         call: int,
         messages: dict[int, list[Any]],
-        expected: type[ResultT],
+        expected: type[ResultT] | tuple[type[ResultT], ...],
         timeout_s: float | None,
         what: str,
     ) -> ResultT:
