@@ -100,7 +100,7 @@ class SampleBuffer:
         return found
 
     def put_back(self, samples: Sequence[AnySample]) -> None:
-        """Undo the last `take`, which gave these samples."""
+        """Take back the samples that the last `take` gave, to their places."""
         self._renew({s.rollout.prompt.uid: s for s in samples} | dict(self.in_line()))
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ class CompletionBuffer(SampleBuffer):
         return found
 
     def put_back(self, samples: Sequence[AnySample]) -> None:
-        """Undo the last `take`: its units are finished, as before."""
+        """Take back what the last `take` gave; its units are finished, as before."""
         self._updates -= 1
         for number, unit in self._taken.items():
             self._units[number] = unit

@@ -459,7 +459,7 @@ class Controller:
             task.cancel()
 
     def _put_back(self, samples: Sequence[AnySample]) -> None:
-        """Undo that a batch was taken, as some of it was lost before it was trained on."""
+        """Return a batch to the buffer, as some of it was lost before it was trained on."""
         self._buffer.put_back(samples)
         for sample in samples:
             if not self._holds(sample):

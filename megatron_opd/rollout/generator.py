@@ -129,8 +129,6 @@ class RolloutGenerator:
             rollout = await self._sample(prompt, request)
         except RequestAborted as error:
             raise RolloutRejected(ABORTED, str(error)) from error
-        if rollout.num_response_tokens == 0:
-            raise RolloutRejected(EMPTY, f"prompt {prompt.uid}")
         return replace(rollout, started_s=started_s, finished_s=clock(), restarts=restarts)
 
 
@@ -144,7 +142,12 @@ def sampled_by(fleet: RolloutFleet) -> Sampler:
 
 
 def as_rollout(prompt: Prompt, request: RolloutRequest, reply: RolloutReply) -> Rollout:
-    """Return a reply as a rollout, without its times. BadReply: it has no draws."""
+    """Return a reply as a rollout, without its times.
+
+    RolloutRejected: it is empty. BadReply: it has no draws.
+    """
+    if len(reply.output_ids_T) == 0:
+        raise RolloutRejected(EMPTY, f"prompt {prompt.uid}")
     if reply.draws is None:
         raise BadReply(f"{reply.url}: request {request.rid} came back without draws")
     return Rollout(

@@ -5,7 +5,7 @@ A fleet repeats, rests servers and counts by the kind of an error, so each arriv
 
 from __future__ import annotations
 
-from megatron_opd.buffer.rejection import SamplesLost, ScoreRejected
+from megatron_opd.buffer.rejection import RolloutRejected, SamplesLost, ScoreRejected
 from megatron_opd.verifiers.reward import VerifierFailed
 from megatron_opd.workers.messages import Failed
 from sglang_bridge.errors import (
@@ -35,8 +35,10 @@ def failed(call: int, error: BaseException) -> Failed:
             return Failed(call, "bad reply", [str(error)], [])
         case RequestAborted():
             return Failed(call, "aborted", [str(error)], [])
+        case RolloutRejected():
+            return Failed(call, "no rollout", [error.reason, error.detail], [])
         case ScoreRejected():
-            return Failed(call, "rejected", [error.reason, error.detail], [])
+            return Failed(call, "no score", [error.reason, error.detail], [])
         case VerifierFailed():
             return Failed(call, "verifier", [error.reason, error.detail], [])
         case SamplesLost():
@@ -57,7 +59,9 @@ def as_error(fault: Failed) -> Exception:
             return BadReply(texts[0])
         case "aborted", 1, 0:
             return RequestAborted(texts[0])
-        case "rejected", 2, 0:
+        case "no rollout", 2, 0:
+            return RolloutRejected(texts[0], texts[1])
+        case "no score", 2, 0:
             return ScoreRejected(texts[0], texts[1])
         case "verifier", 2, 0:
             return VerifierFailed(texts[0], texts[1])

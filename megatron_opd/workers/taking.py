@@ -84,7 +84,7 @@ class Taking:
         self._sources.clear()
 
     def close(self) -> None:
-        """Close all."""
+        """Close every connection, for good."""
         self.close_sources()
         self._context.term()
 
