@@ -45,6 +45,7 @@ STUDIES = (
     "simulator",
     "verifiers",
     "watch",
+    "data_path",
 )
 WITH_OPTIONS = (
     "step",
@@ -66,6 +67,7 @@ WITH_OPTIONS = (
     "schedules",
     "simulator",
     "watch",
+    "data_path",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 
