@@ -94,7 +94,7 @@ def count(url: str) -> dict[str, int]:
 async def measure_steps(
     case: Case, student: str, teacher: str, times: int
 ) -> tuple[dict[str, float], Sample, FramingLearner]:
-    """Return CPU seconds of each step, the sample they made, and who counted the learner's bytes."""
+    """Return CPU seconds of each step, the sample they made, and who counted the bytes."""
     config = configuration(case, 1, BATCH)
     learner = FramingLearner(config)
     async with (

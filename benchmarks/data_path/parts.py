@@ -1,5 +1,4 @@
-"""A run's parts around fake servers: the real fleets, stages and controller, and a learner that
-stops where bytes would be handed to its socket."""
+"""A run's parts around fake servers: all real, but a learner that stops before its socket."""
 
 from __future__ import annotations
 
@@ -58,7 +57,8 @@ def fake_servers(case: Case) -> Iterator[tuple[str, str]]:
     words = [str(case.tokens), str(case.ids), str(int(case.routed))]
     command = [sys.executable, "-m", "benchmarks.data_path.servers", *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdin is not None
         student, teacher = json.loads(process.stdout.readline())
         try:
             yield f"http://127.0.0.1:{student}", f"http://127.0.0.1:{teacher}"

@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import orjson
 
 from benchmarks.data_path.cases import DRAWS, EXPERTS, LAYERS, PROMPT, TOPK, Case, Rows
 from sglang_bridge import wire
+from sglang_bridge.arrays import pack
 from sglang_bridge.server.draws import DrawRecord
+from sglang_bridge.server.front import encode_answer
 from sglang_bridge.server.routing import ExpertRecord, Experts
 from sglang_bridge.server.scoring import ScoreRecord
+from sglang_bridge.server.text import to_text
 
-CONTENT_TYPE = "application/json"
+CONTENT_TYPE = wire.WORK_TYPE
 
 
 def rollout_reply(case: Case, rows: Rows, rid: str) -> bytes:
@@ -31,17 +33,10 @@ def rollout_reply(case: Case, rows: Rows, rid: str) -> bytes:
     meta = {
         "id": rid,
         "finish_reason": {"type": "length", "length": case.tokens},
-        "weight_version": "0",
-        "num_retractions": 0,
-        "prompt_tokens": PROMPT,
-        "completion_tokens": case.tokens,
-        "cached_tokens": 0,
         "weight_versions": [{"version": "0", "start": 0, "end": case.tokens}],
         wire.PAYLOAD: [payload],
     }
-    # four letters stand for what a token is as text
-    body = {"text": "word" * case.tokens, "output_ids": rows.output_ids_T.tolist()}
-    return orjson.dumps(body | {"meta_info": meta})
+    return encode_answer({"output_ids": rows.output_ids_T.tolist(), "meta_info": meta})
 
 
 def score_reply(case: Case, rows: Rows, rid: str) -> bytes:
@@ -49,23 +44,14 @@ def score_reply(case: Case, rows: Rows, rid: str) -> bytes:
     record = ScoreRecord(
         {
             wire.SCORE_START: PROMPT - 1,
-            wire.SCORE_OFFSETS: wire.pack(np.arange(case.tokens + 1, dtype="<i4") * case.ids),
-            wire.SCORE_IDS: wire.pack(rows.columns["ids_N"].astype("<i4")),
+            wire.SCORE_LENGTHS: to_text(pack(np.full(case.tokens, case.ids))),
+            wire.SCORE_IDS: to_text(pack(rows.columns["ids_N"])),
         }
     )
     record.logp_N[:] = rows.teacher_logp_N
-    given = [[float(rows.teacher_logp_N[0]), int(token), None] for token in rows.output_ids_T]
     meta = {
         "id": rid,
         "finish_reason": {"type": "length", "length": 0},
-        "weight_version": "0",
-        "num_retractions": 0,
-        "input_token_logprobs": given,
-        "output_token_logprobs": [],
-        "output_token_logprobs_length": 0,
-        "prompt_tokens": PROMPT + case.tokens,
-        "completion_tokens": 0,
-        "cached_tokens": PROMPT,
         wire.PAYLOAD: [{wire.SCORES: record.payload()}],
     }
-    return orjson.dumps({"text": "", "output_ids": [], "meta_info": meta})
+    return encode_answer({"output_ids": [], "meta_info": meta})
