@@ -17,7 +17,8 @@ from megatron_opd.config.schema import Config
 from megatron_opd.metrics.types import WeightSyncReport
 from megatron_opd.transport.frames import to_frames
 from megatron_opd.transport.messages import UpdateMetrics
-from megatron_opd.types import Batch, LearnerTurn, Prompt
+from megatron_opd.transport.samples import EncodedSample
+from megatron_opd.types import Batch, LearnerTurn, Prompt, Sample
 
 FIGURES = UpdateMetrics(0, 1.0, 1.0, 0.0, 1, 1, 1, None, None, 0, 1.0, 1.0, 1.0, 0.0, 0.0, 0)
 
@@ -73,6 +74,10 @@ class FramingLearner:
     config: Config
     wire_bytes: int = 0
     samples: int = 0
+
+    def prepare(self, sample: Sample) -> Sample:
+        """Encode a scored sample."""
+        return EncodedSample.of(sample, DRAWS)
 
     async def train(self, batch: Batch) -> UpdateMetrics:
         """Make the frames of an update and forget them."""

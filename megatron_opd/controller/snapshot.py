@@ -73,4 +73,5 @@ def place(found: Prompt | Rollout | Sample) -> Member:
         case Rollout():
             return Member(rollout=found)
         case Sample():
-            return Member(sample=found)
+            # without what a stage has added for the learner, which is made again
+            return Member(sample=Sample(found.rollout, found.teacher_logp_N, found.reward))

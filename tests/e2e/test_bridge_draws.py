@@ -266,9 +266,19 @@ def test_stop_token_ends_the_response_and_is_part_of_it(student_server: ServerPr
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"regex": "[ab]*", "custom_params": {"bridge_num_draws": 4}}, "be combined with regex"),
         (
-            {"custom_params": {"bridge_num_draws": 0, "bridge_num_atoms": VOCAB_SIZE + 1}},
+            {"regex": "[ab]*", "custom_params": {"bridge_num_draws": 4, "bridge_packed": True}},
+            "be combined with regex",
+        ),
+        ({"custom_params": {"bridge_num_draws": 4}}, "answered by /bridge/generate alone"),
+        (
+            {
+                "custom_params": {
+                    "bridge_num_draws": 0,
+                    "bridge_num_atoms": VOCAB_SIZE + 1,
+                    "bridge_packed": True,
+                }
+            },
             f"num_atoms must be at most the vocabulary, {VOCAB_SIZE}, got {VOCAB_SIZE + 1}",
         ),
     ],
@@ -283,3 +293,27 @@ def test_impossible_draws_are_refused(student_server: ServerProcess, params: dic
 
     with pytest.raises(ServerRefused, match=message):
         asyncio.run(run())
+
+
+def test_two_bytes_a_log_prob_are_within_half_a_step_of_four(student_server: ServerProcess):
+    """By one seed both requests have the same path, and likeliest ids are not drawn."""
+    asked = [
+        RolloutRequest(
+            rid=f"width-{exact}.",
+            input_ids=PROMPT,
+            max_new_tokens=12,
+            seed=7,
+            num_atoms=16,
+            exact=exact,
+        )
+        for exact in (True, False)
+    ]
+    exact, narrow = (generate_all(student_server.spec.url, [each])[0] for each in asked)
+    assert exact.output_ids_T.tolist() == narrow.output_ids_T.tolist()
+    np.testing.assert_array_equal(exact.draws.ids_N, narrow.draws.ids_N)
+    wide_N, narrow_N = exact.draws.sampler_logp_N, narrow.draws.sampler_logp_N
+    path = exact.draws.path_T
+    bounded("two bytes: the path's log-probs (nats)", np.abs(wide_N - narrow_N)[path].max(), 1e-6)
+    step = -wide_N.min() / 65535
+    bounded("two bytes: log-probs (steps)", np.abs(wide_N - narrow_N).max() / step, 0.6)
+    assert (wide_N != narrow_N).any(), "nothing was narrowed: the check shows nothing"
