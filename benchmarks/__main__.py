@@ -46,6 +46,7 @@ STUDIES = (
     "verifiers",
     "watch",
     "data_path",
+    "narrow",
 )
 WITH_OPTIONS = (
     "step",
@@ -68,6 +69,7 @@ WITH_OPTIONS = (
     "simulator",
     "watch",
     "data_path",
+    "narrow",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

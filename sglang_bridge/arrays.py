@@ -1,9 +1,11 @@
 """Packs arrays of numbers as bytes: four that say how, then little-endian numbers.
 
-Whole numbers take the fewest bytes that hold the largest of them. Log-probs take two bytes each
-where that costs at most half of MAX_STEP nats (benchmarks/narrow.py measures what it does to the
-estimators); weights of plain draws are counts of hits, and exact. `unpack` knows by the first bytes
-what it reads, and gives the numbers back in the type that is asked for.
+Whole numbers take the fewest bytes that hold the largest of them. Log-probs take two bytes each:
+the root of -logp in equal steps, so that those of likely ids, near 0, keep their relative
+precision. (In equal steps of -logp all of a peaked distribution's become 0, which biases importance
+ratios: benchmarks/narrow.py measures both.) Weights of plain draws are counts of hits, and exact.
+`unpack` knows by the first bytes what it reads, and gives the numbers back in the type that is
+asked for.
 """
 
 from __future__ import annotations
@@ -17,17 +19,18 @@ from sglang_bridge.protocol import MAX_DRAWS
 HEADER_BYTES = 4
 # whole numbers: of one and two bytes; of three (all low two bytes, then all high ones); any int32
 U1, U2, U3, I4 = b"u1\0\0", b"u2\0\0", b"u3\0\0", b"i4\0\0"
-# floating-point numbers: as they are; -step * code, step before the codes; hits / draws
+# floating-point numbers: as they are; -scale * code^2, scale before the codes; hits / draws
 F4, Q2, H1 = b"f4\0\0", b"q2\0\0", b"h1"
 CODES = 2**16 - 1
-"""Steps from 0 to the lowest log-prob of an array of Q2."""
-MAX_STEP = 128 / CODES
-"""Nats between two log-probs of Q2 at most: an array that reaches further down stays F4, so that
-one log-prob of -1e9 does not blur the others."""
-
-
-LEAST_STEP = 1e-30
-"""Below it float32 cannot divide by a step."""
+"""Code of the lowest log-prob of an array of Q2."""
+LOWEST = -128.0
+"""Log-prob below which an array stays F4, so that one of -1e9 does not blur the others, in nats."""
+MAX_ERROR = 1.01 * -LOWEST / CODES
+"""Largest error of a log-prob in two bytes, in nats: that of the lowest. At -1 beside a lowest of
+-20 it is 7e-5."""
+MAX_SCALE = float(np.float32(-LOWEST / CODES**2))
+LEAST_SCALE = 1e-30
+"""Below it float32 cannot divide by a scale."""
 LOGP_SLACK = 1e-4
 """Rounding may leave the log of a probability of 1 this far above 0."""
 
@@ -49,29 +52,30 @@ def pack(values: np.ndarray) -> bytes:
 
 
 def pack_logp(logp_N: np.ndarray) -> bytes:
-    """Returns log-probs in steps of what the lowest needs; as float32 where a step is too wide.
+    """Returns log-probs in two bytes each; as float32 where one is too low, or no log-prob.
 
-    A log-prob that rounding has left above 0 becomes 0; what is none stays as it is.
+    A log-prob that rounding has left above 0 becomes 0.
     """
     lowest, highest = float(logp_N.min(initial=0.0)), float(logp_N.max(initial=0.0))
-    step = np.float32(-lowest / CODES)
-    if not (step <= MAX_STEP and highest <= LOGP_SLACK):  # also where one is not finite
+    if not (lowest >= LOWEST and highest <= LOGP_SLACK):  # also where one is not finite
         return pack(logp_N)
-    if step < LEAST_STEP:
-        step, codes = np.float32(0), np.zeros(len(logp_N), dtype="<u2")
+    scale = np.float32(-lowest / CODES**2)
+    if scale < LEAST_SCALE:
+        scale, codes = np.float32(0), np.zeros(len(logp_N), dtype="<u2")
     else:
-        scaled = logp_N * np.float32(-1 / step)
+        scaled = np.maximum(logp_N * np.float32(-1 / scale), 0)
+        np.sqrt(scaled, out=scaled)
         np.rint(scaled, out=scaled)
-        codes = np.clip(scaled, 0, CODES, out=scaled).astype("<u2")
-    return b"".join([Q2, step.astype("<f4").tobytes(), codes.tobytes()])
+        codes = np.minimum(scaled, CODES, out=scaled).astype("<u2")
+    return b"".join([Q2, scale.astype("<f4").tobytes(), codes.tobytes()])
 
 
 def pack_weights(weight_N: np.ndarray, num_draws: int) -> bytes:
     """Returns weights as counts of `num_draws` draws where they are such; else as float32."""
     draws = max(1, num_draws)
     if draws <= MAX_DRAWS:
-        hits = np.rint(weight_N * np.float32(draws))
-        if np.array_equal(_HITS[draws].take(np.clip(hits, 0, draws).astype(np.uint8)), weight_N):
+        hits = np.clip(np.rint(weight_N * np.float32(draws)), 0, draws)
+        if np.array_equal(hits / np.float32(draws), weight_N):
             return b"".join([H1, bytes([draws, 0]), hits.astype("<u1").tobytes()])
     return pack(weight_N)
 
@@ -117,15 +121,18 @@ def _floats(raw: bytes | bytearray | memoryview) -> np.ndarray:
         return np.frombuffer(raw, "<f4", offset=HEADER_BYTES)
     if code == Q2:
         _count(size - 4, 2)
-        (step,) = np.frombuffer(raw, "<f4", 1, offset=HEADER_BYTES)
-        if not 0 <= step <= MAX_STEP:
-            raise ValueError(f"steps of {step:g} nats, expected 0 to {MAX_STEP:g}")
-        return np.frombuffer(raw, "<u2", offset=HEADER_BYTES + 4) * -step
-    if code[:2] == H1 and size >= 0 and code[3] == 0 and code[2] in _HITS:
+        (scale,) = np.frombuffer(raw, "<f4", 1, offset=HEADER_BYTES)
+        if not 0 <= scale <= MAX_SCALE:
+            raise ValueError(f"log-probs of scale {scale:g}, expected 0 to {MAX_SCALE:g}")
+        root = np.frombuffer(raw, "<u2", offset=HEADER_BYTES + 4).astype(np.float32)
+        root *= root
+        root *= -scale
+        return root
+    if code[:2] == H1 and size >= 0 and code[3] == 0 and 1 <= code[2] <= MAX_DRAWS:
         hits = np.frombuffer(raw, "<u1", offset=HEADER_BYTES)
         if len(hits) and int(hits.max()) > code[2]:
             raise ValueError(f"{int(hits.max())} hits of {code[2]} draws")
-        return _HITS[code[2]].take(hits)
+        return hits / np.float32(code[2])
     raise ValueError(f"expected floating-point numbers, got an array that begins with {code!r}")
 
 
@@ -133,9 +140,3 @@ def _count(size: int, width: int) -> int:
     if size < 0 or size % width:
         raise ValueError(f"{size} bytes are not a whole number of {width}-byte items")
     return size // width
-
-
-_HITS = {
-    draws: (np.arange(draws + 1) / draws).astype(np.float32) for draws in range(1, MAX_DRAWS + 1)
-}
-"""By number of draws, the weight of an id that so many of them hit."""

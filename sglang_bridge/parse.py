@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from sglang_bridge import wire
-from sglang_bridge.arrays import MAX_STEP
+from sglang_bridge.arrays import MAX_ERROR
 from sglang_bridge.columns import axis_of
 from sglang_bridge.errors import BadReply, RankFailed, RequestAborted, one_line
 from sglang_bridge.protocol import (
@@ -332,7 +332,7 @@ def _with_path(
     exact_T = read_array(url, payload, wire.PATH_LOGP, "<f4")
     require(url, len(exact_T) == len(path_T), f"{wire.PATH_LOGP} of {len(exact_T)} values")
     check_logp(url, exact_T)
-    near = np.abs(exact_T - logp_N[path_T]) <= MAX_STEP
+    near = np.abs(exact_T - logp_N[path_T]) <= MAX_ERROR
     require(url, bool(near.all()), f"{wire.PATH_LOGP} differs from sampler_logp_N")
     logp_N = logp_N.copy()
     logp_N[path_T] = exact_T

@@ -12,7 +12,7 @@ from sglang_bridge.arrays import (
     F4,
     H1,
     I4,
-    MAX_STEP,
+    MAX_ERROR,
     Q2,
     U1,
     U2,
@@ -62,21 +62,37 @@ def test_floats_come_back_exactly():
     assert np.array_equal(unpack(pack(values), "<f4"), values)
 
 
-@pytest.mark.parametrize("lowest", [1e-3, 1.0, 17.5, 60.0, 127.0])
-def test_log_probs_come_back_within_half_a_step(lowest: float):
-    logp = (-lowest * RNG.random(5000)).astype(np.float32)
+def half_a_step(logp: np.ndarray) -> np.ndarray:
+    """How far a log-prob may move: its root, by half a step of the lowest's."""
+    root = np.sqrt(np.maximum(-logp.astype(np.float64), 0))
+    half = root.max() / CODES / 2
+    return (root + half) ** 2 - root**2
+
+
+@pytest.mark.parametrize("lowest", [1e-3, 1.0, 17.5, 60.0, 128.0])
+def test_log_probs_come_back_within_half_a_step_of_their_root(lowest: float):
+    logp = (-lowest * RNG.random(5000) ** 3).astype(np.float32)
     logp[7], logp[8] = -lowest, 0.0
     raw = pack_logp(logp)
     assert (raw[:4], len(raw)) == (Q2, 8 + 2 * len(logp))
     found = unpack(raw, "<f4")
-    step = lowest / CODES
-    assert np.abs(found - logp).max() <= step * 0.51
+    error = np.abs(found.astype(np.float64) - logp)
+    assert (error <= half_a_step(logp) * 1.01 + lowest * 2e-7).all()
+    assert error.max() <= MAX_ERROR
     assert (found <= 0).all()
     assert found[8] == 0
     assert pack_logp(found) == raw, "narrowed twice they are the same"
 
 
-@pytest.mark.parametrize("odd", [-129.0, -1e9, -np.inf, np.nan, 0.5])
+def test_log_probs_of_likely_ids_keep_their_precision():
+    """In equal steps of -logp everything above -1.5e-4 would become 0."""
+    logp = np.array([-1e-6, -1e-5, -1e-4, -1e-3, -1e-2, -20], np.float32)
+    found = unpack(pack_logp(logp), "<f4")
+    np.testing.assert_allclose(found, logp, rtol=0.05)
+    np.testing.assert_allclose(found[2:], logp[2:], rtol=0.01)
+
+
+@pytest.mark.parametrize("odd", [-128.1, -1e9, -np.inf, np.nan, 0.5])
 def test_one_odd_log_prob_leaves_the_others_exact(odd: float):
     """A teacher that masks an id says -1e9; in steps of that all others would be 0."""
     logp = np.array([-0.1, odd, -3.3], np.float32)
@@ -109,7 +125,7 @@ def test_other_weights_stay_as_they_are(weights: list[float], draws: int):
     assert np.array_equal(unpack(raw, "<f4"), values, equal_nan=True)
 
 
-STEP = np.float32(1e-3).tobytes()
+STEP = np.float32(1e-9).tobytes()
 
 
 @pytest.mark.parametrize(
@@ -127,10 +143,10 @@ STEP = np.float32(1e-3).tobytes()
         (F4 + b"abc", "<f4", "3 bytes are not a whole number of 4-byte items"),
         (Q2 + b"ab", "<f4", "-2 bytes are not a whole number of 2-byte items"),
         (Q2 + STEP + b"abc", "<f4", "3 bytes are not a whole number of 2-byte items"),
-        (Q2 + np.float32(np.nan).tobytes(), "<f4", "steps of nan nats"),
-        (Q2 + np.float32(np.inf).tobytes(), "<f4", "steps of inf nats"),
-        (Q2 + np.float32(-1e-3).tobytes(), "<f4", "steps of -0.001 nats"),
-        (Q2 + np.float32(MAX_STEP * 1.01).tobytes(), "<f4", "expected 0 to 0.00195"),
+        (Q2 + np.float32(np.nan).tobytes(), "<f4", "log-probs of scale nan"),
+        (Q2 + np.float32(np.inf).tobytes(), "<f4", "log-probs of scale inf"),
+        (Q2 + np.float32(-1e-9).tobytes(), "<f4", "log-probs of scale -1e-09"),
+        (Q2 + np.float32(3.1e-8).tobytes(), "<f4", "expected 0 to 2.98"),
         (H1 + b"\4\0\5", "<f4", "5 hits of 4 draws"),
         (H1 + b"\0\0\0", "<f4", "expected floating-point numbers"),
         (H1 + b"\x41\0\0", "<f4", "expected floating-point numbers"),

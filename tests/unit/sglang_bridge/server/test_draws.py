@@ -37,7 +37,7 @@ def test_record_keeps_rows_and_version_runs():
     assert kept["length_T"] == [2, 1, 3]
     assert kept["ids_N"] == [5, 9, 7, 1, 2, 3]
     assert kept["path_T"] == [1, 0, 0]
-    np.testing.assert_allclose(kept["sampler_logp_N"], [0, -1, 0, 0, -1, -2], atol=2 / 65535 / 2)
+    np.testing.assert_allclose(kept["sampler_logp_N"], [0, -1, 0, 0, -1, -2], atol=2 / 65535)
     assert unpack(record.payload()[wire.PATH_LOGP], "<f4").tolist() == [-1, 0, 0]
     assert np.allclose(kept["weight_N"], [1 / 2] * 2 + [1] + [1 / 3] * 3)
     assert record.payload()["versions"] == [["0", 0], ["1", 2]]
