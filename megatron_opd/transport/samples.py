@@ -10,7 +10,7 @@ sampler's of ids that the teacher chose) is not sent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
 import msgspec
@@ -105,8 +105,8 @@ class EncodedSample(Sample):
         """Encode a sample that is not encoded yet; see encode_sample."""
         if isinstance(sample, EncodedSample):
             return sample
-        frames = encode_sample(sample, num_draws)
-        return cls(sample.rollout, sample.teacher_logp_N, sample.reward, frames)
+        held = {field.name: getattr(sample, field.name) for field in fields(Sample)}
+        return cls(**held, frames=encode_sample(sample, num_draws))
 
 
 def frames_of(sample: Sample) -> Frames:
