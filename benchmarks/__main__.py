@@ -45,6 +45,8 @@ STUDIES = (
     "simulator",
     "verifiers",
     "watch",
+    "data_path",
+    "narrow",
 )
 WITH_OPTIONS = (
     "step",
@@ -66,6 +68,8 @@ WITH_OPTIONS = (
     "schedules",
     "simulator",
     "watch",
+    "data_path",
+    "narrow",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

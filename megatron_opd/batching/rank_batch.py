@@ -6,14 +6,14 @@ Axes: T response tokens, N cached (token, id) pairs, of one sample or of all in 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from megatron_opd.batching.advantages import no_groups
-from megatron_opd.batching.joining import joined
 from megatron_opd.columns import COLUMNS, DoubleArray, GroupColumns, RankBatch, RankPlan
 from megatron_opd.types import Sample
-from sglang_bridge.columns import DrawColumns, arrays_of, axis_of
+from sglang_bridge.columns import DrawColumns, arrays_of, axis_of, dtypes
 
 
 def rank_batch(
@@ -28,33 +28,57 @@ def rank_batch(
     groups: the rows of these samples; None where no reward is read.
     """
     groups = no_groups(len(samples)) if groups is None else groups
-    return joined(update, version, plan, [one_sample(sample) for sample in samples], groups)
-
-
-def one_sample(sample: Sample) -> RankBatch:
-    """Return a share of one sample, in no group. ValueError: its arrays disagree."""
-    check_sample(sample)
-    rollout, draws = sample.rollout, sample.rollout.draws
-    columns = {
-        "ids_S": np.concatenate([rollout.prompt.token_ids_P, rollout.response_ids_T]),
-        "prompt_B": np.array([len(rollout.prompt.token_ids_P)]),
-        "response_B": np.array([rollout.num_response_tokens]),
-        "count_T": np.diff(draws.offsets_T1),
-        "path_T": draws.path_T,
-        "version_T": rollout.versions_T(),
-        "ids_N": draws.ids_N,
-        "teacher_logp_N": sample.teacher_logp_N,
-        **arrays_of(draws, DrawColumns),
-        **arrays_of(no_groups(1), GroupColumns),
+    for sample in samples:
+        check_sample(sample)
+    rollouts = [sample.rollout for sample in samples]
+    draws = [rollout.draws for rollout in rollouts]
+    starts = np.cumsum([0, *(d.num_ids for d in draws)])[:-1]
+    recorded = {
+        name: np.concatenate([arrays_of(d, DrawColumns)[name] for d in draws])
+        for name in dtypes(DrawColumns)
     }
-    return RankBatch(
-        update=0,
-        version=0,
-        plan=[[[0]]],
-        experts_XLk=rollout.experts_XLk,
-        gates_XLk=rollout.gates_XLk,
+    batch = RankBatch(
+        update=update,
+        version=version,
+        plan=plan,
+        ids_S=np.concatenate(
+            [ids for r in rollouts for ids in (r.prompt.token_ids_P, r.response_ids_T)]
+        ),
+        prompt_B=np.array([len(r.prompt.token_ids_P) for r in rollouts]),
+        response_B=np.array([r.num_response_tokens for r in rollouts]),
+        count_T=np.concatenate([np.diff(d.offsets_T1) for d in draws]),
+        path_T=np.concatenate([d.path_T + s for d, s in zip(draws, starts, strict=True)]),
+        version_T=np.concatenate([r.versions_T() for r in rollouts]),
+        ids_N=np.concatenate([d.ids_N for d in draws]),
+        teacher_logp_N=np.concatenate([sample.teacher_logp_N for sample in samples]),
+        experts_XLk=_of_inputs(samples, "experts_XLk", "routed experts"),
+        gates_XLk=_of_inputs(samples, "gates_XLk", "gate weights"),
+        **recorded,
+        **arrays_of(groups, GroupColumns),
+    )
+    columns = arrays_of(batch, RankBatch)
+    return replace(
+        batch,
         **{name: np.ascontiguousarray(columns[name], dtype) for name, dtype in COLUMNS.items()},
     )
+
+
+def _of_inputs(samples: Sequence[Sample], name: str, what: str) -> np.ndarray | None:
+    """Join what rollouts hold of their inputs under `name`.
+
+    ValueError: only some samples have it, or it is of another kind.
+    """
+    found = [getattr(sample.rollout, name) for sample in samples]
+    arrays: list[np.ndarray] = [array for array in found if array is not None]
+    if not arrays:
+        return None
+    kinds = {(array.dtype, array.shape[1:]) for array in arrays}
+    if len(arrays) < len(samples) or len(kinds) > 1:
+        raise ValueError(
+            f"the samples of a batch must all carry {what} of one model, or none of them: "
+            f"got {len(arrays)} of {len(samples)}, {len(kinds)} kinds"
+        )
+    return np.ascontiguousarray(np.concatenate(arrays))
 
 
 def check_sample(sample: Sample) -> None:

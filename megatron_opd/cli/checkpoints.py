@@ -100,7 +100,9 @@ class Checkpoints:
         """Save a checkpoint. Raises CheckpointFailed, also for the previous checkpoint."""
         started_s = self._last_s = time.monotonic()
         run = json.dumps(self._extras())
-        controller = encode_state(await state())
+        kept = await state()
+        # records that nothing changes: the loops go on while 2 MiB a waiting sample are copied
+        controller = await asyncio.to_thread(encode_state, kept)
         await self.finish()
         self._check_claim()
         part = self._dirs.start(updates)

@@ -20,6 +20,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.data.judge import Judge
 from megatron_opd.transport.keys import RankKeys, rank_keys
 from megatron_opd.transport.lifetime import die_with_parent
+from megatron_opd.transport.samples import counted_draws
 from megatron_opd.workers.worker import ControllerGone, Worker
 from sglang_bridge import open_files
 
@@ -47,7 +48,8 @@ def main() -> int:
         if keys is None:
             raise ValueError(f"{config.run.dir} has no keys: a data worker is started by its run")
         worker = (arguments.controller, arguments.index, arguments.host, keys)
-        asyncio.run(_run(worker, judge_of(config)))
+        draws = counted_draws(config.estimator.support)
+        asyncio.run(_run(worker, judge_of(config), draws))
     except (ValueError, UserError) as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_BAD_INPUT
@@ -66,9 +68,9 @@ def judge_of(config: Config) -> Judge | None:
     return checked(lambda: make_judge(config, tokenizer, ends))
 
 
-async def _run(worker: tuple[str, int, str, RankKeys], judge: Judge | None) -> None:
+async def _run(worker: tuple[str, int, str, RankKeys], judge: Judge | None, draws: int) -> None:
     async with judging(judge):
-        await Worker(*worker, judge).run()
+        await Worker(*worker, judge, draws).run()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ changes nothing.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -69,8 +70,9 @@ from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting
-from megatron_opd.transport.frames import SAMPLE_FRAMES, largest_frame_bytes
+from megatron_opd.transport.frames import largest_frame_bytes
 from megatron_opd.transport.keys import RunKeys
+from megatron_opd.transport.samples import FRAMES
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.weight_sync.memory import MemoryTurns
 from megatron_opd.weight_sync.session import WeightSync
@@ -269,7 +271,7 @@ class PipelineRun:
         largest = largest_frame_bytes(config, spec.vocab_size, experts)
         keys, logs = self.admission.keys, self.run_dir.logs
         host = config.learner.listen_host
-        self.workers = DataWorkers(config, host, keys, SAMPLE_FRAMES * largest, logs, self._say)
+        self.workers = DataWorkers(config, host, keys, FRAMES * largest, logs, self._say)
         self.workers.start(self.run_dir.resolved_config)
         await self.workers.ready(config.student.startup_timeout_s)
 
@@ -396,6 +398,8 @@ class PipelineRun:
         with self.stopping.after(self.evaluations.preempted):
             serve_on = weight_sync.serve_on(lambda: state.version, asyncio.Lock())
             await while_alive(guard, self.evaluations.run.again(), beside=serve_on)
+            gc.collect()
+            gc.freeze()  # what lives as long as the run is not looked through time and again
             async with self._recording(recorder, fleets):
                 await self.controller.run()
             await while_alive(guard, kept.finish())

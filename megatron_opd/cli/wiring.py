@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
-from megatron_opd.batching.shares import cut
+from megatron_opd.batching.shares import shares
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.buffer.spread import GroupRule
 from megatron_opd.cli.guards import RunGuard
@@ -44,8 +44,9 @@ from megatron_opd.teacher.health import HealthProbe, here
 from megatron_opd.teacher.overlong import Length, judged_length
 from megatron_opd.teacher.scorer import Elsewhere, FleetScorer, Reward
 from megatron_opd.transport.messages import UpdateMetrics
+from megatron_opd.transport.samples import EncodedSample, counted_draws
 from megatron_opd.transport.zmq import RemoteLearner
-from megatron_opd.types import AnyRollout, Batch, HeldRollout, HeldSample
+from megatron_opd.types import AnyRollout, AnySample, Batch, HeldRollout, HeldSample
 from megatron_opd.workers.pool import WorkerPool
 from megatron_opd.workers.through import sampled_by_workers, scored_by_workers
 from sglang_bridge.client import ServerClient
@@ -194,15 +195,22 @@ class BatchLearner:
     remote: RemoteLearner
     pool: WorkerPool | None = None
 
+    def prepare(self, sample: AnySample) -> AnySample:
+        """Encode a scored sample, unless a data worker does. ValueError: it is malformed."""
+        if isinstance(sample, HeldSample):
+            return sample
+        return EncodedSample.of(sample, counted_draws(self.config.estimator.support))
+
     async def train(self, batch: Batch) -> UpdateMetrics:
         """Make one update. SamplesLost. ValueError: the batch cannot be split into shares."""
         config, pool = self.config, self.pool
-        parts = cut(batch, config.learner, config.estimator, config.rollout.group_size)
+        batch = replace(batch, samples=tuple(map(self.prepare, batch.samples)))
+        parts = shares(batch, config.learner, config.estimator, config.rollout.group_size)
         held = [sample for sample in batch.samples if isinstance(sample, HeldSample)]
         if pool is None or not held:
-            return await self.remote.train([part.columns() for part in parts])
+            return await self.remote.train(parts)
         sources = {sample.rollout.prompt.uid: pool.source(sample) for sample in held}
-        metrics = await self.remote.train_parts(parts, sources)
+        metrics = await self.remote.train_held(parts, sources)
         if metrics is not None:
             return metrics
         await pool.verdict(held)

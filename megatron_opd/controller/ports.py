@@ -69,6 +69,10 @@ class SampleStore(Protocol):
 class LearnerPort(Protocol):
     """Trains; at most one call is in progress, and none while a weight sync has the turn."""
 
+    def prepare(self, sample: AnySample) -> AnySample:
+        """Return a scored sample with what can be done for its update before the batch is whole."""
+        ...
+
     async def train(self, batch: Batch) -> UpdateFigures:
         """Make one update on `batch`. SamplesLost: no update was made, for want of its arrays."""
         ...

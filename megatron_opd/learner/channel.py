@@ -87,7 +87,7 @@ class Channel:
     keys: asked for this rank's part of the run's keys, which may not be there yet. max_bytes: the
     largest frame that is accepted. first_s: how long to wait for the controller to appear; it may
     be started after the learner. on_lost: called from a thread once a controller that welcomed us
-    is out of reach. collect: returns the columns of a share of which data workers hold a part; none
+    is out of reach. collect: returns the frames of a share of which data workers hold a part; none
     if it is not to be had.
     """
 

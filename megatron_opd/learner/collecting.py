@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_opd.transport.frames import from_share_frames, to_frames
+from megatron_opd.transport.frames import with_samples
 from megatron_opd.transport.keys import RankKeys
 from megatron_opd.transport.messages import Train
 from megatron_opd.workers.taking import Taking
@@ -14,7 +14,7 @@ TAKE_S = 60.0
 
 
 class Collector:
-    """Turns what the controller and data workers send of a share into its columns.
+    """Puts together what the controller and data workers send of a share.
 
     keys: returns those of the ranks. max_bytes: the largest frame that is accepted.
     """
@@ -23,8 +23,8 @@ class Collector:
         self._keys, self._max_bytes = keys, max_bytes
         self._taking: Taking | None = None
 
-    def columns(self, request: Train, frames: list[memoryview]) -> list[memoryview]:
-        """Return the frames of the share's columns, none if samples are not to be had.
+    def frames(self, request: Train, frames: list[memoryview]) -> list[memoryview]:
+        """Return the frames of the whole share, none if samples are not to be had.
 
         ValueError: what came does not fit.
         """
@@ -39,7 +39,7 @@ class Collector:
         taken = self._taking.take(wanted, keys, TAKE_S)
         if taken is None:
             return []
-        return to_frames(from_share_frames(request, frames, taken))
+        return with_samples(frames, request.parts, taken)
 
     def close(self) -> None:
         """Close all connections."""

@@ -70,7 +70,7 @@ def serve(config: Config, address: str) -> int:
         keys,
         first_s=config.learner.timeout_s,
         max_bytes=max_bytes,
-        collect=collector.columns,
+        collect=collector.frames,
     )
     try:
         RankServer(config, channel).run()

@@ -1,6 +1,6 @@
 """Talks to the learner for the controller: one ROUTER socket here, a DEALER per learner rank.
 
-Each data-parallel head rank receives only its own share of a batch, as raw arrays; rank 0 answers.
+Each data-parallel head rank receives only its own share of a batch (frames.py); rank 0 answers.
 gate.py decides who may speak; roster.py knows the ranks and what each is expected to send.
 Invariant: a call ends with the learner's answer, with LearnerError as soon as any rank reports a
 failure or its connection ends, or with LearnerError when its time is up; it never waits for ever.
@@ -21,9 +21,8 @@ import zmq.asyncio
 
 from megatron_opd.batching.shares import Share
 from megatron_opd.checkpoint.run_lock import Claim
-from megatron_opd.columns import RankBatch
 from megatron_opd.config.schema import Config
-from megatron_opd.transport.frames import share_frames, to_frames
+from megatron_opd.transport.frames import to_frames
 from megatron_opd.transport.gate import Gate, Refusals, guard_socket
 from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.messages import (
@@ -171,33 +170,30 @@ class RemoteLearner:
             await self._changed.wait()
         return self._failure
 
-    async def train(
-        self, shares: Sequence[RankBatch], timeout_s: float | None = None
-    ) -> UpdateMetrics:
+    async def train(self, shares: Sequence[Share], timeout_s: float | None = None) -> UpdateMetrics:
         """Make one update. shares: one for each data-parallel rank, in order."""
         call = self._roster.next_call()
         requests = [Train(call, share.update, share.version, share.plan) for share in shares]
         messages = self._with_shares(requests, shares)
         return await self._exchange(call, messages, UpdateMetrics, timeout_s, "train")
 
-    async def train_parts(
+    async def train_held(
         self, shares: Sequence[Share], sources: Mapping[int, tuple[str, str]]
     ) -> UpdateMetrics | None:
-        """Make one update on samples of which some are with data workers.
+        """Make one update on samples of which data workers hold some.
 
         sources: (address, key) by uid. Returns None, and makes no update, if they cannot be had.
         """
         call = self._roster.next_call()
-        messages: dict[int, list[Any]] = {}
-        for rank, share in enumerate(shares):
+        requests: list[Request] = []
+        for share in shares:
             parts = [sources.get(s.rollout.prompt.uid, ("", "")) for s in share.samples]
-            request = Train(call, share.update, share.version, share.plan, parts)
-            frames = share_frames(share, [bool(address) for address, _ in parts])
-            messages[rank] = [encode(request), *frames]
+            requests.append(Train(call, share.update, share.version, share.plan, parts))
+        messages = self._with_shares(requests, shares)
         result = await self._exchange(call, messages, (UpdateMetrics, Missing), None, "train")
         return None if isinstance(result, Missing) else result
 
-    async def score(self, shares: Sequence[RankBatch], *, replay: Replay) -> Scores:
+    async def score(self, shares: Sequence[Share], *, replay: Replay) -> Scores:
         """Return the learner's log-probs of the sampled tokens; see messages.Scores.
 
         shares: as of `train`, each with one mini-batch.
@@ -261,7 +257,7 @@ class RemoteLearner:
             self._context.destroy(linger=LINGER_MS)
 
     def _with_shares(
-        self, requests: Sequence[Request], shares: Sequence[RankBatch]
+        self, requests: Sequence[Request], shares: Sequence[Share]
     ) -> dict[int, list[Any]]:
         """Return the frames of every data-parallel rank: its request, then its share."""
         assert len(shares) == self._config.parallel.dp

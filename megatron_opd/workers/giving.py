@@ -18,13 +18,13 @@ import zmq.asyncio
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.transport.gate import Gate, Refusals, guard_socket
 from megatron_opd.transport.keys import RankKeys, RunKeys
+from megatron_opd.transport.samples import Frames
 
 logger = logging.getLogger(__name__)
 
 MAX_ASK_BYTES = 16 << 20
 """The largest question of a rank: the keys of its share."""
 LINGER_MS = 500
-Frames = list[memoryview]
 _ASK = msgspec.msgpack.Decoder(list[str])
 
 

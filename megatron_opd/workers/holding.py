@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_opd.batching.rank_batch import rank_batch
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.controller.snapshot import place
 from megatron_opd.controller.snapshot_codec import encode_member
@@ -15,7 +14,7 @@ from megatron_opd.data.judge import Judge as AnswerJudge
 from megatron_opd.rollout.generator import as_rollout
 from megatron_opd.teacher.requests import score_request
 from megatron_opd.teacher.scored import scored, unscored
-from megatron_opd.transport.frames import to_frames
+from megatron_opd.transport.samples import EncodedSample, Frames, frames_of
 from megatron_opd.types import Prompt, Rollout, Sample
 from megatron_opd.workers.messages import Generate, Generated, Judge, Judged, Score, Scored
 from sglang_bridge.client import Endpoint, ServerClient
@@ -31,10 +30,11 @@ class Holding:
     Args:
         clients: of the servers.
         judge: gives the rewards; None where nothing asks for them.
+        draws: see transport/samples.counted_draws.
     """
 
-    def __init__(self, clients: Clients, judge: AnswerJudge | None) -> None:
-        self._clients, self._judge = clients, judge
+    def __init__(self, clients: Clients, judge: AnswerJudge | None, draws: int) -> None:
+        self._clients, self._judge, self._draws = clients, judge, draws
         self._held: dict[str, Rollout | Sample] = {}
 
     def __len__(self) -> int:
@@ -100,18 +100,18 @@ class Holding:
         shape = sample.scores(order.teacher_vocab_size)
         assert shape is not None
         if order.key in self._held:  # not released meanwhile
-            self._held[order.key] = sample
+            self._held[order.key] = EncodedSample.of(sample, self._draws)
         return Scored(order.call, sample.rollout.num_ids, sample.cache, shape)
 
     def encoded(self, key: str) -> bytes:
         """Encode what is held, for a checkpoint or a record. SamplesLost: it is not."""
         return encode_member(place(self._found(key)))
 
-    def frames(self, key: str) -> list[memoryview]:
-        """Return a sample as a learner rank receives it: a share of one. SamplesLost."""
+    def frames(self, key: str) -> Frames:
+        """Return a sample as a learner rank receives it. SamplesLost. ValueError: malformed."""
         found = self._found(key)
         sample = found if isinstance(found, Sample) else unscored(found)
-        return to_frames(rank_batch(0, 0, [sample], [[[0]]]))
+        return frames_of(EncodedSample.of(sample, self._draws))
 
     def release(self, key: str) -> None:
         """Let go of what is held under `key`, if anything is."""

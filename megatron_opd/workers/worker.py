@@ -52,7 +52,13 @@ class Worker:
     """
 
     def __init__(
-        self, address: str, index: int, host: str, keys: RankKeys, judge: AnswerJudge | None
+        self,
+        address: str,
+        index: int,
+        host: str,
+        keys: RankKeys,
+        judge: AnswerJudge | None,
+        draws: int,
     ) -> None:
         self._index = index
         self._context = zmq.asyncio.Context()
@@ -68,7 +74,7 @@ class Worker:
         self._monitor = self._orders.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._orders.connect(address)
         self._clients: dict[str, ServerClient] = {}
-        self._holding = Holding(self._client, judge)
+        self._holding = Holding(self._client, judge, draws)
         self._giving = Giving(self._context, host, keys, self._holding.frames)
         self._calls: dict[int, asyncio.Task[None]] = {}
 

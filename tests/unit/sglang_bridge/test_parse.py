@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_bridge import wire
+from sglang_bridge.arrays import F4, H1, I4, Q2, U1, U2, U3, pack
 from sglang_bridge.errors import BadReply, RequestAborted
 from sglang_bridge.parse import (
     parse_info,
@@ -144,9 +145,11 @@ def set_array(name: str, values: list) -> Callable[[dict[str, Any]], None]:
 
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "array missing": (lambda p: p.pop("sampler_logp_N"), "sampler_logp_N: expected base64"),
-    "not base64": (lambda p: p.update(ids_N="***"), "ids_N"),
-    "half an item": (lambda p: p.update(ids_N=wire.pack(b"abcde")), "not a whole number"),
+    "array missing": (lambda p: p.pop("sampler_logp_N"), "sampler_logp_N: expected bytes"),
+    "text": (lambda p: p.update(ids_N="***"), "ids_N: expected bytes, got str"),
+    "no array": (lambda p: p.update(ids_N=b"***"), "ids_N: expected whole numbers"),
+    "another kind": (lambda p: p.update(ids_N=F4 + b"abcd"), "ids_N: expected whole numbers"),
+    "half an item": (lambda p: p.update(ids_N=I4 + b"abcde"), "not a whole number"),
     "fewer rows": (set_array("length_T", [2, 1]), "rows of 2 of 3 tokens"),
     "fewer paths": (set_array("path_T", [0, 0]), "path of 2 of 3"),
     "shorter ids": (set_array("ids_N", [5, 7, 9, 2, 5]), "differ in length"),
@@ -191,8 +194,8 @@ def test_damaged_draws_are_refused(damage: str):
         (lambda r: r["meta_info"].update({wire.PAYLOAD: []}), "is the server's plugin active"),
         (lambda r: r["meta_info"].update({wire.PAYLOAD: [{"scores": {}}]}), "plugin active"),
         (lambda r: r.pop("meta_info"), "meta_info is missing"),
-        (lambda r: r.pop("output_ids"), "output_ids is missing"),
-        (lambda r: r.update(output_ids=[]), "output_ids is empty"),
+        (lambda r: r.pop("output_ids"), "output_ids: expected bytes, got NoneType"),
+        (lambda r: r.update(output_ids=pack(np.array([], np.int32))), "output_ids is empty"),
         (lambda r: r["meta_info"].update(id="other"), "asked for r, got the reply of 'other'"),
         (lambda r: r["meta_info"].update(finish_reason={"type": "odd"}), "finish_reason is 'odd'"),
     ],
@@ -284,6 +287,9 @@ def test_a_missing_selection_is_refused():
         parse_scores(URL, score_reply([-1, -2, -3]), SELECT_REQUEST)
 
 
+CODES = (F4, H1 + b"\4\0", I4, Q2, U1, U2, U3, b"")
+
+
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_no_damaged_byte_crashes_the_parser(data: st.DataObject):
@@ -291,7 +297,7 @@ def test_no_damaged_byte_crashes_the_parser(data: st.DataObject):
     payload = draws_payload()
     name = data.draw(st.sampled_from(list(wire.DRAW_FIELDS)))
     raw = data.draw(st.binary(max_size=32))
-    payload[name] = wire.pack(raw)
+    payload[name] = data.draw(st.sampled_from(CODES)) + raw
     try:
         draws = parse_rollout(URL, rollout_reply(payload), REQUEST).draws
     except BadReply:
