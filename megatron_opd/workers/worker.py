@@ -49,6 +49,7 @@ class Worker:
         index: which of the run's workers it is.
         host: where learner ranks reach this worker.
         keys: what a rank of the run has; they make the worker known to all others.
+        judge, draws: see Holding.
     """
 
     def __init__(
