@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from megatron_opd.batching.shares import scoring_shares
+from megatron_opd.batching.shares import Share, scoring_shares
 from megatron_opd.buffer.rejection import RolloutRejected
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.mismatch import Comparison, compare
