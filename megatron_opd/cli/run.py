@@ -270,8 +270,7 @@ class PipelineRun:
         experts = sum(spec.moe_layers) * spec.experts_per_token
         largest = largest_frame_bytes(config, spec.vocab_size, experts)
         keys, logs = self.admission.keys, self.run_dir.logs
-        host = config.learner.listen_host
-        self.workers = DataWorkers(config, host, keys, FRAMES * largest, logs, self._say)
+        self.workers = DataWorkers(self.machines, keys, FRAMES * largest, logs, self._say)
         self.workers.start(self.run_dir.resolved_config)
         await self.workers.ready(config.student.startup_timeout_s)
 

@@ -133,6 +133,8 @@ class WorkerPool:
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._awaited = count
+        self._coming: set[int] = set()
+        """Those that are being started again."""
         self.workers_lost = 0
         """How often a worker was lost."""
 
@@ -165,11 +167,19 @@ class WorkerPool:
         self._socket.close(linger=LINGER_MS)
         self._context.destroy(linger=LINGER_MS)
 
-    def gone(self, index: int, why: str) -> None:
-        """Note that a worker's process has ended."""
-        for link in self._alive():
-            if link.index == index:
-                self._lose(link, why)
+    def give_up(self) -> None:
+        """Note that a worker that was to be started again will not come."""
+        self._awaited -= 1
+        self._change()
+
+    def never_came(self, index: int) -> None:
+        """Note that a worker that was started again ended; one that had joined is lost as usual."""
+        if all(link.index != index for link in self._alive()) and index in self._coming:
+            self._coming.discard(index)
+            if self._again is None or not self._again(index):
+                self.give_up()
+            else:
+                self._coming.add(index)
 
     # ------------------------------------------------------------ work
 
@@ -403,6 +413,7 @@ class WorkerPool:
         if taken or not 0 <= hello.index < self._count:
             self._refusals.add(f"a data worker {hello.index} that is not awaited")
             return
+        self._coming.discard(hello.index)
         self._links[identity] = _Link(hello.index, identity, hello.address)
         self._by_fd[fd] = identity
         self._change()
@@ -449,6 +460,8 @@ class WorkerPool:
         self._owners = {url: owner for url, owner in self._owners.items() if owner is not link}
         comes = self._again is not None and self._again(link.index)
         self._awaited -= not comes
+        if comes:
+            self._coming.add(link.index)
         logger.warning(
             "%s is lost (%s) with %d samples, which are sampled anew; %s",
             *(link.name, why, len(held)),
