@@ -71,3 +71,4 @@ def test_a_run_is_evaluated_while_it_trains(
     assert f"{best} updates: {checkpoints / 'best'}" in done.output
     AutoModelForCausalLM.from_pretrained(checkpoints / "best")
     assert f"step-{UPDATES:06d}" in steps
+    assert len(steps) <= 3, "the newest two and the best one"
