@@ -39,6 +39,7 @@ setup(
     package_data={
         "megatron_opd": ["py.typed"],
         "megatron_opd.report": ["static/*", "static/uplot/*"],
+        "megatron_opd.watch": ["static/*"],
         "sglang_bridge": ["py.typed", "server/options.txt"],
     },
     install_requires=CORE,
@@ -58,6 +59,7 @@ setup(
         "plots": ["matplotlib>=3.11.2,<4"],  # tools/plot_*.py draw the figures of docs
         # exact: the launcher reads where Ray puts bundles, and how it ends what it runs
         "ray": ["ray[default]==2.60.0"],
+        "browser": ["playwright==1.65.2"],  # drives the Chromium of the system; brings none
         "test": [
             "hypothesis==6.170.15",
             "pyright[nodejs]==1.1.414",

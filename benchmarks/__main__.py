@@ -44,6 +44,7 @@ STUDIES = (
     "calibration",
     "simulator",
     "verifiers",
+    "watch",
 )
 WITH_OPTIONS = (
     "step",
@@ -64,6 +65,7 @@ WITH_OPTIONS = (
     "slurm",
     "schedules",
     "simulator",
+    "watch",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

@@ -40,6 +40,7 @@ NAVIGATION = {
         "metrics",
         "troubleshooting",
         "report",
+        "watch",
     ),
     "Reference": ("configuration", "metric_dictionary"),
 }

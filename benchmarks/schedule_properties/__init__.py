@@ -32,6 +32,7 @@ from typing import Any, get_args
 from benchmarks.case_rows import say
 from benchmarks.schedule_properties.checks import Control, Leg, check, run_of
 from benchmarks.schedule_properties.plans import plan_of
+from megatron_opd.buffer.batcher import INCOMPLETE_BATCH
 from megatron_opd.controller.errors import LoopFailed
 
 Tree = dict[str, Any]
@@ -125,8 +126,6 @@ def _line(error: Exception) -> str:
 def _figures(legs: list[Leg]) -> Tree:
     last, bound = legs[-1], legs[0].schedule.bound
     staleness = max((max(leg.staleness, default=0) for leg in legs), default=0)
-    size = last.schedule.batch_size
-    batches = [batch for leg in legs for batch in leg.witness.batches]
     return {
         "updates": last.accounting.updates,
         "consumed": last.accounting.consumed,
@@ -136,7 +135,7 @@ def _figures(legs: list[Leg]) -> Tree:
         "ended_early": legs[0].told_to_end,
         "resumed": len(legs) > 1,
         "failed_weight_syncs": last.failed,
-        "partial_batches": any(len(batch.samples) < size for batch in batches),
+        "incomplete_batches": INCOMPLETE_BATCH in last.accounting.dropped,
         "tight": staleness == bound,
         "staleness_less_bound": staleness - bound,
     }

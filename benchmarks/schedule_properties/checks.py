@@ -215,7 +215,7 @@ def _check_leg(leg: Leg, bound: int) -> None:
     else:
         assert leg.sync.synced == synced, "weight syncs are missing or out of order"
         assert leg.permits_in_use == accounting.in_flight
-    assert all(len(batch.samples) == size for batch in batches[:-1])
+    assert all(len(batch.samples) == size for batch in batches)
     for batch in batches:
         groups = Counter(r.prompt.uid // schedule.group_size for r in _of(batch))
         assert set(groups.values()) == {schedule.group_size}, "a group is torn apart"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_opd import __version__
-from megatron_opd.cli import commands, compare, convert, fleet, mismatch, report
+from megatron_opd.cli import commands, compare, convert, fleet, mismatch, report, watch
 from megatron_opd.cli.errors import Preempted, RunFailed, UserError
 from megatron_opd.config.load import ConfigError
 
@@ -126,6 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_parser(verbs)
     compare.add_parser(verbs)
     report.add_parser(verbs)
+    watch.add_parser(verbs)
 
     data = verbs.add_parser("make-data", help="write a built-in task's train and held-out files")
     data.add_argument("task", help="name of the task, such as arithmetic")

@@ -6,7 +6,7 @@ One function reads it for `opd run` and for `opd check`, so that they cannot dis
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -38,6 +38,7 @@ from megatron_opd.data.render import Rendering
 from megatron_opd.data.stream import PromptSource
 from megatron_opd.data.tasks import get_task, get_verifier
 from megatron_opd.data.verifying import TaskVerifiers
+from megatron_opd.metrics.token_texts import Decode
 from megatron_opd.teacher.guard import PROMPTS
 from megatron_opd.types import Prompt
 
@@ -73,8 +74,8 @@ class Prepared:
 
     vocab_sizes: ids of every role's model; a teacher may have more than the student. heldout:
     evaluation problems by set, empty when there is no evaluation. judge: None when the task has no
-    verifier. probes: training prompts by teacher, to look at its scores before the run. end_ids:
-    those that end a response of the student.
+    verifier. decode: turns token ids into text. probes: training prompts by teacher, to look at its
+    scores before the run. end_ids: those that end a response of the student.
     prompts_skipped: rows of the training files that cannot be used, by cause. notes: for the
     terminal.
     """
@@ -85,6 +86,7 @@ class Prepared:
     prompts_skipped: dict[str, int]
     heldout: Mapping[str, tuple[Prompt, ...]]
     judge: Judge | None
+    decode: Decode
     probes: Mapping[str, tuple[Prompt, ...]]
     end_ids: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
@@ -246,12 +248,30 @@ def make_verifiers(config: Config) -> TaskVerifiers:
     return TaskVerifiers(tasks, config.verifier)
 
 
+def make_decode(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    """Make what turns token ids into text as they stand, special tokens included."""
+
+    def decode(ids: Sequence[int]) -> str:
+        text = tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return decode
+    # ten times faster than the wrapper for a token at a time
+    return lambda ids: backend.decode(list(ids), skip_special_tokens=False)
+
+
 def prepare(config: Config, cursor: int = 0) -> Prepared:
     """Check models and load data; prompts start at `cursor`. Raises UserError."""
     inputs = read_inputs(config)
     train = inputs.train
     every = [prompt for each in train for prompt in each.prompts]
     settings = config.heldout
+    tokenizer = inputs.checked.tokenizer
+    assert tokenizer is not None, "a run has the student's tokenizer"
     return Prepared(
         student=inputs.checked.student,
         vocab_sizes={role: facts.vocab_size for role, facts in inputs.checked.models.items()},
@@ -261,6 +281,7 @@ def prepare(config: Config, cursor: int = 0) -> Prepared:
             name: found.prompts[: settings[name].problems] for name, found in inputs.heldout.items()
         },
         judge=inputs.judge,
+        decode=make_decode(tokenizer),
         probes={name: probes_of(every, name) for name in teacher_roles(config)},
         end_ids=inputs.end_ids,
         notes=inputs.notes,

@@ -355,7 +355,7 @@ class PipelineRun:
             self.samplers,
             self.console,
             resumed,
-            self.prepared.vocab_sizes,
+            self.prepared,
             self.evaluations.run.live,
             make_health_probe(config, self.prepared, fleets),
         )

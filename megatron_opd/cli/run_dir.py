@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_opd.checkpoint.part_dir import write_synced
 from megatron_opd.checkpoint.run_lock import LOCK, RunDirHeld, RunLock, refuse_if_held
 from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.kept_rows import KeptRows, rows_before
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.section import Section
 from megatron_opd.metrics.sinks import reserve_json
@@ -21,6 +22,7 @@ OURS = (
     RESOLVED,
     "metrics.jsonl",
     "evaluations.jsonl",
+    "rollouts.jsonl",
     "summary.json",
     "trace.json",
     "checkpoints",
@@ -56,6 +58,11 @@ class RunDir:
     def evaluations(self) -> Path:
         """Returns the file with one JSON object per evaluated set."""
         return self.path / "evaluations.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        """Returns the file with one JSON object per recorded rollout."""
+        return self.path / "rollouts.jsonl"
 
     @property
     def summary(self) -> Path:
@@ -135,7 +142,8 @@ class RunDir:
         notes: comment lines for the head of the resolved configuration. evaluations: rows of the
         evaluations until then.
 
-        May raise OSError; UserError, before anything is changed, for a damaged metrics.jsonl.
+        May raise OSError; UserError, before anything is changed, for a damaged metrics.jsonl or
+        rollouts.jsonl.
         """
         kept = self._rows_before(updates)
         aside = self._aside()
@@ -146,14 +154,14 @@ class RunDir:
         for exported in (self.final_checkpoint, self.best_checkpoint):
             if exported.exists():
                 shutil.rmtree(exported)  # by the shorter run
-        if self.metrics.exists():
-            write_synced(self.metrics, kept)
+        for rows in kept:
+            rows.replace()
         self._keep_evaluations(evaluations)
         write_synced(self.resolved_config, notes + dump_config(config))
         reserve_json(self.summary)
 
     def rewind(self, updates: int, evaluations: str) -> None:
-        """Cut metrics.jsonl back to the first `updates` updates; the trace moves to earlier/N/.
+        """Cut the files of rows back to the first `updates` updates; the trace moves to earlier/N/.
 
         For a run that goes on in the same process. evaluations: rows of those until then. May raise
         OSError; UserError as continue_from.
@@ -161,7 +169,8 @@ class RunDir:
         kept = self._rows_before(updates)
         if self.trace.exists():
             self.trace.rename(self._aside() / self.trace.name)
-        write_synced(self.metrics, kept)
+        for rows in kept:
+            rows.replace()
         self._keep_evaluations(evaluations)
 
     def _keep_evaluations(self, rows: str) -> None:
@@ -177,20 +186,9 @@ class RunDir:
         aside.mkdir()
         return aside
 
-    def _rows_before(self, updates: int) -> str:
-        """Return the complete rows of metrics.jsonl of the first `updates` updates."""
-        content = self.metrics.read_bytes() if self.metrics.exists() else b""
-        rows = content.split(b"\n")[:-1]  # what follows was cut short when the run was killed
-        kept = ""
-        for number, row in enumerate(rows, 1):
-            try:
-                update = json.loads(row)["update"]
-                kept += f"{row.decode()}\n" if update < updates else ""
-            except (ValueError, TypeError, KeyError, RecursionError):
-                update = None
-            if type(update) is not int or update < 0:
-                raise UserError(f"{self.metrics}:{number} is damaged: not a row of metrics")
-        return kept
+    def _rows_before(self, updates: int) -> list[KeptRows]:
+        """Return the rows of the first `updates` updates, of every file that must lose others."""
+        return [rows_before(path, updates) for path in (self.metrics, self.rollouts)]
 
 
 def hold_run_dir(path: Path, *, resume: bool, overwrite: bool) -> RunLock:

@@ -30,6 +30,7 @@ from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.data.judge import Judge
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.recorder import RunRecorder
+from megatron_opd.metrics.rollouts import RolloutRecord
 from megatron_opd.metrics.signal import SignalWatch
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
@@ -63,7 +64,7 @@ def make_recorder(
     engines: Sequence[str],
     console: Console,
     resumed: Resumption | None,
-    vocab_sizes: Mapping[Role, int],
+    prepared: Prepared,
     live: Callable[[int], None],
     probe: HealthProbe | None = None,
 ) -> RunRecorder:
@@ -72,6 +73,9 @@ def make_recorder(
     timeline = None
     if metrics.trace:
         timeline = Timeline(TraceWriter(run_dir.trace, time.monotonic()), engines)
+    rollouts = None
+    if metrics.rollouts:
+        rollouts = RolloutRecord(run_dir.rollouts, prepared.decode, metrics.rollouts)
     display = make_display(console) if metrics.progress else None
     elapsed_s, updates = 0.0, 0
     if resumed is not None:
@@ -85,10 +89,11 @@ def make_recorder(
         display,
         elapsed_s=elapsed_s,
         updates=updates,
-        teacher_watch=make_teacher_watch(config, vocab_sizes),
+        teacher_watch=make_teacher_watch(config, prepared.vocab_sizes),
         signal=SignalWatch(
             reads_groups=config.estimator.reads_groups, patience=metrics.signal_patience
         ),
+        rollouts=rollouts,
         live=live,
         probe=probe,
     )

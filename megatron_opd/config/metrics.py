@@ -71,6 +71,10 @@ class MetricsConfig(Section):
     """Writes a time line for Perfetto (trace.json) into the run directory."""
     progress: bool = True
     """Shows a live panel on a terminal, or prints a line per update elsewhere."""
+    rollouts: NonNegativeInt = 8
+    """Number of samples of every update that are recorded token by token in rollouts.jsonl, for
+    `opd watch`, and the most dropped samples recorded between two updates; 0: none. Each takes
+    about 25 bytes a response token on disk, and 10 us a token of a thread beside the event loop."""
     signal_patience: PositiveInt = 3
     """Number of consecutive updates that teach nothing (all rewards of every group equal, or a
     gradient of exactly 0) before the terminal warns. Higher warns less often and later."""

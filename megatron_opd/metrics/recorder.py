@@ -16,6 +16,7 @@ import msgspec
 
 from megatron_opd.metrics.cache_size import CacheSize
 from megatron_opd.metrics.rewards import RewardStats
+from megatron_opd.metrics.rollouts import RolloutRecord
 from megatron_opd.metrics.servers import SampledByServer
 from megatron_opd.metrics.signal import SignalWatch
 from megatron_opd.metrics.sinks import Sink
@@ -109,6 +110,7 @@ class RunRecorder:
         signal: tells the user when updates teach nothing, if given.
         live: told the updates of each version, once it is live and its row written.
         probe: measures some batches, if given; its columns are in the row that is written next.
+        rollouts: records samples token by token and is closed, if given.
     """
 
     def __init__(
@@ -125,13 +127,14 @@ class RunRecorder:
         signal: SignalWatch | None = None,
         live: Callable[[int], None] = lambda updates: None,
         probe: Probe | None = None,
+        rollouts: RolloutRecord | None = None,
     ) -> None:
         self.totals = totals
         self.accounting: Accounting | None = None
         self._elapsed_s = elapsed_s
         self.started_s = clock() - elapsed_s
         self._updates_total = updates_total
-        self._signal, self._live = signal, live
+        self._signal, self._live, self._rollouts = signal, live, rollouts
         self._sinks, self._timeline, self._display = tuple(sinks), timeline, display
         self._clock = clock
         self._teacher_watch, self._probe = teacher_watch, probe
@@ -153,7 +156,9 @@ class RunRecorder:
             self._display.start(self.snapshot)
 
     def admitted(self, prompt: Prompt) -> None:
-        """Do nothing: the controller counts admissions."""
+        """Keep the prompt for the record of rollouts; the controller counts admissions."""
+        if self._rollouts is not None:
+            self._rollouts.follow(prompt.uid, prompt)
 
     def rolled_out(self, rollout: Rollout) -> None:
         """Count and draw a rollout; the user is told of the first one that was sampled anew."""
@@ -165,12 +170,16 @@ class RunRecorder:
             )
         self.totals.add_rollout(rollout)
         self._sampled.add(rollout)
+        if self._rollouts is not None:
+            self._rollouts.follow(rollout.prompt.uid, rollout)
         if self._timeline is not None:
             self._timeline.rollout(rollout)
 
     def scored(self, sample: Sample, started_s: float, finished_s: float) -> None:
         """Count and draw a score."""
         self.totals.add_score(started_s, finished_s)
+        if self._rollouts is not None:
+            self._rollouts.follow(sample.rollout.prompt.uid, sample)
         if self._timeline is not None:
             self._timeline.score(sample, started_s, finished_s)
 
@@ -182,6 +191,8 @@ class RunRecorder:
                 "sample %d dropped for %s (%s); more of this kind are only counted",
                 *(uid, reason, detail),
             )
+        if self._rollouts is not None:
+            self._rollouts.dropped(uid, reason, detail, self._updates)
         if self._timeline is not None:
             self._timeline.drop(uid, reason, detail, self._clock())
 
@@ -191,6 +202,8 @@ class RunRecorder:
         """Count and draw an update; its row waits for the weight sync."""
         self.totals.add_update(batch, figures, started_s, finished_s)
         self.window.trained(batch, started_s, finished_s)
+        if self._rollouts is not None:
+            self._rollouts.trained(batch)
         if self._timeline is not None:
             self._timeline.update(batch, figures, started_s, finished_s)
         since_last_s = finished_s - self._done_s
@@ -299,6 +312,8 @@ class RunRecorder:
         if self._probe is not None:
             self._probe.stop()
         with ExitStack() as closing:  # each of them, whatever another one raises
+            if self._rollouts is not None:
+                closing.callback(self._rollouts.close)
             if self._timeline is not None:
                 closing.callback(self._timeline.close)
             if self._display is not None:

@@ -60,6 +60,14 @@ FRESHNESS = (
     Chart("Importance ratio", ("ratio_p50", "ratio_p99")),
     Chart("Largest importance ratio", ("ratio_max",)),
     Chart("Effective sample size", ("effective_sample_fraction",)),
+    Chart(
+        "Actions cut by correction and trust region",
+        ("truncated_fraction", "stopped_fraction"),
+        "Weight share of actions whose ratio the correction changed, and whose gradient the trust "
+        "region stopped.",
+    ),
+    Chart("Divergence of sampler and student", ("sampler_k3_nats",)),
+    Chart("Routing that moved", ("routing_moved_fraction",)),
 )
 SPEED = (
     Chart("Throughput", ("tokens_per_s",)),
@@ -98,6 +106,20 @@ TEACHER = (
         "Mean and standard deviation of the log-probs that the teacher gives the sampled tokens.",
     ),
     Chart("Scores near uniform", ("teacher_near_uniform_fraction",)),
+    Chart(
+        "Overlap with the teacher",
+        ("health_topk_overlap", "health_teacher_mass"),
+        "Share of the teacher's likeliest ids that are among the student's, and the probability "
+        "that the teacher gives to the student's likeliest ids.",
+    ),
+    Chart(
+        "Entropy of student and teacher",
+        ("health_student_entropy_nats", "health_teacher_entropy_nats"),
+        "At the student's own answers.",
+    ),
+    Chart("Advantage on the overlap", ("health_overlap_advantage",)),
+    Chart("Tokens that carry 80 % of the loss", ("health_loss_tokens_80",)),
+    Chart("Divergence at the end of answers", ("health_eos_kl_nats",)),
 )
 SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
     ("Learning", LEARNING),
@@ -105,7 +127,7 @@ SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
     ("Freshness of the data", FRESHNESS),
     ("Speed", SPEED),
     ("Draw cache", CACHE),
-    ("Teacher", TEACHER),
+    ("Teacher and student", TEACHER),
 )
 NO_CURVES = {"update", "version", "time_s", "unix_time_s", "first_uid", "last_uid"}
 """Columns that only count on."""

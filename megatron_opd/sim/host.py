@@ -112,7 +112,7 @@ class Host:
 
 
 class OneByOne:
-    """Works on one thing after the other, as a process with one thread. seconds: on each."""
+    """Does one thing after the other, as a process with one thread. seconds: of work on each."""
 
     def __init__(self, host: Host, seconds: float) -> None:
         self._host, self._seconds = host, seconds

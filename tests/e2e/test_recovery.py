@@ -91,6 +91,10 @@ def test_a_learner_that_is_killed_continues_from_its_checkpoint_and_ends_a_run_w
     running.wait_until(lambda: running.updates() >= killed_at + 4)
     rows = [json.loads(row) for row in (running.run_dir / "metrics.jsonl").open()]
     assert [row["update"] for row in rows] == list(range(len(rows))), "none is missing or twice"
+    recorded = [json.loads(row) for row in (running.run_dir / "rollouts.jsonl").open()]
+    assert len(recorded) >= len(rows) > 8
+    told = {(row["update"], row["uid"]) for row in recorded}
+    assert len(told) == len(recorded), "rows of updates that were taken back are gone"
     # another run must not touch a live one's directory
     second = [sys.executable, "-m", "megatron_opd", "run", str(tmp_path / "config.yaml")]
     refused = subprocess.run([*second, "--overwrite"], capture_output=True, text=True)

@@ -16,7 +16,7 @@ from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, prompts
 from tests.support.schedules import planned
 
 
-def record(tmp_path, *, updates=7, display=None, drop=(), learner=None):
+def record(tmp_path, *, updates=7, display=None, drop=(), learner=None, rollouts=None):
     """A whole fake run through the recorder and every sink."""
     totals = RunTotals(["student-0"])
     trace = TraceWriter(tmp_path / "trace.json", 0.0)
@@ -32,6 +32,7 @@ def record(tmp_path, *, updates=7, display=None, drop=(), learner=None):
             Timeline(trace, ["student-0"]),
             display,
             asyncio.get_running_loop().time,
+            rollouts=rollouts,
         )
         ports = Ports(prompts(), fleet, scores, learner, WeightSyncer(fleet, learner), recorder)
         await Controller(planned(updates, 3, 2, 16, 16), ports).run()

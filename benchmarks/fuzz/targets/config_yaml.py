@@ -17,7 +17,7 @@ from megatron_opd.config.schema import Config
 NAMES = ("arithmetic/demo.yaml", "rewards/gepo.yaml", "cluster/four_nodes/config.yaml")
 CORPUS = [(ROOT / "examples" / name).read_bytes() for name in NAMES]
 # Normalised on purpose: a bare `off` is false in YAML 1.1; URLs lose a trailing slash.
-NORMALISED = ("routing_replay", "urls")
+NORMALISED = ("routing_replay", "urls", "train", "heldout")
 
 
 def call(data: bytes) -> Config:

@@ -13,6 +13,7 @@ from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree, one_of
 from benchmarks.fuzz.places import scratch
 from megatron_opd.cli.compare import read_rows, report
 from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.kept_rows import rows_before
 from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.metrics.compare import Comparison, compare_rows, is_of_time
 
@@ -48,8 +49,9 @@ def call(data: bytes) -> Result:
     lines = [*report(found, 0.0), *report(found, 0.5)]
     if not all(line.isprintable() for line in lines):
         raise AssertionError(f"no lines for a terminal: {lines!r}"[:300])
-    kept = RunDir(path)._rows_before(KEPT)  # pyright: ignore[reportPrivateUsage]
-    return rows, found, lines, kept
+    kept = rows_before(RunDir(path).metrics, KEPT)
+    assert kept.part is not None, "the file is there"
+    return rows, found, lines, kept.part.read_text(encoding="utf-8")
 
 
 def oracle(data: bytes, result: Result) -> str | None:

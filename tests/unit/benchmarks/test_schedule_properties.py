@@ -15,7 +15,7 @@ def test_random_runs_hold_and_controls_do_not():
         assert figures["worst_staleness_less_bound"] == 0, f"the bound of {name} is tight"
         for what in ("consumed", "dropped", "restarts", "servers_lost", "tight"):
             assert figures[what] > 0, (name, what)
-    for what in ("ended_early", "resumed", "failed_weight_syncs", "partial_batches"):
+    for what in ("ended_early", "resumed", "failed_weight_syncs", "incomplete_batches"):
         assert sum(figures[what] for figures in found["types"].values()) > 10, what
     for control, figures in found["controls"].items():
         assert figures["failed"] > 0, control

@@ -11,6 +11,7 @@ from megatron_opd.checkpoint.state_files import sum_file
 from megatron_opd.cli.checkpoints import RUN
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.resume import Change, find_resumption, reopen_run_dir
+from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import NOTHING_YET
@@ -131,12 +132,14 @@ def test_the_run_directory_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
     run_dir = config.run.dir
     lines = [json.dumps({"update": update}) + "\n" for update in range(4)]
     (run_dir / "metrics.jsonl").write_text("".join(lines) + '{"update": 4, "lo')
+    (run_dir / "rollouts.jsonl").write_text("".join(lines * 2) + '{"update": 4, "ui')
     (run_dir / "logs").mkdir()
     (run_dir / "logs" / "learner.log").write_text("first")
     (run_dir / "summary.json").write_text("{}")
     (run_dir / "notes.txt").write_text("the user's")
     reopen_run_dir(config, 2)
     assert (run_dir / "metrics.jsonl").read_text() == "".join(lines[:2])
+    assert (run_dir / "rollouts.jsonl").read_text() == "".join(lines[:2] * 2)
     assert (run_dir / "earlier" / "1" / "logs" / "learner.log").read_text() == "first"
     assert not (run_dir / "summary.json").exists()
     assert list((run_dir / "logs").iterdir()) == []
@@ -158,6 +161,17 @@ def test_a_damaged_row_is_named_and_nothing_is_moved(tmp_path: Path, row: bytes)
         reopen_run_dir(config, 2)
     assert (config.run.dir / "metrics.jsonl").read_bytes() == content
     assert not (config.run.dir / "earlier").exists()
+
+
+def test_a_rollback_in_the_same_process_cuts_both_files_of_rows(tmp_path: Path) -> None:
+    lines = [json.dumps({"update": update}) + "\n" for update in range(4)]
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        (tmp_path / name).write_text("".join(lines))
+    (tmp_path / "trace.json").write_text("[")
+    RunDir(tmp_path).rewind(3, "")
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert (tmp_path / name).read_text() == "".join(lines[:3])
+    assert (tmp_path / "earlier" / "1" / "trace.json").exists()
 
 
 def test_earlier_attempts_may_be_removed(tmp_path: Path) -> None:

@@ -86,6 +86,13 @@ def test_json_fits_its_schema(response, right):
     assert get_verifier("json_schema")(response, SCHEMA) is right
 
 
+def test_nan_is_no_json_number():
+    verify = get_verifier("json_schema")
+    assert verify("1.5", '{"type": "number"}') is True
+    assert verify("NaN", '{"type": "number"}') is False
+    assert verify("-Infinity", '{"type": "number"}') is False
+
+
 def test_the_draft_of_a_schema_counts():
     """Draft 4 has a boolean exclusiveMinimum, the newest a number."""
     old = {"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 1}

@@ -44,6 +44,7 @@ def test_code_is_right_if_its_tests_pass(response, answer, reward, expected):
         "raise SystemExit(0)",
         "import os; os._exit(0)",
         "import os; os.write(1, b'2'); os._exit(0)",
+        "import os; os.write(3, b'2'); os._exit(0)",
         "print(2); print('passed 2')",
         "import os\nos.closerange(0, 32)",
         "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",

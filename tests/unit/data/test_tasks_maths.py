@@ -71,6 +71,7 @@ def test_answers_are_compared_as_mathematics(given, expected, same):
         ("The answer is \\boxed{13}, not 12 eggs as I said.", False),
         ("#### 13\nThere are 12 eggs there.", False),
         ("There are 12 eggs: \\boxed{1", False),
+        ("\\boxed{not known, perhaps 12}", False),
         ("\\boxed{}\nSo there are 12 eggs.", False),
     ],
 )

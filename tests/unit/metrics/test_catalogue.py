@@ -104,6 +104,12 @@ def test_no_alias_stands_for_two_columns(peer: str):
     assert all(re.fullmatch(r"[a-z0-9_-]+(/[a-z0-9_-]+)+", name) for name in names)
 
 
+@pytest.mark.parametrize("names", ["opd", "slime", "verl"])
+def test_no_two_columns_are_shown_under_one_name(names: Any):
+    tags = [metric.tag(names) for metric in ALL]
+    assert len(tags) == len(set(tags))
+
+
 def test_entries_are_complete():
     for metric in ALL:
         assert metric.group in GROUPS

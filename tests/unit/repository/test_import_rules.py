@@ -20,7 +20,7 @@ LAYERS = (
     {"models", "buffer", "losses", "verifiers", "data", "batching", "metrics"},
     {"planning", "transport", "checkpoint", "weight_sync", "rollout", "teacher", "launch"},
     {"learner", "controller", "evaluation", "mismatch", "sim", "report"},
-    {"search"},
+    {"search", "watch"},
     {"cli"},
     {"__main__"},
 )
@@ -32,12 +32,13 @@ ONLY = {
     "planning": {"types", "config", "models"},
     "launch": {"config"},
     "sim": {"types", "config", "models", "planning", "batching", "data", "metrics", "weight_sync"},
+    "watch": {"metrics", "report"},
     "search": {"config", "data", "models", "planning", "sim"},
     "report": {"types", "config", "metrics", "checkpoint"},
 }
 TORCH_FREE = {"types", "config", "buffer", "batching", "controller", "rollout", "teacher"}
 TORCH_FREE |= {"verifiers", "data", "columns", "metrics", "planning", "launch", "sim", "search"}
-TORCH_FREE |= {"report"}
+TORCH_FREE |= {"report", "watch"}
 HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
 # What learner ranks and server ranks do alike with tensors; the client side stays free of it.
 WITH_TORCH = {

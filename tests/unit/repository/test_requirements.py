@@ -13,7 +13,10 @@ from packaging.utils import canonicalize_name
 from tests.support.paths import ROOT
 
 LOCKS = {name: ROOT / "requirements" / f"{name}.lock" for name in ("cpu", "gpu")}
-EXTRAS = {"cpu": ("cpu", "ray", "test", "plots", "wandb"), "gpu": ("gpu", "ray", "test", "wandb")}
+EXTRAS = {
+    "cpu": ("cpu", "ray", "test", "plots", "wandb", "browser"),
+    "gpu": ("gpu", "ray", "test", "wandb"),
+}
 
 
 @cache

@@ -1,0 +1,186 @@
+"""Records some rollouts of every update, token by token, in RUN_DIR/rollouts.jsonl.
+
+The event loop only picks them: text and rows are made by one thread, in order. A row is written
+whole or not at all. Which samples are recorded follows from their batch alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from megatron_opd.metrics.sinks import RowFile
+from megatron_opd.metrics.token_texts import Decode, token_texts
+from megatron_opd.types import Batch, FloatArray, Prompt, Rollout, Sample
+
+DIGITS = 4
+"""Decimals of a recorded log-prob: 1e-4 nats, in about 8 bytes."""
+
+Seen = Prompt | Rollout | Sample
+"""What is known of a sample: how far it has come."""
+
+
+class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Describes one sample that was trained on or dropped; a line of rollouts.jsonl.
+
+    update: the one that trained on it; of a dropped sample the first that was not done yet.
+    version: the learner's when it trained; None: dropped. prompt: as the student read it, chat
+    template included; None: not known, as the run was resumed since. tokens: texts of the T
+    response tokens, whose concatenation is the response. sampler_logp, teacher_logp: nats by token;
+    teacher_logp is None where no teacher was asked. spans: (version, start, stop) covering [0, T).
+    staleness_versions: of the oldest token.
+    """
+
+    update: int
+    uid: int
+    version: int | None
+    teacher: str
+    engine: str
+    reward: float | None
+    staleness_versions: int | None
+    finish_reason: str | None
+    drop_reason: str | None
+    drop_detail: str | None
+    unix_time_s: float
+    spans: list[tuple[int, int, int]]
+    prompt: str | None
+    tokens: list[str]
+    sampler_logp: list[float]
+    teacher_logp: list[float] | None
+
+
+class RolloutRecord:
+    """Writes rows for `per_update` samples of every batch, and for as many dropped ones.
+
+    Args:
+        path: rollouts.jsonl; appended to.
+        decode: turns token ids into text; called by another thread.
+        per_update: samples of a batch to record, and the most dropped samples between two updates.
+    """
+
+    def __init__(self, path: Path, decode: Decode, per_update: int) -> None:
+        self._file = RowFile(path)
+        self._decode, self._per_update = decode, per_update
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
+        self._begun: deque[Future[None]] = deque()
+        self._seen: dict[int, Seen] = {}
+        self._drops = 0
+        """Recorded since the last update."""
+
+    def follow(self, uid: int, seen: Seen) -> None:
+        """Keep how far a sample has come, in case it is dropped."""
+        self._seen[uid] = seen
+
+    def trained(self, batch: Batch) -> None:
+        """Record samples of a batch. OSError: an earlier row could not be written."""
+        for sample in batch.samples:
+            self._seen.pop(sample.rollout.prompt.uid, None)
+        self._drops = 0
+        now_s = time.time()
+        for sample in spread(batch.samples, self._per_update):
+            self._submit(sample, sample.rollout.prompt.uid, batch.update, now_s, batch.version)
+
+    def dropped(self, uid: int, reason: str, detail: str, update: int) -> None:
+        """Record a dropped sample. update: the first that is not done yet. OSError: as trained."""
+        seen = self._seen.pop(uid, None)
+        if self._drops < self._per_update:
+            self._drops += 1
+            self._submit(seen, uid, update, time.time(), None, (reason, detail))
+
+    def close(self) -> None:
+        """Write what is left; safe to call twice. OSError: a row could not be written."""
+        self._thread.shutdown()
+        self._file.close()
+        self._raise_failures()
+
+    def _submit(
+        self,
+        seen: Seen | None,
+        uid: int,
+        update: int,
+        now_s: float,
+        version: int | None,
+        drop: tuple[str, str] | None = None,
+    ) -> None:
+        self._raise_failures()
+
+        def write() -> None:
+            row = make_row(seen, uid, update, now_s, self._decode, version, drop)
+            self._file.append(msgspec.json.encode(row) + b"\n")
+
+        self._begun.append(self._thread.submit(write))
+
+    def _raise_failures(self) -> None:
+        """Look at the rows that are done, in order."""
+        while self._begun and self._begun[0].done():
+            self._begun.popleft().result()
+
+
+def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """Return at most `count` samples, evenly spaced by uid, the first included."""
+    ordered = sorted(samples, key=lambda sample: sample.rollout.prompt.uid)
+    count = min(count, len(ordered))
+    return [ordered[i * len(ordered) // count] for i in range(count)]
+
+
+def make_row(
+    seen: Seen | None,
+    uid: int,
+    update: int,
+    now_s: float,
+    decode: Decode,
+    version: int | None,
+    drop: tuple[str, str] | None,
+) -> RolloutRow:
+    """Make the row of a sample; version and drop as in RolloutRow: one of them is None."""
+    sample = seen if isinstance(seen, Sample) else None
+    rollout = seen.rollout if isinstance(seen, Sample) else seen
+    prompt = rollout.prompt if isinstance(rollout, Rollout) else rollout
+    reason, detail = drop if drop is not None else (None, None)
+    row = RolloutRow(
+        update=update,
+        uid=uid,
+        version=version,
+        teacher="" if prompt is None else prompt.teacher,
+        engine="",
+        reward=None if sample is None else sample.reward,
+        staleness_versions=None,
+        finish_reason=None,
+        drop_reason=reason,
+        drop_detail=detail,
+        unix_time_s=round(now_s, 3),
+        spans=[],
+        prompt=None if prompt is None else decode(prompt.token_ids_P.tolist()),
+        tokens=[],
+        sampler_logp=[],
+        teacher_logp=None,
+    )
+    if not isinstance(rollout, Rollout):
+        return row
+    path_T = rollout.draws.path_T
+    return msgspec.structs.replace(
+        row,
+        engine=rollout.engine,
+        staleness_versions=None if version is None else version - rollout.oldest_version,
+        finish_reason=rollout.finish_reason,
+        spans=[(span.version, span.start, span.stop) for span in rollout.spans],
+        tokens=token_texts(decode, rollout.response_ids_T.tolist()),
+        sampler_logp=_rounded(rollout.draws.sampler_logp_N[path_T]),
+        teacher_logp=None if sample is None else _scores(sample.teacher_logp_N[path_T]),
+    )
+
+
+def _scores(logp_T: FloatArray) -> list[float] | None:
+    """Return the scores; None where no teacher was asked, which NaN stands for."""
+    return None if np.isnan(logp_T).all() else _rounded(logp_T)
+
+
+def _rounded(logp_T: FloatArray) -> list[float]:
+    rounded_T = np.round(logp_T.astype(np.float64), DIGITS)
+    return (rounded_T + 0.0).tolist()  # no -0.0

@@ -1,0 +1,34 @@
+"""Splits a response into the texts of its tokens, so that together they are the response."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""Stands in decoded text for bytes that are no whole character."""
+MOST_BYTES = 4
+"""Bytes of a character in UTF-8, so the most tokens that one can be spread over."""
+
+Decode = Callable[[Sequence[int]], str]
+"""Turns token ids into text, special tokens included."""
+
+
+def token_texts(decode: Decode, ids: Sequence[int]) -> list[str]:
+    """Return one text per token. A token that ends inside a character has the empty text.
+
+    The token that completes the character has it whole. Each token is decoded together with the few
+    before it, since a tokenizer may decode the first of a text otherwise (without its space).
+    Linear in the number of tokens, whatever they are.
+    """
+    texts: list[str] = []
+    begin, told, known = 0, 0, ""  # known: decode(ids[begin:told]), which was returned already
+    for stop in range(1, len(ids) + 1):
+        text = decode(ids[begin:stop])
+        waits = text.endswith(REPLACEMENT) and stop - told < MOST_BYTES and stop < len(ids)
+        if waits:
+            texts.append("")
+            continue
+        texts.append(text[len(known) :])
+        begin, told = told, stop
+        known = decode(ids[begin:told])
+    return texts

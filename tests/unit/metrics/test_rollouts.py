@@ -1,0 +1,141 @@
+"""The record of rollouts: which samples, what of them, and what a drop or a full disk leaves."""
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_opd.metrics.rollouts import RolloutRecord, spread
+from megatron_opd.types import Batch, Sample, VersionSpan
+from tests.support.fakes import make_prompt, make_rollout, make_sample
+from tests.support.recorded_run import record
+
+
+def decode(ids: Sequence[int]) -> str:
+    return "".join(f"<{i}>" for i in ids)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_row_holds_what_a_reader_needs(tmp_path: Path):
+    rollout = make_rollout(make_prompt(7), (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3)))
+    teacher = np.arange(6, dtype=np.float32) / -8
+    kept = RolloutRecord(tmp_path / "rollouts.jsonl", decode, 4)
+    kept.trained(Batch(5, 5, (Sample(rollout, teacher, 0.5),)))
+    kept.close()
+    (row,) = rows_of(tmp_path / "rollouts.jsonl")
+    assert row.pop("unix_time_s") > 1.7e9
+    assert row == {
+        "update": 5,
+        "uid": 7,
+        "version": 5,
+        "teacher": "teacher",
+        "engine": "student-0",
+        "reward": 0.5,
+        "staleness_versions": 2,
+        "finish_reason": "stop",
+        "drop_reason": None,
+        "drop_detail": None,
+        "spans": [[3, 0, 2], [4, 2, 3]],
+        "prompt": "<0><1><2>",
+        "tokens": ["<4>", "<4>", "<4>"],
+        "sampler_logp": [-0.5, -0.5, -0.5],
+        "teacher_logp": [0.0, -0.25, -0.5],
+    }
+    assert "-0.0" not in (tmp_path / "rollouts.jsonl").read_text()
+
+
+def test_without_a_teacher_there_are_no_scores(tmp_path: Path):
+    sample = make_sample(1)
+    nothing = np.full_like(sample.teacher_logp_N, np.nan)
+    kept = RolloutRecord(tmp_path / "rollouts.jsonl", decode, 1)
+    kept.trained(Batch(0, 0, (Sample(sample.rollout, nothing),)))
+    kept.close()
+    assert rows_of(tmp_path / "rollouts.jsonl")[0]["teacher_logp"] is None
+
+
+@pytest.mark.parametrize(
+    ("there", "count", "uids"), [(8, 4, [0, 2, 4, 6]), (8, 3, [0, 2, 5]), (2, 5, [0, 1])]
+)
+def test_samples_are_spread_over_a_batch_whatever_its_order(there: int, count: int, uids):
+    samples = [make_sample(uid) for uid in range(there)]
+    for order in (samples, samples[::-1]):
+        assert [sample.rollout.prompt.uid for sample in spread(order, count)] == uids
+
+
+def test_a_drop_is_recorded_as_far_as_it_came(tmp_path: Path):
+    kept = RolloutRecord(tmp_path / "rollouts.jsonl", decode, 4)
+    sample = make_sample(2)
+    kept.follow(0, make_prompt(0))
+    kept.follow(1, make_rollout(make_prompt(1), (VersionSpan(0, 0, 2),)))
+    kept.follow(2, sample)
+    for uid in (0, 1, 2, 3):
+        kept.dropped(uid, "why", f"engine {uid}", 6)
+    kept.close()
+    rows = rows_of(tmp_path / "rollouts.jsonl")
+    assert [row["prompt"] for row in rows] == ["<0><1><2>"] * 3 + [None]
+    assert [len(row["tokens"]) for row in rows] == [0, 2, 4, 0]
+    assert [row["teacher_logp"] is None for row in rows] == [True, True, False, True]
+    assert {(row["update"], row["version"], row["drop_reason"]) for row in rows} == {
+        (6, None, "why")
+    }
+    assert rows[1]["drop_detail"] == "engine 1"
+
+
+def test_drops_between_two_updates_are_bounded(tmp_path: Path):
+    kept = RolloutRecord(tmp_path / "rollouts.jsonl", decode, 2)
+    for uid in range(5):
+        kept.dropped(uid, "why", "", 0)
+    kept.trained(Batch(0, 0, (make_sample(5),)))
+    for uid in range(6, 9):
+        kept.dropped(uid, "why", "", 1)
+    kept.close()
+    assert [row["uid"] for row in rows_of(tmp_path / "rollouts.jsonl")] == [0, 1, 5, 6, 7]
+
+
+def test_the_event_loop_waits_for_no_text(tmp_path: Path):
+    """Decoding is held up; the calls of the event loop return all the same."""
+    go = threading.Event()
+
+    def slow(ids: Sequence[int]) -> str:
+        assert go.wait(60)
+        return decode(ids)
+
+    kept = RolloutRecord(tmp_path / "rollouts.jsonl", slow, 2)
+    for update in range(3):
+        kept.trained(Batch(update, update, (make_sample(update),)))
+    assert (tmp_path / "rollouts.jsonl").read_bytes() == b""
+    go.set()
+    kept.close()
+    assert [row["update"] for row in rows_of(tmp_path / "rollouts.jsonl")] == [0, 1, 2]
+
+
+def test_what_cannot_be_written_is_raised_at_the_end_and_only_once(tmp_path: Path):
+    kept = RolloutRecord(tmp_path / "rollouts.jsonl", decode, 1)
+    kept._file.close()
+    kept.trained(Batch(0, 0, (make_sample(0),)))
+    with pytest.raises(ValueError, match="closed file"):
+        kept.close()
+    kept.close()
+
+
+def test_a_run_records_what_it_trains_on_and_drops(tmp_path: Path):
+    kept = RolloutRecord(tmp_path / "rollouts.jsonl", decode, 2)
+    _, learner = record(tmp_path, drop={4}, rollouts=kept)
+    rows = rows_of(tmp_path / "rollouts.jsonl")
+    trained = [row for row in rows if row["drop_reason"] is None]
+    by_update = {batch.update: batch for batch in learner.batches}
+    assert len(trained) == 2 * len(by_update)
+    for row in trained:
+        batch = by_update[row["update"]]
+        (sample,) = (s for s in batch.samples if s.rollout.prompt.uid == row["uid"])
+        assert row["staleness_versions"] == batch.version - sample.rollout.oldest_version
+    (drop,) = (row for row in rows if row["drop_reason"] is not None)
+    assert (drop["uid"], drop["drop_reason"], drop["drop_detail"]) == (4, "nan", "teacher-0")
+    assert len(drop["tokens"]) == 4
