@@ -222,7 +222,7 @@ def test_greedy_draws_are_the_argmax(student_server: ServerProcess, reference, n
 
 
 def test_plain_generation_has_no_draws_and_keeps_its_versions(student_server: ServerProcess):
-    request = RolloutRequest(rid="plain", input_ids=PROMPT, max_new_tokens=5)
+    request = RolloutRequest(rid="plain", input_ids=PROMPT, max_new_tokens=5, temperature=0.0)
     (reply,) = generate_all(student_server.spec.url, [request])
     assert reply.draws is None
     assert len(reply.output_ids_T) == 5

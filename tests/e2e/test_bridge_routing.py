@@ -14,7 +14,7 @@ from sglang_bridge.fleet import Fleet
 from sglang_bridge.http import HttpConnection
 from sglang_bridge.server.launch import ServerProcess
 from tests.e2e.replies import differing_rows, gate_error, requests_of, wrong_rows
-from tests.e2e.weight_sync import join, load_tensors, perturbed_copy, sync_weights
+from tests.e2e.weight_sync import decoding, join, load_tensors, perturbed_copy, sync_weights
 from tests.support.figures import bounded
 from tests.support.oracles import load_reference
 
@@ -36,7 +36,7 @@ def test_experts_before_and_after_a_weight_sync(
             (info,) = fleet.infos
             group, name = await join(fleet)
             work = [asyncio.create_task(fleet.generate(request)) for request in requests]
-            await asyncio.sleep(0.8)
+            await decoding(fleet.clients[0])
             await sync_weights(fleet, group, name, load_tensors(changed_model), info.version + 1)
             replies = await asyncio.gather(*work)
             again = replace(requests[0], rid="again", max_new_tokens=6)  # its prompt is cached

@@ -11,7 +11,14 @@ from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.server.launch import ServerProcess
 from tests.e2e.replies import requests_of, span_error
-from tests.e2e.weight_sync import differing, join, load_tensors, perturbed_copy, sync_weights
+from tests.e2e.weight_sync import (
+    decoding,
+    differing,
+    join,
+    load_tensors,
+    perturbed_copy,
+    sync_weights,
+)
 from tests.support.figures import bounded
 from tests.support.oracles import load_reference
 
@@ -37,7 +44,7 @@ def test_weight_sync_in_flight(student_server: ServerProcess, student_model: Pat
             (info,) = fleet.infos
             group, name = await join(fleet)
             work = [asyncio.create_task(fleet.generate(request)) for request in requests]
-            await asyncio.sleep(0.8)
+            await decoding(fleet.clients[0])
             await sync_weights(fleet, group, name, changed, info.version + 1)
             digests = (await fleet.weight_digests())[student_server.spec.url]
             replies = await asyncio.gather(*work)

@@ -42,6 +42,20 @@ def perturbed_copy(model: Path, path: Path, scale: float, seed: int) -> Path:
     return path
 
 
+async def decoding(client: ServerClient, passes: int = 20) -> None:
+    """Waits until the server has made so many more decode passes: its requests are under way."""
+
+    async def made() -> float:
+        return (await client.work()).decode.gram[0]
+
+    enough = await made() + passes
+    async with asyncio.timeout(60):
+        while True:
+            if await made() >= enough:
+                return
+            await asyncio.sleep(0.02)
+
+
 async def join(fleet: Fleet, timeout_s: float = 60) -> tuple[distributed.ProcessGroup, str]:
     """A gloo group of this process (rank 0) and every rank of the fleet."""
     from sglang.srt.utils.common import init_custom_process_group

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 from typing import Any
 
 import psutil
@@ -13,6 +15,15 @@ from megatron_opd.cli.work_watch import cpu_seconds, recorded_work
 from megatron_opd.sim.clock import run_virtual
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.work import PassSums, ServerWork
+
+SPUN_S = 0.3
+SPIN = f"""
+import time
+while time.process_time() < {SPUN_S}:
+    pass
+print(flush=True)
+time.sleep(600)
+"""
 
 
 class Client:
@@ -86,8 +97,11 @@ def test_a_server_s_seconds_are_those_of_all_its_processes(monkeypatch: pytest.M
     monkeypatch.setattr(work_watch, "ServerProcess", (Local, Ended))
     servers: Any = (Local(), Ended(), object())
     processes = Processes(servers, None)
-    found = cpu_seconds(processes)
+    with subprocess.Popen([sys.executable, "-c", SPIN], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # it has used its seconds by now
+        before = psutil.Process().cpu_times()
+        found = cpu_seconds(processes)
+        child.kill()
     assert found.keys() == {"controller", "http://s"}
-    own = psutil.Process().cpu_times()
-    assert found["http://s"] <= own.user + own.system + 1
-    assert found["http://s"] > 0
+    assert found["http://s"] >= before.user + before.system + SPUN_S
