@@ -36,6 +36,7 @@ def traced(path: Path, engine: str = "http://a:1") -> Path:
         trace.span("learner", f"update {update}", begin_s + 1.0, begin_s + 2.0)
         trace.span("weight sync", "weight sync", begin_s + 1.8, begin_s + 2.0)
         trace.span(f"student {engine}", "paused", begin_s + 1.9, begin_s + 2.0, lane=0)
+    trace.span("evaluation", "easy after 4 updates", 8.0, 13.0)
     trace.close()
     return run
 
@@ -60,6 +61,16 @@ def colours(page: Any, place: str) -> int:
     )
 
 
+def colour_at(page: Any, place: str, x: float, y: float) -> str:
+    """What a canvas shows at a place, as CSS names it."""
+    return page.evaluate(
+        "([place, x, y]) => { const c = document.querySelector(place), ratio = devicePixelRatio;"
+        "const d = c.getContext('2d').getImageData(x * ratio, y * ratio, 1, 1).data;"
+        " return `rgb(${d[0]}, ${d[1]}, ${d[2]})`; }",
+        [place, x, y],
+    )
+
+
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
 def test_curves_and_time_line_are_drawn_and_nothing_is_too_wide(
     tmp_path: Path, open_page: Open, size: tuple[int, int]
@@ -69,7 +80,15 @@ def test_curves_and_time_line_are_drawn_and_nothing_is_too_wide(
     assert page.locator("section > .grid > .chart").count() > 8
     assert page.evaluate("document.documentElement.scrollWidth") == size[0]
     assert colours(page, ".chart canvas") > 3
-    assert colours(page, ".lanes canvas") > 4
+    assert colours(page, ".lanes canvas") > 5
+    place = page.locator(".lanes canvas")
+    x, y = 0.7 * place.bounding_box()["width"], 94
+    legend = page.locator(".lanes + .legend span").filter(has_text="evaluation").locator("i")
+    assert colour_at(page, ".lanes canvas", x, y) == legend.evaluate(
+        "(mark) => getComputedStyle(mark).backgroundColor"
+    )
+    place.hover(position={"x": x, "y": y})
+    assert page.locator(".lanes .tip").inner_text().startswith("evaluation")
 
 
 def test_the_x_axis_can_be_the_wall_clock(tmp_path: Path, open_page: Open):

@@ -19,6 +19,13 @@ def evaluations(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "evaluations.jsonl").open()]
 
 
+def drawn(run_dir: Path) -> list[str]:
+    """Names of the spans of evaluations in the time line."""
+    events = json.loads((run_dir / "trace.json").read_text())
+    (row,) = (each["pid"] for each in events if each.get("args") == {"name": "evaluation"})
+    return [each["name"] for each in events if each["pid"] == row and each["ph"] == "X"]
+
+
 def test_a_run_is_evaluated_while_it_trains(
     inputs: Path, tmp_path: Path, start: Callable[..., Running]
 ):
@@ -58,6 +65,8 @@ def test_a_run_is_evaluated_while_it_trains(
     assert all(row["mean_response_tokens"] <= 2 for row in rows if row["set"] == "short")
     picked = summary["evaluation_sets"]["few"]
     assert (picked["before"], picked["after"]["update"]) == (None, UPDATES)
+
+    assert drawn(run_dir) == [f"{name} after {update} updates" for update, name in places]
 
     # the server that is kept for evaluations got every version and no rollout
     sampled = [row["servers"] for row in done.rows]
