@@ -10,13 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from examples.smollm2 import demo, make_prompts, models
-from examples.smollm2.evaluate import complete, logp_TV, measure
+from examples.smollm2.evaluate import complete, logp_TV, measure, rendered
 from examples.smollm2.facts import named
 from examples.smollm2.fetch import LOCK, extract
 from examples.smollm2.prune import prune
 from examples.smollm2.settings import BUILD, REMOVED_LAYERS, RUN
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
+from megatron_opd.data.tokenizer import build_tokenizer
 
 EXAMPLE = Path(make_prompts.__file__).parent
 PROMPTS, RESPONSES = [[5, 6, 7], [9, 8]], [[3, 4, 1], [7, 7, 7, 1]]
@@ -131,6 +132,15 @@ def test_a_student_of_other_layers_is_made_anew(teacher, tmp_path, monkeypatch):
     (tmp_path / "student" / models.RECORD).unlink()
     models.make_models(tmp_path)
     assert not (tmp_path / "student" / "a_file").exists(), "layers unknown: made anew"
+
+
+def test_held_out_prompts_go_through_the_chat_template():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    assert rendered(["1+1", "2"], tokenizer) == [tokenizer.encode("<1+1>"), tokenizer.encode("<2>")]
+    tokenizer.chat_template = "{% for m in messages %}{{ raise_exception('no') }}{% endfor %}"
+    with pytest.raises(ValueError, match="no"):
+        rendered(["1"], tokenizer)
 
 
 def test_figures_of_the_teacher_itself_and_of_a_pruned_student(teacher, tmp_path):
