@@ -45,6 +45,7 @@ STUDIES = (
     "simulator",
     "verifiers",
     "watch",
+    "watched_demo",
 )
 WITH_OPTIONS = (
     "step",
@@ -66,6 +67,7 @@ WITH_OPTIONS = (
     "schedules",
     "simulator",
     "watch",
+    "watched_demo",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 
