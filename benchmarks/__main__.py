@@ -46,6 +46,7 @@ STUDIES = (
     "verifiers",
     "watch",
     "watched_demo",
+    "bring",
 )
 WITH_OPTIONS = (
     "step",
@@ -68,6 +69,7 @@ WITH_OPTIONS = (
     "simulator",
     "watch",
     "watched_demo",
+    "bring",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 
