@@ -7,9 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from tests.support.browser import DESKTOP, PHONE, tab
 
 SETTLE_MS = 1200
+COLOURS = 224
 SIZES = {"": (DESKTOP[0], 1500), "_phone": (PHONE[0], 1500)}
 """Of the report, whose first screens are shown."""
 WATCH_SIZES = {"desktop": DESKTOP, "phone": PHONE}
@@ -22,12 +25,12 @@ def report_pictures(browser: Any, address: str, folder: Path) -> list[str]:
         with _page(browser, size, problems) as page:
             page.goto(address)
             page.wait_for_timeout(SETTLE_MS)
-            page.screenshot(path=folder / f"report{suffix}.png")
+            _picture(page, folder / f"report{suffix}.png")
             if not suffix:
                 lanes = page.locator("section", has=page.locator(".lanes"))
                 lanes.scroll_into_view_if_needed()
                 page.wait_for_timeout(SETTLE_MS)
-                lanes.screenshot(path=folder / "report_lanes.png")
+                _picture(lanes, folder / "report_lanes.png")
     return problems
 
 
@@ -49,12 +52,23 @@ def watch_pictures(browser: Any, address: str, folder: Path) -> list[str]:
             page.wait_for_selector(".tokens .t")
             page.locator(".t.low4").first.hover()
             page.wait_for_timeout(SETTLE_MS)
-            page.screenshot(path=folder / f"watch_{name}.png")
-            view = "engines" if not narrow else "curves"
+            _picture(page, folder / f"watch_{name}.png")
+            view = "engines"
+            if narrow:
+                page.click(".back")
+                view = "curves"
             page.click(f"#tab-{view}")
             page.wait_for_timeout(SETTLE_MS)
-            page.screenshot(path=folder / f"watch_{view}.png")
+            _picture(page, folder / f"watch_{view}.png")
     return problems
+
+
+def _picture(shown: Any, path: Path) -> None:
+    """Write what is shown in few colours, a third of the bytes."""
+    shown.screenshot(path=path)
+    with Image.open(path) as whole:
+        few = whole.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ CONFIG = Path("examples/arithmetic/watched.yaml")
 OUT = Path("runs/watched")
 KEY = "0123456789abcdef0123456789abcdef01234567"
 """Has the form of a key of W&B. No file of the run may hold it."""
-WATCH_FROM = 30
+WATCH_FROM = 25
 """Updates that are done when the page is opened."""
 PATIENCE_S = 600.0
 FIGURES = ("accuracy_pct", "stderr_pct", "version_min", "version_max", "lag_steps", "seconds")
