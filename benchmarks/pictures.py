@@ -36,6 +36,7 @@ def report_pictures(browser: Any, address: str, folder: Path) -> list[str]:
 
 def watch_pictures(browser: Any, address: str, folder: Path) -> list[str]:
     """Write watch_{desktop,phone,engines,curves}.png; return what the pages complained of."""
+    folder.mkdir(parents=True, exist_ok=True)
     problems: list[str] = []
     for name, size in WATCH_SIZES.items():
         with _page(browser, size, problems) as page:

@@ -6,7 +6,7 @@ Runs examples/arithmetic/watched.yaml (two held-out sets every 10 updates, W&B o
 recorded) with an API key of no one. Once half of the updates are done, `opd watch` shows the
 running run to a real browser until another update appears by itself; after the run, `opd report`
 is written and opened. --pictures: where to write what the browser shows, at desktop and phone
-width (they stand in docs/).
+width; `--pictures docs` replaces those of the documentation.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def watch(out: Path, run: subprocess.Popen[bytes], pictures: Path | None) -> dic
         later = page.locator("#done").inner_text()
         problems = list(opened.problems)
         if pictures is not None:
-            problems += watch_pictures(browser, address, pictures)
+            problems += watch_pictures(browser, address, pictures / "_static")
     return {
         "state": state,
         "shown_s": round(shown_s, 2),
