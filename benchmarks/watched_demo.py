@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -76,8 +77,9 @@ def measure(options: Sequence[str] = ()) -> dict[str, Any]:
 @contextmanager
 def running(out: Path) -> Iterator[subprocess.Popen[bytes]]:
     """`opd run`, its output beside the run's directory."""
+    shutil.rmtree(out, ignore_errors=True)  # rows of an earlier run would be taken for this one's
     out.parent.mkdir(parents=True, exist_ok=True)
-    words = ["run", str(CONFIG), "--overwrite", "--set", f"run.dir={out}"]
+    words = ["run", str(CONFIG), "--set", f"run.dir={out}"]
     with out.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "megatron_opd", *words],

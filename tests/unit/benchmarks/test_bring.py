@@ -81,6 +81,9 @@ def test_rows_have_their_teacher(tmp_path: Path) -> None:
 
 
 def test_rows_have_their_limit(tmp_path: Path) -> None:
+    ITEMS["limits"].prepare(tmp_path)
+    brought = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in brought if "most" in row] == PROMPTS[1::2]
     short = sample(PROMPTS[1], tokens=["1"] * SHORTEST)
     long = sample(PROMPTS[0], tokens=["1"] * LIMIT)
     assert shown("limits", ran(tmp_path, [short, long]))

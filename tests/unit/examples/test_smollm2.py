@@ -69,6 +69,7 @@ def test_prompts_are_what_the_program_makes_and_disjoint():
         ("The capital of France is **Paris**.", "Paris", True),
         ("It is PARIS", "Paris", True),
         ("Parisians know.", "Paris", False),
+        ("Ask the police.", "ice", False),
         ("Carbon-dioxide (a gas)", "carbon dioxide|CO2", True),
         ("It is CO2.", "carbon dioxide|CO2", True),
         ("carbon", "carbon dioxide|CO2", False),
