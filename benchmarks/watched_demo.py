@@ -41,10 +41,8 @@ SENT = (
     *("eval/short/accuracy_pct", "eval/long/accuracy_pct", "eval/long/pass_at_k/4"),
 )
 """Names of which W&B must have values."""
-DRAWN = (
-    "() => { const charts = [...document.querySelectorAll('section > .grid > .chart')];"
-    " return charts.length && charts.every((chart) => chart.querySelector('.uplot')); }"
-)
+DRAWN = "() => document.querySelector('.chart .uplot')"
+"""Charts further down are drawn when they come into view."""
 
 
 def measure(options: Sequence[str] = ()) -> dict[str, Any]:
