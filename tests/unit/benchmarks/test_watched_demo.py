@@ -38,7 +38,7 @@ GOOD: dict[str, Any] = {
     ],
 )
 def test_what_must_not_be_is_a_fault(place: str, value: Any, fault: str) -> None:
-    assert faults(GOOD) == []
+    assert faults(GOOD) == faults(GOOD | {"watch": None}) == []
     figures = copy.deepcopy(GOOD)
     *parts, last = place.split(".")
     inner = figures[parts[0]] if parts else figures
