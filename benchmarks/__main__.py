@@ -45,6 +45,8 @@ STUDIES = (
     "simulator",
     "verifiers",
     "watch",
+    "watched_demo",
+    "bring",
 )
 WITH_OPTIONS = (
     "step",
@@ -66,6 +68,8 @@ WITH_OPTIONS = (
     "schedules",
     "simulator",
     "watch",
+    "watched_demo",
+    "bring",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 
