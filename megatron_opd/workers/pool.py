@@ -55,8 +55,8 @@ from megatron_opd.workers.messages import (
     decode_answer,
     encode,
 )
-from sglang_bridge.client import ServerClient
-from sglang_bridge.errors import ServerUnreachable
+from sglang_bridge.client import Endpoint, ServerClient
+from sglang_bridge.errors import BadReply, ServerUnreachable
 from sglang_bridge.protocol import RolloutRequest
 
 logger = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ class WorkerPool:
         number = next(self._numbers)
         order = Generate(
             number,
-            client.endpoint,
+            _timeless(client.endpoint),
             request.rid,
             np.asarray(request.input_ids, dtype=np.int32).tobytes(),
             max_new_tokens=request.max_new_tokens,
@@ -215,6 +215,11 @@ class WorkerPool:
             answer = await client.deadlines.within(request.rid, work)
         except SamplesLost as error:
             raise ServerUnreachable(client.url, "/generate", str(error), sent=True) from None
+        newest = max((version for version, *_ in answer.spans), default=0)
+        if client.known_version is not None and newest > client.known_version:
+            raise BadReply(
+                f"{client.url}: version {newest} was not synced yet, {client.known_version} was"
+            )
         self.release([prompt.uid])
         self._held[prompt.uid] = link, request.rid
         return HeldRollout(
@@ -495,6 +500,11 @@ class WorkerPool:
 
     async def _until_changed(self) -> None:
         await self._changed.wait()
+
+
+def _timeless(endpoint: Endpoint) -> Endpoint:
+    """Return the endpoint without its version, which a weight sync may raise before the reply."""
+    return replace(endpoint, known=replace(endpoint.known, version=None))
 
 
 async def _filled(found: HeldRollout | HeldSample, asked: asyncio.Future[Any]) -> Rollout | Sample:
