@@ -116,13 +116,15 @@ class Worker:
                     task = self._calls.get(order.call)
                     if task is not None:
                         task.cancel()
+                case Fetch():
+                    await self._answer(order)  # now: a release may be the next order
                 case _:
                     self._begin(order)
 
     async def _disconnected(self) -> None:
         await self._monitor.recv_multipart()
 
-    def _begin(self, order: Generate | Judge | Score | Fetch) -> None:
+    def _begin(self, order: Generate | Judge | Score) -> None:
         task = asyncio.create_task(self._answer(order))
         self._calls[order.call] = task
         task.add_done_callback(lambda _: self._calls.pop(order.call))
