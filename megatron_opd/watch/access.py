@@ -8,11 +8,16 @@ in Host is looked at because a page of elsewhere could have its own name resolve
 from __future__ import annotations
 
 import ipaddress
+import logging
 import secrets
 from dataclasses import dataclass
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
+
+from sglang_bridge.refusals import Refusals
+
+logger = logging.getLogger(__name__)
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -65,16 +70,18 @@ def cookie_name(port: int) -> str:
 
 
 def guard(access: Access, port: int) -> Middleware:
-    """Make the middleware that answers 403 unless the request may be answered."""
-    cookie = cookie_name(port)
+    """Make the middleware that answers 403 unless the request may be answered, and counts those."""
+    cookie, refusals = cookie_name(port), Refusals(logger, "by opd watch")
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if not access.serves(request.host):
+            refusals.add("a request for another host")
             return refusal("this name is not this server's: open the address that was printed")
         if access.knows(request.query.get(TOKEN)):
             return let_in(request, access, cookie)
         if not access.knows(request.cookies.get(cookie)):
+            refusals.add("a request without the token")
             return refusal("the token is missing or wrong: open the address that was printed")
         try:
             response = await handler(request)

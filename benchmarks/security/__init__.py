@@ -1,0 +1,1 @@
+"""What strangers may try on every wire of a run, and what comes of it."""
