@@ -45,6 +45,7 @@ STUDIES = (
     "simulator",
     "verifiers",
     "watch",
+    "security",
 )
 WITH_OPTIONS = (
     "step",
