@@ -62,7 +62,7 @@ def attacks(target: Target, open_paths: tuple[str, ...]) -> dict[str, Callable[[
     upgrade = f"GET /v1/realtime HTTP/1.1\r\nHost: 127.0.0.1\r\n{_lines(websocket)}\r\n".encode()
     escape = b"GET /\x1b[2J\x1b[31mred HTTP/1.1\r\nHost: 127.0.0.1\r\nX-\x1b[31m: \x07\r\n\r\n"
     return found | {
-        "websocket without a key": lambda: send(door, upgrade),
+        "websocket without a key": lambda: send(door, upgrade, 3.0),
         "Host: x/health?": lambda: send(door, whole.replace(b"127.0.0.1", b"x/health?", 1)),
         "garbage": lambda: send(door, os.urandom(1 << 16)),
         "escape codes": lambda: send(door, escape),

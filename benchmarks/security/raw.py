@@ -65,20 +65,27 @@ def send_and_leave(door: Door, data: bytes) -> Outcome:
     return Outcome(1, sent, time.monotonic() - started, closed=True)
 
 
-def flood(door: Door, head: bytes, total: int, limit_s: float = 60.0) -> Outcome:
-    """Send `head` and `total` bytes after it, until the other side takes no more or answers."""
+def flood(
+    door: Door, head: bytes, total: int, limit_s: float = 60.0, *, greeted: bool = False
+) -> Outcome:
+    """Send `head` and `total` bytes after it, until the other side closes or answers.
+
+    greeted: the other side says something before it has heard anything, which is no answer.
+    """
     started = time.monotonic()
     with door.connect() as connection:
         sent = _sent(connection, head)
         connection.settimeout(1.0)
         closed, answer = False, b""
-        while sent < total and time.monotonic() - started < limit_s and not (closed or answer):
+        while sent < total and time.monotonic() - started < limit_s and not closed:
             taken = _sent(connection, CHUNK)
             sent += taken
-            answer, closed = _read(connection, 0.0)
-            if not taken and not answer:
-                closed = True
-        if not answer:
+            more, closed = _read(connection, 0.0)
+            answer += more
+            if answer and not greeted:
+                break
+            closed = closed or not taken
+        if not (closed or (answer and not greeted)):
             more, closed = _read(connection, PATIENCE_S)
             answer += more
     return Outcome(1, sent, time.monotonic() - started, closed, answer)

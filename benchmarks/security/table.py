@@ -131,6 +131,7 @@ def security_table(scratch: Path) -> dict[str, Any]:
             rows += http_rows(run, role, server(run, role, keys.servers[role]), run.log(role))
         rows += http_rows(run, "opd watch", watch(port, token), watch_log, left_open=())
         arguments = all_arguments(run.process.pid)
+        meanwhile = [path.name for path in found_in(run.run_dir, secret)]
     summary = json.loads((run.run_dir / "summary.json").read_text())
     outputs = [run.output.read_text(errors="replace"), watch_log.read_text(errors="replace")]
     return {
@@ -140,7 +141,8 @@ def security_table(scratch: Path) -> dict[str, Any]:
         "updates": summary["updates"],
         "status": summary["status"],
         "secrets": len(secret),
-        "files_with_a_secret": [str(path) for path in found_in(run.run_dir, secret)],
+        "files_with_a_secret": meanwhile,
+        "files_with_a_secret_afterwards": [path.name for path in found_in(run.run_dir, secret)],
         "secrets_in_output": sum(each in text for each in secret for text in outputs),
         "secrets_in_arguments": sum(each in arguments for each in secret),
         "escape_codes_in_logs": escape_codes(run, watch_log),

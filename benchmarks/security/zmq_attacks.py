@@ -37,8 +37,12 @@ def attacks(door: Door, controller: bytes, recorded: bytes) -> dict[str, Callabl
         "garbage after a greeting": lambda: send(door, GREETING + os.urandom(1 << 16)),
         "escape codes": lambda: send(door, b"\x1b[2J\x1b[31mred\x07\r\n" * 100),
         "HTTP": lambda: send(door, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".ljust(80)),
-        "1 GB command": lambda: flood(door, GREETING + LONG_COMMAND + length, GIGABYTE),
-        "1 GB message": lambda: flood(door, GREETING + LONG_MESSAGE + length, GIGABYTE),
+        "1 GB command": lambda: flood(
+            door, GREETING + LONG_COMMAND + length, GIGABYTE, greeted=True
+        ),
+        "1 GB message": lambda: flood(
+            door, GREETING + LONG_MESSAGE + length, GIGABYTE, greeted=True
+        ),
         "truncated, left": lambda: send_and_leave(door, recorded[: len(recorded) // 2]),
         "truncated, held": lambda: send(door, recorded[: len(GREETING) + 20], SLOW_S),
         "slow-loris": lambda: drip(door, recorded, SLOW, 0.5, SLOW_S),
