@@ -46,6 +46,8 @@ STUDIES = (
     "verifiers",
     "watch",
     "security",
+    "watched_demo",
+    "bring",
 )
 WITH_OPTIONS = (
     "step",
@@ -67,6 +69,8 @@ WITH_OPTIONS = (
     "schedules",
     "simulator",
     "watch",
+    "watched_demo",
+    "bring",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

@@ -31,12 +31,16 @@ class GroupColumns(Generic[Float64s]):
     """Holds what the samples of a group decide together; see batching/advantages.py.
 
     advantage_B: 0 when no reward is read. group_log_q_B: log of GEPO's Eq. 11, 0 when unused.
-    defensive_B: in [0, 1], eps of GEPO's Eq. 15, 0 when unused.
+    defensive_B: in [0, 1], eps of GEPO's Eq. 15, 0 when unused. reward_weight_B, teacher_weight_B:
+    multiply the terms from rewards, and the other terms, on this response; >= 0, and 0 leaves it
+    out (losses/weights.py).
     """
 
     advantage_B: Float64s
     group_log_q_B: Float64s
     defensive_B: Float64s
+    reward_weight_B: Float64s
+    teacher_weight_B: Float64s
 
 
 @dataclass(frozen=True, kw_only=True)

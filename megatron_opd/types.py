@@ -31,7 +31,9 @@ class Prompt:
     token_ids_P: int32 [P], chat template already applied. answer: what the task's verifier compares
     with, if any. teacher: names the one that scores its rollouts. max_new_tokens: longest response;
     None: rollout.max_new_tokens. stop: strings that end a response besides rollout.stop. task: its
-    verifier's name; None: data.task. row_id: the row's own name, or its file and line.
+    verifier's name; None: data.task. row_id: the row's own name, or its file and line. row: which
+    problem of the training data it is. reward_weight, teacher_weight: multiply the loss's terms
+    from rewards, and its other terms, on its responses.
     """
 
     uid: int
@@ -44,6 +46,9 @@ class Prompt:
     task: str | None = None
     row_id: str = ""
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    row: int = 0
+    reward_weight: float = 1.0
+    teacher_weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +114,20 @@ class Sample:
 
     teacher_logp_N: float32 [N], log q of every cached id; finite (a sample with NaN is dropped), or
     all NaN, and never read, where no teacher is asked. reward: the task's verifier on the response;
-    None without a verifier or an answer.
+    None without a verifier or an answer. overlong_penalty: <= 0, added to the reward in advantages.
+    masked: its tokens carry no loss.
     """
 
     rollout: Rollout
     teacher_logp_N: FloatArray
     reward: float | None = None
+    overlong_penalty: float = 0.0
+    masked: bool = False
+
+    @property
+    def has_scores(self) -> bool:
+        """Tell whether a teacher was asked."""
+        return len(self.teacher_logp_N) > 0 and not bool(np.isnan(self.teacher_logp_N[0]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,15 @@ from tools.docs_links import Link, broken, replaced, rewritten  # noqa: E402
 DOCS = ROOT / "docs"
 NAVIGATION = {
     "Start": ("index", "install", "architecture"),
-    "What is learned": ("losses", "estimators", "studies", "data", "verifiers", "extending"),
+    "What is learned": (
+        "losses",
+        "rewards",
+        "estimators",
+        "studies",
+        "data",
+        "verifiers",
+        "extending",
+    ),
     "Training": ("learner", "layouts", "routing", "reproducible"),
     "Running": (
         "cluster",

@@ -3,17 +3,21 @@
     python -m benchmarks schedule_properties [--runs N] [--seed N] [--jobs N]
 
 A run is small and its clock virtual: a schedule of any type, order, in_flight policy and group
-size; stragglers, drops, servers that are lost and come back, weight syncs that are slow, lose a
-server, run beside updates or fail for good; prompts that run out in the middle of a batch; an end
-that comes early, and what follows it when the run is resumed. Checked: permits are conserved at
+size; stragglers, drops, groups that are dropped because their rewards are alike (selection.groups),
+servers that are lost and come back, weight syncs that are slow, lose a server, run beside updates
+or fail for good; prompts that run out in the middle of a batch; an end that comes early, and what
+follows it when the run is resumed. Checked: permits are conserved at
 every moment; each prompt is consumed once or dropped for a counted reason, or waits where the run
 was told to end; no token is staler than the bound, or of weights to come; every group is whole;
 with order admission batches are in that order; without in_place no response is sampled across a
-weight sync; weight syncs come in order, the last one after the last update; nothing stalls.
+weight sync; which groups are dropped for their rewards follows from the order of admission alone,
+and never more in a row than allowed; weight syncs come in order, the last one after the last
+update; nothing stalls.
 
 Controls must fail in some of their runs: permits returned at the end of an update and not when its
-weights are live; completion order without deadlines; dropped samples that keep their permits; and
-the checks with a bound that is one too small.
+weights are live; completion order without deadlines; dropped samples that keep their permits;
+groups judged in the order in which they were scored; and the checks with a bound that is one too
+small.
 
 What it cannot say: anything about real processes (`fault_schedules`, `chaos`) or time.
 """
@@ -33,6 +37,7 @@ from benchmarks.case_rows import say
 from benchmarks.schedule_properties.checks import Control, Leg, check, run_of
 from benchmarks.schedule_properties.plans import plan_of
 from megatron_opd.buffer.batcher import INCOMPLETE_BATCH
+from megatron_opd.buffer.spread import REASONS
 from megatron_opd.controller.errors import LoopFailed
 
 Tree = dict[str, Any]
@@ -130,6 +135,7 @@ def _figures(legs: list[Leg]) -> Tree:
         "updates": last.accounting.updates,
         "consumed": last.accounting.consumed,
         "dropped": sum(last.accounting.dropped.values()),
+        "dropped_for_rewards": sum(last.accounting.dropped.get(reason, 0) for reason in REASONS),
         "restarts": sum(leg.servers.restarts for leg in legs),
         "servers_lost": sum(server.losses for leg in legs for server in leg.servers.all),
         "ended_early": legs[0].told_to_end,

@@ -17,7 +17,9 @@ from benchmarks.schedule_properties.world import (
     Teacher,
     make_prompt,
 )
+from megatron_opd.buffer.batcher import INCOMPLETE_BATCH
 from megatron_opd.buffer.permits import staleness_versions
+from megatron_opd.buffer.spread import REASONS, GroupRule
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.ports import Ports
@@ -27,7 +29,9 @@ from megatron_opd.metrics.types import Accounting, Depths, WeightSyncReport
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.types import Batch, Prompt, Rollout, Sample
 
-Control = Literal["early_permits", "no_deadlines", "kept_permits", "tight_bound"]
+Control = Literal[
+    "early_permits", "no_deadlines", "kept_permits", "tight_bound", "verdicts_as_scored"
+]
 LIMIT_S = 1e4
 """Virtual seconds after which a run that makes no progress has failed."""
 
@@ -38,7 +42,9 @@ class Witness:
 
     schedule: Schedule
     batches: list[Batch] = field(default_factory=list)
-    dropped_uids: list[int] = field(default_factory=list)
+    scores: list[Sample] = field(default_factory=list[Sample])
+    reasons: dict[int, str] = field(default_factory=dict[int, str])
+    """{uid of a dropped sample: what for}."""
     most_permits: int = 0
     _unsynced: int = 0
     accounting: Accounting | None = None
@@ -55,10 +61,12 @@ class Witness:
 
     def scored(self, sample: Sample, started_s: float, finished_s: float) -> None:
         """See Observer."""
+        self.scores.append(sample)
 
     def dropped(self, uid: int, reason: str, detail: str) -> None:
         """See Observer."""
-        self.dropped_uids.append(uid)
+        assert uid not in self.reasons, "a prompt is dropped twice"
+        self.reasons[uid] = reason
 
     def trained(self, batch: Batch, figures: Any, started_s: float, finished_s: float) -> None:
         """See Observer."""
@@ -178,7 +186,7 @@ def check(legs: list[Leg], control: Control | None = None) -> None:
     for leg in legs:
         _check_leg(leg, schedule.bound - (control == "tight_bound"))
         uids += [rollout.prompt.uid for rollout in leg.rollouts]
-        uids += leg.witness.dropped_uids
+        uids += leg.witness.reasons
     assert len(uids) == len(set(uids)), "a prompt is consumed or dropped twice"
     last = legs[-1]
     assert len(uids) == last.accounting.consumed + sum(last.accounting.dropped.values())
@@ -188,6 +196,30 @@ def check(legs: list[Leg], control: Control | None = None) -> None:
         assert len(waits) == last.accounting.in_flight
         if not last.told_to_end:
             assert waits == set(), "a run that ends by itself leaves something"
+    if schedule.groups is not None:
+        _check_verdicts(legs, schedule.groups)
+
+
+def _check_verdicts(legs: list[Leg], rule: GroupRule) -> None:
+    """Which groups were dropped for their rewards, in the order of admission, by the rule alone."""
+    size, most = legs[0].schedule.group_size, rule.spread.most_in_a_row
+    rewards = {s.rollout.prompt.uid: s.reward for leg in legs for s in leg.witness.scores}
+    consumed = {r.prompt.uid for leg in legs for r in leg.rollouts}
+    reasons = {uid: reason for leg in legs for uid, reason in leg.witness.reasons.items()}
+    in_a_row = 0
+    for first in range(0, legs[-1].state.next_uid, size):
+        members = range(first, first + size)
+        why = {reasons[uid] for uid in members if uid in reasons}
+        why.discard(INCOMPLETE_BATCH)  # it was kept
+        if why - set(REASONS):
+            continue  # it lost a member
+        left_out = reasons.get(first) == INCOMPLETE_BATCH
+        if not (why or left_out or first in consumed):
+            return  # still on its way where the run ended
+        alike = len({rewards[uid] for uid in members}) == 1
+        dropped = alike and in_a_row < most
+        assert dropped == bool(why), "a group without spread is kept, or one with spread dropped"
+        in_a_row = in_a_row + 1 if dropped else 0
 
 
 def _check_leg(leg: Leg, bound: int) -> None:

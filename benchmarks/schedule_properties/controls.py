@@ -7,7 +7,9 @@ from typing import Any
 
 from megatron_opd.buffer.completion import CompletionBuffer
 from megatron_opd.buffer.rejection import SampleRejected
+from megatron_opd.buffer.spread import Verdict
 from megatron_opd.controller.controller import Controller
+from megatron_opd.types import Prompt
 
 
 def broken(controller: Any, control: str | None) -> None:
@@ -18,6 +20,20 @@ def broken(controller: Any, control: str | None) -> None:
         controller._buffer._musts = lambda: iter(())
     elif control == "kept_permits":
         controller._forget = _keeping(controller)
+    elif control == "verdicts_as_scored" and controller._filter is not None:
+        _judge_as_scored(controller._filter)
+
+
+def _judge_as_scored(judge: Any) -> None:
+    """Count groups without spread in the order in which they were scored."""
+    completed = judge.completed
+
+    def at_once(prompt: Prompt) -> list[Verdict]:
+        judge._next = prompt.uid // judge._size
+        judge._found.clear()
+        return completed(prompt)
+
+    judge.completed = at_once
 
 
 def _release_when_trained(controller: Any) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from megatron_opd.buffer.spread import GroupRule
 from megatron_opd.config.schedule import ScheduleConfig, least_bound
+from megatron_opd.config.selection import RewardSpread
 from megatron_opd.controller.controller import MIN_DROPS_IN_A_ROW
 from megatron_opd.controller.schedule import Schedule
 
@@ -38,7 +40,7 @@ class Plan:
     rollout, this score is to be dropped. down: (when, which server, for how long). losing_syncs:
     versions whose weight sync loses a server on the way; fatal_sync: one that fails for good.
     overlap: updates run beside weight syncs. prompts: how many there are; None: no end. end_s: when
-    it is told to end early; resumes: whether it goes on then.
+    it is told to end early; resumes: whether it goes on then. rewards: of a response, by uid.
     """
 
     schedule: Schedule
@@ -56,6 +58,7 @@ class Plan:
     prompts: int | None = None
     end_s: float | None = None
     resumes: bool = False
+    rewards: Callable[[int], float] = lambda uid: float(uid % 2)
 
 
 def plan_of(seed: int) -> Plan:
@@ -83,7 +86,7 @@ def plan_of(seed: int) -> Plan:
     )
     versions = range(1, updates + 1)
     few = group_size * rng.randint(1, max(1, updates * batch_size // group_size))
-    return Plan(
+    plan = Plan(
         schedule,
         rollout_s=lambda uid: rollout_s * (tail if lucky.random() < 0.1 else lucky.random()),
         score_s=lambda uid: score_s * lucky.random(),
@@ -100,6 +103,22 @@ def plan_of(seed: int) -> Plan:
         end_s=rng.uniform(0, span_s) if rng.random() < 0.2 else None,
         resumes=rng.random() < 0.7,
     )
+    return _filtered(plan, rng) if group_size > 1 and rng.random() < 0.5 else plan
+
+
+def _filtered(plan: Plan, rng: random.Random) -> Plan:
+    """Return the run with groups that are dropped for their rewards, some of them alike."""
+    size, seed, share = plan.schedule.group_size, rng.random(), rng.choice((0.3, 0.7, 1.0))
+    spread = RewardSpread(most_in_a_row=rng.randint(1, 4), exhausted="keep")
+
+    def reward(uid: int) -> float:
+        group, member = divmod(uid, size)
+        lot = random.Random(f"{seed} {group}")
+        alike, right = lot.random() < share, lot.random() < 0.5
+        return float(right) if alike else float(member % 2)
+
+    schedule = replace(plan.schedule, groups=GroupRule(spread))
+    return replace(plan, schedule=schedule, rewards=reward)
 
 
 def kind_of(rng: random.Random, batch_size: int) -> ScheduleConfig:

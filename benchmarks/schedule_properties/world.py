@@ -165,7 +165,7 @@ class Teacher:
         await asyncio.sleep(self._plan.score_s(rollout.prompt.uid))
         if self._plan.rejects(rollout.prompt.uid):
             raise ScoreRejected("nan")
-        return Sample(rollout, LOGP)
+        return Sample(rollout, LOGP, self._plan.rewards(rollout.prompt.uid))
 
 
 class Learner:

@@ -83,5 +83,7 @@ def evaluate_caches(
         advantage_B=unread_B,
         group_log_q_B=unread_B,
         defensive_B=unread_B,
+        reward_weight_B=torch.ones_like(unread_B),
+        teacher_weight_B=torch.ones_like(unread_B),
     )
     return evaluate(ESTIMATOR, cache)

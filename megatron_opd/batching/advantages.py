@@ -39,15 +39,27 @@ STD_EPS = 1e-6
 def group_columns(estimator: Estimator, samples: Sequence[Sample], group_size: int) -> Columns:
     """Compute the columns of a batch; the group of a response is its uid // group_size.
 
-    Raises ValueError when the estimator reads rewards and a sample has none.
+    A masked response is part of its group's statistics; its own weights are 0. Raises ValueError
+    when the estimator reads rewards and a sample that it reads one of has none.
     """
-    reward_B = np.array([np.nan if s.reward is None else s.reward for s in samples], np.float64)
-    if estimator.reads_reward and np.isnan(reward_B).any():
-        missing = samples[int(np.isnan(reward_B).argmax())].rollout.prompt.uid
-        raise ValueError(f"sample {missing} has no reward")
+    prompts = [sample.rollout.prompt for sample in samples]
+    reward_B = np.array([_shaped_reward(sample) for sample in samples], np.float64)
+    for prompt, reward in zip(prompts, reward_B, strict=True):
+        if np.isnan(reward) and estimator.needs_reward(prompt.reward_weight):
+            raise ValueError(f"sample {prompt.uid} has no reward")
     logq_B = np.array([geometric_logp(sample.rollout) for sample in samples])
-    group_B = np.array([s.rollout.prompt.uid // group_size for s in samples], dtype=np.int64)
-    return columns_of(estimator, reward_B, logq_B, group_B)
+    group_B = np.array([prompt.uid // group_size for prompt in prompts], dtype=np.int64)
+    carries_B = np.array([not sample.masked for sample in samples], np.float64)
+    return replace(
+        columns_of(estimator, np.nan_to_num(reward_B, nan=0.0), logq_B, group_B),
+        reward_weight_B=carries_B * [prompt.reward_weight for prompt in prompts],
+        teacher_weight_B=carries_B * [prompt.teacher_weight for prompt in prompts],
+    )
+
+
+def _shaped_reward(sample: Sample) -> float:
+    """Return the reward with its penalty for length; NaN without a reward."""
+    return np.nan if sample.reward is None else sample.reward + sample.overlong_penalty
 
 
 def columns_of(
@@ -71,8 +83,10 @@ def columns_of(
 
 
 def no_groups(count: int) -> Columns:
-    """Return the columns of `count` responses when nothing reads a reward."""
-    return GroupColumns(**{name: np.zeros(count) for name in dtypes(GroupColumns)})
+    """Return the columns of `count` responses when nothing reads a reward, all of weight 1."""
+    zeros = {name: np.zeros(count) for name in dtypes(GroupColumns)}
+    weights = {name: np.ones(count) for name in ("reward_weight_B", "teacher_weight_B")}
+    return GroupColumns(**(zeros | weights))
 
 
 def rows_of(columns: Columns, samples: Sequence[int]) -> Columns:

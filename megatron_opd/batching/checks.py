@@ -59,8 +59,9 @@ def check_batch(batch: RankBatch, *, vocab_size: int, num_experts: int, sampled:
         if column.dtype.kind == "f" and name not in MAY_BE_NAN:
             _finite(name, column)
     _finite("sampler_logp_N", batch.sampler_logp_N if sampled else _path(batch))
-    if (batch.weight_N < 0).any():
-        raise ValueError(f"column weight_N must be >= 0, got {batch.weight_N.min()}")
+    for name in ("weight_N", "reward_weight_B", "teacher_weight_B"):
+        if (getattr(batch, name) < 0).any():
+            raise ValueError(f"column {name} must be >= 0, got {getattr(batch, name).min()}")
 
 
 def _response_ids(batch: RankBatch) -> npt.NDArray[Any]:

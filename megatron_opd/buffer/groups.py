@@ -50,14 +50,16 @@ class SampleGroups:
         if self.broken(uid):
             raise GroupIncomplete(uid)
 
-    def complete(self, uid: int) -> bool:
-        """Count a scored member; return whether it was the last one that its group waited for."""
+    def is_last(self, uid: int) -> bool:
+        """Return whether a member is the last one that its group waits for."""
+        return self._scored[uid // self._size] == self._size - 1
+
+    def complete(self, uid: int) -> None:
+        """Count a scored member, and forget its group with the last one."""
         group = uid // self._size
         self._scored[group] += 1
-        if self._scored[group] < self._size:
-            return False
-        del self._scored[group]
-        return True
+        if self._scored[group] == self._size:
+            del self._scored[group]
 
     def break_up(self, uid: int) -> range:
         """Mark the group of a dropped member as broken. Returns the uids of all its members."""

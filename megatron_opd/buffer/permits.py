@@ -60,6 +60,14 @@ a row, so those never dropped form, in admission order, blocks of G (R5 drops wh
 batch takes B of them from the front, a multiple of G. No member is missed: a batch is taken from
 scored samples only, and a group with all members scored loses none later.
 
+Groups dropped for their rewards (buffer/spread.py). A group all of whose members are scored may be
+dropped whole, before its last member enters the buffer: no batch holds one of them, each returns
+its permit at once (R3), and to every claim it is a group that was dropped. It waits at most for
+groups admitted before it, whose members all hold permits already and are scored or dropped without
+it, so nothing in flight waits for it in turn. At most N groups in a row are dropped, so that of
+every N + 1 judged in a row one is kept: a batch of B takes at most (N + 1) B prompts, besides those
+that are dropped for other reasons.
+
 No stall. Claim: the learner gets its next batch. When it waits before update k, the permits of all
 batches before the last weight sync are back (R4), or are once the sync beside it is done, which
 waits for no sample that is not in flight; and a sample in flight is scored or dropped in the end.
@@ -122,6 +130,11 @@ class Permits:
     def in_use(self) -> int:
         """Returns the number of permits held now."""
         return len(self._holders)
+
+    async def free(self) -> None:
+        """Wait until `acquire` would not wait, if nobody else takes a permit before."""
+        async with self._free:
+            pass
 
     async def acquire(self, uid: int) -> None:
         """Wait for a permit and hold it for prompt `uid`. A cancelled wait takes nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ PARTS = ("objective", "support", "correction", "reduction")
 ARRAYS = ("weight", "student_logp", "sampler_logp", "teacher_logp", "prox_logp")
 # Largest number in a case: its square is a float64, and as a count it is an int64.
 MOST = 1e12
-KEYS = (*PARTS, *ARRAYS, "offsets", "path", "lengths", "rewards", "groups")
+WEIGHTS = ("reward_weights", "teacher_weights")
+KEYS = (*PARTS, *ARRAYS, "offsets", "path", "lengths", "rewards", "groups", *WEIGHTS)
 
 
 def objective_report(path: Path) -> dict[str, Any]:
@@ -78,6 +80,11 @@ class _Case:
             self._rewards(len(lengths)),
             self._mean_by_response(np.asarray(sampler)[path_T], lengths),
             self._groups(len(lengths)),
+        )
+        groups = replace(
+            groups,
+            reward_weight_B=self._weights("reward_weights", len(lengths)),
+            teacher_weight_B=self._weights("teacher_weights", len(lengths)),
         )
         prox = self._case.get("prox_logp")
         if self._estimator.applied_correction.prox and prox is None:
@@ -159,6 +166,14 @@ class _Case:
         if len(groups) != responses:
             raise self._error(f"groups must hold {responses} entries, got {len(groups)}")
         return np.asarray(groups, dtype=np.int64)
+
+    def _weights(self, key: str, responses: int) -> np.ndarray:
+        if key not in self._case:
+            return np.ones(responses)
+        weights = self._sized(key, responses)
+        if min(weights, default=0.0) < 0:
+            raise self._error(f"{key} must be >= 0, got {shown(self._case[key])}")
+        return np.asarray(weights, dtype=np.float64)
 
     def _mean_by_response(self, value_T: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
         parts = [value_T[a:b] for a, b in pairwise(np.cumsum([0, *lengths]))]

@@ -22,14 +22,16 @@ from megatron_opd.cli.sinks import check_sinks
 from megatron_opd.cli.tokenizer_files import end_tokens
 from megatron_opd.cli.train_data import (
     check_enough,
+    chosen_source,
     lasting,
-    prompt_source,
     seen_problems,
     template_notes,
 )
 from megatron_opd.cli.verifiers import check_isolation, row_tasks
 from megatron_opd.config.evaluation import ONLY_SET
 from megatron_opd.config.schema import Config
+from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
+from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.data.files import is_source
 from megatron_opd.data.judge import Judge
 from megatron_opd.data.prompts import PromptRules, PromptSet, load_prompts
@@ -46,6 +48,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ResultT = TypeVar("ResultT")
+OPTIONAL_KEYS = (
+    "max_new_tokens_key",
+    "stop_key",
+    "task_key",
+    "reward_weight_key",
+    "teacher_weight_key",
+)
+"""Keys of data that name columns which a row may lack, but not every row."""
 TRAIN = "train"
 
 
@@ -82,7 +92,7 @@ class Prepared:
 
     student: ModelFacts
     vocab_sizes: Mapping[Role, int]
-    prompts: PromptSource
+    prompts: PromptSource | CurriculumSource
     prompts_skipped: dict[str, int]
     heldout: Mapping[str, tuple[Prompt, ...]]
     judge: Judge | None
@@ -173,7 +183,7 @@ def read_train(
     files = [file.path for file in config.data.train]
     found = tuple(read_prompts(config, TRAIN, path, models, first_rows) for path in files)
     unseen = frozenset.intersection(*(each.unseen for each in found))
-    for key in ("max_new_tokens_key", "stop_key", "task_key"):
+    for key in OPTIONAL_KEYS:
         name = getattr(config.data, key)
         if name in unseen and all(each.whole for each in found):
             raise UserError(
@@ -199,8 +209,7 @@ def prompt_rules(config: Config, student: ModelFacts, *, heldout: bool) -> Promp
     # held-out problems are the student's own
     teacher_key = None if heldout else data.teacher_key
     choices = {} if teacher_key is None else {teacher_key: tuple(teacher_roles(config))}
-    # so are their limits: those of the evaluation
-    limit_key, stop_key = (None, None) if heldout else (data.max_new_tokens_key, data.stop_key)
+    limit_key = None if heldout else data.max_new_tokens_key  # an evaluation has its own limit
     # what learns from rewards would drop every sample of a row without one
     needed = heldout or config.estimator.reads_reward
     return PromptRules(
@@ -210,9 +219,12 @@ def prompt_rules(config: Config, student: ModelFacts, *, heldout: bool) -> Promp
             needed=needed,
             choices=choices,
             limits={} if limit_key is None else {limit_key: config.rollout.max_new_tokens},
-            stops=() if stop_key is None else (stop_key,),
+            stops=() if data.stop_key is None else (data.stop_key,),
             names=(data.id_key,),
             tasks={} if data.task_key is None else {data.task_key: row_tasks(config, needed)},
+            # so are all of their answers
+            reward_weight=None if heldout else data.reward_weight_key,
+            teacher_weight=None if heldout else data.teacher_weight_key,
         ),
         max_tokens=prompt_limit(config, student),
         teacher_key=teacher_key,
@@ -264,8 +276,8 @@ def make_decode(tokenizer: PreTrainedTokenizerBase) -> Decode:
     return lambda ids: backend.decode(list(ids), skip_special_tokens=False)
 
 
-def prepare(config: Config, cursor: int = 0) -> Prepared:
-    """Check models and load data; prompts start at `cursor`. Raises UserError."""
+def prepare(config: Config, state: ControllerState = NOTHING_YET) -> Prepared:
+    """Check models and load data; prompts continue from `state`. Raises UserError."""
     inputs = read_inputs(config)
     train = inputs.train
     every = [prompt for each in train for prompt in each.prompts]
@@ -275,7 +287,7 @@ def prepare(config: Config, cursor: int = 0) -> Prepared:
     return Prepared(
         student=inputs.checked.student,
         vocab_sizes={role: facts.vocab_size for role, facts in inputs.checked.models.items()},
-        prompts=prompt_source(config, train, cursor),
+        prompts=checked(lambda: chosen_source(config, train, state)),
         prompts_skipped=dict(sum((Counter(each.skipped) for each in train), Counter[str]())),
         heldout={
             name: found.prompts[: settings[name].problems] for name, found in inputs.heldout.items()

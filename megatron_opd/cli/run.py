@@ -44,7 +44,7 @@ from megatron_opd.cli.startup import all_up, join_role
 from megatron_opd.cli.stopping import Stopping
 from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.cli.teacher_guard import check_teachers
-from megatron_opd.cli.train_data import used_up
+from megatron_opd.cli.train_data import source_at, used_up
 from megatron_opd.cli.verifiers import judging
 from megatron_opd.cli.wiring import (
     make_controller,
@@ -102,7 +102,7 @@ def run_pipeline(
     roles, console = all_roles(config), Console(highlight=False)
     with hold_run_dir(config.run.dir, resume=resume, overwrite=overwrite) as lock:
         resumed = find_resumption(config, accepted) if resume else None
-        prepared = prepare(config, 0 if resumed is None else resumed.state.next_uid)
+        prepared = prepare(config, NOTHING_YET if resumed is None else resumed.state)
         with (
             machines_of(config, roles, partial(say, console)) as machines,
             run_keys(machines.config, roles) as keys,
@@ -274,6 +274,8 @@ class PipelineRun:
         serve_on = weight_sync.serve_on(lambda: version, asyncio.Lock())
         after = self.evaluations.after(version)
         self._say(*await while_alive(guard, after, beside=serve_on))
+        if self.checkpoints is not None and config.checkpoint.keep_best:
+            await self.checkpoints.rotate()  # the best one is known only now
         if config.student.urls or self.elastic.added:
             await weight_sync.close()  # servers that outlive this run leave its group
         if config.checkpoint.export_hf:
@@ -319,14 +321,15 @@ class PipelineRun:
     def _roll_back(self, resumed: Resumption | None) -> None:
         """Continue from there, as if nothing had been done since."""
         state = NOTHING_YET if resumed is None else resumed.state
-        updates, next_uid = state.updates, state.next_uid
+        updates = state.updates
         if self.controller is not None:
             self.rolled_back += self.controller.accounting.updates - updates
             self.controller = None
         self._say(f"the learner is up, and continues from update {updates}")
         self.resumed = resumed
         self.totals = RunTotals(self.samplers, self.config.rollout.group_size)
-        self.prepared = replace(self.prepared, prompts=self.prepared.prompts.at(next_uid))
+        prompts = source_at(self.prepared.prompts, state)
+        self.prepared = replace(self.prepared, prompts=prompts)
         kept = None if resumed is None else resumed.evaluations
         self.run_dir.rewind(updates, self.evaluations.continue_from(kept))
 

@@ -56,7 +56,7 @@ from sglang_bridge.fleet import Fleet
 RUN_ID = "simulated"
 NOTICE_S = 0.25
 """Mean seconds until the end of a process is seen: it is looked at every 0.5 s."""
-FAILURE = "failure"
+FAILURE, REWARD = "failure", "reward"
 NEED_SERVERS = ("health", "sync", "serve on")
 """Loops of the controller that fail where too few servers are left."""
 
@@ -128,11 +128,6 @@ def drawn_lengths(config: Config) -> LognormalLengths:
     section = config.simulation.lengths
     mean = section.mean or config.rollout.max_new_tokens / 2
     return LognormalLengths(mean=mean, cv=section.cv, prompt_tokens=section.prompt_tokens)
-
-
-async def nothing(rollout: Rollout) -> float:
-    """Return the reward of a simulated response, which has no text."""
-    return 0.0
 
 
 def check_costs(config: Config, costs: Costs) -> None:
@@ -210,6 +205,15 @@ class _World:
             tokens = lengths.prompt(derived_seed(config.run.seed, ROLLOUT, uid))
             teacher = teachers[uid // config.rollout.group_size % len(teachers)]
             yield Prompt(uid, "", arrays.ids(tokens), None, teacher)
+
+    async def _reward(self, rollout: Rollout) -> float:
+        """Return 0 or 1, all alike in the share of groups that the configuration says."""
+        simulation = self.config.simulation
+        group, member = divmod(rollout.prompt.uid, self.config.rollout.group_size)
+        drawn = derived_seed(simulation.seed, REWARD, group) / 2**63
+        if drawn < simulation.uniform_groups:
+            return float(drawn < simulation.uniform_groups / 2)
+        return float(member % 2)
 
     # ------------------------------------------------------------ what Supervisor asks of processes
 
@@ -304,7 +308,7 @@ class _World:
                 Ports(
                     prompts=self._prompts(),
                     rollout=make_generator(config, student, VOCABULARY, RUN_ID),
-                    teacher=make_scorer(config, self.fleets, VOCABULARY, RUN_ID, nothing),
+                    teacher=make_scorer(config, self.fleets, VOCABULARY, RUN_ID, self._reward),
                     learner=learner,
                     weight_sync=sync,
                     observer=recorder,

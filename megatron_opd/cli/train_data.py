@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.config.schema import Config
+from megatron_opd.controller.snapshot import ControllerState
+from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.data.prompts import PromptSet
 from megatron_opd.data.render import unread_kwargs
 from megatron_opd.data.stream import PromptSource, Source
@@ -27,16 +29,43 @@ def sources_of(config: Config, train: Sequence[PromptSet]) -> list[Source]:
     ]
 
 
-def prompt_source(config: Config, train: Sequence[PromptSet], cursor: int = 0) -> PromptSource:
-    """Return the stream of training prompts from `cursor` on."""
+def prompt_source(config: Config, train: Sequence[PromptSet]) -> PromptSource:
+    """Return the stream of training prompts from its begin, each considered when its turn comes."""
     return PromptSource(
         sources_of(config, train),
         seed=config.run.seed,
         shuffle=config.data.shuffle,
         group_size=config.rollout.group_size,
         epochs=config.data.epochs,
-        cursor=cursor,
     )
+
+
+def chosen_source(
+    config: Config, train: Sequence[PromptSet], state: ControllerState
+) -> PromptSource | CurriculumSource:
+    """Return the stream of prompts that a run takes, from a controller's state on.
+
+    ValueError: the state is of other problems.
+    """
+    source, curriculum = prompt_source(config, train), config.data.curriculum
+    if curriculum is None:
+        return source_at(source, state)
+    problems = sum(len(each.prompts) for each in train)
+    size, seed = config.rollout.group_size, config.run.seed
+    chosen = CurriculumSource(source.alone(), problems, curriculum, seed=seed, group_size=size)
+    return source_at(chosen, state)
+
+
+def source_at(
+    source: PromptSource | CurriculumSource, state: ControllerState
+) -> PromptSource | CurriculumSource:
+    """Return the source of the same prompts that continues from a controller's state.
+
+    ValueError: the state is of other problems.
+    """
+    if isinstance(source, CurriculumSource):
+        return source.at(state.next_uid, state.curriculum)
+    return source.at(state.next_uid)
 
 
 def check_enough(config: Config, train: Sequence[PromptSet]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from megatron_opd.batching.shares import shares
+from megatron_opd.buffer.spread import GroupRule
 from megatron_opd.cli.guards import RunGuard
 from megatron_opd.cli.prepare import Prepared
 from megatron_opd.cli.processes import Processes
@@ -20,6 +21,7 @@ from megatron_opd.cli.sinks import make_sinks
 from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.cli.teacher_guard import make_teacher_watch
 from megatron_opd.config.schema import Config
+from megatron_opd.config.selection import RewardSpread
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.health import HealthGuard, WatchedEngine
@@ -27,6 +29,7 @@ from megatron_opd.controller.ports import Guard, Keeper, Ports, WeightSyncer
 from megatron_opd.controller.progress import make_display
 from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import ControllerState
+from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.data.judge import Judge
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.recorder import RunRecorder
@@ -37,6 +40,7 @@ from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.rollout.generator import RolloutFleet, RolloutGenerator
 from megatron_opd.teacher.health import HealthProbe
+from megatron_opd.teacher.overlong import Length, judged_length
 from megatron_opd.teacher.scorer import FleetScorer, Reward
 from megatron_opd.transport.messages import UpdateMetrics
 from megatron_opd.transport.zmq import RemoteLearner
@@ -77,6 +81,7 @@ def make_recorder(
     if metrics.rollouts:
         rollouts = RolloutRecord(run_dir.rollouts, prepared.decode, metrics.rollouts)
     display = make_display(console) if metrics.progress else None
+    curriculum = curriculum_of(prepared)
     elapsed_s, updates = 0.0, 0
     if resumed is not None:
         elapsed_s, updates = resumed.extras["elapsed_s"], resumed.state.updates
@@ -93,6 +98,7 @@ def make_recorder(
         signal=SignalWatch(
             reads_groups=config.estimator.reads_groups, patience=metrics.signal_patience
         ),
+        more_columns=None if curriculum is None else curriculum.columns,
         rollouts=rollouts,
         live=live,
         probe=probe,
@@ -115,6 +121,11 @@ def make_health_probe(
         name=uuid.uuid4().hex[:8],
         seed=config.run.seed,
     )
+
+
+def curriculum_of(prepared: Prepared) -> CurriculumSource | None:
+    """Return the source of the prompts if it chooses them by their pass rate."""
+    return prepared.prompts if isinstance(prepared.prompts, CurriculumSource) else None
 
 
 def watched_engines(
@@ -186,6 +197,8 @@ def make_generator(
 
 def make_schedule(config: Config) -> Schedule:
     """Make the schedule of a whole run."""
+    groups = config.selection.groups
+    spread = groups if isinstance(groups, RewardSpread) else None
     return Schedule(
         updates=config.run.max_steps,
         batch_size=config.buffer.batch_size,
@@ -193,6 +206,7 @@ def make_schedule(config: Config) -> Schedule:
         rollout_slots=config.rollout.concurrency,
         score_slots=config.scoring.concurrency,
         group_size=config.rollout.group_size if config.estimator.reads_groups else 1,
+        groups=None if spread is None else GroupRule(spread, config.estimator.distils),
     )
 
 
@@ -212,7 +226,18 @@ def make_scorer(
         run_id,
         reward=reward,
         seed=config.run.seed,
+        lengths=make_lengths(config),
     )
+
+
+def make_lengths(config: Config) -> Callable[[Rollout], Length]:
+    """Make what judges the length of a response."""
+    overlong, limit = config.selection.overlong, config.rollout.max_new_tokens
+
+    def length(rollout: Rollout) -> Length:
+        return judged_length(overlong, rollout, rollout.prompt.max_new_tokens or limit)
+
+    return length
 
 
 def make_controller(
@@ -237,6 +262,7 @@ def make_controller(
         weight_sync=weight_sync,
         observer=recorder,
         guard=guard,
+        curriculum=curriculum_of(prepared),
         keeper=keeper,
     )
     return Controller(make_schedule(config), ports, state)

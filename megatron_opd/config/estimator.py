@@ -146,6 +146,23 @@ class Estimator(Section):
         """Tell whether any term needs the verifier."""
         return any(objective.reads_reward for objective in self.objectives)
 
+    def needs_teacher(self, reward_weight: float, teacher_weight: float) -> bool:
+        """Tell whether a term that reads the teacher has weight on such a response."""
+        return any(
+            (reward_weight if objective.reads_reward else teacher_weight) > 0
+            for objective in self.objectives
+            if objective.reads_teacher
+        )
+
+    def needs_reward(self, reward_weight: float) -> bool:
+        """Tell whether a term from rewards has weight on such a response."""
+        return self.reads_reward and reward_weight > 0
+
+    @property
+    def distils(self) -> bool:
+        """Tell whether any term learns from something besides rewards."""
+        return not all(objective.reads_reward for objective in self.objectives)
+
     @property
     def reads_groups(self) -> bool:
         """Tell whether any term compares the responses of one prompt."""

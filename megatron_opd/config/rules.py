@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 from megatron_opd.config.cluster import LAUNCHED
 from megatron_opd.config.evaluation_rules import EVALUATION_RULES
+from megatron_opd.config.objectives import RewardObjective
 from megatron_opd.config.sections import TRANSPORTS
+from megatron_opd.config.selection import RewardSpread, SoftPenalty
 from megatron_opd.config.servers import is_local_url
 from megatron_opd.config.tree import ConfigTree
 
@@ -236,6 +238,70 @@ def _code(config: ConfigTree) -> str | None:
     return None
 
 
+def _spread(config: ConfigTree) -> str | None:
+    if not isinstance(config.selection.groups, RewardSpread):
+        return None
+    estimator, key = config.estimator, "selection.groups.type must be all"
+    compares = any(
+        isinstance(objective, RewardObjective) and objective.advantage != "reward"
+        for objective in estimator.objectives
+    )
+    if not compares:
+        return (
+            f"{key} with objective.type {config.objective.type}, whose advantage does not compare "
+            "the rewards of a group, got reward_spread; use an advantage of the group, such as "
+            "objective.type grpo's"
+        )
+    if estimator.distils and config.data.teacher_weight_key is None:
+        return (
+            f"{key} with objective.type {config.objective.type} and data.teacher_weight_key null, "
+            "because groups without reward spread still learn from the teacher, got reward_spread; "
+            "name the column of prompts' teacher weights, which is 0 for those to be judged"
+        )
+    return None
+
+
+def _overlong(config: ConfigTree) -> str | None:
+    overlong, limit = config.selection.overlong, config.rollout.max_new_tokens
+    if not isinstance(overlong, SoftPenalty):
+        return None
+    if not config.estimator.reads_reward:
+        return (
+            "selection.overlong.type soft_penalty has no effect: objective.type "
+            f"{config.objective.type} reads no reward; use filter, mask or keep"
+        )
+    if overlong.cache > limit:
+        return (
+            "selection.overlong.cache must be <= rollout.max_new_tokens, the limit that it ends "
+            f"at, got {overlong.cache} and {limit}"
+        )
+    return None
+
+
+def _weights(config: ConfigTree) -> str | None:
+    estimator = config.estimator
+    if estimator.reads_reward and estimator.distils:
+        return None
+    for key in ("reward_weight_key", "teacher_weight_key"):
+        column = getattr(config.data, key)
+        if column is not None:
+            return (
+                f"data.{key} {column} needs an objective from rewards and one with a teacher to "
+                f"weigh against each other, got objective.type {config.objective.type}; use "
+                "objective.type mixture, or leave it null"
+            )
+    return None
+
+
+def _curriculum(config: ConfigTree) -> str | None:
+    if config.data.curriculum is not None and config.data.task == "none":
+        return (
+            "data.curriculum needs pass rates, and data.task none has no verifier; name a task, or "
+            "set data.curriculum null"
+        )
+    return None
+
+
 def _top_p(config: ConfigTree) -> str | None:
     estimator, top_p = config.estimator, config.rollout.top_p
     if top_p == 1:
@@ -402,6 +468,10 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _groups,
     _rewards,
     _code,
+    _spread,
+    _overlong,
+    _weights,
+    _curriculum,
     _top_p,
     _aged,
     _deterministic,

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from megatron_opd.config.curriculum import PassRateCurriculum
 from megatron_opd.config.evaluation import HeldoutSet, heldout_sets
 from megatron_opd.config.import_path import is_import_path
 from megatron_opd.config.section import (
@@ -64,6 +65,8 @@ COLUMN_KEYS = (
     "id_key",
     "max_new_tokens_key",
     "stop_key",
+    "reward_weight_key",
+    "teacher_weight_key",
 )
 """Keys of data that name columns."""
 
@@ -100,6 +103,14 @@ class DataConfig(Section):
     teacher_key: str | None = None
     """Name of the column that names the teacher of a prompt (a key of `teachers`, or "teacher");
     null: one teacher scores all prompts."""
+    reward_weight_key: str | None = None
+    """Name of a column with a number >= 0 that multiplies the objective's terms from rewards on the
+    responses to a prompt (1 where it is null or missing); 0: they learn from no reward and need no
+    answer. For mixtures of rewards and a teacher. null: 1 for all."""
+    teacher_weight_key: str | None = None
+    """Name of a column with a number >= 0 that multiplies the objective's other terms on the
+    responses to a prompt (1 where it is null or missing); 0: they learn from rewards alone, and no
+    teacher is asked for their scores. For mixtures of rewards and a teacher. null: 1 for all."""
     task_key: str | None = None
     """Name of the column that names a row's verifier: a built-in one, or what data.task names;
     rows may lack it. A mixture of files can so be judged each in its own way. null: data.task
@@ -137,6 +148,9 @@ class DataConfig(Section):
     shuffle: bool = True
     """Draws a new order of the prompts every epoch, from run.seed; false keeps the order of the
     file."""
+    curriculum: PassRateCurriculum | None = None
+    """Passes over prompts that are too easy or too hard, by their pass rate so far; null: every
+    prompt is taken when its turn comes."""
 
     @field_validator("heldout", mode="before")
     @classmethod

@@ -58,8 +58,11 @@ class SimulationConfig(Section):
     """How long prompts and responses are."""
     failures: FailuresConfig | None = None
     """How servers fail; null: none does."""
+    uniform_groups: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of groups whose rewards are all equal; selection.groups may drop them. Half of them are
+    all right, half all wrong. Raising it samples more for every batch."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seeds lengths and failures. The same seed gives the same simulated run."""
+    """Seeds rewards, lengths and failures. The same seed gives the same simulated run."""
 
     @model_validator(mode="after")
     def _gpu_has_effect(self) -> SimulationConfig:

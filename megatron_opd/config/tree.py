@@ -28,6 +28,7 @@ from megatron_opd.config.sections import (
     WeightSyncConfig,
 )
 from megatron_opd.config.security import SecurityConfig
+from megatron_opd.config.selection import SelectionConfig
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.simulation import SimulationConfig
 from megatron_opd.config.supports import SupportConfig
@@ -78,6 +79,8 @@ class ConfigTree(Section):
     alone, topk for sparse_reverse_kl, otherwise mc."""
     scoring: ScoringConfig = ScoringConfig()
     """How teachers are asked for scores, and guarded."""
+    selection: SelectionConfig = SelectionConfig()
+    """Which of the sampled responses are trained on."""
     buffer: BufferConfig = BufferConfig()
     """How many samples an update is made of."""
     schedule: ScheduleConfig = ScheduleConfig()

@@ -20,13 +20,14 @@ Invariants: every admitted prompt is trained on, dropped with a counted reason, 
 flight at the end; it holds one permit until then (buffer/permits.py); no more prompts are admitted
 than the remaining updates can consume, so a run that ends by itself has nothing in flight; where
 the prompts end first, what fills no batch is dropped (incomplete_batch); a drop takes the rest of
-its group along (buffer/groups.py). Updates and weight syncs alternate, since both
-use the learner's only set of weights, unless a weight sync releases the learner: then one update
-runs beside it. Weight syncs are one at a time, in order; several updates may come before one
-(sync_every), and what happens to the responses in flight is in_flight.py's. A version is named
-after the updates that its weights have seen. What is kept is the state after a weight sync: one
-that is followed by a checkpoint releases nothing (turn.py), and a run that is told to end early
-first finishes the update that it is making, and the weight sync that follows.
+its group along (buffer/groups.py), and a group may be dropped for its rewards (buffer/spread.py).
+Updates and weight syncs alternate, since both use the learner's only set of weights, unless a
+weight sync releases the learner: then one update runs beside it. Weight syncs are one at a time, in
+order; several updates may come before one (sync_every), and what happens to the responses in flight
+is in_flight.py's. A version is named after the updates that its weights have seen. What is kept is
+the state after a weight sync: one that is followed by a checkpoint releases nothing (turn.py), and
+a run that is told to end early first finishes the update that it is making, and the weight sync
+that follows.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -44,6 +45,7 @@ from megatron_opd.buffer.completion import CompletionBuffer
 from megatron_opd.buffer.groups import GroupIncomplete, SampleGroups
 from megatron_opd.buffer.permits import Permits, check_staleness
 from megatron_opd.buffer.rejection import SampleRejected
+from megatron_opd.buffer.spread import SpreadFilter, Verdict
 from megatron_opd.controller.errors import EverythingDropped, LearnerDiverged, LoopFailed
 from megatron_opd.controller.in_flight import Rollouts
 from megatron_opd.controller.loops import Starter, being_cancelled, start
@@ -95,6 +97,9 @@ class Controller:
         self._num_updates, self._version = state.updates, state.version
         self._next_uid = state.next_uid
         self._interrupted = False
+        self._filter = _filter(schedule, state)
+        # group -> its last sample, while what becomes of the group depends on others
+        self._undecided: dict[int, Sample] = {}
         for member in state.line:
             self._rejoin(member)
 
@@ -148,6 +153,7 @@ class Controller:
     def snapshot(self) -> ControllerState:
         """Return what a later controller continues from; call only between two updates."""
         broken, scored = self._groups.state
+        curriculum = self._ports.curriculum
         return ControllerState(
             updates=self._num_updates,
             version=self._version,
@@ -159,6 +165,8 @@ class Controller:
             line=[place(s or self._unscored[uid]) for uid, s in self._buffer.in_line()],
             broken_groups=broken,
             scored_in_groups=scored,
+            spread=None if self._filter is None else self._filter.state,
+            curriculum=None if curriculum is None else curriculum.state,
         )
 
     def _rejoin(self, member: Member) -> None:
@@ -189,8 +197,11 @@ class Controller:
             self._serving.append(start("health", self._ports.guard.watch()))
 
     async def _admit(self) -> None:
-        for prompt in self._ports.prompts:
-            if not await self._room_for_one_more():
+        prompts = iter(self._ports.prompts)
+        while await self._room_for_one_more():
+            await self._permits.free()
+            prompt = next(prompts, None)  # chosen no earlier than it is admitted
+            if prompt is None:
                 break
             await self._permits.acquire(prompt.uid)
             self._next_uid = prompt.uid + 1
@@ -247,12 +258,53 @@ class Controller:
                 self._num_scoring -= 1
                 self._drop(uid, rejection)
                 continue
-            self._num_scoring -= 1
-            if self._groups.complete(uid):
+            last = self._groups.is_last(uid)
+            if last:
                 self._dropped_in_a_row = 0
-            self._buffer.put(sample)
-            del self._unscored[uid]
-            self._moved()
+            if self._filter is None:
+                self._keep(sample)
+                continue
+            self._filter.add(sample)
+            if last:
+                self._undecided[uid // self._schedule.group_size] = sample
+                self._decide(self._filter.completed(sample.rollout.prompt))
+            else:
+                self._keep(sample)
+
+    def _keep(self, sample: Sample) -> None:
+        uid = sample.rollout.prompt.uid
+        self._accept(sample)
+        self._buffer.put(sample)
+        del self._unscored[uid]
+        self._moved()
+
+    def _accept(self, sample: Sample) -> None:
+        """Count a score; what becomes of the sample is decided."""
+        self._num_scoring -= 1
+        self._groups.complete(sample.rollout.prompt.uid)
+        if self._ports.curriculum is not None:
+            self._ports.curriculum.judged(sample)
+
+    def _decide(self, verdicts: Iterable[Verdict]) -> None:
+        """Put the last samples of groups that are kept, and drop the groups that are not."""
+        for verdict in verdicts:
+            sample = self._undecided.pop(verdict.group)
+            if verdict.reason is None:
+                self._keep(sample)
+            else:
+                self._throw_away(sample, verdict.reason)
+
+    def _throw_away(self, last: Sample, reason: str) -> None:
+        """Drop a group all of whose members are scored; none of them is in a batch."""
+        uid, size = last.rollout.prompt.uid, self._schedule.group_size
+        self._accept(last)
+        self._buffer.drop(uid)
+        del self._unscored[uid]
+        first = uid // size * size
+        others = self._buffer.withdraw(range(first, first + size))
+        for member in sorted([uid, *others]):
+            self._forget(member, SampleRejected(reason, f"the group of prompt {first}"))
+        self._moved()
 
     def _drop(self, uid: int, rejection: SampleRejected) -> None:
         self._buffer.drop(uid)
@@ -260,6 +312,8 @@ class Controller:
         self._forget(uid, rejection)
         for other in self._buffer.withdraw(self._groups.break_up(uid)):
             self._forget(other, GroupIncomplete(other))
+        if self._filter is not None:
+            self._decide(self._filter.broken(uid // self._schedule.group_size))
         self._moved()
         # samples dropped with another one are not counted again
         self._dropped_in_a_row += not isinstance(rejection, GroupIncomplete)
@@ -336,6 +390,8 @@ class Controller:
                 report = await self._ports.weight_sync.sync(updates, turn)
             report = replace(report, learner_held_s=turn.held_s)
             self._version = updates
+            if self._ports.curriculum is not None:  # before a permit can admit another prompt
+                self._ports.curriculum.settle()
             self._permits.release(s.rollout.prompt.uid for b in batches for s in b.samples)
             self._ports.observer.weights_synced(batches[-1], report, self._depths())
             if keeper is not None and keeps:
@@ -372,6 +428,16 @@ class Controller:
             if cause is not None:
                 return LoopFailed("health", cause)
         return first
+
+
+def _filter(schedule: Schedule, state: ControllerState) -> SpreadFilter | None:
+    if schedule.groups is None:
+        return None
+    found = SpreadFilter(schedule.groups, schedule.group_size, state.spread)
+    samples = [member.sample for member in state.line if member.sample is not None]
+    unscored = [member.uid for member in state.line if member.sample is None]
+    found.resume(samples, unscored, state.next_uid)
+    return found
 
 
 def _buffer(schedule: Schedule, updates: int) -> SampleBuffer:

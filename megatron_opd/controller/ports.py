@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
 from megatron_opd.types import Batch, LearnerTurn, Prompt, Rollout, Sample
@@ -137,6 +138,23 @@ class Observer(Protocol):
         ...
 
 
+class Curriculum(Protocol):
+    """Chooses prompts by the rewards of earlier responses; it is the source of the prompts too."""
+
+    def judged(self, sample: Sample) -> None:
+        """Note the reward of a scored response, trained on or not."""
+        ...
+
+    def settle(self) -> None:
+        """Let the rewards noted so far decide about the prompts to come: a version went live."""
+        ...
+
+    @property
+    def state(self) -> CurriculumState:
+        """Returns what a later source of the run continues from."""
+        ...
+
+
 class Keeper(Protocol):
     """Keeps the state of a run, so that it can continue after a crash."""
 
@@ -168,3 +186,4 @@ class Ports:
     observer: Observer
     guard: Guard | None = None
     keeper: Keeper | None = None
+    curriculum: Curriculum | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_opd.buffer.spread import GroupRule
 from megatron_opd.config.schedule import InFlight, ScheduleConfig
 
 
@@ -13,7 +14,7 @@ class Schedule:
 
     updates: learner updates to make. batch_size: B. kind: what may run ahead, and how far.
     rollout_slots, score_slots: requests in flight at once. group_size: G, samples that are trained
-    on together or not at all.
+    on together or not at all. groups: which of them are thrown away for their rewards; None: none.
     """
 
     updates: int
@@ -22,6 +23,7 @@ class Schedule:
     rollout_slots: int
     score_slots: int
     group_size: int = 1
+    groups: GroupRule | None = None
 
     @property
     def permits(self) -> int:

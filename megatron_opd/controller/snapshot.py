@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import msgspec
 
+from megatron_opd.buffer.pass_rates import CurriculumState
+from megatron_opd.buffer.spread import SpreadState
 from megatron_opd.types import Prompt, Rollout, Sample
 
 FORMAT = 1
@@ -26,14 +28,19 @@ class Member(msgspec.Struct, frozen=True):
     sample: Sample | None = None
 
     @property
-    def uid(self) -> int:
-        """Returns the prompt's number, in whichever stage it is."""
+    def asked(self) -> Prompt:
+        """Returns the prompt, in whichever stage it is."""
         if self.prompt is not None:
-            return self.prompt.uid
+            return self.prompt
         if self.rollout is not None:
-            return self.rollout.prompt.uid
+            return self.rollout.prompt
         assert self.sample is not None
-        return self.sample.rollout.prompt.uid
+        return self.sample.rollout.prompt
+
+    @property
+    def uid(self) -> int:
+        """Returns the prompt's number."""
+        return self.asked.uid
 
     def oldest_version(self, live: int) -> int:
         """Return the version of its stalest token; `live` for a prompt, which has none yet."""
@@ -45,7 +52,9 @@ class ControllerState(msgspec.Struct, frozen=True):
     """Holds the state of a controller between two updates.
 
     version: live on every engine. next_uid: the first prompt that was not considered yet. line: in
-    admission order. broken_groups, scored_in_groups: see buffer/groups.py.
+    admission order. broken_groups, scored_in_groups: see buffer/groups.py. spread: of a filter, see
+    buffer/spread.py. curriculum: see
+    buffer/pass_rates.py.
     """
 
     updates: int
@@ -58,6 +67,8 @@ class ControllerState(msgspec.Struct, frozen=True):
     line: list[Member]
     broken_groups: list[int] = []
     scored_in_groups: dict[int, int] = {}
+    spread: SpreadState | None = None
+    curriculum: CurriculumState | None = None
     format: int = FORMAT
 
 

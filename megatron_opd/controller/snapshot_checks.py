@@ -6,10 +6,13 @@ too.
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import numpy as np
 
+from megatron_opd.buffer.pass_rates import CurriculumState
+from megatron_opd.buffer.spread import SpreadState
 from megatron_opd.controller.snapshot import ControllerState, Member
 from megatron_opd.types import Rollout
 from sglang_bridge.columns import arrays_of, axis_of
@@ -31,16 +34,47 @@ def state_fault(state: ControllerState) -> str | None:
     uids = [member.uid for member in state.line]
     if min(uids, default=0) < 0 or any(a >= b for a, b in pairwise([*uids, state.next_uid])):
         return "the line is not in order of admission"
+    return _spread_fault(state.spread) or _curriculum_fault(state.curriculum, state.line)
+
+
+def _spread_fault(spread: SpreadState | None) -> str | None:
+    if spread is None:
+        return None
+    if min(spread.next_group, spread.in_a_row) < 0:
+        return "a count of spread is below 0"
+    if min(spread.found, default=spread.next_group) < spread.next_group:
+        return "spread holds a group that is settled"
+    return None
+
+
+def _curriculum_fault(curriculum: CurriculumState | None, line: list[Member]) -> str | None:
+    if curriculum is None:
+        return None
+    highest = max((member.asked.row for member in line), default=-1)
+    rate_R, seen_R, rows = curriculum.rate_R, curriculum.seen_R, len(curriculum.rate_R)
+    if min(curriculum.looked_at, curriculum.skipped, int(seen_R.min(initial=0))) < 0:
+        return "a count of the curriculum is below 0"
+    if len(seen_R) != rows or not bool(((rate_R >= 0) & (rate_R <= 1)).all()):
+        return "the curriculum's pass rates are not one in [0, 1] for each problem"
+    if highest >= rows:
+        return f"a prompt is of problem {highest}, the curriculum knows {rows}"
+    if not all(0 <= row < rows and 0 <= reward <= 1 for _, row, reward in curriculum.noted):
+        return "the curriculum noted a reward that cannot be"
     return None
 
 
 def _member_fault(member: Member) -> str | None:
     if sum(part is not None for part in (member.prompt, member.rollout, member.sample)) != 1:
         return "it must hold one of prompt, rollout and sample"
-    sample = member.sample
+    sample, prompt = member.sample, member.asked
+    weights = (prompt.reward_weight, prompt.teacher_weight)
+    if prompt.row < 0 or not all(0 <= weight < math.inf for weight in weights):
+        return "its prompt's row or weights cannot be"
     rollout = member.rollout if sample is None else sample.rollout
     if rollout is None:
         return None
+    if sample is not None and not -math.inf < sample.overlong_penalty <= 0:
+        return f"a penalty for length of {sample.overlong_penalty}"
     if sample is not None and len(sample.teacher_logp_N) != rollout.draws.num_ids:
         return f"{len(sample.teacher_logp_N)} scores for {rollout.draws.num_ids} ids"
     return _rollout_fault(rollout)

@@ -73,8 +73,8 @@ class PromptSet:
 
     rows: how many were read; whole: whether that is all of them. skipped: unusable rows by cause.
     first: the first of each cause, located. longest: tokens of the longest prompt read, skipped
-    ones included; 0 where nothing was tokenised. unseen: columns of limits and stops that no row
-    has.
+    ones included; 0 where nothing was tokenised. unseen: columns that rows may lack and that
+    no row has.
     """
 
     path: Path
@@ -159,7 +159,8 @@ def _read(
                 faults.append(Fault(TOO_LONG, where, what))
             else:
                 faults.append(Fault("empty", where, "the prompt has no tokens"))
-    optional = (*rules.columns.limits, *rules.columns.stops, *rules.columns.tasks)
+    columns = rules.columns
+    optional = (*columns.limits, *columns.stops, *columns.tasks, *columns.weights)
     return PromptSet(
         path,
         tuple(prompts),
@@ -168,7 +169,9 @@ def _read(
         skipped=dict(Counter(fault.cause for fault in faults)),
         first={fault.cause: str(fault) for fault in reversed(faults)},
         longest=longest,
-        unseen=frozenset(key for key in optional if not any(record[key] for _, record in usable)),
+        unseen=frozenset(
+            key for key in optional if all(record[key] in (None, ()) for _, record in usable)
+        ),
     )
 
 
@@ -184,7 +187,14 @@ def _prompt(uid: int, where: str, ids: Sequence[int], record: Record, rules: Pro
         stop=next((record[key] for key in columns.stops), ()),
         task=next((record[key] for key in columns.tasks), None),
         row_id=next((record[key] for key in columns.names), None) or where,
+        reward_weight=_weight(record, columns.reward_weight),
+        teacher_weight=_weight(record, columns.teacher_weight),
     )
+
+
+def _weight(record: Record, key: str | None) -> float:
+    weight = None if key is None else record[key]
+    return 1.0 if weight is None else weight
 
 
 def _problem(found: PromptSet, rules: PromptRules) -> str | None:

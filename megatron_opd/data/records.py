@@ -22,6 +22,7 @@ from megatron_opd.data.values import (
     read_stops,
     read_task,
     read_text,
+    read_weight,
 )
 
 Record = dict[str, Any]
@@ -35,7 +36,9 @@ class Columns:
     they may have. answers: strings or finite numbers (which become text), None where missing, null
     or blank. needed: whether a row without an answer is a fault. A row may lack the others: limits
     are whole numbers and the most they may be, stops are texts or lists of texts, names are texts
-    or numbers, tasks are texts and the values they may have.
+    or numbers, tasks are texts and the values they may have. reward_weight, teacher_weight: finite
+    numbers >= 0, None where missing or null, which is 1; not both are 0, and a row of reward weight
+    0 needs no answer.
     """
 
     texts: Sequence[str] = ()
@@ -47,18 +50,25 @@ class Columns:
     stops: Sequence[str] = ()
     names: Sequence[str] = ()
     tasks: Mapping[str, Collection[str]] = field(default_factory=dict[str, Collection[str]])
+    reward_weight: str | None = None
+    teacher_weight: str | None = None
 
     @property
     def required(self) -> tuple[str, ...]:
         """Returns the columns that a row must have."""
-        answers = self.answers if self.needed else ()
+        answers = self.answers if self.needed and self.reward_weight is None else ()
         return (*self.texts, *self.chats, *self.choices, *answers)
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Returns the columns of weights."""
+        return tuple(key for key in (self.reward_weight, self.teacher_weight) if key is not None)
 
     @property
     def wanted(self) -> tuple[str, ...]:
         """Returns all columns that are read, each once."""
         optional = (*self.answers, *self.limits, *self.stops, *self.names, *self.tasks)
-        return tuple(dict.fromkeys((*self.required, *optional)))
+        return tuple(dict.fromkeys((*self.required, *optional, *self.weights)))
 
     def record(self, row: Mapping[str, Any]) -> Record:
         """Return the named columns of `row`; raises Unusable."""
@@ -68,7 +78,11 @@ class Columns:
             key: read_choice(row, key, allowed, "unknown_teacher")
             for key, allowed in self.choices.items()
         }
-        record |= {key: read_answer(row, key, needed=self.needed) for key in self.answers}
+        weights = {key: read_weight(row, key) for key in self.weights}
+        if len(weights) == 2 and all(weight == 0 for weight in weights.values()):
+            raise Unusable("no_weight", f"{' and '.join(map(repr, weights))} are both 0")
+        needed = self.needed and weights.get(self.reward_weight or "") != 0
+        record |= weights | {key: read_answer(row, key, needed=needed) for key in self.answers}
         record |= {key: read_limit(row, key, most) for key, most in self.limits.items()}
         record |= {key: read_stops(row, key) for key in self.stops}
         record |= {key: read_task(row, key, allowed) for key, allowed in self.tasks.items()}

@@ -6,7 +6,7 @@ import hashlib
 
 ROLLOUT, SCORE, EVALUATION = "rollout", "score", "evaluation"
 HEALTH = "health"
-MIXTURE = "mixture"
+MIXTURE, CURRICULUM = "mixture", "curriculum"
 
 
 def derived_seed(run_seed: int, kind: str, *index: int) -> int:

@@ -67,6 +67,7 @@ class PromptSource:
         group, member = divmod(cursor, group_size)
         self._drawn = self._mixture.counts(group)
         """Groups that were drawn from each source so far."""
+        self._first_rows = np.cumsum([0, *(len(source.prompts) for source in sources)]).tolist()
         self._orders: dict[int, tuple[int, Sequence[int]]] = {}
         self._prompt = self._draw(group) if member else None
 
@@ -79,6 +80,12 @@ class PromptSource:
             group_size=self._group_size,
             epochs=self._epochs,
             cursor=cursor,
+        )
+
+    def alone(self) -> PromptSource:
+        """Return a source of the same problems from its begin, each prompt given out once."""
+        return PromptSource(
+            self._sources, seed=self._seed, shuffle=self._shuffle, epochs=self._epochs
         )
 
     def epochs_at(self, cursor: int) -> dict[str, float]:
@@ -116,7 +123,8 @@ class PromptSource:
         if self._epochs is not None and epoch >= self._epochs:
             return None
         self._drawn[index] += 1
-        return prompts[self._order(index, epoch)[position]]
+        place = self._order(index, epoch)[position]
+        return replace(prompts[place], row=self._first_rows[index] + place)
 
     def _order(self, index: int, epoch: int) -> Sequence[int]:
         count = len(self._sources[index].prompts)

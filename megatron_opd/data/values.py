@@ -72,6 +72,18 @@ def read_limit(row: Row, key: str, most: int) -> int | None:
     return value
 
 
+def read_weight(row: Row, key: str) -> float | None:
+    """Return a finite number >= 0; None where it is missing or null."""
+    value = row.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Unusable("wrong_type", f"{key!r} must be a number, got {type(value).__name__}")
+    if not 0 <= value < math.inf:
+        raise Unusable("bad_weight", f"{key!r} must be finite and >= 0, got {shown(value)}")
+    return float(value)
+
+
 def read_stops(row: Row, key: str) -> tuple[str, ...]:
     """Return the strings of a list, or of one string; none where it is missing or null."""
     value = row.get(key)

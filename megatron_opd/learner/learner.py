@@ -49,6 +49,7 @@ from megatron_opd.learner.student_logp import make_student_logp
 from megatron_opd.learner.totals import Mismatch, Totals
 from megatron_opd.learner.world import World, init_world
 from megatron_opd.losses.reduction import count_of
+from megatron_opd.losses.weights import counted
 from megatron_opd.models.gather import FullTensors
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.planning.flops import PEAK_BF16_TFLOPS, Work, mfu, train_flops
@@ -148,7 +149,7 @@ class MegatronLearner:
             with self._device_mode:
                 micros = passes.with_m2_limits(mini)
             kind, parts = estimator.reduction, [micro.draws for micro in micros]
-            count = sum(count_of(kind, part.num_tokens, part.num_samples) for part in parts)
+            count = sum(count_of(kind, *counted(estimator, part)) for part in parts)
             loss = partial(
                 distil_loss,
                 head=self.head,
@@ -308,7 +309,7 @@ class MegatronLearner:
         squared = totals.mean("importance_squared", "importance_weight")
         return UpdateMetrics(
             update=update,
-            loss=totals.sum("loss") / totals.sum("count"),
+            loss=totals.mean("loss", "count") or 0.0,  # where all responses are masked
             reverse_kl_nats=totals.mean("reverse_kl", "reverse_kl_tokens"),
             forward_kl_nats=totals.mean("forward_kl", "forward_kl_tokens"),
             entropy_nats=totals.mean("entropy", "entropy_tokens"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_opd.columns import LossColumns
+from sglang_bridge.columns import axis_of
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,30 @@ class Cache(Unscored):
         """Return the cache in float64; gradients flow back in the original dtype."""
         tensors = {k: v for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
         return replace(self, **{k: v.double() for k, v in tensors.items() if v.is_floating_point()})
+
+    def of_responses(self, kept_B: torch.Tensor) -> Cache:
+        """Return the cache of these responses alone; the same object where they are all kept.
+
+        kept_B: bool. m2_limits stay: they are of the whole mini-batch.
+        """
+        if bool(kept_B.all()):
+            return self
+        kept_T = kept_B[self.sample_T]
+        kept_N = kept_T[self.row_N]
+        columns: dict[str, torch.Tensor] = {}
+        for name, column in vars(self).items():
+            if isinstance(column, torch.Tensor):
+                columns[name] = column[{"B": kept_B, "T": kept_T, "N": kept_N}[axis_of(name)]]
+        row_T, pair_N, response_B = (kept.cumsum(0) - 1 for kept in (kept_T, kept_N, kept_B))
+        return replace(
+            self,
+            **columns
+            | {
+                "row_N": row_T[columns["row_N"]],
+                "path_T": pair_N[columns["path_T"]],
+                "sample_T": response_B[columns["sample_T"]],
+            },
+        )
 
     def selected(self) -> Actions:
         """Return the pairs that the support selected and the teacher does not exclude.

@@ -13,6 +13,7 @@ import torch
 
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.losses.cache import Cache
+from megatron_opd.losses.weights import taught
 
 if TYPE_CHECKING:
     from megatron_opd.losses.terms import TermLoss
@@ -48,8 +49,9 @@ def diagnose(
     """Return float64 scalars by NAMES. reverse_kl, forward_kl: nats, summed over *_tokens."""
     sums = dict.fromkeys(NAMES, cache.student_logp_N.new_zeros(()))
     if estimator.reads_teacher:
-        sums["excluded_ids"] = cache.excluded().double()
-        sums |= _divergences(estimator, cache)
+        scored = taught(estimator, cache)
+        sums["excluded_ids"] = scored.excluded().double()
+        sums |= _divergences(estimator, scored)
     sums |= _sampler_gap(cache)
     weighed = next((term for term in terms if len(term.importance_n)), None)
     if weighed is not None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.objective import Objective
 from megatron_opd.config.trust import M2Trust
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.diagnostics import diagnose
-from megatron_opd.losses.reduction import reduced
-from megatron_opd.losses.terms import TermLoss, term_loss
+from megatron_opd.losses.reduction import count_of, reduced
+from megatron_opd.losses.terms import TermLoss, term_loss, unweighed
 from megatron_opd.losses.trust import second_moment_limit
+from megatron_opd.losses.weights import counted, weight_of
 
 View = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(log r, A, weight) of some actions, from which M2PO's limit is found."""
@@ -38,16 +40,35 @@ def evaluate(estimator: Estimator, cache: Cache) -> Evaluation:
     cache = cache.wide()
     limits = cache.m2_limits or tuple(m2_limit_of(estimator, cache, None))
     terms = tuple(
-        term_loss(term.objective, estimator, cache, limit)
+        _term(term.objective, estimator, cache, limit)
         for term, limit in zip(estimator.terms, limits, strict=True)
     )
     loss_T = torch.stack(
         [term.coefficient * part.loss_T for term, part in zip(estimator.terms, terms, strict=True)]
     ).sum(0)
-    loss_sum, count = reduced(estimator.reduction, loss_T, cache)
+    loss_sum = reduced(estimator.reduction, loss_T, cache)
+    count = count_of(estimator.reduction, *counted(estimator, cache))
     with torch.no_grad():
         sums = diagnose(estimator, cache, terms)
     return Evaluation(loss_sum, count, sums, terms)
+
+
+def _term(
+    objective: Objective, estimator: Estimator, cache: Cache, limit: torch.Tensor | None
+) -> TermLoss:
+    """Compute one term on the responses that it reads; its loss_T is weighed and of all tokens."""
+    weight_B = weight_of(objective, cache)
+    kept_B = weight_B > 0
+    own = cache.of_responses(kept_B)
+    if own.num_samples == 0:  # its gradient is 0, and not absent
+        nothing_T = cache.per_token(cache.student_logp_N[:0], cache.row_N[:0])
+        return unweighed(nothing_T)
+    part = term_loss(objective, estimator, own, limit)
+    loss_T = part.loss_T * weight_B[kept_B][own.sample_T]
+    if own is cache:
+        return replace(part, loss_T=loss_T)
+    place_T = kept_B[cache.sample_T].nonzero()[:, 0]
+    return replace(part, loss_T=cache.per_token(loss_T, place_T))
 
 
 def m2_limit_of(
@@ -76,7 +97,7 @@ def m2_view(estimator: Estimator, cache: Cache) -> list[View]:
     for term in estimator.terms:
         if isinstance(term.objective.trust_region, M2Trust):
             nothing_masked = cache.student_logp_N.new_tensor(torch.inf)
-            part = term_loss(term.objective, estimator, cache, nothing_masked)
+            part = _term(term.objective, estimator, cache, nothing_masked)
             views.append((part.log_r_n, part.advantage_n, part.measure_n))
         else:
             none = cache.student_logp_N.new_zeros(0)

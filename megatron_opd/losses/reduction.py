@@ -42,14 +42,14 @@ REDUCTIONS: dict[type[Any], Callable[[Any, torch.Tensor, Cache], torch.Tensor]] 
 }
 
 
-def reduced(
-    config: ReductionConfig, loss_T: torch.Tensor, cache: Cache
-) -> tuple[torch.Tensor, int]:
-    """Return (loss sum, what the global sum is divided by)."""
-    loss_sum = REDUCTIONS[type(config)](config, loss_T, cache)
-    return loss_sum, count_of(config, cache.num_tokens, cache.num_samples)
+def reduced(config: ReductionConfig, loss_T: torch.Tensor, cache: Cache) -> torch.Tensor:
+    """Return the loss sum; count_of says what the global one is divided by."""
+    return REDUCTIONS[type(config)](config, loss_T, cache)
 
 
 def count_of(config: ReductionConfig, num_tokens: int, num_samples: int) -> int:
-    """Return what a reduction counts: response tokens, or responses."""
+    """Return what a reduction counts: response tokens, or responses.
+
+    Both without those that no term reads (losses/weights.py).
+    """
     return num_tokens if isinstance(config, TokenReduction) else num_samples

@@ -14,11 +14,12 @@ from megatron_opd.metrics.dictionary.learner import LEARNER
 from megatron_opd.metrics.dictionary.mismatch import MISMATCH
 from megatron_opd.metrics.dictionary.perf import PERF
 from megatron_opd.metrics.dictionary.rollout import ROLLOUT
+from megatron_opd.metrics.dictionary.selection import SELECTION
 from megatron_opd.metrics.dictionary.teacher import TEACHER
 from megatron_opd.metrics.dictionary.weight_sync import WEIGHT_SYNC
 from megatron_opd.metrics.metric import Metric
 
-ALL = (*LEARNER, *MISMATCH, *ROLLOUT, *TEACHER, *PERF, *WEIGHT_SYNC, *EVALUATION)
+ALL = (*LEARNER, *MISMATCH, *ROLLOUT, *SELECTION, *TEACHER, *PERF, *WEIGHT_SYNC, *EVALUATION)
 METRICS: Mapping[str, Metric] = MappingProxyType({metric.column: metric for metric in ALL})
 """Every column by its name. A column of one teacher, COLUMN/NAME, is found by `metric_of`."""
 PER_NAME = "/"

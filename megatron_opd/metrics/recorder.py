@@ -6,6 +6,7 @@ It only counts and writes; it decides nothing.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -101,13 +102,14 @@ class RunRecorder:
         updates_total: updates the run will make.
         totals: counted into; read them for the summary.
         sinks: take one row per update and per evaluated set; closed by `close`.
-        timeline: drawn on and closed, if given.
+        timeline: drawn on and closed with the sinks, if given.
         display: started and stopped, if given.
         clock: the event loop's clock (seconds).
         elapsed_s: what earlier attempts of a resumed run took, up to where it continues.
         updates: updates that they made.
         teacher_watch: looks at the scores of every batch; None where no teacher is read.
         signal: tells the user when updates teach nothing, if given.
+        more_columns: of a row that is written, if given.
         live: told the updates of each version, once it is live and its row written.
         probe: measures some batches, if given; its columns are in the row that is written next.
         rollouts: records samples token by token and is closed, if given.
@@ -125,11 +127,14 @@ class RunRecorder:
         updates: int = 0,
         teacher_watch: TeacherWatch | None = None,
         signal: SignalWatch | None = None,
+        more_columns: Callable[[], Mapping[str, Any]] | None = None,
         live: Callable[[int], None] = lambda updates: None,
         probe: Probe | None = None,
         rollouts: RolloutRecord | None = None,
     ) -> None:
         self.totals = totals
+        self._more_columns = more_columns
+        self._sampled_rewards: list[float] = []
         self.accounting: Accounting | None = None
         self._elapsed_s = elapsed_s
         self.started_s = clock() - elapsed_s
@@ -178,6 +183,8 @@ class RunRecorder:
     def scored(self, sample: Sample, started_s: float, finished_s: float) -> None:
         """Count and draw a score."""
         self.totals.add_score(started_s, finished_s)
+        if sample.reward is not None:
+            self._sampled_rewards.append(sample.reward)
         if self._rollouts is not None:
             self._rollouts.follow(sample.rollout.prompt.uid, sample)
         if self._timeline is not None:
@@ -273,8 +280,12 @@ class RunRecorder:
             "buffered_samples": depths.buffered,
             "permits_in_use": depths.permits_in_use,
             "dropped_samples": self.totals.drops.total(),
+            **self.totals.dropped_groups(),
+            "reward_sampled_mean": _exact_mean(self._sampled_rewards),
+            **({} if self._more_columns is None else self._more_columns()),
             **columns,
         }
+        self._sampled_rewards = []
         if self._probe is not None:
             self._rows[batch.update] |= self._probe.columns()
             self._probe.start(batch)
@@ -285,7 +296,11 @@ class RunRecorder:
             self._display.updated(self.snapshot())
 
     def evaluated(self, row: Mapping[str, Any]) -> None:
-        """Write the row of an evaluated set, also before and after the updates."""
+        """Write the row of an evaluated set, also before and after the updates, and draw it."""
+        if self._timeline is not None and row["update"]:  # what was before the run began before it
+            now_s = self._clock()
+            self._timeline.evaluation(row, now_s - row["seconds"], now_s)
+            self._timeline.flush()
         for sink in self._sinks:
             sink.evaluated(row)
 
@@ -315,15 +330,17 @@ class RunRecorder:
             if self._rollouts is not None:
                 closing.callback(self._rollouts.close)
             if self._timeline is not None:
-                closing.callback(self._timeline.close)
+                closing.callback(self._timeline.flush)
             if self._display is not None:
                 closing.callback(self._display.stop)
             for update in sorted(self._rows):
                 self._write_row(update)
 
     def close(self) -> None:
-        """Close the sinks, once nothing is evaluated any more; safe to call twice."""
+        """Close the time line and the sinks, once nothing is evaluated; safe to call twice."""
         with ExitStack() as closing:
+            if self._timeline is not None:
+                closing.callback(self._timeline.close)
             for sink in self._sinks:
                 closing.callback(sink.close)
 
@@ -353,11 +370,17 @@ class RunRecorder:
             sink.write(update, self._shown)
 
 
+def _exact_mean(values: Sequence[float]) -> float | None:
+    """Return the mean, the same in whatever order the values came; None without any."""
+    return math.fsum(values) / len(values) if values else None
+
+
 def batch_columns(batch: Batch, group_size: int = 1) -> dict[str, float | int | None]:
     """Return the columns that follow from the batch alone. staleness_*: per token, in versions.
 
     first_uid, last_uid: of its samples. Batches are cut in order, so those of a run do not overlap:
-    no sample is trained on twice.
+    no sample is trained on twice. masked_samples: whose tokens carry no loss.
+    samples_without_teacher: for which no teacher was asked.
     """
     staleness, cache, rewards = StalenessCounts(), CacheSize(), RewardStats(group_size)
     staleness.add(batch)
@@ -378,6 +401,9 @@ def batch_columns(batch: Batch, group_size: int = 1) -> dict[str, float | int | 
         "reward_mean": rewards.mean,
         "reward_group_std_mean": rewards.group_std,
         "reward_uniform_group_fraction": rewards.uniform_groups,
+        "overlong_penalty_mean": rewards.overlong_penalty,
+        "masked_samples": sum(sample.masked for sample in batch.samples),
+        "samples_without_teacher": sum(not sample.has_scores for sample in batch.samples),
         "distinct_ids_per_token": cache.distinct_ids_per_token,
         "cache_bytes_per_token": cache.bytes_per_token,
     }

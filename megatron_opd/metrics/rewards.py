@@ -23,13 +23,17 @@ class RewardStats:
     def __init__(self, group_size: int = 1) -> None:
         self._group_size = group_size
         self._reward, self._group_std, self._uniform = Mean(), Mean(), Mean()
+        self._penalty = Mean()
 
     def add(self, batch: Batch) -> None:
-        """Count every sample of `batch` that has a reward."""
+        """Count every sample of `batch` that has a reward; a group only if it learns from them."""
         groups: defaultdict[int, list[float]] = defaultdict(list)
         for sample in batch.samples:
-            if sample.reward is not None:
-                self._reward.add(sample.reward)
+            if sample.reward is None:
+                continue
+            self._reward.add(sample.reward)
+            self._penalty.add(sample.overlong_penalty)
+            if sample.rollout.prompt.reward_weight > 0:
                 groups[sample.rollout.prompt.uid // self._group_size].append(sample.reward)
         if self._group_size > 1:
             for rewards in groups.values():
@@ -40,6 +44,11 @@ class RewardStats:
     def mean(self) -> float | None:
         """Returns the mean reward."""
         return self._reward.value
+
+    @property
+    def overlong_penalty(self) -> float | None:
+        """Returns the mean of what length adds to the reward, <= 0."""
+        return self._penalty.value
 
     @property
     def group_std(self) -> float | None:

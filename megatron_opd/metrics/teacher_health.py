@@ -33,6 +33,11 @@ SURE_NATS = 0.01
 which is plausible."""
 MIN_ROWS = 8
 """Least number of rows to judge scores by."""
+COLUMNS = (
+    "teacher_score_mean_nats",
+    "teacher_score_std_nats",
+    "teacher_near_uniform_fraction",
+)
 
 
 class NonsenseTeacher(RuntimeError):
@@ -70,9 +75,14 @@ class ScoreShape:
 
 
 def path_scores(batch: Batch) -> dict[str, FloatArray]:
-    """Return the sampled tokens' scores, float32, by the teacher that gave them, names in order."""
+    """Return the sampled tokens' scores, float32, by the teacher that gave them, names in order.
+
+    Samples for which no teacher was asked are left out.
+    """
     found: dict[str, list[FloatArray]] = {}
     for sample in batch.samples:
+        if not sample.has_scores:
+            continue
         scores_T = sample.teacher_logp_N[sample.rollout.draws.path_T]
         found.setdefault(sample.rollout.prompt.teacher, []).append(scores_T)
     return {name: np.concatenate(found[name]) for name in sorted(found)}
@@ -93,12 +103,15 @@ class TeacherWatch:
         self._alarm, self._stop_after = alarm, stop_after
         self._bad_in_a_row = dict.fromkeys(teachers, 0)
 
-    def columns(self, batch: Batch) -> dict[str, float]:
+    def columns(self, batch: Batch) -> Mapping[str, float | None]:
         """Return teacher_score_mean_nats, teacher_score_std_nats, teacher_near_uniform_fraction.
 
-        Of all teachers together, and with several also of each, as COLUMN/NAME.
+        Of all teachers together, and with several also of each, as COLUMN/NAME. None where no
+        teacher was asked.
         """
         by_name = path_scores(batch)
+        if not by_name:
+            return dict.fromkeys(COLUMNS)
         sizes_T = np.repeat(
             [self._vocab_sizes[name] for name in by_name], [len(each) for each in by_name.values()]
         )
@@ -138,8 +151,5 @@ class TeacherWatch:
 
 def _columns(scores_T: FloatArray, vocab_size: int | IntArray) -> dict[str, float]:
     shape = ScoreShape.of(scores_T, vocab_size)
-    return {
-        "teacher_score_mean_nats": shape.mean,
-        "teacher_score_std_nats": shape.std,
-        "teacher_near_uniform_fraction": shape.near_uniform,
-    }
+    values = (shape.mean, shape.std, shape.near_uniform)
+    return dict(zip(COLUMNS, values, strict=True))

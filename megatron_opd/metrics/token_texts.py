@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Stands in decoded text for bytes that are no whole character."""
@@ -28,7 +29,9 @@ def token_texts(decode: Decode, ids: Sequence[int]) -> list[str]:
         if waits:
             texts.append("")
             continue
-        texts.append(text[len(known) :])
+        # a token that was taken for the end of a character may turn out to begin one
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(known, text, strict=False))
+        texts.append(text[sum(1 for _ in same) :])
         begin, told = told, stop
         known = decode(ids[begin:told])
     return texts

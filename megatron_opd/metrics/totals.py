@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from megatron_opd.buffer.spread import REASONS
 from megatron_opd.metrics.cache_size import CacheSize
 from megatron_opd.metrics.memory import PeakMemory
 from megatron_opd.metrics.rewards import RewardStats
@@ -45,6 +46,8 @@ class RunTotals:
         """Updates that could teach nothing (metrics/signal.py)."""
         self.stale_samples = 0
         """Trained on when a newer version than that of their oldest token was live."""
+        self.masked_samples = self.samples_without_teacher = 0
+        """Trained on without a loss of their own; trained on without a teacher's scores."""
         self.length_stops = 0
         """Rollouts that ended at the response limit."""
         self.stop_string_stops = 0
@@ -70,6 +73,10 @@ class RunTotals:
         """Count a dropped sample."""
         self.drops[reason] += 1
 
+    def dropped_groups(self) -> dict[str, int]:
+        """Return how many groups were dropped for their rewards, by column."""
+        return {f"groups_{reason}": self.drops[reason] // self.group_size for reason in REASONS}
+
     def add_update(
         self, batch: Batch, figures: UpdateFigures, started_s: float, finished_s: float
     ) -> None:
@@ -80,6 +87,8 @@ class RunTotals:
         self.staleness.add(batch)
         self.cache.add(batch)
         self.rewards.add(batch)
+        self.masked_samples += sum(sample.masked for sample in batch.samples)
+        self.samples_without_teacher += sum(not sample.has_scores for sample in batch.samples)
         if figures.probs_diff_max is not None:
             self.mismatch_max.add(figures.probs_diff_max)
         if figures.probs_diff_mean is not None:

@@ -17,6 +17,7 @@ from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.sections import ScoringConfig
 from megatron_opd.data.seeds import SCORE, derived_seed
+from megatron_opd.teacher.overlong import Length
 from megatron_opd.teacher.requests import score_request
 from megatron_opd.types import FloatArray, Rollout, Sample
 from megatron_opd.verifiers.reward import VerifierFailed
@@ -53,6 +54,7 @@ class FleetScorer:
             one of them, of which the student has no log-prob: that sample is dropped and counted.
         scoring: temperature, and how often a score is tried before its sample is dropped.
         run_id: makes request names unique.
+        lengths: what a response's length does to it; None: nothing.
         reward: the verifier, called once for every rollout.
         backoff: overrides the waits between tries.
         seed: the run's; of what the teacher draws for a prompt, see ScoreRequest.
@@ -68,10 +70,11 @@ class FleetScorer:
         reward: Reward | None = None,
         backoff: Backoff | None = None,
         seed: int = 0,
+        lengths: Callable[[Rollout], Length] | None = None,
     ) -> None:
+        self._estimator = estimator
+        self._lengths = lengths
         self._fleets, self._seed, self._vocab_size = fleets, seed, vocab_size
-        self._reads_teacher = estimator.reads_teacher
-        self._reads_reward = estimator.reads_reward
         theirs = estimator.support.owner == "teacher"
         self._num_atoms = estimator.support.num_atoms(vocab_size) if theirs else 0
         self._num_draws = estimator.support.num_draws if theirs else 0
@@ -83,21 +86,25 @@ class FleetScorer:
     async def score(self, rollout: Rollout) -> Sample:
         """Return a Sample with log q of every id in rollout.draws, and the reward.
 
-        Raises ScoreRejected.
-
-        Where the support is the teacher's, its selection replaces rollout.draws.
+        Raises ScoreRejected. No teacher is asked where no loss would read its scores. Where the
+        support is the teacher's, its selection replaces rollout.draws.
         """
-        reward = await self._judged(rollout)
-        if not self._reads_teacher:
-            unread_N = np.full(rollout.draws.num_ids, np.nan, dtype=np.float32)
-            return Sample(rollout, unread_N, reward)
+        length = Length() if self._lengths is None else self._lengths(rollout)
+        reward, prompt = await self._judged(rollout), rollout.prompt
+        unread_N = np.full(rollout.draws.num_ids, np.nan, dtype=np.float32)
+        unscored = Sample(rollout, unread_N, reward, length.penalty, length.masked)
+        needed = self._estimator.needs_teacher(prompt.reward_weight, prompt.teacher_weight)
+        return unscored if length.masked or not needed else await self._scored(unscored)
+
+    async def _scored(self, unscored: Sample) -> Sample:
+        rollout = unscored.rollout
         fleet, request = self._fleets[rollout.prompt.teacher], self._request(rollout)
         try:
             reply = await retried(lambda _: fleet.score(request), self._backoff)
         except BridgeError as error:
             raise ScoreRejected(_reason(error), str(error)) from error
         if not request.selects:
-            return Sample(rollout, checked(reply.logp_N, rollout.draws.num_ids), reward)
+            return replace(unscored, teacher_logp_N=checked(reply.logp_N, rollout.draws.num_ids))
         if reply.selection is None:
             raise ScoreRejected(BAD_REPLY, f"request {request.rid} came back without a selection")
         draws = selected(rollout.draws, reply.selection)
@@ -105,7 +112,9 @@ class FleetScorer:
         if largest >= self._vocab_size:
             raise ScoreRejected(UNKNOWN_ID, f"{largest}, the student has {self._vocab_size} ids")
         teacher_logp_N = checked(reply.selection.logp_N, draws.num_ids)
-        return Sample(replace(rollout, draws=draws), teacher_logp_N, reward)
+        return replace(
+            unscored, rollout=replace(rollout, draws=draws), teacher_logp_N=teacher_logp_N
+        )
 
     async def _judged(self, rollout: Rollout) -> float | None:
         """Return the reward; None where there is none and no objective reads it."""
@@ -116,7 +125,7 @@ class FleetScorer:
         except VerifierFailed as failed:
             why = f"{rollout.prompt.row_id}: {failed.detail}"
             raise ScoreRejected(failed.reason, why) from failed
-        if reward is None and self._reads_reward:
+        if reward is None and self._estimator.needs_reward(rollout.prompt.reward_weight):
             raise ScoreRejected(NO_ANSWER, f"prompt {rollout.prompt.uid} has no answer to verify")
         return reward
 

@@ -69,7 +69,19 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
             ],
         }
     },
+    # prompts that learn from rewards alone, from the teacher alone, or both; some masked
+    "weighed": {
+        "objective": {
+            "type": "mixture",
+            "terms": [
+                {"objective": {"type": "reverse_kl", "trust": {"type": "m2", "threshold": 0.02}}},
+                {"coefficient": 0.3, "objective": {"type": "grpo", "trust": CLIP}},
+            ],
+        }
+    },
 }
+WEIGHTS = ((1.0, 0.0), (0.0, 1.0), (0.5, 2.0), (1.0, 1.0))
+"""(reward weight, teacher weight) of the prompts of the estimator `weighed`, in turn."""
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {"max_tokens_per_microbatch": 10_000}),
     "dense": (1, {"max_tokens_per_microbatch": 64, "logp": "dense"}),
@@ -109,6 +121,21 @@ def batch(model: Path) -> Batch:
     return replace(made, samples=tuple(scored))
 
 
+def weighed(batch: Batch) -> Batch:
+    """Groups of WEIGHTS; samples that no teacher is asked about have no scores."""
+    found = []
+    for sample in batch.samples:
+        prompt, masked = sample.rollout.prompt, sample.rollout.prompt.uid % 5 == 4
+        own, teacher = WEIGHTS[prompt.uid // GROUP % len(WEIGHTS)]
+        prompt = replace(prompt, reward_weight=own, teacher_weight=teacher)
+        scores_N = sample.teacher_logp_N
+        if masked or not teacher:
+            scores_N = np.full_like(scores_N, np.nan)
+        rollout = replace(sample.rollout, prompt=prompt)
+        found.append(replace(sample, rollout=rollout, teacher_logp_N=scores_N, masked=masked))
+    return replace(batch, samples=tuple(found))
+
+
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_layout_makes_the_same_update(name, model, batch, tmp_path):
     results = {}
@@ -119,7 +146,7 @@ def test_every_layout_makes_the_same_update(name, model, batch, tmp_path):
             tmp_path / layout,
             model=model,
             config=config | {"optimizer": ADAM, "num_mini_batches": 2},
-            batches=[batch],
+            batches=[weighed(batch) if name == "weighed" else batch],
             estimator=ESTIMATORS[name],
             group_size=GROUP,
         )

@@ -1,6 +1,7 @@
 """A run that is killed or preempted goes on: bitwise the updates that it would have made.
 
-Three attempts. The first is killed, and its servers outlive it with weights of later versions. The
+Also which groups it drops for their rewards and which prompts it passes over is the same. Three
+attempts. The first is killed, and its servers outlive it with weights of later versions. The
 second continues on them and is preempted. The third has a student server of its own. The later two
 are evaluated while they train, which changes no update either.
 """
@@ -26,7 +27,7 @@ from tests.e2e.conftest import STARTUP_TIMEOUT_S, tiny_spec
 
 pytestmark = pytest.mark.e2e
 
-UPDATES, BATCH, EVERY, HELD = 11, 4, 5, 1
+UPDATES, BATCH, EVERY, HELD, GROUP = 11, 4, 5, 1, 2
 COMPARED = 4  # updates after the checkpoint; HELD of them on samples that it holds
 LIMIT_S = 300
 
@@ -54,16 +55,29 @@ def elsewhere(
 
 def write_config(root: Path, elsewhere: dict[str, dict[str, Any]]) -> Path:
     """A run that can be repeated."""
-    lines = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) for i in range(16)]
+    weights = ({"kl": 0}, {"own": 0}, {"own": 0.5, "kl": 2})
+    rows = [{"prompt": f"{i}+{i}=", "answer": "x"} | weights[i % 3] for i in range(15)]
+    lines = [json.dumps(row) for row in rows]
+    terms = [{"objective": {"type": "reverse_kl"}}, {"objective": {"type": "grpo"}}]
     (root / "train.jsonl").write_text("\n".join(lines) + "\n")
     server = {"dtype": "float32", "max_total_tokens": 8192, "context_length": 256}
     tree: dict[str, Any] = {
         "run": {"dir": str(root / "run"), "max_steps": UPDATES, "seed": 3, "deterministic": True},
-        "data": {"train": str(root / "train.jsonl"), "task": "exact"},
+        "data": {
+            "train": str(root / "train.jsonl"),
+            "task": "tests.support.verdicts:is_of_even_length",
+            "reward_weight_key": "own",
+            "teacher_weight_key": "kl",
+            "curriculum": {"type": "pass_rate", "low": 0.4, "high": 0.6, "outside": 0.3},
+        },
         "student": {**server, **elsewhere["student"]},
         "teacher": elsewhere["teacher"],
-        "rollout": {"max_new_tokens": 24, "concurrency": 12},
-        "support": {"m": 8},
+        "rollout": {"max_new_tokens": 24, "concurrency": 12, "group_size": GROUP},
+        "support": {"type": "mc", "m": 8},
+        "objective": {"type": "mixture", "terms": terms},
+        "selection": {
+            "groups": {"type": "reward_spread", "most_in_a_row": 2, "exhausted": "keep"},
+        },
         "buffer": {"batch_size": BATCH},
         "schedule": {"type": "controlled", "max_staleness": HELD},
         "learner": {
@@ -183,6 +197,7 @@ def test_a_run_that_is_killed_and_preempted_goes_on(
     found = compare_rows(before, after)
     assert found.updates >= newest + COMPARED
     assert {"loss", "grad_norm", "num_ids", "ratio_max", "lr"} <= set(found.columns)
+    assert {"groups_all_right", "reward_sampled_mean", "curriculum_skipped"} <= set(found.columns)
     assert found.differences == ()
     assert after[-1]["time_s"] > before[newest - 1]["time_s"]
 
@@ -190,7 +205,11 @@ def test_a_run_that_is_killed_and_preempted_goes_on(
     assert summary["status"] == "finished"
     assert summary["resumed_at_updates"] == [newest, preempted_at]
     assert summary["updates"] == summary["version"] == UPDATES
-    assert summary["samples_admitted"] == summary["samples_consumed"] == UPDATES * BATCH
+    assert summary["samples_consumed"] == UPDATES * BATCH
+    dropped = summary["samples_dropped"]
+    assert set(dropped) == {"all_right", "all_wrong"}, "groups that taught nothing"
+    assert summary["samples_admitted"] == UPDATES * BATCH + sum(dropped.values())
+    assert after[-1]["curriculum_skipped"] > 0
     assert summary["samples_in_flight"] == 0
     tokens = sum(row["num_response_tokens"] for row in after)
     assert sum(summary["staleness_tokens_by_version"].values()) == tokens, "totals go on"

@@ -30,6 +30,7 @@ class Problem:
     """Responses of these lengths, in groups of two, over a tiny vocabulary.
 
     student_TV: logits. The others are log-probs. path: the sampled id of every token.
+    reward_weights, teacher_weights: by response; empty: all 1.
     """
 
     lengths: tuple[int, ...]
@@ -40,6 +41,13 @@ class Problem:
     path: tuple[int, ...]
     rewards: tuple[float, ...]
     group_size: int = 2
+    reward_weights: tuple[float, ...] = ()
+    teacher_weights: tuple[float, ...] = ()
+
+    def weights(self, objective: Any) -> tuple[float, ...]:
+        """What a term of this objective is multiplied with on each response."""
+        chosen = self.reward_weights if objective.reads_reward else self.teacher_weights
+        return chosen or (1.0,) * len(self.lengths)
 
     @property
     def sample_T(self) -> list[int]:
@@ -106,7 +114,8 @@ def ungrouped_cache(num_samples: int, **columns: Any) -> Cache:
     """A cache of responses whose group columns are 0, but for those that are named."""
     zero_B = torch.zeros(num_samples, dtype=torch.float64)
     groups = dict.fromkeys(dtypes(GroupColumns), zero_B)
-    return Cache(**(groups | columns))
+    weights = dict.fromkeys(("reward_weight_B", "teacher_weight_B"), torch.ones_like(zero_B))
+    return Cache(**(groups | weights | columns))
 
 
 def cache_of(est: Estimator, case: Problem, rows: list[Row], student_N: torch.Tensor) -> Cache:
@@ -117,8 +126,12 @@ def cache_of(est: Estimator, case: Problem, rows: list[Row], student_N: torch.Te
     if est.support.owner == "teacher":
         sampler_N[~on_path] = torch.nan
     teacher_N = case.teacher_TV[row_N, id_N]
-    if not est.reads_teacher:
-        teacher_N = torch.full_like(teacher_N, torch.nan)
+    asked = [False] * len(case.lengths)
+    for objective in est.objectives:
+        if objective.reads_teacher:
+            asked = [a or w > 0 for a, w in zip(asked, case.weights(objective), strict=True)]
+    asked_N = torch.tensor([asked[case.sample_T[t]] for t in row_N.tolist()], dtype=torch.bool)
+    teacher_N = teacher_N.masked_fill(~asked_N, torch.nan)
     sample = np.array(case.sample_T, dtype=np.int64)
     path_logp = case.sampler_TV[range(len(case.path)), case.path].numpy()
     logq_B = np.array(
@@ -139,7 +152,13 @@ def cache_of(est: Estimator, case: Problem, rows: list[Row], student_N: torch.Te
         advantage_B=torch.tensor(columns.advantage_B),
         group_log_q_B=torch.tensor(columns.group_log_q_B),
         defensive_B=torch.tensor(columns.defensive_B),
+        reward_weight_B=_weights(case.reward_weights, case),
+        teacher_weight_B=_weights(case.teacher_weights, case),
     )
+
+
+def _weights(given: tuple[float, ...], case: Problem) -> torch.Tensor:
+    return torch.tensor(given or (1.0,) * len(case.lengths), dtype=torch.float64)
 
 
 def student_logp(logits_TV: torch.Tensor, rows: list[Row]) -> torch.Tensor:

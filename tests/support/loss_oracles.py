@@ -68,6 +68,7 @@ class Oracle:
     def __init__(self, est: Any, case: Problem, rows: Sequence[Row], logits: torch.Tensor) -> None:
         self.est, self.case, self.rows = est, case, rows
         self.p = torch.log_softmax(logits, -1)  # differentiable
+        self.read = set(range(len(case.lengths)))  # responses of the term at hand
         self.responses = [
             [t for t, b in enumerate(case.sample_T) if b == sample]
             for sample in range(len(case.lengths))
@@ -76,22 +77,30 @@ class Oracle:
     def loss(self) -> Pair:
         """Reduced: what Evaluation.loss_sum / count is."""
         tokens: list[Pair] = [(ZERO, ZERO)] * len(self.case.path)
+        counted: set[int] = set()
         for term in self.est.terms:
+            weights = self.case.weights(term.objective)
+            self.read = {b for b, weight in enumerate(weights) if weight > 0}
+            counted |= self.read
             for t, (value, surrogate) in enumerate(self._tokens(term.objective)):
-                c, (old_value, old_surrogate) = term.coefficient, tokens[t]
-                tokens[t] = old_value + c * value, old_surrogate + c * surrogate
-        return self._reduced(tokens, 0), self._reduced(tokens, 1)
+                if self.case.sample_T[t] in self.read:
+                    c = term.coefficient * weights[self.case.sample_T[t]]
+                    old_value, old_surrogate = tokens[t]
+                    tokens[t] = old_value + c * value, old_surrogate + c * surrogate
+        return self._reduced(tokens, 0, counted), self._reduced(tokens, 1, counted)
 
-    def _reduced(self, tokens: list[Pair], which: int) -> torch.Tensor:
+    def _reduced(self, tokens: list[Pair], which: int, counted: set[int]) -> torch.Tensor:
         kind, total = self.est.reduction.type, ZERO
+        responses = max(len(counted), 1)
+        num_tokens = max(sum(len(self.responses[b]) for b in counted), 1)
         for members in self.responses:
             own = sum((tokens[t][which] for t in members), ZERO)
             if kind == "token_mean":
-                total = total + own / len(tokens)
+                total = total + own / num_tokens
             elif kind == "sequence_mean":
-                total = total + own / max(len(members), 1) / len(self.responses)
+                total = total + own / max(len(members), 1) / responses
             else:
-                total = total + own / self.est.reduction.length / len(self.responses)
+                total = total + own / self.est.reduction.length / responses
         return total
 
     def _tokens(self, objective: Any) -> list[Pair]:
@@ -188,6 +197,7 @@ class Oracle:
             for t, row in enumerate(self.rows)
             for a, w in row.items()
             if w > 0 and math.isfinite(self.case.teacher_TV[t, a])
+            if self.case.sample_T[t] in self.read
         ]
 
     def _sum(self, places: list[int], terms: list[Pair]) -> list[Pair]:
@@ -327,12 +337,15 @@ class Oracle:
     def _token_reward(self, objective: Any) -> list[Pair]:
         """GEPO Eq. 5-6, 8."""
         actions, kappas = [], []
-        for t, a in enumerate(self.case.path):
-            kappa, r = self._ratios(t, a)
+        read = [t for t, b in enumerate(self.case.sample_T) if b in self.read]
+        for t in read:
+            kappa, r = self._ratios(t, self.case.path[t])
             actions.append((r, self._advantage(objective.advantage, self.case.sample_T[t]), 1.0))
             kappas.append(kappa)
         best = self._trusted(objective.trust, actions)
-        tokens = [(-k * b, -k * b) for k, b in zip(kappas, best, strict=True)]
+        tokens: list[Pair] = [(ZERO, ZERO)] * len(self.case.path)
+        for t, k, b in zip(read, kappas, best, strict=True):
+            tokens[t] = -k * b, -k * b
         return self._penalised(objective, tokens)
 
     def _gspo(self, objective: Any) -> list[Pair]:

@@ -12,6 +12,8 @@ import numpy as np
 
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree
+from megatron_opd.buffer.pass_rates import CurriculumState
+from megatron_opd.buffer.spread import SpreadState
 from megatron_opd.controller.snapshot import ControllerState, place
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
 from megatron_opd.types import Prompt, Rollout, Sample, VersionSpan
@@ -42,8 +44,13 @@ def corpus() -> list[bytes]:
         place(rollout(4, experts=True)),
         place(Prompt(5, "2+2=", np.array([7], np.int32))),
     ]
+    spread = SpreadState(2, 1, {3: "alike", 4: "differ"})
+    rates, seen = np.array([0.5, 1.0]), np.array([3, 1], np.int32)
+    rated = CurriculumState(5, 2, rates, seen, [(4, 1, 1.0)])
+    begun = (2, 2, 6, 2, {"length": 1}, 0, 6, line, [1], {2: 1})
     return [
-        encode_state(ControllerState(2, 2, 6, 2, {"length": 1}, 0, 6, line, [1], {2: 1})),
+        encode_state(ControllerState(*begun)),
+        encode_state(ControllerState(*begun, spread, rated)),
         encode_state(ControllerState(2, 2, 4, 4, {}, 0, 4, [])),
     ]
 
@@ -68,6 +75,9 @@ def oracle(content: bytes, state: ControllerState) -> str | None:
         if len(found) != 1:
             return "a place in the line that holds nothing, or two things"
         uids.append(member.uid)
+        weights = (member.asked.reward_weight, member.asked.teacher_weight)
+        if member.asked.row < 0 or not all(np.isfinite(w) and w >= 0 for w in weights):
+            return "weights that are none"
         fault = _rollout_fault(member.rollout or getattr(member.sample, "rollout", None))
         if fault is not None:
             return fault
@@ -76,6 +86,14 @@ def oracle(content: bytes, state: ControllerState) -> str | None:
             return "scores of other ids"
     if any(a >= b for a, b in pairwise([*uids, state.next_uid])) or min(uids, default=0) < 0:
         return "a line that is not in order"
+    rated = state.curriculum
+    if rated is None:
+        return None
+    rows = [row for _, row, _ in rated.noted] + [member.asked.row for member in state.line]
+    if len(rated.rate_R) != len(rated.seen_R) or not all(0 <= r < len(rated.rate_R) for r in rows):
+        return "rates of other problems"
+    if not all(0 <= rate <= 1 for rate in rated.rate_R.tolist()) or (rated.seen_R < 0).any():
+        return "rates that are none"
     return None
 
 
@@ -155,7 +173,7 @@ def make(rng: Random) -> bytes:
         return _bytes()(rng)
     if kind == "deep":
         return corpus()[0].replace(b"\x81\xa1a\x92", b"\x81\xa1a" + b"\x91" * 2000 + b"\x92")
-    tree = msgspec.msgpack.decode(corpus()[0])
+    tree = msgspec.msgpack.decode(rng.choice(corpus()[:2]))
     if kind == "array":
         damaged_array(rng, tree)
         return msgspec.msgpack.encode(tree)

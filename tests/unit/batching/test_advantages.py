@@ -179,3 +179,28 @@ def test_a_mixture_takes_its_columns_from_its_reward_term():
 def test_a_missing_reward_is_named():
     with pytest.raises(ValueError, match="sample 1 has no reward"):
         group_columns(estimator(type="grpo"), [sample(0, [-1.0], 1.0), sample(1, [-1.0], None)], 2)
+
+
+def test_weights_follow_prompts_and_a_masked_response_has_none():
+    """What is masked stays in its group's statistics, and its penalty in the advantage."""
+    first, second = sample(0, [-1.0], 1.0), sample(1, [-1.0], 0.0)
+    prompt = replace(first.rollout.prompt, reward_weight=0.5, teacher_weight=2.0)
+    first = replace(first, rollout=replace(first.rollout, prompt=prompt), overlong_penalty=-0.25)
+    second = replace(second, masked=True)
+    columns = group_columns(estimator(type="grpo", advantage="group_mean"), [first, second], 2)
+    assert columns.advantage_B.tolist() == [0.375, -0.375]
+    assert columns.reward_weight_B.tolist() == [0.5, 0.0]
+    assert columns.teacher_weight_B.tolist() == [2.0, 0.0]
+
+
+def test_a_reward_that_is_not_read_may_be_missing():
+    alone = sample(0, [-1.0], None)
+    prompt = replace(alone.rollout.prompt, reward_weight=0.0)
+    alone = replace(alone, rollout=replace(alone.rollout, prompt=prompt))
+    columns = group_columns(
+        mixture({"type": "reverse_kl"}, {"type": "grpo"}),
+        [alone, sample(1, [-1.0], 1.0)],
+        1,
+    )
+    assert np.isfinite(columns.advantage_B).all()
+    assert columns.reward_weight_B.tolist() == [0.0, 1.0]

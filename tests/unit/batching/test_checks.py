@@ -61,6 +61,8 @@ def test_damaged_columns_are_refused_with_one_error(data: st.DataObject):
         ("path_T", 0, "column path_T must point into its own row"),
         ("version_T", 5, "column version_T must be in 0..4, got"),
         ("weight_N", -0.5, "column weight_N must be >= 0"),
+        ("reward_weight_B", -0.5, "column reward_weight_B must be >= 0"),
+        ("teacher_weight_B", -0.5, "column teacher_weight_B must be >= 0"),
         ("weight_N", np.nan, "column weight_N must be finite"),
         ("sampler_logp_N", np.nan, "column sampler_logp_N must be finite"),
         ("advantage_B", np.inf, "column advantage_B must be finite"),

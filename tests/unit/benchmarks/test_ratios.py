@@ -31,6 +31,8 @@ MICRO = DistilMicro(
         advantage_B=torch.zeros(2),
         group_log_q_B=torch.zeros(2),
         defensive_B=torch.zeros(2),
+        reward_weight_B=torch.ones(2),
+        teacher_weight_B=torch.ones(2),
     ),
 )
 

@@ -13,7 +13,14 @@ def test_random_runs_hold_and_controls_do_not():
     assert set(found["types"]) == set(TYPES)
     for name, figures in found["types"].items():
         assert figures["worst_staleness_less_bound"] == 0, f"the bound of {name} is tight"
-        for what in ("consumed", "dropped", "restarts", "servers_lost", "tight"):
+        for what in (
+            "consumed",
+            "dropped",
+            "dropped_for_rewards",
+            "restarts",
+            "servers_lost",
+            "tight",
+        ):
             assert figures[what] > 0, (name, what)
     for what in ("ended_early", "resumed", "failed_weight_syncs", "incomplete_batches"):
         assert sum(figures[what] for figures in found["types"].values()) > 10, what

@@ -80,6 +80,26 @@ def test_a_penalty_to_the_sampler_pulls_a_token_no_more_than_once(
     assert found["grad_student_logp"] == pytest.approx([math.expm1(-5)], rel=1e-12)  # -0.993
 
 
+def test_weights_of_responses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Two responses of one token: the first learns from its reward alone, the second from q."""
+    path = tmp_path / "case.json"
+    terms = [{"objective": {"type": "reverse_kl"}}, {"objective": {"type": "reinforce"}}]
+    case = {
+        "support": {"type": "path"},
+        "objective": {"type": "mixture", "terms": terms},
+        "student_logp": [-1.0, -2.0],
+        "sampler_logp": [-1.0, -2.0],
+        "teacher_logp": [-0.5, -1.5],
+        "rewards": [3.0, 5.0],
+        "reward_weights": [1.0, 0.0],
+        "teacher_weights": [0.0, 2.0],
+    }
+    path.write_text(json.dumps(case))
+    assert report(capsys, path)["loss"] == pytest.approx(-(3.0 + 2 * 0.5) / 2, rel=1e-12)
+    path.write_text(json.dumps(case | {"reward_weights": [0.0, 0.0]}))
+    assert report(capsys, path)["loss"] == pytest.approx(-2 * 0.5, rel=1e-12), "one is counted"
+
+
 BASE = {"student_logp": [-1.0, -2.0], "sampler_logp": [-1.0, -2.0], "teacher_logp": [-1.0, -1.5]}
 
 
@@ -107,6 +127,8 @@ BASE = {"student_logp": [-1.0, -2.0], "sampler_logp": [-1.0, -2.0], "teacher_log
         ),
         ({"correction": {"type": "truncated", "prox": True}}, ["prox_logp is missing"]),
         ({"sampler_logp": None}, ["sampler_logp", "list of numbers"]),
+        ({"teacher_weights": [1, 1]}, ["teacher_weights", "1 numbers", "got 2"]),
+        ({"reward_weights": [-1]}, ["reward_weights must be >= 0"]),
     ],
 )
 def test_each_mistake_is_one_line(

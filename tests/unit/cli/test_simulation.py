@@ -230,3 +230,29 @@ def test_costs_must_go_with_the_configuration() -> None:
         simulate(config_of(), costs_of(teachers={}), ALIKE)
     with pytest.raises(UserError, match=r"learner\.ranks, got 8 for 1 \* 3$"):
         simulate(config_of(), costs_of(learner=LearnerCost(token_s=0.0, ranks=3)), ALIKE)
+
+
+def test_groups_that_are_dropped_for_their_rewards_are_sampled_besides() -> None:
+    sections: dict[str, Any] = {
+        "objective": {"type": "grpo"},
+        "teacher": None,
+        "rollout": {"max_new_tokens": 100, "group_size": 4},
+        "schedule": schedule("sync"),
+        "selection": {"groups": {"type": "reward_spread"}},
+    }
+
+    def run(share: float) -> Outcome:
+        config = config_of(updates=20, **sections, simulation={"uniform_groups": share})
+        return simulate(config, costs_of(teachers={}), ALIKE)
+
+    none, half = run(0.0), run(0.5)
+    assert none.accounting.dropped == {}
+    assert half.samples == none.samples == 20 * BATCH
+    # of independent groups as many are dropped as kept: 40, six standard deviations
+    dropped = half.accounting.dropped
+    assert set(dropped) == {"all_right", "all_wrong"}
+    assert sum(dropped.values()) / 4 == pytest.approx(40, abs=6 * 80**0.5)
+    # two rounds for a group with probability 1/2 and so on: 2 groups take 8/3 rounds
+    rounds = none.wall_s / 20
+    assert half.wall_s / 20 == pytest.approx(8 / 3 * rounds, rel=0.4)
+    assert none.wall_s < half.wall_s

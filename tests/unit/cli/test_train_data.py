@@ -91,7 +91,7 @@ def test_files_without_weights_are_one_source_and_files_with_weights_one_each():
         ("x", 3, 3.0),
         ("y", 4, 1.5),
     ]
-    source = prompt_source(config(ASYNC, train=weighted, epochs=1), both, cursor=2)
+    source = prompt_source(config(ASYNC, train=weighted, epochs=1), both).at(2)
     assert next(source).uid == 2
     assert 3 <= source.available(99) < 7
 

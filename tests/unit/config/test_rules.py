@@ -12,6 +12,9 @@ from megatron_opd.config.load import ConfigError, load_config
 from megatron_opd.config.schema import Config
 from tests.support.config_files import MINIMAL
 
+MIXTURE = (
+    "objective={type: mixture, terms: [{objective: {type: reverse_kl}}, {objective: {type: grpo}}]}"
+)
 RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
     (
         ["student.urls=['http://127.0.0.1:1']", "teacher.urls=['http://127.0.0.1:1']"],
@@ -161,6 +164,44 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["objective.type=grpo", "rollout.group_size=5"],
         ["buffer.batch_size=64", "rollout.group_size=5", "multiple"],
         ["rollout.group_size=8"],
+    ),
+    (
+        ["objective.type=reinforce", "selection.groups.type=reward_spread"],
+        ["selection.groups.type must be all with objective.type reinforce", "got reward_spread"],
+        ["objective.type=grpo", "rollout.group_size=8"],
+    ),
+    (
+        [MIXTURE, "rollout.group_size=8", "selection.groups.type=reward_spread"],
+        ["selection.groups.type must be all", "data.teacher_weight_key null", "mixture"],
+        ["data.teacher_weight_key=kl"],
+    ),
+    (
+        ["selection.overlong={type: soft_penalty, cache: 8}"],
+        ["selection.overlong.type soft_penalty has no effect", "reverse_kl", "use filter"],
+        ["selection.overlong={type: mask}"],
+    ),
+    (
+        [
+            *("objective.type=grpo", "rollout.group_size=8", "rollout.max_new_tokens=16"),
+            "selection.overlong={type: soft_penalty, cache: 17}",
+        ],
+        ["selection.overlong.cache must be <= rollout.max_new_tokens", "got 17 and 16"],
+        ["rollout.max_new_tokens=17"],
+    ),
+    (
+        ["data.reward_weight_key=share"],
+        ["data.reward_weight_key share needs", "got objective.type reverse_kl", "mixture"],
+        [MIXTURE, "rollout.group_size=8"],
+    ),
+    (
+        ["objective.type=grpo", "rollout.group_size=8", "data.teacher_weight_key=kl"],
+        ["data.teacher_weight_key kl needs", "got objective.type grpo"],
+        [MIXTURE],
+    ),
+    (
+        ["data.curriculum.type=pass_rate", "data.task=none"],
+        ["data.curriculum needs pass rates", "data.task none has no verifier"],
+        ["data.task=exact"],
     ),
     (
         ["objective.type=reinforce", "data.task=none"],

@@ -371,3 +371,43 @@ def test_a_row_may_name_its_verifier(tmp_path, tokenizer):
     assert loaded.unseen == frozenset()
     lacking = write_lines(tmp_path / "b.jsonl", '{"prompt": "a", "answer": "1"}\n')
     assert load_prompts(lacking, tokenizer, PromptRules(columns, 9)).unseen == {"by"}
+
+
+def weighed(tmp_path, tokenizer, *rows, needed=True, **allowed):
+    path = write_lines(tmp_path / "a.jsonl", *(json.dumps(row) + "\n" for row in rows))
+    columns = Columns(
+        ("prompt",), ("answer",), needed=needed, reward_weight="own", teacher_weight="kl"
+    )
+    return load_prompts(path, tokenizer, PromptRules(columns, 100, max_bad_fraction=0.9, **allowed))
+
+
+def test_weights_of_a_prompt_are_read_and_one_without_a_reward_needs_no_answer(tmp_path, tokenizer):
+    found = weighed(
+        *(tmp_path, tokenizer),
+        {"prompt": "a", "answer": "1", "own": 0.5, "kl": 0},
+        {"prompt": "b", "own": 0, "kl": 2},
+        {"prompt": "c", "answer": "1", "own": None},
+    )
+    weights = [(p.text, p.reward_weight, p.teacher_weight, p.answer) for p in found.prompts]
+    assert weights == [("a", 0.5, 0.0, "1"), ("b", 0.0, 2.0, None), ("c", 1.0, 1.0, "1")]
+    assert found.skipped == {}
+    assert found.unseen == frozenset(), "a column of zeros is there"
+    assert weighed(tmp_path, tokenizer, {"prompt": "c", "answer": "1"}).unseen == {"own", "kl"}
+
+
+@pytest.mark.parametrize(
+    ("row", "cause", "words"),
+    [
+        ({"own": -1}, "bad_weight", "'own' must be finite and >= 0, got -1"),
+        ({"kl": float("inf")}, "bad_weight", "'kl' must be finite and >= 0, got inf"),
+        ({"kl": "1"}, "wrong_type", "'kl' must be a number, got str"),
+        ({"kl": True}, "wrong_type", "'kl' must be a number, got bool"),
+        ({"own": 0, "kl": 0}, "no_weight", "'own' and 'kl' are both 0"),
+        ({"kl": 0, "answer": None}, "no_answer", "'answer' is empty"),
+    ],
+)
+def test_a_weight_that_is_none_is_located(tmp_path, tokenizer, row, cause, words):
+    good = {"prompt": "a", "answer": "1"}
+    found = weighed(tmp_path, tokenizer, good, good | row)
+    assert found.skipped == {cause: 1}
+    assert found.first[cause].endswith(f":2: {words}")

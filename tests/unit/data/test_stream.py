@@ -179,3 +179,15 @@ def test_no_prompt_of_a_mixture_is_drawn_more_often_than_epochs(seed, counts, ep
 
 def test_a_stream_without_epochs_has_as_much_as_is_asked_for():
     assert PromptSource(AB, seed=1).available(10**9) == 10**9
+
+
+def test_a_prompt_knows_its_row_over_all_sources():
+    source = PromptSource(mixture(("a", 4, 1.0), ("b", 3, 2.0)), seed=1, group_size=2)
+    found = {(prompt.text, prompt.row) for prompt in islice(source, 200)}
+    assert found == {(f"a{i}", i) for i in range(4)} | {(f"b{i}", 4 + i) for i in range(3)}
+
+
+def test_a_source_alone_gives_the_same_problems_once_each():
+    grouped = PromptSource(mixture(("a", 4, 1.0), ("b", 3, 2.0)), seed=1, group_size=3, epochs=2)
+    alone = texts(grouped.at(7).alone())
+    assert alone == texts(grouped)[::3]

@@ -50,6 +50,32 @@ def test_every_accepted_estimator_equals_the_oracle():
     assert len(seen) > 40, "the sweep must not have become empty"
 
 
+WEIGHTS = {
+    "some of each": ((0.0, 2.0, 0.5, 1.0), (1.5, 0.0, 1.0, 0.3)),
+    "one masked": ((1.0, 1.0, 1.0, 0.0), (0.7, 1.0, 1.0, 0.0)),
+    "all masked": ((0.0,) * 4, (0.0,) * 4),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_of_responses_equal_the_oracle(name: str):
+    """Teacher scores that no term reads are NaN; a term's statistics are of what it reads."""
+    rewards, teachers = WEIGHTS[name]
+    case = replace(problem(4), reward_weights=rewards, teacher_weights=teachers)
+    plain = problem(4)
+    mattered = 0
+    for number, est in enumerate(accepted()):
+        rows = draw_rows(est.support, case, np.random.default_rng(number))
+        value, gradient = loss_and_gradient(est, case, rows)
+        exact_value, exact_gradient = oracle(est, case, rows)
+        bounded("weighed loss, float64: value", abs(value - exact_value), 1e-12, est)
+        error = (gradient - exact_gradient).abs().max()
+        bounded("weighed loss, float64: gradient", error, 1e-12, est)
+        if number % 10 == 0:
+            mattered += abs(value - loss_and_gradient(est, plain, rows)[0]) > 1e-6
+    assert mattered > 0.8 * len(accepted()) / 10, "the weights must act"
+
+
 @settings(deadline=None, max_examples=150)
 @given(
     st.deferred(lambda: st.sampled_from(accepted())),

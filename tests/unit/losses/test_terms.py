@@ -105,6 +105,8 @@ def test_weights_of_30000_token_responses_are_exact(
         advantage_B=torch.tensor(columns.advantage_B),
         group_log_q_B=torch.tensor(columns.group_log_q_B),
         defensive_B=torch.tensor(columns.defensive_B),
+        reward_weight_B=torch.tensor(columns.reward_weight_B),
+        teacher_weight_B=torch.tensor(columns.teacher_weight_B),
     )
     result = evaluate(est, cache)
     result.loss_sum.backward()

@@ -8,6 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from megatron_opd.config.curriculum import PassRateCurriculum
+from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.evaluation.measure import EvaluationReport
 from megatron_opd.evaluation.progress import Evaluated
 from megatron_opd.metrics.catalogue import ALL, METRICS, metric_of, tag_of
@@ -48,10 +50,13 @@ def whole_metrics() -> UpdateMetrics:
 
 
 def whole_row() -> dict[str, Any]:
-    """The row of an update with every feature on: two teachers, rewards, a weight sync, turns."""
+    """The row of an update with every feature on: two teachers, rewards, a curriculum, turns."""
     sink = Rows()
     watch = TeacherWatch({"teacher": 16, "maths": 16}, alarm=False, stop_after=0)
-    recorder = RunRecorder(9, RunTotals(group_size=2), [sink], teacher_watch=watch, probe=Probe())
+    totals = RunTotals(group_size=2)
+    curriculum = CurriculumSource(Nothing(), 1, PassRateCurriculum(), seed=0)
+    more = {"probe": Probe(), "more_columns": curriculum.columns}
+    recorder = RunRecorder(9, totals, [sink], teacher_watch=watch, **more)
     samples = []
     for uid in range(2):
         sample = make_sample(uid)
@@ -65,6 +70,13 @@ def whole_row() -> dict[str, Any]:
     recorder.weights_synced(batch, report, Depths(0, 0, 0, 0, 0))
     (row,) = sink.rows
     return row
+
+
+class Nothing:
+    """Prompts that nobody takes."""
+
+    def at(self, cursor):
+        return self
 
 
 class Probe:

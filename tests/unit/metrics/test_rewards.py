@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron_opd.metrics.recorder import batch_columns
@@ -29,3 +30,34 @@ def test_rewards_and_how_much_groups_differ():
     totals = RunTotals(group_size=2)
     totals.add_update(batch, Figures(), 0.0, 1.0)
     assert totals.rewards.group_std == paired.group_std
+
+
+def test_prompts_that_learn_from_no_reward_are_in_no_group_figure():
+    samples = [replace(make_sample(i), reward=float(i == 1)) for i in range(4)]
+    teacher_only = replace(samples[2].rollout.prompt, reward_weight=0.0)
+    samples[2:] = [
+        replace(s, rollout=replace(s.rollout, prompt=replace(teacher_only, uid=i)))
+        for i, s in enumerate(samples[2:], start=2)
+    ]
+    columns = batch_columns(Batch(0, 0, tuple(samples)), 2)
+    assert columns["reward_mean"] == 0.25
+    assert columns["reward_uniform_group_fraction"] == 0.0, "groups 1 learns from no reward"
+
+
+def test_what_length_and_weights_did_is_counted():
+    samples = [replace(make_sample(i), reward=1.0, overlong_penalty=-i / 4) for i in range(4)]
+    unscored = np.full_like(samples[0].teacher_logp_N, np.nan)
+    samples[3] = replace(samples[3], masked=True, teacher_logp_N=unscored)
+    batch, totals = Batch(0, 0, tuple(samples)), RunTotals(group_size=2)
+    totals.add_update(batch, Figures(), 0.0, 1.0)
+    columns = batch_columns(batch, 2)
+    assert columns["overlong_penalty_mean"] == totals.rewards.overlong_penalty == -0.375
+    assert columns["masked_samples"] == totals.masked_samples == 1
+    assert columns["samples_without_teacher"] == totals.samples_without_teacher == 1
+    for reason in ("all_right", "all_right", "all_wrong", "all_wrong", "all_wrong", "all_wrong"):
+        totals.add_drop(reason)
+    assert totals.dropped_groups() == {
+        "groups_all_right": 1,
+        "groups_all_wrong": 2,
+        "groups_no_reward_spread": 0,
+    }

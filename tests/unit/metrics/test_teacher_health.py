@@ -88,6 +88,15 @@ def test_columns_are_of_the_path_and_by_teacher_with_several():
     assert named["teacher_score_mean_nats/math"] == pytest.approx(first.mean(), rel=1e-5)
 
 
+def test_samples_that_no_teacher_was_asked_about_are_left_out():
+    asked, unasked = scored(0, ordinary()), scored(1, np.full(40, np.nan))
+    unasked = replace(unasked, teacher_logp_N=np.full_like(unasked.teacher_logp_N, np.nan))
+    both, alone = watch().columns(batch(0, asked, unasked)), watch().columns(batch(0, asked))
+    assert both == alone
+    assert set(watch().columns(batch(0, unasked)).values()) == {None}
+    watch(stop_after=1).look(batch(0, unasked))
+
+
 def test_one_alarm_an_episode(caplog: pytest.LogCaptureFixture):
     watched = watch()
     with caplog.at_level(logging.WARNING):

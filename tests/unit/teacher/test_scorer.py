@@ -10,6 +10,7 @@ from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.sections import ScoringConfig
 from megatron_opd.sim.clock import run_virtual
+from megatron_opd.teacher.overlong import Length
 from megatron_opd.teacher.scorer import FleetScorer
 from megatron_opd.types import VersionSpan
 from megatron_opd.verifiers.reward import REASONS, VerifierFailed
@@ -197,6 +198,59 @@ def test_a_failed_verifier_drops_the_sample_before_a_teacher_is_asked(estimator,
         run_virtual(scorer.score(ROLLOUT))
     assert caught.value.reason == reason
     assert not fleet.requests
+
+
+MIXTURE = {
+    "support": {"type": "path"},
+    "objective": {
+        "type": "mixture",
+        "terms": [{"objective": {"type": "reverse_kl"}}, {"objective": {"type": "grpo"}}],
+    },
+}
+
+
+def weighed(reward_weight, teacher_weight):
+    prompt = replace(ROLLOUT.prompt, reward_weight=reward_weight, teacher_weight=teacher_weight)
+    return replace(ROLLOUT, prompt=prompt)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "weights", "asked"),
+    [
+        (MIXTURE, (1.0, 1.0), True),
+        (MIXTURE, (0.0, 0.5), True),
+        (MIXTURE, (1.0, 0.0), False),
+        (WITH_TEACHER, (1.0, 0.0), True),  # the penalty belongs to the term from rewards
+        (None, (0.0, 1.0), True),
+    ],
+)
+def test_a_teacher_is_asked_where_a_term_with_weight_reads_it(estimator, weights, asked):
+    fleet = FakeFleet(GOOD)
+    scorer = make_scorer({"teacher": fleet}, estimator, giving(1.0))
+    sample = run_virtual(scorer.score(weighed(*weights)))
+    assert len(fleet.requests) == asked
+    assert sample.has_scores == asked
+    assert sample.teacher_logp_N.shape == GOOD.shape
+
+
+def test_a_prompt_that_learns_from_no_reward_needs_no_answer():
+    scorer = make_scorer({"teacher": FakeFleet(GOOD)}, MIXTURE, giving(None))
+    assert run_virtual(scorer.score(weighed(0.0, 1.0))).reward is None
+    with pytest.raises(ScoreRejected, match="no answer"):
+        run_virtual(scorer.score(weighed(0.1, 1.0)))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_the_length_does_is_in_the_sample_and_a_masked_one_asks_no_teacher(masked):
+    fleet, tree = FakeFleet(GOOD), Estimator.model_validate(MIXTURE)
+    scorer = FleetScorer(
+        *({"teacher": fleet}, tree, 50, ScoringConfig(), "run7", giving(1.0)),
+        lengths=lambda rollout: Length(-0.5, masked),
+    )
+    sample = run_virtual(scorer.score(ROLLOUT))
+    assert (sample.reward, sample.overlong_penalty, sample.masked) == (1.0, -0.5, masked)
+    assert len(fleet.requests) == (not masked)
+    assert sample.has_scores != masked
 
 
 TOPK = {"support": {"type": "teacher_topk", "k": 2}, "objective": {"type": "forward_kl"}}

@@ -35,7 +35,7 @@ def test_a_truncated_column_is_refused(name: str):
     frames[name] = frames[name][: -COLUMNS[name].itemsize]
     with pytest.raises(ValueError, match="must have length"):
         from_frames(0, 0, [[[0]]], list(frames.values()))
-    with pytest.raises(ValueError, match="16 columns, got 15 frames"):
+    with pytest.raises(ValueError, match="18 columns, got 17 frames"):
         from_frames(0, 0, [[[0]]], list(frames.values())[1:])
 
 
