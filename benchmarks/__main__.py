@@ -45,6 +45,7 @@ STUDIES = (
     "simulator",
     "verifiers",
     "watch",
+    "security",
     "watched_demo",
     "bring",
 )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from pathlib import Path
 
 from megatron_opd.cli.learner_process import LearnerProcess, learner_command
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
+from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.zmq import Admission, RemoteLearner
 
 
@@ -15,10 +15,10 @@ def learner_world(
     config: Config, scratch: Path, name: str = "learner"
 ) -> tuple[RemoteLearner, LearnerProcess]:
     """A learner that is not started yet; its configuration and log are called `name`."""
-    token = secrets.token_hex(16)
-    remote = RemoteLearner(config, Admission(token))
+    keys = RunKeys.make()
+    remote = RemoteLearner(config, Admission(keys))
     file = scratch / f"{name}.yaml"
     file.write_text(dump_config(config), encoding="utf-8")
     command = learner_command(file, config.learner, ["--controller", remote.address])
     log = scratch / f"{name}.log"
-    return remote, LearnerProcess(command, log, config.learner.threads, token)
+    return remote, LearnerProcess(command, log, config.learner.threads, keys.ranks)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import statistics
 import sys
 import time
@@ -33,6 +32,7 @@ from megatron_opd.config.sections import WeightSyncConfig
 from megatron_opd.metrics.types import WeightSyncReport
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.models.tensors import expected_tensors
+from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.lifetime import die_with_parent
 from megatron_opd.transport.zmq import Admission, RemoteLearner
 from megatron_opd.weight_sync.session import WeightSync
@@ -76,13 +76,13 @@ class Case:
         self.asked, self.scratch = asked, scratch
         self.config = Config.model_validate(asked["config"])
         self.spec = read_model_spec(self.config.student.model)
-        token = secrets.token_hex(16)
-        self.remote = RemoteLearner(self.config, Admission(token))
+        keys = RunKeys.make()
+        self.remote = RemoteLearner(self.config, Admission(keys))
         file = scratch / "config.yaml"
         file.write_text(dump_config(self.config), encoding="utf-8")
         learner = self.config.learner
         command = learner_command(file, learner, ["--controller", self.remote.address])
-        world = LearnerProcess(command, scratch / "learner.log", learner.threads, token)
+        world = LearnerProcess(command, scratch / "learner.log", learner.threads, keys.ranks)
         servers = server_processes(self.config, "student", scratch)
         self.processes = Processes(servers, world)
         self.version = 0

@@ -14,9 +14,10 @@ from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.roles import STUDENT, section_of
 from megatron_opd.config.evaluation import ONLY_SET
 from megatron_opd.config.load import load_config
-from megatron_opd.config.rules import key_of_teacher
+from megatron_opd.config.rules import key_of_teacher, keyless_problem
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sft import SftConfig
+from sglang_bridge.listening import is_loopback
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.cluster.type == "ray" and config.cluster.ray.submit is not None:
         from megatron_opd.cli.submit import submit_run
 
-        return submit_run(config.cluster.ray, arguments)
+        return submit_run(config, arguments)
     return _pipeline(arguments, config)
 
 
@@ -84,9 +85,12 @@ def serve(arguments: argparse.Namespace) -> int:
         raise UserError(
             f"opd serve: --index must be >= 0 and base_port + index <= 65535, got {arguments.index}"
         )
+    key = named_key(section, role)
+    if key is None and not (config.security.insecure or is_loopback(section.host)):
+        raise UserError(f"opd serve: {keyless_problem(role, f'{role}.host {section.host}')}")
     spec = server_spec(config, role, arguments.index)
     sys.stdout.flush()
-    environment = server_env(spec, api_key=named_key(section, role))
+    environment = server_env(spec, api_key=key)
     return serve_until_told(server_command(spec), environment)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from megatron_opd.cli.elastic import Drop, Elastic
+from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.joiner import check_joiner
 from megatron_opd.cli.keys import named_key
 from megatron_opd.cli.prepare import Prepared
@@ -13,7 +14,9 @@ from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.roles import Role, section_of
 from megatron_opd.cli.startup import take_in
 from megatron_opd.cli.supervisor import Supervisor
+from megatron_opd.config.rules import keyless_problem
 from megatron_opd.config.schema import Config
+from megatron_opd.config.servers import is_local_url
 from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
@@ -53,6 +56,8 @@ class Entrance:
         config, fleet = self._config, self._fleets[role]
         joined = new or (role, url) in self._joined
         key = named_key(section_of(config, role), role) if joined else self._keys[role]
+        if key is None and not (config.security.insecure or is_local_url(url)):
+            raise UserError(keyless_problem(role, url))
         suits = partial(check_joiner, config, self._prepared, role, fleet) if new else None
         vocab_size = self._prepared.vocab_sizes[role]
         client = await take_in(config, role, fleet, url, key, vocab_size, suits)

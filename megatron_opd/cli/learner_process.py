@@ -18,8 +18,8 @@ import psutil
 
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.launch.specs import ON_GPUS
+from megatron_opd.transport.keys import RANK_VARIABLE, RankKeys
 from megatron_opd.transport.lifetime import PARENT_VARIABLE
-from megatron_opd.transport.token import TOKEN_VARIABLE
 from sglang_bridge.gpus import let_see
 from sglang_bridge.server.launch import next_log
 
@@ -41,7 +41,7 @@ def learner_command(config_file: Path, learner: LearnerConfig, extra: Sequence[s
 class LearnerProcess:
     """Starts and ends one learner world, and sends the output of every rank to `log`.
 
-    log: None: the ranks write to our own output. token: what the ranks show their controller; it is
+    log: None: the ranks write to our own output. keys: the ranks' part of the run's; they are
     not on the command line, which anyone on the machine may read. gpus: what CUDA calls those of
     the ranks, in their order; None: those that this process sees.
     """
@@ -51,7 +51,7 @@ class LearnerProcess:
         command: Sequence[str],
         log: Path | None,
         threads: int | None,
-        token: str | None = None,
+        keys: RankKeys | None = None,
         gpus: Sequence[str] | None = None,
     ) -> None:
         self.command = list(command)
@@ -65,8 +65,8 @@ class LearnerProcess:
         if gpus is not None:
             self.environment = ON_GPUS | self.environment
             let_see(self.environment, gpus)
-        if token is not None:
-            self.environment[TOKEN_VARIABLE] = token
+        if keys is not None:
+            self.environment[RANK_VARIABLE] = keys.text()
         if threads is not None:
             self.environment["OMP_NUM_THREADS"] = str(threads)
         self._process: subprocess.Popen[bytes] | None = None

@@ -19,31 +19,30 @@ from megatron_opd.cli.remote import RemoteLearner, RemoteServer
 from megatron_opd.cli.roles import Role, section_of
 from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.cli.servers import log_name, server_processes
-from megatron_opd.config.cluster import ClusterConfig
 from megatron_opd.config.schema import Config
 from megatron_opd.launch.handles import Learner, Server
 from megatron_opd.launch.launcher import Launcher, Need, Place, ProcessSpec
 from megatron_opd.launch.parts import LEARNER
 from megatron_opd.launch.specs import learner_needs, learner_specs, server_spec
-from megatron_opd.transport.token import TOKEN_VARIABLE
+from megatron_opd.transport.keys import RANK_VARIABLE, RankKeys
 
 Say = Callable[[str], None]
 LOOPBACK = "127.0.0.1"
 
 
-def _ray(cluster: ClusterConfig) -> Launcher:
+def _ray(config: Config) -> Launcher:
     from megatron_opd.launch.ray_cluster import RayLauncher
 
-    return RayLauncher(cluster.ray)
+    return RayLauncher(config.cluster.ray, insecure=config.security.insecure)
 
 
-def _slurm(cluster: ClusterConfig) -> Launcher:
+def _slurm(config: Config) -> Launcher:
     from megatron_opd.launch.slurm import SlurmLauncher
 
     return SlurmLauncher()
 
 
-LAUNCHERS: dict[str, Callable[[ClusterConfig], Launcher]] = {"ray": _ray, "slurm": _slurm}
+LAUNCHERS: dict[str, Callable[[Config], Launcher]] = {"ray": _ray, "slurm": _slurm}
 """What starts processes on a cluster's machines, by cluster.type; each is imported when it is
 used."""
 
@@ -64,7 +63,9 @@ class Machines(Protocol):
         """Return a role's servers, not started; none where the configuration names others."""
         ...
 
-    def learner(self, config_file: Path, controller: str, token: str, log: Path) -> Learner | None:
+    def learner(
+        self, config_file: Path, controller: str, keys: RankKeys, log: Path
+    ) -> Learner | None:
         """Return the learner, not started, which joins `controller`; None: it starts elsewhere."""
         ...
 
@@ -87,12 +88,14 @@ class Here:
         """Return as Machines says."""
         return server_processes(self.config, role, logs, api_key, self._placement)
 
-    def learner(self, config_file: Path, controller: str, token: str, log: Path) -> Learner | None:
+    def learner(
+        self, config_file: Path, controller: str, keys: RankKeys, log: Path
+    ) -> Learner | None:
         """Return as Machines says."""
         learner = self.config.learner
         command = learner_command(config_file, learner, ["--controller", controller])
         gpus = self._placement.visible(LEARNER)
-        return LearnerProcess(command, log, learner.threads, token, gpus)
+        return LearnerProcess(command, log, learner.threads, keys, gpus)
 
     @property
     def line(self) -> str | None:
@@ -124,7 +127,9 @@ class Elsewhere:
         """Return none: they are started elsewhere."""
         return ()
 
-    def learner(self, config_file: Path, controller: str, token: str, log: Path) -> Learner | None:
+    def learner(
+        self, config_file: Path, controller: str, keys: RankKeys, log: Path
+    ) -> Learner | None:
         """Return none: it is started elsewhere."""
         return None
 
@@ -163,10 +168,12 @@ class Launched:
             for place in self._places[role]
         ]
 
-    def learner(self, config_file: Path, controller: str, token: str, log: Path) -> Learner | None:
+    def learner(
+        self, config_file: Path, controller: str, keys: RankKeys, log: Path
+    ) -> Learner | None:
         """Return as Machines says."""
         config = self.config
-        env = {**config.cluster.env, TOKEN_VARIABLE: token}
+        env = {**config.cluster.env, RANK_VARIABLE: keys.text()}
 
         def make(places: Sequence[Place], log: Path) -> Sequence[ProcessSpec]:
             return learner_specs(
@@ -196,7 +203,7 @@ def machines_of(config: Config, roles: Sequence[Role], say: Say) -> Iterator[Mac
     elif kind == "external":
         yield Elsewhere(config, roles)
     else:
-        launcher = checked(lambda: LAUNCHERS[kind](config.cluster))
+        launcher = checked(lambda: LAUNCHERS[kind](config))
         try:
             yield Launched(config, roles, launcher, say)
         finally:

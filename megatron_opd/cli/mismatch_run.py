@@ -8,7 +8,6 @@ Invariant: every process that was started here is ended, whatever happens.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import shutil
 import tempfile
 import uuid
@@ -47,6 +46,7 @@ from megatron_opd.launch.parts import LEARNER
 from megatron_opd.mismatch import FREE, GATED, REPLAYED, Measured, measure
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.types import Prompt
 from megatron_opd.weight_sync.session import WeightSync
@@ -152,9 +152,9 @@ class MismatchRun:
 
     async def _measure(self, scratch: Path) -> Measured:
         config = self.config
-        token = secrets.token_hex(16)
+        keys = RunKeys.make()
         digests = checked(lambda: learner_digests(config))
-        admission = Admission(token, digests, self.prepared.student.vocab_size)
+        admission = Admission(keys, digests, self.prepared.student.vocab_size)
         key = role_key(config.student, STUDENT)
         servers = server_processes(config, STUDENT, scratch, key, self.placement)
         urls = config.student.urls or tuple(server.url for server in servers)
@@ -169,7 +169,7 @@ class MismatchRun:
             command = learner_command(resolved, config.learner, ["--controller", remote.address])
             log, threads = scratch / "learner.log", config.learner.threads
             gpus = self.placement.visible(LEARNER)
-            learner = LearnerProcess(command, log, threads, token, gpus)
+            learner = LearnerProcess(command, log, threads, keys.ranks, gpus)
             self.processes = Processes(servers, learner)
             self._say(
                 f"starting {len(servers)} SGLang servers and a learner of "

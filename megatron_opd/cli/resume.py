@@ -48,6 +48,7 @@ MAY_CHANGE = (
     "*.gpu_memory_gib",
     "*.gpus",
     "cluster.*",
+    "security.*",
     "*.timeout_s",
     "*.threads",
     "*.api_key_env",

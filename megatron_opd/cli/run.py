@@ -30,7 +30,7 @@ from megatron_opd.cli.evaluations import RunEvaluations
 from megatron_opd.cli.fleet_desk import FleetDesk
 from megatron_opd.cli.guards import PartGone, while_alive
 from megatron_opd.cli.joining import Part, there
-from megatron_opd.cli.keys import role_key
+from megatron_opd.cli.keys import role_key, run_keys
 from megatron_opd.cli.learner_restart import LearnerRestarts, last_checkpoint, through_losses
 from megatron_opd.cli.machines import Machines, machines_of
 from megatron_opd.cli.preflight import check_addresses, check_inputs_are_kept
@@ -68,7 +68,7 @@ from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting
-from megatron_opd.transport.token import given_token
+from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.weight_sync.memory import MemoryTurns
 from megatron_opd.weight_sync.session import WeightSync
@@ -103,9 +103,12 @@ def run_pipeline(
     with hold_run_dir(config.run.dir, resume=resume, overwrite=overwrite) as lock:
         resumed = find_resumption(config, accepted) if resume else None
         prepared = prepare(config, NOTHING_YET if resumed is None else resumed.state)
-        with machines_of(config, roles, partial(say, console)) as machines:
+        with (
+            machines_of(config, roles, partial(say, console)) as machines,
+            run_keys(machines.config, roles) as keys,
+        ):
             check_addresses(machines.config, learner_here=machines.learner_here)
-            admission = checked(lambda: _admission(machines.config, prepared, lock))
+            admission = checked(lambda: _admission(machines.config, prepared, lock, keys))
             run = PipelineRun(machines, prepared, admission, roles, console, resumed)
             asyncio.run(run.main())
     return 0
@@ -117,13 +120,10 @@ def say(console: Console, *lines: str) -> None:
         console.print(line, soft_wrap=True, markup=False)
 
 
-def _admission(config: Config, prepared: Prepared, lock: RunLock) -> Admission:
-    """Return which learner is admitted.
-
-    ValueError: the environment's token is not usable as a secret.
-    """
+def _admission(config: Config, prepared: Prepared, lock: RunLock, keys: RunKeys) -> Admission:
+    """Return which learner is admitted. ValueError: the student's model cannot be read."""
     return Admission(
-        token=given_token() or lock.holder.token,
+        keys=keys,
         digests=learner_digests(config),
         vocab_size=prepared.student.vocab_size,
         claim=lock.claim,
@@ -148,7 +148,8 @@ class PipelineRun:
         self.run_dir = RunDir(config.run.dir)
         self.opened = False  # whether the directory is this run's
         self.roles, self.console = tuple(roles), console
-        self.keys = {role: role_key(section_of(config, role), role) for role in roles}
+        kept = admission.keys.servers
+        self.keys = {role: role_key(section_of(config, role), role, kept) for role in roles}
         self.servers = {
             role: machines.servers(role, self.run_dir.logs, key) for role, key in self.keys.items()
         }
@@ -434,8 +435,8 @@ class PipelineRun:
 
     def _start(self, remote: RemoteLearner) -> None:
         run_dir, config = self.run_dir, self.config
-        log, token = run_dir.logs / "learner.log", self.admission.token
-        learner = self.machines.learner(run_dir.resolved_config, remote.address, token, log)
+        log, keys = run_dir.logs / "learner.log", self.admission.keys.ranks
+        learner = self.machines.learner(run_dir.resolved_config, remote.address, keys, log)
         servers = [server for role in self.roles for server in self.servers[role]]
         self.processes = Processes(servers, learner)
         self._say(

@@ -16,6 +16,7 @@ from megatron_opd.cli.kept_rows import KeptRows, rows_before
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.section import Section
 from megatron_opd.metrics.sinks import reserve_json
+from megatron_opd.transport.keys import KEYS_FILE
 
 RESOLVED = "config.resolved.yaml"
 OURS = (
@@ -239,7 +240,7 @@ def check_place(path: Path) -> None:
 
 
 def _entries(path: Path) -> list[str]:
-    """List a run directory except its lock. UserError: it is not a directory, or not readable."""
+    """List a run directory except its lock and keys. UserError: no directory, or not readable."""
     try:
         for part in (path, *path.parents):
             if part.exists() and not part.is_dir():
@@ -247,7 +248,7 @@ def _entries(path: Path) -> list[str]:
         present = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
     except OSError as error:
         raise UserError(f"run.dir {path} cannot be read: {error.strerror}") from None
-    return [name for name in present if name != LOCK]
+    return [name for name in present if name not in (LOCK, KEYS_FILE)]
 
 
 def _refuse_strangers(path: Path, present: Sequence[str]) -> None:

@@ -55,6 +55,7 @@ NOT_THE_LEARNERS = (
     "learner.gpu_memory_gib",
     "learner.gpus",
     "cluster.*",
+    "security.*",
 )
 """Keys that a learner does not read, or that may differ between it and its controller."""
 SAMPLE_BYTES = 65_536

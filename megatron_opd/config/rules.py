@@ -12,6 +12,7 @@ from megatron_opd.config.evaluation_rules import EVALUATION_RULES
 from megatron_opd.config.objectives import RewardObjective
 from megatron_opd.config.sections import TRANSPORTS
 from megatron_opd.config.selection import RewardSpread, SoftPenalty
+from megatron_opd.config.servers import is_local_url
 from megatron_opd.config.tree import ConfigTree
 
 
@@ -136,6 +137,38 @@ def _urls(config: ConfigTree) -> str | None:
                 f"because every update changes the student's weights, got {shared[0]} in both"
             )
     return None
+
+
+def _keys(config: ConfigTree) -> str | None:
+    if config.security.insecure:
+        return None
+    sections = {"student": config.student} | {
+        key_of_teacher(name): section for name, section in config.all_teachers.items()
+    }
+    for key, section in sections.items():
+        far = [url for url in section.urls if not is_local_url(url)]
+        if far and section.api_key_env is None:
+            return keyless_problem(key, far[0])
+    return None
+
+
+def _interface(config: ConfigTree) -> str | None:
+    cluster = config.cluster
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if cluster.interface is not None and name in cluster.env:
+            return (
+                f"cluster.interface must be null with cluster.env.{name}, which would say the same "
+                f"a second time, got {cluster.interface} and {cluster.env[name]}; leave one out"
+            )
+    return None
+
+
+def keyless_problem(key: str, where: str) -> str:
+    """Return why the servers of a section may not be used or started at `where`."""
+    return (
+        f"{key}.api_key_env must name the variable that holds the servers' API key beyond this "
+        f"machine, got null and {where}; set it, or write security.insecure: true to do without"
+    )
 
 
 def key_of_teacher(name: str) -> str:
@@ -430,6 +463,8 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _gpus,
     _time_shared,
     _urls,
+    _keys,
+    _interface,
     _groups,
     _rewards,
     _code,

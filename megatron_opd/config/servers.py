@@ -20,6 +20,7 @@ from megatron_opd.config.section import (
     Texts,
     is_host,
 )
+from sglang_bridge.listening import is_loopback
 from sglang_bridge.weights.formats import Format
 
 
@@ -37,10 +38,11 @@ class ServerConfig(Section):
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
     """Name of the environment variable that holds the servers' API key, sent with every request and
     given to servers started by `opd serve`; null: servers that `opd run` starts get a random key
-    for that run, others are asked without one."""
+    for that run, others are asked without one, beyond this machine only with
+    security.insecure."""
     host: Host = "127.0.0.1"
     """Host name or IPv4 address on which the servers listen. Any address but 127.0.0.1 lets other
-    machines reach them: set api_key_env as well."""
+    machines reach them: `opd serve` then needs api_key_env, or security.insecure."""
     base_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """First port: server i listens on base_port + i; 0 picks free ports."""
     dtype: Dtype = "bfloat16"
@@ -158,6 +160,11 @@ class ServerConfig(Section):
         """Returns the fixed ports of the servers started here; empty when free ports are picked."""
         count = self.servers if self.base_port and not self.urls else 0
         return range(self.base_port, self.base_port + count)
+
+
+def is_local_url(url: str) -> bool:
+    """Return whether only this machine reaches a server's url."""
+    return is_loopback(urlsplit(url).hostname or "")
 
 
 def is_server_url(url: str) -> bool:

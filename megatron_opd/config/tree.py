@@ -27,6 +27,7 @@ from megatron_opd.config.sections import (
     ScoringConfig,
     WeightSyncConfig,
 )
+from megatron_opd.config.security import SecurityConfig
 from megatron_opd.config.selection import SelectionConfig
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.simulation import SimulationConfig
@@ -98,6 +99,8 @@ class ConfigTree(Section):
     """How new weights reach the student's servers."""
     cluster: ClusterConfig = ClusterConfig()
     """How the processes of a run share machines."""
+    security: SecurityConfig = SecurityConfig()
+    """What a run may do without keys."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """What is measured on held-out problems, and when."""
     checkpoint: CheckpointConfig = CheckpointConfig()

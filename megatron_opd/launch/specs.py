@@ -77,7 +77,7 @@ def learner_specs(
     """Return what each node of the learner is started with: torchrun, with the ranks of that node.
 
     controller: tcp://HOST:PORT. The first place's node holds rank 0, its port torchrun's store.
-    env: the user's, and the token that the ranks show the controller.
+    env: the user's, and the ranks' part of the run's keys.
     """
     first, on_gpus = places[0], places[0].need.gpus > 0
     threads = learner.threads or (GPU_THREADS if on_gpus else None)

@@ -21,7 +21,8 @@ import torch.distributed as dist
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from megatron_opd.transport.gate import USER, guard_socket
+from megatron_opd.transport.gate import guard_socket
+from megatron_opd.transport.keys import FILE_VARIABLE, KEYS_FILE, RankKeys
 from megatron_opd.transport.messages import (
     BadMessage,
     Failed,
@@ -41,11 +42,18 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 SAY_EVERY_S = 30.0
 LINGER_MS = 2000
-# a token file of an earlier controller may lie where the new one's will be
-TOKEN_GRACE_S = 30.0
+# the keys of an earlier controller may lie where the new one's will be
+KEYS_GRACE_S = 30.0
 EXIT_LOST = 3
 
-_CONNECTED, _WRONG_TOKEN = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
+# AUTH: the controller does not know our key. NO_DETAIL: it could not read our first message, which
+# only the owner of the public key that we hold could.
+_REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
 _LOST, _CLOSED = zmq.EVENT_DISCONNECTED, zmq.EVENT_MONITOR_STOPPED
 
 
@@ -67,7 +75,7 @@ def end_process(reason: str) -> None:
 class Channel:
     """Opens one DEALER socket to `address`.
 
-    token: asked for what the controller wants to see, which may not be there yet. max_bytes: the
+    keys: asked for this rank's part of the run's keys, which may not be there yet. max_bytes: the
     largest frame that is accepted. first_s: how long to wait for the controller to appear; it may
     be started after the learner. on_lost: called from a thread once a controller that welcomed us
     is out of reach.
@@ -76,43 +84,43 @@ class Channel:
     def __init__(
         self,
         address: str,
-        token: Callable[[], str | None],
+        keys: Callable[[], RankKeys | None],
         *,
         first_s: float,
         max_bytes: int,
         on_lost: Callable[[str], None] = end_process,
     ) -> None:
-        self.address, self._token, self._first_s = address, token, first_s
+        self.address, self._keys, self._first_s = address, keys, first_s
         self._on_lost = on_lost
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, LINGER_MS)
         self._socket.set(zmq.RCVHWM, 0)
         guard_socket(self._socket, max_bytes)
-        events = _CONNECTED | _WRONG_TOKEN | _LOST | _CLOSED
+        events = _CONNECTED | _REFUSED | _LOST | _CLOSED
         self._monitor: Any = self._socket.get_monitor_socket(events)
         self._watcher: threading.Thread | None = None
         self._leaving = threading.Event()
-        self._shown: str | None = None
+        self._shown: RankKeys | None = None
 
     def join(self, hello: Hello) -> Welcome:
         """Say hello until the controller answers.
 
-        ControllerLost: there is none for `first_s`. NotWelcome: it expects another token, other
+        ControllerLost: there is none for `first_s`. NotWelcome: it has other keys, expects other
         settings, or has this rank already.
         """
         started_s = said_s = time.monotonic()
         wrong_since_s: float | None = None
         connected = False
         while True:
-            self._show_token()
+            self._show_keys()
             for event in self._events(POLL_S):
                 if event == _CONNECTED:
-                    connected = True
+                    connected, wrong_since_s = True, None
                     self.reply(hello)
                 elif event == _LOST:
                     connected = False
-                elif event == _WRONG_TOKEN:
+                elif event & _REFUSED:
                     wrong_since_s = wrong_since_s or time.monotonic()
             if self._socket.poll(0):
                 welcome = self._welcomed(self._receive_frames())
@@ -120,10 +128,11 @@ class Channel:
                     self._on_lost(self._gone())
                 return welcome
             now_s = time.monotonic()
-            if wrong_since_s is not None and now_s - wrong_since_s > TOKEN_GRACE_S:
+            if wrong_since_s is not None and now_s - wrong_since_s > KEYS_GRACE_S:
                 raise NotWelcome(
-                    f"the controller at {self.address} expects another token: start both with the "
-                    "same MEGATRON_OPD_TOKEN, or let the learner see the controller's run.dir"
+                    f"the controller at {self.address} has other keys than this rank: name the "
+                    f"same file in {FILE_VARIABLE} on both sides, or let the learner see the "
+                    "controller's run.dir"
                 )
             if now_s - started_s > self._first_s:
                 raise ControllerLost(f"no controller at {self.address} within {self._first_s:g} s")
@@ -138,7 +147,7 @@ class Channel:
     def report(self, error: BaseException, *, final: bool) -> None:
         """Tell the controller why this rank ends, in one line. final: see messages.Failed."""
         if self._shown is None:
-            self._show_token()
+            self._show_keys()
         if self._shown is None:
             return  # no controller has ever been here
         rank = int(os.environ.get("RANK", "0"))
@@ -172,20 +181,21 @@ class Channel:
         self._socket.close()
         self._context.term()
 
-    def _show_token(self) -> None:
-        """Connect with the current token, if it is known and has changed.
+    def _show_keys(self) -> None:
+        """Connect with the current keys, if they are known and have changed.
 
-        A refused connection is tried again by ZeroMQ, with the same token.
+        A refused connection is tried again by ZeroMQ, with the same keys.
         """
-        token = self._token()
-        if token is None or token == self._shown:
+        keys = self._keys()
+        if keys is None or keys == self._shown:
             return
         if self._shown is not None:
             with contextlib.suppress(zmq.ZMQError):  # a refused connection may have gone by itself
                 self._socket.disconnect(self.address)
-        self._shown = token
-        self._socket.plain_username = USER
-        self._socket.plain_password = token.encode()
+        self._shown = keys
+        self._socket.set(zmq.CURVE_SERVERKEY, keys.controller)
+        self._socket.set(zmq.CURVE_PUBLICKEY, zmq.curve_public(keys.secret))
+        self._socket.set(zmq.CURVE_SECRETKEY, keys.secret)
         self._socket.connect(self.address)
 
     def _events(self, wait_s: float) -> list[int]:
@@ -225,7 +235,7 @@ class Channel:
         return f"the controller at {self.address} is gone: this rank ends"
 
     def _lacking(self) -> str:
-        return "no run.lock in run.dir yet" if self._shown is None else "no answer"
+        return f"no {KEYS_FILE} in run.dir yet" if self._shown is None else "no answer"
 
     def _say(self, line: str) -> None:
         sys.stderr.write(f"{line}\n")

@@ -23,6 +23,7 @@ from megatron_opd.learner.model import DTYPES
 from megatron_opd.learner.state.state import LearnerState
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.transport.frames import MIN_FRAME_BYTES, from_frames, largest_frame_bytes
+from megatron_opd.transport.keys import rank_keys
 from megatron_opd.transport.messages import (
     DigestPieces,
     Digests,
@@ -42,7 +43,6 @@ from megatron_opd.transport.messages import (
     Train,
     WeightsMoved,
 )
-from megatron_opd.transport.token import given_token, learners_token
 from megatron_opd.weight_sync.digests import piece_digests
 from megatron_opd.weight_sync.transport import transport_kind
 
@@ -55,10 +55,10 @@ def serve(config: Config, address: str) -> int:
     Whatever fails is reported to the controller in one line before this rank ends; the traceback
     goes to stderr. So does the report of a controller that is gone or rejects this rank.
     """
-    given_token()  # a bad one is this machine's mistake: before anything waits for it
+    rank_keys(config.run.dir)  # bad ones are this machine's mistake: before anything waits
     channel = Channel(
         address,
-        lambda: learners_token(config.run.dir),
+        lambda: rank_keys(config.run.dir),
         first_s=config.learner.timeout_s,
         max_bytes=_largest_frame(config),
     )

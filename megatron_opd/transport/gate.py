@@ -1,15 +1,13 @@
-"""Admits to the controller's socket only peers that show the run's token.
+"""Admits to the controller's socket only peers that have the learner's key of this run.
 
-The token is checked while a connection is opened (ZMTP's PLAIN mechanism, answered as in ZeroMQ's
-RFC 27), so no message of a stranger is buffered or decoded. PLAIN does not encrypt: it keeps others
-out, but does not stop eavesdroppers.
+Keys are checked while a connection is opened (ZMTP's CURVE mechanism, answered as in ZeroMQ's
+RFC 27), so no message of a stranger is buffered or decoded. CURVE shows the learner that this is
+its controller too, encrypts everything, and takes no recorded byte a second time.
 """
 
 from __future__ import annotations
 
 import hmac
-import logging
-import time
 from collections.abc import Awaitable
 from typing import Any, cast
 
@@ -17,42 +15,16 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-logger = logging.getLogger(__name__)
+from megatron_opd.transport.keys import RunKeys
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
-USER = b"learner"
 HANDSHAKE_MS = 10_000
 # A host that vanished is noticed after HEARTBEAT_MS + HEARTBEAT_TIMEOUT_MS. ZeroMQ's own threads
 # send and answer heartbeats: a peer whose Python is busy is not taken for dead.
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 6_000
-LOG_EVERY_S = 1.0
-# rejections handled before messages are read again: strangers that connect faster than they are
-# counted would otherwise keep the learner waiting
+# ended connections handled before messages are read again: strangers that connect faster than they
+# are counted would otherwise keep the learner waiting
 EVENTS_A_TURN = 256
-REFUSALS = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-
-
-class Refusals:
-    """Counts rejected connections and frames, and logs them at most once in LOG_EVERY_S."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._said_s = -LOG_EVERY_S
-
-    def add(self, reason: str) -> None:
-        """Count one more rejection for `reason`."""
-        self.count += 1
-        now_s = time.monotonic()
-        if now_s - self._said_s >= LOG_EVERY_S:
-            self._said_s = now_s
-            logger.warning(
-                "refused on the learner's socket: %s (%d frames and connections so far)",
-                *(reason, self.count),
-            )
 
 
 def guard_socket(socket: zmq.Socket[Any], max_bytes: int) -> None:
@@ -66,20 +38,20 @@ def guard_socket(socket: zmq.Socket[Any], max_bytes: int) -> None:
 class Gate:
     """Guards `socket`; make it before the socket is bound, run `answer` as a task.
 
-    monitor: readable when a connection was refused or ended; see `ended`.
+    monitor: readable when a connection ended, one that was refused too; see `ended`.
     """
 
     def __init__(
         self,
         context: zmq.asyncio.Context,
         socket: zmq.asyncio.Socket,
-        token: str,
-        refusals: Refusals,
+        keys: RunKeys,
     ) -> None:
-        self._token, self._refusals = token.encode(), refusals
+        self._learner = keys.learner_public
         self._zap = context.socket(zmq.REP)
         self._zap.bind(ZAP_ADDRESS)
-        socket.set(zmq.PLAIN_SERVER, 1)
+        socket.set(zmq.CURVE_SERVER, 1)
+        socket.set(zmq.CURVE_SECRETKEY, keys.controller)
         socket.set(zmq.ZAP_DOMAIN, b"learner")
         self._socket = socket
         # get_monitor_socket takes 2,000 events; then ZeroMQ's thread waits for this process to read
@@ -87,16 +59,16 @@ class Gate:
         self.monitor = context.socket(zmq.PAIR)
         self.monitor.set(zmq.RCVHWM, 0)
         address = f"inproc://monitor-{socket.fileno()}"
-        socket.monitor(address, REFUSALS | zmq.EVENT_DISCONNECTED)
+        socket.monitor(address, zmq.EVENT_DISCONNECTED)
         self.monitor.connect(address)
 
     async def answer(self) -> None:
         """Admit or refuse every connection."""
         while True:
             version, request, _, address, _, mechanism, *shown = await self._zap.recv_multipart()
-            password = shown[1] if mechanism == b"PLAIN" and len(shown) == 2 else b""
-            known = hmac.compare_digest(password, self._token)
-            verdict = (b"200", b"OK", address) if known else (b"400", b"not this run's token", b"")
+            key = shown[0] if mechanism == b"CURVE" and len(shown) == 1 else b""
+            known = hmac.compare_digest(key, self._learner)
+            verdict = (b"200", b"OK", address) if known else (b"400", b"not this run's key", b"")
             await self._zap.send_multipart([version, request, *verdict, b""])
 
     async def ended(self) -> list[int]:
@@ -106,10 +78,7 @@ class Gate:
             if not await self.monitor.poll(0):
                 break
             event = await cast(Awaitable[Any], recv_monitor_message(self.monitor))
-            if event["event"] & REFUSALS:
-                self._refusals.add("a peer without the run's token")
-            else:
-                descriptors.append(event["value"])
+            descriptors.append(event["value"])
         return descriptors
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import secrets
 import socket
 from collections.abc import Callable
@@ -14,9 +13,10 @@ from urllib.parse import urlunsplit
 from aiohttp import web
 
 from megatron_opd.report.run_files import RunFiles
-from megatron_opd.watch.access import Access
+from megatron_opd.watch.access import Access, counting_logger
 from megatron_opd.watch.server import WatchServer
 from megatron_opd.watch.watched import Watched
+from sglang_bridge.listening import is_loopback
 
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
@@ -31,7 +31,8 @@ async def serve(
     """Serve one run on a socket that listens, until cancelled. say: tells the user."""
     port = listener.getsockname()[1]
     access = Access(secrets.token_urlsafe(32), known_names(host))
-    runner = web.AppRunner(WatchServer(Watched(files)).app(access, port), access_log=None)
+    app = WatchServer(Watched(files)).app(access, port)
+    runner = web.AppRunner(app, access_log=None, logger=counting_logger())
     await runner.setup()
     try:
         await web.SockSite(runner, listener).start()
@@ -70,14 +71,6 @@ def known_names(host: str) -> frozenset[str]:
     if not is_loopback(host):
         names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
     return frozenset(names)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches what listens there."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def greeting(run_dir: Path, host: str, port: int, token: str) -> list[str]:

@@ -135,7 +135,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     if not cuda:
         offer_standins()
-    from sglang_bridge.server import compat, gates
+    from sglang_bridge.server import auth, compat, gates
 
     compat.require_supported_version()
     if model is not None and (names := architectures.unneeded(Path(model), sys.argv[1:])):
@@ -155,6 +155,7 @@ def main() -> None:
     server_args = prepare_server_args(arguments_for_device(sys.argv[1:], cuda=cuda))
     if api_key is not None:
         server_args.api_key = api_key
+        auth.guard_requests(api_key)
     try:
         run_server(server_args)
     except KeyboardInterrupt:

@@ -25,11 +25,11 @@ from megatron_opd.learner.sft import run_sft
 from megatron_opd.losses.vocab_parallel import gather_logp
 from megatron_opd.models.shards import local_shards
 from megatron_opd.models.views import views_by_name
-from megatron_opd.transport.token import TOKEN_VARIABLE
+from megatron_opd.transport.keys import RANK_VARIABLE
 from megatron_opd.types import Batch
 from megatron_opd.weight_sync.holdings import learner_holdings
 from sglang_bridge.protocol import BucketSpec
-from tests.support.wire import TOKEN
+from tests.support.wire import KEYS
 
 
 def make_learner(model: Path, config: dict[str, Any], updates: int = 4) -> MegatronLearner:
@@ -144,7 +144,7 @@ def vocab_parallel(out: Path) -> None:
 
 def serve_controller(out: Path, *, config: Config, address: str) -> None:
     """A rank of `python -m megatron_opd.learner --controller`."""
-    os.environ[TOKEN_VARIABLE] = TOKEN
+    os.environ[RANK_VARIABLE] = KEYS.ranks.text()
     sys.exit(serve(config, address))
 
 

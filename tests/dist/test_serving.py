@@ -25,7 +25,7 @@ from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import EXIT_LOST
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.transport.token import TOKEN_VARIABLE
+from megatron_opd.transport.keys import RANK_VARIABLE
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.types import Batch
 from megatron_opd.weight_sync.broadcast_messages import (
@@ -51,7 +51,7 @@ from tests.support.figures import bounded
 from tests.support.models import tiny_qwen3_moe
 from tests.support.receiving import ThreadFleet
 from tests.support.sockets import listening
-from tests.support.wire import TOKEN
+from tests.support.wire import KEYS
 
 pytestmark = pytest.mark.dist
 
@@ -121,7 +121,7 @@ async def served(
     admission: Admission | None = None,
 ) -> list[int | None]:
     """Run `body` against a served world of `ranks`; exit codes of the ranks."""
-    remote = RemoteLearner(config, admission or Admission(TOKEN))
+    remote = RemoteLearner(config, admission or Admission(KEYS))
     try:
         with World(
             jobs.serve_controller, ranks, out, config=config, address=remote.address
@@ -348,7 +348,7 @@ def test_other_settings_than_the_controllers_are_named_on_both_sides(model, tmp_
             await remote.wait_ready(START_S)
 
     async def main() -> list[int | None]:
-        admission = Admission(TOKEN, learner_digests(other))
+        admission = Admission(KEYS, learner_digests(other))
         return await served(config, tmp_path, body, 1, admission)
 
     assert asyncio.run(main()) == [2]
@@ -368,7 +368,7 @@ def test_a_learner_of_an_earlier_controller_writes_nothing(model, tmp_path):
             assert [path.name for path in run_dir.iterdir()] == [LOCK]
 
     async def main() -> list[int | None]:
-        admission = Admission(TOKEN, claim=earlier.claim)
+        admission = Admission(KEYS, claim=earlier.claim)
         return await served(make_config(model), tmp_path, body, 1, admission)
 
     assert asyncio.run(main()) == [1]
@@ -384,9 +384,10 @@ from pathlib import Path
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.transport.zmq import Admission, RemoteLearner
+from tests.support.wire import KEYS
 async def main():
     remote = RemoteLearner(load_config(Config, Path({str(tmp_path / "config.yaml")!r})),
-                           Admission({TOKEN!r}))
+                           Admission(KEYS))
     print(remote.address, flush=True)
     await remote.wait_ready({START_S})
     await remote.piece_digests([])  # until then the welcome may still be on its way
@@ -416,7 +417,7 @@ def torchrun_learner(config: Config, address: str, out: Path) -> subprocess.Pope
     command += [f"--master-port={free_port()}", "-m", "megatron_opd.learner"]
     command += [str(out / "config.yaml"), "--controller", address]
     with (out / "log").open("wb") as log:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", TOKEN_VARIABLE: TOKEN}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", RANK_VARIABLE: KEYS.ranks.text()}
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
 
@@ -424,7 +425,7 @@ def test_no_rank_outlives_torchrun(model, tmp_path):
     config = make_config(model, dp=2)
 
     async def main() -> None:
-        remote = RemoteLearner(config, Admission(TOKEN))
+        remote = RemoteLearner(config, Admission(KEYS))
         torchrun = torchrun_learner(config, remote.address, tmp_path)
         ranks: list[psutil.Process] = []
         try:

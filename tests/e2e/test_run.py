@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_opd.checkpoint.run_lock import LOCK
+from megatron_opd.transport.keys import KEYS_FILE
 from tests.e2e.conftest import Sections
 from tests.e2e.runs import (
     BATCH,
@@ -28,6 +29,7 @@ from tests.e2e.runs import (
 from tests.e2e.weight_sync import differing, give, load_tensors
 from tests.support.figures import bounded
 from tests.support.paths import ROOT
+from tests.support.secrets import all_arguments, found_in, secrets_in
 from tests.support.sockets import listening
 
 pytestmark = pytest.mark.e2e
@@ -41,6 +43,7 @@ def test_a_whole_run_and_its_products(inputs: Path, tmp_path: Path, start: Calla
     running = start(write_config(inputs, tmp_path, weight_sync=SYNC))
     running.wait_until(running.has_updated)
     doors = listening(running.process.pid)
+    secrets, arguments = secrets_in(running.run_dir / KEYS_FILE), all_arguments(running.process.pid)
     done = running.finish(START_TIMEOUT_S)
     assert done.code == 0, done.output
     # servers, their schedulers' stores, torchrun's store, gloo, the weights' store, our own socket
@@ -51,6 +54,12 @@ def test_a_whole_run_and_its_products(inputs: Path, tmp_path: Path, start: Calla
     assert summary["frames_refused"] == 0
     assert summary["resumed_with_changes"] == []
     assert not (done.run_dir / LOCK).exists()
+    assert not (done.run_dir / KEYS_FILE).exists()
+    assert len(secrets) == 4, "two of the learner's wire, one of each role's servers"
+    assert found_in(done.run_dir, secrets) == []
+    for secret in secrets:
+        assert secret not in done.output
+        assert secret not in arguments
     assert summary["updates"] == summary["version"] == len(done.rows) == UPDATES
     assert summary["samples_consumed"] == summary["samples_admitted"] == UPDATES * BATCH
     assert summary["samples_dropped"] == {}

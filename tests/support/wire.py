@@ -9,14 +9,16 @@ from typing import Any
 
 import zmq
 import zmq.asyncio
+from zmq.utils import z85
 
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import Channel
 from megatron_opd.transport import messages as m
-from megatron_opd.transport.gate import USER
+from megatron_opd.transport.keys import RankKeys, RunKeys
 from megatron_opd.transport.zmq import Admission, RemoteLearner
 
-TOKEN = "the secret of this run"
+# the same in every process of a test
+KEYS = RunKeys(z85.encode(bytes(range(32))), z85.encode(bytes(range(32, 64))))
 Answer = Callable[[m.Request], m.Reply | None]
 
 
@@ -43,12 +45,13 @@ def hello(rank: int = 0, world: int = 1, **changes: Any) -> m.Hello:
     return m.Hello(rank, facts["data_rank"], info, facts.get("digests", {}))
 
 
-def connect(context: Any, address: str, token: str | None = TOKEN) -> Any:
-    """A DEALER socket at `address`; token None: one that shows none."""
+def connect(context: Any, address: str, keys: RankKeys | None = KEYS.ranks) -> Any:
+    """A DEALER socket at `address`; keys None: one without any."""
     socket = context.socket(zmq.DEALER)
     socket.set(zmq.LINGER, 0)
-    if token is not None:
-        socket.plain_username, socket.plain_password = USER, token.encode()
+    if keys is not None:
+        socket.curve_serverkey, socket.curve_secretkey = keys.controller, keys.secret
+        socket.curve_publickey = zmq.curve_public(keys.secret)
     socket.connect(address)
     return socket
 
@@ -99,7 +102,7 @@ def drive(
 
     async def main() -> list[Rank]:
         tree = config(sections, parallel={"dp": len(answers)}, **learner)
-        remote = RemoteLearner(tree, Admission(TOKEN, {}, 512))
+        remote = RemoteLearner(tree, Admission(KEYS, {}, 512))
         ranks = [Rank(remote.address, r, len(answers), a) for r, a in enumerate(answers)]
         tasks = [asyncio.create_task(rank.run()) for rank in ranks]
         try:
@@ -118,8 +121,8 @@ def drive(
 
 
 @contextmanager
-def router(token: str = TOKEN) -> Iterator[tuple[zmq.Socket[bytes], str]]:
-    """A controller's socket without a controller, which admits who shows `token`."""
+def router(keys: RunKeys = KEYS) -> Iterator[tuple[zmq.Socket[bytes], str]]:
+    """A controller's socket without a controller, which admits the learner of `keys`."""
     import threading
 
     with zmq.Context() as context:
@@ -130,8 +133,8 @@ def router(token: str = TOKEN) -> Iterator[tuple[zmq.Socket[bytes], str]]:
         def admit() -> None:
             try:
                 while True:
-                    version, request, *_, password = zap.recv_multipart()
-                    ok = password == token.encode()
+                    version, request, *_, key = zap.recv_multipart()
+                    ok = key == keys.learner_public
                     verdict = [b"200", b"OK"] if ok else [b"400", b"no"]
                     zap.send_multipart([version, request, *verdict, b"", b""])
             except zmq.ZMQError:
@@ -140,7 +143,8 @@ def router(token: str = TOKEN) -> Iterator[tuple[zmq.Socket[bytes], str]]:
         thread = threading.Thread(target=admit)
         socket = context.socket(zmq.ROUTER)
         socket.set(zmq.LINGER, 0)
-        socket.plain_server, socket.zap_domain = True, b"learner"
+        socket.curve_server, socket.curve_secretkey = True, keys.controller
+        socket.zap_domain = b"learner"
         socket.bind("tcp://127.0.0.1:*")
         thread.start()
         try:
@@ -152,10 +156,12 @@ def router(token: str = TOKEN) -> Iterator[tuple[zmq.Socket[bytes], str]]:
             thread.join()
 
 
-def channel(address: str, token: Callable[[], str | None] = lambda: TOKEN, **rest: Any) -> Channel:
+def channel(
+    address: str, keys: Callable[[], RankKeys | None] = lambda: KEYS.ranks, **rest: Any
+) -> Channel:
     """A rank's end, which tells a lost controller to nobody."""
     options: dict[str, Any] = {"first_s": 5.0, "max_bytes": 2**20, "on_lost": lambda reason: None}
-    return Channel(address, token, **(options | rest))
+    return Channel(address, keys, **(options | rest))
 
 
 def safe(error: Exception) -> None:

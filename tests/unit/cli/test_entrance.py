@@ -8,9 +8,10 @@ import pytest
 
 from megatron_opd.cli import entrance
 from megatron_opd.cli.entrance import Entrance
+from megatron_opd.cli.errors import UserError
 from tests.support.config_files import minimal
 
-OURS, NEW = "http://ours:1", "http://new:1"
+OURS, NEW = "http://ours:1", "http://127.0.0.1:1"
 
 
 @pytest.mark.parametrize("named", [None, "OPD_TEST_KEY"])
@@ -39,3 +40,24 @@ def test_a_server_that_joined_is_never_shown_the_random_key(
     asyncio.run(scenario())
     key = None if named is None else "secret"
     assert asked == [(OURS, "random", False), (NEW, key, True), (NEW, key, False)]
+
+
+def test_a_server_elsewhere_without_a_key_does_not_join(monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+
+    async def take_in(config: Any, role: str, fleet: Any, url: str, *rest: Any) -> Any:
+        asked.append(url)
+
+    monkeypatch.setattr(entrance, "take_in", take_in)
+    prepared: Any = SimpleNamespace(vocab_sizes={"student": 9})
+    fleets: Any = {"student": None}
+
+    def door(*, insecure: bool) -> Entrance:
+        config = minimal(security={"insecure": insecure})
+        return Entrance(config, prepared, fleets, {"student": "random"})
+
+    with pytest.raises(UserError, match=r"student\.api_key_env must name .* http://10\.0\.0\.7:1"):
+        asyncio.run(door(insecure=False).new("student", "http://10.0.0.7:1"))
+    assert asked == []
+    asyncio.run(door(insecure=True).new("student", "http://10.0.0.7:1"))
+    assert asked == ["http://10.0.0.7:1"]

@@ -7,9 +7,11 @@ import pytest
 
 from megatron_opd.cli import commands, serve
 from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.keys import named_key, role_key
+from megatron_opd.cli.keys import named_key, role_key, run_keys
 from megatron_opd.cli.main import build_parser
+from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
+from megatron_opd.transport.keys import FILE_VARIABLE, KEYS_FILE, RunKeys
 from sglang_bridge.server.spec import API_KEY_VARIABLE, ServerSpec, server_command, server_env
 from tests.support.cli_cases import call, refused, small_config, tiny_models
 
@@ -95,3 +97,72 @@ def test_a_served_role_gets_its_named_key(tmp_path: Path, monkeypatch: pytest.Mo
     ((command, environment),) = served
     assert environment[API_KEY_VARIABLE] == "hunter2"
     assert "hunter2" not in " ".join(command)
+
+
+def run_config(tmp_path: Path, **student: object) -> Config:
+    tree = small_config(tmp_path, tiny_models(tmp_path))
+    tree["student"] |= student
+    config = Config.model_validate(tree)
+    config.run.dir.mkdir()
+    return config
+
+
+def test_a_runs_keys_lie_in_its_directory_while_it_lasts(tmp_path: Path):
+    config = run_config(tmp_path)
+    path = config.run.dir / KEYS_FILE
+    with run_keys(config, ("student", "teacher")) as keys:
+        assert RunKeys.read(path) == keys
+        assert set(keys.servers) == {"student", "teacher"}
+        assert role_key(config.student, "student", keys.servers) == keys.servers["student"]
+    assert not path.exists()
+    with run_keys(config, ("student",)) as later:
+        assert later.learner != keys.learner
+        assert later.servers["student"] != keys.servers["student"]
+
+
+@pytest.mark.parametrize(
+    "student", [{"urls": ["http://127.0.0.1:1"]}, {"api_key_env": "OPD_TEST_KEY"}]
+)
+def test_a_role_that_brings_its_own_key_gets_none(tmp_path: Path, student: dict[str, object]):
+    with run_keys(run_config(tmp_path, **student), ("student", "teacher")) as keys:
+        assert set(keys.servers) == {"teacher"}
+
+
+def test_a_named_file_is_made_once_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config, named = run_config(tmp_path), tmp_path / "my.keys"
+    monkeypatch.setenv(FILE_VARIABLE, str(named))
+    with run_keys(config, ("student",)) as first:
+        assert not (config.run.dir / KEYS_FILE).exists()
+    assert RunKeys.read(named) == first
+    with run_keys(config, ("student",)) as second:
+        assert second == first
+
+
+def test_a_file_that_is_open_to_others_or_cannot_be_written_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config, named = run_config(tmp_path), tmp_path / "my.keys"
+    RunKeys.make().write(named)
+    named.chmod(0o644)
+    monkeypatch.setenv(FILE_VARIABLE, str(named))
+    with pytest.raises(UserError, match="closed to others"), run_keys(config, ("student",)):
+        pass
+    monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "nowhere" / "my.keys"))
+    with pytest.raises(UserError, match="cannot be written"), run_keys(config, ("student",)):
+        pass
+
+
+def test_a_server_that_others_reach_is_not_served_without_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    served = []
+    monkeypatch.setattr(serve, "serve_until_told", lambda *arguments: served.append(arguments))
+    tree = small_config(tmp_path, tiny_models(tmp_path))
+    tree["teacher"] |= {"host": "0.0.0.0", "base_port": 23_457}
+    (tmp_path / "c.yaml").write_text(json.dumps(tree))
+    command = ["serve", "teacher", str(tmp_path / "c.yaml")]
+    with pytest.raises(UserError, match=r"teacher\.api_key_env must .*teacher\.host 0\.0\.0\.0"):
+        commands.serve(build_parser().parse_args(command))
+    assert served == []
+    commands.serve(build_parser().parse_args([*command, "--set", "security.insecure=true"]))
+    assert len(served) == 1

@@ -65,7 +65,7 @@ def test_a_key_that_the_learner_reads_is_named(tree: dict[str, Any], key: str, v
     [
         ("run.dir", "elsewhere"),
         ("data.train", "b"),
-        ("student.urls", ["http://h:1"]),
+        ("student.urls", ["http://127.0.0.1:1"]),
         ("teacher.model", "other"),
         ("learner.listen_port", 7),
         ("learner.threads", 7),

@@ -184,10 +184,10 @@ def test_the_guard_can_be_switched_off_as_its_error_says(tmp_path: Path, written
 
 def test_a_server_is_not_student_and_teacher(tmp_path: Path):
     """Before: the student's weights were sent to the teacher too."""
-    both = [f"{role}.urls=['http://h:1/']" for role in ("student", "teacher")]
+    both = [f"{role}.urls=['http://127.0.0.1:1/']" for role in ("student", "teacher")]
     message = error_of(write(tmp_path, MINIMAL), *both)
     assert "student.urls and teacher.urls must name different servers" in message
-    assert "got http://h:1 in both" in message
+    assert "got http://127.0.0.1:1 in both" in message
 
 
 def test_a_password_in_a_url_is_refused_and_not_shown(tmp_path: Path):

@@ -17,9 +17,37 @@ MIXTURE = (
 )
 RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
     (
-        ["student.urls=['http://h:1']", "teacher.urls=['http://h:1']"],
-        ["student.urls", "teacher.urls", "different servers", "http://h:1"],
-        ["teacher.urls=['http://h:2']"],
+        ["student.urls=['http://127.0.0.1:1']", "teacher.urls=['http://127.0.0.1:1']"],
+        ["student.urls", "teacher.urls", "different servers", "http://127.0.0.1:1"],
+        ["teacher.urls=['http://127.0.0.1:2']"],
+    ),
+    (
+        ["student.urls=['http://localhost:1', 'http://10.0.0.5:1']"],
+        ["student.api_key_env", "got null and http://10.0.0.5:1", "security.insecure: true"],
+        ["student.api_key_env=KEY"],
+    ),
+    (
+        ["teacher.urls=['https://node7:1']"],
+        ["teacher.api_key_env", "got null and https://node7:1"],
+        ["security.insecure=true"],
+    ),
+    (
+        [
+            "data.teacher_key=who",
+            "teachers={maths: {model: m, urls: ['http://[2001:db8::1]:1']}}",
+        ],
+        ["teachers.maths.api_key_env", "got null and http://[2001:db8::1]:1"],
+        ["teachers={maths: {model: m, urls: ['http://[::1]:1']}}"],
+    ),
+    (
+        ["cluster.interface=ib0", "cluster.env={NCCL_SOCKET_IFNAME: eth0}"],
+        ["cluster.interface must be null with cluster.env.NCCL_SOCKET_IFNAME", "ib0 and eth0"],
+        ["cluster.env={}"],
+    ),
+    (
+        ["cluster.interface=ib0", "cluster.env={GLOO_SOCKET_IFNAME: eth0}"],
+        ["cluster.interface must be null with cluster.env.GLOO_SOCKET_IFNAME", "ib0 and eth0"],
+        ["cluster.interface=null"],
     ),
     (
         ["support.type=teacher_topk", "objective.advantage=rollout"],

@@ -30,7 +30,7 @@ def refusal(tmp_path: Path, *overrides: str) -> str | None:
             ["teachers.maths: gpus must name servers * tp"],
         ),
         (
-            ["student.gpus=[0]", "student.urls=['http://h:1']"],
+            ["student.gpus=[0]", "student.urls=['http://127.0.0.1:1']"],
             ["student: gpus must be null with urls", "elsewhere", "got [0]"],
         ),
         (["student.gpus=[-1]"], ["student.gpus", "greater than or equal to 0", "got -1"]),

@@ -30,6 +30,7 @@ from megatron_opd.learner.__main__ import build_parser as learner_parser
 from tests.support.cli_cases import refused
 from tests.support.paths import ROOT
 from tests.support.slurm import StandInNode, StandInSlurm
+from tests.support.wire import KEYS
 
 CLUSTER = ROOT / "examples" / "cluster"
 NODES = {"one_node": 1, "four_nodes": 4, "sixteen_nodes": 16}
@@ -122,7 +123,7 @@ def launched(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> t
     noted, roles = Noted(), all_roles(given)
     machines = Launched(given, roles, noted, lambda line: None)
     learner = machines.learner(
-        CLUSTER / example / "config.yaml", f"tcp://{noted.host}:29400", "token", tmp_path / "log"
+        CLUSTER / example / "config.yaml", f"tcp://{noted.host}:29400", KEYS.ranks, tmp_path / "log"
     )
     servers = [server for role in roles for server in machines.servers(role, tmp_path, "key")]
     assert learner is not None
@@ -153,7 +154,7 @@ def test_every_command_is_one_that_the_programs_take(
         assert (node, len(gpus)) == (at.node, at.need.gpus)
         used += [(node, gpu) for gpu in gpus]
         assert "key" not in command
-        assert "token" not in command
+        assert KEYS.learner.decode() not in " ".join(command)
         if words[1] == "megatron_opd.learner.torchrun":
             torchrun = get_args_parser().parse_args(words[2:])
             assert torchrun.module

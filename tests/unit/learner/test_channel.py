@@ -12,10 +12,20 @@ from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.learner import channel as channel_module
 from megatron_opd.learner.channel import Channel, ControllerLost, NotWelcome
 from megatron_opd.transport import messages as m
+from megatron_opd.transport.keys import RankKeys, RunKeys
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
-from tests.support.wire import TOKEN, channel, config, hello, router
+from tests.support.wire import KEYS, channel, config, hello, router
 
 HEAD = SimpleNamespace(is_head=True, parallel=ParallelConfig())
+ANOTHER = RunKeys.make().ranks
+WRONG = pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(RankKeys(KEYS.ranks.controller, ANOTHER.secret), id="another learner"),
+        pytest.param(RankKeys(ANOTHER.controller, KEYS.learner), id="another controller"),
+        pytest.param(ANOTHER, id="another run"),
+    ],
+)
 
 
 def test_a_rank_joins_receives_requests_and_reports_failures():
@@ -46,7 +56,7 @@ def welcome(socket: zmq.Socket[bytes]) -> None:
     socket.send_multipart([identity, m.encode(m.Welcome(None, "", False))])
 
 
-def test_a_rank_waits_for_a_token_and_gives_up_on_a_controller_that_never_was():
+def test_a_rank_waits_for_keys_and_gives_up_on_a_controller_that_never_was():
     asked: list[None] = []
 
     def none_yet() -> None:
@@ -62,33 +72,39 @@ def test_a_rank_waits_for_a_token_and_gives_up_on_a_controller_that_never_was():
         rank.close()
 
 
-def test_a_rank_shows_the_token_of_the_controller_that_came_after_an_earlier_one():
-    latest = ["a stale token that a crashed run left"]
+@pytest.mark.parametrize(
+    "stale",
+    [ANOTHER, RankKeys(KEYS.ranks.controller, ANOTHER.secret)],
+    ids=["another run", "another learner"],
+)
+def test_a_rank_shows_the_keys_of_the_controller_that_came_after_an_earlier_one(stale: RankKeys):
+    latest = [stale]
 
-    def read() -> str:
+    def read() -> RankKeys:
         return latest[0]
 
     with router() as (socket, address):
         rank = channel(address, read)
-        threading.Timer(1.0, lambda: latest.__setitem__(0, TOKEN)).start()
+        threading.Timer(1.0, lambda: latest.__setitem__(0, KEYS.ranks)).start()
         answer = threading.Thread(target=lambda: welcome(socket))
         answer.start()
         try:
             assert isinstance(rank.join(hello()), m.Welcome)
             answer.join()
-            latest[0] = "a newer controller's token, which is not for this rank"
+            latest[0] = RunKeys.make().ranks  # a newer controller's, which is not for this rank
             rank.report(ValueError("last words"), final=True)
             assert m.decode_reply(socket.recv_multipart()[1:]) == m.Failed(0, "last words")
         finally:
             rank.close()
 
 
-def test_a_rank_with_the_wrong_token_says_so(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(channel_module, "TOKEN_GRACE_S", 0.2)
+@WRONG
+def test_a_rank_with_the_wrong_keys_says_so(wrong: RankKeys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(channel_module, "KEYS_GRACE_S", 0.2)
     with router() as (_, address):
-        rank = channel(address, lambda: "not the secret")
+        rank = channel(address, lambda: wrong)
         try:
-            with pytest.raises(NotWelcome, match="MEGATRON_OPD_TOKEN"):
+            with pytest.raises(NotWelcome, match="MEGATRON_OPD_KEYS_FILE"):
                 rank.join(hello())
         finally:
             rank.close()
@@ -96,7 +112,7 @@ def test_a_rank_with_the_wrong_token_says_so(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_rank_that_is_refused_is_told_why_and_the_controller_fails():
     async def main() -> None:
-        remote = RemoteLearner(config(), Admission(TOKEN, {"learner.optimizer.lr": "a"}))
+        remote = RemoteLearner(config(), Admission(KEYS, {"learner.optimizer.lr": "a"}))
         rank = channel(remote.address)
         try:
             said = hello(digests={"learner.optimizer.lr": "b"})

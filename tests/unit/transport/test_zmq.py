@@ -13,7 +13,7 @@ from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.types import Batch
 from sglang_bridge.protocol import WeightPiece
 from tests.support.batches import FIGURES, SCORES, done, make_batch, make_shares, silent
-from tests.support.wire import TOKEN, Rank, config, drive
+from tests.support.wire import KEYS, Rank, config, drive
 
 
 def test_each_head_receives_exactly_its_own_samples():
@@ -122,7 +122,7 @@ def test_silence_is_an_error_after_the_timeout():
 
 def test_a_rank_that_is_gone_is_an_error_of_the_learner_while_nothing_is_asked():
     async def main() -> None:
-        remote = RemoteLearner(config(), Admission(TOKEN))
+        remote = RemoteLearner(config(), Admission(KEYS))
         rank = Rank(remote.address, 0, 1, done)
         task = asyncio.create_task(rank.run())
         try:
@@ -214,7 +214,7 @@ def test_calls_before_ready_after_close_and_on_a_world_of_the_wrong_size_fail():
     drive(before, [done])
 
     async def main() -> None:
-        remote = RemoteLearner(config(parallel={"dp": 2}), Admission(TOKEN))
+        remote = RemoteLearner(config(parallel={"dp": 2}), Admission(KEYS))
         rank = Rank(remote.address, 0, 1, done)
         task = asyncio.create_task(rank.run())
         try:
@@ -230,7 +230,7 @@ def test_calls_before_ready_after_close_and_on_a_world_of_the_wrong_size_fail():
 
 def test_nobody_comes():
     async def main() -> None:
-        remote = RemoteLearner(config(), Admission(TOKEN))
+        remote = RemoteLearner(config(), Admission(KEYS))
         try:
             with pytest.raises(LearnerError, match="start: no answer"):
                 await remote.wait_ready(0.1)
@@ -242,11 +242,11 @@ def test_nobody_comes():
 
 def test_a_port_in_use_is_named():
     async def main() -> None:
-        remote = RemoteLearner(config(), Admission(TOKEN))
+        remote = RemoteLearner(config(), Admission(KEYS))
         port = int(remote.address.rpartition(":")[2])
         try:
             with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}"):
-                RemoteLearner(config(listen_port=port), Admission(TOKEN))
+                RemoteLearner(config(listen_port=port), Admission(KEYS))
         finally:
             remote.close()
 
