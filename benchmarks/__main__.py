@@ -47,6 +47,8 @@ STUDIES = (
     "watch",
     "data_path",
     "narrow",
+    "watched_demo",
+    "bring",
 )
 WITH_OPTIONS = (
     "step",
@@ -70,6 +72,8 @@ WITH_OPTIONS = (
     "watch",
     "data_path",
     "narrow",
+    "watched_demo",
+    "bring",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

@@ -274,6 +274,8 @@ class PipelineRun:
         serve_on = weight_sync.serve_on(lambda: version, asyncio.Lock())
         after = self.evaluations.after(version)
         self._say(*await while_alive(guard, after, beside=serve_on))
+        if self.checkpoints is not None and config.checkpoint.keep_best:
+            await self.checkpoints.rotate()  # the best one is known only now
         if config.student.urls or self.elastic.added:
             await weight_sync.close()  # servers that outlive this run leave its group
         if config.checkpoint.export_hf:

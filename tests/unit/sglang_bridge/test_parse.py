@@ -87,9 +87,9 @@ def test_the_paths_log_probs_are_exact_beside_narrowed_ones():
         (exact[:2], "path_logp_T of 2 values"),
         (np.full(3, np.nan, np.float32), "not finite"),
     ):
+        reply = rollout_reply(narrow | {wire.PATH_LOGP: pack(damaged)})
         with pytest.raises(BadReply, match=message):
-            payload = narrow | {wire.PATH_LOGP: pack(damaged)}
-            parse_rollout(URL, rollout_reply(payload), REQUEST)
+            parse_rollout(URL, reply, REQUEST)
 
 
 def top_k(weights: list[float], num_atoms: int, logp: list[float] | None = None) -> dict[str, Any]:
