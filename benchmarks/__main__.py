@@ -46,6 +46,8 @@ STUDIES = (
     "verifiers",
     "watch",
     "security",
+    "data_path",
+    "narrow",
     "watched_demo",
     "bring",
 )
@@ -69,6 +71,8 @@ WITH_OPTIONS = (
     "schedules",
     "simulator",
     "watch",
+    "data_path",
+    "narrow",
     "watched_demo",
     "bring",
 )

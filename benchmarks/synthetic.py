@@ -88,4 +88,4 @@ def share(
 ) -> RankBatch:
     """What one data-parallel rank gets of an update's batch, planned as the controller plans."""
     batch = Batch(update, update, tuple(samples))
-    return shares(batch, config, Estimator(), group_size=1)[data_rank]
+    return shares(batch, config, Estimator(), group_size=1)[data_rank].columns()

@@ -16,9 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from megatron_opd.batching.shares import scoring_shares
+from megatron_opd.batching.shares import Share, scoring_shares
 from megatron_opd.buffer.rejection import RolloutRejected
-from megatron_opd.columns import RankBatch
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.mismatch import Comparison, compare
 from megatron_opd.teacher.requests import score_request
@@ -58,7 +57,7 @@ class ScoringFleet(Protocol):
 class ScoringLearner(Protocol):
     """Names the method of transport.zmq.RemoteLearner that is needed."""
 
-    async def score(self, shares: Sequence[RankBatch], *, replay: Replay) -> Scores:
+    async def score(self, shares: Sequence[Share], *, replay: Replay) -> Scores:
         """Return the learner's log-probs of the sampled tokens."""
         ...
 

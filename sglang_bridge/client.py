@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
-import numpy as np
-
 from sglang_bridge import sizes, wire
 from sglang_bridge.deadlines import Deadlines
 from sglang_bridge.errors import BridgeError, ServerRefused
@@ -49,6 +47,7 @@ from sglang_bridge.protocol import (
 )
 from sglang_bridge.retry import Backoff, is_lost_connection, is_unsent, retried
 from sglang_bridge.work import ServerWork
+from sglang_bridge.work_request import encode_rollout, encode_score
 
 ALIVE_TIMEOUT_S = 5.0
 # What a server is it says at once, also while it works: one that takes a connection and is silent
@@ -112,31 +111,8 @@ class ServerClient:
 
     async def generate(self, request: RolloutRequest) -> RolloutReply:
         """Samples one completion, in one try: a second one would be another sample."""
-        params: dict[str, Any] = {
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "max_new_tokens": request.max_new_tokens,
-            "skip_special_tokens": False,
-        }
-        if request.seed is not None:
-            params["sampling_seed"] = request.seed
-        if request.stop_token_ids:
-            params["stop_token_ids"] = list(request.stop_token_ids)
-        if request.stop:
-            params["stop"] = list(request.stop)
-        if request.keeps_cache:
-            params["custom_params"] = {
-                wire.NUM_ATOMS: request.num_atoms,
-                wire.NUM_DRAWS: request.num_draws,
-            }
-            if request.thin:
-                params["custom_params"][wire.THIN] = True
-            if request.experts:
-                params["custom_params"][wire.WANTS_EXPERTS] = True
-            if request.gates:
-                params["custom_params"][wire.WANTS_GATES] = True
-        body = {"rid": request.rid, "input_ids": _ids(request.input_ids), "sampling_params": params}
-        reply = await self._work(body, sizes.rollout_bytes(request))
+        body = encode_rollout(request)
+        reply = await self._work(request.rid, body, sizes.rollout_bytes(request))
         return parse_rollout(self.url, reply, request, self._known)
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
@@ -146,39 +122,17 @@ class ServerClient:
         """
         if request.num_tokens == 0:
             return empty_scores(request)
-        start = request.num_prompt_tokens - 1
-        params = {
-            wire.SCORE_START: start,
-            wire.SCORE_OFFSETS: wire.pack(np.asarray(request.offsets_T1, dtype="<i4")),
-            wire.SCORE_IDS: wire.pack(np.asarray(request.ids_N, dtype="<i4")),
-            wire.SCORE_TEMPERATURE: request.temperature,
-            wire.SCORE_ATOMS: request.num_atoms,
-            wire.SCORE_DRAWS: request.num_draws,
-        }
-        sampling: dict[str, Any] = {
-            "max_new_tokens": 0,
-            "temperature": 1.0,
-            "custom_params": params,
-        }
-        if request.seed is not None:
-            sampling["sampling_seed"] = request.seed
-        body = {
-            # A name of its own: the server may still be busy with an earlier try.
-            "rid": f"{request.rid}-{next(self._numbers)}.",
-            "input_ids": _ids(request.input_ids),
-            "return_logprob": True,
-            "logprob_start_len": start,
-            "sampling_params": sampling,
-        }
-        reply = await self._work(body, sizes.score_bytes(request))
+        # A name of its own: the server may still be busy with an earlier try.
+        rid = f"{request.rid}-{next(self._numbers)}."
+        reply = await self._work(rid, encode_score(rid, request), sizes.score_bytes(request))
         return parse_scores(self.url, reply, request, self._known)
 
-    async def _work(self, body: dict[str, Any], max_bytes: int) -> Any:
+    async def _work(self, rid: str, body: bytes, max_bytes: int) -> Any:
         """Sends a request for work, and waits as long as it makes progress."""
-        sent = self._http.request(
-            "POST", "/generate", body, timeout_s=math.inf, max_bytes=max_bytes
+        sent = self._http.exchange(
+            wire.WORK_ROUTE, wire.WORK_TYPE, body, timeout_s=math.inf, max_bytes=max_bytes
         )
-        return await self.deadlines.within(body["rid"], sent)
+        return await self.deadlines.within(rid, sent)
 
     async def progress(self) -> Progress:
         """Returns how far the server is with its requests; it answers between two steps."""
@@ -429,7 +383,3 @@ class ServerClient:
             self._backoff,
             is_lost_connection if repeatable else is_unsent,
         )
-
-
-def _ids(ids: Any) -> list[int]:
-    return np.asarray(ids).tolist()

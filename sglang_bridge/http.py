@@ -13,12 +13,13 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from sglang_bridge.errors import BadReply, ServerRefused, ServerUnreachable
+from sglang_bridge.errors import BadReply, ServerRefused, ServerUnreachable, one_line
 
 # Below the server's own keep-alive (600 s, or 5 s where it was started by other means), so that a
 # pooled connection is never one it is just closing.
 KEEPALIVE_S = 2.0
 CONNECT_TIMEOUT_S = 10.0
+JSON_TYPE = "application/json"
 CHUNK_BYTES = 1 << 16
 # Limit on an answer whose size the request does not decide.
 REPLY_BYTES = 16 << 20
@@ -59,27 +60,60 @@ class HttpConnection:
         """
         data = None if body is None else msgspec.json.encode(body)
         limit_s = timeout_s or self.timeout_s
+        kind, raw = await self._send(method, path, data, JSON_TYPE, limit_s, max_bytes)
+        if not raw or kind != JSON_TYPE:
+            return None
+        try:
+            return msgspec.json.decode(raw)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise BadReply(f"{self.url}{path}: the reply is not JSON ({error})") from error
+
+    async def exchange(
+        self, path: str, content_type: str, body: bytes, *, timeout_s: float, max_bytes: int
+    ) -> Any:
+        """Posts msgpack as `content_type` and returns the decoded msgpack of the reply.
+
+        Bounds and errors: see `request`; another type of reply raises BadReply.
+        """
+        kind, raw = await self._send("POST", path, body, content_type, timeout_s, max_bytes)
+        url = f"{self.url}{path}"
+        if kind != content_type:
+            raise BadReply(f"{url}: the reply must be {content_type}, got {one_line(kind, 60)}")
+        try:
+            return msgspec.msgpack.decode(raw)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise BadReply(f"{url}: the reply is not msgpack ({error})") from error
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        data: bytes | None,
+        content_type: str,
+        limit_s: float,
+        max_bytes: int,
+    ) -> tuple[str, bytearray]:
+        """Returns the type and the bytes of the reply to one try."""
         limits = aiohttp.ClientTimeout(
             total=None if limit_s == math.inf else limit_s, sock_connect=CONNECT_TIMEOUT_S
         )
         url = f"{self.url}{path}"
         try:
             async with self._open().request(
-                method, url, data=data, timeout=limits, allow_redirects=False
+                method,
+                url,
+                data=data,
+                headers={"Content-Type": content_type},
+                timeout=limits,
+                allow_redirects=False,
             ) as reply:
                 if reply.status != 200:
                     raise await self._refusal(path, reply)
-                raw = await _read(url, reply, max_bytes)
+                return reply.content_type, await _read(url, reply, max_bytes)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise ServerUnreachable(self.url, path, _cause(error), sent=False) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ServerUnreachable(self.url, path, _cause(error), sent=True) from error
-        if not raw or reply.content_type != "application/json":
-            return None
-        try:
-            return msgspec.json.decode(raw)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise BadReply(f"{url}: the reply is not JSON ({error})") from error
 
     async def close(self) -> None:
         """Closes the pool. The connection can be used again after."""
@@ -103,7 +137,7 @@ class HttpConnection:
     def _open(self) -> aiohttp.ClientSession:
         """Returns the session, made inside the running loop on first use."""
         if self._session is None:
-            headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+            headers = {"Accept-Encoding": "identity"}
             if self._api_key is not None:
                 headers["Authorization"] = f"Bearer {self._api_key}"
             self._session = aiohttp.ClientSession(

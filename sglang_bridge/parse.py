@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from sglang_bridge import wire
+from sglang_bridge.arrays import MAX_ERROR
 from sglang_bridge.columns import axis_of
 from sglang_bridge.errors import BadReply, RankFailed, RequestAborted, one_line
 from sglang_bridge.protocol import (
@@ -107,15 +108,12 @@ def parse_rollout(
 
 
 def _output_ids(url: str, reply: Any, vocab_size: int) -> np.ndarray:
-    ids = _field(url, reply, "output_ids", list)
-    require(url, len(ids) > 0, "output_ids is empty")
-    # first of all by type: bool, float, str, None and lists are no ids, whatever they compare to
-    odd = next((token for token in ids if not is_int(token)), None)
-    require(url, all(map(is_int, ids)), f"output_ids holds {odd!r}, which is not an id")
-    low, high = min(ids), max(ids)
+    ids_T = read_array(url, reply, "output_ids", "<i4")
+    require(url, len(ids_T) > 0, "output_ids is empty")
+    low, high = int(ids_T.min()), int(ids_T.max())
     require(url, low >= 0, f"output_ids holds {low}, and an id is not negative")
     require(url, high < vocab_size, f"output_ids holds {high}, the vocabulary has {vocab_size}")
-    return np.asarray(ids, dtype=np.int32)
+    return ids_T
 
 
 def _check_length(url: str, tokens: int, kind: str, request: RolloutRequest, known: Known) -> None:
@@ -317,12 +315,28 @@ def _draw_cache(
     is_path_N[path_T] = True
     check_weights(url, table, request.num_atoms, request.num_draws, is_path_N)
     recorded = {name: columns[name] for name in wire.DRAW_COLUMNS}
+    if wire.PATH_LOGP in payload:
+        recorded["sampler_logp_N"] = _with_path(url, payload, table.logp_N, path_T)
     for name, column in recorded.items():
         needed = {"T": tokens, "N": len(table.ids_N)}[axis_of(name)]
         require(url, len(column) == needed, f"{name} of {len(column)} of {needed} values")
     if not request.selects:
         recorded["weight_N"] = np.ones(len(table.ids_N), dtype=np.float32)
     return DrawCache(offsets_T1=table.offsets_T1, ids_N=table.ids_N, path_T=path_T, **recorded)
+
+
+def _with_path(
+    url: str, payload: dict[str, Any], logp_N: FloatArray, path_T: np.ndarray
+) -> FloatArray:
+    """Returns the log-probs with those of the path as they were before they were narrowed."""
+    exact_T = read_array(url, payload, wire.PATH_LOGP, "<f4")
+    require(url, len(exact_T) == len(path_T), f"{wire.PATH_LOGP} of {len(exact_T)} values")
+    check_logp(url, exact_T)
+    near = np.abs(exact_T - logp_N[path_T]) <= MAX_ERROR
+    require(url, bool(near.all()), f"{wire.PATH_LOGP} differs from sampler_logp_N")
+    logp_N = logp_N.copy()
+    logp_N[path_T] = exact_T
+    return logp_N
 
 
 def _experts(url: str, payload: dict[str, Any], inputs: int) -> ExpertArray:

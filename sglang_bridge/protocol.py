@@ -72,7 +72,8 @@ class RolloutRequest:
     (ServerSpec.routed_gates). temperature: 0 = greedy. stop_token_ids: end the response besides the
     model's own end-of-sequence ids. stop: strings that end it, as soon as its text holds one. seed:
     of the path on every server, and on deterministic ones of all that is random; without one the
-    server samples by its own generator (a deterministic server: by one seed for all).
+    server samples by its own generator (a deterministic server: by one seed for all). exact: the
+    log-probs of all cached ids travel as float32, and not only those of the path (arrays.py).
     """
 
     rid: str
@@ -89,6 +90,7 @@ class RolloutRequest:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    exact: bool = False
 
     def __post_init__(self) -> None:
         check_support(self.num_atoms, self.num_draws, self.thin)
@@ -142,7 +144,7 @@ class ScoreRequest:
     Row t (offsets_T1[t]:offsets_T1[t + 1] of ids_N) is scored under q_t = softmax(logits /
     temperature) at absolute position P - 1 + t, which predicts response token t. num_atoms,
     num_draws: ids to select from q_t besides, in every row, by DrawCache's rule. seed: of those
-    draws, read by deterministic servers alone.
+    draws, read by deterministic servers alone. exact: scores travel as float32.
     """
 
     rid: str
@@ -154,6 +156,7 @@ class ScoreRequest:
     num_atoms: int = 0
     num_draws: int = 0
     seed: int | None = None
+    exact: bool = False
 
     def __post_init__(self) -> None:
         tokens = len(self.offsets_T1) - 1

@@ -10,15 +10,14 @@ from sglang_bridge.protocol import RolloutRequest, ScoreRequest
 
 # The envelope: names, finish reason, version spans.
 BASE_BYTES = 1 << 20
-# A token in JSON: its id, its share of the text (a character escaped costs 12 bytes), and the
-# log-prob entry that SGLang adds to a scored one.
-TOKEN_BYTES = 1 << 10
-# An id in base64: id, weight, log-prob (16), rounded up.
-ID_BYTES = 24
-# The experts of an input in base64: 256 layers of 16 two-byte numbers are 10,923.
-EXPERT_BYTES = 12 << 10
-# Their weights, of four bytes each: 21,846.
-GATE_BYTES = 24 << 10
+# A token: its id, its row's length and path, its log-prob (12), and columns to come.
+TOKEN_BYTES = 1 << 8
+# An id: id, weight, log-prob (12), rounded up.
+ID_BYTES = 16
+# The experts of an input: 256 layers of 16 two-byte numbers.
+EXPERT_BYTES = 8 << 10
+# Their weights, of four bytes each.
+GATE_BYTES = 16 << 10
 # Every slice of every weight of every rank: 200 bytes each, a million of them.
 DIGEST_BYTES = 256 << 20
 

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from sglang_bridge import wire
+from sglang_bridge.arrays import LOGP_SLACK, unpack
 from sglang_bridge.errors import BadReply
 from sglang_bridge.protocol import (
     FloatArray,
@@ -22,9 +22,7 @@ from sglang_bridge.protocol import (
     Selection,
 )
 
-# Rounding may leave the log of a probability of 1 this far above 0,
-LOGP_SLACK = 1e-4
-# or those of a row's ids,
+# Rounding may leave the probabilities of a row's ids this far above 1,
 MASS_SLACK = 1e-2
 # and float32 weights this far from their sum.
 WEIGHT_SLACK = 1e-4
@@ -79,7 +77,7 @@ def read_rows(
     rises[offsets_T1[1:-1] - 1] = True  # from one row to the next
     require(url, bool(rises.all()), "the ids of a row do not rise")
     check_logp(url, logp_N)
-    mass_T = np.add.reduceat(np.exp(logp_N.astype(np.float64)), offsets_T1[:-1])
+    mass_T = np.add.reduceat(np.exp(logp_N), offsets_T1[:-1])
     fits = bool((mass_T <= 1 + MASS_SLACK).all())
     require(url, fits, f"the log-probs of a row add up to {mass_T.max():.3g} instead of at most 1")
     return RowTable(offsets_T1, ids_N, weight_N, logp_N)
@@ -96,10 +94,10 @@ def check_weights(
     require(url, bool(np.isfinite(weight_N).all()), "weight_N holds values that are not finite")
     require(url, bool((weight_N >= 0).all()), "weight_N holds negative weights")
     require(url, bool((forced_N | (weight_N > 0)).all()), "an id of weight 0 was not forced")
-    selected_T = np.add.reduceat((weight_N > 0).astype(np.int64), offsets_T1[:-1])
+    selected_T = np.add.reduceat(weight_N > 0, offsets_T1[:-1], dtype=np.int32)
     fits = bool((selected_T <= num_atoms + num_draws).all())
     require(url, fits, f"a row selects more than {num_atoms} atoms and {num_draws} draws")
-    sum_T = np.add.reduceat(weight_N.astype(np.float64), offsets_T1[:-1])
+    sum_T = np.add.reduceat(weight_N, offsets_T1[:-1], dtype=np.float64)
     require(url, bool((sum_T <= 1 + WEIGHT_SLACK).all()), "the weights of a row exceed 1")
     # A row of fewer atoms than asked for holds every id that has a probability.
     whole_T = selected_T < num_atoms if num_draws == 0 else np.ones(len(sum_T), dtype=bool)
@@ -162,7 +160,7 @@ def read_columns(
 def read_array(url: str, payload: Mapping[str, Any], name: str, dtype: str) -> np.ndarray:
     """Reads one array of a payload. Raises BadReply."""
     try:
-        return wire.unpack(payload.get(name), dtype)
+        return unpack(payload.get(name), dtype)
     except ValueError as error:
         raise BadReply(f"{url}: {name}: {error}") from error
 

@@ -1,17 +1,17 @@
-"""Packs arrays for SGLang's JSON: base64 of raw little-endian buffers.
+"""Names what travels between a client and the plugin of its server.
 
-A list of JSON numbers costs about five times the bytes and 400 times the parsing. The request side
-rides in `sampling_params.custom_params` (flat scalars and strings), the reply side in `meta_info`.
+Work (samples, scores) travels as msgpack, with arrays as bytes (arrays.py): SGLang's own route
+would write them as base64 into JSON. What a request for work says (work_request.py) rides on in
+`sampling_params.custom_params`; the reply is what SGLang says of the request, and `meta_info` with
+the plugin's records. Everything else uses SGLang's routes and JSON.
 """
 
 from __future__ import annotations
 
-import base64
-from typing import Any
-
-import numpy as np
-
 from sglang_bridge.columns import DrawColumns, dtypes
+
+WORK_ROUTE = "/bridge/generate"
+WORK_TYPE = "application/msgpack"
 
 # request: custom_params
 NUM_DRAWS = "bridge_num_draws"  # with NUM_ATOMS, both may be 0: keep a draw cache
@@ -20,11 +20,13 @@ THIN = "bridge_thin"
 WANTS_EXPERTS = "bridge_wants_experts"
 WANTS_GATES = "bridge_wants_gates"  # with WANTS_EXPERTS
 SCORE_START = "bridge_score_start"
-SCORE_OFFSETS = "bridge_score_offsets"  # int32 [T + 1]
-SCORE_IDS = "bridge_score_ids"  # int32 [N]
+SCORE_LENGTHS = "bridge_score_lengths"  # [T], ids of every row
+SCORE_IDS = "bridge_score_ids"  # [N]
 SCORE_TEMPERATURE = "bridge_score_temperature"
 SCORE_DRAWS = "bridge_score_draws"  # with SCORE_ATOMS, each absent = 0: select besides
 SCORE_ATOMS = "bridge_score_atoms"
+EXACT = "bridge_exact"  # of a cache or of scores: log-probs as float32
+PACKED = "bridge_packed"  # set by WORK_ROUTE alone, which can answer arrays
 
 # reply: meta_info[PAYLOAD]
 PAYLOAD = "bridge"
@@ -40,7 +42,8 @@ ROW_FIELDS: dict[str, str] = {
     "weight_N": "<f4",
     "logp_N": "<f4",
 }
-# A draw cache: where its ids are, and the columns that a server records beside them.
+# A draw cache: where its ids are, and the columns that a server records beside them. The log-probs
+# may travel in two bytes (arrays.py), those of the path in PATH_LOGP then, exactly.
 DRAW_COLUMNS: dict[str, str] = {name: dtype.str for name, dtype in dtypes(DrawColumns).items()}
 DRAW_FIELDS: dict[str, str] = {
     "length_T": "<u2",
@@ -48,6 +51,7 @@ DRAW_FIELDS: dict[str, str] = {
     "ids_N": "<i4",
     **DRAW_COLUMNS,
 }
+PATH_LOGP = "path_logp_T"
 SELECTION = "selection"  # in a scores payload: a row table of the ids selected from q
 
 # weights_checker: actions; the keys that name a piece of weights have five parts
@@ -83,23 +87,3 @@ RECEIVED_BYTES = "bytes"
 PENDING = "pending"  # a rank is not done: ask again
 ERROR = "error"
 PEER_LOST = "peer_lost"  # beside ERROR: another rank was the cause, by name if it is a server's
-
-
-def pack(array: np.ndarray | bytes | bytearray) -> str:
-    """Returns base64 of an array's buffer (little-endian on every machine this runs on)."""
-    raw = array if isinstance(array, bytes | bytearray) else np.ascontiguousarray(array).tobytes()
-    return base64.b64encode(raw).decode("ascii")
-
-
-def unpack(text: Any, dtype: str) -> np.ndarray:
-    """Returns the one-dimensional array of `pack`.
-
-    Raises ValueError when `text` is not base64 of whole items.
-    """
-    if not isinstance(text, str):
-        raise ValueError(f"expected base64 text, got {type(text).__name__}")
-    raw = base64.b64decode(text, validate=True)
-    size = np.dtype(dtype).itemsize
-    if len(raw) % size:
-        raise ValueError(f"{len(raw)} bytes are not a whole number of {dtype} items")
-    return np.frombuffer(raw, dtype=dtype)

@@ -39,6 +39,7 @@ NAVIGATION = {
         "simulate",
         "simulate_published",
         "plan",
+        "data_path",
         "weight_sync",
         "recovery",
         "fleet",

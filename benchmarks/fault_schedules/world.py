@@ -42,7 +42,7 @@ from megatron_opd.controller.snapshot_codec import decode_state, encode_state
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.teacher.scorer import FleetScorer
 from megatron_opd.transport.zmq import LearnerError
-from megatron_opd.types import Batch, Prompt
+from megatron_opd.types import Batch, Prompt, Sample
 from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.errors import ServerDied, WeightSyncFailed
 from sglang_bridge.fleet import Fleet
@@ -106,6 +106,10 @@ class Learner:
         await asyncio.sleep(self._pace())
         if self.failure is not None:
             raise self.failure
+
+    def prepare(self, sample: Sample) -> Sample:
+        """Keep it as it is."""
+        return sample
 
     async def train(self, batch: Batch) -> Any:
         """Check where the tokens come from, and make new weights."""

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
+import msgspec
+
 Maker = Callable[[Random], Any]
 
 # What a format may spell and a reader may not expect.
@@ -136,6 +138,9 @@ def _similar(rng: Random, value: Any) -> Any:
         return rng.choice((value + 1, value - 1, -value, value * 2, value / 2, float(value)))
     if isinstance(value, str):
         return rng.choice((rng.choice(TEXTS), value + rng.choice(TEXTS), value.upper(), value[:-1]))
+    if isinstance(value, bytes):
+        longer = value + rng.randbytes(rng.choice((1, 2, 4)))
+        return rng.choice((value[:-1], longer, rng.choice(BYTES) + value, value[4:], b""))
     if isinstance(value, list) and value:
         return rng.choice((value[:-1], value * 2, value[::-1], [value], []))
     return hostile_value(rng)
@@ -171,6 +176,23 @@ def _nodes(tree: Any) -> list[Any]:
 def json_bytes(tree: Any) -> bytes:
     """JSON as Python writes it: NaN, infinities and lone surrogates included."""
     return json.dumps(tree).encode()
+
+
+def msgpack_bytes(tree: Any) -> bytes:
+    """Msgpack, with what it cannot hold as the nearest that it can."""
+    return msgspec.msgpack.encode(_held(tree))
+
+
+def _held(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {_held(key): _held(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_held(item) for item in node]
+    if isinstance(node, str):
+        return node.encode("utf-8", "replace").decode()
+    if isinstance(node, int):
+        return min(max(node, -(2**63)), 2**64 - 1)
+    return node
 
 
 def damaged_json(corpus: Sequence[Any]) -> Maker:

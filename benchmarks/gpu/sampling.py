@@ -17,12 +17,14 @@ import torch
 
 from benchmarks.gpu.timing import or_out_of_memory, timed
 from sglang_bridge import wire
+from sglang_bridge.arrays import pack
 from sglang_bridge.server import compat
 from sglang_bridge.server.rows import build_rows
 from sglang_bridge.server.sampling import behaviour
 from sglang_bridge.server.score_plan import ScorePlan
 from sglang_bridge.server.scoring import RECORD, ScoreRecord
 from sglang_bridge.server.selection import Wanted, select
+from sglang_bridge.server.text import to_text
 
 REPEATS = 20
 SUPPORTS = {"mc_1": (0, 1), "mc_16": (0, 16), "mc_64": (0, 64), "atoms_16_tail_48": (16, 48)}
@@ -118,8 +120,8 @@ def _request(size: Size) -> SimpleNamespace:
     ids_N = np.random.default_rng(0).integers(0, size.vocab, size.rows * IDS_A_ROW)
     params = {
         wire.SCORE_START: 0,
-        wire.SCORE_OFFSETS: wire.pack(np.arange(size.rows + 1, dtype=np.int32) * IDS_A_ROW),
-        wire.SCORE_IDS: wire.pack(ids_N.astype(np.int32)),
+        wire.SCORE_LENGTHS: to_text(pack(np.full(size.rows, IDS_A_ROW))),
+        wire.SCORE_IDS: to_text(pack(ids_N)),
     }
     request = SimpleNamespace(sampling_params=SimpleNamespace(custom_params=params))
     setattr(request, RECORD, ScoreRecord(params))

@@ -176,6 +176,10 @@ class Learner:
         self.busy = False
         self.taken = False
 
+    def prepare(self, sample: Sample) -> Sample:
+        """Keep it as it is."""
+        return sample
+
     async def train(self, batch: Batch) -> Any:
         """Take its time."""
         assert not self.busy, "two updates at once"

@@ -12,30 +12,48 @@ from itertools import cycle, islice
 
 import numpy as np
 
-from megatron_opd.batching.advantages import group_columns, rows_of
+from megatron_opd.batching.advantages import group_columns, no_groups, rows_of
 from megatron_opd.batching.plan import BatchPlan, learner_plan
 from megatron_opd.batching.rank_batch import rank_batch
-from megatron_opd.columns import RankBatch
+from megatron_opd.columns import DoubleArray, GroupColumns, RankBatch, RankPlan
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.types import Batch, FloatArray, Sample
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Holds what one data-parallel rank gets of a batch; plan indexes into its samples.
+
+    groups: the rows of these samples. version: the learner's when it trains.
+    """
+
+    update: int
+    version: int
+    plan: RankPlan
+    samples: tuple[Sample, ...]
+    groups: GroupColumns[DoubleArray]
+
+    def columns(self) -> RankBatch:
+        """Return the columns of the samples, end to end. ValueError: a sample is malformed."""
+        return rank_batch(self.update, self.version, self.samples, self.plan, self.groups)
+
+
 def shares(
     batch: Batch, config: LearnerConfig, estimator: Estimator, group_size: int
-) -> list[RankBatch]:
+) -> list[Share]:
     """Return the shares in the order of the data-parallel ranks; each numbers its samples from 0.
 
-    ValueError: the batch cannot be shared out equally, or a sample is malformed.
+    ValueError: the batch cannot be shared out equally.
     """
     plan = learner_plan([sample.rollout.num_tokens for sample in batch.samples], config)
     groups = group_columns(estimator, batch.samples, group_size)
-    found: list[RankBatch] = []
+    found: list[Share] = []
     for rank in range(config.parallel.dp):
         held = held_samples(plan, rank)
-        samples = [batch.samples[i] for i in held]
+        samples = tuple(batch.samples[i] for i in held)
         own = rank_plan(plan, rank)
-        found.append(rank_batch(batch.update, batch.version, samples, own, rows_of(groups, held)))
+        found.append(Share(batch.update, batch.version, own, samples, rows_of(groups, held)))
     return found
 
 
@@ -58,7 +76,7 @@ class ScoringShares:
     are repeated where that makes equal shares.
     """
 
-    shares: list[RankBatch]
+    shares: list[Share]
     order: list[int]
 
     def by_sample(self, logp_T: FloatArray) -> list[FloatArray]:
@@ -66,7 +84,7 @@ class ScoringShares:
 
         ValueError: their number is another.
         """
-        lengths = [int(length) for share in self.shares for length in share.response_B]
+        lengths = [s.rollout.num_response_tokens for share in self.shares for s in share.samples]
         if len(logp_T) != sum(lengths):
             raise ValueError(f"{sum(lengths)} tokens were to be scored, got {len(logp_T)}")
         parts = np.split(logp_T, np.cumsum(lengths)[:-1])
@@ -75,21 +93,19 @@ class ScoringShares:
 
 
 def scoring_shares(samples: Sequence[Sample], version: int, config: LearnerConfig) -> ScoringShares:
-    """Return what the ranks need to score samples in one mini-batch, planned as for training.
-
-    ValueError: a sample is malformed.
-    """
+    """Return what the ranks need to score samples in one mini-batch, planned as for training."""
     parallel = config.parallel
     least = parallel.dp * (parallel.pp if parallel.vpp > 1 else 1)
     wanted = max(least, -(-len(samples) // parallel.dp) * parallel.dp)
     index = list(islice(cycle(range(len(samples))), wanted))
     lengths = [samples[i].rollout.num_tokens for i in index]
     plan = learner_plan(lengths, config.model_copy(update={"num_mini_batches": 1}))
-    found: list[RankBatch] = []
+    found: list[Share] = []
     order: list[int] = []
     for rank in range(parallel.dp):
         held = [index[place] for place in held_samples(plan, rank)]
         order += held
         own = rank_plan(plan, rank)
-        found.append(rank_batch(0, version, [samples[i] for i in held], own))
+        own_samples = tuple(samples[i] for i in held)
+        found.append(Share(0, version, own, own_samples, no_groups(len(held))))
     return ScoringShares(found, order)

@@ -99,7 +99,9 @@ class Checkpoints:
     async def after_update(self, updates: int, state: Callable[[], ControllerState]) -> None:
         """Save a checkpoint. Raises CheckpointFailed, also for the previous checkpoint."""
         started_s = self._last_s = time.monotonic()
-        controller, run = encode_state(state()), json.dumps(self._extras())
+        kept, run = state(), json.dumps(self._extras())
+        # records that nothing changes: the loops go on while 2 MiB a waiting sample are copied
+        controller = await asyncio.to_thread(encode_state, kept)
         await self.finish()
         self._check_claim()
         part = self._dirs.start(updates)

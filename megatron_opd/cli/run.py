@@ -9,6 +9,7 @@ changes nothing.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -374,6 +375,8 @@ class PipelineRun:
         with self.stopping.after(self.evaluations.preempted):
             serve_on = weight_sync.serve_on(lambda: state.version, asyncio.Lock())
             await while_alive(guard, self.evaluations.run.again(), beside=serve_on)
+            gc.collect()
+            gc.freeze()  # what lives as long as the run is not looked through time and again
             async with self._recording(recorder, fleets):
                 await self.controller.run()
             await while_alive(guard, kept.finish())

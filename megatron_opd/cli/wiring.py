@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
@@ -43,8 +43,9 @@ from megatron_opd.teacher.health import HealthProbe
 from megatron_opd.teacher.overlong import Length, judged_length
 from megatron_opd.teacher.scorer import FleetScorer, Reward
 from megatron_opd.transport.messages import UpdateMetrics
+from megatron_opd.transport.samples import EncodedSample
 from megatron_opd.transport.zmq import RemoteLearner
-from megatron_opd.types import Batch, Rollout
+from megatron_opd.types import Batch, Rollout, Sample
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 
@@ -172,9 +173,16 @@ class BatchLearner:
     config: Config
     remote: RemoteLearner
 
+    def prepare(self, sample: Sample) -> Sample:
+        """Encode a scored sample. ValueError: it is malformed."""
+        support = self.config.estimator.support
+        draws = 1 if support.only_path else support.num_draws
+        return EncodedSample.of(sample, draws)
+
     async def train(self, batch: Batch) -> UpdateMetrics:
         """Make one update. ValueError: the batch cannot be split into shares."""
         config = self.config
+        batch = replace(batch, samples=tuple(map(self.prepare, batch.samples)))
         group_size = config.rollout.group_size
         return await self.remote.train(shares(batch, config.learner, config.estimator, group_size))
 

@@ -254,6 +254,7 @@ class Controller:
                 sample = await self._ports.teacher.score(rollout)
                 self._ports.observer.scored(sample, started_s, clock())
                 self._groups.check(uid)  # it may have broken in the meantime
+                sample = self._ports.learner.prepare(sample)
             except SampleRejected as rejection:
                 self._num_scoring -= 1
                 self._drop(uid, rejection)

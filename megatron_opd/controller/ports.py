@@ -38,6 +38,10 @@ class TeacherScorer(Protocol):
 class LearnerPort(Protocol):
     """Trains; at most one call is in progress, and none while a weight sync has the turn."""
 
+    def prepare(self, sample: Sample) -> Sample:
+        """Return a scored sample with what can be done for its update before the batch is whole."""
+        ...
+
     async def train(self, batch: Batch) -> UpdateFigures:
         """Make one update on `batch`."""
         ...

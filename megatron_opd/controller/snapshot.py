@@ -11,6 +11,8 @@ replaced by a shorter one (docs/schedules.md). A rollout that was complete is ke
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import msgspec
 
 from megatron_opd.buffer.pass_rates import CurriculumState
@@ -84,4 +86,6 @@ def place(found: Prompt | Rollout | Sample) -> Member:
         case Rollout():
             return Member(rollout=found)
         case Sample():
-            return Member(sample=found)
+            # without what a stage has added for the learner, which is made again
+            held = {field.name: getattr(found, field.name) for field in fields(Sample)}
+            return Member(sample=Sample(**held))

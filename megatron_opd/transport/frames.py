@@ -1,97 +1,78 @@
-"""Encodes a rank's share of a batch as raw frames, one per column; decodes it without a copy."""
+"""Encodes a rank's share of a batch as frames, those of its samples end to end; decodes it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import msgspec
 import numpy as np
 
-from megatron_opd.columns import COLUMNS, RankBatch, RankPlan
+from megatron_opd.batching.rank_batch import rank_batch
+from megatron_opd.batching.shares import Share
+from megatron_opd.columns import DoubleArray, GroupColumns, RankBatch, RankPlan
 from megatron_opd.config.schema import Config
-from megatron_opd.types import ExpertArray, GateArray
-from sglang_bridge.columns import arrays_of, axis_of
+from megatron_opd.transport.samples import FRAMES, decode_sample, frames_of
+from sglang_bridge.columns import arrays_of, dtypes
+from sglang_bridge.errors import one_line
 
 MIN_FRAME_BYTES = 64 * 2**20
 """Smallest limit on a frame, for requests without a batch: the slices to digest of a model of a
 million tensors."""
-WIDEST_ITEM = 8
-GATE = np.dtype(np.float32)
-EXPERT_FRAMES = ("kind", "experts", "gates")
-"""What follows the columns; empty where samples have none."""
+# A cached id whose numbers are all sent as they are, and what a token has besides.
+ID_BYTES, TOKEN_BYTES = 16, 32
+WIDEST_ROUTE = 4
+
+_GROUPS = dtypes(GroupColumns)
+_DECODER = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 def largest_frame_bytes(config: Config, vocab_size: int, experts_per_input: int) -> int:
-    """Return the size of the largest column that a batch of this configuration can have.
+    """Return the size of the largest frame that a batch of this configuration can have.
 
     experts_per_input: layers with experts times experts a token.
     """
     support, rollout = config.estimator.support, config.rollout
     ids = support.num_atoms(vocab_size) + support.num_draws + 1
-    responses = config.buffer.batch_size * rollout.max_new_tokens
-    inputs = responses + config.buffer.batch_size * config.data.max_prompt_tokens
-    items = max(responses * ids, inputs * max(1, experts_per_input))
-    return max(MIN_FRAME_BYTES, items * WIDEST_ITEM)
+    inputs = rollout.max_new_tokens + config.data.max_prompt_tokens
+    columns = rollout.max_new_tokens * ids * ID_BYTES + inputs * TOKEN_BYTES
+    return max(MIN_FRAME_BYTES, columns, inputs * experts_per_input * WIDEST_ROUTE)
 
 
-def to_frames(batch: RankBatch) -> list[memoryview]:
-    """Return the columns' raw bytes, not copied; last the routed experts' type, they, and gates."""
-    frames = [memoryview(column).cast("B") for column in arrays_of(batch, RankBatch).values()]
-    experts = batch.experts_XLk
-    if experts is None:
-        return [*frames, *(memoryview(b"") for _ in EXPERT_FRAMES)]
-    kind = np.array([*experts.shape[1:], experts.itemsize], dtype=np.int64)
-    gates = memoryview(b"") if batch.gates_XLk is None else batch.gates_XLk.data.cast("B")
-    return [*frames, kind.data.cast("B"), experts.data.cast("B"), gates]
+def to_frames(share: Share) -> list[bytes | memoryview]:
+    """Return the columns of the groups, and the frames of every sample, which may have them."""
+    groups = {
+        name: np.ascontiguousarray(column, dtype=_GROUPS[name]).tobytes()
+        for name, column in arrays_of(share.groups, GroupColumns).items()
+    }
+    own = [frame for sample in share.samples for frame in frames_of(sample)]
+    return [msgspec.msgpack.encode(groups), *own]
 
 
 def from_frames(
     update: int, version: int, plan: RankPlan, frames: Sequence[memoryview]
 ) -> RankBatch:
-    """Return the columns as views of the frames. ValueError: their number or lengths do not fit."""
-    needed = len(COLUMNS) + len(EXPERT_FRAMES)
-    if len(frames) != needed:
-        raise ValueError(f"a batch has {needed} columns, got {len(frames)} frames")
-    kind, raw_experts, raw_gates = frames[len(COLUMNS) :]
-    columns = {
-        name: np.frombuffer(frame, dtype=dtype)
-        for (name, dtype), frame in zip(COLUMNS.items(), frames[: len(COLUMNS)], strict=True)
-    }
-    experts = _read_experts(kind, raw_experts)
-    gates = _read_gates(raw_gates, experts)
-    batch = RankBatch(
-        update=update, version=version, plan=plan, experts_XLk=experts, gates_XLk=gates, **columns
+    """Return the columns of a share. ValueError: their number or lengths do not fit."""
+    if len(frames) < 1 + FRAMES or (len(frames) - 1) % FRAMES:
+        raise ValueError(f"a share has 1 frame and {FRAMES} a sample, got {len(frames)}")
+    samples = [
+        decode_sample(number, (frames[i], frames[i + 1], frames[i + 2]))
+        for number, i in enumerate(range(1, len(frames), FRAMES))
+    ]
+    return rank_batch(update, version, samples, plan, _groups(frames[0], len(samples)))
+
+
+def _groups(frame: memoryview, samples: int) -> GroupColumns[DoubleArray]:
+    try:
+        found = _DECODER.decode(frame)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"columns of groups cannot be read: {one_line(str(error))}") from None
+    if found.keys() != _GROUPS.keys():
+        raise ValueError(f"columns of groups must be {', '.join(_GROUPS)}, got {len(found)}")
+    for name, dtype in _GROUPS.items():
+        if len(found[name]) != samples * dtype.itemsize:
+            raise ValueError(
+                f"column {name} must have length {samples}, got {len(found[name])} bytes"
+            )
+    return GroupColumns(
+        **{name: np.frombuffer(raw, dtype=_GROUPS[name]) for name, raw in found.items()}
     )
-    lengths = batch.lengths()
-    for name, column in columns.items():
-        needed = lengths[axis_of(name)]
-        if len(column) != needed:
-            raise ValueError(f"column {name} must have length {needed}, got {len(column)}")
-    inputs = len(batch.ids_S) - len(batch.prompt_B)
-    if experts is not None and len(experts) != inputs:
-        raise ValueError(f"column experts_XLk must have length {inputs}, got {len(experts)}")
-    return batch
-
-
-def _read_experts(kind: memoryview, raw: memoryview) -> ExpertArray | None:
-    """Read the two frames of experts that to_frames wrote. ValueError: rows are incomplete."""
-    if not len(kind):
-        return None
-    numbers = np.frombuffer(kind, dtype=np.int64).tolist()
-    layers, topk, itemsize = numbers if len(numbers) == 3 else (0, 0, 0)
-    dtypes: dict[int, Any] = {1: np.uint8, 2: np.uint16}
-    row = layers * topk * itemsize
-    if itemsize not in dtypes or layers < 1 or topk < 1 or len(raw) % row:
-        raise ValueError(f"column experts_XLk of {len(raw)} bytes cannot be of kind {numbers}")
-    experts: ExpertArray = np.frombuffer(raw, dtype=dtypes[itemsize])
-    return experts.reshape(len(raw) // row, layers, topk)
-
-
-def _read_gates(raw: memoryview, experts_XLk: ExpertArray | None) -> GateArray | None:
-    """Read the weights of these experts. ValueError: not one for each."""
-    if not len(raw):
-        return None
-    items = 0 if experts_XLk is None else experts_XLk.size
-    if experts_XLk is None or len(raw) != items * GATE.itemsize:
-        raise ValueError(f"column gates_XLk of {len(raw)} bytes cannot be of {items} experts")
-    return np.frombuffer(raw, dtype=GATE).reshape(experts_XLk.shape)

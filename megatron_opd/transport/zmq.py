@@ -1,6 +1,6 @@
 """Talks to the learner for the controller: one ROUTER socket here, a DEALER per learner rank.
 
-Each data-parallel head rank receives only its own share of a batch, as raw arrays; rank 0 answers.
+Each data-parallel head rank receives only its own share of a batch (frames.py); rank 0 answers.
 gate.py decides who may speak; roster.py knows the ranks and what each is expected to send.
 Invariant: a call ends with the learner's answer, with LearnerError as soon as any rank reports a
 failure or its connection ends, or with LearnerError when its time is up; it never waits for ever.
@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import zmq
 import zmq.asyncio
 
+from megatron_opd.batching.shares import Share
 from megatron_opd.checkpoint.run_lock import Claim
-from megatron_opd.columns import RankBatch
 from megatron_opd.config.schema import Config
 from megatron_opd.transport.frames import to_frames
 from megatron_opd.transport.gate import Gate, guard_socket
@@ -175,16 +175,14 @@ class RemoteLearner:
             await self._changed.wait()
         return self._failure
 
-    async def train(
-        self, shares: Sequence[RankBatch], timeout_s: float | None = None
-    ) -> UpdateMetrics:
+    async def train(self, shares: Sequence[Share], timeout_s: float | None = None) -> UpdateMetrics:
         """Make one update. shares: one for each data-parallel rank, in order."""
         call = self._roster.next_call()
         requests = [Train(call, share.update, share.version, share.plan) for share in shares]
         messages = self._with_shares(requests, shares)
         return await self._exchange(call, messages, UpdateMetrics, timeout_s, "train")
 
-    async def score(self, shares: Sequence[RankBatch], *, replay: Replay) -> Scores:
+    async def score(self, shares: Sequence[Share], *, replay: Replay) -> Scores:
         """Return the learner's log-probs of the sampled tokens; see messages.Scores.
 
         shares: as of `train`, each with one mini-batch.
@@ -248,7 +246,7 @@ class RemoteLearner:
             self._context.destroy(linger=LINGER_MS)
 
     def _with_shares(
-        self, requests: Sequence[Request], shares: Sequence[RankBatch]
+        self, requests: Sequence[Request], shares: Sequence[Share]
     ) -> dict[int, list[Any]]:
         """Return the frames of every data-parallel rank: its request, then its share."""
         assert len(shares) == self._config.parallel.dp

@@ -135,7 +135,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     if not cuda:
         offer_standins()
-    from sglang_bridge.server import auth, compat, gates
+    from sglang_bridge.server import auth, compat, front, gates
 
     compat.require_supported_version()
     if model is not None and (names := architectures.unneeded(Path(model), sys.argv[1:])):
@@ -148,6 +148,7 @@ def main() -> None:
     load_plugins()
     targets = (*compat.TARGETS, *compat.GATE_TARGETS) if gates.kept() else compat.TARGETS
     compat.require_hooks_in_place(targets)
+    front.add_work_route()
     compat.hide_keys()
     compat.keep_files_in(own_files)
     if not cuda:

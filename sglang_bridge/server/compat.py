@@ -182,6 +182,39 @@ class BoundStore(torch.distributed.TCPStore):  # pyright: ignore[reportPrivateIm
         super().__init__(host_name, port, world_size, is_master, **options)
 
 
+def add_route(
+    path: str,
+    media_type: str,
+    arguments_of: Callable[[bytes], dict[str, Any]],
+    encode: Callable[[dict[str, Any]], bytes],
+    most_bytes: int,
+) -> None:
+    """Adds a route that generates; call in the process that serves HTTP, before run_server().
+
+    arguments_of: makes those of GenerateReqInput of a body of at most `most_bytes`; a ValueError is
+    answered with 400. Keys are checked as for every route of SGLang's.
+    """
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from starlette.responses import Response
+
+    async def generate(request: Any) -> Any:
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > most_bytes:
+                return Response(f"a body of more than {most_bytes} bytes", status_code=413)
+        try:
+            asked = GenerateReqInput(**arguments_of(bytes(body)))
+            manager: Any = http_server.get_global_state().tokenizer_manager
+            answer = await anext(manager.generate_request(asked, request))
+        except ValueError as error:
+            return http_server._create_error_response(error)
+        return Response(encode(answer), media_type=media_type)
+
+    http_server.app.router.add_route(path, generate, methods=["POST"])
+
+
 # ---------------------------------------------------------------- process-wide state
 
 

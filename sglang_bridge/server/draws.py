@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from sglang_bridge import wire
+from sglang_bridge.arrays import pack, pack_logp, pack_weights
 from sglang_bridge.columns import axis_of
 from sglang_bridge.server import compat, seeded
 from sglang_bridge.server.rows import build_rows
@@ -42,11 +43,12 @@ class DrawRecord:
     """Holds the rows of one request so far, as growing raw buffers (12 bytes an id, 4 a token).
 
     columns: by name, the arrays of wire.DRAW_FIELDS. versions: [(version, index of its first
-    token)], run-length coded.
+    token)], run-length coded. exact: log-probs leave as float32.
     """
 
     num_atoms: int
     num_draws: int
+    exact: bool = False
     columns: dict[str, bytearray] = field(
         default_factory=lambda: {name: bytearray() for name in wire.DRAW_FIELDS}
     )
@@ -80,9 +82,25 @@ class DrawRecord:
         self.versions = [(version, start) for version, start in self.versions if start < length]
 
     def payload(self) -> dict[str, Any]:
-        """Returns what the client parses: base64 of every buffer, and the version runs."""
+        """Returns what the client parses: every column packed, and the version runs."""
+        arrays = {name: np.frombuffer(raw, _DTYPES[name]) for name, raw in self.columns.items()}
+        packed = {
+            name: pack(column)
+            for name, column in arrays.items()
+            if name not in ("weight_N", "sampler_logp_N")
+        }
+        draws = 0 if self.num_atoms else self.num_draws
+        logp_N = arrays["sampler_logp_N"]
+        if (self.num_atoms or self.num_draws) and not self.exact:
+            length_T = arrays["length_T"].astype(np.int64)
+            path_N = np.cumsum(length_T) - length_T + arrays["path_T"]
+            packed[wire.PATH_LOGP] = pack(logp_N[path_N])
+            packed["sampler_logp_N"] = pack_logp(logp_N)
+        else:
+            packed["sampler_logp_N"] = pack(logp_N)
         return {
-            **{name: wire.pack(column) for name, column in self.columns.items()},
+            **packed,
+            "weight_N": pack_weights(arrays["weight_N"], draws),
             "num_atoms": self.num_atoms,
             "num_draws": self.num_draws,
             "versions": [list(run) for run in self.versions],
@@ -115,7 +133,10 @@ class HostRows:
                 name: values[i, : length_B[i]] if _RAGGED[name] else values[i : i + 1]
                 for name, values in arrays.items()
             }
-            record = compat.record_of(req, RECORD, lambda s=support: DrawRecord(*s))
+            exact = bool(compat.custom_params(req).get(wire.EXACT))
+            record = compat.record_of(
+                req, RECORD, lambda s=support, e=exact: DrawRecord(*s, exact=e)
+            )
             record.append(commit.output_index, row, self.version)
 
 

@@ -307,6 +307,8 @@ def around_validate(
     original(manager, obj, input_ids)
     params = (obj.sampling_params or {}).get("custom_params") or {}
     vocab_size = manager.model_config.vocab_size
+    if (wire.NUM_DRAWS in params or wire.SCORE_IDS in params) and not params.get(wire.PACKED):
+        raise ValueError(f"draws and scores are answered by {wire.WORK_ROUTE} alone, not as JSON")
     if wire.NUM_DRAWS in params:
         validate.check_draw_params(params, obj, vocab_size)
     if params.get(wire.WANTS_EXPERTS) and not compat.keeps_experts(manager):

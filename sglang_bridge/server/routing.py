@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from sglang_bridge import wire
+from sglang_bridge.arrays import pack
 from sglang_bridge.server import compat, gates
 
 RECORD = "_bridge_experts"
@@ -90,13 +91,13 @@ class ExpertRecord:
     def payload(self) -> dict[str, Any]:
         """Returns what the client parses."""
         found = {
-            "experts": wire.pack(bytes(self.rows)),
+            "experts": pack(np.frombuffer(self.rows, self.experts.dtype)),
             "layers": len(self.experts.layers),
             "topk": self.topk,
             "num_experts": self.experts.count,
         }
         if self.gates is not None:
-            found["gates"] = wire.pack(bytes(self.gates))
+            found["gates"] = pack(np.frombuffer(self.gates, GATE))
         return found
 
 

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from sglang_bridge import wire
+from sglang_bridge.arrays import pack, pack_logp, pack_weights
 from sglang_bridge.server import compat
+from sglang_bridge.server.text import from_text
 
 RECORD = "_bridge_scores"
 _LENGTH_BYTES = np.dtype(wire.ROW_FIELDS["length_T"]).itemsize
@@ -22,14 +24,16 @@ class ScoreRecord:
     """Holds a request's ids and the scores so far.
 
     start: absolute position of row 0; unscored entries are NaN. seed: of what is drawn, None: the
-    server's generator draws.
+    server's generator draws. exact: log-probs leave as float32.
     """
 
     def __init__(self, params: Mapping[str, Any], seed: int | None = None) -> None:
         self.seed = seed
         self.start = int(params[wire.SCORE_START])
-        self.offsets_T1 = wire.unpack(params[wire.SCORE_OFFSETS], "<i4").astype(np.int64)
-        self.ids_N = wire.unpack(params[wire.SCORE_IDS], "<i4")
+        length_T = from_text(params.get(wire.SCORE_LENGTHS), "<i4")
+        self.offsets_T1 = np.concatenate([[0], np.cumsum(length_T, dtype=np.int64)])
+        self.ids_N = from_text(params[wire.SCORE_IDS], "<i4")
+        self.exact = bool(params.get(wire.EXACT))
         self.temperature = float(params.get(wire.SCORE_TEMPERATURE, 1.0))
         self.num_atoms = int(params.get(wire.SCORE_ATOMS, 0))
         self.num_draws = int(params.get(wire.SCORE_DRAWS, 0))
@@ -66,11 +70,22 @@ class ScoreRecord:
 
     def payload(self) -> dict[str, Any]:
         """Returns what the client parses."""
-        scores: dict[str, Any] = {"logp_N": wire.pack(self.logp_N)}
+        packed = pack if self.exact else pack_logp
+        scores: dict[str, Any] = {"logp_N": packed(self.logp_N)}
         if self.selects:
-            table = {name: wire.pack(raw) for name, raw in self._selected.items()}
-            support = {"num_atoms": self.num_atoms, "num_draws": self.num_draws}
-            scores[wire.SELECTION] = {**table, **support}
+            table = {
+                name: np.frombuffer(self._selected[name], dtype)
+                for name, dtype in wire.ROW_FIELDS.items()
+            }
+            draws = 0 if self.num_atoms else self.num_draws
+            scores[wire.SELECTION] = {
+                "length_T": pack(table["length_T"]),
+                "ids_N": pack(table["ids_N"]),
+                "weight_N": pack_weights(table["weight_N"], draws),
+                "logp_N": packed(table["logp_N"]),
+                "num_atoms": self.num_atoms,
+                "num_draws": self.num_draws,
+            }
         return scores
 
 

@@ -37,10 +37,10 @@ def check_score_params(params: Mapping[str, Any], num_input: int, vocab_size: in
     record = ScoreRecord(params)
     check_temperature(record.temperature)
     offsets_T1, ids_N = record.offsets_T1, record.ids_N
-    if len(offsets_T1) < 2 or offsets_T1[0] != 0 or offsets_T1[-1] != len(ids_N):
-        raise ValueError(f"score offsets must run from 0 to N={len(ids_N)} over at least one row")
     if (np.diff(offsets_T1) < 0).any():
-        raise ValueError("score offsets must not decrease")
+        raise ValueError("a row must not have fewer than 0 ids to score")
+    if len(offsets_T1) < 2 or offsets_T1[-1] != len(ids_N):
+        raise ValueError(f"at least one row must hold N={len(ids_N)} ids, got {offsets_T1[-1]}")
     if len(ids_N) and (ids_N.min() < 0 or ids_N.max() >= vocab_size):
         raise ValueError(f"ids to score must be in 0..{vocab_size - 1}")
     if record.start < 0 or record.stop > num_input:

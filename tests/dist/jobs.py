@@ -39,7 +39,7 @@ def make_learner(model: Path, config: dict[str, Any], updates: int = 4) -> Megat
 
 def share(batch: Batch, learner: MegatronLearner, estimator: Estimator, group_size: int = 1) -> Any:
     """This rank's RankBatch."""
-    return shares(batch, learner.config, estimator, group_size)[learner.world.data_rank]
+    return shares(batch, learner.config, estimator, group_size)[learner.world.data_rank].columns()
 
 
 def bitwise_equal(learner: MegatronLearner, model: Path) -> None:

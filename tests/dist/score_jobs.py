@@ -22,9 +22,10 @@ def score(
     modes: list[Replay] = ["off"]
     if learner.config.replays_experts:
         modes += ["experts", "gates"] if learner.config.replays_gates else ["experts"]
+    own = cut.shares[learner.world.data_rank].columns()
     result = []
     for replay in modes:
-        scores = learner.score(cut.shares[learner.world.data_rank], temperature, replay=replay)
+        scores = learner.score(own, temperature, replay=replay)
         by_sample = cut.by_sample(np.frombuffer(scores.logp_T, dtype="<f4"))
         found = {"logp": [each.tolist() for each in by_sample]}
         found |= {"choices": scores.routing_choices, "moved": scores.routing_choices_moved}

@@ -19,6 +19,7 @@ TOLERANCE = 1e-5
 def requests_of(tokens: int, count: int = 24) -> list[RolloutRequest]:
     return [
         RolloutRequest(
+            exact=True,
             rid=f"kept-{tokens}-{i}",
             input_ids=list(range(2 + i, 30 + i)),
             max_new_tokens=tokens,
@@ -113,6 +114,7 @@ def ragged_request(rid: str, prompt: int, response: int, seed: int) -> ScoreRequ
     lengths = rng.integers(0, 66, size=response)
     ids = [np.sort(rng.choice(VOCAB_SIZE, size=n, replace=False)) for n in lengths]
     return ScoreRequest(
+        exact=True,
         rid=rid,
         input_ids=rng.integers(2, VOCAB_SIZE, size=prompt + response).tolist(),
         num_prompt_tokens=prompt,

@@ -84,6 +84,7 @@ def test_every_support_is_of_the_sampling_distribution(
     """One batch holds all supports."""
     requests = [
         RolloutRequest(
+            exact=True,
             rid=f"support-{temperature}-{top_p}-{num_atoms}-{num_draws}-{thin}",
             input_ids=[*PROMPT, 2 + i],
             max_new_tokens=24,
@@ -120,6 +121,7 @@ def test_draws_follow_the_exact_distribution(
     supports = [(0, 64)] * 200 + [(6, 64)] * 200 + [(0, 1)] * 200
     requests = [
         RolloutRequest(
+            exact=True,
             rid=f"chi-{temperature}-{i}",
             input_ids=PROMPT,
             max_new_tokens=1,
@@ -166,6 +168,7 @@ def test_thin_draws_are_few_and_unbiased(student_server: ServerProcess, referenc
     assert drawn < num_draws / 4, "else nothing is thin"
     requests = [
         RolloutRequest(
+            exact=True,
             rid=f"thin-{i}",
             input_ids=PROMPT,
             max_new_tokens=1,
@@ -206,6 +209,7 @@ def deviations(counts_V: np.ndarray, probs_V: np.ndarray) -> float:
 def test_greedy_draws_are_the_argmax(student_server: ServerProcess, reference, num_atoms: int):
     """One id has all the mass: it is the only atom, and there is no tail to draw from."""
     request = RolloutRequest(
+        exact=True,
         rid=f"greedy-{num_atoms}",
         input_ids=PROMPT,
         max_new_tokens=8,
@@ -222,7 +226,9 @@ def test_greedy_draws_are_the_argmax(student_server: ServerProcess, reference, n
 
 
 def test_plain_generation_has_no_draws_and_keeps_its_versions(student_server: ServerProcess):
-    request = RolloutRequest(rid="plain", input_ids=PROMPT, max_new_tokens=5, temperature=0.0)
+    request = RolloutRequest(
+        exact=True, rid="plain", input_ids=PROMPT, max_new_tokens=5, temperature=0.0
+    )
     (reply,) = generate_all(student_server.spec.url, [request])
     assert reply.draws is None
     assert len(reply.output_ids_T) == 5
@@ -232,12 +238,18 @@ def test_plain_generation_has_no_draws_and_keeps_its_versions(student_server: Se
 
 def test_stop_token_ends_the_response_and_is_part_of_it(student_server: ServerProcess):
     longer = RolloutRequest(
-        rid="before-stop", input_ids=PROMPT, max_new_tokens=6, temperature=0.0, num_draws=4
+        exact=True,
+        rid="before-stop",
+        input_ids=PROMPT,
+        max_new_tokens=6,
+        temperature=0.0,
+        num_draws=4,
     )
     (reply,) = generate_all(student_server.spec.url, [longer])
     stop = int(reply.output_ids_T[3])
     first = reply.output_ids_T.tolist().index(stop)
     request = RolloutRequest(
+        exact=True,
         rid="stop",
         input_ids=PROMPT,
         max_new_tokens=6,
@@ -254,9 +266,19 @@ def test_stop_token_ends_the_response_and_is_part_of_it(student_server: ServerPr
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"regex": "[ab]*", "custom_params": {"bridge_num_draws": 4}}, "be combined with regex"),
         (
-            {"custom_params": {"bridge_num_draws": 0, "bridge_num_atoms": VOCAB_SIZE + 1}},
+            {"regex": "[ab]*", "custom_params": {"bridge_num_draws": 4, "bridge_packed": True}},
+            "be combined with regex",
+        ),
+        ({"custom_params": {"bridge_num_draws": 4}}, "answered by /bridge/generate alone"),
+        (
+            {
+                "custom_params": {
+                    "bridge_num_draws": 0,
+                    "bridge_num_atoms": VOCAB_SIZE + 1,
+                    "bridge_packed": True,
+                }
+            },
             f"num_atoms must be at most the vocabulary, {VOCAB_SIZE}, got {VOCAB_SIZE + 1}",
         ),
     ],
@@ -271,3 +293,27 @@ def test_impossible_draws_are_refused(student_server: ServerProcess, params: dic
 
     with pytest.raises(ServerRefused, match=message):
         asyncio.run(run())
+
+
+def test_two_bytes_a_log_prob_are_near_four(student_server: ServerProcess):
+    """By one seed both requests have the same path, and likeliest ids are not drawn."""
+    asked = [
+        RolloutRequest(
+            rid=f"width-{exact}.",
+            input_ids=PROMPT,
+            max_new_tokens=12,
+            seed=7,
+            num_atoms=16,
+            exact=exact,
+        )
+        for exact in (True, False)
+    ]
+    exact, narrow = (generate_all(student_server.spec.url, [each])[0] for each in asked)
+    assert exact.output_ids_T.tolist() == narrow.output_ids_T.tolist()
+    np.testing.assert_array_equal(exact.draws.ids_N, narrow.draws.ids_N)
+    wide_N, narrow_N = exact.draws.sampler_logp_N, narrow.draws.sampler_logp_N
+    path = exact.draws.path_T
+    bounded("two bytes: the path's log-probs (nats)", np.abs(wide_N - narrow_N)[path].max(), 1e-6)
+    error = np.abs(wide_N - narrow_N).max() / -wide_N.min() * 65535
+    bounded("two bytes: log-probs (steps of the lowest)", error, 1.05)
+    assert (wide_N != narrow_N).any(), "nothing was narrowed: the check shows nothing"

@@ -214,6 +214,7 @@ def test_two_ranks_sample_by_seeds(parallel_server: ServerProcess):
     async def ask() -> list[list[int]]:
         requests = [
             RolloutRequest(
+                exact=True,
                 rid=f"{secrets.token_hex(8)}.",
                 input_ids=[7, 8, 9 + i],
                 max_new_tokens=20,

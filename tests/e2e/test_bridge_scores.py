@@ -88,6 +88,7 @@ def test_teacher_draws_follow_q(teacher_server: ServerProcess, reference):
     prompt, temperature = list(range(30, 50)), 0.7
     requests = [
         ScoreRequest(
+            exact=True,
             rid=f"q{i}",
             input_ids=[*prompt, 7],
             num_prompt_tokens=len(prompt),
@@ -127,7 +128,11 @@ def test_scores_beside_generation(teacher_server: ServerProcess, reference):
     scored[::2] = [replace(request, num_atoms=3, num_draws=4) for request in scored[::2]]
     sampled = [
         RolloutRequest(
-            rid=f"beside{i}", input_ids=list(range(2, 40)), max_new_tokens=30, num_draws=8
+            exact=True,
+            rid=f"beside{i}",
+            input_ids=list(range(2, 40)),
+            max_new_tokens=30,
+            num_draws=8,
         )
         for i in range(6)
     ]
@@ -152,6 +157,7 @@ def test_scores_beside_generation(teacher_server: ServerProcess, reference):
 
 def test_empty_response_needs_no_server():
     request = ScoreRequest(
+        exact=True,
         rid="empty",
         input_ids=[1, 2],
         num_prompt_tokens=2,
@@ -164,6 +170,7 @@ def test_empty_response_needs_no_server():
 
 def test_ids_outside_the_vocabulary_are_refused(teacher_server: ServerProcess):
     request = ScoreRequest(
+        exact=True,
         rid="outside",
         input_ids=[5, 6, 7],
         num_prompt_tokens=2,

@@ -28,6 +28,7 @@ def generate_all(url: str, requests: list[RolloutRequest]) -> list[RolloutReply]
 
 def request_of(number: int, name: str) -> RolloutRequest:
     return RolloutRequest(
+        exact=True,
         rid=f"{name}-{number}",
         input_ids=[40 + number, 50, 60],
         max_new_tokens=TOKENS,

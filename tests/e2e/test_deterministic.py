@@ -43,6 +43,7 @@ def server(
 async def sampled(client: ServerClient, index: int, top_p: float = 1.0, seed: int = 0) -> bytes:
     """Everything that a rollout returned."""
     request = RolloutRequest(
+        exact=True,
         rid=f"{index}-{np.random.default_rng().integers(2**62)}",
         input_ids=PROMPTS[index],
         max_new_tokens=TOKENS,
@@ -66,6 +67,7 @@ async def scored(client: ServerClient, index: int, seed: int = 0) -> bytes:
     """Everything that a score returned, the server's own ids among it."""
     ids = PROMPTS[index] + list(range(2, 22))
     request = ScoreRequest(
+        exact=True,
         rid="",
         input_ids=ids,
         num_prompt_tokens=len(PROMPTS[index]),

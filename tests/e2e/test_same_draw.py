@@ -26,6 +26,7 @@ NAMES = np.random.default_rng()
 
 def request(number: int, seed: int | None, **options: float) -> RolloutRequest:
     return RolloutRequest(
+        exact=True,
         rid=f"{number}-{NAMES.integers(2**62)}.",
         input_ids=[5 + number, 9, 11],
         max_new_tokens=TOKENS,

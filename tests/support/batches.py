@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from megatron_opd.batching.shares import shares
-from megatron_opd.columns import RankBatch
+from megatron_opd.batching.shares import Share, shares
 from megatron_opd.transport import messages as m
 from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
@@ -42,7 +41,7 @@ def make_batch(count: int = 8) -> Batch:
 
 def make_shares(
     batch: Batch | None = None, sections: dict[str, object] | None = None, **learner: object
-) -> list[RankBatch]:
+) -> list[Share]:
     """A batch as the learner of `tests.support.wire.config` with these settings gets it."""
     tree = config(sections, **learner)
     group_size = tree.rollout.group_size

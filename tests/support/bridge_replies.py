@@ -5,11 +5,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 from aiohttp import web
 
 from benchmarks.fuzz.targets.bridge_replies import SCORES
 from sglang_bridge import wire
+from sglang_bridge.arrays import pack
 from sglang_bridge.protocol import RolloutRequest
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -21,10 +23,10 @@ SCORE_REQUEST = SCORES
 SELECT_REQUEST = replace(SCORE_REQUEST, temperature=2.0, num_atoms=2, num_draws=2)
 
 
-def packed(arrays: dict[str, list]) -> dict[str, str]:
-    """The arrays of a row table as they travel."""
+def packed(arrays: dict[str, list]) -> dict[str, bytes]:
+    """The arrays of a row table as they travel, log-probs exactly."""
     kinds = wire.ROW_FIELDS | wire.DRAW_FIELDS
-    return {name: wire.pack(np.array(v, kinds[name])) for name, v in arrays.items()}
+    return {name: pack(np.array(v, kinds[name])) for name, v in arrays.items()}
 
 
 def draws_payload() -> dict[str, Any]:
@@ -56,11 +58,10 @@ def selection_payload() -> dict[str, Any]:
 
 
 def rollout_reply(payload: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What /generate answers to REQUEST."""
+    """What a server answers to REQUEST."""
     draws = draws_payload() if payload is None else payload
     return {
-        "text": "",
-        "output_ids": [5, 9, 5],
+        "output_ids": pack(np.array([5, 9, 5])),
         "meta_info": {
             "id": "r",
             "finish_reason": {"type": "stop", "matched": 5},
@@ -71,11 +72,14 @@ def rollout_reply(payload: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def score_reply(scores: list[float], selection: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What /generate answers to SCORE_REQUEST, or to SELECT_REQUEST."""
-    payload: dict[str, Any] = {"logp_N": wire.pack(np.array(scores, np.float32))}
+    """What a server answers to SCORE_REQUEST, or to SELECT_REQUEST."""
+    payload: dict[str, Any] = {"logp_N": pack(np.array(scores, np.float32))}
     if selection is not None:
         payload[wire.SELECTION] = selection
-    return {"output_ids": [], "meta_info": {"id": "x", wire.PAYLOAD: [{wire.SCORES: payload}]}}
+    return {
+        "output_ids": pack(np.array([], np.int32)),
+        "meta_info": {"id": "x", wire.PAYLOAD: [{wire.SCORES: payload}]},
+    }
 
 
 class FakeServer:
@@ -104,12 +108,19 @@ class FakeServer:
 
 
 def answering(body: Any, status: int = 200) -> Handler:
-    """A handler with one answer."""
+    """A handler with one answer, to work as msgpack, to all else as JSON."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
+        if request.path == wire.WORK_ROUTE and status == 200:
+            return worked(body)
         return web.json_response(body, status=status)
 
     return handle
+
+
+def worked(reply: Any) -> web.Response:
+    """The answer to a request for work."""
+    return web.Response(body=msgspec.msgpack.encode(reply), content_type=wire.WORK_TYPE)
 
 
 def breaking(times: int, then: Handler) -> Handler:

@@ -136,6 +136,9 @@ class Learner:
     batches: list[Batch] = field(default_factory=list)
     busy: bool = False
 
+    def prepare(self, sample: Sample) -> Sample:
+        return sample
+
     async def train(self, batch: Batch) -> Figures:
         assert not self.busy
         self.busy = True

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from sglang_bridge import wire
+from sglang_bridge.arrays import pack
+from sglang_bridge.server.text import to_text
 
 
 def fake_request(**params: object) -> SimpleNamespace:
@@ -14,12 +16,11 @@ def fake_request(**params: object) -> SimpleNamespace:
 def score_request(
     start: int, lengths: list[int], ids: list[int], **more: object
 ) -> SimpleNamespace:
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return fake_request(
         **{
             wire.SCORE_START: start,
-            wire.SCORE_OFFSETS: wire.pack(offsets),
-            wire.SCORE_IDS: wire.pack(np.array(ids, np.int32)),
+            wire.SCORE_LENGTHS: to_text(pack(np.array(lengths, np.int32))),
+            wire.SCORE_IDS: to_text(pack(np.array(ids, np.int32))),
             **more,
         }
     )

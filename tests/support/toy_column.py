@@ -22,6 +22,7 @@ from megatron_opd.learner.micro_batch import distil_micros
 from megatron_opd.transport.frames import from_frames, to_frames
 from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge import wire
+from sglang_bridge.arrays import pack
 from sglang_bridge.parse import parse_rollout
 from sglang_bridge.protocol import DrawCache, RolloutRequest
 from sglang_bridge.server import compat, draws
@@ -57,7 +58,9 @@ def _parsed(req: Any, ids: list[int]) -> DrawCache:
     payload = compat.find_record(req, draws.RECORD).payload()
     meta = {"id": "r", "finish_reason": {"type": "stop"}, wire.PAYLOAD: [{wire.DRAWS: payload}]}
     request = RolloutRequest(rid="r", input_ids=[1], max_new_tokens=2, num_draws=4)
-    found = parse_rollout("http://a", {"output_ids": ids, "meta_info": meta}, request).draws
+    found = parse_rollout(
+        "http://a", {"output_ids": pack(np.array(ids)), "meta_info": meta}, request
+    ).draws
     assert found is not None
     return found
 

@@ -68,8 +68,9 @@ class FakeLearner:
         self.asked: list[tuple[int, str]] = []
 
     async def score(self, shares: Any, *, replay: str) -> Scores:
-        self.asked.append((sum(len(share.prompt_B) for share in shares), replay))
-        ids_T = np.concatenate([share.ids_N[share.path_T] for share in shares])
+        columns = [share.columns() for share in shares]
+        self.asked.append((sum(len(each.prompt_B) for each in columns), replay))
+        ids_T = np.concatenate([each.ids_N[each.path_T] for each in columns])
         logp_T = -ids_T.astype("<f4") / 10 - {"off": 1, "experts": 0.5, "gates": 0}[replay]
         moved = {"off": 3, "experts": 1, "gates": 0}[replay]
         return Scores(logp_T.astype("<f4").tobytes(), self.choices, moved)

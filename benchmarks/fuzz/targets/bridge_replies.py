@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -13,8 +14,14 @@ import msgspec
 import numpy as np
 
 from benchmarks.fuzz.engine import Target
-from benchmarks.fuzz.mutations import Maker, damaged_tree, json_bytes
-from sglang_bridge import parse, wire
+from benchmarks.fuzz.mutations import (
+    Maker,
+    damaged_bytes,
+    damaged_tree,
+    json_bytes,
+    msgpack_bytes,
+)
+from sglang_bridge import arrays, parse, wire
 from sglang_bridge.errors import BadReply, RequestAborted
 from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest, ScoreRequest, Selection
 
@@ -52,10 +59,11 @@ Given = tuple[str, bytes]
 def call(given: Given) -> tuple[Any, Any]:
     """(the reply, what it was read as)."""
     kind, data = given
+    decode = msgspec.msgpack.decode if kind in MADE else msgspec.json.decode
     try:
-        reply = msgspec.json.decode(data)
+        reply = decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise BadReply("no JSON") from None
+        raise BadReply("neither JSON nor msgpack") from None
     if kind in ROLLOUTS:
         return reply, parse.parse_rollout(URL, reply, ROLLOUTS[kind], KNOWN)
     if kind in SELECTIONS:
@@ -91,7 +99,7 @@ def oracle(given: Given, result: tuple[Any, Any]) -> str | None:
 
 def _rollout_fault(request: RolloutRequest, reply: Any, found: RolloutReply) -> str | None:
     ids = found.output_ids_T.tolist()
-    if reply["output_ids"] != ids or not all(type(i) is int for i in reply["output_ids"]):
+    if ids_in(reply["output_ids"]) != ids:
         return "the ids are others than those sent"
     if not 0 < len(ids) <= request.max_new_tokens or not 0 <= min(ids) <= max(ids) < VOCAB_SIZE:
         return "ids beyond what was asked for"
@@ -220,11 +228,11 @@ ODD = {
 }
 
 
-def packed(rng: Random, arrays: dict[str, Any], damage: bool) -> dict[str, Any]:
+def packed(rng: Random, columns: dict[str, Any], damage: bool) -> dict[str, Any]:
     """The arrays as they travel; damaged: one number, or the length of one, or its text."""
-    name = rng.choice(list(arrays))
+    name = rng.choice(list(columns))
     out: dict[str, Any] = {}
-    for key, values in arrays.items():
+    for key, values in columns.items():
         kind = np.dtype(KINDS.get(key, "<u1"))
         column = np.array(values, kind)
         if damage and key == name and len(column):
@@ -241,10 +249,31 @@ def packed(rng: Random, arrays: dict[str, Any], damage: bool) -> dict[str, Any]:
             elif edit == "swap":
                 column = column[::-1]
             else:
-                out[key] = wire.pack(column)[: rng.randint(0, 9)] + rng.choice(("", "=", "é", "A"))
+                edits = damaged_bytes([travelling(rng, key, column)])
+                out[key] = edits(rng)
                 continue
-        out[key] = wire.pack(column)
+        out[key] = travelling(rng, key, column)
     return out
+
+
+def travelling(rng: Random, key: str, column: np.ndarray) -> bytes:
+    """A column as a server sends it: exactly, or narrowed where there is a way to."""
+    if rng.random() < 0.5 or not np.isfinite(column).all():
+        return arrays.pack(column)
+    if key == "weight_N":
+        return arrays.pack_weights(column, rng.choice((2, 4)))
+    return arrays.pack_logp(column) if key.endswith("logp_N") else arrays.pack(column)
+
+
+def ids_in(raw: bytes) -> list[int]:
+    """The whole numbers that travel in `raw`, read by hand."""
+    code, rest = raw[:2], raw[4:]
+    if code == b"u3":
+        count = len(rest) // 3
+        low = struct.unpack(f"<{count}H", rest[: 2 * count])
+        return [a + (b << 16) for a, b in zip(low, rest[2 * count :], strict=True)]
+    letter, width = {b"u1": ("B", 1), b"u2": ("H", 2), b"i4": ("i", 4)}[code]
+    return list(struct.unpack(f"<{len(rest) // width}{letter}", rest))
 
 
 def rollout(rng: Random, kind: str, damage: bool) -> Any:
@@ -255,19 +284,25 @@ def rollout(rng: Random, kind: str, damage: bool) -> Any:
     versions = [["3", 0], ["4", turn]] if turn else [["4", 0]]
     payload: dict[str, Any] = {}
     if request.keeps_cache:
-        arrays = table(rng, ids, len(ids), request.num_atoms, request.num_draws)
+        rows = table(rng, ids, len(ids), request.num_atoms, request.num_draws)
         counts = {"num_atoms": request.num_atoms, "num_draws": request.num_draws}
-        payload[wire.DRAWS] = {**packed(rng, arrays, damage), **counts, "versions": versions}
+        payload[wire.DRAWS] = {**packed(rng, rows, damage), **counts, "versions": versions}
+        if rng.random() < 0.5:
+            starts = np.cumsum([0, *rows["length_T"][:-1]])
+            path = [rows["sampler_logp_N"][i] for i in starts + rows["path_T"]]
+            path[0] -= rng.choice((0, 0, 0, 1e-3, 1e-2, NAN)) * damage
+            payload[wire.DRAWS][wire.PATH_LOGP] = arrays.pack(np.array(path, np.float32))
     if request.experts:
         flat = [rng.randrange(8) for _ in range(2 * 2 * (len(request.input_ids) + len(ids) - 1))]
         shape = {"layers": 2, "topk": 2, "num_experts": 8}
-        arrays = {"experts": flat}
+        columns: dict[str, Any] = {"experts": flat}
         if request.gates:
-            arrays["gates"] = np.full(len(flat), 0.5, np.float32)
-        payload[wire.EXPERTS] = {**packed(rng, arrays, damage), **shape}
+            columns["gates"] = np.full(len(flat), 0.5, np.float32)
+        payload[wire.EXPERTS] = {**packed(rng, columns, damage), **shape}
     spans = [{"version": version, "start": start} for version, start in versions]
     meta = {"id": "r", "finish_reason": {"type": "stop"}, "weight_versions": spans}
-    return {"text": "", "output_ids": ids, "meta_info": {**meta, wire.PAYLOAD: [payload]}}
+    sent = arrays.pack(np.array(ids))
+    return {"output_ids": sent, "meta_info": {**meta, wire.PAYLOAD: [payload]}}
 
 
 def scores(rng: Random, kind: str, damage: bool) -> Any:
@@ -275,9 +310,9 @@ def scores(rng: Random, kind: str, damage: bool) -> Any:
     request = SELECTIONS[kind]
     payload = packed(rng, {"logp_N": [-1.0, -2.0, -0.5]}, damage and not request.selects)
     if request.selects:
-        arrays = table(rng, None, request.num_tokens, request.num_atoms, request.num_draws)
+        rows = table(rng, None, request.num_tokens, request.num_atoms, request.num_draws)
         counts = {"num_atoms": request.num_atoms, "num_draws": request.num_draws}
-        payload[wire.SELECTION] = {**packed(rng, arrays, damage), **counts}
+        payload[wire.SELECTION] = {**packed(rng, rows, damage), **counts}
     return {"meta_info": {"id": "s", wire.PAYLOAD: [{wire.SCORES: payload}]}}
 
 
@@ -311,17 +346,21 @@ MADE: dict[str, Any] = {
 
 
 def make(rng: Random) -> Given:
-    """(kind of reply, its JSON): damaged inside its arrays, in its tree, or in its bytes."""
+    """(kind of reply, its bytes): damaged inside its arrays, in its tree, or in its bytes."""
     kind = rng.choice([*MADE, *FIXED])
     where = rng.choice(("arrays", "arrays", "tree", "tree", "bytes"))
     tree = MADE[kind](rng, damage=where == "arrays") if kind in MADE else FIXED[kind]
     if where == "tree" or (where == "arrays" and kind in FIXED):
         damage: Maker = damaged_tree([tree])
         tree = damage(rng)
-    data = json_bytes(tree)
+    data = msgpack_bytes(tree) if kind in MADE else json_bytes(tree)
     if where == "bytes":
         at = rng.randrange(len(data))
-        data = data[:at] + rng.choice((b"", b"\xff", b"9", b'"', b"[", b"\\ud800")) + data[at + 1 :]
+        data = (
+            data[:at]
+            + rng.choice((b"", b"\xff", b"9", b'"', b"[", b"\\ud800", b"\xc4\x05"))
+            + data[at + 1 :]
+        )
     return kind, data
 
 

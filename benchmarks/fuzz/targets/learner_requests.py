@@ -10,14 +10,17 @@ import msgspec
 import numpy as np
 
 from benchmarks.fuzz.engine import Target
-from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree
+from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree, msgpack_bytes
 from megatron_opd.batching.advantages import no_groups
 from megatron_opd.batching.checks import check_batch
-from megatron_opd.columns import COLUMNS, GroupColumns, RankBatch
+from megatron_opd.batching.shares import Share
+from megatron_opd.columns import RankBatch
 from megatron_opd.transport import messages as m
 from megatron_opd.transport.frames import from_frames, to_frames
-from sglang_bridge.columns import arrays_of
-from sglang_bridge.protocol import WeightPiece
+from megatron_opd.transport.samples import FRAMES
+from megatron_opd.types import Prompt, Rollout, Sample, VersionSpan
+from sglang_bridge import arrays
+from sglang_bridge.protocol import DrawCache, WeightPiece
 
 VOCAB_SIZE, NUM_EXPERTS = 64, 8
 
@@ -100,91 +103,77 @@ def _experts_fault(batch: RankBatch) -> str | None:
     return None
 
 
-def batch(rng: Random) -> RankBatch:
-    """A valid share of 1 to 3 samples."""
-    samples = rng.randint(1, 3)
-    prompts = [rng.randint(1, 3) for _ in range(samples)]
-    responses = [rng.randint(1, 3) for _ in range(samples)]
-    ids, rows, path = [], [], []
-    for prompt, response in zip(prompts, responses, strict=True):
-        ids += [rng.randrange(VOCAB_SIZE) for _ in range(prompt)]
-        for _ in range(response):
-            row = sorted(rng.sample(range(VOCAB_SIZE), rng.randint(1, 3)))
-            chosen = rng.randrange(len(row))
-            path.append(sum(map(len, rows)) + chosen)
-            rows.append(row)
-            ids.append(row[chosen])
-    flat = [i for row in rows for i in row]
-    groups = no_groups(samples)
-    inputs = len(ids) - samples
-    experts = np.array([rng.randrange(NUM_EXPERTS) for _ in range(4 * inputs)], np.uint8)
-    routed = experts.reshape(inputs, 2, 2) if rng.random() < 0.4 else None
-    gates = np.full((inputs, 2, 2), 0.5, np.float32) if rng.random() < 0.5 else None
-    columns: dict[str, Any] = {
-        "ids_S": ids,
-        "prompt_B": prompts,
-        "response_B": responses,
-        "count_T": [len(row) for row in rows],
-        "path_T": path,
-        "version_T": [rng.randint(0, 4) for _ in rows],
-        "ids_N": flat,
-        "weight_N": [1 / len(row) for row in rows for _ in row],
-        "sampler_logp_N": [-math.log(len(row) + 1) for row in rows for _ in row],
-        "teacher_logp_N": [-2.0] * len(flat),
-    }
-    arrays = {name: np.array(values, COLUMNS[name]) for name, values in columns.items()}
-    return RankBatch(
-        update=3,
-        version=4,
-        plan=[[list(range(samples))]],
-        **arrays,
-        **arrays_of(groups, GroupColumns),
-        experts_XLk=routed,
-        gates_XLk=None if routed is None else gates,
+def sample(rng: Random, uid: int, routed: bool, weighed: bool) -> Sample:
+    """A valid sample of 1 to 3 tokens."""
+    prompt, response = rng.randint(1, 3), rng.randint(1, 3)
+    rows = [sorted(rng.sample(range(VOCAB_SIZE), rng.randint(1, 3))) for _ in range(response)]
+    columns = [rng.randrange(len(row)) for row in rows]
+    count_T = np.array([len(row) for row in rows])
+    offsets_T1 = np.concatenate([[0], np.cumsum(count_T)])
+    draws = DrawCache(
+        offsets_T1=offsets_T1,
+        ids_N=np.array([i for row in rows for i in row], np.int32),
+        path_T=offsets_T1[:-1] + columns,
+        weight_N=np.repeat(1 / count_T, count_T).astype(np.float32),
+        sampler_logp_N=np.repeat(-np.log(count_T + 1), count_T).astype(np.float32),
     )
+    inputs = prompt + response - 1
+    experts = np.array([rng.randrange(NUM_EXPERTS) for _ in range(4 * inputs)], np.uint8)
+    rollout = Rollout(
+        Prompt(uid, "", np.array([rng.randrange(VOCAB_SIZE) for _ in range(prompt)], np.int32)),
+        draws.ids_N[draws.path_T],
+        draws,
+        (VersionSpan(rng.randint(0, 4), 0, response),),
+        "stop",
+        0.0,
+        1.0,
+        experts_XLk=experts.reshape(inputs, 2, 2) if routed else None,
+        gates_XLk=np.full((inputs, 2, 2), 0.5, np.float32) if routed and weighed else None,
+    )
+    return Sample(rollout, np.full(len(draws.ids_N), -2.0, np.float32))
+
+
+def share(rng: Random) -> Share:
+    """A valid share of 1 to 3 samples."""
+    count = rng.randint(1, 3)
+    routed, weighed = rng.random() < 0.4, rng.random() < 0.5
+    samples = tuple(sample(rng, uid, routed, weighed) for uid in range(count))
+    return Share(3, 4, [[list(range(count))]], samples, no_groups(count))
 
 
 INTEGERS = (-1, 0, 1, 2, 3, 63, 64, 2**31 - 1, -(2**31))
-LARGE = (2**63 - 1, -(2**63), 2**62, 2**32)
 FLOATS = (float("nan"), float("inf"), -float("inf"), 0.0, -1.0, 1e30, 5.0)
 
 
-def damage_column(rng: Random, name: str, frame: bytes) -> bytes:
-    """One number of a column, two that wrap around in a sum, or its length."""
-    values = np.frombuffer(frame, COLUMNS[name]).copy()
-    if not len(values):
-        return b"\0"
-    edit, at = rng.choice(("set", "set", "set", "wrap", "cut", "double", "swap")), 0
+def damaged_array(rng: Random, packed: bytes) -> bytes:
+    """One number of a packed array, its length or its order, or its bytes."""
+    kind = "<f4" if packed[:2] in (b"f4", b"q2", b"h1") else "<i4"
+    values = arrays.unpack(packed, kind).copy()
+    edit = rng.choice(("set", "set", "set", "cut", "double", "swap", "bytes"))
+    if edit == "bytes" or not len(values):
+        return damaged_bytes([packed], most=2)(rng)
     at = rng.randrange(len(values))
     if edit == "set":
-        kind = FLOATS if values.dtype.kind == "f" else INTEGERS
-        kind = (*kind, *LARGE) if values.dtype == np.int64 else kind
-        values[at] = rng.choice((*kind, values[at] + 1, values[at] - 1))
-    elif edit == "wrap" and values.dtype == np.int64:
-        for place in rng.choices(range(len(values)), k=2):
-            values[place] ^= np.int64(-(2**63)) if rng.random() < 0.5 else np.int64(2**62)
-    elif edit == "wrap" and len(values) > 2:
-        values[:3] = values[:3][::-1]
+        near = (values[at] + 1, values[at] - 1) if kind == "<f4" else ()
+        values[at] = rng.choice((*(FLOATS if kind == "<f4" else INTEGERS), *near))
     elif edit == "cut":
         values = np.delete(values, at)
     elif edit == "double":
         values = np.insert(values, at, values[at])
     else:
         values = np.roll(values, 1)
-    return values.tobytes()
+    return arrays.pack(values)
 
 
-def wrapped(rng: Random, frames: list[bytes]) -> None:
-    """Lengths whose sum is right modulo 2**64 alone."""
-    name = rng.choice(("prompt_B", "response_B", "count_T"))
-    place = list(COLUMNS).index(name) + 1
-    lengths = np.frombuffer(frames[place], np.int64).tolist()
-    if len(lengths) < 3:
-        return
-    most = 2**63 - 1
-    lengths[:3] = [most, most, sum(lengths[:3]) + 2]
-    if lengths[2] > 0:
-        frames[place] = np.array(lengths, np.int64).tobytes()
+def damaged_head(rng: Random, head: bytes) -> bytes:
+    """A sample's columns: one array damaged, or a node of the tree."""
+    tree = msgspec.msgpack.decode(head)
+    if rng.random() < 0.3:
+        return msgpack_bytes(damaged_tree([tree], most=2)(rng))
+    holder = tree["recorded"] if rng.random() < 0.4 else tree
+    name = rng.choice([key for key, value in holder.items() if isinstance(value, bytes)])
+    holder[name] = damaged_array(rng, holder[name])
+    return msgspec.msgpack.encode(tree)
 
 
 OTHERS: tuple[Any, ...] = (
@@ -207,17 +196,16 @@ def make(rng: Random) -> list[bytes]:
             return [msgspec.msgpack.encode(OTHER_TREES(rng))]
         except (OverflowError, UnicodeEncodeError, msgspec.MsgspecError):  # beyond msgpack
             return [OTHER_BYTES(rng)]
-    rows = batch(rng)
+    rows = share(rng)
     header = m.encode(m.Train(1, rows.update, rows.version, rows.plan))
     frames = [header, *(bytes(frame) for frame in to_frames(rows))]
-    edit = rng.choice(("column", "column", "column", "wrapped", "header", "frame", "order"))
+    edit = rng.choice(("column", "column", "column", "groups", "header", "frame", "order"))
     if edit == "column":
-        for _ in range(rng.randint(1, 2)):
-            place, name = rng.choice(list(enumerate(COLUMNS, 1)))
-            if len(frames[place]) % COLUMNS[name].itemsize == 0:
-                frames[place] = damage_column(rng, name, frames[place])
-    elif edit == "wrapped":
-        wrapped(rng, frames)
+        hit = rng.sample(range(len(rows.samples)), rng.randint(1, len(rows.samples)))
+        for place in (2 + FRAMES * number for number in hit):
+            frames[place] = damaged_head(rng, frames[place])
+    elif edit == "groups":
+        frames[1] = msgpack_bytes(damaged_tree([msgspec.msgpack.decode(frames[1])])(rng))
     elif edit == "header":
         frames[0] = damaged_bytes([header], most=2)(rng)
     elif edit == "frame":

@@ -7,26 +7,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_opd.batching.advantages import no_groups
 from megatron_opd.batching.checks import check_batch
-from megatron_opd.batching.rank_batch import rank_batch
-from megatron_opd.columns import COLUMNS
-from megatron_opd.transport.frames import EXPERT_FRAMES, from_frames, to_frames
+from megatron_opd.batching.shares import Share
+from megatron_opd.columns import COLUMNS, RankBatch
+from megatron_opd.transport.frames import from_frames, to_frames
 from tests.support.batches import make_batch
 from tests.support.wire import safe
 
 PLAN = [[[0, 1, 2]]]
-BATCH = rank_batch(3, 4, make_batch(3).samples, PLAN)
+SHARE = Share(3, 4, PLAN, make_batch(3).samples, no_groups(3))
+BATCH = SHARE.columns()
 
 
-def checked(frames: list[memoryview], sampled: bool = True) -> None:
-    batch = from_frames(3, 4, PLAN, frames)
+def checked(batch: RankBatch, sampled: bool = True) -> None:
     check_batch(batch, vocab_size=512, num_experts=4, sampled=sampled)
 
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_damaged_columns_are_refused_with_one_error(data: st.DataObject):
-    frames = [bytearray(frame) for frame in to_frames(BATCH)]
+    frames = [bytearray(frame) for frame in to_frames(SHARE)]
     for _ in range(data.draw(st.integers(1, 3))):
         which = data.draw(st.integers(0, len(frames) - 1))
         frame, how = frames[which], data.draw(st.sampled_from(["cut", "flip", "grow", "swap"]))
@@ -70,17 +71,15 @@ def test_damaged_columns_are_refused_with_one_error(data: st.DataObject):
     ],
 )
 def test_each_column_is_checked(column: str, value: float, words: str):
-    checked(to_frames(BATCH))
-    frames = dict(zip([*COLUMNS, *EXPERT_FRAMES], to_frames(BATCH), strict=True))
-    values = np.frombuffer(frames[column], dtype=COLUMNS[column]).copy()
+    checked(BATCH)
+    values = getattr(BATCH, column).copy()
     values[-1] = value
-    frames[column] = values.data.cast("B")
     with pytest.raises(ValueError, match=words):
-        checked(list(frames.values()))
+        checked(replace(BATCH, **{column: values}))
     if column == "sampler_logp_N":  # the teacher chose the ids: only the path's is known
         values[-1], unread = 0.0, sorted(set(range(len(values))) - set(BATCH.path_T.tolist()))
         values[unread] = np.nan
-        checked(list(frames.values()), sampled=False)
+        checked(replace(BATCH, **{column: values}), sampled=False)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +94,10 @@ def test_gate_weights_are_checked(value: float, words: str):
     inputs = len(BATCH.ids_S) - len(BATCH.prompt_B)
     experts = np.zeros((inputs, 2, 1), np.uint8)
     gates = np.full(experts.shape, 0.5, np.float32)
-    checked(to_frames(replace(BATCH, experts_XLk=experts, gates_XLk=gates)))
+    checked(replace(BATCH, experts_XLk=experts, gates_XLk=gates))
     gates[1, 1] = value
     with pytest.raises(ValueError, match=words) as refused:
-        checked(to_frames(replace(BATCH, experts_XLk=experts, gates_XLk=gates)))
+        checked(replace(BATCH, experts_XLk=experts, gates_XLk=gates))
     safe(refused.value)
 
 
@@ -118,18 +117,16 @@ MOST = 2**63 - 1
 )
 def test_columns_are_checked_against_each_other(column, change, words: str):
     """Before: each of them was trained on."""
-    frames = dict(zip([*COLUMNS, *EXPERT_FRAMES], to_frames(BATCH), strict=True))
     values = np.array(change(getattr(BATCH, column)), dtype=COLUMNS[column])
-    frames[column] = values.data.cast("B")
     with pytest.raises(ValueError, match=words):
-        checked(list(frames.values()))
+        checked(replace(BATCH, **{column: values}))
 
 
 def test_a_plan_names_every_sample_once():
     for plan in ([[[0, 1]]], [[[0, 1, 2, 2]]], [[[0, 1, 3]]], [[[-1, 0, 1]]]):
         with pytest.raises(ValueError, match="plan must name each of 3 samples once"):
             check_batch(
-                from_frames(0, 4, plan, to_frames(BATCH)),
+                replace(BATCH, plan=plan),
                 vocab_size=512,
                 num_experts=0,
                 sampled=True,

@@ -31,7 +31,9 @@ def test_every_sample_comes_back_once_in_order(lengths, parallel, budget):
     if config.parallel.vpp > 1:
         assert micros.pop() >= config.parallel.pp
     # a learner that answers with the ids themselves
-    answer = np.concatenate([share.ids_N[share.path_T] for share in cut.shares])
+    answer = np.concatenate(
+        [columns.ids_N[columns.path_T] for columns in (share.columns() for share in cut.shares)]
+    )
     for sample, found in zip(samples, cut.by_sample(answer.astype(np.float32)), strict=True):
         assert found.tolist() == sample.rollout.response_ids_T.tolist()
 

@@ -18,7 +18,7 @@ from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.controller.turn import Turn
 from megatron_opd.metrics.types import WeightSyncReport
 from megatron_opd.sim.clock import run_virtual
-from megatron_opd.types import Batch, LearnerTurn
+from megatron_opd.types import Batch, LearnerTurn, Sample
 from tests.support.fakes import Figures, Fleet, Learner, Teacher, WeightSyncer, Witness, prompts
 from tests.support.schedules import planned
 
@@ -30,6 +30,9 @@ class TimedLearner(Learner):
     """Notes when it trained."""
 
     spans: list[Span] = field(default_factory=list)
+
+    def prepare(self, sample: Sample) -> Sample:
+        return sample
 
     async def train(self, batch: Batch) -> Figures:
         started_s = asyncio.get_running_loop().time()

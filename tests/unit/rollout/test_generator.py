@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from aiohttp import web
 
 from megatron_opd.buffer.rejection import RolloutRejected
 from megatron_opd.config.sections import RolloutConfig
@@ -29,12 +28,14 @@ from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.types import VersionSpan
+from sglang_bridge import wire
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import DrawCache, RolloutReply
+from sglang_bridge.work_request import decode_work
 from tests.support import fakes
-from tests.support.bridge_replies import FakeServer, breaking, rollout_reply
+from tests.support.bridge_replies import FakeServer, breaking, rollout_reply, worked
 from tests.support.fakes import make_prompt, prompts
 from tests.support.schedules import planned
 
@@ -259,12 +260,12 @@ def test_a_rollout_whose_connection_breaks_is_sampled_anew_by_another_server():
 
     async def rollout():
         async def good(request):
-            seen.append((await request.json())["rid"])
+            seen.append(decode_work(await request.read()).rid)
             reply = rollout_reply()
             reply["meta_info"]["id"] = seen[-1]
-            return web.json_response(reply)
+            return worked(reply)
 
-        routes = [{"/generate": breaking(9, good)}, {"/generate": good}]
+        routes = [{wire.WORK_ROUTE: breaking(9, good)}, {wire.WORK_ROUTE: good}]
         async with FakeServer(routes[0]) as broken, FakeServer(routes[1]) as whole:
             clients = [ServerClient(server.url, timeout_s=5) for server in (broken, whole)]
             fleet = Fleet(clients)
@@ -275,7 +276,7 @@ def test_a_rollout_whose_connection_breaks_is_sampled_anew_by_another_server():
                 await fleet.close()
 
     found, asked, url = asyncio.run(rollout())
-    assert asked == ["/generate"], "once: what was sampled is lost, and the server rests"
+    assert asked == [wire.WORK_ROUTE], "once: what was sampled is lost, and the server rests"
     assert seen == ["run7-5-0.", "run7-5-1."], "the first name may still be in use"
     assert (found.restarts, found.engine) == (1, url)
     assert found.response_ids_T.tolist() == [5, 9, 5]

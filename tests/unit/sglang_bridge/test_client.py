@@ -5,16 +5,19 @@ import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+import msgspec
 import pytest
 from aiohttp import web
 
 from sglang_bridge import wire
+from sglang_bridge.arrays import unpack
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BadReply, ServerRefused, ServerUnreachable, WeightSyncFailed
 from sglang_bridge.fleet import Fleet, weights_world
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec
 from sglang_bridge.retry import Backoff
+from sglang_bridge.work_request import Sampling
 from tests.support.bridge_replies import (
     REQUEST,
     SCORE_REQUEST,
@@ -24,6 +27,7 @@ from tests.support.bridge_replies import (
     breaking,
     rollout_reply,
     score_reply,
+    worked,
 )
 
 QUICK = Backoff(attempts=3, first_wait_s=0.01)
@@ -36,10 +40,10 @@ def client_of(url: str, timeout_s: float = 5) -> ServerClient:
 
 def test_rollout_and_scores_over_http():
     async def run():
-        routes = {"/generate": answering(rollout_reply())}
+        routes = {wire.WORK_ROUTE: answering(rollout_reply())}
         async with FakeServer(routes) as server, client_of(server.url) as client:
             reply = await client.generate(REQUEST)
-            routes["/generate"] = answering(score_reply([-1, -2, -3]))
+            routes[wire.WORK_ROUTE] = answering(score_reply([-1, -2, -3]))
             return reply, await client.score(SCORE_REQUEST)
 
     reply, scores = asyncio.run(run())
@@ -52,11 +56,12 @@ def asked(*calls: Callable[[ServerClient], Awaitable[object]]) -> list[dict]:
     bodies = []
 
     async def record(request: web.Request) -> web.StreamResponse:
-        bodies.append(await request.json())
-        return web.json_response({})
+        body = msgspec.msgpack.decode(await request.read())
+        bodies.append(body | {"input_ids": unpack(body["input_ids"], "<i4").tolist()})
+        return worked({})
 
     async def run():
-        async with FakeServer({"/generate": record}) as server, client_of(server.url) as client:
+        async with FakeServer({wire.WORK_ROUTE: record}) as server, client_of(server.url) as client:
             for call in calls:
                 with pytest.raises(BadReply):
                     await call(client)
@@ -90,8 +95,10 @@ def test_what_a_scoring_server_is_asked():
     assert (body["logprob_start_len"], params["bridge_score_start"]) == (1, 1)
     assert (params["bridge_score_atoms"], params["bridge_score_draws"]) == (2, 2)
     assert params["bridge_score_temperature"] == 2.0
+    assert unpack(params["bridge_score_lengths"], "<i4").tolist() == [2, 0, 1]
+    assert unpack(params["bridge_score_ids"], "<i4").tolist() == [7, 8, 9]
     # SGLang's own is the sampler's: a request of 0 new tokens samples nothing.
-    assert body["sampling_params"]["temperature"] == 1.0
+    assert Sampling(**body["sampling_params"]).temperature == 1.0
 
 
 @pytest.mark.parametrize("verb", ["generate", "score", "update_bucket"])
@@ -101,7 +108,7 @@ def test_work_and_weight_updates_are_never_repeated_below_their_caller(verb: str
     async def run():
         routes = {
             path: breaking(1, answering(rollout_reply()))
-            for path in ("/generate", "/update_weights_from_distributed")
+            for path in (wire.WORK_ROUTE, "/update_weights_from_distributed")
         }
         async with FakeServer(routes) as server, client_of(server.url) as client:
             calls = {
@@ -150,7 +157,7 @@ def test_a_silent_server_times_out_once():
         await asyncio.sleep(1)
         return web.json_response({})
 
-    routes = dict.fromkeys(("/generate", "/flush_cache", "/weights_checker"), never)
+    routes = dict.fromkeys((wire.WORK_ROUTE, "/flush_cache", "/weights_checker"), never)
     routes["/abort_request"] = answering({})
 
     async def run():
@@ -168,8 +175,8 @@ def test_a_silent_server_times_out_once():
 
     asyncio.run(run())
     assert [path for path in asked if path != "/weights_checker"] == [
-        "/generate",
-        "/generate",
+        wire.WORK_ROUTE,
+        wire.WORK_ROUTE,
         "/flush_cache",
     ]
 
@@ -189,10 +196,10 @@ def test_work_that_makes_progress_has_time():
     async def generate(request: web.Request) -> web.StreamResponse:
         while len(asked) < 16:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-        return web.json_response(rollout_reply())
+        return worked(rollout_reply())
 
     async def run() -> float:
-        routes = {"/generate": generate, "/weights_checker": progress}
+        routes = {wire.WORK_ROUTE: generate, "/weights_checker": progress}
         async with FakeServer(routes) as server, client_of(server.url, 0.4) as client:
             began_s = asyncio.get_running_loop().time()
             await client.generate(REQUEST)
@@ -208,7 +215,7 @@ def test_a_client_s_pause_stops_the_clocks_of_its_work():
 
     async def run() -> bool:
         routes = dict.fromkeys(("/pause_generation", "/continue_generation"), answering({}))
-        routes |= {"/generate": never, "/abort_request": answering({})}
+        routes |= {wire.WORK_ROUTE: never, "/abort_request": answering({})}
         async with FakeServer(routes) as server, client_of(server.url, 0.2) as client:
             await client.pause()
             work = asyncio.ensure_future(client.generate(REQUEST))
@@ -243,7 +250,7 @@ def test_a_server_without_the_plugin_is_refused():
         reply = rollout_reply()
         del reply["meta_info"]["bridge"]
         async with (
-            FakeServer({"/generate": answering(reply)}) as server,
+            FakeServer({wire.WORK_ROUTE: answering(reply)}) as server,
             client_of(server.url) as client,
         ):
             await client.generate(REQUEST)
@@ -260,9 +267,12 @@ def test_the_fleet_prefers_idle_servers_and_avoids_dead_ones():
             if len(one.seen) + len(two.seen) == 6:
                 all_seen.set()
             await release.wait()
-            return web.json_response(rollout_reply())
+            return worked(rollout_reply())
 
-        async with FakeServer({"/generate": slow}) as one, FakeServer({"/generate": slow}) as two:
+        async with (
+            FakeServer({wire.WORK_ROUTE: slow}) as one,
+            FakeServer({wire.WORK_ROUTE: slow}) as two,
+        ):
             dead = client_of(f"http://127.0.0.1:{free_port()}")
             fleet = Fleet([dead, client_of(one.url), client_of(two.url)])
             with pytest.raises(ServerUnreachable):

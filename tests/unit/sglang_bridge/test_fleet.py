@@ -70,7 +70,7 @@ def test_what_a_dropped_server_works_on_goes_to_another_one():
         await fleet.generate(REQUEST)
         assert len(hung.seen) == 1
 
-    with_two({"/generate": silent}, {"/generate": answering(rollout_reply())}, scenario)
+    with_two({wire.WORK_ROUTE: silent}, {wire.WORK_ROUTE: answering(rollout_reply())}, scenario)
 
 
 def test_a_dropped_server_is_no_timeout():
@@ -85,7 +85,7 @@ def test_a_dropped_server_is_no_timeout():
             await work
         assert is_lost_connection(caught.value)
 
-    with_two({"/generate": silent}, {}, scenario)
+    with_two({wire.WORK_ROUTE: silent}, {}, scenario)
 
 
 def rank_answers(**said: str) -> dict:
@@ -168,7 +168,7 @@ def test_tokens_are_counted_by_server():
         assert {tokens for tokens, _ in found.values()} <= {0, 3, 6, 9}
         assert {work for _, work in found.values()} == {0}
 
-    fine = {"/generate": answering(rollout_reply())}
+    fine = {wire.WORK_ROUTE: answering(rollout_reply())}
     with_two(fine, fine, scenario)
 
 

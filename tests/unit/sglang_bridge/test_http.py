@@ -11,7 +11,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_bridge import sizes
+from sglang_bridge import sizes, wire
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BadReply, BridgeError, ServerRefused, ServerUnreachable
 from sglang_bridge.http import REPLY_BYTES, HttpConnection
@@ -83,7 +83,7 @@ def test_the_request_decides_how_large_a_rollout_may_be():
     async def run(call: Callable[[ServerClient], object]) -> None:
         flood = body(b" " * (3 << 20))
         async with (
-            FakeServer({"/generate": flood}) as server,
+            FakeServer({wire.WORK_ROUTE: flood}) as server,
             ServerClient(server.url, timeout_s=20, backoff=ONCE) as client,
         ):
             await call(client)

@@ -41,8 +41,8 @@ print(len(failed), failed[:1])
 SERVER = """
 import asyncio
 from aiohttp import web
-from sglang_bridge import open_files
-from tests.support.bridge_replies import FakeServer, rollout_reply
+from sglang_bridge import open_files, wire
+from tests.support.bridge_replies import FakeServer, rollout_reply, worked
 
 open_files.raise_limit()
 
@@ -59,9 +59,9 @@ async def main():
             await asyncio.wait_for(all_here.wait(), 5)
         except TimeoutError:
             pass
-        return web.json_response(rollout_reply())
+        return worked(rollout_reply())
 
-    async with FakeServer({"/generate": together}) as server:
+    async with FakeServer({wire.WORK_ROUTE: together}) as server:
         print(server.url, flush=True)
         await asyncio.sleep(100)
 

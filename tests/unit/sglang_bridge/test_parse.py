@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_bridge import wire
+from sglang_bridge.arrays import F4, H1, I4, Q2, U1, U2, U3, pack, pack_logp
 from sglang_bridge.errors import BadReply, RequestAborted
 from sglang_bridge.parse import (
     parse_info,
@@ -71,6 +72,24 @@ def test_a_path_only_rollout_has_one_draw_a_token():
     payload |= packed({"weight_N": [0, 0.5, 0]})
     with pytest.raises(BadReply, match="selects more than 0 atoms and 0 draws"):
         parse_rollout(URL, rollout_reply(payload), request)
+
+
+def test_the_paths_log_probs_are_exact_beside_narrowed_ones():
+    exact = np.array([-0.987654, -0.0123, -1.5], np.float32)
+    logp = np.array([exact[0], -0.5, exact[1], -1, exact[2], -3], np.float32)
+    narrow = draws_payload() | {"sampler_logp_N": pack_logp(logp)}
+    payload = narrow | {wire.PATH_LOGP: pack(exact)}
+    draws = parse_rollout(URL, rollout_reply(payload), REQUEST).draws
+    np.testing.assert_array_equal(draws.sampler_logp_N[draws.path_T], exact)
+    np.testing.assert_allclose(draws.sampler_logp_N, logp, atol=5e-5)
+    for damaged, message in (
+        (exact + np.float32(-0.01), "path_logp_T differs from sampler_logp_N"),
+        (exact[:2], "path_logp_T of 2 values"),
+        (np.full(3, np.nan, np.float32), "not finite"),
+    ):
+        reply = rollout_reply(narrow | {wire.PATH_LOGP: pack(damaged)})
+        with pytest.raises(BadReply, match=message):
+            parse_rollout(URL, reply, REQUEST)
 
 
 def top_k(weights: list[float], num_atoms: int, logp: list[float] | None = None) -> dict[str, Any]:
@@ -144,9 +163,11 @@ def set_array(name: str, values: list) -> Callable[[dict[str, Any]], None]:
 
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "array missing": (lambda p: p.pop("sampler_logp_N"), "sampler_logp_N: expected base64"),
-    "not base64": (lambda p: p.update(ids_N="***"), "ids_N"),
-    "half an item": (lambda p: p.update(ids_N=wire.pack(b"abcde")), "not a whole number"),
+    "array missing": (lambda p: p.pop("sampler_logp_N"), "sampler_logp_N: expected bytes"),
+    "text": (lambda p: p.update(ids_N="***"), "ids_N: expected bytes, got str"),
+    "no array": (lambda p: p.update(ids_N=b"***"), "ids_N: expected whole numbers"),
+    "another kind": (lambda p: p.update(ids_N=F4 + b"abcd"), "ids_N: expected whole numbers"),
+    "half an item": (lambda p: p.update(ids_N=I4 + b"abcde"), "not a whole number"),
     "fewer rows": (set_array("length_T", [2, 1]), "rows of 2 of 3 tokens"),
     "fewer paths": (set_array("path_T", [0, 0]), "path of 2 of 3"),
     "shorter ids": (set_array("ids_N", [5, 7, 9, 2, 5]), "differ in length"),
@@ -191,8 +212,8 @@ def test_damaged_draws_are_refused(damage: str):
         (lambda r: r["meta_info"].update({wire.PAYLOAD: []}), "is the server's plugin active"),
         (lambda r: r["meta_info"].update({wire.PAYLOAD: [{"scores": {}}]}), "plugin active"),
         (lambda r: r.pop("meta_info"), "meta_info is missing"),
-        (lambda r: r.pop("output_ids"), "output_ids is missing"),
-        (lambda r: r.update(output_ids=[]), "output_ids is empty"),
+        (lambda r: r.pop("output_ids"), "output_ids: expected bytes, got NoneType"),
+        (lambda r: r.update(output_ids=pack(np.array([], np.int32))), "output_ids is empty"),
         (lambda r: r["meta_info"].update(id="other"), "asked for r, got the reply of 'other'"),
         (lambda r: r["meta_info"].update(finish_reason={"type": "odd"}), "finish_reason is 'odd'"),
     ],
@@ -284,6 +305,9 @@ def test_a_missing_selection_is_refused():
         parse_scores(URL, score_reply([-1, -2, -3]), SELECT_REQUEST)
 
 
+CODES = (F4, H1 + b"\4\0", I4, Q2, U1, U2, U3, b"")
+
+
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_no_damaged_byte_crashes_the_parser(data: st.DataObject):
@@ -291,7 +315,7 @@ def test_no_damaged_byte_crashes_the_parser(data: st.DataObject):
     payload = draws_payload()
     name = data.draw(st.sampled_from(list(wire.DRAW_FIELDS)))
     raw = data.draw(st.binary(max_size=32))
-    payload[name] = wire.pack(raw)
+    payload[name] = data.draw(st.sampled_from(CODES)) + raw
     try:
         draws = parse_rollout(URL, rollout_reply(payload), REQUEST).draws
     except BadReply:

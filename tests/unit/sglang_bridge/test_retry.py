@@ -17,7 +17,7 @@ from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.teacher.scorer import FleetScorer
 from megatron_opd.types import VersionSpan
-from sglang_bridge import members, retry
+from sglang_bridge import members, retry, wire
 from sglang_bridge.errors import ServerRefused, ServerUnreachable
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.retry import (
@@ -64,7 +64,7 @@ def tries(work: Work, attempts: int, handlers: Sequence[Handler], error: type) -
     async def run() -> list[int]:
         async with AsyncExitStack() as stack:
             servers = [
-                await stack.enter_async_context(FakeServer({"/generate": handler}))
+                await stack.enter_async_context(FakeServer({wire.WORK_ROUTE: handler}))
                 for handler in handlers
             ]
             fleet = make_fleet(ServerConfig(model="m"), [server.url for server in servers])

@@ -82,6 +82,12 @@ def test_the_largest_frame_follows_from_the_configuration():
     assert largest_frame_bytes(config(), 512, 0) == MIN_FRAME_BYTES
     long = {"rollout": {"max_new_tokens": 30_000}, "buffer": {"batch_size": 64}}
     frame = largest_frame_bytes(config(long), 150_000, 48 * 8)
-    draws = 64 * 30_000 * 65 * 8
-    experts = 64 * (30_000 + 1024) * 48 * 8 * 8
-    assert frame == max(draws, experts)
+    inputs = 30_000 + 1024  # of one sample, whatever the batch
+    draws = 30_000 * 65 * 16 + inputs * 32
+    gates = inputs * 48 * 8 * 4
+    assert max(draws, gates) < MIN_FRAME_BYTES == frame
+    longer = {"rollout": {"max_new_tokens": 300_000}}
+    inputs = 300_000 + 1024
+    draws = 300_000 * 65 * 16 + inputs * 32
+    assert largest_frame_bytes(config(longer), 150_000, 0) == draws
+    assert largest_frame_bytes(config(longer), 150_000, 48 * 8) == inputs * 48 * 8 * 4 > draws

@@ -52,7 +52,7 @@ def test_every_head_scores_its_own_share_and_rank_0_answers_for_all():
         ((request, frames),) = rank.received
         assert request == m.Score(1, share.version, share.plan, "gates")
         found = from_frames(0, request.version, request.plan, frames)
-        assert found.ids_S.tolist() == share.ids_S.tolist()
+        assert found.ids_S.tolist() == share.columns().ids_S.tolist()
 
 
 def test_a_group_split_over_ranks_keeps_the_advantages_of_the_whole():
@@ -65,6 +65,7 @@ def test_a_group_split_over_ranks_keeps_the_advantages_of_the_whole():
         "buffer": {"batch_size": 2},
     }
     split = make_shares(Batch(0, 0, tuple(samples)), gepo, parallel={"dp": 2})
+    split = [share.columns() for share in split]
     advantage_of = {int(share.ids_S[0]) // 100: share.advantage_B.item() for share in split}
     assert advantage_of == {0: 0.5, 1: -0.5}
     first, second = (float(share.group_log_q_B[0]) for share in split)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sglang_bridge import wire
+from sglang_bridge.arrays import unpack
 from sglang_bridge.server import compat, draws
 from sglang_bridge.server.draws import DrawRecord
 from tests.support.server_requests import fake_request
@@ -24,7 +25,7 @@ def row(*ids: int, path: int = 0) -> dict[str, np.ndarray]:
 
 def arrays(record: DrawRecord) -> dict[str, list]:
     payload = record.payload()
-    return {name: wire.unpack(payload[name], d).tolist() for name, d in wire.DRAW_FIELDS.items()}
+    return {name: unpack(payload[name], d).tolist() for name, d in wire.DRAW_FIELDS.items()}
 
 
 def test_record_keeps_rows_and_version_runs():
@@ -36,7 +37,8 @@ def test_record_keeps_rows_and_version_runs():
     assert kept["length_T"] == [2, 1, 3]
     assert kept["ids_N"] == [5, 9, 7, 1, 2, 3]
     assert kept["path_T"] == [1, 0, 0]
-    assert kept["sampler_logp_N"] == [0, -1, 0, 0, -1, -2]
+    np.testing.assert_allclose(kept["sampler_logp_N"], [0, -1, 0, 0, -1, -2], atol=2 / 65535)
+    assert unpack(record.payload()[wire.PATH_LOGP], "<f4").tolist() == [-1, 0, 0]
     assert np.allclose(kept["weight_N"], [1 / 2] * 2 + [1] + [1 / 3] * 3)
     assert record.payload()["versions"] == [["0", 0], ["1", 2]]
 

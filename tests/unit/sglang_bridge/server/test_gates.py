@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sglang_bridge import wire
+from sglang_bridge.arrays import unpack
 from sglang_bridge.server import compat, gates, plugin, routing
 from sglang_bridge.server.__main__ import offer_standins
 from sglang_bridge.server.routing import ExpertRecord, Experts, HostSlots
@@ -126,8 +127,8 @@ def test_weights_are_those_of_the_last_computation():
     record.append(2, values(4, 5, 6, 7), values(0.4, 0.5, 0.6, 0.7))  # computed again
     record.append(1, values(2), values(0.9))  # tokens were taken back
     payload = record.payload()
-    ids = wire.unpack(payload["experts"], "<u1").reshape(-1, 2, 3)[:, 1, 2]
-    found = wire.unpack(payload["gates"], "<f4").reshape(-1, 2, 3)[:, 1, 2]
+    ids = unpack(payload["experts"], "<u1").reshape(-1, 2, 3)[:, 1, 2]
+    found = unpack(payload["gates"], "<f4").reshape(-1, 2, 3)[:, 1, 2]
     assert ids.tolist() == [4, 5, 2]
     np.testing.assert_allclose(found, [0.4, 0.5, 0.9], rtol=1e-7)
     assert "gates" not in ExpertRecord(MODEL, num_prompt=2).payload()
@@ -150,11 +151,11 @@ def test_only_who_asks_gets_weights(keeping: None, monkeypatch: pytest.MonkeyPat
     slots.consume(batch, [SimpleNamespace(output_index=0)] * 2)
     payload = compat.find_record(both, routing.RECORD).payload()
     assert payload["topk"] == 3
-    found = wire.unpack(payload["gates"], "<f4").reshape(2, 2, 3)
+    found = unpack(payload["gates"], "<f4").reshape(2, 2, 3)
     np.testing.assert_array_equal(found, weights[[5, 3]][:, [0, 2]].numpy())
     plain = compat.find_record(ids_only, routing.RECORD).payload()
     assert "gates" not in plain
-    rows = wire.unpack(plain["experts"], "<u1").reshape(2, 2, 3)
+    rows = unpack(plain["experts"], "<u1").reshape(2, 2, 3)
     assert rows[:, 0, 0].tolist() == [8, 1]
 
 

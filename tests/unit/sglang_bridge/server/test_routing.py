@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sglang_bridge import wire
+from sglang_bridge.arrays import F4, pack, unpack
 from sglang_bridge.errors import BadReply
 from sglang_bridge.parse import parse_rollout
 from sglang_bridge.protocol import RolloutRequest
@@ -28,7 +29,7 @@ def rows(*values: int) -> np.ndarray:
 
 
 def kept(record: ExpertRecord) -> list[int]:
-    found = wire.unpack(record.payload()["experts"], "<u1").reshape(-1, 2, 3)
+    found = unpack(record.payload()["experts"], "<u1").reshape(-1, 2, 3)
     assert (found == found[:, :1, :1]).all()
     return found[:, 0, 0].tolist()
 
@@ -97,7 +98,7 @@ def test_slots_of_a_step_become_rows_of_its_requests(monkeypatch: pytest.MonkeyP
 def reply_of(**changes: Any) -> dict[str, Any]:
     reply = rollout_reply(draws_payload())
     ids = np.arange(5 * 2 * 3, dtype=np.uint8)
-    payload = {"experts": wire.pack(ids), "layers": 2, "topk": 3, "num_experts": 30}
+    payload = {"experts": pack(ids), "layers": 2, "topk": 3, "num_experts": 30}
     reply["meta_info"][wire.PAYLOAD][0][wire.EXPERTS] = payload | changes
     return reply
 
@@ -109,7 +110,7 @@ def test_experts_are_read_exactly():
     assert experts.dtype == np.uint8
     np.testing.assert_array_equal(experts, np.arange(30).reshape(5, 2, 3))
     wide = np.arange(30, dtype=np.uint16) + 270
-    reply = reply_of(experts=wire.pack(wide), num_experts=300)
+    reply = reply_of(experts=pack(wide), num_experts=300)
     experts = parse_rollout(URL, reply, ASKED).experts_XLk
     assert experts is not None
     np.testing.assert_array_equal(experts.ravel(), wide)
@@ -119,7 +120,7 @@ def test_experts_are_read_exactly():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"experts": wire.pack(np.arange(29, dtype=np.uint8))}, "29 routed experts for 5 inputs"),
+        ({"experts": pack(np.arange(29, dtype=np.uint8))}, "29 routed experts for 5 inputs"),
         ({"layers": 0}, "layers must be a whole number >= 1, got 0"),
         ({"num_experts": 29}, "expert 29 of 29"),
         ({"topk": "3"}, "topk must be a whole number >= 1, got .3."),
@@ -135,25 +136,25 @@ GATES = np.arange(1, 31, dtype=np.float32).reshape(5, 2, 3) / 120
 
 
 def test_gate_weights_are_read_in_the_order_of_their_experts():
-    found = parse_rollout(URL, reply_of(gates=wire.pack(GATES)), WEIGHED)
+    found = parse_rollout(URL, reply_of(gates=pack(GATES)), WEIGHED)
     assert found.gates_XLk is not None
     assert found.gates_XLk.dtype == np.float32
     np.testing.assert_array_equal(found.gates_XLk, GATES)
-    assert parse_rollout(URL, reply_of(gates=wire.pack(GATES)), ASKED).gates_XLk is None
+    assert parse_rollout(URL, reply_of(gates=pack(GATES)), ASKED).gates_XLk is None
 
 
 def with_gate(value: float) -> str:
     changed = GATES.copy()
     changed[2, 1, 0] = value
-    return wire.pack(changed)
+    return pack(changed)
 
 
 @pytest.mark.parametrize(
     ("gates", "message"),
     [
-        (None, "gates: expected base64 text, got NoneType"),
-        (wire.pack(GATES.ravel()[:-1]), "29 gate weights for 30 routed experts"),
-        (wire.pack(b"xyz"), "gates: 3 bytes are not a whole number of <f4 items"),
+        (None, "gates: expected bytes, got NoneType"),
+        (pack(GATES.ravel()[:-1]), "29 gate weights for 30 routed experts"),
+        (F4 + b"xyz", "gates: 3 bytes are not a whole number of 4-byte items"),
         (with_gate(np.nan), "gate weights hold values that are not finite"),
         (with_gate(np.inf), "gate weights hold values that are not finite"),
         (with_gate(-0.01), "gate weights hold negative values"),

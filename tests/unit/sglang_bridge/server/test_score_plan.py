@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sglang_bridge import wire
+from sglang_bridge.arrays import unpack
 from sglang_bridge.server import compat, scoring, selection_plan
 from sglang_bridge.server.score_plan import ScorePlan
 from tests.support.server_requests import fake_request, score_request
@@ -75,7 +76,7 @@ def test_plan_scores_each_row_once_over_two_passes(chunk: int):
 def selections(request: SimpleNamespace) -> list[dict[int, tuple[float, float]]]:
     """Per response row {id: (weight, logp)}, as the request's payload holds them."""
     table = compat.find_record(request, scoring.RECORD).payload()[wire.SELECTION]
-    length, ids, weight, logp = (wire.unpack(table[n], d) for n, d in wire.ROW_FIELDS.items())
+    length, ids, weight, logp = (unpack(table[n], d) for n, d in wire.ROW_FIELDS.items())
     stops = np.cumsum(length)
     return [
         dict(zip(ids[a:b].tolist(), zip(weight[a:b], logp[a:b], strict=True), strict=True))
@@ -93,6 +94,7 @@ def test_plan_selects_each_row_once_over_two_passes(
     logits = 3 * torch.randn(10, 20, generator=torch.Generator().manual_seed(0))
     logp, tempered = logits.log_softmax(-1), (logits / 2).log_softmax(-1)
     wants = {wire.SCORE_ATOMS: 4, wire.SCORE_DRAWS: 6, wire.SCORE_TEMPERATURE: 2.0}
+    wants[wire.EXACT] = True
     a = score_request(3, [1, 0, 1, 1], [5, 6, 7], **wants)
     b = score_request(2, [1, 1], [1, 2])
     c = score_request(0, [0, 1], [3], **{wire.SCORE_ATOMS: 20})
@@ -123,7 +125,7 @@ def test_plan_selects_each_row_once_over_two_passes(
 
 def test_a_row_that_is_computed_again_keeps_its_selection():
     logits = torch.randn(4, 20, generator=torch.Generator().manual_seed(1))
-    request = score_request(0, [0] * 4, [], **{wire.SCORE_DRAWS: 3})
+    request = score_request(0, [0] * 4, [], **{wire.SCORE_DRAWS: 3, wire.EXACT: True})
     run_plan([request], [0], [3], [0], logits[:3], 8)
     first = selections(request)
     run_plan([request], [1], [3], [0], 5 - logits[1:], 8)

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_bridge import wire
+from sglang_bridge.arrays import pack
 from sglang_bridge.server import compat, draws, scoring, seeded
 from sglang_bridge.server.score_plan import ScorePlan
+from sglang_bridge.server.text import to_text
 
 SEED = st.integers(-(2**63), 2**63 - 1)
 
@@ -214,8 +216,8 @@ def selection_of(passes: list[int], beside: bool, seed: int) -> dict[str, str]:
 def score_params(rows: int) -> dict[str, object]:
     return {
         wire.SCORE_START: 0,
-        wire.SCORE_OFFSETS: wire.pack(np.zeros(rows + 1, np.int32)),
-        wire.SCORE_IDS: wire.pack(np.zeros(0, np.int32)),
+        wire.SCORE_LENGTHS: to_text(pack(np.zeros(rows, np.int32))),
+        wire.SCORE_IDS: to_text(pack(np.zeros(0, np.int32))),
     }
 
 

@@ -15,9 +15,9 @@ from tests.support.server_requests import score_request
         (0, [1], [20], "ids to score must be in"),
         (0, [1], [-1], "ids to score must be in"),
         (5, [1, 1, 1], [1, 2, 3], "do not lie in the input"),
-        (0, [2, -1], [1], "must not decrease"),
-        (0, [1], [1, 2], "must run from 0 to N=2"),
-        (0, [], [], "must run from 0 to N=0"),
+        (0, [2, -1], [1], "must not have fewer than 0 ids"),
+        (0, [1], [1, 2], "at least one row must hold N=2 ids, got 1"),
+        (0, [], [], "at least one row must hold N=0"),
     ],
 )
 def test_bad_score_requests_are_refused(start: int, lengths: list, ids: list, message: str):

@@ -1,0 +1,237 @@
+"""Encodes a scored sample as the bytes that a learner's rank reads; checks and decodes them.
+
+A sample is encoded once, when it is scored: three frames, of which the last two hold its routing.
+Numbers are packed (sglang_bridge/arrays.py): ids in as few bytes as the largest needs, weights of
+plain draws as counts, log-probs in two bytes but for the path's, which enter the importance ratios
+of whole responses. What a sample does not have (a teacher's log-probs where none is asked, the
+sampler's of ids that the teacher chose) is not sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+from megatron_opd.batching.rank_batch import check_sample
+from megatron_opd.types import (
+    ExpertArray,
+    FloatArray,
+    GateArray,
+    OffsetArray,
+    Prompt,
+    Rollout,
+    Sample,
+    VersionSpan,
+)
+from sglang_bridge.arrays import pack, pack_logp, pack_weights, unpack
+from sglang_bridge.columns import DrawColumns, arrays_of, dtypes
+from sglang_bridge.errors import one_line
+from sglang_bridge.protocol import DrawCache
+
+Frames = tuple[bytes | memoryview, ...]
+FRAMES = 3
+"""Frames of a sample: its columns, its routed experts, their weights; empty where it has none."""
+GATE = np.dtype(np.float32)
+RECORDED = dtypes(DrawColumns)
+
+
+class Encoded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Holds a sample's columns, packed.
+
+    ids: prompt and response tokens, of which `prompt` are the prompt's. path: of each token, which
+    of its cached ids continued the path. versions: [version, stop]. path_logp: the sampler's, as
+    float32. experts: layers, experts a token, bytes of an expert's index.
+    """
+
+    ids: bytes
+    prompt: int
+    versions: list[tuple[int, int]]
+    count: bytes
+    path: bytes
+    cached: bytes
+    path_logp: bytes
+    recorded: dict[str, bytes]
+    teacher_logp: bytes | None = None
+    experts: tuple[int, int, int] | None = None
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Encoded)
+
+
+def encode_sample(sample: Sample, num_draws: int = 0) -> Frames:
+    """Return the frames of a sample. ValueError: it is malformed.
+
+    num_draws: of the support, where its weights are counts.
+    """
+    check_sample(sample)
+    rollout, draws = sample.rollout, sample.rollout.draws
+    recorded = {name: pack(column) for name, column in arrays_of(draws, DrawColumns).items()}
+    recorded["weight_N"] = pack_weights(draws.weight_N, num_draws)
+    if np.isnan(draws.sampler_logp_N).any():  # the teacher chose the ids: known on the path alone
+        del recorded["sampler_logp_N"]
+    else:
+        recorded["sampler_logp_N"] = pack_logp(draws.sampler_logp_N)
+    scores_N, experts, gates = sample.teacher_logp_N, rollout.experts_XLk, rollout.gates_XLk
+    shape = None if experts is None else (*experts.shape[1:], experts.itemsize)
+    encoded = Encoded(
+        ids=pack(np.concatenate([rollout.prompt.token_ids_P, rollout.response_ids_T])),
+        prompt=len(rollout.prompt.token_ids_P),
+        versions=[(span.version, span.stop) for span in rollout.spans],
+        count=pack(np.diff(draws.offsets_T1)),
+        path=pack(draws.path_T - draws.offsets_T1[:-1]),
+        cached=pack(draws.ids_N),
+        path_logp=pack(draws.sampler_logp_N[draws.path_T]),
+        recorded=recorded,
+        teacher_logp=None if np.isnan(scores_N).all() else pack_logp(scores_N),
+        experts=shape,
+    )
+    head = _ENCODER.encode(encoded)
+    return head, *(b"" if each is None else _raw(each) for each in (experts, gates))
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSample(Sample):
+    """Holds a sample and its frames."""
+
+    frames: Frames = ()
+
+    @classmethod
+    def of(cls, sample: Sample, num_draws: int) -> EncodedSample:
+        """Encode a sample that is not encoded yet; see encode_sample."""
+        if isinstance(sample, EncodedSample):
+            return sample
+        held = {field.name: getattr(sample, field.name) for field in fields(Sample)}
+        return cls(**held, frames=encode_sample(sample, num_draws))
+
+
+def frames_of(sample: Sample) -> Frames:
+    """Return the frames that a sample was given, or new ones."""
+    return sample.frames if isinstance(sample, EncodedSample) else encode_sample(sample)
+
+
+def decode_sample(uid: int, frames: Frames) -> Sample:
+    """Return the sample, without what a learner does not read. ValueError: these are no frames.
+
+    uid: what errors call it. Whether its columns fit each other is check_sample's.
+    """
+    head, raw_experts, raw_gates = frames
+    try:
+        found = _DECODER.decode(head)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"sample {uid} cannot be read: {one_line(str(error))}") from None
+    count_T = _read(uid, "count_T", found.count, "<i4")
+    ids = _read(uid, "ids_S", found.ids, "<i4")
+    if not 0 < found.prompt < len(ids):
+        raise ValueError(f"sample {uid}: a prompt of {found.prompt} of {len(ids)} tokens")
+    offsets_T1 = np.concatenate([[0], np.cumsum(count_T, dtype=np.int64)])
+    cached = _read(uid, "ids_N", found.cached, "<i4")
+    path_T = _read(uid, "path_T", found.path, "<i4")
+    path_logp_T = _read(uid, "path_logp_T", found.path_logp, "<f4")
+    tokens = len(ids) - found.prompt
+    for name, column in (("count_T", count_T), ("path_T", path_T), ("path_logp_T", path_logp_T)):
+        if len(column) != tokens:
+            raise ValueError(f"sample {uid}: {name} must have length {tokens}, got {len(column)}")
+    if (count_T < 1).any() or offsets_T1[-1] != len(cached):
+        raise ValueError(f"sample {uid}: count_T is not that of {len(cached)} cached ids")
+    if (path_T < 0).any() or (path_T >= count_T).any():
+        raise ValueError(f"sample {uid}: path_T must point into its own row")
+    path_N = path_T + offsets_T1[:-1]
+    names = {"sampler_logp_N", *found.recorded}
+    if names != set(RECORDED):
+        raise ValueError(f"sample {uid} must have the columns {', '.join(RECORDED)}")
+    recorded = {
+        name: _read(uid, name, raw, RECORDED[name].str) for name, raw in found.recorded.items()
+    }
+    recorded["sampler_logp_N"] = _sampler_logp(uid, recorded, path_N, path_logp_T, len(cached))
+    draws = DrawCache(offsets_T1=offsets_T1, ids_N=cached, path_T=path_N, **recorded)
+    scores_N = np.full(len(cached), np.nan, np.float32)
+    if found.teacher_logp is not None:
+        scores_N = _read(uid, "teacher_logp_N", found.teacher_logp, "<f4")
+    experts = _experts(uid, found.experts, raw_experts)
+    rollout = Rollout(
+        Prompt(uid, "", ids[: found.prompt]),
+        ids[found.prompt :],
+        draws,
+        _spans(uid, found.versions, tokens),
+        "",
+        0.0,
+        0.0,
+        experts_XLk=experts,
+        gates_XLk=_gates(uid, experts, raw_gates),
+    )
+    return Sample(rollout, scores_N)
+
+
+def _read(uid: int, name: str, raw: bytes, dtype: str) -> np.ndarray:
+    try:
+        return unpack(raw, dtype)
+    except ValueError as error:
+        raise ValueError(f"sample {uid}: column {name}: {error}") from None
+
+
+def _sampler_logp(
+    uid: int,
+    recorded: Mapping[str, np.ndarray],
+    path_T: OffsetArray,
+    path_logp_T: FloatArray,
+    num_ids: int,
+) -> FloatArray:
+    """Return the sampler's log-probs, the path's exactly; NaN where they are not known."""
+    logp_N = recorded.get("sampler_logp_N")
+    logp_N = np.full(num_ids, np.nan, np.float32) if logp_N is None else logp_N.copy()
+    if len(logp_N) != num_ids:
+        raise ValueError(
+            f"sample {uid}: sampler_logp_N must have length {num_ids}, got {len(logp_N)}"
+        )
+    logp_N[path_T] = path_logp_T
+    return logp_N
+
+
+def _spans(uid: int, versions: Sequence[tuple[int, int]], tokens: int) -> tuple[VersionSpan, ...]:
+    """Return the spans of weight versions. ValueError: they do not cover the response."""
+    edges = [0, *(stop for _, stop in versions)]
+    if edges[-1] != tokens or any(a >= b for a, b in pairwise(edges)):
+        raise ValueError(f"sample {uid}: versions must cover {tokens} tokens, got ends {edges[1:]}")
+    if not all(0 <= version < 2**31 for version, _ in versions):
+        raise ValueError(f"sample {uid}: versions must be in 0..{2**31 - 1}")
+    pairs = zip(versions, pairwise(edges), strict=True)
+    return tuple(VersionSpan(version, start, stop) for (version, _), (start, stop) in pairs)
+
+
+def _experts(
+    uid: int, kind: tuple[int, int, int] | None, raw: bytes | memoryview
+) -> ExpertArray | None:
+    """Return the routed experts that encode_sample wrote. ValueError: rows are incomplete."""
+    if kind is None:
+        if len(raw):
+            raise ValueError(
+                f"sample {uid}: {len(raw)} bytes of routed experts that it does not name"
+            )
+        return None
+    layers, topk, itemsize = kind
+    row = layers * topk * itemsize
+    if itemsize not in (1, 2) or layers < 1 or topk < 1 or len(raw) % row:
+        raise ValueError(f"sample {uid}: experts_XLk of {len(raw)} bytes cannot be of kind {kind}")
+    flat: ExpertArray = np.frombuffer(raw, dtype=np.uint8 if itemsize == 1 else np.uint16)
+    return flat.reshape(-1, layers, topk)
+
+
+def _gates(uid: int, experts_XLk: ExpertArray | None, raw: bytes | memoryview) -> GateArray | None:
+    """Return the weights of these experts. ValueError: not one for each."""
+    if not len(raw):
+        return None
+    items = 0 if experts_XLk is None else experts_XLk.size
+    if experts_XLk is None or len(raw) != items * GATE.itemsize:
+        raise ValueError(
+            f"sample {uid}: gates_XLk of {len(raw)} bytes cannot be of {items} experts"
+        )
+    return np.frombuffer(raw, dtype=GATE).reshape(experts_XLk.shape)
+
+
+def _raw(array: ExpertArray | GateArray) -> memoryview:
+    return np.ascontiguousarray(array).data.cast("B")

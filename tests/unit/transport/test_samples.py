@@ -1,0 +1,186 @@
+"""A sample arrives as it was, its cached log-probs within half a step, or is refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_opd.batching.rank_batch import check_sample
+from megatron_opd.transport.samples import EncodedSample, decode_sample, encode_sample, frames_of
+from megatron_opd.types import Sample
+from sglang_bridge.arrays import pack
+from tests.support.batches import make_sample
+from tests.support.wire import safe
+
+SAMPLE = make_sample(7, 5)
+
+
+def normal(sample: Sample) -> Sample:
+    """With log-probs that are some: make_sample's are any numbers."""
+    draws = sample.rollout.draws
+    draws = replace(draws, sampler_logp_N=-np.abs(draws.sampler_logp_N))
+    rollout = replace(sample.rollout, draws=draws)
+    return replace(sample, rollout=rollout, teacher_logp_N=-np.abs(sample.teacher_logp_N))
+
+
+def test_a_sample_arrives():
+    sample = normal(SAMPLE)
+    found = decode_sample(3, encode_sample(sample, 2))
+    check_sample(found)
+    sent, back = sample.rollout, found.rollout
+    assert back.prompt.token_ids_P.tolist() == sent.prompt.token_ids_P.tolist()
+    assert back.response_ids_T.tolist() == sent.response_ids_T.tolist()
+    assert back.spans == sent.spans
+    for name in ("offsets_T1", "ids_N", "path_T", "weight_N"):
+        np.testing.assert_array_equal(getattr(back.draws, name), getattr(sent.draws, name))
+    path = sent.draws.path_T
+    for a, b in (
+        (back.draws.sampler_logp_N, sent.draws.sampler_logp_N),
+        (found.teacher_logp_N, sample.teacher_logp_N),
+    ):
+        assert a.dtype == np.float32
+        assert np.abs(a - b).max() <= -b.min() / 65535 * 1.01
+    np.testing.assert_array_equal(back.draws.sampler_logp_N[path], sent.draws.sampler_logp_N[path])
+
+
+def test_encoded_twice_a_sample_is_the_same():
+    """One that a resumed run encodes again, from what the servers' narrowed arrays said."""
+    once = decode_sample(7, encode_sample(normal(SAMPLE), 2))
+    again = decode_sample(7, encode_sample(once, 2))
+    np.testing.assert_array_equal(again.teacher_logp_N, once.teacher_logp_N)
+    a, b = again.rollout.draws, once.rollout.draws
+    np.testing.assert_array_equal(a.sampler_logp_N, b.sampler_logp_N)
+
+
+def test_counts_take_a_byte_where_the_weights_are_such():
+    wide, narrow = (len(encode_sample(SAMPLE, draws)[0]) for draws in (0, 2))
+    assert wide - narrow >= 3 * SAMPLE.rollout.draws.num_ids - 8
+
+
+def test_a_sample_is_encoded_once():
+    encoded = EncodedSample.of(SAMPLE, 2)
+    assert EncodedSample.of(encoded, 2) is encoded
+    assert frames_of(encoded) is encoded.frames
+    assert encoded.rollout is SAMPLE.rollout
+
+
+def test_what_nobody_knows_is_not_sent():
+    """No teacher; ids that a teacher chose, of which the sampler's log-prob is the path's alone."""
+    draws = SAMPLE.rollout.draws
+    sampler = np.full(draws.num_ids, np.nan, np.float32)
+    sampler[draws.path_T] = -1.25
+    chosen = replace(SAMPLE.rollout, draws=replace(draws, sampler_logp_N=sampler))
+    unasked = np.full(draws.num_ids, np.nan, np.float32)
+    sample = Sample(chosen, unasked)
+    frames = encode_sample(sample, 2)
+    assert len(frames[0]) < len(encode_sample(SAMPLE, 2)[0]) - 3 * draws.num_ids
+    found = decode_sample(7, frames)
+    np.testing.assert_array_equal(found.rollout.draws.sampler_logp_N, sampler)
+    assert np.isnan(found.teacher_logp_N).all()
+    assert len(found.teacher_logp_N) == draws.num_ids
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+@pytest.mark.parametrize("weighed", [False, True])
+def test_routing_travels_beside_its_sample(dtype: type, weighed: bool):
+    inputs = SAMPLE.rollout.num_tokens - 1
+    experts = np.arange(inputs * 6).reshape(inputs, 3, 2).astype(dtype)
+    gates = (experts / 512).astype(np.float32) if weighed else None
+    rollout = replace(SAMPLE.rollout, experts_XLk=experts, gates_XLk=gates)
+    head, *routing = encode_sample(replace(SAMPLE, rollout=rollout))
+    assert [len(each) for each in routing] == [experts.nbytes, gates.nbytes if weighed else 0]
+    found = decode_sample(7, (head, *routing)).rollout
+    np.testing.assert_array_equal(found.experts_XLk, experts)
+    assert found.experts_XLk.dtype == dtype
+    if weighed:
+        np.testing.assert_array_equal(found.gates_XLk, gates)
+        for raw in (routing[1][:-4], routing[1][:-1], bytes(routing[1]) + b"abcd"):
+            with pytest.raises(ValueError, match=r"gates_XLk of \d+ bytes cannot be of \d+"):
+                decode_sample(7, (head, routing[0], raw))
+    with pytest.raises(ValueError, match=r"experts_XLk of \d+ bytes cannot be of kind"):
+        decode_sample(7, (head, routing[0][:-1], routing[1]))
+    short = decode_sample(7, (head, routing[0][: -6 * experts.itemsize], b""))
+    with pytest.raises(ValueError, match="experts_XLk must have length"):
+        check_sample(short)
+
+
+def test_gates_without_experts_are_refused():
+    head, _, _ = encode_sample(SAMPLE)
+    with pytest.raises(ValueError, match="gates_XLk of 4 bytes cannot be of 0 experts"):
+        decode_sample(7, (head, b"", b"abcd"))
+    with pytest.raises(ValueError, match="4 bytes of routed experts that it does not name"):
+        decode_sample(7, (head, b"abcd", b""))
+
+
+@pytest.mark.parametrize("name", ["weight_N", "sampler_logp_N", "path_T"])
+def test_a_malformed_sample_is_named_before_it_is_sent(name: str):
+    draws = replace(SAMPLE.rollout.draws, **{name: getattr(SAMPLE.rollout.draws, name)[:-1]})
+    broken = replace(SAMPLE, rollout=replace(SAMPLE.rollout, draws=draws))
+    with pytest.raises(ValueError, match=f"sample 7: {name} must have length"):
+        encode_sample(broken)
+
+
+HEAD = msgspec.msgpack.decode(encode_sample(SAMPLE, 2)[0])
+INTS = lambda *values: pack(np.array(values, np.int64))  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": 0}, "a prompt of 0 of 9 tokens"),
+        ({"prompt": 9}, "a prompt of 9 of 9 tokens"),
+        ({"prompt": -1}, "a prompt of -1 of 9 tokens"),
+        ({"prompt": "4"}, "cannot be read"),
+        ({"ids": b""}, "column ids_S: expected whole numbers"),
+        ({"ids": INTS()}, "a prompt of 4 of 0 tokens"),
+        ({"count": INTS(2, 2)}, "count_T must have length 5, got 2"),
+        ({"count": INTS(2, 2, 2, 2, 3)}, "count_T is not that of 10 cached ids"),
+        ({"count": INTS(2, 2, 2, 0, 4)}, "count_T is not that of 10 cached ids"),
+        ({"count": INTS(2, 2, 2, -1, 5)}, "count_T is not that of 10 cached ids"),
+        ({"path": INTS(0, 1, 0, 1, 2)}, "path_T must point into its own row"),
+        ({"path": INTS(0, 1, 0, 1, -1)}, "path_T must point into its own row"),
+        ({"path": INTS(0)}, "path_T must have length 5, got 1"),
+        ({"path_logp": pack(np.zeros(4, np.float32))}, "path_logp_T must have length 5, got 4"),
+        ({"versions": []}, "versions must cover 5 tokens"),
+        ({"versions": [[0, 1], [1, 4]]}, "versions must cover 5 tokens"),
+        ({"versions": [[0, 5], [1, 5]]}, "versions must cover 5 tokens"),
+        ({"versions": [[-1, 5]]}, r"versions must be in 0\.\."),
+        ({"versions": [[2**40, 5]]}, r"versions must be in 0\.\."),
+        ({"versions": [["0", 5]]}, "cannot be read"),
+        ({"recorded": {}}, "must have the columns weight_N, sampler_logp_N"),
+        ({"recorded": HEAD["recorded"] | {"x": b""}}, "must have the columns"),
+        (
+            {"recorded": HEAD["recorded"] | {"sampler_logp_N": pack(np.zeros(9, np.float32))}},
+            "sampler_logp_N must have length 10, got 9",
+        ),
+        ({"experts": [0, 1, 1]}, "cannot be of kind"),
+        ({"experts": [1, 1, 4]}, "cannot be of kind"),
+        ({"experts": [-1, -1, 1]}, "cannot be of kind"),
+        ({"more": 1}, "cannot be read"),
+    ],
+)
+def test_damaged_columns_are_refused(change: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message) as refused:
+        decode_sample(7, (msgspec.msgpack.encode(HEAD | change), b"", b""))
+    safe(refused.value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_bytes_are_a_sample_or_refused(data: st.DataObject):
+    frame = bytearray(encode_sample(SAMPLE, 2)[0])
+    for _ in range(data.draw(st.integers(1, 3))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        found = decode_sample(7, (bytes(frame), b"", b""))
+        check_sample(found)
+    except ValueError as error:
+        safe(error)
+        return
+    draws = found.rollout.draws
+    assert draws.offsets_T1[-1] == len(draws.ids_N) == len(found.teacher_logp_N)
+    assert len(found.rollout.versions_T()) == len(draws.path_T)
