@@ -45,6 +45,7 @@ STUDIES = (
     "simulator",
     "verifiers",
     "watch",
+    "security",
     "data_path",
     "narrow",
     "watched_demo",

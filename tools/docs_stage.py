@@ -34,11 +34,13 @@ NAVIGATION = {
     "Running": (
         "cluster",
         "data_workers",
+        "security",
         "cluster_plans",
         "schedules",
         "simulate",
         "simulate_published",
         "plan",
+        "data_path",
         "weight_sync",
         "recovery",
         "fleet",

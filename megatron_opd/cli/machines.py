@@ -20,7 +20,6 @@ from megatron_opd.cli.remote import RemoteLearner, RemoteServer
 from megatron_opd.cli.roles import Role, section_of
 from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.cli.servers import log_name, server_processes
-from megatron_opd.config.cluster import ClusterConfig
 from megatron_opd.config.schema import Config
 from megatron_opd.launch.handles import Learner, Server
 from megatron_opd.launch.launcher import Launcher, Need, Place, ProcessSpec
@@ -39,19 +38,19 @@ LOOPBACK = "127.0.0.1"
 WORKER_THREADS = 1
 
 
-def _ray(cluster: ClusterConfig) -> Launcher:
+def _ray(config: Config) -> Launcher:
     from megatron_opd.launch.ray_cluster import RayLauncher
 
-    return RayLauncher(cluster.ray)
+    return RayLauncher(config.cluster.ray, insecure=config.security.insecure)
 
 
-def _slurm(cluster: ClusterConfig) -> Launcher:
+def _slurm(config: Config) -> Launcher:
     from megatron_opd.launch.slurm import SlurmLauncher
 
     return SlurmLauncher()
 
 
-LAUNCHERS: dict[str, Callable[[ClusterConfig], Launcher]] = {"ray": _ray, "slurm": _slurm}
+LAUNCHERS: dict[str, Callable[[Config], Launcher]] = {"ray": _ray, "slurm": _slurm}
 """What starts processes on a cluster's machines, by cluster.type; each is imported when it is
 used."""
 
@@ -251,7 +250,7 @@ def machines_of(config: Config, roles: Sequence[Role], say: Say) -> Iterator[Mac
     elif kind == "external":
         yield Elsewhere(config, roles)
     else:
-        launcher = checked(lambda: LAUNCHERS[kind](config.cluster))
+        launcher = checked(lambda: LAUNCHERS[kind](config))
         try:
             yield Launched(config, roles, launcher, say)
         finally:

@@ -152,6 +152,17 @@ def _keys(config: ConfigTree) -> str | None:
     return None
 
 
+def _interface(config: ConfigTree) -> str | None:
+    cluster = config.cluster
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if cluster.interface is not None and name in cluster.env:
+            return (
+                f"cluster.interface must be null with cluster.env.{name}, which would say the same "
+                f"a second time, got {cluster.interface} and {cluster.env[name]}; leave one out"
+            )
+    return None
+
+
 def keyless_problem(key: str, where: str) -> str:
     """Return why the servers of a section may not be used or started at `where`."""
     return (
@@ -453,6 +464,7 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _time_shared,
     _urls,
     _keys,
+    _interface,
     _groups,
     _rewards,
     _code,

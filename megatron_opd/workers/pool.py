@@ -22,7 +22,7 @@ import zmq.asyncio
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.controller.snapshot_codec import decode_member
 from megatron_opd.teacher.requests import TeacherAsk
-from megatron_opd.transport.gate import Gate, Refusals, guard_socket
+from megatron_opd.transport.gate import Gate, guard_socket
 from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.messages import BadMessage
 from megatron_opd.types import (
@@ -58,6 +58,7 @@ from megatron_opd.workers.messages import (
 from sglang_bridge.client import Endpoint, ServerClient
 from sglang_bridge.errors import BadReply, ServerUnreachable
 from sglang_bridge.protocol import RolloutRequest
+from sglang_bridge.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class WorkerPool:
         again: Callable[[int], bool] | None = None,
     ) -> None:
         self._count, self._again = count, again
-        self._refusals = Refusals()
+        self._refusals = Refusals(logger, "on the data workers' socket")
         self._context = zmq.asyncio.Context()
         # not asyncio's: its own descriptor wakes us, and then all messages are taken at once
         self._socket: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.ROUTER)
@@ -119,7 +120,7 @@ class WorkerPool:
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
         guard_socket(self._socket, max_bytes)
-        self._gate = Gate(self._context, self._socket, keys, self._refusals)
+        self._gate = Gate(self._context, self._socket, keys)
         self._socket.bind(f"tcp://{host}:*")
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
@@ -137,6 +138,11 @@ class WorkerPool:
         """Those that are being started again."""
         self.workers_lost = 0
         """How often a worker was lost."""
+
+    @property
+    def refused(self) -> int:
+        """Returns the number of strangers' connections and of messages that cannot be read."""
+        return self._refusals.count
 
     # ------------------------------------------------------------ life
 
@@ -445,7 +451,9 @@ class WorkerPool:
             self._drain()  # what a worker said before it ended
             for fd in ended:
                 link = self._links.get(self._by_fd.pop(fd, b""))
-                if link is not None:
+                if link is None:
+                    self._refusals.add("a connection of no data worker")
+                else:
                     self._lose(link, "its connection ended")
 
     def _lose(self, link: _Link, why: str) -> None:

@@ -40,6 +40,16 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["teachers={maths: {model: m, urls: ['http://[::1]:1']}}"],
     ),
     (
+        ["cluster.interface=ib0", "cluster.env={NCCL_SOCKET_IFNAME: eth0}"],
+        ["cluster.interface must be null with cluster.env.NCCL_SOCKET_IFNAME", "ib0 and eth0"],
+        ["cluster.env={}"],
+    ),
+    (
+        ["cluster.interface=ib0", "cluster.env={GLOO_SOCKET_IFNAME: eth0}"],
+        ["cluster.interface must be null with cluster.env.GLOO_SOCKET_IFNAME", "ib0 and eth0"],
+        ["cluster.interface=null"],
+    ),
+    (
         ["support.type=teacher_topk", "objective.advantage=rollout"],
         ["objective.type reverse_kl", "support.type teacher_topk"],
         ["objective={type: forward_kl}"],
