@@ -532,7 +532,9 @@ class PipelineRun:
         summary["samples_readmitted"] = sum(fleet.restarted for fleet in self.fleets.values())
         summary["requests_timed_out"] = sum(fleet.timed_out for fleet in self.fleets.values())
         summary["data_workers_lost"] = 0 if self.workers is None else self.workers.pool.workers_lost
-        summary["frames_refused"] = 0 if self.remote is None else self.remote.frames_refused
+        learners = 0 if self.remote is None else self.remote.frames_refused
+        workers = 0 if self.workers is None else self.workers.pool.refused
+        summary["frames_refused"] = learners + workers
         if self.checkpoints is not None:
             summary["checkpoint_wait_s_mean"] = self.checkpoints.waited_s.value
             summary["checkpoint_s_mean"] = self.checkpoints.written_s.value

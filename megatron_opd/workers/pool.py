@@ -78,12 +78,16 @@ class WorkersUnreachable(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class _Link:
-    """Holds the connection to one worker. calls: those without an answer, by number."""
+    """Holds the connection to one worker.
+
+    calls: those without an answer, by number. outbox: orders that are about to be sent.
+    """
 
     index: int
     identity: bytes
     address: str
     calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict[int, "asyncio.Future[Any]"])
+    outbox: list[bytes] = field(default_factory=list[bytes])
     alive: bool = True
 
     @property
@@ -165,6 +169,7 @@ class WorkerPool:
         """Tell every worker to end, and close."""
         for link in self._alive():
             self._send(link, Close())
+            self._flush(link)
         if self._tasks:
             asyncio.get_running_loop().remove_reader(self._descriptor)
         for task in self._tasks:
@@ -392,10 +397,20 @@ class WorkerPool:
         return future
 
     def _send(self, link: _Link, order: Order) -> None:
+        """Send an order, in one message with all others of this turn of the event loop."""
+        if not link.outbox:
+            asyncio.get_running_loop().call_soon(self._flush, link)
+        link.outbox.append(encode(order))
+
+    def _flush(self, link: _Link) -> None:
+        frames, link.outbox = link.outbox, []
+        if not frames or not link.alive or self._socket.closed:
+            return
         try:
-            self._socket.send_multipart([link.identity, encode(order)], zmq.NOBLOCK)
+            self._socket.send_multipart([link.identity, *frames], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            asyncio.get_running_loop().call_soon(self._lose, link, str(error))
+            self._lose(link, str(error))
+            return
         # sending may have taken note of what came, of which the descriptor then says nothing
         if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             asyncio.get_running_loop().call_soon(self._drain)
@@ -407,17 +422,16 @@ class WorkerPool:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            try:
-                if len(frames) != 1:
-                    raise BadMessage(f"{len(frames)} frames")
-                answer = decode_answer(frames[0].bytes)
-            except BadMessage as error:
-                self._refusals.add(str(error))
-                continue
-            if isinstance(answer, Hello):
-                self._join(identity.bytes, answer, frames[0].get(zmq.SRCFD))
-            else:
-                self._take(self._links.get(identity.bytes), answer)
+            for frame in frames:
+                try:
+                    answer = decode_answer(frame.bytes)
+                except BadMessage as error:
+                    self._refusals.add(str(error))
+                    continue
+                if isinstance(answer, Hello):
+                    self._join(identity.bytes, answer, frame.get(zmq.SRCFD))
+                else:
+                    self._take(self._links.get(identity.bytes), answer)
 
     def _join(self, identity: bytes, hello: Hello, fd: Any) -> None:
         taken = any(link.index == hello.index for link in self._alive())
