@@ -41,6 +41,11 @@ class SampleBuffer:
         """Returns whether the buffer is closed and no prompt is unscored: `ready` cannot grow."""
         return self._closed and not self._line
 
+    @property
+    def closed(self) -> bool:
+        """Returns whether admission has ended."""
+        return self._closed
+
     def admit(self, uid: int, version: int) -> None:
         """Append a prompt to the line, admitted while `version` is live.
 
@@ -90,18 +95,20 @@ class SampleBuffer:
     def reopen(self, uid: int) -> AnySample | None:
         """Make a scored prompt wait for a sample again, in its place; return what it had.
 
-        None: it is not held, or not scored.
+        None: it is not held, or not scored. Admission is open again, as the prompt may be dropped.
         """
         line = dict(self.in_line())
         found = line.get(uid)
         if found is not None:
+            self._closed = False
             self._renew(line | {uid: None})
             self.waiting_for_score += 1
         return found
 
     def put_back(self, samples: Sequence[AnySample]) -> None:
         """Take back the samples that the last `take` gave, to their places."""
-        self._renew({s.rollout.prompt.uid: s for s in samples} | dict(self.in_line()))
+        line = {s.rollout.prompt.uid: s for s in samples} | dict(self.in_line())
+        self._renew(dict(sorted(line.items())))
 
     def close(self) -> None:
         """End admission: no more prompts are accepted."""

@@ -127,7 +127,8 @@ class SpreadFilter:
 
     def broken(self, group: int) -> list[Verdict]:
         """Forget a group that lost a member; return what is decided by that."""
-        if group < self._next or group in self._found:
+        waited = self._waiting.pop(group, None) is not None
+        if group < self._next or (group in self._found and not waited):
             return []
         self._rewards.pop(group, None)
         self._found[group] = "unjudged"

@@ -36,7 +36,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -171,17 +171,21 @@ class Controller:
         while True:
             while self._counted:
                 await self._buffer.changed()
-            places = [s or self._unscored[uid] for uid, s in self._buffer.in_line()]
-            state = self._state()
+            places, state = self._places(), self._state()
             line = await asyncio.gather(*map(self._whole, places), return_exceptions=True)
             whole = [place(found) for found in line if not isinstance(found, BaseException)]
             if len(whole) == len(line):
                 return msgspec.structs.replace(state, line=whole)
-            errors = [found for found in line if isinstance(found, BaseException)]
-            for error in errors:
-                if not isinstance(error, SamplesLost):
+            for error in line:
+                if isinstance(error, BaseException) and not isinstance(error, SamplesLost):
                     raise error
-            await self._buffer.changed()  # what is lost becomes a prompt again
+            lost = [p for p, f in zip(places, line, strict=True) if isinstance(f, SamplesLost)]
+            while any(place is other for place in lost for other in self._places()):
+                await self._buffer.changed()  # what is lost becomes a prompt again
+
+    def _places(self) -> list[Prompt | AnyRollout | AnySample]:
+        """Return how far the admitted prompts have come, in their order."""
+        return [s or self._unscored[uid] for uid, s in self._buffer.in_line()]
 
     def _state(self) -> ControllerState:
         """Return the state, but for the line."""
@@ -240,6 +244,13 @@ class Controller:
 
     async def _admit(self) -> None:
         prompts = iter(self._ports.prompts)
+        while True:
+            await self._admit_enough(prompts)
+            self._buffer.close()
+            while self._buffer.closed:  # until a sample is lost, whose prompt may be dropped
+                await self._buffer.changed()
+
+    async def _admit_enough(self, prompts: Iterator[Prompt]) -> None:
         while await self._room_for_one_more():
             await self._permits.free()
             prompt = next(prompts, None)  # chosen no earlier than it is admitted
@@ -256,7 +267,6 @@ class Controller:
             self._ports.observer.admitted(prompt)
             self._admitted.put_nowait(prompt)
             self._moved()
-        self._buffer.close()
 
     async def _room_for_one_more(self) -> bool:
         """Wait until the updates can consume another prompt; False once they never will."""
@@ -383,15 +393,19 @@ class Controller:
         del self._unscored[uid]
         first = uid // size * size
         others = self._buffer.withdraw(range(first, first + size))
+        if self._counted.intersection(range(first, first + size)):
+            self._groups.break_up(uid)  # members that are being sampled anew are dropped then
         for member in sorted([uid, *others]):
             self._forget(member, SampleRejected(reason, f"the group of prompt {first}"))
         self._moved()
 
     def _drop(self, uid: int, rejection: SampleRejected) -> None:
         self._counted.discard(uid)
-        self._buffer.drop(uid)
-        del self._unscored[uid]
-        self._forget(uid, rejection)
+        self._remove(uid, rejection)
+        last = self._undecided.pop(uid // self._schedule.group_size, None)
+        if last is not None:  # the prompt was being sampled anew
+            self._num_scoring -= 1
+            self._remove(last.rollout.prompt.uid, GroupIncomplete(last.rollout.prompt.uid))
         for other in self._buffer.withdraw(self._groups.break_up(uid)):
             self._forget(other, GroupIncomplete(other))
         if self._filter is not None:
@@ -403,6 +417,11 @@ class Controller:
             raise EverythingDropped(
                 f"{self._dropped_in_a_row} samples in a row were dropped, the last for {rejection}"
             )
+
+    def _remove(self, uid: int, rejection: SampleRejected) -> None:
+        self._buffer.drop(uid)
+        del self._unscored[uid]
+        self._forget(uid, rejection)
 
     def _forget(self, uid: int, rejection: SampleRejected) -> None:
         self._dropped[rejection.reason] += 1
