@@ -132,7 +132,6 @@ class WorkerPool:
         self._by_fd: dict[int, bytes] = {}
         self._owners: dict[str, _Link] = {}
         self._held: dict[int, tuple[_Link, str]] = {}
-        self._abandoned: dict[int, str] = {}
         self._lost: set[int] = set()
         self._numbers = itertools.count(1)
         self._changed = asyncio.Event()
@@ -222,10 +221,14 @@ class WorkerPool:
             seed=request.seed,
         )
         try:
-            work = self._call(link, order, Generated, request.rid)
+            work = self._call(link, order, Generated)
             answer = await client.deadlines.within(request.rid, work)
         except SamplesLost as error:
             raise ServerUnreachable(client.url, "/generate", str(error), sent=True) from None
+        except BaseException:
+            if link.alive:  # the answer may be on its way, or here, and nobody waits for it now
+                self._send(link, Release([request.rid]))
+            raise
         newest = max((version for version, *_ in answer.spans), default=0)
         if client.known_version is not None and newest > client.known_version:
             raise BadReply(
@@ -370,18 +373,14 @@ class WorkerPool:
 
     # ------------------------------------------------------------ wire
 
-    async def _call(
-        self, link: _Link, order: Order, kind: type[AnswerT], key: str | None = None
-    ) -> AnswerT:
-        """Send an order and return its answer. key: what it makes, let go of if nobody waits."""
+    async def _call(self, link: _Link, order: Order, kind: type[AnswerT]) -> AnswerT:
+        """Send an order and return its answer."""
         assert not isinstance(order, Release | Close | Cancel)
         answered = self._asked(link, order)
         try:
             answer = await answered
         except asyncio.CancelledError:
             if link.alive and link.calls.pop(order.call, None) is not None:
-                if key is not None:
-                    self._abandoned[order.call] = key
                 self._send(link, Cancel(order.call))
             raise
         if not isinstance(answer, kind):
@@ -448,14 +447,11 @@ class WorkerPool:
             self._refusals.add("an answer of no data worker")
             return
         future = link.calls.pop(answer.call, None)
-        if future is None:
-            key = self._abandoned.pop(answer.call, None)
-            if key is not None and isinstance(answer, Generated):
-                self._send(link, Release([key]))
-        elif isinstance(answer, Failed):
-            if not future.done():
-                future.set_exception(as_error(answer))
-        elif not future.done():
+        if future is None or future.done():
+            return
+        if isinstance(answer, Failed):
+            future.set_exception(as_error(answer))
+        else:
             future.set_result(answer)
 
     async def _watch(self) -> None:
