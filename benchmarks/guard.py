@@ -24,7 +24,7 @@ from megatron_opd.cli.preflight import read_model
 from megatron_opd.cli.tokenizer_files import load_tokenizer
 from megatron_opd.data.prompts import PromptRules, load_prompts
 from megatron_opd.data.records import Columns
-from megatron_opd.metrics.teacher_health import ScoreShape
+from megatron_opd.sample_figures import ScoreShape
 from megatron_opd.teacher.guard import TOKENS, Probe, probe
 from megatron_opd.types import FloatArray, Prompt
 from sglang_bridge.client import ServerClient
@@ -163,6 +163,6 @@ def _figures(found: Probe, dtype: str, vocab_size: int) -> dict[str, Any]:
         "ids": found.num_ids,
         "score_mean_nats": shape.mean,
         "score_std_nats": shape.std,
-        "near_uniform_fraction": shape.near_uniform,
+        "near_uniform_fraction": shape.near_uniform_fraction,
         "problem": found.problem(dtype, vocab_size),
     }

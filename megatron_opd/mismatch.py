@@ -22,7 +22,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.metrics.mismatch import Comparison, compare
 from megatron_opd.teacher.requests import score_request
 from megatron_opd.transport.messages import MAX_REPLY_BYTES, Replay, Scores
-from megatron_opd.types import FloatArray, Prompt, Rollout, Sample
+from megatron_opd.types import AnyRollout, FloatArray, Prompt, Rollout, Sample, rollout_here
 from sglang_bridge.protocol import ScoreReply, ScoreRequest
 from sglang_bridge.retry import Backoff, retried
 
@@ -37,7 +37,7 @@ ResultT = TypeVar("ResultT")
 class Sampler(Protocol):
     """Names the method of rollout.generator.RolloutGenerator that is needed."""
 
-    async def generate(self, prompt: Prompt) -> Rollout:
+    async def generate(self, prompt: Prompt) -> AnyRollout:
         """Sample one completion. Raises RolloutRejected for an empty or an aborted one."""
         ...
 
@@ -136,7 +136,7 @@ async def measure(
 
     async def sampled(prompt: Prompt) -> Rollout | None:
         try:
-            return await sampler.generate(prompt)
+            return rollout_here(await sampler.generate(prompt))
         except RolloutRejected:
             return None
 

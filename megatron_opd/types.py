@@ -5,6 +5,9 @@ Frozen: a stage returns a new record and never edits the one it was given.
 Axes, as name suffixes: T response tokens of one sample, N flattened (token, cached action) pairs, P
 prompt tokens. The draw cache is the bridge's own record, as the server's reply was parsed into it.
 Torch-free, so that the controller and its tests need no deep-learning stack.
+
+Arrays may be in another process than the controller, a data worker's (megatron_opd/workers/). Then
+HeldRollout and HeldSample stand for them: they hold what the controller and its observers read.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megatron_opd.sample_figures import CacheSize, ScoreShape
+from sglang_bridge.columns import arrays_of
 from sglang_bridge.protocol import DrawCache
 
 IntArray = npt.NDArray[np.int32]
@@ -96,9 +101,25 @@ class Rollout:
         return len(self.prompt.token_ids_P) + len(self.response_ids_T)
 
     @property
+    def num_ids(self) -> int:
+        """Returns the number of cached ids, N."""
+        return self.draws.num_ids
+
+    @property
     def oldest_version(self) -> int:
         """Returns the version that sampled the stalest token."""
         return min(span.version for span in self.spans)
+
+    @property
+    def geometric_logp(self) -> float:
+        """Returns the mean over T of the path's sampler_logp in nats, 0 for an empty response.
+
+        It is the log of GEPO's Eq. 9. The log of the product itself reaches -1e5 for 30,000 tokens;
+        it is never exponentiated.
+        """
+        if self.draws.num_tokens == 0:
+            return 0.0
+        return float(self.draws.sampler_logp_N[self.draws.path_T].astype(np.float64).mean())
 
     def versions_T(self) -> IntArray:
         """Return int32 [T]: the weight version that sampled each response token."""
@@ -129,6 +150,101 @@ class Sample:
         """Tell whether a teacher was asked."""
         return len(self.teacher_logp_N) > 0 and not bool(np.isnan(self.teacher_logp_N[0]))
 
+    @property
+    def cache(self) -> CacheSize:
+        """Returns how much the sample holds."""
+        rollout = self.rollout
+        cached = arrays_of(rollout.draws, DrawCache).values()
+        arrays = (rollout.response_ids_T, self.teacher_logp_N, *cached)
+        return CacheSize(
+            int(np.count_nonzero(rollout.draws.weight_N)), sum(array.nbytes for array in arrays)
+        )
+
+    def scores(self, vocab_size: int) -> ScoreShape | None:
+        """Describe the teacher's scores of the path, None without. vocab_size: of the teacher."""
+        if not self.has_scores:
+            return None
+        return ScoreShape.of(self.teacher_logp_N[self.rollout.draws.path_T], vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRollout:
+    """Stands for a Rollout that a data worker holds; the fields that both have are alike.
+
+    worker: who holds it. key: its name there. num_ids: N. geometric_logp: as of a Rollout. cache:
+    what its Sample holds.
+    """
+
+    prompt: Prompt
+    worker: str
+    key: str
+    num_response_tokens: int
+    num_ids: int
+    cache: CacheSize
+    geometric_logp: float
+    spans: tuple[VersionSpan, ...]
+    finish_reason: str
+    started_s: float
+    finished_s: float
+    engine: str = ""
+    restarts: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Returns the number of prompt and response tokens, P + T."""
+        return len(self.prompt.token_ids_P) + self.num_response_tokens
+
+    @property
+    def oldest_version(self) -> int:
+        """Returns the version that sampled the stalest token."""
+        return min(span.version for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSample:
+    """Stands for a Sample that a data worker holds; the fields that both have are alike.
+
+    shape: of the scores; None where no teacher was asked.
+    """
+
+    rollout: HeldRollout
+    shape: ScoreShape | None
+    reward: float | None = None
+    overlong_penalty: float = 0.0
+    masked: bool = False
+
+    @property
+    def has_scores(self) -> bool:
+        """Tell whether a teacher was asked."""
+        return self.shape is not None
+
+    @property
+    def cache(self) -> CacheSize:
+        """Returns how much the sample holds."""
+        return self.rollout.cache
+
+    def scores(self, vocab_size: int) -> ScoreShape | None:
+        """Return the shape of the scores, which were described where they are."""
+        return self.shape
+
+
+AnyRollout = Rollout | HeldRollout
+AnySample = Sample | HeldSample
+
+
+def rollout_here(rollout: AnyRollout) -> Rollout:
+    """Return the rollout. TypeError: a data worker holds its arrays."""
+    if isinstance(rollout, HeldRollout):
+        raise TypeError(f"rollout {rollout.prompt.uid} is held by {rollout.worker}")
+    return rollout
+
+
+def sample_here(sample: AnySample) -> Sample:
+    """Return the sample. TypeError: a data worker holds its arrays."""
+    if isinstance(sample, HeldSample):
+        raise TypeError(f"sample {sample.rollout.prompt.uid} is held by {sample.rollout.worker}")
+    return sample
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -139,7 +255,7 @@ class Batch:
 
     update: int
     version: int
-    samples: tuple[Sample, ...]
+    samples: tuple[AnySample, ...]
 
     @property
     def num_response_tokens(self) -> int:

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 from sglang_bridge import sizes, wire
@@ -61,6 +61,15 @@ BAD_REQUEST = 400
 PauseMode = Literal["retract", "in_place", "abort"]
 
 
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Says how to reach a server, and what is known of it, against which replies are checked."""
+
+    url: str
+    api_key: str | None = field(repr=False)
+    known: Known
+
+
 class ServerClient:
     """Talks to the server at `url`.
 
@@ -84,12 +93,21 @@ class ServerClient:
     ) -> None:
         self._http = HttpConnection(url, timeout_s=timeout_s, api_key=api_key)
         self._backoff = backoff
-        self._known = Known()
+        self._known, self._api_key = Known(), api_key
         self.url = self._http.url
         self.deadlines = Deadlines(
             self.url, timeout_s, lambda: self.progress(), lambda rid: self.abort(rid)
         )
         self._numbers = itertools.count()
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Returns what another process needs to ask this server for work."""
+        return Endpoint(self.url, self._api_key, self._known)
+
+    def know(self, known: Known) -> None:
+        """Checks replies against what another client learnt of the server."""
+        self._known = known
 
     @property
     def known_version(self) -> int | None:

@@ -9,6 +9,7 @@ is selected by length.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -78,11 +79,13 @@ class Deadlines:
             self._paused_at_s = None
 
     async def within(self, rid: str, work: Coroutine[Any, Any, Reply]) -> Reply:
-        """Returns what `work` returns, the request called `rid`.
+        """Returns what `work` returns, the request called `rid`; an infinite limit watches nothing.
 
         ServerUnreachable that timed out: it made no progress for too long; it is aborted. Only it
         stalled where the server answered meanwhile.
         """
+        if self._limit_s == math.inf:
+            return await work
         held = _Held(rid, self._now_s())
         self._held.append(held)
         if self._watch is None or self._watch.done():

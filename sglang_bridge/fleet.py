@@ -213,7 +213,7 @@ class Fleet:
 
         evaluates: by a server that is kept for evaluations, if there is one.
         """
-        return await self._dispatch(
+        return await self.ask(
             lambda client: client.generate(request),
             lambda reply: len(reply.output_ids_T),
             evaluates=evaluates,
@@ -221,17 +221,21 @@ class Fleet:
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
         """Returns scores from the least-loaded server, in one try."""
-        return await self._dispatch(
+        return await self.ask(
             lambda client: client.score(request), lambda reply: request.num_tokens
         )
 
-    async def _dispatch(
+    async def ask(
         self,
         call: Callable[[ServerClient], Awaitable[Reply]],
         num_tokens: Callable[[Reply], int],
         *,
         evaluates: bool = False,
     ) -> Reply:
+        """Returns what `call` gets from the least-loaded server, in one try.
+
+        num_tokens: sampled or scored in a reply. evaluates: as of `generate`.
+        """
         member = await self._members.next(evaluates=evaluates)
         try:
             reply = await member.reply(call)

@@ -33,6 +33,7 @@ NAVIGATION = {
     "Training": ("learner", "layouts", "routing", "reproducible"),
     "Running": (
         "cluster",
+        "data_workers",
         "security",
         "cluster_plans",
         "schedules",

@@ -168,7 +168,7 @@ def _leg(plan: Plan, state: ControllerState, end_s: float | None, control: Contr
             sync,
             servers,
             state,
-            controller.snapshot(),
+            await controller.snapshot(),
             controller.accounting,
             controller._permits.in_use,
             failed,

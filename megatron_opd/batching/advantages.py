@@ -26,7 +26,7 @@ import numpy.typing as npt
 from megatron_opd.columns import DoubleArray, GroupColumns
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.objectives import Gepo, RewardAdvantage, RewardObjective
-from megatron_opd.types import Rollout, Sample
+from megatron_opd.types import AnySample
 from sglang_bridge.columns import arrays_of, dtypes
 
 Columns = GroupColumns[DoubleArray]
@@ -36,7 +36,7 @@ Index = npt.NDArray[np.int64]
 STD_EPS = 1e-6
 
 
-def group_columns(estimator: Estimator, samples: Sequence[Sample], group_size: int) -> Columns:
+def group_columns(estimator: Estimator, samples: Sequence[AnySample], group_size: int) -> Columns:
     """Compute the columns of a batch; the group of a response is its uid // group_size.
 
     A masked response is part of its group's statistics; its own weights are 0. Raises ValueError
@@ -47,7 +47,7 @@ def group_columns(estimator: Estimator, samples: Sequence[Sample], group_size: i
     for prompt, reward in zip(prompts, reward_B, strict=True):
         if np.isnan(reward) and estimator.needs_reward(prompt.reward_weight):
             raise ValueError(f"sample {prompt.uid} has no reward")
-    logq_B = np.array([geometric_logp(sample.rollout) for sample in samples])
+    logq_B = np.array([sample.rollout.geometric_logp for sample in samples])
     group_B = np.array([prompt.uid // group_size for prompt in prompts], dtype=np.int64)
     carries_B = np.array([not sample.masked for sample in samples], np.float64)
     return replace(
@@ -57,7 +57,7 @@ def group_columns(estimator: Estimator, samples: Sequence[Sample], group_size: i
     )
 
 
-def _shaped_reward(sample: Sample) -> float:
+def _shaped_reward(sample: AnySample) -> float:
     """Return the reward with its penalty for length; NaN without a reward."""
     return np.nan if sample.reward is None else sample.reward + sample.overlong_penalty
 
@@ -93,18 +93,6 @@ def rows_of(columns: Columns, samples: Sequence[int]) -> Columns:
     """Return the columns of these responses."""
     arrays = arrays_of(columns, GroupColumns)
     return GroupColumns(**{name: column[list(samples)] for name, column in arrays.items()})
-
-
-def geometric_logp(rollout: Rollout) -> float:
-    """Return the mean over T of the path's sampler_logp in nats, 0 for an empty response.
-
-    It is the log of GEPO's Eq. 9. The log of the product itself reaches -1e5 for 30,000 tokens; it
-    is never exponentiated.
-    """
-    draws = rollout.draws
-    if draws.num_tokens == 0:
-        return 0.0
-    return float(draws.sampler_logp_N[draws.path_T].astype(np.float64).mean())
 
 
 def log_group_expectation(logq_B: DoubleArray, group_B: Index) -> DoubleArray:

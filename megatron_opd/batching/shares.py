@@ -18,7 +18,7 @@ from megatron_opd.batching.rank_batch import rank_batch
 from megatron_opd.columns import DoubleArray, GroupColumns, RankBatch, RankPlan
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
-from megatron_opd.types import Batch, FloatArray, Sample
+from megatron_opd.types import AnySample, Batch, FloatArray, Sample, sample_here
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,13 @@ class Share:
     update: int
     version: int
     plan: RankPlan
-    samples: tuple[Sample, ...]
+    samples: tuple[AnySample, ...]
     groups: GroupColumns[DoubleArray]
 
     def columns(self) -> RankBatch:
         """Return the columns of the samples, end to end. ValueError: a sample is malformed."""
-        return rank_batch(self.update, self.version, self.samples, self.plan, self.groups)
+        samples = [sample_here(sample) for sample in self.samples]
+        return rank_batch(self.update, self.version, samples, self.plan, self.groups)
 
 
 def shares(

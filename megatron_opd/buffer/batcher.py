@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megatron_opd.buffer.buffer import SampleBuffer
 from megatron_opd.buffer.rejection import SampleRejected
-from megatron_opd.types import Sample
+from megatron_opd.types import AnySample
 
 INCOMPLETE_BATCH = "incomplete_batch"
 
@@ -45,7 +45,7 @@ class Batcher:
         self._stopped = True
         self._buffer.wake()
 
-    async def next_batch(self) -> tuple[Sample, ...]:
+    async def next_batch(self) -> tuple[AnySample, ...]:
         """Return the next B samples: fewer only when no more can come, empty when none are left."""
         while not self._stopped and self._buffer.ready < self._needed:
             if self._buffer.exhausted:

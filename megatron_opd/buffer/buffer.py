@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from megatron_opd.types import Sample
+from megatron_opd.types import AnySample
 
 
 class SampleBuffer:
@@ -19,8 +19,8 @@ class SampleBuffer:
 
     def __init__(self) -> None:
         # insertion order = admission order; None until scored
-        self._line: dict[int, Sample | None] = {}
-        self._ready: deque[Sample] = deque()
+        self._line: dict[int, AnySample | None] = {}
+        self._ready: deque[AnySample] = deque()
         self._closed = False
         self._event = asyncio.Event()
         self.waiting_for_score = 0
@@ -41,6 +41,11 @@ class SampleBuffer:
         """Returns whether the buffer is closed and no prompt is unscored: `ready` cannot grow."""
         return self._closed and not self._line
 
+    @property
+    def closed(self) -> bool:
+        """Returns whether admission has ended."""
+        return self._closed
+
     def admit(self, uid: int, version: int) -> None:
         """Append a prompt to the line, admitted while `version` is live.
 
@@ -53,7 +58,7 @@ class SampleBuffer:
         self._line[uid] = None
         self.waiting_for_score += 1
 
-    def put(self, sample: Sample) -> None:
+    def put(self, sample: AnySample) -> None:
         """Store the sample of an admitted prompt.
 
         Raises ValueError for an unknown or repeated one.
@@ -87,6 +92,24 @@ class SampleBuffer:
         self._advance()
         return gone + later
 
+    def reopen(self, uid: int) -> AnySample | None:
+        """Make a scored prompt wait for a sample again, in its place; return what it had.
+
+        None: it is not held, or not scored. Admission is open again, as the prompt may be dropped.
+        """
+        line = dict(self.in_line())
+        found = line.get(uid)
+        if found is not None:
+            self._closed = False
+            self._renew(line | {uid: None})
+            self.waiting_for_score += 1
+        return found
+
+    def put_back(self, samples: Sequence[AnySample]) -> None:
+        """Take back the samples that the last `take` gave, to their places."""
+        line = {s.rollout.prompt.uid: s for s in samples} | dict(self.in_line())
+        self._renew(dict(sorted(line.items())))
+
     def close(self) -> None:
         """End admission: no more prompts are accepted."""
         self._closed = True
@@ -96,13 +119,13 @@ class SampleBuffer:
         """End every wait for a change, so that who waits looks for another reason to go on."""
         self._advance()
 
-    def take(self, count: int) -> tuple[Sample, ...]:
+    def take(self, count: int) -> tuple[AnySample, ...]:
         """Remove and return the first `count` ready samples; ValueError when fewer are ready."""
         if count > len(self._ready):
             raise ValueError(f"{count} samples were asked for, {len(self._ready)} are ready")
         return tuple(self._ready.popleft() for _ in range(count))
 
-    def in_line(self) -> list[tuple[int, Sample | None]]:
+    def in_line(self) -> list[tuple[int, AnySample | None]]:
         """Return everything held, in admission order; None for what is not scored yet."""
         ready = [(sample.rollout.prompt.uid, sample) for sample in self._ready]
         return [*ready, *self._line.items()]
@@ -111,7 +134,12 @@ class SampleBuffer:
         """Wait for the next put, drop, withdrawal or close."""
         await self._event.wait()
 
-    def _store(self, uid: int, sample: Sample) -> None:
+    def _renew(self, line: dict[int, AnySample | None]) -> None:
+        self._ready.clear()
+        self._line = line
+        self._advance()
+
+    def _store(self, uid: int, sample: AnySample) -> None:
         self._line[uid] = sample
 
     def _must_be_unfinished(self, uid: int) -> None:

@@ -8,11 +8,11 @@ was admitted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron_opd.buffer.buffer import SampleBuffer
-from megatron_opd.types import Sample
+from megatron_opd.types import AnySample
 
 
 class CompletionBuffer(SampleBuffer):
@@ -31,6 +31,7 @@ class CompletionBuffer(SampleBuffer):
         self._updates = updates
         self._units: dict[int, _Unit] = {}
         self._finished: dict[int, None] = {}  # complete units, in order of their completion
+        self._taken: dict[int, _Unit] = {}  # units of the last batch
         self._left: Counter[int] = Counter()  # samples not trained on or dropped, by deadline
 
     @property
@@ -79,19 +80,37 @@ class CompletionBuffer(SampleBuffer):
         self._changed_now()
         return gone
 
-    def take(self, count: int) -> tuple[Sample, ...]:
+    def reopen(self, uid: int) -> AnySample | None:
+        """Make a scored prompt wait for a sample again; its unit is not finished any more."""
+        found, unit = super().reopen(uid), self._units.get(uid // self._group_size)
+        if found is not None and unit is not None:
+            unit.uids.remove(uid)
+            self._finished.pop(uid // self._group_size, None)
+        return found
+
+    def put_back(self, samples: Sequence[AnySample]) -> None:
+        """Take back what the last `take` gave; its units are finished, as before."""
+        self._updates -= 1
+        for number, unit in self._taken.items():
+            self._units[number] = unit
+            self._left[unit.due] += self._group_size
+        self._finished = dict.fromkeys(self._taken) | self._finished
+        super().put_back(samples)
+
+    def take(self, count: int) -> tuple[AnySample, ...]:
         """Remove and return the samples of the next batch; ValueError: `count` cannot be had."""
         if count > self.ready:
             raise ValueError(f"{count} samples were asked for, {self.ready} are ready")
         chosen = self._chosen(count // self._group_size)
-        samples: list[Sample] = []
+        samples: list[AnySample] = []
+        self._taken = {number: self._units[number] for number in chosen}
         for number in chosen:
             samples += map(self._pop, self._units[number].uids)
             self._end(number)
         self._updates += 1
         return tuple(samples)
 
-    def _store(self, uid: int, sample: Sample) -> None:
+    def _store(self, uid: int, sample: AnySample) -> None:
         self._line[uid] = sample
         unit = self._units.get(uid // self._group_size)
         if unit is None:  # another member was dropped; it will be withdrawn
@@ -138,7 +157,7 @@ class CompletionBuffer(SampleBuffer):
             if must > 0:
                 yield due, must
 
-    def _pop(self, uid: int) -> Sample:
+    def _pop(self, uid: int) -> AnySample:
         sample = self._line.pop(uid)
         assert sample is not None
         return sample

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_opd.config.curriculum import PassRateCurriculum
-from megatron_opd.types import IntArray, Sample
+from megatron_opd.types import AnySample, IntArray
 
 RateArray = npt.NDArray[np.float64]
 
@@ -47,7 +47,7 @@ class PassRates:
         self.rate_R, self.seen_R = state.rate_R.copy(), state.seen_R.copy()
         self.noted = list(state.noted)
 
-    def note(self, sample: Sample) -> None:
+    def note(self, sample: AnySample) -> None:
         """Note the reward of a response, if it has one."""
         prompt = sample.rollout.prompt
         if sample.reward is not None:

@@ -100,7 +100,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable
 
-from megatron_opd.types import Batch, Sample
+from megatron_opd.types import AnySample, Batch
 
 
 class PermitError(RuntimeError):
@@ -152,7 +152,7 @@ class Permits:
             self._free.release()
 
 
-def staleness_versions(sample: Sample, learner_version: int) -> int:
+def staleness_versions(sample: AnySample, learner_version: int) -> int:
     """Return the learner's version minus the version of the sample's oldest token."""
     return learner_version - sample.rollout.oldest_version
 

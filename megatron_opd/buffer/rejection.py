@@ -15,6 +15,10 @@ class SampleRejected(Exception):
         self.detail = detail
 
 
+class SamplesLost(Exception):
+    """Reports that arrays are gone with the data worker that held them: they are sampled anew."""
+
+
 class RolloutRejected(SampleRejected):
     """Reports that the student's servers returned nothing to learn from (aborted or empty)."""
 

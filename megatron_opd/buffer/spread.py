@@ -28,7 +28,7 @@ from typing import Literal
 import msgspec
 
 from megatron_opd.config.selection import RewardSpread
-from megatron_opd.types import Prompt, Sample
+from megatron_opd.types import AnySample, Prompt
 
 ALL_RIGHT, ALL_WRONG, NO_SPREAD = "all_right", "all_wrong", "no_reward_spread"
 """Reasons that samples are dropped for: every reward of the group is 1, or 0; or neither."""
@@ -104,7 +104,7 @@ class SpreadFilter:
             del found[group]
         return SpreadState(self._next, self._in_a_row, found)
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: AnySample) -> None:
         """Note the reward of a scored member."""
         group = sample.rollout.prompt.uid // self._size
         self._rewards.setdefault(group, []).append(sample.reward)
@@ -127,13 +127,14 @@ class SpreadFilter:
 
     def broken(self, group: int) -> list[Verdict]:
         """Forget a group that lost a member; return what is decided by that."""
-        if group < self._next or group in self._found:
+        waited = self._waiting.pop(group, None) is not None
+        if group < self._next or (group in self._found and not waited):
             return []
         self._rewards.pop(group, None)
         self._found[group] = "unjudged"
         return self._settle()
 
-    def resume(self, line: Iterable[Sample], unscored: Iterable[int], next_uid: int) -> None:
+    def resume(self, line: Iterable[AnySample], unscored: Iterable[int], next_uid: int) -> None:
         """Continue a run. line: scored samples held; unscored: uids held besides.
 
         Without a state of a filter, groups that are complete or gone by now are not judged.

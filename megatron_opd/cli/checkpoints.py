@@ -23,7 +23,7 @@ from megatron_opd.checkpoint.run_lock import Claim, NotTheHolder
 from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs
 from megatron_opd.checkpoint.state_files import sums_name
 from megatron_opd.config.schema import Config
-from megatron_opd.controller.snapshot import ControllerState
+from megatron_opd.controller.ports import TakeState
 from megatron_opd.controller.snapshot_codec import encode_state
 from megatron_opd.metrics.types import Mean
 
@@ -96,10 +96,11 @@ class Checkpoints:
         self.written_s = Mean()
         """Seconds from the snapshot to the checkpoint's name."""
 
-    async def after_update(self, updates: int, state: Callable[[], ControllerState]) -> None:
+    async def after_update(self, updates: int, state: TakeState) -> None:
         """Save a checkpoint. Raises CheckpointFailed, also for the previous checkpoint."""
         started_s = self._last_s = time.monotonic()
-        kept, run = state(), json.dumps(self._extras())
+        run = json.dumps(self._extras())
+        kept = await state()
         # records that nothing changes: the loops go on while 2 MiB a waiting sample are copied
         controller = await asyncio.to_thread(encode_state, kept)
         await self.finish()
@@ -115,7 +116,7 @@ class Checkpoints:
             await self.finish()
         self.waited_s.add(time.monotonic() - started_s)
 
-    async def at_end(self, updates: int, state: Callable[[], ControllerState]) -> None:
+    async def at_end(self, updates: int, state: TakeState) -> None:
         """Save a checkpoint of a run that ends early, and wait for it.
 
         None where none are written at all, and where there is one of these updates.

@@ -13,8 +13,7 @@ from megatron_opd.cli.roles import STUDENT, Role
 from megatron_opd.config.evaluation import SetSettings
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.controller import Controller
-from megatron_opd.controller.ports import Keeper
-from megatron_opd.controller.snapshot import ControllerState
+from megatron_opd.controller.ports import Keeper, TakeState
 from megatron_opd.evaluation.evaluations import Evaluations
 from megatron_opd.evaluation.measure import CompletionPort, EvaluationPlan, FleetPort
 from megatron_opd.evaluation.ports import EvaluatedSet, Surroundings
@@ -181,13 +180,13 @@ class EvaluatingKeeper:
         evaluates = self._evaluations.waits and self._evaluations.falls_on(updates)
         return evaluates or self._checkpoints.due(updates)
 
-    async def after_update(self, updates: int, state: Callable[[], ControllerState]) -> None:
+    async def after_update(self, updates: int, state: TakeState) -> None:
         """Evaluate, then save a checkpoint that knows the result."""
         if self._evaluations.waits:
             await self._evaluations.waited_for(updates)
         if self._checkpoints.due(updates):
             await self._checkpoints.after_update(updates, state)
 
-    async def at_end(self, updates: int, state: Callable[[], ControllerState]) -> None:
+    async def at_end(self, updates: int, state: TakeState) -> None:
         """Save a checkpoint of a run that ends early."""
         await self._checkpoints.at_end(updates, state)

@@ -49,6 +49,7 @@ MAY_CHANGE = (
     "*.gpus",
     "cluster.*",
     "security.*",
+    "workers.*",
     "*.timeout_s",
     "*.threads",
     "*.api_key_env",

@@ -24,6 +24,7 @@ from megatron_opd.checkpoint.run_lock import RunLock
 from megatron_opd.checkpoint.state_dirs import StepDirs
 from megatron_opd.cli.best import export_best
 from megatron_opd.cli.checkpoints import CheckpointFailed, Checkpoints
+from megatron_opd.cli.data_workers import DataWorkers
 from megatron_opd.cli.elastic import Elastic
 from megatron_opd.cli.entrance import Entrance, supervise
 from megatron_opd.cli.errors import Preempted, RunFailed, UserError
@@ -69,7 +70,9 @@ from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting
+from megatron_opd.transport.frames import largest_frame_bytes
 from megatron_opd.transport.keys import RunKeys
+from megatron_opd.transport.samples import FRAMES
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.weight_sync.memory import MemoryTurns
 from megatron_opd.weight_sync.session import WeightSync
@@ -174,6 +177,7 @@ class PipelineRun:
         self.weight_sync: WeightSync | None = None
         self.restarts: LearnerRestarts | None = None
         self.rolled_back = 0
+        self.workers: DataWorkers | None = None
         self.stopping = Stopping(config.checkpoint.grace_s, self._say)
         self.started_s = time.monotonic()
 
@@ -234,6 +238,7 @@ class PipelineRun:
                 await self._connect(remote, fleets)
             else:
                 await self._wait_for_others(remote, fleets)
+            await self._start_workers()
             self._say(f"everything is up after {time.monotonic() - self.started_s:.0f} s")
             entrance = Entrance(config, self.prepared, fleets, self.keys)
             supervisor, self.elastic = supervise(
@@ -251,6 +256,23 @@ class PipelineRun:
                 await self.weight_sync.restore_memory(outliving)
             await asyncio.gather(*(fleet.close() for fleet in fleets.values()))
             remote.close()
+            if self.workers is not None:
+                await self.workers.stop()
+
+    async def _start_workers(self) -> None:
+        """Start the data workers, if there are to be any, and wait for them."""
+        config = self.config
+        if not config.workers.count:
+            return
+        if not self.opened:
+            self._open_run_dir()
+        spec = self.prepared.student.spec
+        experts = sum(spec.moe_layers) * spec.experts_per_token
+        largest = largest_frame_bytes(config, spec.vocab_size, experts)
+        keys, logs = self.admission.keys, self.run_dir.logs
+        self.workers = DataWorkers(self.machines, keys, FRAMES * largest, logs, self._say)
+        self.workers.start(self.run_dir.resolved_config)
+        await self.workers.ready(config.student.startup_timeout_s)
 
     async def _evaluate_and_train(
         self, remote: RemoteLearner, fleets: Mapping[Role, Fleet], guard: Guard
@@ -351,6 +373,7 @@ class PipelineRun:
         if resumed is not None or self.restarts.count or config.weight_sync.round_to is not None:
             # the servers hold other weights: the checkpoint that the run began with, or later ones
             await weight_sync.sync(state.version)
+        pool = None if self.workers is None else self.workers.pool
         recorder = self.recorder = make_recorder(
             config,
             self.run_dir,
@@ -360,7 +383,8 @@ class PipelineRun:
             resumed,
             self.prepared,
             self.evaluations.run.live,
-            make_health_probe(config, self.prepared, fleets),
+            make_health_probe(config, self.prepared, fleets, pool),
+            pool,
         )
         dirs, claim = StepDirs(self.run_dir.checkpoints), self.admission.claim
         kept = self.checkpoints = Checkpoints(
@@ -369,7 +393,7 @@ class PipelineRun:
         )
         keeper = self.evaluations.keeper(kept)
         self.controller = make_controller(
-            config, self.prepared, fleets, remote, weight_sync, recorder, guard, keeper, state
+            config, self.prepared, fleets, remote, weight_sync, recorder, guard, keeper, state, pool
         )
         self.evaluations.connect(recorder, self.controller)
         with self.stopping.after(self.evaluations.preempted):
@@ -507,7 +531,10 @@ class PipelineRun:
         summary["updates_rolled_back"] = self.rolled_back
         summary["samples_readmitted"] = sum(fleet.restarted for fleet in self.fleets.values())
         summary["requests_timed_out"] = sum(fleet.timed_out for fleet in self.fleets.values())
-        summary["frames_refused"] = 0 if self.remote is None else self.remote.frames_refused
+        summary["data_workers_lost"] = 0 if self.workers is None else self.workers.pool.workers_lost
+        learners = 0 if self.remote is None else self.remote.frames_refused
+        workers = 0 if self.workers is None else self.workers.pool.refused
+        summary["frames_refused"] = learners + workers
         if self.checkpoints is not None:
             summary["checkpoint_wait_s_mean"] = self.checkpoints.waited_s.value
             summary["checkpoint_s_mean"] = self.checkpoints.written_s.value

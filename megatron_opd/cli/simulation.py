@@ -48,7 +48,7 @@ from megatron_opd.sim.servers import (
     StudentClient,
     TeacherClient,
 )
-from megatron_opd.types import Prompt, Rollout
+from megatron_opd.types import AnyRollout, Prompt
 from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
@@ -206,7 +206,7 @@ class _World:
             teacher = teachers[uid // config.rollout.group_size % len(teachers)]
             yield Prompt(uid, "", arrays.ids(tokens), None, teacher)
 
-    async def _reward(self, rollout: Rollout) -> float:
+    async def _reward(self, rollout: AnyRollout) -> float:
         """Return 0 or 1, all alike in the share of groups that the configuration says."""
         simulation = self.config.simulation
         group, member = divmod(rollout.prompt.uid, self.config.rollout.group_size)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from megatron_opd.batching.shares import shares
+from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.buffer.spread import GroupRule
 from megatron_opd.cli.guards import RunGuard
 from megatron_opd.cli.prepare import Prepared
@@ -38,14 +39,16 @@ from megatron_opd.metrics.signal import SignalWatch
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
-from megatron_opd.rollout.generator import RolloutFleet, RolloutGenerator
-from megatron_opd.teacher.health import HealthProbe
+from megatron_opd.rollout.generator import RolloutFleet, RolloutGenerator, Sampler
+from megatron_opd.teacher.health import HealthProbe, here
 from megatron_opd.teacher.overlong import Length, judged_length
-from megatron_opd.teacher.scorer import FleetScorer, Reward
+from megatron_opd.teacher.scorer import Elsewhere, FleetScorer, Reward
 from megatron_opd.transport.messages import UpdateMetrics
-from megatron_opd.transport.samples import EncodedSample
+from megatron_opd.transport.samples import EncodedSample, counted_draws
 from megatron_opd.transport.zmq import RemoteLearner
-from megatron_opd.types import Batch, Rollout, Sample
+from megatron_opd.types import AnyRollout, AnySample, Batch, HeldRollout, HeldSample
+from megatron_opd.workers.pool import WorkerPool
+from megatron_opd.workers.through import sampled_by_workers, scored_by_workers
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 
@@ -72,6 +75,7 @@ def make_recorder(
     prepared: Prepared,
     live: Callable[[int], None],
     probe: HealthProbe | None = None,
+    pool: WorkerPool | None = None,
 ) -> RunRecorder:
     """Make the observer: files as configured, and a display. live: told of each version."""
     metrics = config.metrics
@@ -80,7 +84,8 @@ def make_recorder(
         timeline = Timeline(TraceWriter(run_dir.trace, time.monotonic()), engines)
     rollouts = None
     if metrics.rollouts:
-        rollouts = RolloutRecord(run_dir.rollouts, prepared.decode, metrics.rollouts)
+        fetch = None if pool is None else pool.fetch
+        rollouts = RolloutRecord(run_dir.rollouts, prepared.decode, metrics.rollouts, fetch)
     display = make_display(console) if metrics.progress else None
     curriculum = curriculum_of(prepared)
     elapsed_s, updates = 0.0, 0
@@ -107,7 +112,10 @@ def make_recorder(
 
 
 def make_health_probe(
-    config: Config, prepared: Prepared, fleets: Mapping[Role, Fleet]
+    config: Config,
+    prepared: Prepared,
+    fleets: Mapping[Role, Fleet],
+    pool: WorkerPool | None = None,
 ) -> HealthProbe | None:
     """Make what measures how student and teacher agree, if metrics.health_every asks for it."""
     if not config.metrics.health_every:
@@ -121,6 +129,7 @@ def make_health_probe(
         prepared.student.vocab_size,
         name=uuid.uuid4().hex[:8],
         seed=config.run.seed,
+        whole=here if pool is None else pool.sample,
     )
 
 
@@ -155,40 +164,65 @@ def make_guard(
     return RunGuard(health, learner, servers)
 
 
-def make_reward(judge: Judge | None) -> Reward | None:
-    """Turn the judge into what the scorer asks for the reward of a rollout."""
+def make_reward(judge: Judge | None, pool: WorkerPool | None = None) -> Reward | None:
+    """Turn the judge into what the scorer asks for the reward of a rollout.
+
+    pool: whose judges give the rewards of what data workers hold.
+    """
     if judge is None:
         return None
 
-    async def reward(rollout: Rollout) -> float | None:
-        return await judge.reward(rollout.prompt, rollout.response_ids_T.tolist())
+    async def reward(rollout: AnyRollout) -> float | None:
+        prompt = rollout.prompt
+        if not isinstance(rollout, HeldRollout):
+            return await judge.reward(prompt, rollout.response_ids_T.tolist())
+        assert pool is not None, "a data worker holds the rollout"
+        if prompt.answer is None:
+            return None
+        return await pool.judge(rollout, prompt.task, prompt.answer)
 
     return reward
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLearner:
-    """Acts as the controller's learner: cuts a batch into shares and sends them."""
+    """Acts as the controller's learner: cuts a batch into shares and sends them.
+
+    pool: tells where ranks take the samples that data workers hold.
+    """
 
     config: Config
     remote: RemoteLearner
+    pool: WorkerPool | None = None
 
-    def prepare(self, sample: Sample) -> Sample:
-        """Encode a scored sample. ValueError: it is malformed."""
-        support = self.config.estimator.support
-        draws = 1 if support.only_path else support.num_draws
-        return EncodedSample.of(sample, draws)
+    def prepare(self, sample: AnySample) -> AnySample:
+        """Encode a scored sample, unless a data worker does. ValueError: it is malformed."""
+        if isinstance(sample, HeldSample):
+            return sample
+        return EncodedSample.of(sample, counted_draws(self.config.estimator.support))
 
     async def train(self, batch: Batch) -> UpdateMetrics:
-        """Make one update. ValueError: the batch cannot be split into shares."""
-        config = self.config
+        """Make one update. SamplesLost. ValueError: the batch cannot be split into shares."""
+        config, pool = self.config, self.pool
         batch = replace(batch, samples=tuple(map(self.prepare, batch.samples)))
-        group_size = config.rollout.group_size
-        return await self.remote.train(shares(batch, config.learner, config.estimator, group_size))
+        parts = shares(batch, config.learner, config.estimator, config.rollout.group_size)
+        held = [sample for sample in batch.samples if isinstance(sample, HeldSample)]
+        if pool is None or not held:
+            return await self.remote.train(parts)
+        sources = {sample.rollout.prompt.uid: pool.source(sample) for sample in held}
+        metrics = await self.remote.train_held(parts, sources)
+        if metrics is not None:
+            return metrics
+        await pool.verdict(held)
+        raise SamplesLost(f"update {batch.update}: a data worker was lost")
 
 
 def make_generator(
-    config: Config, fleet: RolloutFleet, vocab_size: int, run_id: str
+    config: Config,
+    fleet: RolloutFleet,
+    vocab_size: int,
+    run_id: str,
+    sample: Sampler | None = None,
 ) -> RolloutGenerator:
     """Make what samples rollouts from `fleet`."""
     return RolloutGenerator(
@@ -200,6 +234,7 @@ def make_generator(
         routed_experts=config.learner.replays_experts,
         routed_gates=config.learner.replays_gates,
         seed=config.run.seed,
+        sample=sample,
     )
 
 
@@ -224,6 +259,7 @@ def make_scorer(
     vocab_size: int,
     run_id: str,
     reward: Reward | None,
+    elsewhere: Elsewhere | None = None,
 ) -> FleetScorer:
     """Make what scores rollouts on the teachers' fleets."""
     return FleetScorer(
@@ -235,14 +271,15 @@ def make_scorer(
         reward=reward,
         seed=config.run.seed,
         lengths=make_lengths(config),
+        elsewhere=elsewhere,
     )
 
 
-def make_lengths(config: Config) -> Callable[[Rollout], Length]:
+def make_lengths(config: Config) -> Callable[[AnyRollout], Length]:
     """Make what judges the length of a response."""
     overlong, limit = config.selection.overlong, config.rollout.max_new_tokens
 
-    def length(rollout: Rollout) -> Length:
+    def length(rollout: AnyRollout) -> Length:
         return judged_length(overlong, rollout, rollout.prompt.max_new_tokens or limit)
 
     return length
@@ -258,15 +295,25 @@ def make_controller(
     guard: Guard,
     keeper: Keeper,
     state: ControllerState,
+    pool: WorkerPool | None = None,
 ) -> Controller:
     """Make the controller of one run, which continues from `state`."""
     run_id = uuid.uuid4().hex[:8]
     vocab_size = prepared.student.vocab_size
+    reward = make_reward(prepared.judge, pool)
+    sample = elsewhere = None
+    if pool is not None:
+        sizes = {name: prepared.vocab_sizes[role] for name, role in teacher_roles(config).items()}
+        sample, elsewhere = (
+            sampled_by_workers(pool, fleets[STUDENT]),
+            scored_by_workers(pool, sizes),
+        )
     ports = Ports(
         prompts=prepared.prompts,
-        rollout=make_generator(config, fleets[STUDENT], vocab_size, run_id),
-        teacher=make_scorer(config, fleets, vocab_size, run_id, make_reward(prepared.judge)),
-        learner=BatchLearner(config, learner),
+        rollout=make_generator(config, fleets[STUDENT], vocab_size, run_id, sample),
+        teacher=make_scorer(config, fleets, vocab_size, run_id, reward, elsewhere),
+        learner=BatchLearner(config, learner, pool),
+        store=pool,
         weight_sync=weight_sync,
         observer=recorder,
         guard=guard,

@@ -56,6 +56,7 @@ NOT_THE_LEARNERS = (
     "learner.gpus",
     "cluster.*",
     "security.*",
+    "workers.*",
 )
 """Keys that a learner does not read, or that may differ between it and its controller."""
 SAMPLE_BYTES = 65_536

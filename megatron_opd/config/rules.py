@@ -15,6 +15,8 @@ from megatron_opd.config.selection import RewardSpread, SoftPenalty
 from megatron_opd.config.servers import is_local_url
 from megatron_opd.config.tree import ConfigTree
 
+EVERY_ADDRESS = ("0.0.0.0", "::")
+
 
 def _estimator(config: ConfigTree) -> str | None:
     try:
@@ -174,6 +176,17 @@ def keyless_problem(key: str, where: str) -> str:
 def key_of_teacher(name: str) -> str:
     """Return the section's key: `teacher`, or `teachers.NAME`."""
     return name if name == "teacher" else f"teachers.{name}"
+
+
+def _workers(config: ConfigTree) -> str | None:
+    host = config.learner.listen_host
+    if not config.workers.count or host not in EVERY_ADDRESS:
+        return None
+    return (
+        "learner.listen_host must be an address with workers.count > 0, since learner ranks reach "
+        f"data workers at it too, got {host} (every address) and workers.count "
+        f"{config.workers.count}; name the one that they share"
+    )
 
 
 def _teachers(config: ConfigTree) -> str | None:
@@ -465,6 +478,7 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _urls,
     _keys,
     _interface,
+    _workers,
     _groups,
     _rewards,
     _code,

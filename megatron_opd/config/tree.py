@@ -33,6 +33,7 @@ from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.simulation import SimulationConfig
 from megatron_opd.config.supports import SupportConfig
 from megatron_opd.config.verifier import VerifierConfig
+from megatron_opd.config.workers import WorkersConfig
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ class ConfigTree(Section):
     """How new weights reach the student's servers."""
     cluster: ClusterConfig = ClusterConfig()
     """How the processes of a run share machines."""
+    workers: WorkersConfig = WorkersConfig()
+    """How many processes move samples between servers and learner."""
     security: SecurityConfig = SecurityConfig()
     """What a run may do without keys."""
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -11,6 +11,7 @@
 | admit     | prompts          | a permit            | a version going live, a dropped sample  |
 | rollout-i | admitted prompts | an engine slot (i)  | a rollout finishing                     |
 | score-i   | rollouts         | a teacher slot (i)  | a score finishing                       |
+| recover   | lost arrays      | a data worker lost  | -                                       |
 | learn     | scored samples   | (h + 1) B           | score; the weight sync of its update,   |
 |           |                  |                     | or that sync's release of the learner   |
 | sync      | updated weights  | every n-th update   | learn; with in_flight keep the rollouts |
@@ -35,26 +36,35 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+
+import msgspec
 
 from megatron_opd.buffer.batcher import Batcher, BatchIncomplete
 from megatron_opd.buffer.buffer import SampleBuffer
 from megatron_opd.buffer.completion import CompletionBuffer
 from megatron_opd.buffer.groups import GroupIncomplete, SampleGroups
 from megatron_opd.buffer.permits import Permits, check_staleness
-from megatron_opd.buffer.rejection import SampleRejected
+from megatron_opd.buffer.rejection import SampleRejected, SamplesLost
 from megatron_opd.buffer.spread import SpreadFilter, Verdict
 from megatron_opd.controller.errors import EverythingDropped, LearnerDiverged, LoopFailed
 from megatron_opd.controller.in_flight import Rollouts
 from megatron_opd.controller.loops import Starter, being_cancelled, start
-from megatron_opd.controller.ports import Ports
+from megatron_opd.controller.ports import Ports, SampleStore
 from megatron_opd.controller.schedule import Schedule
-from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member, place
+from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member, Place, place
 from megatron_opd.controller.turn import Turn
 from megatron_opd.metrics.types import Accounting, Depths
-from megatron_opd.types import Batch, Prompt, Rollout, Sample
+from megatron_opd.types import (
+    AnyRollout,
+    AnySample,
+    Batch,
+    HeldRollout,
+    HeldSample,
+    Prompt,
+)
 
 # fewer drops in a row than this never stop a run, however few permits it has
 MIN_DROPS_IN_A_ROW = 16
@@ -80,7 +90,7 @@ class Controller:
         )
         self._admitted: asyncio.Queue[Prompt] = asyncio.Queue()
         # oldest first: the front of the line is what the next batch waits for
-        self._finished: asyncio.PriorityQueue[tuple[int, Rollout]] = asyncio.PriorityQueue()
+        self._finished: asyncio.PriorityQueue[tuple[int, AnyRollout]] = asyncio.PriorityQueue()
         self._unsynced: list[Batch] = []
         """Trained on since the last weight sync that began."""
         self._trained: asyncio.Queue[tuple[list[Batch], Turn]] = asyncio.Queue()
@@ -89,7 +99,7 @@ class Controller:
         """Held by an update or a weight sync while it uses the learner."""
         self._serving: list[asyncio.Task[None]] = []
         # admitted and not scored: the prompt, or the rollout that waits for its score
-        self._unscored: dict[int, Prompt | Rollout] = {}
+        self._unscored: dict[int, Prompt | AnyRollout] = {}
         self._num_scoring = 0
         self._dropped = Counter(state.dropped)
         self._dropped_in_a_row = state.dropped_in_a_row
@@ -99,7 +109,9 @@ class Controller:
         self._interrupted = False
         self._filter = _filter(schedule, state)
         # group -> its last sample, while what becomes of the group depends on others
-        self._undecided: dict[int, Sample] = {}
+        self._undecided: dict[int, AnySample] = {}
+        self._counted: set[int] = set()
+        """Sampled anew since their arrays were lost, after their scores had been counted."""
         for member in state.line:
             self._rejoin(member)
 
@@ -150,8 +162,33 @@ class Controller:
         """Let `run` end after the update that is being made, if one is, and keep the state."""
         self._batcher.stop()
 
-    def snapshot(self) -> ControllerState:
-        """Return what a later controller continues from; call only between two updates."""
+    async def snapshot(self) -> ControllerState:
+        """Return what a later controller continues from; call only between two updates.
+
+        It is the state at the time of the call, unless samples are being sampled anew: then it is
+        that once they are there.
+        """
+        while True:
+            while self._counted:
+                await self._buffer.changed()
+            places, state = self._places(), self._state()
+            line = await asyncio.gather(*map(self._whole, places), return_exceptions=True)
+            whole = [place(found) for found in line if not isinstance(found, BaseException)]
+            if len(whole) == len(line):
+                return msgspec.structs.replace(state, line=whole)
+            for error in line:
+                if isinstance(error, BaseException) and not isinstance(error, SamplesLost):
+                    raise error
+            lost = [p for p, f in zip(places, line, strict=True) if isinstance(f, SamplesLost)]
+            while any(place is other for place in lost for other in self._places()):
+                await self._buffer.changed()  # what is lost becomes a prompt again
+
+    def _places(self) -> list[Prompt | AnyRollout | AnySample]:
+        """Return how far the admitted prompts have come, in their order."""
+        return [s or self._unscored[uid] for uid, s in self._buffer.in_line()]
+
+    def _state(self) -> ControllerState:
+        """Return the state, but for the line."""
         broken, scored = self._groups.state
         curriculum = self._ports.curriculum
         return ControllerState(
@@ -162,12 +199,19 @@ class Controller:
             dropped=dict(self._dropped),
             dropped_in_a_row=self._dropped_in_a_row,
             next_uid=self._next_uid,
-            line=[place(s or self._unscored[uid]) for uid, s in self._buffer.in_line()],
+            line=[],
             broken_groups=broken,
             scored_in_groups=scored,
             spread=None if self._filter is None else self._filter.state,
             curriculum=None if curriculum is None else curriculum.state,
         )
+
+    def _whole(self, found: Prompt | AnyRollout | AnySample) -> Awaitable[Place]:
+        """Ask for the arrays of what is held elsewhere."""
+        if isinstance(found, HeldRollout | HeldSample):
+            assert self._ports.store is not None
+            return self._ports.store.whole(found)
+        return _itself(found)
 
     def _rejoin(self, member: Member) -> None:
         self._buffer.admit(member.uid, member.oldest_version(self._version))
@@ -191,6 +235,8 @@ class Controller:
         self._serving.append(start("serve on", serve_on))
         rollout_slots = min(schedule.rollout_slots, self._permits.total)
         score_slots = min(schedule.score_slots, self._permits.total)
+        if self._ports.store is not None:
+            self._serving.append(start("recover", self._recover(self._ports.store)))
         self._serving += [start(f"rollout-{i}", self._roll_out()) for i in range(rollout_slots)]
         self._serving += [start(f"score-{i}", self._score()) for i in range(score_slots)]
         if self._ports.guard is not None:
@@ -198,6 +244,13 @@ class Controller:
 
     async def _admit(self) -> None:
         prompts = iter(self._ports.prompts)
+        while True:
+            await self._admit_enough(prompts)
+            self._buffer.close()
+            while self._buffer.closed:  # until a sample is lost, whose prompt may be dropped
+                await self._buffer.changed()
+
+    async def _admit_enough(self, prompts: Iterator[Prompt]) -> None:
         while await self._room_for_one_more():
             await self._permits.free()
             prompt = next(prompts, None)  # chosen no earlier than it is admitted
@@ -214,7 +267,6 @@ class Controller:
             self._ports.observer.admitted(prompt)
             self._admitted.put_nowait(prompt)
             self._moved()
-        self._buffer.close()
 
     async def _room_for_one_more(self) -> bool:
         """Wait until the updates can consume another prompt; False once they never will."""
@@ -238,7 +290,7 @@ class Controller:
             self._rolled_out(rollout)
             self._moved()
 
-    def _rolled_out(self, rollout: Rollout) -> None:
+    def _rolled_out(self, rollout: AnyRollout) -> None:
         uid = rollout.prompt.uid
         self._unscored[uid] = rollout
         self._num_scoring += 1
@@ -259,6 +311,15 @@ class Controller:
                 self._num_scoring -= 1
                 self._drop(uid, rejection)
                 continue
+            except SamplesLost:
+                self._num_scoring -= 1
+                self._sample_anew(rollout.prompt)
+                continue
+            if uid in self._counted:
+                self._counted.remove(uid)
+                self._num_scoring -= 1
+                self._put(sample)
+                continue
             last = self._groups.is_last(uid)
             if last:
                 self._dropped_in_a_row = 0
@@ -272,14 +333,43 @@ class Controller:
             else:
                 self._keep(sample)
 
-    def _keep(self, sample: Sample) -> None:
-        uid = sample.rollout.prompt.uid
+    def _keep(self, sample: AnySample) -> None:
         self._accept(sample)
+        self._put(sample)
+
+    def _put(self, sample: AnySample) -> None:
+        uid = sample.rollout.prompt.uid
         self._buffer.put(sample)
         del self._unscored[uid]
+        if not self._holds(sample):  # lost while its group was not decided about
+            self._reopen(uid)
         self._moved()
 
-    def _accept(self, sample: Sample) -> None:
+    async def _recover(self, store: SampleStore) -> None:
+        """Let what a lost data worker held be sampled anew; it keeps its permit and its place.
+
+        Rollouts that wait for their scores are found out when they are scored, batches when they
+        are trained on.
+        """
+        while True:
+            for uid in sorted(await store.lost()):
+                self._reopen(uid)
+            self._moved()
+
+    def _reopen(self, uid: int) -> None:
+        sample = self._buffer.reopen(uid)
+        if sample is not None:
+            self._counted.add(uid)
+            self._sample_anew(sample.rollout.prompt)
+
+    def _sample_anew(self, prompt: Prompt) -> None:
+        self._unscored[prompt.uid] = prompt
+        self._admitted.put_nowait(prompt)
+
+    def _holds(self, sample: AnySample) -> bool:
+        return self._ports.store is None or self._ports.store.holds(sample)
+
+    def _accept(self, sample: AnySample) -> None:
         """Count a score; what becomes of the sample is decided."""
         self._num_scoring -= 1
         self._groups.complete(sample.rollout.prompt.uid)
@@ -295,7 +385,7 @@ class Controller:
             else:
                 self._throw_away(sample, verdict.reason)
 
-    def _throw_away(self, last: Sample, reason: str) -> None:
+    def _throw_away(self, last: AnySample, reason: str) -> None:
         """Drop a group all of whose members are scored; none of them is in a batch."""
         uid, size = last.rollout.prompt.uid, self._schedule.group_size
         self._accept(last)
@@ -303,14 +393,19 @@ class Controller:
         del self._unscored[uid]
         first = uid // size * size
         others = self._buffer.withdraw(range(first, first + size))
+        if self._counted.intersection(range(first, first + size)):
+            self._groups.break_up(uid)  # members that are being sampled anew are dropped then
         for member in sorted([uid, *others]):
             self._forget(member, SampleRejected(reason, f"the group of prompt {first}"))
         self._moved()
 
     def _drop(self, uid: int, rejection: SampleRejected) -> None:
-        self._buffer.drop(uid)
-        del self._unscored[uid]
-        self._forget(uid, rejection)
+        self._counted.discard(uid)
+        self._remove(uid, rejection)
+        last = self._undecided.pop(uid // self._schedule.group_size, None)
+        if last is not None:  # the prompt was being sampled anew
+            self._num_scoring -= 1
+            self._remove(last.rollout.prompt.uid, GroupIncomplete(last.rollout.prompt.uid))
         for other in self._buffer.withdraw(self._groups.break_up(uid)):
             self._forget(other, GroupIncomplete(other))
         if self._filter is not None:
@@ -323,14 +418,26 @@ class Controller:
                 f"{self._dropped_in_a_row} samples in a row were dropped, the last for {rejection}"
             )
 
+    def _remove(self, uid: int, rejection: SampleRejected) -> None:
+        self._buffer.drop(uid)
+        del self._unscored[uid]
+        self._forget(uid, rejection)
+
     def _forget(self, uid: int, rejection: SampleRejected) -> None:
         self._dropped[rejection.reason] += 1
-        self._permits.release([uid])
         self._ports.observer.dropped(uid, rejection.reason, rejection.detail)
+        self._let_go([uid])
+
+    def _let_go(self, uids: Collection[int]) -> None:
+        """Give back permits of prompts that are dropped, or trained on and live."""
+        self._permits.release(uids)
+        if self._ports.store is not None:
+            self._ports.store.release(uids)
 
     async def _learn(self) -> None:
         clock = asyncio.get_running_loop().time
-        for update in range(self._num_updates, self._schedule.updates):
+        while self._num_updates < self._schedule.updates:
+            update = self._num_updates
             samples = await self._batcher.next_batch()
             if len(samples) < self._schedule.batch_size:
                 self._leave_out(samples)
@@ -341,7 +448,11 @@ class Controller:
             async with self._learner:
                 await self._ports.weight_sync.make_room()
                 started_s = clock()
-                figures = await self._ports.learner.train(batch)
+                try:
+                    figures = await self._ports.learner.train(batch)
+                except SamplesLost:
+                    self._put_back(samples)
+                    continue
                 finished_s = clock()
             if not (math.isfinite(figures.loss) and math.isfinite(figures.grad_norm)):
                 raise LearnerDiverged(
@@ -367,7 +478,14 @@ class Controller:
         for task in self._serving:
             task.cancel()
 
-    def _leave_out(self, samples: Sequence[Sample]) -> None:
+    def _put_back(self, samples: Sequence[AnySample]) -> None:
+        """Return a batch to the buffer, as some of it was lost before it was trained on."""
+        self._buffer.put_back(samples)
+        for sample in samples:
+            if not self._holds(sample):
+                self._reopen(sample.rollout.prompt.uid)
+
+    def _leave_out(self, samples: Sequence[AnySample]) -> None:
         """Drop what is left of a batch when the prompts end: a learner needs equal shares."""
         for sample in samples:
             rejection = BatchIncomplete(len(samples), self._schedule.batch_size)
@@ -393,7 +511,7 @@ class Controller:
             self._version = updates
             if self._ports.curriculum is not None:  # before a permit can admit another prompt
                 self._ports.curriculum.settle()
-            self._permits.release(s.rollout.prompt.uid for b in batches for s in b.samples)
+            self._let_go([s.rollout.prompt.uid for b in batches for s in b.samples])
             self._ports.observer.weights_synced(batches[-1], report, self._depths())
             if keeper is not None and keeps:
                 await keeper.after_update(updates, self.snapshot)
@@ -429,6 +547,10 @@ class Controller:
             if cause is not None:
                 return LoopFailed("health", cause)
         return first
+
+
+async def _itself(found: Place) -> Place:
+    return found
 
 
 def _filter(schedule: Schedule, state: ControllerState) -> SpreadFilter | None:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from megatron_opd.config.schedule import InFlight
-from megatron_opd.types import Rollout
+from megatron_opd.types import AnyRollout
 
 Result = TypeVar("Result")
 
@@ -36,10 +36,10 @@ class Rollouts:
         self._policy, self._stranded = policy, stranded
         self._open = asyncio.Event()
         self._open.set()
-        self._running: set[asyncio.Task[Rollout]] = set()
-        self._aborted: set[asyncio.Task[Rollout]] = set()
+        self._running: set[asyncio.Task[AnyRollout]] = set()
+        self._aborted: set[asyncio.Task[AnyRollout]] = set()
 
-    async def run(self, generate: Callable[[], Awaitable[Rollout]]) -> Rollout:
+    async def run(self, generate: Callable[[], Awaitable[AnyRollout]]) -> AnyRollout:
         """Return what `generate` samples, in the end; its restarts include those for a sync."""
         if self._policy == "in_place":
             return await generate()

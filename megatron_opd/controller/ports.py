@@ -6,20 +6,31 @@ Every method may raise; an exception other than SampleRejected stops the run wit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
-from megatron_opd.types import Batch, LearnerTurn, Prompt, Rollout, Sample
+from megatron_opd.types import (
+    AnyRollout,
+    AnySample,
+    Batch,
+    LearnerTurn,
+    Prompt,
+    Rollout,
+    Sample,
+)
+
+TakeState = Callable[[], Awaitable[ControllerState]]
+"""Takes the state of a controller at the moment of the call, and returns it once it is whole."""
 
 
 class RolloutEngine(Protocol):
     """Samples from the student's servers."""
 
-    async def generate(self, prompt: Prompt) -> Rollout:
+    async def generate(self, prompt: Prompt) -> AnyRollout:
         """Sample one completion with its draw cache. Raises RolloutRejected to drop the sample."""
         ...
 
@@ -27,23 +38,43 @@ class RolloutEngine(Protocol):
 class TeacherScorer(Protocol):
     """Scores rollouts on the teachers' servers."""
 
-    async def score(self, rollout: Rollout) -> Sample:
+    async def score(self, rollout: AnyRollout) -> AnySample:
         """Return the teacher log-probs of every cached id.
 
-        Raises ScoreRejected to drop the sample.
+        Raises ScoreRejected to drop the sample, SamplesLost where the rollout is gone.
         """
+        ...
+
+
+class SampleStore(Protocol):
+    """Keeps the arrays that HeldRollout and HeldSample stand for, in data workers."""
+
+    def holds(self, sample: AnySample) -> bool:
+        """Return whether the arrays of a sample are there, here or in a worker."""
+        ...
+
+    def whole(self, found: AnyRollout | AnySample) -> Awaitable[Rollout | Sample]:
+        """Ask for the arrays at once; they come later. SamplesLost: they are gone by then."""
+        ...
+
+    def release(self, uids: Iterable[int]) -> None:
+        """Let go of the arrays of prompts that are trained on or dropped."""
+        ...
+
+    async def lost(self) -> Collection[int]:
+        """Return the prompts whose arrays were lost since the last call, once there are any."""
         ...
 
 
 class LearnerPort(Protocol):
     """Trains; at most one call is in progress, and none while a weight sync has the turn."""
 
-    def prepare(self, sample: Sample) -> Sample:
+    def prepare(self, sample: AnySample) -> AnySample:
         """Return a scored sample with what can be done for its update before the batch is whole."""
         ...
 
     async def train(self, batch: Batch) -> UpdateFigures:
-        """Make one update on `batch`."""
+        """Make one update on `batch`. SamplesLost: no update was made, for want of its arrays."""
         ...
 
 
@@ -104,11 +135,11 @@ class Observer(Protocol):
         """Record that a prompt took a permit."""
         ...
 
-    def rolled_out(self, rollout: Rollout) -> None:
+    def rolled_out(self, rollout: AnyRollout) -> None:
         """Record that a rollout finished."""
         ...
 
-    def scored(self, sample: Sample, started_s: float, finished_s: float) -> None:
+    def scored(self, sample: AnySample, started_s: float, finished_s: float) -> None:
         """Record that a teacher scored a rollout."""
         ...
 
@@ -145,7 +176,7 @@ class Observer(Protocol):
 class Curriculum(Protocol):
     """Chooses prompts by the rewards of earlier responses; it is the source of the prompts too."""
 
-    def judged(self, sample: Sample) -> None:
+    def judged(self, sample: AnySample) -> None:
         """Note the reward of a scored response, trained on or not."""
         ...
 
@@ -166,14 +197,14 @@ class Keeper(Protocol):
         """Return whether the state is to be kept once `updates` updates are live."""
         ...
 
-    async def after_update(self, updates: int, state: Callable[[], ControllerState]) -> None:
+    async def after_update(self, updates: int, state: TakeState) -> None:
         """Keep the run's state after `updates` updates; the next update waits for it.
 
-        state: what to keep at the moment of the call. All that is kept must be taken at once.
+        state: takes what to keep of the controller. All that is kept must be taken at once.
         """
         ...
 
-    async def at_end(self, updates: int, state: Callable[[], ControllerState]) -> None:
+    async def at_end(self, updates: int, state: TakeState) -> None:
         """Keep the state of a run that ends early, as `after_update`, unless it is kept already."""
         ...
 
@@ -191,3 +222,4 @@ class Ports:
     guard: Guard | None = None
     keeper: Keeper | None = None
     curriculum: Curriculum | None = None
+    store: SampleStore | None = None

@@ -78,7 +78,11 @@ NOTHING_YET = ControllerState(0, 0, 0, 0, {}, 0, 0, [])
 """The state of a run that has not begun."""
 
 
-def place(found: Prompt | Rollout | Sample) -> Member:
+Place = Prompt | Rollout | Sample
+"""How far an admitted prompt has come, with all arrays."""
+
+
+def place(found: Place) -> Member:
     """Return the place in the line of a prompt, rollout or sample."""
     match found:
         case Prompt():

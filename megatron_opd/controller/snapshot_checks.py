@@ -28,7 +28,7 @@ def state_fault(state: ControllerState) -> str | None:
     if state.admitted != placed:
         return f"{state.admitted} prompts were admitted, {placed} are accounted for"
     for number, member in enumerate(state.line):
-        fault = _member_fault(member)
+        fault = member_fault(member)
         if fault is not None:
             return f"place {number} of the line: {fault}"
     uids = [member.uid for member in state.line]
@@ -63,7 +63,8 @@ def _curriculum_fault(curriculum: CurriculumState | None, line: list[Member]) ->
     return None
 
 
-def _member_fault(member: Member) -> str | None:
+def member_fault(member: Member) -> str | None:
+    """Return what is impossible in one place of the line, or None."""
     if sum(part is not None for part in (member.prompt, member.rollout, member.sample)) != 1:
         return "it must hold one of prompt, rollout and sample"
     sample, prompt = member.sample, member.asked

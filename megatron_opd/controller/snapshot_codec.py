@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 from megatron_opd.config.wording import line
-from megatron_opd.controller.snapshot import FORMAT, ControllerState
-from megatron_opd.controller.snapshot_checks import state_fault
+from megatron_opd.controller.snapshot import FORMAT, ControllerState, Member
+from megatron_opd.controller.snapshot_checks import member_fault, state_fault
 
 
 def _to_wire(value: Any) -> Any:
@@ -36,6 +36,7 @@ def _from_wire(kind: type[Any], value: Any) -> Any:
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_wire)
 _DECODER = msgspec.msgpack.Decoder(ControllerState, dec_hook=_from_wire)
+_MEMBER = msgspec.msgpack.Decoder(Member, dec_hook=_from_wire)
 
 
 def encode_state(state: ControllerState) -> bytes:
@@ -55,3 +56,20 @@ def decode_state(content: bytes) -> ControllerState:
     if fault is not None:
         raise ValueError(f"not a controller's state: {fault}")
     return state
+
+
+def encode_member(member: Member) -> bytes:
+    """Encode one place of the line."""
+    return _ENCODER.encode(member)
+
+
+def decode_member(content: bytes) -> Member:
+    """Decode one place of the line. ValueError: it cannot be."""
+    try:
+        member = _MEMBER.decode(content)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ValueError(f"not a place of the line: {line(error)}") from None
+    fault = member_fault(member)
+    if fault is not None:
+        raise ValueError(f"not a place of the line: {fault}")
+    return member

@@ -21,7 +21,7 @@ import numpy as np
 from megatron_opd.buffer.pass_rates import CurriculumState, PassRates
 from megatron_opd.config.curriculum import PassRateCurriculum
 from megatron_opd.data.seeds import CURRICULUM, derived_seed
-from megatron_opd.types import Prompt, Sample
+from megatron_opd.types import AnySample, Prompt
 
 
 class Candidates(Protocol):
@@ -109,7 +109,7 @@ class CurriculumSource:
         self.cursor += 1
         return prompt
 
-    def judged(self, sample: Sample) -> None:
+    def judged(self, sample: AnySample) -> None:
         """Note the reward of a response, if it has one."""
         self._rates.note(sample)
 

@@ -30,6 +30,7 @@ from megatron_opd.transport.messages import (
     Refused,
     Reply,
     Request,
+    Train,
     Welcome,
     decode_request,
     encode,
@@ -72,13 +73,22 @@ def end_process(reason: str) -> None:
     os._exit(EXIT_LOST)
 
 
+Collect = Callable[[Train, list[memoryview]], list[memoryview]]
+
+
+def nothing_elsewhere(request: Train, frames: list[memoryview]) -> list[memoryview]:
+    """Refuse a share of which data workers hold a part. BadMessage."""
+    raise BadMessage(f"update {request.update}: nothing takes samples from data workers here")
+
+
 class Channel:
     """Opens one DEALER socket to `address`.
 
     keys: asked for this rank's part of the run's keys, which may not be there yet. max_bytes: the
     largest frame that is accepted. first_s: how long to wait for the controller to appear; it may
     be started after the learner. on_lost: called from a thread once a controller that welcomed us
-    is out of reach.
+    is out of reach. collect: returns the frames of a share of which data workers hold a part; none
+    if it is not to be had.
     """
 
     def __init__(
@@ -89,7 +99,9 @@ class Channel:
         first_s: float,
         max_bytes: int,
         on_lost: Callable[[str], None] = end_process,
+        collect: Collect = nothing_elsewhere,
     ) -> None:
+        self._collect = collect
         self.address, self._keys, self._first_s = address, keys, first_s
         self._on_lost = on_lost
         self._context = zmq.Context()
@@ -160,12 +172,19 @@ class Channel:
 
         BadMessage.
         """
-        frames = self._receive_frames() if world.is_head else []
+        frames = self._collected(self._receive_frames()) if world.is_head else []
         frames = share_frames(frames, world)
         request = decode_request(frames[0])
         if isinstance(request, Welcome | Refused):
             raise BadMessage(f"the controller sent {type(request).__name__} in the middle of a run")
         return request, frames[1:]
+
+    def _collected(self, frames: list[memoryview]) -> list[memoryview]:
+        """Return the frames of a request, with samples that data workers hold."""
+        request = decode_request(frames[0])
+        if isinstance(request, Train) and request.parts:
+            return [frames[0], *self._collect(request, frames[1:])]
+        return frames
 
     def leave(self) -> None:
         """Stop watching: from now on the controller may end."""

@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 
 import msgspec
+import torch
 import torch.distributed as dist
 
 from megatron_opd.batching.checks import check_batch
@@ -16,6 +17,7 @@ from megatron_opd.columns import RankBatch
 from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import Channel, ControllerLost, NotWelcome
+from megatron_opd.learner.collecting import Collector
 from megatron_opd.learner.determinism import deterministic
 from megatron_opd.learner.learner import MegatronLearner, NotFinite
 from megatron_opd.learner.memory import UpdateMemory
@@ -23,7 +25,7 @@ from megatron_opd.learner.model import DTYPES
 from megatron_opd.learner.state.state import LearnerState
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.transport.frames import MIN_FRAME_BYTES, from_frames, largest_frame_bytes
-from megatron_opd.transport.keys import rank_keys
+from megatron_opd.transport.keys import RankKeys, rank_keys
 from megatron_opd.transport.messages import (
     DigestPieces,
     Digests,
@@ -31,6 +33,7 @@ from megatron_opd.transport.messages import (
     ExportHf,
     Hello,
     LoadState,
+    Missing,
     MoveWeights,
     Nothing,
     Offload,
@@ -56,11 +59,18 @@ def serve(config: Config, address: str) -> int:
     goes to stderr. So does the report of a controller that is gone or rejects this rank.
     """
     rank_keys(config.run.dir)  # bad ones are this machine's mistake: before anything waits
+    max_bytes = _largest_frame(config)
+
+    def keys() -> RankKeys | None:
+        return rank_keys(config.run.dir)
+
+    collector = Collector(keys, max_bytes)
     channel = Channel(
         address,
-        lambda: rank_keys(config.run.dir),
+        keys,
         first_s=config.learner.timeout_s,
-        max_bytes=_largest_frame(config),
+        max_bytes=max_bytes,
+        collect=collector.frames,
     )
     try:
         RankServer(config, channel).run()
@@ -74,6 +84,7 @@ def serve(config: Config, address: str) -> int:
         return EXIT_FAILED
     finally:
         channel.close()
+        collector.close()
     dist.destroy_process_group()
     return 0
 
@@ -165,10 +176,18 @@ class RankServer:
         )
         return batch
 
+    def _anyone_lacks(self, frames: list[memoryview]) -> bool:
+        """Return whether some model copy has no columns; every rank of the world asks."""
+        lacks = torch.tensor([not frames], dtype=torch.int32, device=self.learner.world.device)
+        dist.all_reduce(lacks)
+        return bool(lacks.item())
+
     def handle(self, request: Request, frames: list[memoryview]) -> Result:
         """Execute one request on this rank."""
         match request:
             case Train():
+                if request.parts and self._anyone_lacks(frames):
+                    return Missing()
                 self.memory.onload()
                 began_s = time.process_time()
                 update, version, plan = request.update, request.version, request.plan

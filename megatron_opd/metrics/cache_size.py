@@ -10,15 +10,11 @@ log-probs, equal ids repeated: 64 * 12 = 768 bytes a token, response ids not cou
 
 from __future__ import annotations
 
-import numpy as np
-
 from megatron_opd.metrics.types import Sum
-from megatron_opd.types import Batch, Sample
-from sglang_bridge.columns import arrays_of
-from sglang_bridge.protocol import DrawCache
+from megatron_opd.types import Batch
 
 
-class CacheSize:
+class CacheSizes:
     """Totals the cache size over the batches added."""
 
     def __init__(self) -> None:
@@ -30,11 +26,11 @@ class CacheSize:
     def add(self, batch: Batch) -> None:
         """Count every sample of `batch`."""
         for sample in batch.samples:
-            draws = sample.rollout.draws
-            self._tokens.add(draws.num_tokens)
-            self._selected_ids.add(int(np.count_nonzero(draws.weight_N)))
-            self._cached_ids.add(draws.num_ids)
-            self._bytes.add(cache_bytes(sample))
+            size = sample.cache
+            self._tokens.add(sample.rollout.num_response_tokens)
+            self._selected_ids.add(size.selected_ids)
+            self._cached_ids.add(sample.rollout.num_ids)
+            self._bytes.add(size.nbytes)
 
     @property
     def distinct_ids_per_token(self) -> float | None:
@@ -53,11 +49,3 @@ class CacheSize:
 
     def _per_token(self, total: Sum) -> float | None:
         return total.value / self._tokens.value if self._tokens.value else None
-
-
-def cache_bytes(sample: Sample) -> int:
-    """Return the bytes of one sample's arrays, its prompt excluded."""
-    rollout = sample.rollout
-    cached = arrays_of(rollout.draws, DrawCache).values()
-    arrays = (rollout.response_ids_T, sample.teacher_logp_N, *cached)
-    return sum(array.nbytes for array in arrays)

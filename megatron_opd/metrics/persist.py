@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, cast
 
-from megatron_opd.metrics.cache_size import CacheSize
+from megatron_opd.metrics.cache_size import CacheSizes
 from megatron_opd.metrics.intervals import BusyTime
 from megatron_opd.metrics.memory import PeakMemory
 from megatron_opd.metrics.rewards import RewardStats
@@ -19,7 +19,7 @@ from megatron_opd.metrics.throughput import StageTimes, Throughput
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Histogram, Max, Mean, Sum
 
-_CONTAINERS = (RunTotals, StageTimes, StalenessCounts, CacheSize, RewardStats, RoutingTotals)
+_CONTAINERS = (RunTotals, StageTimes, StalenessCounts, CacheSizes, RewardStats, RoutingTotals)
 # Belong to this process or to the configuration, not to the run's totals.
 _SKIPPED = ("group_size", "_group_size")
 

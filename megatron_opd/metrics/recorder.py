@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from megatron_opd.metrics.cache_size import CacheSize
+from megatron_opd.metrics.cache_size import CacheSizes
 from megatron_opd.metrics.rewards import RewardStats
 from megatron_opd.metrics.rollouts import RolloutRecord
 from megatron_opd.metrics.servers import SampledByServer
@@ -27,7 +27,7 @@ from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
 from megatron_opd.metrics.window import COLUMNS, Window
-from megatron_opd.types import Batch, Prompt, Rollout, Sample
+from megatron_opd.types import AnyRollout, AnySample, Batch, Prompt
 from sglang_bridge.work import ServerWork
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class RunRecorder:
         if self._rollouts is not None:
             self._rollouts.follow(prompt.uid, prompt)
 
-    def rolled_out(self, rollout: Rollout) -> None:
+    def rolled_out(self, rollout: AnyRollout) -> None:
         """Count and draw a rollout; the user is told of the first one that was sampled anew."""
         if rollout.restarts and not self.totals.restarts:
             logger.warning(
@@ -180,7 +180,7 @@ class RunRecorder:
         if self._timeline is not None:
             self._timeline.rollout(rollout)
 
-    def scored(self, sample: Sample, started_s: float, finished_s: float) -> None:
+    def scored(self, sample: AnySample, started_s: float, finished_s: float) -> None:
         """Count and draw a score."""
         self.totals.add_score(started_s, finished_s)
         if sample.reward is not None:
@@ -382,7 +382,7 @@ def batch_columns(batch: Batch, group_size: int = 1) -> dict[str, float | int | 
     no sample is trained on twice. masked_samples: whose tokens carry no loss.
     samples_without_teacher: for which no teacher was asked.
     """
-    staleness, cache, rewards = StalenessCounts(), CacheSize(), RewardStats(group_size)
+    staleness, cache, rewards = StalenessCounts(), CacheSizes(), RewardStats(group_size)
     staleness.add(batch)
     cache.add(batch)
     rewards.add(batch)

@@ -8,22 +8,35 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.metrics.sinks import RowFile
 from megatron_opd.metrics.token_texts import Decode, token_texts
-from megatron_opd.types import Batch, FloatArray, Prompt, Rollout, Sample
+from megatron_opd.types import (
+    AnyRollout,
+    AnySample,
+    Batch,
+    FloatArray,
+    HeldRollout,
+    HeldSample,
+    Prompt,
+    Rollout,
+    Sample,
+)
 
 DIGITS = 4
 """Decimals of a recorded log-prob: 1e-4 nats, in about 8 bytes."""
 
-Seen = Prompt | Rollout | Sample
+Seen = Prompt | AnyRollout | AnySample
 """What is known of a sample: how far it has come."""
+Fetch = Callable[[HeldRollout | HeldSample], Future[Rollout | Sample]]
 
 
 class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,13 +75,18 @@ class RolloutRecord:
         path: rollouts.jsonl; appended to.
         decode: turns token ids into text; called by another thread.
         per_update: samples of a batch to record, and the most dropped samples between two updates.
+        fetch: asks for the arrays of what a data worker holds.
     """
 
-    def __init__(self, path: Path, decode: Decode, per_update: int) -> None:
+    def __init__(
+        self, path: Path, decode: Decode, per_update: int, fetch: Fetch | None = None
+    ) -> None:
+        self._fetch = fetch
         self._file = RowFile(path)
         self._decode, self._per_update = decode, per_update
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
         self._begun: deque[Future[None]] = deque()
+        self._asked: deque[Future[Rollout | Sample]] = deque()
         self._seen: dict[int, Seen] = {}
         self._drops = 0
         """Recorded since the last update."""
@@ -95,6 +113,8 @@ class RolloutRecord:
 
     def close(self) -> None:
         """Write what is left; safe to call twice. OSError: a row could not be written."""
+        for asked in self._asked:
+            asked.cancel()  # its row is written without tokens
         self._thread.shutdown()
         self._file.close()
         self._raise_failures()
@@ -109,9 +129,17 @@ class RolloutRecord:
         drop: tuple[str, str] | None = None,
     ) -> None:
         self._raise_failures()
+        arrays: Future[Rollout | Sample] | None = None
+        if isinstance(seen, HeldRollout | HeldSample) and self._fetch is not None:
+            arrays = self._fetch(seen)
+            self._asked.append(arrays)
 
         def write() -> None:
-            row = make_row(seen, uid, update, now_s, self._decode, version, drop)
+            found = seen
+            if arrays is not None:
+                with suppress(SamplesLost, CancelledError):
+                    found = arrays.result()
+            row = make_row(found, uid, update, now_s, self._decode, version, drop)
             self._file.append(msgspec.json.encode(row) + b"\n")
 
         self._begun.append(self._thread.submit(write))
@@ -120,9 +148,11 @@ class RolloutRecord:
         """Look at the rows that are done, in order."""
         while self._begun and self._begun[0].done():
             self._begun.popleft().result()
+        while self._asked and self._asked[0].done():
+            self._asked.popleft()
 
 
-def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
+def spread(samples: Sequence[AnySample], count: int) -> list[AnySample]:
     """Return at most `count` samples, evenly spaced by uid, the first included."""
     ordered = sorted(samples, key=lambda sample: sample.rollout.prompt.uid)
     count = min(count, len(ordered))
@@ -139,9 +169,9 @@ def make_row(
     drop: tuple[str, str] | None,
 ) -> RolloutRow:
     """Make the row of a sample; version and drop as in RolloutRow: one of them is None."""
-    sample = seen if isinstance(seen, Sample) else None
-    rollout = seen.rollout if isinstance(seen, Sample) else seen
-    prompt = rollout.prompt if isinstance(rollout, Rollout) else rollout
+    sample = seen if isinstance(seen, Sample | HeldSample) else None
+    rollout = seen.rollout if isinstance(seen, Sample | HeldSample) else seen
+    prompt = rollout.prompt if isinstance(rollout, Rollout | HeldRollout) else rollout
     reason, detail = drop if drop is not None else (None, None)
     row = RolloutRow(
         update=update,
@@ -161,18 +191,23 @@ def make_row(
         sampler_logp=[],
         teacher_logp=None,
     )
-    if not isinstance(rollout, Rollout):
+    if not isinstance(rollout, Rollout | HeldRollout):
         return row
-    path_T = rollout.draws.path_T
-    return msgspec.structs.replace(
+    row = msgspec.structs.replace(
         row,
         engine=rollout.engine,
         staleness_versions=None if version is None else version - rollout.oldest_version,
         finish_reason=rollout.finish_reason,
         spans=[(span.version, span.start, span.stop) for span in rollout.spans],
+    )
+    if isinstance(rollout, HeldRollout):
+        return row
+    path_T = rollout.draws.path_T
+    return msgspec.structs.replace(
+        row,
         tokens=token_texts(decode, rollout.response_ids_T.tolist()),
         sampler_logp=_rounded(rollout.draws.sampler_logp_N[path_T]),
-        teacher_logp=None if sample is None else _scores(sample.teacher_logp_N[path_T]),
+        teacher_logp=_scores(sample.teacher_logp_N[path_T]) if isinstance(sample, Sample) else None,
     )
 
 

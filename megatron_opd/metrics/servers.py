@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from megatron_opd.metrics.types import WeightSyncReport
-from megatron_opd.types import Rollout
+from megatron_opd.types import AnyRollout
 
 
 class SampledByServer:
@@ -15,7 +15,7 @@ class SampledByServer:
         self._rollouts: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
 
-    def add(self, rollout: Rollout) -> None:
+    def add(self, rollout: AnyRollout) -> None:
         """Count a finished rollout."""
         self._rollouts[rollout.engine] += 1
         self._tokens[rollout.engine] += rollout.num_response_tokens

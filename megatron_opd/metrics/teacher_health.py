@@ -11,17 +11,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import reduce
 
-import numpy as np
-
-from megatron_opd.types import Batch, FloatArray, IntArray
+from megatron_opd.sample_figures import NEAR_NATS, ScoreShape
+from megatron_opd.types import Batch
 
 logger = logging.getLogger(__name__)
 
-NEAR_NATS = 0.05
-"""Largest distance in nats from -ln V at which a score counts as uniform: a probability within 5%
-of 1 / V."""
 NEAR_UNIFORM_FRACTION = 0.25
 """Share of uniform rows from which scores count as wrong: one of four servers may be the broken
 one. A trained teacher has few (the demo's at most 0.001); a freshly initialised model can have as
@@ -44,48 +40,18 @@ class NonsenseTeacher(RuntimeError):
     """Reports that a teacher's scores were implausible for scoring.guard_stop_after updates."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreShape:
-    """Describes the scores of some rows. rows: at least one; mean, std: in nats."""
-
-    rows: int
-    mean: float
-    std: float
-    near_uniform: float
-
-    @classmethod
-    def of(cls, scores_T: FloatArray, vocab_size: int | IntArray) -> ScoreShape:
-        """Describe finite scores, one per row. vocab_size: of the teacher, or of each row's."""
-        wide_T = scores_T.astype(np.float64)
-        near_T = np.abs(wide_T + np.log(vocab_size)) < NEAR_NATS
-        return cls(len(wide_T), float(wide_T.mean()), float(wide_T.std()), float(near_T.mean()))
-
-    def problem(self, vocab_size: int) -> str | None:
-        """Return what is wrong with the scores, in words; None when nothing is, or rows are few."""
-        if self.rows < MIN_ROWS:
-            return None
-        if self.near_uniform >= NEAR_UNIFORM_FRACTION:
-            return (
-                f"{self.near_uniform:.0%} of {self.rows} scores are within {NEAR_NATS} nats of "
-                f"-ln {vocab_size} = {-math.log(vocab_size):.3f}, as of a uniform distribution"
-            )
-        if self.std < FLAT_NATS and self.mean < -SURE_NATS:
-            return f"all {self.rows} scores are {self.mean:.3f} nats"
+def score_problem(shape: ScoreShape, vocab_size: int) -> str | None:
+    """Return what is wrong with scores, in words; None when nothing is, or rows are few."""
+    if shape.rows < MIN_ROWS:
         return None
-
-
-def path_scores(batch: Batch) -> dict[str, FloatArray]:
-    """Return the sampled tokens' scores, float32, by the teacher that gave them, names in order.
-
-    Samples for which no teacher was asked are left out.
-    """
-    found: dict[str, list[FloatArray]] = {}
-    for sample in batch.samples:
-        if not sample.has_scores:
-            continue
-        scores_T = sample.teacher_logp_N[sample.rollout.draws.path_T]
-        found.setdefault(sample.rollout.prompt.teacher, []).append(scores_T)
-    return {name: np.concatenate(found[name]) for name in sorted(found)}
+    if shape.near_uniform_fraction >= NEAR_UNIFORM_FRACTION:
+        return (
+            f"{shape.near_uniform_fraction:.0%} of {shape.rows} scores are within {NEAR_NATS} nats "
+            f"of -ln {vocab_size} = {-math.log(vocab_size):.3f}, as of a uniform distribution"
+        )
+    if shape.std < FLAT_NATS and shape.mean < -SURE_NATS:
+        return f"all {shape.rows} scores are {shape.mean:.3f} nats"
+    return None
 
 
 class TeacherWatch:
@@ -109,32 +75,27 @@ class TeacherWatch:
         Of all teachers together, and with several also of each, as COLUMN/NAME. None where no
         teacher was asked.
         """
-        by_name = path_scores(batch)
+        by_name = self._shapes(batch)
         if not by_name:
             return dict.fromkeys(COLUMNS)
-        sizes_T = np.repeat(
-            [self._vocab_sizes[name] for name in by_name], [len(each) for each in by_name.values()]
-        )
-        columns = _columns(np.concatenate(list(by_name.values())), sizes_T)
+        columns = _columns(reduce(ScoreShape.joined, by_name.values()))
         if self._several:
-            for name, scores_T in by_name.items():
-                own = _columns(scores_T, self._vocab_sizes[name])
-                columns |= {f"{column}/{name}": value for column, value in own.items()}
+            for name, shape in by_name.items():
+                columns |= {f"{column}/{name}": value for column, value in _columns(shape).items()}
         return columns
 
     def look(self, batch: Batch) -> None:
         """Count and report implausible scores. Raises NonsenseTeacher."""
         if not self._alarm:
             return
-        for name, scores_T in path_scores(batch).items():
-            vocab_size = self._vocab_sizes[name]
-            problem = ScoreShape.of(scores_T, vocab_size).problem(vocab_size)
-            bad = self._bad_in_a_row[name] + 1 if problem is not None else 0
+        for name, shape in self._shapes(batch).items():
+            wrong = score_problem(shape, self._vocab_sizes[name])
+            bad = self._bad_in_a_row[name] + 1 if wrong is not None else 0
             if bad == 1:
                 logger.warning(
                     "update %d: teacher %r answers nonsense: %s; scoring.guard warns once until "
                     "its scores are better",
-                    *(batch.update, name, problem),
+                    *(batch.update, name, wrong),
                 )
             elif bad == 0 and self._bad_in_a_row[name]:
                 logger.warning(
@@ -144,12 +105,24 @@ class TeacherWatch:
             self._bad_in_a_row[name] = bad
             if 0 < self._stop_after <= bad:
                 raise NonsenseTeacher(
-                    f"teacher {name!r} answered nonsense in {bad} updates in a row: {problem}; look"
+                    f"teacher {name!r} answered nonsense in {bad} updates in a row: {wrong}; look"
                     " at its server, or set scoring.guard to warn"
                 )
 
+    def _shapes(self, batch: Batch) -> dict[str, ScoreShape]:
+        """Describe the sampled tokens' scores by the teacher that gave them, names in order.
 
-def _columns(scores_T: FloatArray, vocab_size: int | IntArray) -> dict[str, float]:
-    shape = ScoreShape.of(scores_T, vocab_size)
-    values = (shape.mean, shape.std, shape.near_uniform)
+        Samples for which no teacher was asked are left out.
+        """
+        found: dict[str, ScoreShape] = {}
+        for sample in batch.samples:
+            name = sample.rollout.prompt.teacher
+            shape = sample.scores(self._vocab_sizes[name]) if sample.has_scores else None
+            if shape is not None:
+                found[name] = found[name].joined(shape) if name in found else shape
+        return {name: found[name] for name in sorted(found)}
+
+
+def _columns(shape: ScoreShape) -> dict[str, float]:
+    values = (shape.mean, shape.std, shape.near_uniform_fraction)
     return dict(zip(COLUMNS, values, strict=True))

@@ -9,7 +9,7 @@ import msgspec
 
 from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.metrics.types import Depths, UpdateFigures, WeightSyncReport
-from megatron_opd.types import Batch, Rollout, Sample
+from megatron_opd.types import AnyRollout, AnySample, Batch
 from sglang_bridge.work import ServerWork
 
 PIPELINE, TEACHER, LEARNER, SYNC = "pipeline", "teacher scoring", "learner", "weight sync"
@@ -41,7 +41,7 @@ class Timeline:
         for row in (PIPELINE, *map(engine_row, self._engines), TEACHER, LEARNER, SYNC):
             trace.row(row)
 
-    def rollout(self, rollout: Rollout) -> None:
+    def rollout(self, rollout: AnyRollout) -> None:
         """Draw a span named after the versions that sampled the response."""
         first, last = rollout.spans[0].version, rollout.spans[-1].version
         name = f"rollout v{first}" if first == last else f"rollout v{first}-v{last}"
@@ -49,15 +49,15 @@ class Timeline:
             "uid": rollout.prompt.uid,
             "prompt_tokens": len(rollout.prompt.token_ids_P),
             "response_tokens": rollout.num_response_tokens,
-            "ids": rollout.draws.num_ids,
+            "ids": rollout.num_ids,
             "finish": rollout.finish_reason,
         }
         row = engine_row(rollout.engine)
         self._trace.span(row, name, rollout.started_s, rollout.finished_s, details)
 
-    def score(self, sample: Sample, started_s: float, finished_s: float) -> None:
+    def score(self, sample: AnySample, started_s: float, finished_s: float) -> None:
         """Draw a span for a scored sample."""
-        details = {"uid": sample.rollout.prompt.uid, "ids": sample.rollout.draws.num_ids}
+        details = {"uid": sample.rollout.prompt.uid, "ids": sample.rollout.num_ids}
         self._trace.span(TEACHER, "score", started_s, finished_s, details)
 
     def update(

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_opd.buffer.spread import REASONS
-from megatron_opd.metrics.cache_size import CacheSize
+from megatron_opd.metrics.cache_size import CacheSizes
 from megatron_opd.metrics.memory import PeakMemory
 from megatron_opd.metrics.rewards import RewardStats
 from megatron_opd.metrics.routing import RoutingTotals
 from megatron_opd.metrics.staleness import StalenessCounts
 from megatron_opd.metrics.throughput import StageTimes, Throughput
 from megatron_opd.metrics.types import Max, Mean, UpdateFigures, WeightSyncReport
-from megatron_opd.types import Batch, Rollout
+from megatron_opd.types import AnyRollout, Batch
 
 
 class RunTotals:
@@ -30,7 +30,7 @@ class RunTotals:
         self.throughput = Throughput()
         self.times = StageTimes(engines)
         self.staleness = StalenessCounts()
-        self.cache = CacheSize()
+        self.cache = CacheSizes()
         self.memory = PeakMemory()
         self.publish_s, self.pause_s, self.publish_bytes = Mean(), Mean(), Mean()
         self.learner_held_s = Mean()
@@ -55,7 +55,7 @@ class RunTotals:
         self.restarts = 0
         """Rollouts sampled anew because their connection was lost, once for every time."""
 
-    def add_rollout(self, rollout: Rollout) -> None:
+    def add_rollout(self, rollout: AnyRollout) -> None:
         """Count a finished rollout."""
         self.times.add_rollout(rollout.engine, rollout.started_s, rollout.finished_s)
         self.rollout_s.add(rollout.finished_s - rollout.started_s)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Protocol
 
 from megatron_opd.buffer.rejection import RolloutRejected
 from megatron_opd.config.sections import RolloutConfig
 from megatron_opd.config.supports import Support
 from megatron_opd.data.seeds import ROLLOUT, derived_seed
-from megatron_opd.types import Prompt, Rollout, VersionSpan
+from megatron_opd.types import AnyRollout, Prompt, Rollout, VersionSpan
 from sglang_bridge.errors import BadReply, RequestAborted, ServerUnreachable
 from sglang_bridge.protocol import RolloutReply, RolloutRequest
 from sglang_bridge.retry import Backoff, is_unanswered, retried
@@ -27,6 +29,10 @@ class RolloutFleet(Protocol):
         ...
 
 
+Sampler = Callable[[Prompt, RolloutRequest], Awaitable[AnyRollout]]
+"""Samples one completion in one try; its times and restarts are the caller's to set."""
+
+
 class RolloutGenerator:
     """Samples completions; the caller chooses how many are in flight.
 
@@ -40,6 +46,7 @@ class RolloutGenerator:
         run_id: makes request names unique on servers that outlive a run.
         stop_token_ids: end a response besides the model's own end-of-sequence ids.
         routed_experts: whether rollouts bring theirs. routed_gates: and their weights.
+        sample: asks the servers in place of the fleet, for arrays that are kept elsewhere.
         seed: the run's; prompt i is sampled by it and i alone, unless rollout.seeded is false.
     """
 
@@ -54,8 +61,10 @@ class RolloutGenerator:
         routed_experts: bool = False,
         routed_gates: bool = False,
         seed: int = 0,
+        sample: Sampler | None = None,
     ) -> None:
-        self._fleet, self._rollout = fleet, rollout
+        self._sample = sampled_by(fleet) if sample is None else sample
+        self._rollout = rollout
         ours = support.owner == "student"
         self._num_atoms = support.num_atoms(vocab_size) if ours else 0
         self._num_draws = support.num_draws if ours else 0
@@ -67,7 +76,7 @@ class RolloutGenerator:
         self._backoff = Backoff(rollout.attempts)
         self._numbers = itertools.count()
 
-    async def generate(self, prompt: Prompt) -> Rollout:
+    async def generate(self, prompt: Prompt) -> AnyRollout:
         """Return one completion of `prompt`, in rollout.attempts tries over all servers.
 
         A connection that breaks while its request is being served costs the tokens sampled so far:
@@ -93,7 +102,7 @@ class RolloutGenerator:
                 TIMED_OUT if error.timed_out else UNREACHABLE, str(error)
             ) from error
 
-    async def _once(self, prompt: Prompt, restarts: int) -> Rollout:
+    async def _once(self, prompt: Prompt, restarts: int) -> AnyRollout:
         clock = asyncio.get_running_loop().time
         seeded = self._rollout.seeded
         seed = derived_seed(self._seed, ROLLOUT, prompt.uid) if seeded else None
@@ -117,24 +126,39 @@ class RolloutGenerator:
         )
         started_s = clock()
         try:
-            reply = await self._fleet.generate(request)
+            rollout = await self._sample(prompt, request)
         except RequestAborted as error:
             raise RolloutRejected(ABORTED, str(error)) from error
-        finished_s = clock()
-        if len(reply.output_ids_T) == 0:
-            raise RolloutRejected(EMPTY, f"prompt {prompt.uid}")
-        if reply.draws is None:
-            raise BadReply(f"{reply.url}: request {request.rid} came back without draws")
-        return Rollout(
-            prompt=prompt,
-            response_ids_T=reply.output_ids_T,
-            draws=reply.draws,
-            spans=tuple(VersionSpan(*span) for span in reply.spans),
-            finish_reason=reply.finish_reason,
-            started_s=started_s,
-            finished_s=finished_s,
-            engine=reply.url,
-            restarts=restarts,
-            experts_XLk=reply.experts_XLk,
-            gates_XLk=reply.gates_XLk,
-        )
+        return replace(rollout, started_s=started_s, finished_s=clock(), restarts=restarts)
+
+
+def sampled_by(fleet: RolloutFleet) -> Sampler:
+    """Return what samples from a fleet, and keeps the arrays in this process."""
+
+    async def sample(prompt: Prompt, request: RolloutRequest) -> Rollout:
+        return as_rollout(prompt, request, await fleet.generate(request))
+
+    return sample
+
+
+def as_rollout(prompt: Prompt, request: RolloutRequest, reply: RolloutReply) -> Rollout:
+    """Return a reply as a rollout, without its times.
+
+    RolloutRejected: it is empty. BadReply: it has no draws.
+    """
+    if len(reply.output_ids_T) == 0:
+        raise RolloutRejected(EMPTY, f"prompt {prompt.uid}")
+    if reply.draws is None:
+        raise BadReply(f"{reply.url}: request {request.rid} came back without draws")
+    return Rollout(
+        prompt=prompt,
+        response_ids_T=reply.output_ids_T,
+        draws=reply.draws,
+        spans=tuple(VersionSpan(*span) for span in reply.spans),
+        finish_reason=reply.finish_reason,
+        started_s=0.0,
+        finished_s=0.0,
+        engine=reply.url,
+        experts_XLk=reply.experts_XLk,
+        gates_XLk=reply.gates_XLk,
+    )

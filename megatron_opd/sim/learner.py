@@ -9,7 +9,7 @@ import msgspec
 from megatron_opd.batching.plan import share_out
 from megatron_opd.sim.costs import LearnerCost, SyncCost
 from megatron_opd.sim.host import Host
-from megatron_opd.types import Batch, Sample
+from megatron_opd.types import AnySample, Batch
 from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import WeightPiece
@@ -57,7 +57,7 @@ class SimulatedLearner:
     def __init__(self, cost: LearnerCost, mini_batches: int, host: Host) -> None:
         self._cost, self._mini_batches, self._host = cost, mini_batches, host
 
-    def prepare(self, sample: Sample) -> Sample:
+    def prepare(self, sample: AnySample) -> AnySample:
         """Keep it as it is."""
         return sample
 

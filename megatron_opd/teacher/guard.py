@@ -17,7 +17,8 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_opd.metrics.teacher_health import ScoreShape
+from megatron_opd.metrics.teacher_health import score_problem
+from megatron_opd.sample_figures import ScoreShape
 from megatron_opd.teacher.requests import score_request
 from megatron_opd.types import FloatArray, Prompt
 from sglang_bridge.errors import BadReply
@@ -80,7 +81,7 @@ class Probe:
                 f"its scores differ from the log-probs it samples with by {self.gap_nats:.2g} nats "
                 f"(median of {self.num_ids} ids; {dtype} allows {bound:g})"
             )
-        return self.shape.problem(vocab_size)
+        return score_problem(self.shape, vocab_size)
 
 
 async def probe(

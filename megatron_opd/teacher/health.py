@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import numpy as np
 
+from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.config.metrics import MetricsConfig
 from megatron_opd.data.seeds import HEALTH, derived_seed
 from megatron_opd.metrics.opd_health import PREFIX, Scored, measure
 from megatron_opd.teacher.scorer import ScoreFleet
-from megatron_opd.types import Batch, IntArray, Rollout
+from megatron_opd.types import AnySample, Batch, IntArray, Rollout, Sample, sample_here
 from sglang_bridge.errors import BadReply, BridgeError
 from sglang_bridge.protocol import OffsetArray, ScoreRequest, Selection
 
@@ -26,6 +27,14 @@ logger = logging.getLogger(__name__)
 DRAWS = 16
 """Draws from what the likeliest ids leave, for both entropies: without them they would be those of
 the likeliest ids alone."""
+
+
+Whole = Callable[[AnySample], Awaitable[Sample]]
+
+
+async def here(sample: AnySample) -> Sample:
+    """Return a sample whose arrays are in this process."""
+    return sample_here(sample)
 
 
 class HealthProbe:
@@ -40,6 +49,7 @@ class HealthProbe:
         vocab_size: ids of the student, of which no more can be asked for.
         name: makes request names unique.
         seed: the run's, of what deterministic servers draw.
+        whole: returns a sample with its arrays. SamplesLost: they are gone.
     """
 
     def __init__(
@@ -52,7 +62,9 @@ class HealthProbe:
         vocab_size: int,
         name: str,
         seed: int = 0,
+        whole: Whole = here,
     ) -> None:
+        self._whole = whole
         self._student, self._teachers = student, dict(teachers)
         self._every, self._samples = settings.health_every, settings.health_samples
         self._top_k = min(settings.health_top_k, vocab_size)
@@ -84,10 +96,10 @@ class HealthProbe:
     async def _columns(self, batch: Batch) -> dict[str, float | int | None]:
         clock = asyncio.get_running_loop().time
         began_s = clock()
-        chosen = [sample.rollout for sample in batch.samples[: self._samples]]
         try:
-            responses = await asyncio.gather(*map(self.score, chosen))
-        except BridgeError as error:
+            chosen = [await self._whole(sample) for sample in batch.samples[: self._samples]]
+            responses = await asyncio.gather(*(self.score(sample.rollout) for sample in chosen))
+        except (BridgeError, SamplesLost) as error:
             if not self._warned:
                 self._warned = True
                 logger.warning(

@@ -14,7 +14,7 @@ from megatron_opd.config.selection import (
     OverlongConfig,
     SoftPenalty,
 )
-from megatron_opd.types import Rollout
+from megatron_opd.types import AnyRollout
 
 OVERLONG = "overlong"
 CUT = "length"
@@ -28,7 +28,7 @@ class Length:
     masked: bool = False
 
 
-def judged_length(config: OverlongConfig, rollout: Rollout, limit: int) -> Length:
+def judged_length(config: OverlongConfig, rollout: AnyRollout, limit: int) -> Length:
     """Return what the length of a rollout does. limit: most tokens of its response.
 
     Raises ScoreRejected where it is to be dropped.

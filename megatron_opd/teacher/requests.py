@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from megatron_opd.types import IntArray
 from sglang_bridge.protocol import DrawCache, ScoreRequest
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherAsk:
+    """Says how a teacher is to score a rollout; the fields are ScoreRequest's.
+
+    vocab_size: ids of the student.
+    """
+
+    rid: str
+    temperature: float
+    num_atoms: int
+    num_draws: int
+    seed: int | None
+    vocab_size: int
 
 
 def score_request(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -12,6 +12,7 @@ from megatron_opd.batching.shares import Share
 from megatron_opd.columns import DoubleArray, GroupColumns, RankBatch, RankPlan
 from megatron_opd.config.schema import Config
 from megatron_opd.transport.samples import FRAMES, decode_sample, frames_of
+from megatron_opd.types import HeldSample
 from sglang_bridge.columns import arrays_of, dtypes
 from sglang_bridge.errors import one_line
 
@@ -39,13 +40,37 @@ def largest_frame_bytes(config: Config, vocab_size: int, experts_per_input: int)
 
 
 def to_frames(share: Share) -> list[bytes | memoryview]:
-    """Return the columns of the groups, and the frames of every sample, which may have them."""
+    """Return the columns of the groups, and the frames of every sample, which may have them.
+
+    Those that data workers hold are left out.
+    """
     groups = {
         name: np.ascontiguousarray(column, dtype=_GROUPS[name]).tobytes()
         for name, column in arrays_of(share.groups, GroupColumns).items()
     }
-    own = [frame for sample in share.samples for frame in frames_of(sample)]
+    here = [sample for sample in share.samples if not isinstance(sample, HeldSample)]
+    own = [frame for sample in here for frame in frames_of(sample)]
     return [msgspec.msgpack.encode(groups), *own]
+
+
+def with_samples(
+    frames: Sequence[memoryview],
+    parts: Sequence[tuple[str, str]],
+    taken: Mapping[str, Sequence[memoryview]],
+) -> list[memoryview]:
+    """Return the frames of a whole share.
+
+    frames: what to_frames gave. parts: (address, key) of every sample; ("", "") of one that is in
+    `frames`. taken: the frames of the others, by key. ValueError: they do not fit.
+    """
+    whole, here = list(frames[:1]), list(frames[1:])
+    for address, key in parts:
+        whole += taken[key] if address else here[:FRAMES]
+        if not address:
+            del here[:FRAMES]
+    if here or len(whole) != 1 + FRAMES * len(parts):
+        raise ValueError(f"a share of {len(parts)} samples cannot have these {len(whole)} frames")
+    return whole
 
 
 def from_frames(

@@ -44,7 +44,7 @@ class Gate:
     def __init__(
         self,
         context: zmq.asyncio.Context,
-        socket: zmq.asyncio.Socket,
+        socket: zmq.Socket[Any],
         keys: RunKeys,
     ) -> None:
         self._learner = keys.learner_public

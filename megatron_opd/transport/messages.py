@@ -103,13 +103,16 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
 class Train(msgspec.Struct, frozen=True, tag=True):
     """Asks for one update on the share of a batch that follows in raw frames.
 
-    plan[mini-batch][micro-batch] = sample indices of this share.
+    plan[mini-batch][micro-batch] = sample indices of this share. parts: none where the columns of
+    all samples follow; otherwise (address, key) of every sample, to be taken from the data worker
+    there, and ("", "") for one whose columns follow on their own (transport/frames.py).
     """
 
     call: int
     update: int
     version: int
     plan: list[list[list[int]]]
+    parts: list[tuple[str, str]] = []
 
 
 Replay = Literal["off", "experts", "gates"]
@@ -264,7 +267,11 @@ class Nothing(msgspec.Struct, frozen=True, tag=True):
     """Answers a request that has no result."""
 
 
-Result = UpdateMetrics | Scores | WeightsMoved | Digests | Nothing
+class Missing(msgspec.Struct, frozen=True, tag=True):
+    """Says that no update was made, as samples could not be taken from their data workers."""
+
+
+Result = Missing | UpdateMetrics | Scores | WeightsMoved | Digests | Nothing
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from megatron_opd.batching.rank_batch import check_sample
+from megatron_opd.config.supports import Support
 from megatron_opd.types import (
     ExpertArray,
     FloatArray,
@@ -107,6 +108,11 @@ class EncodedSample(Sample):
             return sample
         held = {field.name: getattr(sample, field.name) for field in fields(Sample)}
         return cls(**held, frames=encode_sample(sample, num_draws))
+
+
+def counted_draws(support: Support) -> int:
+    """Return how many draws a weight of 1 stands for, see encode_sample."""
+    return 1 if support.only_path else support.num_draws
 
 
 def frames_of(sample: Sample) -> Frames:

@@ -35,6 +35,7 @@ from megatron_opd.transport.messages import (
     Hello,
     LearnerInfo,
     LoadState,
+    Missing,
     MoveWeights,
     Nothing,
     Offload,
@@ -182,6 +183,22 @@ class RemoteLearner:
         messages = self._with_shares(requests, shares)
         return await self._exchange(call, messages, UpdateMetrics, timeout_s, "train")
 
+    async def train_held(
+        self, shares: Sequence[Share], sources: Mapping[int, tuple[str, str]]
+    ) -> UpdateMetrics | None:
+        """Make one update on samples of which data workers hold some.
+
+        sources: (address, key) by uid. Returns None, and makes no update, if they cannot be had.
+        """
+        call = self._roster.next_call()
+        requests: list[Request] = []
+        for share in shares:
+            parts = [sources.get(s.rollout.prompt.uid, ("", "")) for s in share.samples]
+            requests.append(Train(call, share.update, share.version, share.plan, parts))
+        messages = self._with_shares(requests, shares)
+        result = await self._exchange(call, messages, (UpdateMetrics, Missing), None, "train")
+        return None if isinstance(result, Missing) else result
+
     async def score(self, shares: Sequence[Share], *, replay: Replay) -> Scores:
         """Return the learner's log-probs of the sampled tokens; see messages.Scores.
 
@@ -267,7 +284,7 @@ class RemoteLearner:
         self,
         call: int,
         messages: dict[int, list[Any]],
-        expected: type[ResultT],
+        expected: type[ResultT] | tuple[type[ResultT], ...],
         timeout_s: float | None,
         what: str,
     ) -> ResultT:

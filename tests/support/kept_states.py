@@ -53,7 +53,7 @@ def make_config(tmp_path: Path, **sections: Any) -> Config:
     return Config.model_validate(tree)
 
 
-def at(updates: int) -> ControllerState:
+async def at(updates: int) -> ControllerState:
     return ControllerState(updates, updates, updates, updates, {}, 0, updates, [])
 
 

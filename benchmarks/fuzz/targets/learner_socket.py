@@ -43,9 +43,11 @@ class Wire:
     """The controller, its door, and what a true rank once said."""
 
     def __init__(self) -> None:
-        logging.getLogger("megatron_opd.transport.zmq").disabled = True
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        thread.start()
+        logger = logging.getLogger("megatron_opd.transport.zmq")
+        logger.addFilter(lambda record: record.thread != thread.ident)  # this controller's alone
         self.remote = self.on_loop(self._listen)
         self.door = Door("127.0.0.1", int(self.remote.address.rpartition(":")[2]))
         self.recorded = record(self.door, KEYS.ranks, HELLO)

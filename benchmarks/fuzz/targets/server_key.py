@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from random import Random
 from typing import Any
 
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import BYTES, TEXTS
+from benchmarks.fuzz.quiet import quiet
 from sglang_bridge.server.auth import OPEN, PROBES, KeyGuard
 
 KEY = "k3y-of-this-server_0123456789"
@@ -37,9 +37,9 @@ def call(scope: Scope) -> str:
     async def send(message: Any) -> None:
         answers.append(message)
 
-    logging.getLogger("sglang_bridge.server.auth").disabled = True
     guard = KeyGuard(app, KEY)
-    asyncio.run(guard(scope, receive, send))
+    with quiet("sglang_bridge.server.auth"):
+        asyncio.run(guard(scope, receive, send))
     if passed:
         return passed[0]
     assert guard.refusals.count == 1, "a refusal that is not counted"

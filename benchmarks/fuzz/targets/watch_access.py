@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from random import Random
 from typing import Any
 
@@ -13,6 +12,7 @@ from multidict import CIMultiDict
 
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import TEXTS
+from benchmarks.fuzz.quiet import quiet
 from megatron_opd.watch.access import Access, cookie_name, guard
 
 TOKEN, PORT = "t0ken-of-this-page_0123456789-ABC", 8650
@@ -40,8 +40,8 @@ def call(given: Given) -> int:
         request: Any = make_mocked_request("GET", path, headers=headers)
         return await guard(Access(TOKEN, NAMES), PORT)(request, page)
 
-    logging.getLogger("megatron_opd.watch.access").disabled = True
-    answer = asyncio.run(ask())
+    with quiet("megatron_opd.watch.access"):
+        answer = asyncio.run(ask())
     if answer.status == 403:
         raise Forbidden("no token")
     return answer.status

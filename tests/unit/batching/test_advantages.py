@@ -14,7 +14,6 @@ from megatron_opd.batching.advantages import (
     ADVANTAGES,
     STD_EPS,
     defensive_share,
-    geometric_logp,
     group_columns,
     log_group_expectation,
     rows_of,
@@ -132,7 +131,7 @@ def test_the_defensive_share_is_the_variance_scaled_and_bounded():
 def test_a_response_of_thirty_thousand_tokens_stays_finite():
     long = sample(0, [-23.5] * 30_000, 1.0)
     short = sample(1, [-0.25], 0.0)
-    assert geometric_logp(long.rollout) == -23.5
+    assert long.rollout.geometric_logp == -23.5
     columns = group_columns(estimator(type="gepo", defensive=1.0), [long, short], 2)
     np.testing.assert_allclose(columns.group_log_q_B, [-0.25, -0.25], atol=1e-9)
     assert columns.advantage_B.tolist() == [0.5, -0.5]
@@ -150,7 +149,7 @@ def test_an_empty_response_has_an_empty_product():
         sampler_logp_N=zeros,
     )
     rollout = make_rollout(make_prompt(0), (VersionSpan(0, 0, 1),))
-    assert geometric_logp(replace(rollout, draws=draws)) == 0.0
+    assert replace(rollout, draws=draws).geometric_logp == 0.0
 
 
 def test_groups_are_runs_of_uids():

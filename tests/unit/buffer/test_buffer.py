@@ -158,3 +158,77 @@ def test_misuse_is_refused():
     buffer.close()
     with pytest.raises(ValueError, match="prompt 9 was admitted after"):
         buffer.admit(9, 0)
+
+
+def filled(count: int, *scored: int) -> SampleBuffer:
+    buffer = SampleBuffer()
+    for uid in range(count):
+        buffer.admit(uid, 0)
+    for uid in scored:
+        buffer.put(make_sample(uid))
+    return buffer
+
+
+def held(buffer: SampleBuffer) -> list[tuple[int, bool]]:
+    return [(uid, sample is not None) for uid, sample in buffer.in_line()]
+
+
+def test_a_reopened_prompt_waits_again_in_its_place():
+    buffer = filled(5, 0, 1, 2, 4)
+    sample = buffer.reopen(1)
+    assert sample is not None
+    assert sample.rollout.prompt.uid == 1
+    assert held(buffer) == [(0, True), (1, False), (2, True), (3, False), (4, True)]
+    assert (buffer.ready, buffer.scored, buffer.waiting_for_score) == (1, 3, 2)
+    buffer.put(make_sample(1))
+    assert uids(buffer.take(3)) == [0, 1, 2]
+
+
+def test_what_is_unscored_or_gone_is_not_reopened():
+    buffer = filled(3, 0, 1)
+    assert uids(buffer.take(1)) == [0]
+    assert [buffer.reopen(uid) for uid in (0, 2, 7)] == [None, None, None]
+    assert held(buffer) == [(1, True), (2, False)]
+    assert (buffer.ready, buffer.waiting_for_score) == (1, 1)
+    with pytest.raises(ValueError, match="prompt 0 is not waiting"):
+        buffer.put(make_sample(0))
+
+
+def test_a_reopened_prompt_may_be_dropped_and_replaced_after_admission_ended():
+    buffer = filled(2, 0, 1)
+    buffer.close()
+    assert buffer.exhausted
+    buffer.reopen(1)
+    assert (buffer.closed, buffer.exhausted) == (False, False)
+    buffer.drop(1)
+    buffer.admit(2, 0)
+    buffer.put(make_sample(2))
+    assert uids(buffer.take(2)) == [0, 2]
+
+
+def test_a_batch_that_is_put_back_is_taken_again():
+    buffer = filled(6, 0, 1, 2, 3, 5)
+    batch = buffer.take(2)
+    buffer.put_back(batch)
+    assert held(buffer) == [(uid, uid != 4) for uid in range(6)]
+    assert (buffer.ready, buffer.scored, buffer.waiting_for_score) == (4, 5, 1)
+    assert buffer.take(2) == batch
+    buffer.put_back(batch)
+    buffer.reopen(0)
+    assert buffer.ready == 0
+    with pytest.raises(ValueError, match="0 are ready"):
+        buffer.take(1)
+    with pytest.raises(ValueError, match="prompt 1 is not waiting"):
+        buffer.put(make_sample(1))
+
+
+def test_who_waits_is_woken_by_what_is_reopened_and_put_back():
+    async def scenario():
+        buffer = filled(2, 0, 1)
+        for change in (lambda: buffer.reopen(1), lambda: buffer.put_back(buffer.take(1))):
+            waiting = asyncio.create_task(buffer.changed())
+            await asyncio.sleep(1)
+            change()
+            await asyncio.wait_for(waiting, 1)
+
+    run_virtual(scenario())

@@ -91,3 +91,69 @@ def test_a_group_is_due_by_its_oldest_member():
     assert buffer.ready == 0, "the first group is due, as its second member is"
     put(buffer, 0, 1)
     assert taken(buffer, 2) == [0, 1]
+
+
+def test_a_batch_that_is_put_back_is_taken_again_and_keeps_its_deadlines():
+    buffer = CompletionBuffer(2, 1, max_age=1)
+    filled(buffer, 0, 0, 1, 2, 3)  # due by update 1
+    filled(buffer, 1, 4, 5)
+    put(buffer, 3, 5, 1)
+    batch = buffer.take(2)
+    assert [sample.rollout.prompt.uid for sample in batch] == [3, 1]
+    buffer.put_back(batch)
+    assert [uid for uid, _ in buffer.in_line()] == [0, 1, 2, 3, 4, 5], "in order of admission"
+    assert (buffer.ready, buffer.scored, buffer.waiting_for_score) == (3, 3, 3)
+    assert buffer.take(2) == batch
+    put(buffer, 4)
+    assert buffer.ready == 0, "0 and 2 must be in the next batch"
+    put(buffer, 0, 2)
+    assert taken(buffer, 2) == [0, 2]
+
+
+def test_a_lost_sample_of_a_batch_that_was_put_back_is_waited_for():
+    buffer = CompletionBuffer(2, 1, max_age=0)
+    filled(buffer, 0, 0, 1)
+    filled(buffer, 1, 2, 3)
+    put(buffer, 1, 0, 2, 3)
+    buffer.put_back(buffer.take(2))
+    found = buffer.reopen(1)
+    assert found is not None
+    assert found.rollout.prompt.uid == 1
+    assert buffer.ready == 0, "1 is due now"
+    put(buffer, 1)
+    assert sorted(taken(buffer, 2)) == [0, 1]
+    assert taken(buffer, 2) == [2, 3]
+
+
+def test_a_group_with_a_reopened_member_is_not_finished():
+    buffer = CompletionBuffer(2, 2, max_age=5)
+    filled(buffer, 0, 0, 1, 2, 3)
+    put(buffer, 0, 1, 2, 3)
+    assert buffer.reopen(1) is not None
+    assert buffer.reopen(1) is None
+    assert (buffer.ready, buffer.scored, buffer.waiting_for_score) == (2, 3, 1)
+    assert taken(buffer, 2) == [2, 3]
+    with pytest.raises(ValueError, match="0 are ready"):
+        buffer.take(2)
+    put(buffer, 1)
+    assert taken(buffer, 2) == [0, 1]
+
+
+def test_a_reopened_member_that_is_dropped_ends_its_group():
+    buffer = CompletionBuffer(2, 2, max_age=1)
+    filled(buffer, 0, 0, 1, 2, 3)
+    put(buffer, 0, 1, 2, 3)
+    buffer.reopen(1)
+    buffer.drop(1)
+    assert buffer.withdraw([0, 1]) == [0]
+    buffer.close()
+    assert taken(buffer, 2) == [2, 3]
+    assert buffer.exhausted
+
+
+def test_what_is_put_back_goes_before_what_was_finished_later():
+    buffer = CompletionBuffer(2, 1, max_age=5)
+    filled(buffer, 0, 0, 1, 2, 3)
+    put(buffer, 2, 0, 1)
+    buffer.put_back(buffer.take(2))
+    assert taken(buffer, 2) == [2, 0]

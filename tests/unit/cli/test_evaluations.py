@@ -36,7 +36,7 @@ class Kept:
 
     async def after_update(self, updates: int, state: Callable[[], ControllerState]) -> None:
         progress = json.loads(json.dumps(self._evaluations.progress().as_json()))
-        self.states[updates] = state(), progress
+        self.states[updates] = await state(), progress
 
     async def at_end(self, updates: int, state: Callable[[], ControllerState]) -> None:
         await self.after_update(updates, state)

@@ -1,5 +1,6 @@
 """What a run goes on from, and what may change."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
         scoring={"guard": "warn", "guard_stop_after": 0},
         rollout={"concurrency": 3},
     )
-    assert find_resumption(harmless).state == at(2)
+    assert find_resumption(harmless).state == asyncio.run(at(2))
     for section, key, value in (
         ("run", "seed", 7),
         ("buffer", "batch_size", 8),

@@ -1,5 +1,6 @@
 """The real controller drops groups for their rewards, and takes prompts from a curriculum."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
@@ -47,7 +48,7 @@ class Keeper:
         return True
 
     async def after_update(self, updates: int, state: Callable[[], ControllerState]) -> None:
-        self.kept[updates] = encode_state(state())
+        self.kept[updates] = encode_state(await state())
 
 
 @dataclass
@@ -155,7 +156,10 @@ def test_a_run_that_repeats_itself_drops_the_same_groups_resumed_or_not(
     rest = run(schedule, reward, state=state, pace=pace(3))
     assert whole.uids[:at] + rest.uids == whole.uids
     assert rest.controller.accounting == whole.controller.accounting
-    assert rest.controller.snapshot().spread == whole.controller.snapshot().spread
+    assert (
+        asyncio.run(rest.controller.snapshot()).spread
+        == asyncio.run(whole.controller.snapshot()).spread
+    )
 
 
 def make_source(problems: int, **keys: Any) -> CurriculumSource:

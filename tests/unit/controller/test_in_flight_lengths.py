@@ -131,7 +131,7 @@ def run_of(
     controller = Controller(schedule, ports, state)
     witness.end = controller.end_early
     run_virtual(controller.run())
-    return Run(witness, fleet, controller.snapshot())
+    return Run(witness, fleet, asyncio.run(controller.snapshot()))
 
 
 def admitted(run: Run, tokens: Law = heavy_tailed) -> dict[int, int]:

@@ -45,10 +45,10 @@ class Keeper:
         return True
 
     async def after_update(self, updates, state):
-        self.kept[updates] = encode_state(state())
+        self.kept[updates] = encode_state(await state())
 
     async def at_end(self, updates, state):
-        self.last = encode_state(state())
+        self.last = encode_state(await state())
 
 
 def go(schedule, state=NOTHING_YET, *, seed=0, bad=(), until_s=None):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_opd.buffer.permits import staleness_versions
 from megatron_opd.buffer.rejection import RolloutRejected
 from megatron_opd.controller.controller import Controller
-from megatron_opd.controller.ports import Ports
+from megatron_opd.controller.ports import Ports, TakeState
 from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.controller.turn import Turn
@@ -85,9 +85,9 @@ class Keeper:
     def due(self, updates: int) -> bool:
         return updates in self.wanted
 
-    async def after_update(self, updates: int, state: Callable[[], ControllerState]) -> None:
+    async def after_update(self, updates: int, state: TakeState) -> None:
         assert not self.learner.busy
-        self.kept[updates] = state()
+        self.kept[updates] = await state()
         await asyncio.sleep(1.0)
         assert not self.learner.busy, "the learner's state would be another update's"
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_opd.metrics.recorder import RunRecorder
-from megatron_opd.metrics.teacher_health import NonsenseTeacher, ScoreShape, TeacherWatch
+from megatron_opd.metrics.teacher_health import NonsenseTeacher, TeacherWatch, score_problem
 from megatron_opd.metrics.totals import RunTotals
+from megatron_opd.sample_figures import ScoreShape
 from megatron_opd.types import Batch, Sample
 from tests.support.fakes import Figures, make_sample
 
@@ -68,7 +69,7 @@ def watch(*teachers: str, stop_after: int = 0, alarm: bool = True) -> TeacherWat
     ],
 )
 def test_what_counts_as_nonsense(scores: np.ndarray, nonsense: bool):
-    assert (ScoreShape.of(scores, V).problem(V) is not None) == nonsense
+    assert (score_problem(ScoreShape.of(scores, V), V) is not None) == nonsense
 
 
 def test_columns_are_of_the_path_and_by_teacher_with_several():

@@ -14,12 +14,13 @@ SOURCES = sorted([*ROOT.glob("megatron_opd/**/*.py"), *ROOT.glob("sglang_bridge/
 
 # A package imports from the layers before its own, and from its own where that makes no cycle.
 LAYERS = (
+    {"sample_figures"},
     {"types"},
     {"columns"},
     {"config"},
     {"models", "buffer", "losses", "verifiers", "data", "batching", "metrics"},
     {"planning", "transport", "checkpoint", "weight_sync", "rollout", "teacher", "launch"},
-    {"learner", "controller", "evaluation", "mismatch", "sim", "report"},
+    {"learner", "controller", "workers", "evaluation", "mismatch", "sim", "report"},
     {"search", "watch"},
     {"cli"},
     {"__main__"},

@@ -1,0 +1,63 @@
+"""Describes a sample by a few numbers, so that its arrays need not be where it is counted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+NEAR_NATS = 0.05
+"""Largest distance in nats from -ln V at which a score counts as uniform: a probability within 5%
+of 1 / V."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Says how much a sample holds: cached ids of weight > 0, bytes of arrays, prompt excluded."""
+
+    selected_ids: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreShape:
+    """Describes a teacher's scores of some sampled tokens, in nats.
+
+    rows: how many, at least one. squares: of their distances from the mean, summed. near_uniform:
+    how many are within NEAR_NATS of -ln V, as of a uniform distribution over the V ids.
+    """
+
+    rows: int
+    mean: float
+    squares: float
+    near_uniform: int
+
+    @classmethod
+    def of(cls, scores_T: npt.NDArray[np.float32], vocab_size: int) -> ScoreShape:
+        """Describe finite scores, one per row. vocab_size: V, of their teacher."""
+        wide_T = scores_T.astype(np.float64)
+        near_T = np.abs(wide_T + np.log(vocab_size)) < NEAR_NATS
+        mean = float(wide_T.mean())
+        return cls(len(wide_T), mean, float(((wide_T - mean) ** 2).sum()), int(near_T.sum()))
+
+    @property
+    def std(self) -> float:
+        """Returns the standard deviation over the rows, in nats."""
+        return math.sqrt(self.squares / self.rows)
+
+    @property
+    def near_uniform_fraction(self) -> float:
+        """Returns the share of rows that look uniform."""
+        return self.near_uniform / self.rows
+
+    def joined(self, other: ScoreShape) -> ScoreShape:
+        """Describe both lots of scores together (Chan, Golub, LeVeque 1979)."""
+        rows, apart = self.rows + other.rows, other.mean - self.mean
+        return ScoreShape(
+            rows,
+            self.mean + apart * other.rows / rows,
+            self.squares + other.squares + apart**2 * self.rows * other.rows / rows,
+            self.near_uniform + other.near_uniform,
+        )

@@ -1,0 +1,1 @@
+"""Runs data workers: processes that move samples, so that the controller moves only references."""

@@ -1,0 +1,128 @@
+"""Holds the samples of one data worker, and does what the controller asks with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_opd.buffer.rejection import SamplesLost
+from megatron_opd.controller.snapshot import place
+from megatron_opd.controller.snapshot_codec import encode_member
+from megatron_opd.data.judge import Judge as AnswerJudge
+from megatron_opd.rollout.generator import as_rollout
+from megatron_opd.teacher.requests import score_request
+from megatron_opd.teacher.scored import scored, unscored
+from megatron_opd.transport.samples import EncodedSample, Frames, frames_of
+from megatron_opd.types import Prompt, Rollout, Sample
+from megatron_opd.workers.messages import Generate, Generated, Judge, Judged, Score, Scored
+from sglang_bridge.client import Endpoint, ServerClient
+from sglang_bridge.protocol import RolloutRequest
+
+Clients = Callable[[Endpoint], ServerClient]
+"""Returns the client of a server, which knows what the endpoint says of it."""
+
+
+class Holding:
+    """Samples, judges and scores, and keeps the arrays until they are released.
+
+    Args:
+        clients: of the servers.
+        judge: gives the rewards; None where nothing asks for them.
+        draws: see transport/samples.counted_draws.
+    """
+
+    def __init__(self, clients: Clients, judge: AnswerJudge | None, draws: int) -> None:
+        self._clients, self._judge, self._draws = clients, judge, draws
+        self._held: dict[str, Rollout | Sample] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    async def generate(self, order: Generate) -> Generated:
+        """Sample one completion, in one try. BridgeError."""
+        input_ids = np.frombuffer(order.input_ids, dtype=np.int32)
+        request = RolloutRequest(
+            rid=order.rid,
+            input_ids=input_ids,
+            max_new_tokens=order.max_new_tokens,
+            temperature=order.temperature,
+            top_p=order.top_p,
+            num_atoms=order.num_atoms,
+            num_draws=order.num_draws,
+            thin=order.thin,
+            record=True,
+            experts=order.experts,
+            gates=order.gates,
+            stop_token_ids=order.stop_token_ids,
+            stop=order.stop,
+            seed=order.seed,
+        )
+        reply = await self._clients(order.endpoint).generate(request)
+        prompt = Prompt(uid=0, text="", token_ids_P=input_ids)
+        rollout = as_rollout(prompt, request, reply)
+        self._held[order.rid] = rollout
+        return Generated(
+            order.call,
+            tokens=rollout.num_response_tokens,
+            ids=rollout.num_ids,
+            size=unscored(rollout).cache,
+            geometric_logp=rollout.geometric_logp,
+            spans=list(reply.spans),
+            finish_reason=reply.finish_reason,
+        )
+
+    async def judge(self, order: Judge) -> Judged:
+        """Give the reward of a response. VerifierFailed. SamplesLost: it is not held."""
+        rollout = self._rollout(order.key)
+        if self._judge is None:
+            return Judged(order.call, None)
+        asked = replace(rollout.prompt, task=order.task, answer=order.answer)
+        reward = await self._judge.reward(asked, rollout.response_ids_T.tolist())
+        return Judged(order.call, reward)
+
+    async def score(self, order: Score) -> Scored:
+        """Let a teacher score a response. BridgeError. ScoreRejected: its scores cannot be used."""
+        rollout = self._rollout(order.key)
+        request = score_request(
+            order.rid,
+            rollout.prompt.token_ids_P,
+            rollout.response_ids_T,
+            rollout.draws,
+            temperature=order.temperature,
+            num_atoms=order.num_atoms,
+            num_draws=order.num_draws,
+            seed=order.seed,
+        )
+        reply = await self._clients(order.endpoint).score(request)
+        sample = scored(unscored(rollout), request, reply, order.vocab_size)
+        shape = sample.scores(order.teacher_vocab_size)
+        assert shape is not None
+        if order.key in self._held:  # not released meanwhile
+            self._held[order.key] = EncodedSample.of(sample, self._draws)
+        return Scored(order.call, sample.rollout.num_ids, sample.cache, shape)
+
+    def encoded(self, key: str) -> bytes:
+        """Encode what is held, for a checkpoint or a record. SamplesLost: it is not."""
+        return encode_member(place(self._found(key)))
+
+    def frames(self, key: str) -> Frames:
+        """Return a sample as a learner rank receives it. SamplesLost. ValueError: malformed."""
+        found = self._found(key)
+        sample = found if isinstance(found, Sample) else unscored(found)
+        return frames_of(EncodedSample.of(sample, self._draws))
+
+    def release(self, key: str) -> None:
+        """Let go of what is held under `key`, if anything is."""
+        self._held.pop(key, None)
+
+    def _found(self, key: str) -> Rollout | Sample:
+        try:
+            return self._held[key]
+        except KeyError:
+            raise SamplesLost(f"{key} is not held") from None
+
+    def _rollout(self, key: str) -> Rollout:
+        found = self._found(key)
+        return found.rollout if isinstance(found, Sample) else found

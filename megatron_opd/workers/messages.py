@@ -1,0 +1,173 @@
+"""Defines the records that travel between the controller and its data workers; msgspec, no pickle.
+
+A message is some frames, each a record. What a worker holds is named by a key, that of the request
+that sampled it. Whatever arrives is read by `decode_order` or `decode_answer`, which raise
+BadMessage and nothing else.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from megatron_opd.sample_figures import CacheSize, ScoreShape
+from megatron_opd.transport.messages import BadMessage
+from sglang_bridge.client import Endpoint
+from sglang_bridge.errors import one_line
+from sglang_bridge.protocol import FinishReason
+
+MAX_ORDER_BYTES = 64 << 20
+"""The largest message to a worker: a prompt's tokens and text."""
+
+
+class Generate(msgspec.Struct, frozen=True, tag=True):
+    """Asks for one completion, which the worker keeps under `rid`.
+
+    input_ids: int32, raw. The other fields are RolloutRequest's.
+    """
+
+    call: int
+    endpoint: Endpoint
+    rid: str
+    input_ids: bytes
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    num_atoms: int
+    num_draws: int
+    thin: bool
+    experts: bool
+    gates: bool
+    stop_token_ids: tuple[int, ...]
+    stop: tuple[str, ...]
+    seed: int | None
+
+
+class Judge(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the reward of what is held under `key`. task: a name, or that of data.task."""
+
+    call: int
+    key: str
+    task: str | None
+    answer: str
+
+
+class Score(msgspec.Struct, frozen=True, tag=True):
+    """Asks for a teacher's scores of what is held under `key`; the other fields are ScoreRequest's.
+
+    vocab_size: ids of the student. teacher_vocab_size: of the teacher.
+    """
+
+    call: int
+    endpoint: Endpoint
+    key: str
+    rid: str
+    temperature: float
+    num_atoms: int
+    num_draws: int
+    seed: int | None
+    vocab_size: int
+    teacher_vocab_size: int
+
+
+class Fetch(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the arrays of what is held under `key`."""
+
+    call: int
+    key: str
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Lets go of what is held under these keys."""
+
+    keys: list[str]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Ends the work on a call, and lets go of what it made."""
+
+    call: int
+
+
+class Close(msgspec.Struct, frozen=True, tag=True):
+    """Ends the worker."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Says that a worker is ready. address: where learner ranks ask it for samples."""
+
+    index: int
+    address: str
+
+
+class Generated(msgspec.Struct, frozen=True, tag=True):
+    """Describes a completion that the worker holds; see HeldRollout. spans: see RolloutReply."""
+
+    call: int
+    tokens: int
+    ids: int
+    size: CacheSize
+    geometric_logp: float
+    spans: list[tuple[int, int, int]]
+    finish_reason: FinishReason
+
+
+class Judged(msgspec.Struct, frozen=True, tag=True):
+    """Answers Judge. reward: in [0, 1]; None where the task has no verifier."""
+
+    call: int
+    reward: float | None
+
+
+class Scored(msgspec.Struct, frozen=True, tag=True):
+    """Answers Score: what is held now is a scored sample. ids: more, where the teacher selects."""
+
+    call: int
+    ids: int
+    size: CacheSize
+    shape: ScoreShape
+
+
+class Whole(msgspec.Struct, frozen=True, tag=True):
+    """Answers Fetch: a snapshot.Member, encoded; its prompt holds nothing but tokens."""
+
+    call: int
+    member: bytes
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Says why a call has no answer. kind and the rest: see workers/faults.py."""
+
+    call: int
+    kind: str
+    texts: list[str]
+    flags: list[bool]
+    status: int = 0
+
+
+Order = Generate | Judge | Score | Fetch | Release | Cancel | Close
+Answer = Hello | Generated | Judged | Scored | Whole | Failed
+
+_ENCODER = msgspec.msgpack.Encoder()
+_ORDERS = msgspec.msgpack.Decoder(Order)
+_ANSWERS = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Order | Answer) -> bytes:
+    """Encode a message as its frame."""
+    return _ENCODER.encode(message)
+
+
+def decode_order(frame: bytes) -> Order:
+    """Decode a message to a worker. Raises BadMessage."""
+    try:
+        return _ORDERS.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadMessage(f"not an order: {one_line(str(error))}") from None
+
+
+def decode_answer(frame: bytes) -> Answer:
+    """Decode a message from a worker. Raises BadMessage."""
+    try:
+        return _ANSWERS.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadMessage(f"not an answer: {one_line(str(error))}") from None

@@ -1,0 +1,552 @@
+"""Represents the run's data workers to the controller: who does what, who holds what, who is lost.
+
+Each server belongs to one worker, which makes all requests to it for work; who of a fleet's servers
+gets a request is the fleet's choice, as without workers. What a worker that is lost held is
+reported by `lost`, and its servers go to the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from megatron_opd.buffer.rejection import SamplesLost
+from megatron_opd.controller.snapshot_codec import decode_member
+from megatron_opd.teacher.requests import TeacherAsk
+from megatron_opd.transport.gate import Gate, guard_socket
+from megatron_opd.transport.keys import RunKeys
+from megatron_opd.transport.messages import BadMessage
+from megatron_opd.types import (
+    AnyRollout,
+    AnySample,
+    HeldRollout,
+    HeldSample,
+    Prompt,
+    Rollout,
+    Sample,
+    VersionSpan,
+)
+from megatron_opd.workers.faults import as_error
+from megatron_opd.workers.messages import (
+    Answer,
+    Cancel,
+    Close,
+    Failed,
+    Fetch,
+    Generate,
+    Generated,
+    Hello,
+    Judge,
+    Judged,
+    Order,
+    Release,
+    Score,
+    Scored,
+    Whole,
+    decode_answer,
+    encode,
+)
+from sglang_bridge.client import Endpoint, ServerClient
+from sglang_bridge.errors import BadReply, ServerUnreachable
+from sglang_bridge.protocol import RolloutRequest
+from sglang_bridge.refusals import Refusals
+
+logger = logging.getLogger(__name__)
+
+AnswerT = TypeVar("AnswerT", bound=Answer)
+LINGER_MS = 500
+VERDICT_S = 10.0
+"""So long after its connection broke elsewhere it is known that a worker is lost: heartbeats."""
+
+
+class WorkersLost(RuntimeError):
+    """Reports that no data worker is left."""
+
+
+class WorkersUnreachable(RuntimeError):
+    """Reports that data workers are there, and the learner's ranks cannot reach them."""
+
+
+@dataclass(eq=False, slots=True)
+class _Link:
+    """Holds the connection to one worker.
+
+    calls: those without an answer, by number. outbox: orders that are about to be sent.
+    """
+
+    index: int
+    identity: bytes
+    address: str
+    calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict[int, "asyncio.Future[Any]"])
+    outbox: list[bytes] = field(default_factory=list[bytes])
+    alive: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"data worker {self.index}"
+
+
+class WorkerPool:
+    """Binds at once; workers connect to `address`.
+
+    Args:
+        count: how many there are to be.
+        host: what it listens on.
+        keys: the run's.
+        max_bytes: the largest answer, that of a whole sample.
+        again: starts the worker of an index once more; None, or False: it is lost for good.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        host: str,
+        keys: RunKeys,
+        max_bytes: int,
+        again: Callable[[int], bool] | None = None,
+    ) -> None:
+        self._count, self._again = count, again
+        self._refusals = Refusals(logger, "on the data workers' socket")
+        self._context = zmq.asyncio.Context()
+        # not asyncio's: its own descriptor wakes us, and then all messages are taken at once
+        self._socket: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.ROUTER)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        self._socket.set(zmq.LINGER, LINGER_MS)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.RCVHWM, 0)
+        guard_socket(self._socket, max_bytes)
+        self._gate = Gate(self._context, self._socket, keys)
+        self._socket.bind(f"tcp://{host}:*")
+        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._descriptor = int(self._socket.getsockopt(zmq.FD))
+        self._links: dict[bytes, _Link] = {}
+        self._by_fd: dict[int, bytes] = {}
+        self._owners: dict[str, _Link] = {}
+        self._held: dict[int, tuple[_Link, str]] = {}
+        self._lost: set[int] = set()
+        self._numbers = itertools.count(1)
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._awaited = count
+        self._coming: set[int] = set()
+        """Those that are being started again."""
+        self.workers_lost = 0
+        """How often a worker was lost."""
+
+    @property
+    def refused(self) -> int:
+        """Returns the number of strangers' connections and of messages that cannot be read."""
+        return self._refusals.count
+
+    # ------------------------------------------------------------ life
+
+    def open(self) -> None:
+        """Begin to talk; call inside the event loop."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._descriptor, self._drain)
+        self._tasks = [
+            asyncio.create_task(self._gate.answer(), name="data workers' gate"),
+            asyncio.create_task(self._watch(), name="data workers"),
+        ]
+        self._drain()
+
+    async def ready(self) -> None:
+        """Return once every worker is there."""
+        while len(self._alive()) < self._count:
+            await self._until_changed()
+
+    def close(self) -> None:
+        """Tell every worker to end, and close."""
+        for link in self._alive():
+            self._send(link, Close())
+            self._flush(link)
+        if self._tasks:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+        for task in self._tasks:
+            task.cancel()
+        self._gate.close()
+        self._socket.close(linger=LINGER_MS)
+        self._context.destroy(linger=LINGER_MS)
+
+    def give_up(self) -> None:
+        """Note that a worker that was to be started again will not come."""
+        self._awaited -= 1
+        self._change()
+
+    def never_came(self, index: int) -> None:
+        """Note that a worker that was started again ended; one that had joined is lost as usual."""
+        if all(link.index != index for link in self._alive()) and index in self._coming:
+            self._coming.discard(index)
+            if self._again is None or not self._again(index):
+                self.give_up()
+            else:
+                self._coming.add(index)
+
+    # ------------------------------------------------------------ work
+
+    async def generate(
+        self, client: ServerClient, prompt: Prompt, request: RolloutRequest
+    ) -> HeldRollout:
+        """Sample one completion at a client's server, in one try.
+
+        BridgeError, ServerUnreachable also where the worker is lost meanwhile. Its times, engine
+        and restarts are the caller's to set.
+        """
+        link = await self._owner(client.url)
+        number = next(self._numbers)
+        order = Generate(
+            number,
+            _timeless(client.endpoint),
+            request.rid,
+            np.asarray(request.input_ids, dtype=np.int32).tobytes(),
+            max_new_tokens=request.max_new_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            num_atoms=request.num_atoms,
+            num_draws=request.num_draws,
+            thin=request.thin,
+            experts=request.experts,
+            gates=request.gates,
+            stop_token_ids=tuple(request.stop_token_ids),
+            stop=request.stop,
+            seed=request.seed,
+        )
+        try:
+            work = self._call(link, order, Generated)
+            answer = await client.deadlines.within(request.rid, work)
+        except SamplesLost as error:
+            raise ServerUnreachable(client.url, "/generate", str(error), sent=True) from None
+        except BaseException:
+            if link.alive:  # the answer may be on its way, or here, and nobody waits for it now
+                self._send(link, Release([request.rid]))
+            raise
+        newest = max((version for version, *_ in answer.spans), default=0)
+        if client.known_version is not None and newest > client.known_version:
+            raise BadReply(
+                f"{client.url}: version {newest} was not synced yet, {client.known_version} was"
+            )
+        self.release([prompt.uid])
+        self._held[prompt.uid] = link, request.rid
+        return HeldRollout(
+            prompt=prompt,
+            worker=link.name,
+            key=request.rid,
+            num_response_tokens=answer.tokens,
+            num_ids=answer.ids,
+            cache=answer.size,
+            geometric_logp=answer.geometric_logp,
+            spans=tuple(VersionSpan(*span) for span in answer.spans),
+            finish_reason=answer.finish_reason,
+            started_s=0.0,
+            finished_s=0.0,
+            engine=client.url,
+        )
+
+    async def judge(self, rollout: HeldRollout, task: str | None, answer: str) -> float | None:
+        """Return the reward of a held response. VerifierFailed. SamplesLost."""
+        link = self._holder(rollout)
+        order = Judge(next(self._numbers), rollout.key, task, answer)
+        return (await self._call(link, order, Judged)).reward
+
+    async def score(
+        self, client: ServerClient, sample: HeldSample, ask: TeacherAsk, teacher_vocab_size: int
+    ) -> HeldSample:
+        """Let a client's server score what is held, in one try; return what is held then.
+
+        teacher_vocab_size: ids of the teacher. BridgeError. ScoreRejected. SamplesLost.
+        """
+        rollout = sample.rollout
+        link, number = self._holder(rollout), next(self._numbers)
+        rid = f"{ask.rid}-{number}."  # the server may still be busy with an earlier try
+        order = Score(
+            number,
+            client.endpoint,
+            rollout.key,
+            rid,
+            temperature=ask.temperature,
+            num_atoms=ask.num_atoms,
+            num_draws=ask.num_draws,
+            seed=ask.seed,
+            vocab_size=ask.vocab_size,
+            teacher_vocab_size=teacher_vocab_size,
+        )
+        answer = await client.deadlines.within(rid, self._call(link, order, Scored))
+        held = replace(rollout, num_ids=answer.ids, cache=answer.size)
+        return replace(sample, rollout=held, shape=answer.shape)
+
+    # ------------------------------------------------------------ what is held
+
+    def holds(self, sample: AnySample) -> bool:
+        """Return whether the arrays of a sample are there, here or in a worker."""
+        if not isinstance(sample, HeldSample):
+            return True
+        link, key = self._held.get(sample.rollout.prompt.uid, (None, ""))
+        return link is not None and link.alive and key == sample.rollout.key
+
+    def source(self, sample: HeldSample) -> tuple[str, str]:
+        """Return (address, key) for who takes the sample. SamplesLost."""
+        return self._holder(sample.rollout).address, sample.rollout.key
+
+    def whole(self, found: AnyRollout | AnySample) -> asyncio.Future[Rollout | Sample]:
+        """Ask for arrays at once; they come later. SamplesLost: they are gone by then."""
+        if not isinstance(found, HeldRollout | HeldSample):
+            here: asyncio.Future[Rollout | Sample] = asyncio.get_running_loop().create_future()
+            here.set_result(found)
+            return here
+        rollout = found.rollout if isinstance(found, HeldSample) else found
+        try:
+            order = Fetch(next(self._numbers), rollout.key)
+            asked = self._asked(self._holder(rollout), order)
+        except SamplesLost as error:
+            asked = asyncio.get_running_loop().create_future()
+            asked.set_exception(error)
+        return asyncio.ensure_future(_filled(found, asked))
+
+    async def sample(self, sample: AnySample) -> Sample:
+        """Return a sample with its arrays. SamplesLost."""
+        found = await self.whole(sample)
+        assert isinstance(found, Sample)
+        return found
+
+    def fetch(self, found: HeldRollout | HeldSample) -> Future[Rollout | Sample]:
+        """Ask for arrays at once, for a thread that waits for them. SamplesLost."""
+        future: Future[Rollout | Sample] = Future()
+
+        def pass_on(asked: asyncio.Future[Rollout | Sample]) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            error = asked.exception() if not asked.cancelled() else SamplesLost("the run ends")
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(asked.result())
+
+        self.whole(found).add_done_callback(pass_on)
+        return future
+
+    async def verdict(self, samples: Iterable[HeldSample]) -> None:
+        """Return once one of these samples is known to be lost. WorkersUnreachable: none is.
+
+        Ranks that could not take samples may know it before we do.
+        """
+        samples = list(samples)
+        try:
+            async with asyncio.timeout(VERDICT_S):
+                while all(map(self.holds, samples)):
+                    await self._until_changed()
+        except TimeoutError:
+            workers = sorted({sample.rollout.worker for sample in samples})
+            raise WorkersUnreachable(
+                f"the learner's ranks cannot take samples from {', '.join(workers)}"
+            ) from None
+
+    def release(self, uids: Iterable[int]) -> None:
+        """Let go of what is held for these prompts."""
+        by_link: dict[_Link, list[str]] = {}
+        for uid in uids:
+            link, key = self._held.pop(uid, (None, ""))
+            if link is not None and link.alive:
+                by_link.setdefault(link, []).append(key)
+        for link, keys in by_link.items():
+            self._send(link, Release(keys))
+
+    async def lost(self) -> Collection[int]:
+        """Return the prompts whose arrays were lost since the last call, once there are any.
+
+        WorkersLost: no worker is left, and none is started again.
+        """
+        while not self._lost:
+            if not self._awaited:
+                raise WorkersLost("no data worker is left")
+            await self._until_changed()
+        found, self._lost = self._lost, set()
+        return found
+
+    # ------------------------------------------------------------ wire
+
+    async def _call(self, link: _Link, order: Order, kind: type[AnswerT]) -> AnswerT:
+        """Send an order and return its answer."""
+        assert not isinstance(order, Release | Close | Cancel)
+        answered = self._asked(link, order)
+        try:
+            answer = await answered
+        except asyncio.CancelledError:
+            if link.alive and link.calls.pop(order.call, None) is not None:
+                self._send(link, Cancel(order.call))
+            raise
+        if not isinstance(answer, kind):
+            raise BadMessage(f"{link.name} answered {type(answer).__name__}")
+        return answer
+
+    def _asked(
+        self, link: _Link, order: Generate | Judge | Score | Fetch
+    ) -> asyncio.Future[Answer]:
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        link.calls[order.call] = future
+        self._send(link, order)
+        return future
+
+    def _send(self, link: _Link, order: Order) -> None:
+        """Send an order, in one message with all others of this turn of the event loop."""
+        if not link.outbox:
+            asyncio.get_running_loop().call_soon(self._flush, link)
+        link.outbox.append(encode(order))
+
+    def _flush(self, link: _Link) -> None:
+        frames, link.outbox = link.outbox, []
+        if not frames or not link.alive or self._socket.closed:
+            return
+        try:
+            self._socket.send_multipart([link.identity, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._lose(link, str(error))
+            return
+        # sending may have taken note of what came, of which the descriptor then says nothing
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            asyncio.get_running_loop().call_soon(self._drain)
+
+    def _drain(self) -> None:
+        """Take all messages that are there."""
+        while not self._socket.closed:
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            for frame in frames:
+                try:
+                    answer = decode_answer(frame.bytes)
+                except BadMessage as error:
+                    self._refusals.add(str(error))
+                    continue
+                if isinstance(answer, Hello):
+                    self._join(identity.bytes, answer, frame.get(zmq.SRCFD))
+                else:
+                    self._take(self._links.get(identity.bytes), answer)
+
+    def _join(self, identity: bytes, hello: Hello, fd: Any) -> None:
+        taken = any(link.index == hello.index for link in self._alive())
+        if taken or not 0 <= hello.index < self._count:
+            self._refusals.add(f"a data worker {hello.index} that is not awaited")
+            return
+        self._coming.discard(hello.index)
+        self._links[identity] = _Link(hello.index, identity, hello.address)
+        self._by_fd[fd] = identity
+        self._change()
+
+    def _take(self, link: _Link | None, answer: Any) -> None:
+        if link is None:
+            self._refusals.add("an answer of no data worker")
+            return
+        future = link.calls.pop(answer.call, None)
+        if future is None or future.done():
+            return
+        if isinstance(answer, Failed):
+            future.set_exception(as_error(answer))
+        else:
+            future.set_result(answer)
+
+    async def _watch(self) -> None:
+        while True:
+            await self._gate.monitor.poll()
+            ended = await self._gate.ended()
+            self._drain()  # what a worker said before it ended
+            for fd in ended:
+                link = self._links.get(self._by_fd.pop(fd, b""))
+                if link is None:
+                    self._refusals.add("a connection of no data worker")
+                else:
+                    self._lose(link, "its connection ended")
+
+    def _lose(self, link: _Link, why: str) -> None:
+        if not link.alive:
+            return
+        link.alive = False
+        self.workers_lost += 1
+        del self._links[link.identity]
+        held = {uid for uid, (holder, _) in self._held.items() if holder is link}
+        self._lost |= held
+        for uid in held:
+            del self._held[uid]
+        for future in link.calls.values():
+            if not future.done():
+                future.set_exception(SamplesLost(f"{link.name} is lost"))
+        link.calls.clear()
+        self._owners = {url: owner for url, owner in self._owners.items() if owner is not link}
+        comes = self._again is not None and self._again(link.index)
+        self._awaited -= not comes
+        if comes:
+            self._coming.add(link.index)
+        logger.warning(
+            "%s is lost (%s) with %d samples, which are sampled anew; %s",
+            *(link.name, why, len(held)),
+            "it is started again" if comes else f"{len(self._alive())} are left",
+        )
+        self._change()
+
+    async def _owner(self, url: str) -> _Link:
+        """Return the worker that asks the server at `url`; waits until there is one."""
+        while url not in self._owners:
+            alive = self._alive()
+            if alive:
+                owned = [sum(owner is link for owner in self._owners.values()) for link in alive]
+                self._owners[url] = alive[int(np.argmin(owned))]
+            else:
+                await self._until_changed()
+        return self._owners[url]
+
+    def _holder(self, rollout: HeldRollout) -> _Link:
+        link, key = self._held.get(rollout.prompt.uid, (None, ""))
+        if link is None or not link.alive or key != rollout.key:
+            raise SamplesLost(f"{rollout.worker} is lost")
+        return link
+
+    def _alive(self) -> list[_Link]:
+        return sorted(self._links.values(), key=lambda link: link.index)
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _until_changed(self) -> None:
+        await self._changed.wait()
+
+
+def _timeless(endpoint: Endpoint) -> Endpoint:
+    """Return the endpoint without its version, which a weight sync may raise before the reply."""
+    return replace(endpoint, known=replace(endpoint.known, version=None))
+
+
+async def _filled(found: HeldRollout | HeldSample, asked: asyncio.Future[Any]) -> Rollout | Sample:
+    """Return what a worker sent, with what the controller knows of it."""
+    answer = await asked
+    if not isinstance(answer, Whole):
+        raise BadMessage(f"a data worker answered {type(answer).__name__}")
+    member = decode_member(answer.member)
+    held = found.rollout if isinstance(found, HeldSample) else found
+    arrays = member.rollout if member.sample is None else member.sample.rollout
+    assert arrays is not None
+    rollout = replace(
+        arrays,
+        prompt=held.prompt,
+        started_s=held.started_s,
+        finished_s=held.finished_s,
+        engine=held.engine,
+        restarts=held.restarts,
+    )
+    if not isinstance(found, HeldSample):
+        return rollout
+    scores_N = (
+        np.full(rollout.num_ids, np.nan, dtype=np.float32)
+        if member.sample is None
+        else member.sample.teacher_logp_N
+    )
+    return Sample(rollout, scores_N, found.reward, found.overlong_penalty, found.masked)

@@ -1,0 +1,371 @@
+"""The controller's end of data workers, with workers that are scripted."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq.asyncio
+
+from megatron_opd.buffer.rejection import SamplesLost
+from megatron_opd.controller.snapshot import place
+from megatron_opd.controller.snapshot_codec import encode_member
+from megatron_opd.sample_figures import CacheSize, ScoreShape
+from megatron_opd.teacher.requests import TeacherAsk
+from megatron_opd.transport.keys import RankKeys, RunKeys
+from megatron_opd.types import HeldRollout, HeldSample, Rollout, Sample, VersionSpan
+from megatron_opd.workers import messages as w
+from megatron_opd.workers import pool as pool_module
+from megatron_opd.workers.faults import failed
+from megatron_opd.workers.pool import WorkerPool, WorkersLost, WorkersUnreachable
+from sglang_bridge.client import ServerClient
+from sglang_bridge.errors import ServerUnreachable
+from sglang_bridge.protocol import RolloutRequest
+from tests.support.fakes import make_prompt, make_sample
+from tests.support.wire import KEYS, connect
+
+SIZE, SHAPE = CacheSize(6, 100), ScoreShape(4, -0.5, 0.1, 0)
+ASK = TeacherAsk("score-0", 1.0, 0, 4, 7, 512)
+URLS = [f"http://host:{port}" for port in range(1, 9)]
+
+
+def generated(order: w.Generate) -> w.Generated:
+    return w.Generated(order.call, 4, 8, SIZE, -0.5, [(3, 0, 4)], "stop")
+
+
+def reply_to(order: w.Order) -> w.Answer | None:
+    """What a healthy worker says."""
+    match order:
+        case w.Generate():
+            return generated(order)
+        case w.Judge():
+            return w.Judged(order.call, 0.5)
+        case w.Score():
+            return w.Scored(order.call, 9, SIZE, SHAPE)
+        case w.Fetch():
+            return w.Whole(order.call, encode_member(place(make_sample(0))))
+        case _:
+            return None
+
+
+class Peer:
+    """A scripted worker."""
+
+    def __init__(self, pool: WorkerPool, index: int, keys: RankKeys | None = KEYS.ranks) -> None:
+        self.context = zmq.asyncio.Context()
+        self.socket = connect(self.context, pool.address, keys)
+        self.index = index
+        self.answer: Callable[[w.Order], w.Answer | None] = reply_to
+        self.orders: list[w.Order] = []
+        self._more = asyncio.Event()
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        await self.socket.send(w.encode(w.Hello(self.index, f"tcp://worker:{self.index}")))
+        while True:
+            order = w.decode_order(await self.socket.recv())
+            self.orders.append(order)
+            self._more.set()
+            answer = self.answer(order)
+            if answer is not None:
+                await self.socket.send(w.encode(answer))
+
+    async def heard(self, kind: type[w.Order], count: int = 1) -> Any:
+        """Wait for an order of a kind; return the last."""
+        while len(found := [order for order in self.orders if isinstance(order, kind)]) < count:
+            self._more.clear()
+            await self._more.wait()
+        return found[-1]
+
+    def end(self) -> None:
+        self.task.cancel()
+        self.context.destroy(linger=0)
+
+
+Body = Callable[[WorkerPool, list[Peer]], Awaitable[None]]
+
+
+def drive(body: Body, count: int = 2, again: Callable[[int], bool] | None = None) -> None:
+    async def main() -> None:
+        pool = WorkerPool(count, "127.0.0.1", KEYS, 1 << 20, again)
+        pool.open()
+        peers = [Peer(pool, index) for index in range(count)]
+        try:
+            async with asyncio.timeout(60):
+                await pool.ready()
+                await body(pool, peers)
+        finally:
+            for peer in peers:
+                peer.end()
+            pool.close()
+
+    asyncio.run(main())
+
+
+async def sampled(pool: WorkerPool, uid: int, url: str = URLS[0], limit_s: float = 1e9) -> Any:
+    request = RolloutRequest(
+        rid=f"r-{uid}", input_ids=[1, 2, 3], max_new_tokens=8, num_draws=4, seed=uid
+    )
+    client = ServerClient(url, timeout_s=limit_s)
+    try:
+        return await pool.generate(client, make_prompt(uid), request)
+    finally:
+        await client.close()
+
+
+async def scored(pool: WorkerPool, rollout: HeldRollout) -> HeldSample:
+    async with ServerClient(URLS[1], timeout_s=1e9) as client:
+        return await pool.score(client, HeldSample(rollout, None, 0.5), ASK, 600)
+
+
+async def all_lost(pool: WorkerPool) -> set[int]:
+    return set(await pool.lost())
+
+
+async def refused(pool: WorkerPool, count: int) -> None:
+    while pool._refusals.count < count:  # noqa: ASYNC110  a count has no event
+        await asyncio.sleep(0.01)
+
+
+def test_a_sample_passes_every_stage_and_its_arrays_come_when_they_are_asked_for():
+    async def body(pool: WorkerPool, peers: list[Peer]) -> None:
+        rollout = await sampled(pool, 5)
+        assert (rollout.num_response_tokens, rollout.num_ids, rollout.cache) == (4, 8, SIZE)
+        assert (rollout.spans, rollout.finish_reason) == ((VersionSpan(3, 0, 4),), "stop")
+        assert (rollout.worker, rollout.key, rollout.engine) == ("data worker 0", "r-5", URLS[0])
+        order = await peers[0].heard(w.Generate)
+        assert np.frombuffer(order.input_ids, np.int32).tolist() == [1, 2, 3]
+        assert (order.rid, order.seed, order.endpoint.url) == ("r-5", 5, URLS[0])
+        assert await pool.judge(rollout, "exact", "42") == 0.5
+        sample = await scored(pool, rollout)
+        assert (sample.shape, sample.rollout.num_ids, sample.reward) == (SHAPE, 9, 0.5)
+        # a later try has another name at the server
+        first = (await peers[0].heard(w.Score)).rid
+        await scored(pool, rollout)
+        assert (await peers[0].heard(w.Score, 2)).rid != first
+        assert first.startswith("score-0-")
+        assert pool.holds(sample)
+        assert pool.source(sample) == ("tcp://worker:0", "r-5")
+        sample = replace(sample, masked=True, overlong_penalty=-0.5)
+        whole = await pool.sample(sample)
+        assert isinstance(whole, Sample)
+        assert (whole.reward, whole.overlong_penalty, whole.masked) == (0.5, -0.5, True)
+        assert whole.rollout.prompt is sample.rollout.prompt
+        assert np.array_equal(whole.teacher_logp_N, make_sample(0).teacher_logp_N)
+        found = await pool.whole(rollout)
+        assert isinstance(found, Rollout)
+        assert peers[1].orders == []
+        pool.release([5, 99])
+        assert await peers[0].heard(w.Release) == w.Release(["r-5"])
+        assert not pool.holds(sample)
+
+    drive(body)
+
+
+def test_arrays_can_be_waited_for_in_a_thread():
+    async def body(pool: WorkerPool, peers: list[Peer]) -> None:
+        rollout = await sampled(pool, 0)
+        found = await asyncio.to_thread(pool.fetch(rollout).result, 30)
+        assert isinstance(found, Rollout)
+        pool.release([0])
+        with pytest.raises(SamplesLost):
+            await asyncio.to_thread(pool.fetch(rollout).result, 30)
+
+    drive(body)
+
+
+def test_servers_are_shared_out_evenly_and_stay_where_they_are():
+    async def body(pool: WorkerPool, peers: list[Peer]) -> None:
+        for _ in range(2):
+            for uid, url in enumerate(URLS):
+                await sampled(pool, uid, url)
+        for peer in peers:
+            orders = [order for order in peer.orders if isinstance(order, w.Generate)]
+            assert len({order.endpoint.url for order in orders}) == len(URLS) / 2
+            assert len(orders) == len(URLS)
+
+    drive(body)
+
+
+def test_an_error_of_a_call_arrives_as_what_it_was():
+    error = ServerUnreachable(URLS[0], "/generate", "reset", sent=False)
+
+    async def body(pool: WorkerPool, peers: list[Peer]) -> None:
+        peers[0].answer = lambda order: failed(getattr(order, "call", 0), error)
+        with pytest.raises(ServerUnreachable, match="reset") as caught:
+            await sampled(pool, 0)
+        assert not caught.value.sent
+
+    drive(body)
+
+
+def test_a_response_that_nobody_waits_for_is_let_go_of():
+    async def body(pool: WorkerPool, peers: list[Peer]) -> None:
+        peers[0].answer = lambda order: None
+        task = asyncio.ensure_future(sampled(pool, 0))
+        order = await peers[0].heard(w.Generate)
+        task.cancel()
+        assert await peers[0].heard(w.Cancel) == w.Cancel(order.call)
+        assert await peers[0].heard(w.Release) == w.Release(["r-0"])
+        # the answer was on its way: it changes nothing
+        await peers[0].socket.send(w.encode(generated(order)))
+        peers[0].answer = reply_to
+        assert (await sampled(pool, 1)).key == "r-1"
+        assert set(pool._held) == {1}
+
+    drive(body)
+
+
+@pytest.mark.parametrize("limit_s", [1e9, float("inf")])
+def test_so_is_one_whose_answer_has_come_when_its_request_is_cancelled(limit_s: float):
+    async def body(pool: WorkerPool, peers: list[Peer]) -> None:
+        task = asyncio.ensure_future(sampled(pool, 0, limit_s=limit_s))
+        take = pool._take
+
+        def cancelled_then(link: Any, answer: Any) -> None:
+            take(link, answer)
+            task.cancel()
+
+        pool._take = cancelled_then  # type: ignore[method-assign]
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await peers[0].heard(w.Release) == w.Release(["r-0"])
+        assert not pool._held
+
+    drive(body)
+
+
+def test_what_a_lost_worker_held_and_did_is_told():
+    async def body(pool: WorkerPool, peers: list[Peer]) -> None:
+        mine, other = await sampled(pool, 0, URLS[0]), await sampled(pool, 1, URLS[1])
+        sample = await scored(pool, mine)
+        peers[0].answer = lambda order: None
+        calls = [
+            asyncio.ensure_future(call)
+            for call in (sampled(pool, 2, URLS[0]), scored(pool, mine), pool.judge(mine, None, ""))
+        ]
+        fetched, pending = pool.fetch(sample), asyncio.ensure_future(all_lost(pool))
+        await peers[0].heard(w.Fetch)
+        peers[0].end()
+        generating, scoring, judging = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(generating, ServerUnreachable)
+        assert generating.sent
+        assert isinstance(scoring, SamplesLost)
+        assert isinstance(judging, SamplesLost)
+        with pytest.raises(SamplesLost):
+            await asyncio.wrap_future(fetched)
+        assert await pending == {0}
+        assert pool.workers_lost == 1
+        assert not pool.holds(sample)
+        assert pool.holds(HeldSample(other, None))
+        with pytest.raises(SamplesLost):
+            pool.source(sample)
+        with pytest.raises(SamplesLost):
+            await pool.judge(mine, None, "")
+        # its server is another's now
+        assert (await sampled(pool, 0, URLS[0])).worker == "data worker 1"
+        pool.release([0, 1])
+        assert await peers[1].heard(w.Release) == w.Release(["r-0", "r-1"])
+
+    drive(body)
+
+
+def test_a_lost_worker_is_started_again_and_the_run_ends_with_the_last():
+    begun: list[int] = []
+
+    def again(index: int) -> bool:
+        begun.append(index)
+        return len(begun) == 1
+
+    async def body(pool: WorkerPool, peers: list[Peer]) -> None:
+        await sampled(pool, 0)
+        peers[0].end()
+        assert await all_lost(pool) == {0}
+        waiting = asyncio.ensure_future(sampled(pool, 1))
+        await asyncio.sleep(0.05)
+        assert not waiting.done(), "there is nobody to ask"
+        peers[0] = Peer(pool, 0)
+        assert (await waiting).key == "r-1"
+        peers[0].end()
+        assert await all_lost(pool) == {1}
+        with pytest.raises(WorkersLost):
+            await pool.lost()
+        assert begun == [0, 0]
+        assert pool.workers_lost == 2
+
+    drive(body, count=1, again=again)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [None, RankKeys(KEYS.ranks.controller, RunKeys.make().learner), RunKeys.make().ranks],
+    ids=["no keys", "a key of its own", "another run's"],
+)
+def test_a_stranger_is_counted_and_changes_nothing(keys: RankKeys | None):
+    async def body(pool: WorkerPool, peers: list[Peer]) -> None:
+        rollout = await sampled(pool, 0)
+        stranger = Peer(pool, 1, keys)
+        await refused(pool, 1)
+        stranger.end()
+        assert pool.workers_lost == 0
+        assert pool.holds(HeldSample(rollout, None))
+        assert stranger.orders == []
+
+    drive(body)
+
+
+def test_what_a_peer_with_keys_must_not_say_is_counted_and_changes_nothing():
+    async def body(pool: WorkerPool, peers: list[Peer]) -> None:
+        rollout = await sampled(pool, 0)
+        second = Peer(pool, 0)  # worker 0 is there
+        await refused(pool, 1)
+        beyond = Peer(pool, 2)  # there are two
+        await refused(pool, 2)
+        order = await peers[0].heard(w.Generate)
+        await second.socket.send(w.encode(generated(order)))  # an answer of no worker
+        await refused(pool, 3)
+        await peers[0].socket.send(b"\xc1 garbage")
+        await refused(pool, 4)
+        await peers[0].socket.send_multipart([w.encode(generated(order)), b"more"])
+        await refused(pool, 5)
+        await peers[0].socket.send(w.encode(generated(order)))  # a second answer to a call
+        await peers[0].socket.send(w.encode(w.Judged(99, 1.0)))  # and one that was never made
+        assert await pool.judge(rollout, None, "") == 0.5
+        assert (pool._refusals.count, pool.workers_lost) == (5, 0)
+        assert second.orders == beyond.orders == []
+        second.end()
+        beyond.end()
+        assert await pool.judge(rollout, None, "") == 0.5
+        assert pool.workers_lost == 0
+
+    drive(body)
+
+
+def test_ranks_that_cannot_take_what_is_there_end_the_run(monkeypatch: pytest.MonkeyPatch):
+    async def body(pool: WorkerPool, peers: list[Peer]) -> None:
+        rollout = await sampled(pool, 0)
+        sample = HeldSample(rollout, SHAPE)
+        waiting = asyncio.ensure_future(pool.verdict([sample]))
+        peers[0].end()
+        await waiting
+        found = HeldSample(await sampled(pool, 1), SHAPE)
+        monkeypatch.setattr(pool_module, "VERDICT_S", 0.1)
+        with pytest.raises(WorkersUnreachable, match="take samples from data worker 1"):
+            await pool.verdict([found])
+
+    drive(body)
+
+
+def test_closing_ends_the_workers():
+    async def main() -> None:
+        pool = WorkerPool(1, "127.0.0.1", KEYS, 1 << 20)
+        pool.open()
+        peer = Peer(pool, 0)
+        await pool.ready()
+        pool.close()
+        assert await asyncio.wait_for(peer.heard(w.Close), 30) == w.Close()
+        peer.end()
+
+    asyncio.run(main())
