@@ -45,8 +45,12 @@ STUDIES = (
     "simulator",
     "verifiers",
     "watch",
+    "security",
     "data_path",
+    "data_workers",
     "narrow",
+    "watched_demo",
+    "bring",
 )
 WITH_OPTIONS = (
     "step",
@@ -69,7 +73,10 @@ WITH_OPTIONS = (
     "simulator",
     "watch",
     "data_path",
+    "data_workers",
     "narrow",
+    "watched_demo",
+    "bring",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

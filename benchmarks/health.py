@@ -76,7 +76,7 @@ def measure() -> dict[str, Any]:
 async def _measured(config: Config, processes: dict[str, ServerProcess]) -> dict[str, Any]:
     facts = read_model(Path(config.student.model), "student.model")
     tokenizer = load_tokenizer(Path(config.student.model), "student.model")
-    prompts = load_prompts(config.data.train, tokenizer, RULES).prompts
+    prompts = load_prompts(config.data.train[0].path, tokenizer, RULES).prompts
     ends = end_tokens("student.model", facts.raw, facts.vocab_size, tokenizer)
     urls = {role: process.spec.url for role, process in processes.items()}
     async with (

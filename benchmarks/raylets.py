@@ -26,8 +26,13 @@ RAYLET: Mapping[str, Any] = {
 
 
 @contextmanager
-def ray_cluster(head: Mapping[str, Any], *nodes: Mapping[str, Any]) -> Iterator[Any]:
-    """A cluster of a head and other nodes; each is what its raylet gets beside RAYLET."""
+def ray_cluster(
+    head: Mapping[str, Any], *nodes: Mapping[str, Any], token: str | None = None
+) -> Iterator[Any]:
+    """A cluster of a head and other nodes; each is what its raylet gets beside RAYLET.
+
+    token: which the cluster asks for, only for the first cluster of a process; None: it asks none.
+    """
     with ExitStack() as stack:
         # the sockets in it have long names, and may not be longer than 107 characters
         directory = Path(tempfile.mkdtemp(prefix="opd-ray-"))
@@ -35,6 +40,8 @@ def ray_cluster(head: Mapping[str, Any], *nodes: Mapping[str, Any]) -> Iterator[
         (directory / "ray").mkdir()
         environment = os.environ | SETTINGS | {"RAY_TMPDIR": str(directory)}
         environment.pop("RAY_ADDRESS", None)
+        if token is not None:
+            environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
         stack.enter_context(mock.patch.dict(os.environ, environment, clear=True))
         from ray._private import ray_constants
         from ray.cluster_utils import Cluster

@@ -56,9 +56,34 @@ def interface_of(host: str) -> str | None:
     return None
 
 
-def keep_groups_on(host: str, environment: MutableMapping[str, str]) -> None:
-    """Sets `host`'s interface for gloo and NCCL; what the environment already says stays."""
+def keep_groups_on(
+    host: str, environment: MutableMapping[str, str], interface: str | None = None
+) -> None:
+    """Sets the interface of gloo and NCCL: `interface`, or that of `host`.
+
+    Without `interface`, what the environment already says stays. ValueError: this machine has none
+    of that name.
+    """
+    if interface is not None:
+        require_interface(interface)
+        environment.update(_named(interface))
+        return
     name = interface_of(host)
     if name is not None:
-        environment.setdefault("GLOO_SOCKET_IFNAME", name)
-        environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: this one, not its namesakes
+        for variable, value in _named(name).items():
+            environment.setdefault(variable, value)
+
+
+def require_interface(name: str) -> None:
+    """Raises ValueError, in one line, if this machine has no network interface of that name."""
+    there = sorted(psutil.net_if_addrs())
+    if name not in there:
+        raise ValueError(
+            f"cluster.interface must be one of every machine, got {name!r}, and this one has "
+            f"{', '.join(there)}"
+        )
+
+
+def _named(interface: str) -> dict[str, str]:
+    # =: this one, not its namesakes
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}

@@ -23,8 +23,8 @@ from megatron_opd.types import Batch, LearnerTurn, Prompt, Sample
 FIGURES = UpdateMetrics(0, 1.0, 1.0, 0.0, 1, 1, 1, None, None, 0, 1.0, 1.0, 1.0, 0.0, 0.0, 0)
 
 
-def configuration(case: Case, updates: int, batch_size: int) -> Config:
-    """Return the configuration of a run of 64 draws a token."""
+def configuration(case: Case, updates: int, batch_size: int, slots: int = 4) -> Config:
+    """Return the configuration of a run of 64 draws a token. slots: requests at a time."""
     routing = {"routing_replay": "rollout"} if case.routed else {}
     return Config.model_validate(
         {
@@ -34,8 +34,8 @@ def configuration(case: Case, updates: int, batch_size: int) -> Config:
             "teacher": {"model": "m"},
             "objective": {"type": "reverse_kl"},
             "support": {"type": "mc", "m": DRAWS},
-            "rollout": {"max_new_tokens": case.tokens, "concurrency": 4},
-            "scoring": {"concurrency": 4},
+            "rollout": {"max_new_tokens": case.tokens, "concurrency": slots},
+            "scoring": {"concurrency": slots},
             # one weight sync, at the end: the servers say version 0 to the last
             "schedule": {"type": "async", "max_staleness": 1, "sync_every": updates},
             "buffer": {"batch_size": batch_size},

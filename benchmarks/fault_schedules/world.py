@@ -379,7 +379,7 @@ class Keeper:
 
     async def after_update(self, updates: int, state: Any) -> None:
         """Keep it."""
-        self._learner.saved[updates] = encode_state(state()), self._learner.weights
+        self._learner.saved[updates] = encode_state(await state()), self._learner.weights
         await self._learner.step()
 
 

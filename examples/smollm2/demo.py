@@ -32,6 +32,11 @@ ROWS = (
     ("greedy tokens that agree with the teacher's", "greedy_agreement", "{:.1%}"),
     ("perplexity of teacher-written text", "teacher_text_perplexity", "{:.2f}"),
 )
+FACTS = (
+    "student_accuracy_before_pct",
+    "student_accuracy_after_pct",
+    "teacher_accuracy_pct",
+)
 
 
 ENVIRONMENT = {
@@ -84,6 +89,7 @@ def measure() -> dict[str, Any]:
         with step("evaluation after", seconds):
             after = evaluate(RUN / "checkpoints" / "final", BUILD / "after.json")
     summary = json.loads((RUN / "summary.json").read_text(encoding="utf-8"))
+    evaluations = (RUN / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()
     return {
         "benchmark": "demo_real",
         "command": "make demo-real",
@@ -95,6 +101,7 @@ def measure() -> dict[str, Any]:
         "peak_pss_bytes": memory.peak_bytes,
         "before": before,
         "after": after,
+        "evaluations": [json.loads(row) for row in evaluations],
         "dense_cache_bytes_per_token": DENSE_BYTES,
         "summary": summary,
     }
@@ -117,10 +124,13 @@ def lines(recorded: dict[str, Any]) -> list[str]:
     said += ["", f"{'held-out prompts':<46}{'before':>10}{'after':>10}"]
     for title, key, form in ROWS:
         said.append(f"{title:<46}{form.format(before[key]):>10}{form.format(after[key]):>10}")
-    said.append(
-        f"(that text has a perplexity of {before['teacher_perplexity']:.2f} to the teacher)"
-    )
     summary = recorded["summary"]
+    first, last, teacher = (f"{summary[key]:.1f}%" for key in FACTS)
+    said.append(f"{'questions of fact answered rightly':<46}{first:>10}{last:>10}")
+    said.append(
+        f"(that text has a perplexity of {before['teacher_perplexity']:.2f} to the teacher, which "
+        f"answers {teacher} of the questions)"
+    )
     kept = summary["cache_bytes_per_token"]
     said += [
         f"\ndraw cache: {summary['distinct_ids_per_token']:.1f} distinct ids of 64 draws, "

@@ -16,10 +16,16 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from megatron_opd.data.faults import Unusable
 from megatron_opd.data.records import read_records
-from megatron_opd.data.render import render_prompts
+from megatron_opd.data.render import Rendering, render_prompts
 
 HELDOUT = Path(__file__).resolve().parent / "heldout.jsonl"
 SEED, SHOWN = 11, 3
@@ -28,6 +34,17 @@ SEED, SHOWN = 11, 3
 def load(path: Path) -> PreTrainedModel:
     """Load a checkpoint in float32."""
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def rendered(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return token ids of prompts, by the chat template. ValueError: it does not take one."""
+    found: list[list[int]] = []
+    how = Rendering(chat_template=True)
+    for prompt, ids in zip(prompts, render_prompts(prompts, tokenizer, how), strict=True):
+        if isinstance(ids, Unusable):
+            raise ValueError(f"{prompt!r}: {ids}")
+        found.append(ids)
+    return found
 
 
 def complete(
@@ -126,7 +143,7 @@ def main() -> None:
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.teacher)
     asked = [row["prompt"] for row in read_records(HELDOUT, ["prompt"])][: options.problems]
-    prompts = render_prompts(asked, tokenizer, chat_template=True)
+    prompts = rendered(asked, tokenizer)
     teacher, student = load(options.teacher), load(options.student)
     texts = read_texts(options.texts, teacher, prompts, options.tokens)
     figures: dict[str, Any] = measure(student, teacher, prompts, texts, options.tokens)

@@ -159,11 +159,15 @@ class Checkpoints:
         await self._learner_written(part / LEARNER)
         self._check_claim()
         await asyncio.to_thread(self._dirs.publish, updates, [CONTROLLER, RUN])
+        await self.rotate()
+        self.written_s.add(time.monotonic() - started_s)
+        self._say(f"checkpoint: {self._dirs.path(updates)}")
+
+    async def rotate(self) -> None:
+        """Remove the checkpoints that are neither among the newest nor the best ones."""
         keep_last, keep_every = self._config.keep_last, self._config.keep_every
         best = frozenset[int]() if self._evaluations is None else self._evaluations.wanted
         await asyncio.to_thread(self._dirs.rotate, keep_last, keep_every, best)
-        self.written_s.add(time.monotonic() - started_s)
-        self._say(f"checkpoint: {self._dirs.path(updates)}")
 
     def _check_claim(self) -> None:
         if self._claim is None:

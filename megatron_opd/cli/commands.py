@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.cluster.type == "ray" and config.cluster.ray.submit is not None:
         from megatron_opd.cli.submit import submit_run
 
-        return submit_run(config.cluster.ray, arguments)
+        return submit_run(config, arguments)
     return _pipeline(arguments, config)
 
 

@@ -1,29 +1,29 @@
-"""Starts, restarts and ends the data workers of a run, on this machine."""
+"""Starts, restarts and ends the data workers of a run."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.learner_process import LearnerProcess
-from megatron_opd.config.schema import Config
+from megatron_opd.cli.machines import Machines
+from megatron_opd.launch.handles import Learner
+from megatron_opd.launch.launcher import CannotPlace
 from megatron_opd.transport.keys import RunKeys
 from megatron_opd.workers.pool import WorkerPool
 from sglang_bridge.server.launch import last_lines
 
 GRACE_S = 4.0
 POLL_S = 0.2
-THREADS = 1
 
 
 class DataWorkers:
     """Keeps the run's data workers.
 
     Args:
-        host: what they and the controller talk at.
+        machines: what they are started on; its configuration says how many.
         keys: the run's.
         max_bytes: the largest sample.
         logs: where each writes its output.
@@ -32,30 +32,27 @@ class DataWorkers:
 
     def __init__(
         self,
-        config: Config,
-        host: str,
+        machines: Machines,
         keys: RunKeys,
         max_bytes: int,
         logs: Path,
         say: Callable[[str], None],
     ) -> None:
-        self._config, self._host, self._keys, self._logs = config, host, keys, logs
-        self._say = say
-        self._left = config.workers.restarts
-        self._ended: list[asyncio.Future[None]] = []
-        self.pool = WorkerPool(config.workers.count, host, keys, max_bytes, self._again)
-        self.processes: list[LearnerProcess] = []
+        config = machines.config
+        self._machines, self._keys, self._logs, self._say = machines, keys, logs, say
+        self._count, self._restarts = config.workers.count, config.workers.restarts
+        self._tasks: set[asyncio.Task[None]] = set()
+        host = config.learner.listen_host
+        self.pool = WorkerPool(self._count, host, keys, max_bytes, self._again)
+        self.processes: list[Learner] = []
 
     def start(self, config_file: Path) -> None:
         """Start all of them; call inside the event loop. config_file: the resolved one."""
         self.pool.open()
-        for index in range(self._config.workers.count):
-            command = [
-                *(sys.executable, "-m", "megatron_opd.cli.data_worker", str(config_file)),
-                *("--controller", self.pool.address, "--index", str(index), "--host", self._host),
-            ]
+        for index in range(self._count):
             log = self._logs / f"data-worker-{index}.log"
-            process = LearnerProcess(command, log, THREADS, self._keys.ranks)
+            address, keys = self.pool.address, self._keys.ranks
+            process = self._machines.worker(index, config_file, address, keys, log)
             self.processes.append(process)
             process.start()
 
@@ -69,7 +66,7 @@ class DataWorkers:
                         if process.exit_code() is not None:
                             raise UserError(
                                 f"data worker {index} ended with exit code {process.exit_code()} "
-                                f"during start-up; {self._end_of(process)}"
+                                f"during start-up; {_end_of(process)}"
                             )
                     await asyncio.wait({ready}, timeout=POLL_S)
         except TimeoutError:
@@ -80,26 +77,42 @@ class DataWorkers:
     async def stop(self) -> None:
         """End all of them."""
         self.pool.close()
-        await asyncio.gather(*self._ended)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(asyncio.to_thread(each.stop, GRACE_S) for each in self.processes))
 
     def _again(self, index: int) -> bool:
         """Start a worker that was lost once more, unless that was done too often."""
-        if not self._left:
+        if not self._restarts:
             return False
-        self._left -= 1
-        old = self.processes[index]
-        new = self.processes[index] = old.again()
-
-        def replace() -> None:
-            old.stop(0)
-            new.start()
-
-        self._ended.append(asyncio.ensure_future(asyncio.to_thread(replace)))
-        self._say(f"data worker {index} is lost and started again; {self._end_of(old)}")
+        self._restarts -= 1
+        self._begin(self._replace(index))
         return True
 
-    @staticmethod
-    def _end_of(process: LearnerProcess) -> str:
-        assert process.log is not None
-        return f"the end of {process.log}:\n{last_lines(process.log)}"
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _replace(self, index: int) -> None:
+        old = self.processes[index]
+        await asyncio.to_thread(old.stop, 0)
+        self._say(f"data worker {index} is lost and started again; {_end_of(old)}")
+        try:
+            new = await asyncio.to_thread(old.again)
+        except CannotPlace as error:
+            self._say(f"data worker {index} is not started again: {error}")
+            self.pool.give_up()
+            return
+        self.processes[index] = new
+        new.start()
+        while new.exit_code() is None:  # a process has no event to wait on  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+        # one that never came has no connection to lose
+        self.pool.never_came(index)
+
+
+def _end_of(process: Learner) -> str:
+    assert process.log is not None
+    return f"the end of {process.log}:\n{last_lines(process.log)}"

@@ -33,6 +33,11 @@ from megatron_opd.evaluation.measure import EvaluationReport
 from megatron_opd.metrics.sinks import write_json
 
 Row = dict[str, Any]
+READ_AS = (
+    *("prompt_key", "answer_key", "task_key", "stop_key"),
+    *("chat_template", "chat_template_kwargs", "system_prompt", "continue_assistant"),
+)
+"""Keys of `data` that decide what a row of a held-out set asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,9 @@ def asked(questions: Questions) -> dict[str, Any]:
         name: {**asdict(settings), "file": str(settings.file), "crc32": data_crc32([settings.file])}
         for name, settings in config.heldout.items()
     }
-    return {"sets": sets, "task": config.data.task, "seed": config.run.seed}
+    data = config.data.model_dump(mode="json", include=set(READ_AS))
+    stop = list(config.rollout.stop)
+    return {"sets": sets, "task": config.data.task, "seed": config.run.seed, "stop": stop} | data
 
 
 class Record:

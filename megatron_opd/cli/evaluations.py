@@ -32,6 +32,7 @@ def evaluation_plan(config: Config, settings: SetSettings) -> EvaluationPlan:
         max_new_tokens=settings.max_new_tokens,
         concurrency=config.rollout.concurrency,
         seed=config.run.seed,
+        stop=config.rollout.stop,
     )
 
 

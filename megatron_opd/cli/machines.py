@@ -5,6 +5,7 @@ Nothing is started here; what is made is started and ended by cli.processes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,31 +20,37 @@ from megatron_opd.cli.remote import RemoteLearner, RemoteServer
 from megatron_opd.cli.roles import Role, section_of
 from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.cli.servers import log_name, server_processes
-from megatron_opd.config.cluster import ClusterConfig
 from megatron_opd.config.schema import Config
 from megatron_opd.launch.handles import Learner, Server
 from megatron_opd.launch.launcher import Launcher, Need, Place, ProcessSpec
-from megatron_opd.launch.parts import LEARNER
-from megatron_opd.launch.specs import learner_needs, learner_specs, server_spec
+from megatron_opd.launch.parts import LEARNER, WORKERS
+from megatron_opd.launch.specs import (
+    learner_needs,
+    learner_specs,
+    server_spec,
+    worker_arguments,
+    worker_spec,
+)
 from megatron_opd.transport.keys import RANK_VARIABLE, RankKeys
 
 Say = Callable[[str], None]
 LOOPBACK = "127.0.0.1"
+WORKER_THREADS = 1
 
 
-def _ray(cluster: ClusterConfig) -> Launcher:
+def _ray(config: Config) -> Launcher:
     from megatron_opd.launch.ray_cluster import RayLauncher
 
-    return RayLauncher(cluster.ray)
+    return RayLauncher(config.cluster.ray, insecure=config.security.insecure)
 
 
-def _slurm(cluster: ClusterConfig) -> Launcher:
+def _slurm(config: Config) -> Launcher:
     from megatron_opd.launch.slurm import SlurmLauncher
 
     return SlurmLauncher()
 
 
-LAUNCHERS: dict[str, Callable[[ClusterConfig], Launcher]] = {"ray": _ray, "slurm": _slurm}
+LAUNCHERS: dict[str, Callable[[Config], Launcher]] = {"ray": _ray, "slurm": _slurm}
 """What starts processes on a cluster's machines, by cluster.type; each is imported when it is
 used."""
 
@@ -68,6 +75,12 @@ class Machines(Protocol):
         self, config_file: Path, controller: str, keys: RankKeys, log: Path
     ) -> Learner | None:
         """Return the learner, not started, which joins `controller`; None: it starts elsewhere."""
+        ...
+
+    def worker(
+        self, index: int, config_file: Path, controller: str, keys: RankKeys, log: Path
+    ) -> Learner:
+        """Return a data worker, not started, which joins `controller`."""
         ...
 
     @property
@@ -98,6 +111,12 @@ class Here:
         gpus = self._placement.visible(LEARNER)
         return LearnerProcess(command, log, learner.threads, keys, gpus)
 
+    def worker(
+        self, index: int, config_file: Path, controller: str, keys: RankKeys, log: Path
+    ) -> Learner:
+        """Return as Machines says."""
+        return worker_here(self.config, index, config_file, controller, keys, log)
+
     @property
     def line(self) -> str | None:
         """Returns the GPUs of every process."""
@@ -105,7 +124,7 @@ class Here:
 
 
 class Elsewhere:
-    """Starts nothing: servers and learner are started by something else, and join."""
+    """Starts nothing but data workers: servers and learner are started by something else."""
 
     starts = learner_here = False
     line = None
@@ -134,6 +153,20 @@ class Elsewhere:
         """Return none: it is started elsewhere."""
         return None
 
+    def worker(
+        self, index: int, config_file: Path, controller: str, keys: RankKeys, log: Path
+    ) -> Learner:
+        """Return as Machines says: on this machine."""
+        return worker_here(self.config, index, config_file, controller, keys, log)
+
+
+def worker_here(
+    config: Config, index: int, config_file: Path, controller: str, keys: RankKeys, log: Path
+) -> Learner:
+    """Return a data worker on this machine, not started."""
+    arguments = worker_arguments(config_file, index, config.learner.listen_host, controller)
+    return LearnerProcess([sys.executable, *arguments], log, WORKER_THREADS, keys)
+
 
 class Launched:
     """Starts everything on a cluster's machines, by a launcher, which it asks for places."""
@@ -145,7 +178,8 @@ class Launched:
         needs = checked(lambda: needs_of(config, roles, gpus=launcher.gpus > 0))
         places = checked(lambda: launcher.reserve(needs, say))
         self._places: Mapping[str, list[Place]] = {
-            key: [place for place in places if place.need.key == key] for key in (LEARNER, *roles)
+            key: [place for place in places if place.need.key == key]
+            for key in (LEARNER, WORKERS, *roles)
         }
         self.config = _reached_at(config, launcher.host)
 
@@ -183,6 +217,18 @@ class Launched:
 
         return RemoteLearner(self._launcher, self._places[LEARNER], make, log, self._say)
 
+    def worker(
+        self, index: int, config_file: Path, controller: str, keys: RankKeys, log: Path
+    ) -> Learner:
+        """Return as Machines says."""
+        env = {**self.config.cluster.env, RANK_VARIABLE: keys.text()}
+
+        def make(places: Sequence[Place], log: Path) -> Sequence[ProcessSpec]:
+            return [worker_spec(config_file.absolute(), places[0], controller, log, env)]
+
+        place = self._places[WORKERS][index]
+        return RemoteLearner(self._launcher, [place], make, log, self._say)
+
     @property
     def line(self) -> str | None:
         """Returns the node of every process."""
@@ -204,7 +250,7 @@ def machines_of(config: Config, roles: Sequence[Role], say: Say) -> Iterator[Mac
     elif kind == "external":
         yield Elsewhere(config, roles)
     else:
-        launcher = checked(lambda: LAUNCHERS[kind](config.cluster))
+        launcher = checked(lambda: LAUNCHERS[kind](config))
         try:
             yield Launched(config, roles, launcher, say)
         finally:
@@ -223,7 +269,8 @@ def needs_of(config: Config, roles: Sequence[Role], *, gpus: bool) -> tuple[Need
         if part.key != LEARNER
         for index in range(part.groups)
     )
-    return (*learner, *servers)
+    workers = (Need(WORKERS, index, 0) for index in range(config.workers.count))
+    return (*learner, *servers, *workers)
 
 
 def _reached_at(config: Config, host: str) -> Config:

@@ -209,8 +209,7 @@ def prompt_rules(config: Config, student: ModelFacts, *, heldout: bool) -> Promp
     # held-out problems are the student's own
     teacher_key = None if heldout else data.teacher_key
     choices = {} if teacher_key is None else {teacher_key: tuple(teacher_roles(config))}
-    # so are their limits: those of the evaluation
-    limit_key, stop_key = (None, None) if heldout else (data.max_new_tokens_key, data.stop_key)
+    limit_key = None if heldout else data.max_new_tokens_key  # an evaluation has its own limit
     # what learns from rewards would drop every sample of a row without one
     needed = heldout or config.estimator.reads_reward
     return PromptRules(
@@ -220,7 +219,7 @@ def prompt_rules(config: Config, student: ModelFacts, *, heldout: bool) -> Promp
             needed=needed,
             choices=choices,
             limits={} if limit_key is None else {limit_key: config.rollout.max_new_tokens},
-            stops=() if stop_key is None else (stop_key,),
+            stops=() if data.stop_key is None else (data.stop_key,),
             names=(data.id_key,),
             tasks={} if data.task_key is None else {data.task_key: row_tasks(config, needed)},
             # so are all of their answers

@@ -270,8 +270,7 @@ class PipelineRun:
         experts = sum(spec.moe_layers) * spec.experts_per_token
         largest = largest_frame_bytes(config, spec.vocab_size, experts)
         keys, logs = self.admission.keys, self.run_dir.logs
-        host = config.learner.listen_host
-        self.workers = DataWorkers(config, host, keys, FRAMES * largest, logs, self._say)
+        self.workers = DataWorkers(self.machines, keys, FRAMES * largest, logs, self._say)
         self.workers.start(self.run_dir.resolved_config)
         await self.workers.ready(config.student.startup_timeout_s)
 
@@ -298,6 +297,8 @@ class PipelineRun:
         serve_on = weight_sync.serve_on(lambda: version, asyncio.Lock())
         after = self.evaluations.after(version)
         self._say(*await while_alive(guard, after, beside=serve_on))
+        if self.checkpoints is not None and config.checkpoint.keep_best:
+            await self.checkpoints.rotate()  # the best one is known only now
         if config.student.urls or self.elastic.added:
             await weight_sync.close()  # servers that outlive this run leave its group
         if config.checkpoint.export_hf:
@@ -531,7 +532,9 @@ class PipelineRun:
         summary["samples_readmitted"] = sum(fleet.restarted for fleet in self.fleets.values())
         summary["requests_timed_out"] = sum(fleet.timed_out for fleet in self.fleets.values())
         summary["data_workers_lost"] = 0 if self.workers is None else self.workers.pool.workers_lost
-        summary["frames_refused"] = 0 if self.remote is None else self.remote.frames_refused
+        learners = 0 if self.remote is None else self.remote.frames_refused
+        workers = 0 if self.workers is None else self.workers.pool.refused
+        summary["frames_refused"] = learners + workers
         if self.checkpoints is not None:
             summary["checkpoint_wait_s_mean"] = self.checkpoints.waited_s.value
             summary["checkpoint_s_mean"] = self.checkpoints.written_s.value

@@ -12,6 +12,7 @@ from megatron_opd.cli.roles import STUDENT, Role, section_of
 from megatron_opd.config.schema import Config
 from megatron_opd.launch.gpus import has_gpu
 from megatron_opd.launch.placement import UNPLACED, Placement
+from sglang_bridge.listening import require_interface
 from sglang_bridge.server.__main__ import arguments_for_device
 from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.server.spec import ServerSpec, server_command
@@ -53,8 +54,11 @@ def make_spec(
         weights_dir=_weights_dir(config, role),
         shares_memory=role == STUDENT and config.schedule.time_shared,
         gpus=gpus,
+        interface=config.cluster.interface,
         extra_args=section.extra_args,
     )
+    if spec.interface is not None:
+        _check_interface(spec.interface)
     check_extra_args(section, role)
     _check_for_device(spec, role)
     return spec
@@ -64,6 +68,13 @@ def _weights_dir(config: Config, role: Role) -> str | None:
     """Return the directory below which a server of this role may read new weights."""
     directory = config.weight_sync.directory
     return str(directory.absolute()) if directory is not None and role == STUDENT else None
+
+
+def _check_interface(name: str) -> None:
+    try:
+        require_interface(name)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _check_for_device(spec: ServerSpec, role: Role) -> None:

@@ -7,7 +7,7 @@ import json
 import sys
 
 from megatron_opd.cli.errors import UserError
-from megatron_opd.config.ray import RayConfig
+from megatron_opd.config.schema import Config
 from megatron_opd.launch.launcher import CannotPlace
 from megatron_opd.launch.ray_submit import run_job
 
@@ -16,8 +16,9 @@ JOB_VARIABLE = "MEGATRON_OPD_JOB"
 COMMAND = ("python3", "-m", "megatron_opd.cli.submitted")
 
 
-def submit_run(settings: RayConfig, arguments: argparse.Namespace) -> int:
+def submit_run(config: Config, arguments: argparse.Namespace) -> int:
     """Run it there, print what it prints, and return its exit code. UserError: it cannot be."""
+    settings, insecure = config.cluster.ray, config.security.insecure
     assert settings.submit is not None
     job = {
         "name": arguments.config.name,
@@ -26,7 +27,8 @@ def submit_run(settings: RayConfig, arguments: argparse.Namespace) -> int:
         "directory": None if settings.directory is None else str(settings.directory),
     }
     try:
-        return run_job(settings.submit, COMMAND, {JOB_VARIABLE: json.dumps(job)}, _show)
+        variables = {JOB_VARIABLE: json.dumps(job)}
+        return run_job(settings.submit, COMMAND, variables, _show, insecure=insecure)
     except CannotPlace as error:
         raise UserError(str(error)) from None
 

@@ -9,6 +9,8 @@ from pydantic import Field
 from megatron_opd.config.ray import RayConfig
 from megatron_opd.config.section import FilePath, Processes, Seconds, Section
 
+# as Linux takes them; gloo reads one name, NCCL would read a list of prefixes
+InterfaceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,15}$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
@@ -30,6 +32,11 @@ class ClusterConfig(Section):
     env: dict[VariableName, str] = Field(default_factory=dict[str, str])
     """With ray and slurm: environment variables for every server and the learner, such as
     {NCCL_SOCKET_IFNAME: ib0}. They are written to the run directory: no secrets."""
+    interface: InterfaceName | None = None
+    """Network interface, such as ib0, on which the groups of learner and servers listen: gloo's and
+    NCCL's sockets. Groups cannot have keys: name one of a network that belongs to the cluster. It
+    must be on every machine. null: the one of weight_sync.host or of a server's host; a learner of
+    several nodes listens where gloo and NCCL choose."""
     share_gpus: bool = False
     """With local: lets several processes use one GPU, such as all of a run on a machine with a
     single one: lists of `gpus` may overlap, and what is laid out by itself starts again at GPU 0

@@ -15,6 +15,8 @@ from megatron_opd.config.selection import RewardSpread, SoftPenalty
 from megatron_opd.config.servers import is_local_url
 from megatron_opd.config.tree import ConfigTree
 
+EVERY_ADDRESS = ("0.0.0.0", "::")
+
 
 def _estimator(config: ConfigTree) -> str | None:
     try:
@@ -152,6 +154,17 @@ def _keys(config: ConfigTree) -> str | None:
     return None
 
 
+def _interface(config: ConfigTree) -> str | None:
+    cluster = config.cluster
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if cluster.interface is not None and name in cluster.env:
+            return (
+                f"cluster.interface must be null with cluster.env.{name}, which would say the same "
+                f"a second time, got {cluster.interface} and {cluster.env[name]}; leave one out"
+            )
+    return None
+
+
 def keyless_problem(key: str, where: str) -> str:
     """Return why the servers of a section may not be used or started at `where`."""
     return (
@@ -163,6 +176,17 @@ def keyless_problem(key: str, where: str) -> str:
 def key_of_teacher(name: str) -> str:
     """Return the section's key: `teacher`, or `teachers.NAME`."""
     return name if name == "teacher" else f"teachers.{name}"
+
+
+def _workers(config: ConfigTree) -> str | None:
+    host = config.learner.listen_host
+    if not config.workers.count or host not in EVERY_ADDRESS:
+        return None
+    return (
+        "learner.listen_host must be an address with workers.count > 0, since learner ranks reach "
+        f"data workers at it too, got {host} (every address) and workers.count "
+        f"{config.workers.count}; name the one that they share"
+    )
 
 
 def _teachers(config: ConfigTree) -> str | None:
@@ -453,6 +477,8 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _time_shared,
     _urls,
     _keys,
+    _interface,
+    _workers,
     _groups,
     _rewards,
     _code,

@@ -22,7 +22,7 @@ from megatron_opd.evaluation.estimates import over_problems, pass_at_k
 from megatron_opd.types import Prompt
 from megatron_opd.verifiers.reward import VerifierFailed
 from sglang_bridge.fleet import Fleet
-from sglang_bridge.protocol import RolloutRequest
+from sglang_bridge.protocol import FinishReason, RolloutRequest
 from sglang_bridge.retry import Backoff, is_unanswered, retried
 
 
@@ -30,11 +30,13 @@ from sglang_bridge.retry import Backoff, is_unanswered, retried
 class Completion:
     """Holds one sampled response.
 
-    ids: token ids, the end token included when it was sampled. versions: the oldest and the newest
-    version of the weights that sampled it; None: unknown, or nothing was sampled.
+    ids: token ids, the end token included when it was sampled. finish_reason: what ended it.
+    versions: the oldest and the newest version of the weights that sampled it; None: unknown, or
+    nothing was sampled.
     """
 
     ids: Sequence[int]
+    finish_reason: FinishReason
     versions: tuple[int, int] | None = None
 
 
@@ -42,11 +44,18 @@ class CompletionPort(Protocol):
     """Samples from the model under evaluation."""
 
     async def complete(
-        self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float, seed: int
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        stop: tuple[str, ...],
+        seed: int,
     ) -> Completion:
         """Return a completion.
 
-        seed: the same one gives the same completion where completions are reproducible.
+        stop: strings that end it, as soon as its text holds one. seed: the same one gives the same
+        completion where completions are reproducible.
         """
         ...
 
@@ -62,7 +71,13 @@ class FleetPort:
         self._fleet, self._backoff = fleet, Backoff(attempts)
 
     async def complete(
-        self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float, seed: int
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        stop: tuple[str, ...],
+        seed: int,
     ) -> Completion:
         """Ask the fleet for one completion. Raises what Fleet.generate raises."""
 
@@ -72,12 +87,13 @@ class FleetPort:
                 input_ids=list(prompt_ids),
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
+                stop=stop,
                 seed=seed,
             )
             reply = await self._fleet.generate(request, evaluates=True)
             versions = [version for version, _, _ in reply.spans]
             span = (min(versions), max(versions)) if versions else None
-            return Completion(reply.output_ids_T.tolist(), span)
+            return Completion(reply.output_ids_T.tolist(), reply.finish_reason, span)
 
         return await retried(once, self._backoff, is_unanswered)
 
@@ -87,7 +103,7 @@ class EvaluationPlan:
     """Says how to sample for an evaluation.
 
     samples: k, completions a problem. temperature: 0 = greedy. concurrency: completions in flight.
-    seed: seeds all completions.
+    seed: seeds all completions. stop: strings that end a completion, besides its problem's own.
     """
 
     samples: int
@@ -95,6 +111,7 @@ class EvaluationPlan:
     max_new_tokens: int
     concurrency: int
     seed: int = 0
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for key in ("samples", "max_new_tokens", "concurrency"):
@@ -110,7 +127,8 @@ class EvaluationReport:
 
     accuracy_pct: 100 times the mean over problems of (correct completions / k) (AsyncOPD Eq. 14).
     stderr_pct: standard error of that mean over problems (estimates.py; nan for one problem): the k
-    completions of a problem are not independent. truncated_pct: completions without an end token.
+    completions of a problem are not independent. truncated_pct: completions that ended at the
+    limit of tokens.
     mean_reward: over all completions, in [0, 1]; a completion is correct where its reward is 1.
     verifier_failures: completions without a judgement, which count as wrong, by the reason.
     pass_at_k, pass_at_k_stderr_pct: percent by k (estimates.py). version_min, version_max: oldest
@@ -210,6 +228,7 @@ async def _complete(
         prompt.token_ids_P.tolist(),
         max_new_tokens=plan.max_new_tokens,
         temperature=plan.temperature,
+        stop=tuple(dict.fromkeys((*plan.stop, *prompt.stop))),
         seed=seed,
     )
     ids = completion.ids
@@ -218,12 +237,12 @@ async def _complete(
         reward = await judge.reward(prompt, ids) or 0.0
     except VerifierFailed as failed:
         failure = failed.reason
-    stop = judge.end(ids)
+    end = judge.end(ids)
     return _Outcome(
         problem=problem,
         reward=reward,
-        num_tokens=len(ids) if stop is None else stop + 1,
-        truncated=stop is None,
+        num_tokens=len(ids) if end is None else end + 1,
+        truncated=completion.finish_reason == "length",
         versions=completion.versions,
         failure=failure,
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from megatron_opd.launch.parts import LEARNER
+from megatron_opd.launch.parts import LEARNER, WORKERS
 
 
 class CannotPlace(ValueError):
@@ -34,8 +34,9 @@ class Need:
 
     @property
     def name(self) -> str:
-        """Returns `teacher server 0`, or `learner node 1`."""
-        return f"{self.key} {'node' if self.key == LEARNER else 'server'} {self.index}"
+        """Returns `teacher server 0`, `learner node 1` or `data worker 2`."""
+        words = {LEARNER: "learner node", WORKERS: "data worker"}
+        return f"{words.get(self.key, f'{self.key} server')} {self.index}"
 
 
 @dataclass(frozen=True, slots=True)

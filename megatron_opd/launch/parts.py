@@ -9,6 +9,7 @@ from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.servers import ServerConfig
 
 LEARNER = "learner"
+WORKERS = "workers"
 Gpus = tuple[int, ...]
 
 

@@ -57,10 +57,13 @@ class Bundle:
 
 
 class RayLauncher:
-    """Places processes on a Ray cluster. Any thread may call any method."""
+    """Places processes on a Ray cluster. Any thread may call any method.
 
-    def __init__(self, settings: RayConfig) -> None:
-        self._settings = settings
+    insecure: beyond this machine, the cluster may be open to whoever reaches it.
+    """
+
+    def __init__(self, settings: RayConfig, *, insecure: bool = False) -> None:
+        self._settings, self._insecure = settings, insecure
         self._lock, self._idle = threading.RLock(), threading.Condition()
         self._closed = threading.Event()
         self._connected, self._busy = False, 0
@@ -151,7 +154,7 @@ class RayLauncher:
     def _connect(self) -> None:
         with self._lock:
             if not self._connected:
-                connect(self._settings)
+                connect(self._settings, insecure=self._insecure)
                 self._connected = True
 
     @contextmanager

@@ -10,6 +10,7 @@ import threading
 
 from megatron_opd.config.ray import RayConfig
 from megatron_opd.launch.launcher import CannotPlace
+from megatron_opd.launch.ray_token import require_token
 
 INSTALL = "cluster.type ray needs the package ray[default]==2.60.0: pip install 'megatron-opd[ray]'"
 REACH_S = 5.0
@@ -17,8 +18,10 @@ REACH_S = 5.0
 NOISE = {"RAY_DEDUP_LOGS_SKIP_REGEX": "^Raylet is terminated"}
 
 
-def connect(settings: RayConfig) -> None:
-    """Join the cluster as a driver. CannotPlace, in one line: there is none.
+def connect(settings: RayConfig, *, insecure: bool) -> None:
+    """Join the cluster as a driver. CannotPlace, in one line: there is none, or it is open.
+
+    insecure: may be open to whoever reaches it.
 
     Everything that the driver starts ends with it.
     """
@@ -29,9 +32,13 @@ def connect(settings: RayConfig) -> None:
         raise CannotPlace(INSTALL) from None
     before = signal.getsignal(signal.SIGTERM)
     try:
-        _check_reachable(settings.address)
+        found = _check_reachable(settings.address)
+        if found is not None and not insecure:
+            require_token(found)
         logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of threads, at once
         ray.init(address=settings.address, log_to_driver=False, logging_level=logging.ERROR)
+    except CannotPlace:
+        raise
     except (OSError, RuntimeError, ValueError) as error:  # ConnectionError is an OSError
         raise CannotPlace(_unreachable(settings.address, error)) from None
     finally:
@@ -39,8 +46,8 @@ def connect(settings: RayConfig) -> None:
             signal.signal(signal.SIGTERM, before)  # Ray's would exit without cleaning up
 
 
-def _check_reachable(address: str) -> None:
-    """Raise OSError where nothing listens: Ray itself would try for minutes."""
+def _check_reachable(address: str) -> str | None:
+    """Return the head's HOST:PORT. OSError: nothing listens: Ray itself would try for minutes."""
     from ray._private.services import canonicalize_bootstrap_address
 
     found = canonicalize_bootstrap_address(address)
@@ -48,6 +55,7 @@ def _check_reachable(address: str) -> None:
         host, _, port = found.rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), REACH_S):
             pass
+    return found
 
 
 def _unreachable(address: str, error: Exception) -> str:

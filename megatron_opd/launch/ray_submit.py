@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_opd.launch.launcher import CannotPlace
 from megatron_opd.launch.ray_connection import INSTALL
+from megatron_opd.launch.ray_token import require_token_of_dashboard
 
 STOP_WAIT_S = 120
 """Longest time in seconds that a stopped job has for its checkpoint and its own clean-up."""
@@ -25,13 +26,18 @@ def run_job(
     command: Sequence[str],
     variables: Mapping[str, str],
     show: Callable[[str], None],
+    *,
+    insecure: bool = False,
 ) -> int:
     """Run a command in the cluster whose dashboard is at `url`, and return its exit code.
 
     variables: added to the job's environment; Ray shows them to whoever reads the dashboard.
-    show: receives what the job prints. CannotPlace: the job cannot be submitted, or is lost.
+    show: receives what the job prints. insecure: the dashboard may be open to whoever reaches it.
+    CannotPlace: the job cannot be submitted, or is lost.
     KeyboardInterrupt stops the job, awaits its end and is raised again.
     """
+    if not insecure:
+        require_token_of_dashboard(url)
     client = _client(url)
     added = {**variables, "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
     try:

@@ -101,6 +101,22 @@ def learner_specs(
     )
 
 
+def worker_spec(
+    config_file: Path, place: Place, controller: str, log: Path, env: Mapping[str, str]
+) -> ProcessSpec:
+    """Return what a data worker is started with. env: the user's, and the ranks' keys."""
+    name, index = place.need.name, place.need.index
+    return ProcessSpec(name, worker_arguments(config_file, index, place.host, controller), env, log)
+
+
+def worker_arguments(config_file: Path, index: int, host: str, controller: str) -> tuple[str, ...]:
+    """Return the arguments of Python for a data worker. host: where learner ranks reach it."""
+    return (
+        *("-m", "megatron_opd.cli.data_worker", str(config_file)),
+        *("--controller", controller, "--index", str(index), "--host", host),
+    )
+
+
 def _node_name(node: int, places: Sequence[Place]) -> str:
     return "the learner" if len(places) == 1 else f"the learner's node {node}"
 

@@ -57,7 +57,7 @@ def main() -> int:
             from megatron_opd.learner.serve import serve
 
             config = load_config(Config, arguments.config, arguments.overrides)
-            keep_groups_on(config.weight_sync.host)
+            keep_groups_on(config.weight_sync.host, config.cluster.interface)
             return serve(config, arguments.controller)
         from megatron_opd.learner.sft import run_sft
 

@@ -1,11 +1,11 @@
 """Measures how large the draw cache is, per response token, for every support.
 
-Bytes are those of the arrays as they are kept and sent to the learner (DrawCache and Sample): a
-cached id costs 16 = 4 (id) + 4 (weight) + 4 (sampler log-prob) + 4 (teacher log-prob); a token
-costs 8 (its offset) + 8 (the index of its path token) + 4 (its response id) besides, and each
-sample 8 more (the last offset). Prompt tokens are not counted. The dense layout of 64 draws that
-this replaces is [T, 64] of ids, sampler and teacher log-probs, equal ids repeated: 64 * 12 = 768
-bytes a token, response ids not counted.
+Bytes are those of the arrays as the controller keeps them (DrawCache and Sample); what is sent to a
+learner is about half of that (transport/samples.py). A cached id costs 16 = 4 (id) + 4 (weight) + 4
+(sampler log-prob) + 4 (teacher log-prob); a token costs 8 (its offset) + 8 (the index of its path
+token) + 4 (its response id) besides, and each sample 8 more (the last offset). Prompt tokens are
+not counted. The dense layout of 64 draws that this replaces is [T, 64] of ids, sampler and teacher
+log-probs, equal ids repeated: 64 * 12 = 768 bytes a token, response ids not counted.
 """
 
 from __future__ import annotations

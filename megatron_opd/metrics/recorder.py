@@ -102,7 +102,7 @@ class RunRecorder:
         updates_total: updates the run will make.
         totals: counted into; read them for the summary.
         sinks: take one row per update and per evaluated set; closed by `close`.
-        timeline: drawn on and closed, if given.
+        timeline: drawn on and closed with the sinks, if given.
         display: started and stopped, if given.
         clock: the event loop's clock (seconds).
         elapsed_s: what earlier attempts of a resumed run took, up to where it continues.
@@ -296,7 +296,11 @@ class RunRecorder:
             self._display.updated(self.snapshot())
 
     def evaluated(self, row: Mapping[str, Any]) -> None:
-        """Write the row of an evaluated set, also before and after the updates."""
+        """Write the row of an evaluated set, also before and after the updates, and draw it."""
+        if self._timeline is not None and row["update"]:  # what was before the run began before it
+            now_s = self._clock()
+            self._timeline.evaluation(row, now_s - row["seconds"], now_s)
+            self._timeline.flush()
         for sink in self._sinks:
             sink.evaluated(row)
 
@@ -326,15 +330,17 @@ class RunRecorder:
             if self._rollouts is not None:
                 closing.callback(self._rollouts.close)
             if self._timeline is not None:
-                closing.callback(self._timeline.close)
+                closing.callback(self._timeline.flush)
             if self._display is not None:
                 closing.callback(self._display.stop)
             for update in sorted(self._rows):
                 self._write_row(update)
 
     def close(self) -> None:
-        """Close the sinks, once nothing is evaluated any more; safe to call twice."""
+        """Close the time line and the sinks, once nothing is evaluated; safe to call twice."""
         with ExitStack() as closing:
+            if self._timeline is not None:
+                closing.callback(self._timeline.close)
             for sink in self._sinks:
                 closing.callback(sink.close)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -12,9 +13,15 @@ from megatron_opd.types import AnyRollout, AnySample, Batch
 from sglang_bridge.work import ServerWork
 
 PIPELINE, TEACHER, LEARNER, SYNC = "pipeline", "teacher scoring", "learner", "weight sync"
+EVALUATION = "evaluation"
 WORK, CPU, CORES, CONTROLLER = "work", "CPU seconds", "cores", "controller"
 # a counter event for every change would be most of the trace
 COUNTER_INTERVAL_S = 0.05
+OF_AN_EVALUATION = (
+    *("set", "update", "version_min", "version_max", "lag_steps"),
+    *("problems", "samples", "accuracy_pct", "mean_response_tokens"),
+)
+"""Columns of evaluations.jsonl that its span carries."""
 
 
 class Timeline:
@@ -22,7 +29,8 @@ class Timeline:
 
     Args:
         trace: where to draw.
-        engines: names of the student engines, a row each; others get one once they sample.
+        engines: names of the student engines, a row each; others get one once they sample, and
+            evaluations once there is one.
     """
 
     def __init__(self, trace: TraceWriter, engines: Sequence[str]) -> None:
@@ -76,6 +84,12 @@ class Timeline:
         begin_s, end_s = report.paused_from_s, report.resumed_s
         for engine in report.servers or self._engines:
             self._trace.span(engine_row(engine), "paused", begin_s, end_s, details, lane=0)
+
+    def evaluation(self, row: Mapping[str, Any], started_s: float, finished_s: float) -> None:
+        """Draw a span for an evaluated set. row: its columns of evaluations.jsonl."""
+        name = f"{row['set']} after {row['update']} updates"
+        details = {key: row[key] for key in OF_AN_EVALUATION}
+        self._trace.span(EVALUATION, name, started_s, finished_s, details)
 
     def drop(self, uid: int, reason: str, detail: str, now_s: float) -> None:
         """Mark where a sample was dropped."""

@@ -41,30 +41,34 @@ def _track(rows: Sequence[Mapping[str, Any]]) -> Track:
 
 
 def _passes(found: Any) -> dict[str, Any]:
-    """Return pass@k as columns `pass_at_k K`."""
+    """Return pass@k as columns `pass_at_k K`, without pass@1, which is the accuracy."""
     if not isinstance(found, dict):
         return {}
-    return {f"{PASS} {k}": value for k, value in cast(dict[str, Any], found).items()}
+    return {f"{PASS} {k}": value for k, value in cast(dict[str, Any], found).items() if k != "1"}
 
 
 def _of_summary(run: RunData) -> dict[str, list[dict[str, Any]]]:
-    """Return what a summary holds: the student before and after, and a teacher, who stays as it is.
+    """Return what a summary holds: the student before and after, and teachers, who do not change.
 
-    Each has two rows, at the begin and the end of the run; none where it was not evaluated.
+    Each has two rows, at the begin and the end of the run; none where it was not evaluated. With
+    several sets a teacher has two for each: `teacher on SET`.
     """
     reports = (run.summary or {}).get("evaluations")
     known = cast(dict[str, Any], reports) if isinstance(reports, dict) else {}
     last_s = float(max(run.table.values("time_s"), default=0.0))
     ends = ((0.0, 0.0), (float(len(run.table)), last_s))
-    names = {"student": ("student before", "student after"), "teacher": ("teacher", "teacher")}
-    sets = {"student": HELD_OUT, "teacher": "teacher"}
-    return {
-        who: [
-            {"update": update, "time_s": time_s, "set": sets[who], **report}
-            for (update, time_s), name in zip(ends, names[who], strict=True)
+
+    def rows(shown: str, first: str, last: str) -> list[dict[str, Any]]:
+        return [
+            {"update": update, "time_s": time_s, "set": shown, **report}
+            for (update, time_s), name in zip(ends, (first, last), strict=True)
             if isinstance(report := known.get(name), dict)
         ]
-        for who in names
+
+    teachers = [name for name in known if name.partition(" ")[0] == "teacher"]
+    return {
+        "student": rows(HELD_OUT, "student before", "student after"),
+        "teacher": [row for name in teachers for row in rows(name, name, name)],
     }
 
 

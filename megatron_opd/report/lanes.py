@@ -16,11 +16,11 @@ from typing import Literal
 import numpy as np
 
 from megatron_opd.metrics.intervals import BusyTime
-from megatron_opd.metrics.timeline import LEARNER, PIPELINE, SYNC, TEACHER
+from megatron_opd.metrics.timeline import EVALUATION, LEARNER, PIPELINE, SYNC, TEACHER
 from megatron_opd.report.series import DoubleArray, Table
 from megatron_opd.report.trace_file import TraceFile
 
-Stage = Literal["student", "teacher", "learner", "weight sync"]
+Stage = Literal["student", "teacher", "learner", "weight sync", "evaluation"]
 STUDENT_ROW = "student "
 MOST_LANES = 256
 """Lanes that are drawn; more servers share lanes, a few to each."""
@@ -170,6 +170,8 @@ def _stage(row: str) -> Stage:
             return "learner"
         case _ if row == SYNC:
             return "weight sync"
+        case _ if row == EVALUATION:
+            return "evaluation"
         case _:
             return "student"
 

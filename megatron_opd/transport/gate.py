@@ -8,8 +8,6 @@ its controller too, encrypts everything, and takes no recorded byte a second tim
 from __future__ import annotations
 
 import hmac
-import logging
-import time
 from collections.abc import Awaitable
 from typing import Any, cast
 
@@ -19,41 +17,14 @@ from zmq.utils.monitor import recv_monitor_message
 
 from megatron_opd.transport.keys import RunKeys
 
-logger = logging.getLogger(__name__)
-
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 HANDSHAKE_MS = 10_000
 # A host that vanished is noticed after HEARTBEAT_MS + HEARTBEAT_TIMEOUT_MS. ZeroMQ's own threads
 # send and answer heartbeats: a peer whose Python is busy is not taken for dead.
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 6_000
-LOG_EVERY_S = 1.0
-# rejections handled before messages are read again: strangers that connect faster than they are
-# counted would otherwise keep the learner waiting
+# ended connections handled before messages are read again: strangers that connect faster than they
+# are counted would otherwise keep the learner waiting
 EVENTS_A_TURN = 256
-REFUSALS = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-
-
-class Refusals:
-    """Counts rejected connections and frames, and logs them at most once in LOG_EVERY_S."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._said_s = -LOG_EVERY_S
-
-    def add(self, reason: str) -> None:
-        """Count one more rejection for `reason`."""
-        self.count += 1
-        now_s = time.monotonic()
-        if now_s - self._said_s >= LOG_EVERY_S:
-            self._said_s = now_s
-            logger.warning(
-                "refused on the learner's socket: %s (%d frames and connections so far)",
-                *(reason, self.count),
-            )
 
 
 def guard_socket(socket: zmq.Socket[Any], max_bytes: int) -> None:
@@ -67,7 +38,7 @@ def guard_socket(socket: zmq.Socket[Any], max_bytes: int) -> None:
 class Gate:
     """Guards `socket`; make it before the socket is bound, run `answer` as a task.
 
-    monitor: readable when a connection was refused or ended; see `ended`.
+    monitor: readable when a connection ended, one that was refused too; see `ended`.
     """
 
     def __init__(
@@ -75,9 +46,8 @@ class Gate:
         context: zmq.asyncio.Context,
         socket: zmq.Socket[Any],
         keys: RunKeys,
-        refusals: Refusals,
     ) -> None:
-        self._learner, self._refusals = keys.learner_public, refusals
+        self._learner = keys.learner_public
         self._zap = context.socket(zmq.REP)
         self._zap.bind(ZAP_ADDRESS)
         socket.set(zmq.CURVE_SERVER, 1)
@@ -89,7 +59,7 @@ class Gate:
         self.monitor = context.socket(zmq.PAIR)
         self.monitor.set(zmq.RCVHWM, 0)
         address = f"inproc://monitor-{socket.fileno()}"
-        socket.monitor(address, REFUSALS | zmq.EVENT_DISCONNECTED)
+        socket.monitor(address, zmq.EVENT_DISCONNECTED)
         self.monitor.connect(address)
 
     async def answer(self) -> None:
@@ -108,10 +78,7 @@ class Gate:
             if not await self.monitor.poll(0):
                 break
             event = await cast(Awaitable[Any], recv_monitor_message(self.monitor))
-            if event["event"] & REFUSALS:
-                self._refusals.add("a peer without the run's keys")
-            else:
-                descriptors.append(event["value"])
+            descriptors.append(event["value"])
         return descriptors
 
     def close(self) -> None:

@@ -29,10 +29,11 @@ def bound_store(
         )
 
 
-def keep_groups_on(host: str) -> None:
-    """Make process groups of this process listen only on the interface of `host`.
+def keep_groups_on(host: str, interface: str | None = None) -> None:
+    """Make process groups of this process listen only on `interface`, or on that of `host`.
 
-    A world of several machines, whose ranks must reach each other, is left as it is.
+    Without `interface` a world of several machines, whose ranks must reach each other, is left as
+    it is. ValueError: this machine has none of that name.
     """
-    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
-        listening.keep_groups_on(host, os.environ)
+    if interface is not None or int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
+        listening.keep_groups_on(host, os.environ, interface)

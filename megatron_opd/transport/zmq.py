@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from megatron_opd.batching.shares import Share
 from megatron_opd.checkpoint.run_lock import Claim
 from megatron_opd.config.schema import Config
 from megatron_opd.transport.frames import to_frames
-from megatron_opd.transport.gate import Gate, Refusals, guard_socket
+from megatron_opd.transport.gate import Gate, guard_socket
 from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.messages import (
     MAX_REPLY_BYTES,
@@ -57,12 +58,17 @@ from megatron_opd.transport.messages import (
 from megatron_opd.transport.roster import Breach, Expected, Roster
 from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import WeightPiece
+from sglang_bridge.refusals import Refusals
+
+logger = logging.getLogger(__name__)
 
 # The learner reports its own timeout; wait a little longer than it, to hear the cause.
 MARGIN_S = 5.0
 # to send the reason to a rank that is refused
 LINGER_MS = 500
 LAST_WORDS_S = 1.0
+FORMER = b""
+"""The peer at the other end of a lost learner's connections; ZeroMQ gives nobody this name."""
 
 ResultT = TypeVar("ResultT", bound=Result)
 
@@ -111,14 +117,14 @@ class RemoteLearner:
             digests=admission.digests,
         )
         self._roster = Roster(self._expected)
-        self._refusals = Refusals()
+        self._refusals = Refusals(logger, "on the learner's socket")
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, 0)
         guard_socket(self._socket, MAX_REPLY_BYTES)
-        self._gate = Gate(self._context, self._socket, admission.keys, self._refusals)
+        self._gate = Gate(self._context, self._socket, admission.keys)
         host, port = self._config.listen_host, self._config.listen_port
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
@@ -155,7 +161,7 @@ class RemoteLearner:
     def start_over(self) -> None:
         """Forget a learner that is gone, so that another one can join at the same address."""
         self._roster, self._failure, self._silent = Roster(self._expected), None, None
-        self._connections.clear()
+        self._connections = dict.fromkeys(self._connections, FORMER)
 
     async def wait_ready(self, timeout_s: float) -> LearnerInfo:
         """Wait until every rank has loaded the model."""
@@ -347,7 +353,11 @@ class RemoteLearner:
                 identity, *frames = await self._socket.recv_multipart(copy=False)
                 await self._take(identity.bytes, frames)
             # only now: a rank that reported its failure has said more than that it is gone
-            for rank in (self._roster.rank_of(peer) for peer in ended if peer is not None):
+            for peer in ended:
+                if peer is None:
+                    self._refusals.add("a connection without the run's keys")
+                    continue
+                rank = self._roster.rank_of(peer)
                 if rank is not None and not self._leaving:
                     self._fail(f"learner rank {rank} is gone: its connection ended", final=False)
             self._changed.set()

@@ -8,11 +8,17 @@ in Host is looked at because a page of elsewhere could have its own name resolve
 from __future__ import annotations
 
 import ipaddress
+import logging
 import secrets
 from dataclasses import dataclass
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
+
+from sglang_bridge.refusals import Refusals
+
+logger = logging.getLogger(__name__)
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -65,16 +71,18 @@ def cookie_name(port: int) -> str:
 
 
 def guard(access: Access, port: int) -> Middleware:
-    """Make the middleware that answers 403 unless the request may be answered."""
-    cookie = cookie_name(port)
+    """Make the middleware that answers 403 unless the request may be answered, and counts those."""
+    cookie, refusals = cookie_name(port), Refusals(logger, "by opd watch")
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if not access.serves(request.host):
+            refusals.add("a request for another host")
             return refusal("this name is not this server's: open the address that was printed")
         if access.knows(request.query.get(TOKEN)):
             return let_in(request, access, cookie)
         if not access.knows(request.cookies.get(cookie)):
+            refusals.add("a request without the token")
             return refusal("the token is missing or wrong: open the address that was printed")
         try:
             response = await handler(request)
@@ -95,6 +103,30 @@ def let_in(request: web.Request, access: Access, cookie: str) -> web.Response:
     # anything
     response.set_cookie(cookie, access.token, httponly=True, samesite="Lax", path="/")
     return response
+
+
+class NotHttp(logging.Filter):
+    """Counts what aiohttp would log with a traceback: bytes of a stranger that are no request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._refusals = Refusals(logger, "by opd watch")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is logged."""
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError):
+            return True
+        self._refusals.add("what is not HTTP")
+        return False
+
+
+def counting_logger() -> logging.Logger:
+    """Return the logger for aiohttp's server."""
+    made = logging.Logger("megatron_opd.watch.http")
+    made.parent = logger
+    made.addFilter(NotHttp())
+    return made
 
 
 def refusal(why: str) -> web.Response:

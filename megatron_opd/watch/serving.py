@@ -13,7 +13,7 @@ from urllib.parse import urlunsplit
 from aiohttp import web
 
 from megatron_opd.report.run_files import RunFiles
-from megatron_opd.watch.access import Access
+from megatron_opd.watch.access import Access, counting_logger
 from megatron_opd.watch.server import WatchServer
 from megatron_opd.watch.watched import Watched
 from sglang_bridge.listening import is_loopback
@@ -31,7 +31,8 @@ async def serve(
     """Serve one run on a socket that listens, until cancelled. say: tells the user."""
     port = listener.getsockname()[1]
     access = Access(secrets.token_urlsafe(32), known_names(host))
-    runner = web.AppRunner(WatchServer(Watched(files)).app(access, port), access_log=None)
+    app = WatchServer(Watched(files)).app(access, port)
+    runner = web.AppRunner(app, access_log=None, logger=counting_logger())
     await runner.setup()
     try:
         await web.SockSite(runner, listener).start()

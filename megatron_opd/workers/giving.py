@@ -16,9 +16,10 @@ import zmq
 import zmq.asyncio
 
 from megatron_opd.buffer.rejection import SamplesLost
-from megatron_opd.transport.gate import Gate, Refusals, guard_socket
+from megatron_opd.transport.gate import Gate, guard_socket
 from megatron_opd.transport.keys import RankKeys, RunKeys
 from megatron_opd.transport.samples import Frames
+from sglang_bridge.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +47,15 @@ class Giving:
         frames: Callable[[str], Frames],
     ) -> None:
         self._frames = frames
-        self._refusals = Refusals()
+        self._refusals = Refusals(logger, "on a data worker's socket")
+        self._known: set[int | str | bytes] = set()
+        """Descriptors of connections that have asked."""
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, 0)
         guard_socket(self._socket, MAX_ASK_BYTES)
         own = RunKeys(controller=keys.secret, learner=keys.secret)
-        self._gate = Gate(context, self._socket, own, self._refusals)
+        self._gate = Gate(context, self._socket, own)
         self._socket.bind(f"tcp://{host}:*")
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
 
@@ -62,16 +65,19 @@ class Giving:
             group.create_task(self._gate.answer())
             group.create_task(self._watch())
             while True:
-                identity, *frames = await self._socket.recv_multipart()
+                identity, *frames = await self._socket.recv_multipart(copy=False)
+                self._known.add(identity.get(zmq.SRCFD))
                 try:
-                    keys = _ASK.decode(frames[0]) if len(frames) == 1 else None
+                    keys = _ASK.decode(frames[0].buffer) if len(frames) == 1 else None
                 except msgspec.MsgspecError:
                     keys = None
                 if keys is None:
                     self._refusals.add("a question that cannot be read")
                     continue
                 for key in keys:
-                    await self._socket.send_multipart([identity, *self._answer(key)], copy=False)
+                    await self._socket.send_multipart(
+                        [identity.bytes, *self._answer(key)], copy=False
+                    )
 
     def _answer(self, key: str) -> list[bytes | memoryview]:
         try:
@@ -84,10 +90,13 @@ class Giving:
             return [key.encode()]
 
     async def _watch(self) -> None:
-        """Count refused connections."""
+        """Note which connections ended."""
         while True:
             await self._gate.monitor.poll()
-            await self._gate.ended()
+            for fd in await self._gate.ended():
+                if fd not in self._known:
+                    self._refusals.add("a connection of no rank")
+                self._known.discard(fd)
 
     def close(self) -> None:
         """Close the socket, once what is on its way has been sent (for at most LINGER_MS)."""

@@ -1,8 +1,8 @@
 """Defines the records that travel between the controller and its data workers; msgspec, no pickle.
 
-A message is one frame. What a worker holds is named by a key, that of the request that sampled it.
-Whatever arrives is read by `decode_order` or `decode_answer`, which raise BadMessage and nothing
-else.
+A message is some frames, each a record. What a worker holds is named by a key, that of the request
+that sampled it. Whatever arrives is read by `decode_order` or `decode_answer`, which raise
+BadMessage and nothing else.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import zmq.asyncio
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.controller.snapshot_codec import decode_member
 from megatron_opd.teacher.requests import TeacherAsk
-from megatron_opd.transport.gate import Gate, Refusals, guard_socket
+from megatron_opd.transport.gate import Gate, guard_socket
 from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.messages import BadMessage
 from megatron_opd.types import (
@@ -55,9 +55,10 @@ from megatron_opd.workers.messages import (
     decode_answer,
     encode,
 )
-from sglang_bridge.client import ServerClient
-from sglang_bridge.errors import ServerUnreachable
+from sglang_bridge.client import Endpoint, ServerClient
+from sglang_bridge.errors import BadReply, ServerUnreachable
 from sglang_bridge.protocol import RolloutRequest
+from sglang_bridge.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +78,16 @@ class WorkersUnreachable(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class _Link:
-    """Holds the connection to one worker. calls: those without an answer, by number."""
+    """Holds the connection to one worker.
+
+    calls: those without an answer, by number. outbox: orders that are about to be sent.
+    """
 
     index: int
     identity: bytes
     address: str
     calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict[int, "asyncio.Future[Any]"])
+    outbox: list[bytes] = field(default_factory=list[bytes])
     alive: bool = True
 
     @property
@@ -110,7 +115,7 @@ class WorkerPool:
         again: Callable[[int], bool] | None = None,
     ) -> None:
         self._count, self._again = count, again
-        self._refusals = Refusals()
+        self._refusals = Refusals(logger, "on the data workers' socket")
         self._context = zmq.asyncio.Context()
         # not asyncio's: its own descriptor wakes us, and then all messages are taken at once
         self._socket: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.ROUTER)
@@ -119,7 +124,7 @@ class WorkerPool:
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
         guard_socket(self._socket, max_bytes)
-        self._gate = Gate(self._context, self._socket, keys, self._refusals)
+        self._gate = Gate(self._context, self._socket, keys)
         self._socket.bind(f"tcp://{host}:*")
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
@@ -132,8 +137,15 @@ class WorkerPool:
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._awaited = count
+        self._coming: set[int] = set()
+        """Those that are being started again."""
         self.workers_lost = 0
         """How often a worker was lost."""
+
+    @property
+    def refused(self) -> int:
+        """Returns the number of strangers' connections and of messages that cannot be read."""
+        return self._refusals.count
 
     # ------------------------------------------------------------ life
 
@@ -156,6 +168,7 @@ class WorkerPool:
         """Tell every worker to end, and close."""
         for link in self._alive():
             self._send(link, Close())
+            self._flush(link)
         if self._tasks:
             asyncio.get_running_loop().remove_reader(self._descriptor)
         for task in self._tasks:
@@ -164,11 +177,19 @@ class WorkerPool:
         self._socket.close(linger=LINGER_MS)
         self._context.destroy(linger=LINGER_MS)
 
-    def gone(self, index: int, why: str) -> None:
-        """Note that a worker's process has ended."""
-        for link in self._alive():
-            if link.index == index:
-                self._lose(link, why)
+    def give_up(self) -> None:
+        """Note that a worker that was to be started again will not come."""
+        self._awaited -= 1
+        self._change()
+
+    def never_came(self, index: int) -> None:
+        """Note that a worker that was started again ended; one that had joined is lost as usual."""
+        if all(link.index != index for link in self._alive()) and index in self._coming:
+            self._coming.discard(index)
+            if self._again is None or not self._again(index):
+                self.give_up()
+            else:
+                self._coming.add(index)
 
     # ------------------------------------------------------------ work
 
@@ -184,7 +205,7 @@ class WorkerPool:
         number = next(self._numbers)
         order = Generate(
             number,
-            client.endpoint,
+            _timeless(client.endpoint),
             request.rid,
             np.asarray(request.input_ids, dtype=np.int32).tobytes(),
             max_new_tokens=request.max_new_tokens,
@@ -208,6 +229,11 @@ class WorkerPool:
             if link.alive:  # the answer may be on its way, or here, and nobody waits for it now
                 self._send(link, Release([request.rid]))
             raise
+        newest = max((version for version, *_ in answer.spans), default=0)
+        if client.known_version is not None and newest > client.known_version:
+            raise BadReply(
+                f"{client.url}: version {newest} was not synced yet, {client.known_version} was"
+            )
         self.release([prompt.uid])
         self._held[prompt.uid] = link, request.rid
         return HeldRollout(
@@ -370,10 +396,20 @@ class WorkerPool:
         return future
 
     def _send(self, link: _Link, order: Order) -> None:
+        """Send an order, in one message with all others of this turn of the event loop."""
+        if not link.outbox:
+            asyncio.get_running_loop().call_soon(self._flush, link)
+        link.outbox.append(encode(order))
+
+    def _flush(self, link: _Link) -> None:
+        frames, link.outbox = link.outbox, []
+        if not frames or not link.alive or self._socket.closed:
+            return
         try:
-            self._socket.send_multipart([link.identity, encode(order)], zmq.NOBLOCK)
+            self._socket.send_multipart([link.identity, *frames], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            asyncio.get_running_loop().call_soon(self._lose, link, str(error))
+            self._lose(link, str(error))
+            return
         # sending may have taken note of what came, of which the descriptor then says nothing
         if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             asyncio.get_running_loop().call_soon(self._drain)
@@ -385,23 +421,23 @@ class WorkerPool:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            try:
-                if len(frames) != 1:
-                    raise BadMessage(f"{len(frames)} frames")
-                answer = decode_answer(frames[0].bytes)
-            except BadMessage as error:
-                self._refusals.add(str(error))
-                continue
-            if isinstance(answer, Hello):
-                self._join(identity.bytes, answer, frames[0].get(zmq.SRCFD))
-            else:
-                self._take(self._links.get(identity.bytes), answer)
+            for frame in frames:
+                try:
+                    answer = decode_answer(frame.bytes)
+                except BadMessage as error:
+                    self._refusals.add(str(error))
+                    continue
+                if isinstance(answer, Hello):
+                    self._join(identity.bytes, answer, frame.get(zmq.SRCFD))
+                else:
+                    self._take(self._links.get(identity.bytes), answer)
 
     def _join(self, identity: bytes, hello: Hello, fd: Any) -> None:
         taken = any(link.index == hello.index for link in self._alive())
         if taken or not 0 <= hello.index < self._count:
             self._refusals.add(f"a data worker {hello.index} that is not awaited")
             return
+        self._coming.discard(hello.index)
         self._links[identity] = _Link(hello.index, identity, hello.address)
         self._by_fd[fd] = identity
         self._change()
@@ -425,7 +461,9 @@ class WorkerPool:
             self._drain()  # what a worker said before it ended
             for fd in ended:
                 link = self._links.get(self._by_fd.pop(fd, b""))
-                if link is not None:
+                if link is None:
+                    self._refusals.add("a connection of no data worker")
+                else:
                     self._lose(link, "its connection ended")
 
     def _lose(self, link: _Link, why: str) -> None:
@@ -445,6 +483,8 @@ class WorkerPool:
         self._owners = {url: owner for url, owner in self._owners.items() if owner is not link}
         comes = self._again is not None and self._again(link.index)
         self._awaited -= not comes
+        if comes:
+            self._coming.add(link.index)
         logger.warning(
             "%s is lost (%s) with %d samples, which are sampled anew; %s",
             *(link.name, why, len(held)),
@@ -478,6 +518,11 @@ class WorkerPool:
 
     async def _until_changed(self) -> None:
         await self._changed.wait()
+
+
+def _timeless(endpoint: Endpoint) -> Endpoint:
+    """Return the endpoint without its version, which a weight sync may raise before the reply."""
+    return replace(endpoint, known=replace(endpoint.known, version=None))
 
 
 async def _filled(found: HeldRollout | HeldSample, asked: asyncio.Future[Any]) -> Rollout | Sample:

@@ -29,6 +29,7 @@ from megatron_opd.workers.messages import (
     Generate,
     Hello,
     Judge,
+    Order,
     Release,
     Score,
     Whole,
@@ -104,25 +105,32 @@ class Worker:
 
     async def _serve(self) -> None:
         while True:
-            (frame,) = await self._orders.recv_multipart()
-            order = decode_order(frame)
-            match order:
-                case Close():
+            for frame in await self._orders.recv_multipart():
+                if not await self._obey(decode_order(frame)):
                     return
-                case Release():
-                    for key in order.keys:
-                        self._holding.release(key)
-                case Cancel():
-                    task = self._calls.get(order.call)
-                    if task is not None:
-                        task.cancel()
-                case _:
-                    self._begin(order)
+
+    async def _obey(self, order: Order) -> bool:
+        """Begin what an order says; returns whether more may follow."""
+        match order:
+            case Close():
+                return False
+            case Release():
+                for key in order.keys:
+                    self._holding.release(key)
+            case Cancel():
+                task = self._calls.get(order.call)
+                if task is not None:
+                    task.cancel()
+            case Fetch():
+                await self._answer(order)  # now: a release may be the next order
+            case _:
+                self._begin(order)
+        return True
 
     async def _disconnected(self) -> None:
         await self._monitor.recv_multipart()
 
-    def _begin(self, order: Generate | Judge | Score | Fetch) -> None:
+    def _begin(self, order: Generate | Judge | Score) -> None:
         task = asyncio.create_task(self._answer(order))
         self._calls[order.call] = task
         task.add_done_callback(lambda _: self._calls.pop(order.call))

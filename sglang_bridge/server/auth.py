@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import hmac
 import logging
-import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+
+from sglang_bridge.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 
 OPEN = frozenset({"/health", "/ready", "/metrics", "/metrics/"})
 PROBES = frozenset({"GET", "HEAD"})
-LOG_EVERY_S = 1.0
 _BODY = b'{"error":"Unauthorized"}'
 _HEADERS = [(b"content-type", b"application/json"), (b"connection", b"close")]
 
@@ -28,19 +28,18 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class KeyGuard:
-    """Answers 401 to every request without the key, before its body is read. refused: how many."""
+    """Answers 401 to every request without the key, before its body is read."""
 
     def __init__(self, app: App, key: str) -> None:
         self._app, self._key = app, f"bearer {key}".encode()
-        self.refused = 0
-        self._said_s = -LOG_EVERY_S
+        self.refusals = Refusals(logger, "by this server")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         if scope["type"] == "lifespan" or self._admits(scope):
             await self._app(scope, receive, send)
             return
-        self._count()
+        self.refusals.add("a request without the API key")
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
             return
@@ -56,13 +55,6 @@ class KeyGuard:
             return False
         kind, space, key = shown[0].partition(b" ")
         return hmac.compare_digest(kind.lower() + space + key, self._key)
-
-    def _count(self) -> None:
-        self.refused += 1
-        now_s = time.monotonic()
-        if now_s - self._said_s >= LOG_EVERY_S:
-            self._said_s = now_s
-            logger.warning("refused: a request without the API key (%d so far)", self.refused)
 
 
 def guard_requests(key: str) -> None:

@@ -45,7 +45,8 @@ class ServerSpec:
     weights; None: it reads none from disk. shares_memory: it can give up GPU memory while it is
     idle, and keeps its weights in host memory then (server/memory.py). gpus: what CUDA calls the
     GPUs that it sees, one for each of its tp ranks (gpus.py); None: those that its parent sees.
-    extra_args: appended to the command line.
+    interface: on which its groups listen; None: that of host. extra_args: appended to the command
+    line.
     """
 
     model_path: str
@@ -69,6 +70,7 @@ class ServerSpec:
     weights_dir: str | None = None
     shares_memory: bool = False
     gpus: tuple[str, ...] | None = None
+    interface: str | None = None
     extra_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -139,7 +141,7 @@ def server_env(
             env[name] = value
     if spec.gpus is not None:
         let_see(env, spec.gpus)
-    keep_groups_on(spec.host, env)
+    keep_groups_on(spec.host, env, spec.interface)
     env["OMP_NUM_THREADS"] = str(spec.threads)
     if spec.threads > 1:
         # A team that spins at the end of each product waits for members that have lost their core

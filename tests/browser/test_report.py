@@ -36,6 +36,7 @@ def traced(path: Path, engine: str = "http://a:1") -> Path:
         trace.span("learner", f"update {update}", begin_s + 1.0, begin_s + 2.0)
         trace.span("weight sync", "weight sync", begin_s + 1.8, begin_s + 2.0)
         trace.span(f"student {engine}", "paused", begin_s + 1.9, begin_s + 2.0, lane=0)
+    trace.span("evaluation", "easy after 4 updates", 8.0, 13.0)
     trace.close()
     return run
 
@@ -48,16 +49,17 @@ def drawn(page: Any) -> None:
     )
 
 
-def colours(page: Any, place: str) -> int:
-    """How many different colours a canvas shows."""
-    return page.evaluate(
+def colours(page: Any, place: str) -> set[str]:
+    """The colours that a canvas shows, as CSS names them."""
+    found = page.evaluate(
         "(place) => { const c = document.querySelector(place); const d = c.getContext('2d')"
         ".getImageData(0, 0, c.width, c.height).data; const seen = new Set();"
         "for (let i = 0; i < d.length; i += 4)"
-        " if (d[i + 3]) seen.add((d[i] << 16) | (d[i + 1] << 8) | d[i + 2]);"
-        " return seen.size; }",
+        " if (d[i + 3]) seen.add(`rgb(${d[i]}, ${d[i + 1]}, ${d[i + 2]})`);"
+        " return [...seen]; }",
         place,
     )
+    return set(found)
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
@@ -68,8 +70,15 @@ def test_curves_and_time_line_are_drawn_and_nothing_is_too_wide(
     drawn(page)
     assert page.locator("section > .grid > .chart").count() > 8
     assert page.evaluate("document.documentElement.scrollWidth") == size[0]
-    assert colours(page, ".chart canvas") > 3
-    assert colours(page, ".lanes canvas") > 4
+    assert len(colours(page, ".chart canvas")) > 3
+    painted = colours(page, ".lanes canvas")
+    assert len(painted) > 5
+    place = page.locator(".lanes canvas")
+    legend = page.locator(".lanes + .legend span").filter(has_text="evaluation").locator("i")
+    mark = legend.evaluate("(mark) => getComputedStyle(mark).backgroundColor")
+    assert mark in painted
+    place.hover(position={"x": 0.7 * place.bounding_box()["width"], "y": 94})
+    assert page.locator(".lanes .tip").inner_text().startswith("evaluation")
 
 
 def test_the_x_axis_can_be_the_wall_clock(tmp_path: Path, open_page: Open):

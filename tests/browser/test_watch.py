@@ -69,7 +69,7 @@ def test_every_view_of_a_finished_run_loads(address: str, open_page: Open):
     expect(accuracy).to_have_attribute("aria-label", "accuracy · gsm8k, accuracy · aime24")
     expect(accuracy.locator("output")).to_have_text("67.13 · 42.13")
     view(page, "engines")
-    expect(page.locator(".lane canvas")).to_have_count(6)
+    expect(page.locator(".lane canvas")).to_have_count(7)
     expect(page.locator("#window")).to_have_text("0.0 s to 1 min 36 s of 1 min 36 s")
     for lane in page.locator(".lane canvas").all():
         assert lane.evaluate(PAINTED)
@@ -78,6 +78,7 @@ def test_every_view_of_a_finished_run_loads(address: str, open_page: Open):
     page.locator("#earlier").click()
     expect(page.locator("#window")).to_have_text("6.0 s to 1 min 6 s of 1 min 36 s")
     expect(page.locator(".lane .name").first).to_have_text("127.0.0.1:30000")
+    expect(page.locator(".lane .name").nth(6)).to_have_text("evaluation")
     view(page, "rollouts")
     expect(page.locator("#found")).to_have_text("241 rollouts")
     page.locator(".row").nth(3).click()

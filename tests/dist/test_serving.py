@@ -26,6 +26,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import EXIT_LOST
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.transport.keys import RANK_VARIABLE
+from megatron_opd.transport.samples import decode_sample, encode_sample
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.types import Batch
 from megatron_opd.weight_sync.broadcast_messages import (
@@ -171,6 +172,12 @@ async def send_shards(remote: RemoteLearner, config: Config) -> ThreadFleet:
     return fleet
 
 
+def arrived(batch: Batch) -> Batch:
+    """The batch as the ranks read it: log-probs in two bytes."""
+    frames = [encode_sample(sample) for sample in batch.samples]
+    return replace(batch, samples=tuple(decode_sample(i, own) for i, own in enumerate(frames)))
+
+
 @pytest.mark.parametrize(
     ("transport", "parallel"),
     [("broadcast", {"tp": 2}), ("shards", {"pp": 2}), ("shards", {"dp": 2, "ep": 2})],
@@ -203,7 +210,7 @@ def test_train_sync_and_export(transport, parallel, model, batch, tmp_path):
         await check_digests(remote, export)
 
     config = make_config(model, transport, **parallel)
-    exact = oracle_update(model, batch, lr=1e-3, eps=1e-3, clip=1.0)
+    exact = oracle_update(model, arrived(batch), lr=1e-3, eps=1e-3, clip=1.0)
     assert with_learner(config, tmp_path, body, 2) == [0, 0]
 
 

@@ -119,6 +119,10 @@ def test_nothing_is_done_without_the_key(parallel_server: ServerProcess, key: st
                 with pytest.raises(ServerRefused, match=r"HTTP 401: .*api_key_env") as caught:
                     await verb(client)
                 assert caught.value.status == 401
+            http = HttpConnection(parallel_server.spec.url, timeout_s=60, api_key=key)
+            with pytest.raises(ServerRefused, match="HTTP 401"):  # it would sample a token
+                await http.get("/health_generate")
+            await http.close()
         async with client_of(parallel_server, 60) as client:
             assert (await client.info()).version == 0
             assert await client.alive()

@@ -19,6 +19,13 @@ def evaluations(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "evaluations.jsonl").open()]
 
 
+def drawn(run_dir: Path) -> list[str]:
+    """Names of the spans of evaluations in the time line."""
+    events = json.loads((run_dir / "trace.json").read_text())
+    (row,) = (each["pid"] for each in events if each.get("args") == {"name": "evaluation"})
+    return [each["name"] for each in events if each["pid"] == row and each["ph"] == "X"]
+
+
 def test_a_run_is_evaluated_while_it_trains(
     inputs: Path, tmp_path: Path, start: Callable[..., Running]
 ):
@@ -59,6 +66,8 @@ def test_a_run_is_evaluated_while_it_trains(
     picked = summary["evaluation_sets"]["few"]
     assert (picked["before"], picked["after"]["update"]) == (None, UPDATES)
 
+    assert drawn(run_dir) == [f"{name} after {update} updates" for update, name in places]
+
     # the server that is kept for evaluations got every version and no rollout
     sampled = [row["servers"] for row in done.rows]
     (kept,) = {url for url in sampled[0] if all(row[url]["rollouts"] == 0 for row in sampled)}
@@ -71,3 +80,4 @@ def test_a_run_is_evaluated_while_it_trains(
     assert f"{best} updates: {checkpoints / 'best'}" in done.output
     AutoModelForCausalLM.from_pretrained(checkpoints / "best")
     assert f"step-{UPDATES:06d}" in steps
+    assert len(steps) <= 3, "the newest two and the best one"

@@ -57,7 +57,13 @@ class World:
     trained_s: float = 0.0
 
     async def complete(
-        self, prompt_ids: Any, *, max_new_tokens: int, temperature: float, seed: int
+        self,
+        prompt_ids: Any,
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        stop: tuple[str, ...],
+        seed: int,
     ) -> Completion:
         (asked,) = prompt_ids
         first = self.updates
@@ -71,7 +77,7 @@ class World:
         if asked in self.broken:
             raise ConnectionError("server gone")
         text = RIGHT if asked in self.right else WRONG
-        return Completion(TOKENIZER.encode(text), (first, self.updates))
+        return Completion(TOKENIZER.encode(text), "stop", (first, self.updates))
 
     def end_early(self) -> None:
         self.ended_early += 1

@@ -36,6 +36,7 @@ def record(tmp_path, *, updates=7, display=None, drop=(), learner=None, rollouts
         )
         ports = Ports(prompts(), fleet, scores, learner, WeightSyncer(fleet, learner), recorder)
         await Controller(planned(updates, 3, 2, 16, 16), ports).run()
+        recorder.close()
         return recorder
 
     return run_virtual(scenario()), learner

@@ -195,7 +195,10 @@ def append_row(path: Path, row: RolloutRow) -> None:
 
 
 def write_trace(path: Path, updates: int, engines: int = 3) -> None:
-    """A time line: engines sample, a learner trains, weight syncs pause the engines."""
+    """A time line: engines sample, a learner trains, weight syncs pause the engines.
+
+    Every tenth update is evaluated.
+    """
     from megatron_opd.metrics.trace import TraceWriter
 
     rng = np.random.default_rng(1)
@@ -215,4 +218,6 @@ def write_trace(path: Path, updates: int, engines: int = 3) -> None:
         trace.span("weight sync", f"weight sync v{update}", start_s + 2.8, start_s + 3.1, lane=1)
         for name in names:
             trace.span(name, "paused", start_s + 2.85, start_s + 3.05, lane=0)
+        if update and update % 10 == 0:
+            trace.span("evaluation", f"gsm8k after {update} updates", start_s, start_s + 4.5)
     trace.close()

@@ -62,7 +62,7 @@ ROLLOUT = (
     ),
     Metric(
         *("cache_bytes_per_token", "rollout", "bytes"),
-        "Size of the draw cache as it is sent to the learner, per response token.",
+        "Size of the draw cache as the controller holds it, per response token.",
     ),
     Metric(
         *("dropped_samples", "rollout", "samples"),

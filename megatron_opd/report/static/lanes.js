@@ -2,7 +2,7 @@
 // Draws the time line: a lane for each server and stage, with what it did in every moment.
 
 opd.LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz-_";
-opd.STAGES = { student: 0, teacher: 2, learner: 1, "weight sync": 4 };
+opd.STAGES = { student: 0, teacher: 2, learner: 1, "weight sync": 4, evaluation: 3 };
 
 opd.Lanes = class {
   constructor(timeline, view) {
@@ -21,6 +21,7 @@ opd.Lanes = class {
   key() {
     const items = [["student server", "c0"], ["paused", "paused"], ["teacher", "c2"], ["learner", "c1"],
       ["weight sync", "c4"]];
+    if (this.timeline.lanes.some((lane) => lane.stage === "evaluation")) items.push(["evaluation", "c3"]);
     if (this.timeline.drops.length) items.push(["sample dropped", "dropped"]);
     return opd.element("div", { class: "legend" }, ...items.map(([text, name]) => (
       opd.element("span", {}, opd.element("i", { class: name }), text))));

@@ -34,20 +34,19 @@ function paint({ canvas, found, most }) {
   canvas.height = HEIGHT * scale;
   const context = canvas.getContext("2d");
   context.scale(scale, scale);
-  const step = width / found.open.length;
+  // whole pixels: parts of one that overlap would look like stripes
+  const left = (i) => Math.round((width * scale * i) / found.open.length) / scale;
+  const bar = (i, height) => context.fillRect(left(i), HEIGHT - height, Math.max(left(i + 1) - left(i), 1 / scale), height);
   if (found.paused) {
     context.fillStyle = getComputedStyle(document.querySelector(".swatch.paused")).backgroundColor;
     found.paused.forEach((share, i) => {
       context.globalAlpha = Math.min(1, 0.25 + 0.75 * share);
-      if (share > 0) context.fillRect(i * step, 0, Math.max(step, 1), HEIGHT);
+      if (share > 0) bar(i, HEIGHT);
     });
     context.globalAlpha = 1;
   }
   context.fillStyle = getComputedStyle(document.querySelector(".swatch.busy")).backgroundColor;
-  found.open.forEach((value, i) => {
-    const height = most > 0 ? (HEIGHT - 4) * (value / most) : 0;
-    context.fillRect(i * step, HEIGHT - height, Math.max(step + 0.3, 1), height);
-  });
+  found.open.forEach((value, i) => bar(i, most > 0 ? (HEIGHT - 4) * (value / most) : 0));
 }
 
 function point(found, canvas, event) {

@@ -73,7 +73,7 @@ export class TokenView {
     const low = [4, 3, 2, 1].map((n) => `low${n}`);
     const high = [1, 2, 3, 4].map((n) => `high${n}`);
     const scales = {
-      difference: ["teacher finds it less likely", boxes(low), boxes([""]), boxes(high), "more likely"],
+      difference: ["teacher: less likely", boxes(low), boxes([""]), boxes(high), "more likely"],
       version: ["one colour for each version in turn"],
     };
     this.scale.replaceChildren(...(scales[this.by.value] ?? ["expected", boxes(["", ...low.toReversed()]), "surprising"]));

@@ -1,5 +1,6 @@
 """What writes checkpoints while a run trains."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -113,7 +114,12 @@ def test_the_best_checkpoint_is_written_with_its_evaluation_and_kept(tmp_path: P
     wanting.wanted = frozenset({12})
     save_some(config, FakeLearner(), [15], evaluations=wanting)
     assert dirs.complete() == [12, 15]
+    kept = save_some(config, FakeLearner(), [18], evaluations=wanting)
+    assert dirs.complete() == [12, 18]
+    wanting.wanted = frozenset({18})
+    asyncio.run(kept.rotate())
+    assert dirs.complete() == [18], "the last evaluation may end after the last checkpoint"
     checkpoint = config.checkpoint.model_copy(update={"keep_best": False})
     without = config.model_copy(update={"checkpoint": checkpoint})
-    save_some(without, FakeLearner(), [18], evaluations=wanting)
-    assert dirs.complete() == [12, 15], "nothing was asked for"
+    save_some(without, FakeLearner(), [21], evaluations=wanting)
+    assert dirs.complete() == [18], "nothing was asked for"

@@ -195,6 +195,8 @@ def test_bad_input_is_one_line(
     none = [*both, "--out", str(tmp_path / "o.json")]
     refused(capsys, call(tmp_path, config, *none, verb="eval"), "evaluation.problems > 0")
     two_sets(config)
+    row = {"prompt": "1+1=", "other": "1+1=?", "answer": "2"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row))
     for arguments, words in (
         ([*both, "--json"], ["--json has no effect with --checkpoints"]),
         (["--model", student, "--out", "x.json"], ["--out has no effect with --model"]),
@@ -205,9 +207,9 @@ def test_bad_input_is_one_line(
         refused(capsys, call(tmp_path, config, *arguments, verb="eval"), *words)
     assert evaluate(tmp_path, config, models / "student") == 0
     capsys.readouterr()
-    other = ["--set", "evaluation.samples=5"]
-    code = evaluate(tmp_path, config, models / "student", options=tuple(other))
-    refused(capsys, code, "--out", "other held-out sets or settings")
+    for other in ("evaluation.samples=5", "rollout.stop=[x]", "data.prompt_key=other"):
+        code = evaluate(tmp_path, config, models / "student", options=("--set", other))
+        refused(capsys, code, "--out", "other held-out sets or settings")
     (tmp_path / "out.json").write_text("[]")
     refused(capsys, evaluate(tmp_path, config, models / "student"), "is not a record of opd eval")
     assert len(server.asked) == 1

@@ -133,7 +133,7 @@ def test_kept_keys_keep_their_values(tmp_path: Path):
         ),
         (
             ["--gpus", "4"],
-            {"student": {"model": str(MODELS / "Qwen3-1.7B"), "urls": ["http://a:1"]}},
+            {"student": {"model": str(MODELS / "Qwen3-1.7B"), "urls": ["http://127.0.0.1:1"]}},
             ["student.urls"],
         ),
     ],

@@ -8,6 +8,7 @@ from megatron_opd.cli import servers
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.roles import STUDENT, Role
 from megatron_opd.cli.servers import make_spec
+from sglang_bridge.listening import interface_of
 from sglang_bridge.server.spec import server_command
 from tests.support.config_files import minimal
 
@@ -49,3 +50,11 @@ def test_student_servers_can_give_up_their_memory_where_they_share_it(shared: bo
         assert spec.shares_memory == (shared and role == STUDENT)
         assert spec.threads == (2 if role == STUDENT else 1)
         assert ("--enable-memory-saver" in server_command(spec)) == spec.shares_memory
+
+
+def test_groups_listen_on_the_named_interface_which_must_be_there():
+    loopback = interface_of("127.0.0.1")
+    there = minimal(cluster={"interface": loopback})
+    assert make_spec(there, STUDENT, 4000, 0, Path("m")).interface == loopback
+    with pytest.raises(UserError, match=r"^cluster\.interface must be one of every machine, got"):
+        make_spec(minimal(cluster={"interface": "none0"}), STUDENT, 4000, 0, Path("m"))

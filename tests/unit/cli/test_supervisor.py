@@ -147,7 +147,7 @@ def test_a_server_whose_requests_make_no_progress_is_lost_though_it_says_that_it
         await asyncio.sleep(5)
         fleet = machine.fleets["teacher"]
         with pytest.raises(ServerUnreachable):
-            await fleet._dispatch(silent, len)
+            await fleet.ask(silent, len)
         await asyncio.sleep(1)
         assert fleet.urls == ()
         assert (fleet.restarted, fleet.timed_out) == (1, 1)
@@ -168,7 +168,7 @@ def test_a_deterministic_run_ends_where_a_server_hangs():
     async def scenario() -> None:
         await asyncio.sleep(1)
         with pytest.raises(ServerUnreachable):
-            await machine.fleets["student"]._dispatch(silent, len)
+            await machine.fleets["student"].ask(silent, len)
         await asyncio.sleep(1)
 
     error = machine.watch(scenario)

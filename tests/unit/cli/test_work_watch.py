@@ -104,4 +104,4 @@ def test_a_server_s_seconds_are_those_of_all_its_processes(monkeypatch: pytest.M
         found = cpu_seconds(processes)
         child.kill()
     assert found.keys() == {"controller", "http://s"}
-    assert found["http://s"] >= before.user + before.system + SPUN_S
+    assert found["http://s"] >= before.user + before.system + SPUN_S - 0.1  # read in ticks

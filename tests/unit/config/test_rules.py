@@ -40,6 +40,21 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["teachers={maths: {model: m, urls: ['http://[::1]:1']}}"],
     ),
     (
+        ["workers.count=2", "learner.listen_host=0.0.0.0"],
+        ["learner.listen_host", "workers.count > 0", "got 0.0.0.0", "workers.count 2"],
+        ["workers.count=0"],
+    ),
+    (
+        ["cluster.interface=ib0", "cluster.env={NCCL_SOCKET_IFNAME: eth0}"],
+        ["cluster.interface must be null with cluster.env.NCCL_SOCKET_IFNAME", "ib0 and eth0"],
+        ["cluster.env={}"],
+    ),
+    (
+        ["cluster.interface=ib0", "cluster.env={GLOO_SOCKET_IFNAME: eth0}"],
+        ["cluster.interface must be null with cluster.env.GLOO_SOCKET_IFNAME", "ib0 and eth0"],
+        ["cluster.interface=null"],
+    ),
+    (
         ["support.type=teacher_topk", "objective.advantage=rollout"],
         ["objective.type reverse_kl", "support.type teacher_topk"],
         ["objective={type: forward_kl}"],

@@ -20,6 +20,8 @@ from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member, place
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
 from megatron_opd.sim.clock import run_virtual
+from megatron_opd.transport.samples import EncodedSample
+from megatron_opd.types import Sample
 from tests.support.fakes import (
     Fleet,
     Learner,
@@ -281,3 +283,13 @@ def test_rows_that_are_none_end_a_resumption(tmp_path: Path, row: str):
     (tmp_path / "metrics.jsonl").write_text(f'{{"update": 0}}\n{row}\n{{"upd')
     with pytest.raises(UserError, match=r"metrics\.jsonl:2 is damaged"):
         RunDir(tmp_path).continue_from(config(), 3)
+
+
+def test_a_checkpoint_holds_no_frames():
+    """They are made again from the rest: a checkpoint would hold every number twice."""
+    sample = replace(make_sample(3), reward=0.5)
+    kept = place(EncodedSample.of(sample, 0)).sample
+    assert type(kept) is Sample
+    assert kept.rollout is sample.rollout
+    assert kept.teacher_logp_N is sample.teacher_logp_N
+    assert kept.reward == 0.5

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import statistics
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -49,24 +50,30 @@ def plan(**overrides):
 
 
 class ScriptedPort:
-    """Gives each prompt's texts in turn; records what it was asked and how many ran at once."""
+    """Gives each prompt's texts in turn; records what it was asked and how many ran at once.
 
-    def __init__(self, texts, delay_s=0.0):
+    reasons: why a text ended, where it neither has an end token nor is cut.
+    """
+
+    def __init__(self, texts, delay_s=0.0, reasons=None):
         self.left = {i + 1: list(given_texts) for i, given_texts in enumerate(texts)}
         self.delay_s, self.running, self.peak, self.asked = delay_s, 0, 0, []
         self.seeds: list[int] = []
+        self.stops: list[tuple[str, ...]] = []
+        self.reasons = reasons or {}
 
-    async def complete(self, prompt_ids, *, max_new_tokens, temperature, seed):
+    async def complete(self, prompt_ids, *, max_new_tokens, temperature, stop, seed):
         self.running += 1
         self.peak = max(self.peak, self.running)
         self.asked.append((tuple(prompt_ids), max_new_tokens, temperature))
         self.seeds.append(seed)
+        self.stops.append(stop)
         await asyncio.sleep(self.delay_s)
         self.running -= 1
         version = prompt_ids[0]
-        return Completion(
-            TOKENIZER.encode(self.left[prompt_ids[0]].pop(0)), (version, 10 * version)
-        )
+        text = self.left[prompt_ids[0]].pop(0)
+        reason = self.reasons.get(text) or ("stop" if "<eos>" in text else "length")
+        return Completion(TOKENIZER.encode(text), reason, (version, 10 * version))
 
 
 def run(port, answers, judge=JUDGE, **overrides):
@@ -89,6 +96,17 @@ def test_figures_of_a_small_case():
     assert report.pass_at_k_stderr_pct == {1: pytest.approx(report.stderr_pct), 2: 0}
     assert (report.version_min, report.version_max) == (1, 30)
     assert (report.mean_reward, report.verifier_failures) == (pytest.approx(2 / 3), {})
+
+
+def test_strings_end_answers_as_they_end_rollouts_and_no_such_answer_is_truncated():
+    reasons = {"#1": "stop_string", "#2<eos>": "length"}  # an end token in the last place
+    port = ScriptedPort([["#1", "#2"], ["#1", "#2<eos>"]], reasons=reasons)
+    prompts = problems(["1", "2"])
+    prompts[1] = replace(prompts[1], stop=("##", "\n#"))
+    report = asyncio.run(evaluate(port, prompts, JUDGE, plan(stop=("\n#", "!"))))
+    assert sorted(port.stops) == [("\n#", "!"), ("\n#", "!"), *[("\n#", "!", "##")] * 2]
+    assert report.truncated_pct == 50
+    assert report.accuracy_pct == 50
 
 
 @given(
@@ -129,12 +147,10 @@ def test_every_completion_has_its_own_seed_in_every_evaluation():
 
 def test_a_failing_port_stops_the_evaluation_with_its_own_error():
     class FailingPort(ScriptedPort):
-        async def complete(self, prompt_ids, *, max_new_tokens, temperature, seed):
+        async def complete(self, prompt_ids, **asked):
             if prompt_ids[0] == 2:
                 raise ConnectionError("server gone")
-            return await super().complete(
-                prompt_ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
-            )
+            return await super().complete(prompt_ids, **asked)
 
     with pytest.raises(ConnectionError, match="server gone"):
         run(FailingPort([["#1<eos>"] * 2] * 3), ["1"] * 3)
@@ -172,19 +188,24 @@ def test_the_fleet_port_asks_for_plain_generation():
             assert evaluates, "by a server that is kept for evaluations"
             asked.append(request)
             spans = ((7, 0, 1), (9, 1, 2)) if len(asked) == 1 else ()
-            return SimpleNamespace(output_ids_T=np.array([20, 1], np.int32), spans=spans)
+            ids_T = np.array([20, 1], np.int32)
+            return SimpleNamespace(output_ids_T=ids_T, spans=spans, finish_reason="stop_string")
 
     async def twice():
         port = FleetPort(FakeFleet(), attempts=1)
-        options = {"max_new_tokens": 9, "temperature": 0.0, "seed": 17}
+        options = {"max_new_tokens": 9, "temperature": 0.0, "stop": ("#",), "seed": 17}
         return [await port.complete([5, 6], **options) for _ in range(2)]
 
-    assert asyncio.run(twice()) == [Completion([20, 1], (7, 9)), Completion([20, 1])]
+    assert asyncio.run(twice()) == [
+        Completion([20, 1], "stop_string", (7, 9)),
+        Completion([20, 1], "stop_string"),
+    ]
     assert asked[0].rid != asked[1].rid
     for request in asked:
         assert list(request.input_ids) == [5, 6]
         assert (request.max_new_tokens, request.temperature) == (9, 0.0)
         assert (request.top_p, request.num_draws, request.seed) == (1.0, 0, 17)
+        assert request.stop == ("#",)
 
 
 class Scripted:

@@ -2,12 +2,15 @@
 
 import importlib.util
 import json
+import re
 
 import pytest
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
+from examples.arithmetic import by_length
 from megatron_opd.config.load import load_config
+from megatron_opd.config.schema import Config
 from megatron_opd.config.sft import SftConfig
 from megatron_opd.data.records import read_records
 from megatron_opd.data.tasks import get_verifier
@@ -93,3 +96,24 @@ def test_fine_tuning_configs_read_what_the_tool_writes(made, role):
     assert config.init.parent == config.train.parent == config.output.parent
     assert (out / config.train.name).is_file()
     assert json.loads((out / config.init.name / "config.json").read_text())["vocab_size"] == 128
+
+
+def test_the_two_held_out_sets_of_the_watched_run_share_no_problem():
+    sets = {name: {row["prompt"] for row in rows} for name, rows in _by_length().items()}
+    whole = {row["prompt"] for row in rows_of(EXAMPLE / "heldout.jsonl")}
+    assert sets["short"] | sets["long"] < whole
+    assert not sets["short"] & sets["long"]
+    assert all(re.fullmatch(r"\d\d[+-]\d\d?=\n|\d[+-]\d\d=\n", each) for each in sets["short"])
+    assert all(re.search(r"\d{4}", each) for each in sets["long"])
+    config = load_config(Config, EXAMPLE / "watched.yaml")
+    assert {name: str(each.file) for name, each in config.heldout.items()} == {
+        name: f"examples.arithmetic.by_length:{name}" for name in sets
+    }
+    assert min(map(len, sets.values())) >= config.evaluation.problems
+    demo = load_config(Config, EXAMPLE / "demo.yaml")
+    for section in ("student", "teacher", "learner", "rollout", "objective"):
+        assert getattr(config, section) == getattr(demo, section), "it is the demo"
+
+
+def _by_length():
+    return {"short": by_length.short(), "long": by_length.long()}

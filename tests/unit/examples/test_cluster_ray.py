@@ -44,6 +44,7 @@ def test_kuberay_runs_our_command_on_nodes_that_hold_it():
     spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
     config = config_of(spec["entrypoint"])
     assert f'"ray[default]=={cluster["rayVersion"]}"' in (ROOT / "setup.py").read_text()
+    assert cluster["authOptions"] == {"mode": "token"}, "else the run refuses the cluster"
     (group,) = cluster["workerGroupSpecs"]
     (container,) = group["template"]["spec"]["containers"]
     limits = container["resources"]["limits"]
@@ -61,5 +62,7 @@ def test_skypilot_runs_our_command_on_machines_that_hold_it():
     config = config_of(command.replace("$head", "10.0.0.1"))
     assert config.cluster.ray.address == "10.0.0.1:6379"
     assert config.cluster.ray.autoscaling
+    assert script.index("export RAY_AUTH_MODE=token") < script.index("ray start")
+    assert task["secrets"] == {"RAY_AUTH_TOKEN": None}
     _, _, gpus = task["resources"]["accelerators"].partition(":")
     check_fits(config, [Capacity(float(gpus), 64)] * task["num_nodes"])

@@ -10,12 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from examples.smollm2 import demo, make_prompts, models
-from examples.smollm2.evaluate import complete, logp_TV, measure
+from examples.smollm2.evaluate import complete, logp_TV, measure, rendered
+from examples.smollm2.facts import named
 from examples.smollm2.fetch import LOCK, extract
 from examples.smollm2.prune import prune
 from examples.smollm2.settings import BUILD, REMOVED_LAYERS, RUN
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
+from megatron_opd.data.tokenizer import build_tokenizer
 
 EXAMPLE = Path(make_prompts.__file__).parent
 PROMPTS, RESPONSES = [[5, 6, 7], [9, 8]], [[3, 4, 1], [7, 7, 7, 1]]
@@ -59,6 +61,31 @@ def test_prompts_are_what_the_program_makes_and_disjoint():
     assert len(set(train)) == len(train) >= 500
     assert len(set(heldout)) == len(heldout) >= 64
     assert make_prompts.overlaps(source, train, heldout) == []
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "right"),
+    [
+        ("The capital of France is **Paris**.", "Paris", True),
+        ("It is PARIS", "Paris", True),
+        ("Parisians know.", "Paris", False),
+        ("Ask the police.", "ice", False),
+        ("Carbon-dioxide (a gas)", "carbon dioxide|CO2", True),
+        ("It is CO2.", "carbon dioxide|CO2", True),
+        ("carbon", "carbon dioxide|CO2", False),
+        ("", "Paris", False),
+    ],
+)
+def test_a_response_is_right_where_it_names_the_answer(response, answer, right):
+    assert named(response, answer) is right
+
+
+def test_questions_of_fact_have_answers_and_are_not_trained_on():
+    rows = [json.loads(line) for line in (EXAMPLE / "facts.jsonl").open(encoding="utf-8")]
+    assert len({row["prompt"] for row in rows}) == len(rows) == 40
+    assert not {row["prompt"] for row in rows} & set(shipped("train.jsonl"))
+    for row in rows:
+        assert all(named(each, row["answer"]) for each in row["answer"].split("|"))
 
 
 def test_a_shared_prompt_or_topic_is_found():
@@ -108,6 +135,15 @@ def test_a_student_of_other_layers_is_made_anew(teacher, tmp_path, monkeypatch):
     assert not (tmp_path / "student" / "a_file").exists(), "layers unknown: made anew"
 
 
+def test_held_out_prompts_go_through_the_chat_template():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    assert rendered(["1+1", "2"], tokenizer) == [tokenizer.encode("<1+1>"), tokenizer.encode("<2>")]
+    tokenizer.chat_template = "{% for m in messages %}{{ raise_exception('no') }}{% endfor %}"
+    with pytest.raises(ValueError, match="no"):
+        rendered(["1"], tokenizer)
+
+
 def test_figures_of_the_teacher_itself_and_of_a_pruned_student(teacher, tmp_path):
     prune(teacher, tmp_path / "student", [2])
     whole, pruned = read(teacher), read(tmp_path / "student")
@@ -133,7 +169,10 @@ def test_what_is_printed_names_every_figure():
     recorded = {
         "before": {"reverse_kl_nats": 1.25, "answers": answers, **figures},
         "after": {"reverse_kl_nats": 0.5, "answers": answers, **figures},
-        "summary": {"cache_bytes_per_token": 384.0, "distinct_ids_per_token": 23.0},
+        "summary": {
+            **{"cache_bytes_per_token": 384.0, "distinct_ids_per_token": 23.0},
+            **dict(zip(demo.FACTS, (20.0, 62.5, 77.5), strict=True)),
+        },
         "seconds": {"all": 660.0},
         "peak_pss_bytes": 7.25e9,
     }
@@ -141,6 +180,9 @@ def test_what_is_printed_names_every_figure():
     assert said[:2] == ["\nprompt           Why?", "teacher          Because. It is."]
     (kl,) = (line for line in said if line.startswith("reverse KL"))
     assert kl.split()[-2:] == ["1.250", "0.500"]
+    (facts,) = (line for line in said if line.startswith("questions of fact"))
+    assert facts.split()[-2:] == ["20.0%", "62.5%"]
+    assert any("which answers 77.5% of the questions" in line for line in said)
     assert any("384 bytes a token, a dense cache 768 (2.0x)" in line for line in said)
     assert any("11.0 minutes, at most 7.2 GB" in line for line in said)
 

@@ -199,7 +199,7 @@ def test_the_learners_list_has_a_gpu_for_each_rank():
 
 
 def test_servers_elsewhere_need_none():
-    config = minimal(student={"model": "s", "urls": ["http://h:1"]})
+    config = minimal(student={"model": "s", "urls": ["http://127.0.0.1:1"]})
     sections = {"student": config.student, "teacher": config.teacher}
     assert [each.key for each in server_parts(sections)] == ["teacher"]
 

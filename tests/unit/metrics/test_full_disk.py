@@ -136,9 +136,9 @@ def test_one_full_file_does_not_keep_the_others_open(tmp_path: Path):
     timeline = Timeline(TraceWriter(trace, 0.0), ["e"])
     recorder = RunRecorder(1, RunTotals(["e"], 1), [Full(), rows], timeline)
     recorder.ended(Accounting(0, 0, 0, 0, {}, 0, False), 1.0)
-    assert json.loads(trace.read_text())
     with pytest.raises(OSError, match="No space left"):
         recorder.close()
+    assert json.loads(trace.read_text())
     assert rows._file._file.closed
 
 

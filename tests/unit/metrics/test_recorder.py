@@ -8,6 +8,8 @@ import pytest
 
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
+from megatron_opd.evaluation.measure import EvaluationReport
+from megatron_opd.evaluation.progress import Evaluated
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import JsonlSink
 from megatron_opd.metrics.summary import summarise
@@ -157,8 +159,39 @@ def test_a_look_that_comes_after_the_end_is_not_drawn(tmp_path: Path):
     recorder.ended(Accounting(1, 1, 1, 1, {}, 0, False), 60.0)
     recorder.worked("a", ServerWork(), 61.0, teaches=False)
     recorder.used({"controller": 2.0}, 2, 61.0)
+    recorder.close()
     names = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text())]
     assert names.count("work") == names.count("CPU seconds") == 1
+
+
+def test_evaluations_are_drawn_from_the_first_update_until_after_the_last(tmp_path: Path):
+    trace, now_s = tmp_path / "trace.json", [100.0]
+    timeline = Timeline(TraceWriter(trace, 100.0), ["a"])
+    recorder = RunRecorder(9, RunTotals(), timeline=timeline, clock=lambda: now_s[0])
+
+    def evaluated(update: int, at_s: float, span: tuple[int, int]) -> None:
+        now_s[0] = at_s
+        report = EvaluationReport(
+            *(50.0, 1.0, 8, 4, 3.5, 0.0, 0.5), {}, version_min=span[0], version_max=span[1]
+        )
+        recorder.evaluated(Evaluated(update, "easy", 2, 5.0, at_s, at_s, report).row())
+
+    evaluated(0, 101.0, (0, 0))  # of a time in which nothing was drawn yet
+    evaluated(4, 110.0, (4, 6))
+    text = trace.read_text()
+    assert "easy after 4 updates" in text, "who watches the run sees it at once"
+    recorder.ended(Accounting(1, 1, 1, 1, {}, 0, False), 60.0)
+    evaluated(8, 118.0, (8, 8))
+    recorder.close()
+    spans = [each for each in json.loads(trace.read_text()) if each["ph"] == "X"]
+    assert [(each["name"], each["ts"], each["dur"]) for each in spans] == [
+        ("easy after 4 updates", 5_000_000, 5_000_000),
+        ("easy after 8 updates", 13_000_000, 5_000_000),
+    ]
+    assert spans[0]["args"] == {
+        **{"set": "easy", "update": 4, "version_min": 4, "version_max": 6, "lag_steps": 2},
+        **{"problems": 8, "samples": 4, "accuracy_pct": 50.0, "mean_response_tokens": 3.5},
+    }
 
 
 def test_the_first_drop_for_a_reason_is_told(tmp_path, caplog):

@@ -17,7 +17,13 @@ def load(path: Path, evaluations=()) -> RunData:
 
 def test_rows_of_a_set_are_in_the_order_of_their_updates(tmp_path: Path):
     rows = [
-        {"update": 20, "time_s": 40.0, "set": "a", "accuracy_pct": 60.0, "pass_at_k": {"4": 80.0}},
+        {
+            "update": 20,
+            "time_s": 40.0,
+            "set": "a",
+            "accuracy_pct": 60.0,
+            "pass_at_k": {"1": 60.0, "4": 80.0},
+        },
         {"update": 10, "time_s": 20.0, "set": "a", "accuracy_pct": 50.0, "lag_steps": None},
         {"update": 10, "time_s": 21.0, "set": "b", "accuracy_pct": 5.0},
     ]
@@ -39,6 +45,23 @@ def test_a_run_evaluated_at_its_ends_has_two_points(tmp_path: Path):
     assert found[HELD_OUT]["update"] == [0.0, 12.0]
     assert found[HELD_OUT]["time"] == [0.0, 24.0]
     assert found["teacher"]["accuracy_pct"] == [40.0, 40.0]
+
+
+def test_teachers_are_shown_on_each_of_several_sets(tmp_path: Path):
+    rows = [{"update": 0, "time_s": 0.0, "set": "a", "accuracy_pct": 40.0}]
+    reports = {
+        name: {"accuracy_pct": value}
+        for name, value in (
+            *(("student before on a", 40.0), ("teacher on a", 97.0), ("teacher on b", 98.0)),
+            ("teacher maths on a", 99.0),
+        )
+    }
+    found = tracks_of(load(written(tmp_path / "run", 12, {"evaluations": reports}), rows))
+    shown = {name: track["accuracy_pct"] for name, track in found.items()}
+    assert shown == {
+        **{"a": [40.0], "teacher on a": [97.0] * 2, "teacher on b": [98.0] * 2},
+        "teacher maths on a": [99.0] * 2,
+    }
 
 
 def test_a_run_without_evaluations_has_no_track(tmp_path: Path):

@@ -100,6 +100,13 @@ def test_pauses_are_apart_and_do_not_count_as_work(tmp_path: Path):
     assert [lane.stage for lane in found.lanes] == ["student", "weight sync"]
 
 
+def test_evaluations_have_a_lane_of_their_own(tmp_path: Path):
+    spans = [("evaluation", "easy after 4 updates", 1, 3), ("learner", "update 0", 0, 1)]
+    found = timeline_of([traced(tmp_path / "1", spans)], table())
+    assert [lane.stage for lane in found.lanes] == ["evaluation", "learner"]
+    assert busy(found)["evaluation"] == ((1, 3),)
+
+
 def test_many_servers_share_lanes(tmp_path: Path):
     count = 2 * MOST_LANES + 1
     spans = [(f"student s{i}", "rollout v0", 0, 1 + i % 2) for i in range(count)]

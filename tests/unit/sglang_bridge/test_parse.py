@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_bridge import wire
-from sglang_bridge.arrays import F4, H1, I4, Q2, U1, U2, U3, pack
+from sglang_bridge.arrays import F4, H1, I4, Q2, U1, U2, U3, pack, pack_logp
 from sglang_bridge.errors import BadReply, RequestAborted
 from sglang_bridge.parse import (
     parse_info,
@@ -72,6 +72,24 @@ def test_a_path_only_rollout_has_one_draw_a_token():
     payload |= packed({"weight_N": [0, 0.5, 0]})
     with pytest.raises(BadReply, match="selects more than 0 atoms and 0 draws"):
         parse_rollout(URL, rollout_reply(payload), request)
+
+
+def test_the_paths_log_probs_are_exact_beside_narrowed_ones():
+    exact = np.array([-0.987654, -0.0123, -1.5], np.float32)
+    logp = np.array([exact[0], -0.5, exact[1], -1, exact[2], -3], np.float32)
+    narrow = draws_payload() | {"sampler_logp_N": pack_logp(logp)}
+    payload = narrow | {wire.PATH_LOGP: pack(exact)}
+    draws = parse_rollout(URL, rollout_reply(payload), REQUEST).draws
+    np.testing.assert_array_equal(draws.sampler_logp_N[draws.path_T], exact)
+    np.testing.assert_allclose(draws.sampler_logp_N, logp, atol=5e-5)
+    for damaged, message in (
+        (exact + np.float32(-0.01), "path_logp_T differs from sampler_logp_N"),
+        (exact[:2], "path_logp_T of 2 values"),
+        (np.full(3, np.nan, np.float32), "not finite"),
+    ):
+        reply = rollout_reply(narrow | {wire.PATH_LOGP: pack(damaged)})
+        with pytest.raises(BadReply, match=message):
+            parse_rollout(URL, reply, REQUEST)
 
 
 def top_k(weights: list[float], num_atoms: int, logp: list[float] | None = None) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def sample(fleet: Fleet, attempts: int) -> Awaitable[object]:
 
 def evaluate(fleet: Fleet, attempts: int) -> Awaitable[object]:
     port = FleetPort(fleet, attempts)
-    return port.complete([1, 2], max_new_tokens=3, temperature=1.0, seed=0)
+    return port.complete([1, 2], max_new_tokens=3, temperature=1.0, stop=(), seed=0)
 
 
 @pytest.fixture(autouse=True)

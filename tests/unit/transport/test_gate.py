@@ -68,15 +68,6 @@ def test_a_stranger_is_neither_heard_nor_answered(what: str, who: str):
     assert [type(request) for request, _ in rank.received] == [m.Train]
 
 
-def test_many_refusals_are_said_once_a_second(caplog: pytest.LogCaptureFixture):
-    counted = gate.Refusals()
-    for _ in range(1000):
-        counted.add("garbage")
-    assert counted.count == 1000
-    assert len(caplog.records) == 1
-    assert "garbage (1 frames and connections so far)" in caplog.text
-
-
 def test_a_second_learner_with_the_keys_is_told_that_the_rank_is_taken():
     async def body(remote: RemoteLearner) -> None:
         await remote.wait_ready(5)

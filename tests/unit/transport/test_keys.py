@@ -97,6 +97,7 @@ GOOD["learner"] = RunKeys.make().learner.decode()
         json.dumps({key: value for key, value in GOOD.items() if key != "controller"}),
         json.dumps(GOOD) + " " * 70_000,
     ],
+    ids=range(12),  # the keys in them are new ones every time
 )
 def test_a_damaged_file_is_one_line_without_secrets(tmp_path: Path, content: str):
     path = tmp_path / KEYS_FILE
@@ -125,7 +126,7 @@ def test_where_a_rank_finds_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "a b", GOOD["learner"], f"{GOOD['learner']} x", "# " * 9]
+    "text", ["", "x", "a b", GOOD["learner"], f"{GOOD['learner']} x", "# " * 9], ids=range(6)
 )
 def test_a_variable_that_holds_no_keys_is_refused(monkeypatch: pytest.MonkeyPatch, text: str):
     monkeypatch.setenv(RANK_VARIABLE, text)

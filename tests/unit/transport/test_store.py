@@ -85,3 +85,15 @@ def test_groups_stay_on_the_interface_of_the_host(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv(INTERFACE_VARIABLES[1])
     keep_groups_on("127.0.0.1")
     assert [os.environ[name] for name in INTERFACE_VARIABLES] == ["mine", f"={loopback}"]
+
+
+def test_a_named_interface_is_that_of_every_node(monkeypatch: pytest.MonkeyPatch):
+    loopback = interface_of("127.0.0.1")
+    assert loopback is not None
+    for name in INTERFACE_VARIABLES:
+        monkeypatch.setenv(name, "another")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    keep_groups_on("192.0.2.1", loopback)
+    assert [os.environ[name] for name in INTERFACE_VARIABLES] == [loopback, f"={loopback}"]
+    with pytest.raises(ValueError, match=r"cluster\.interface .* got 'none0', and this one has .*"):
+        keep_groups_on("127.0.0.1", "none0")

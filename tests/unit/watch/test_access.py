@@ -94,3 +94,15 @@ def test_names_of_hosts():
     assert host_name("a.b:80") == "a.b"
     assert host_name("[fe80::1]:80") == "fe80::1"
     assert host_name("1.2.3.4") == "1.2.3.4"
+
+
+def test_who_is_refused_is_counted_in_the_log(run_dir: Path, caplog: pytest.LogCaptureFixture):
+    async def scenario(ask: Asked) -> None:
+        for _ in range(3):
+            assert (await ask("/\x1b[31m", cookie=None)).status == 403
+        assert (await ask("/")).status == 200
+
+    served(run_dir, scenario)
+    assert [record.getMessage() for record in caplog.records] == [
+        "refused by opd watch: a request without the token (1 so far)"
+    ]

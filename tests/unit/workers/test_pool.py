@@ -291,7 +291,7 @@ def test_a_lost_worker_is_started_again_and_the_run_ends_with_the_last():
         assert not waiting.done(), "there is nobody to ask"
         peers[0] = Peer(pool, 0)
         assert (await waiting).key == "r-1"
-        pool.gone(0, "its process ended")
+        peers[0].end()
         assert await all_lost(pool) == {1}
         with pytest.raises(WorkersLost):
             await pool.lost()

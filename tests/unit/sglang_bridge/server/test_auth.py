@@ -48,7 +48,7 @@ def asked() -> Iterator[Asked]:
 def test_probes_are_open(asked: Asked, path: str):
     asked.ask(path)
     assert asked.passed == [path]
-    assert asked.guard.refused == 0
+    assert asked.guard.refusals.count == 0
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,10 @@ def test_all_else_needs_the_key(asked: Asked, path: str, method: str):
     asked.ask(path, method=method)
     assert asked.passed == []
     assert asked.sent[0]["status"] == 401
-    assert asked.guard.refused == 1
+    assert asked.guard.refusals.count == 1
     asked.ask(path, RIGHT, method=method)
     assert asked.passed == [path]
-    assert asked.guard.refused == 1
+    assert asked.guard.refusals.count == 1
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ def test_the_servers_own_start_passes(asked: Asked):
 def test_refusals_are_said_once_a_second(asked: Asked, caplog: pytest.LogCaptureFixture):
     for _ in range(50):
         asked.ask("/generate\x1b[31m", method="POST")
-    assert asked.guard.refused == 50
+    assert asked.guard.refusals.count == 50
     assert [record.getMessage() for record in caplog.records] == [
-        "refused: a request without the API key (1 so far)"
+        "refused by this server: a request without the API key (1 so far)"
     ]
 
 

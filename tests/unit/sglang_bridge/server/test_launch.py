@@ -265,6 +265,9 @@ def test_the_interface_of_the_host_is_where_peers_listen():
     assert server_env(spec(), {"GLOO_SOCKET_IFNAME": "mine"})["GLOO_SOCKET_IFNAME"] == "mine"
     assert "GLOO_SOCKET_IFNAME" not in server_env(spec(host="0.0.0.0"), {})
     assert interface_of("no.such.host.invalid") is None
+    named = server_env(spec(host="0.0.0.0", interface=loopback), {"GLOO_SOCKET_IFNAME": "mine"})
+    assert named["GLOO_SOCKET_IFNAME"] == loopback
+    assert named["NCCL_SOCKET_IFNAME"] == f"={loopback}"
 
 
 SLOW_WORKER = """
