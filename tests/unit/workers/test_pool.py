@@ -157,8 +157,11 @@ def test_a_sample_passes_every_stage_and_its_arrays_come_when_they_are_asked_for
         found = await pool.whole(rollout)
         assert isinstance(found, Rollout)
         assert peers[1].orders == []
+        newer = await sampled(pool, 5)
+        assert pool.holds(HeldSample(newer, None))
+        assert not pool.holds(HeldSample(replace(rollout, key="r-of-old"), None))
         pool.release([5, 99])
-        assert await peers[0].heard(w.Release) == w.Release(["r-5"])
+        assert await peers[0].heard(w.Release, 2) == w.Release(["r-5"])
         assert not pool.holds(sample)
 
     drive(body)
