@@ -37,6 +37,10 @@ class Collector:
         if self._taking is None:
             self._taking = Taking(self._max_bytes)
         taken = self._taking.take(wanted, keys, TAKE_S)
+        if (
+            taken is None
+        ):  # once more, by new connections: a connection may be lost without a worker
+            taken = self._taking.take(wanted, keys, TAKE_S)
         if taken is None:
             return []
         return with_samples(frames, request.parts, taken)
