@@ -39,7 +39,7 @@ class Collector:
         taken = self._taking.take(wanted, keys, TAKE_S)
         if (
             taken is None
-        ):  # once more, by new connections: a connection may be lost without a worker
+        ):  # by new connections: one may be lost without its worker
             taken = self._taking.take(wanted, keys, TAKE_S)
         if taken is None:
             return []
