@@ -37,9 +37,7 @@ class Collector:
         if self._taking is None:
             self._taking = Taking(self._max_bytes)
         taken = self._taking.take(wanted, keys, TAKE_S)
-        if (
-            taken is None
-        ):  # by new connections: one may be lost without its worker
+        if taken is None:  # by new connections: one may be lost without its worker
             taken = self._taking.take(wanted, keys, TAKE_S)
         if taken is None:
             return []
