@@ -183,6 +183,7 @@ async def prefill_logp(
             rollout.response_ids_T,
             rollout.draws,
             temperature=config.rollout.temperature,
+            exact=True,  # differences of 1e-6 are measured
         )
         reply = await retried(lambda _: fleet.score(request), backoff)
         return reply.logp_N[rollout.draws.path_T]

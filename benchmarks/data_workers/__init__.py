@@ -121,13 +121,13 @@ async def pool_of(count: int, keys: RunKeys) -> AsyncIterator[WorkerPool | None]
         yield None
         return
     pool = WorkerPool(count, "127.0.0.1", keys, LARGEST)
-    pool.open()
-    with processes(pool.address, count, keys):
+    pool.links.open()
+    with processes(pool.links.address, count, keys):
         await pool.ready()
         try:
             yield pool
         finally:
-            pool.close()
+            pool.links.close()
 
 
 @contextmanager

@@ -48,10 +48,10 @@ class DataWorkers:
 
     def start(self, config_file: Path) -> None:
         """Start all of them; call inside the event loop. config_file: the resolved one."""
-        self.pool.open()
+        self.pool.links.open()
         for index in range(self._count):
             log = self._logs / f"data-worker-{index}.log"
-            address, keys = self.pool.address, self._keys.ranks
+            address, keys = self.pool.links.address, self._keys.ranks
             process = self._machines.worker(index, config_file, address, keys, log)
             self.processes.append(process)
             process.start()
@@ -76,7 +76,7 @@ class DataWorkers:
 
     async def stop(self) -> None:
         """End all of them."""
-        self.pool.close()
+        self.pool.links.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

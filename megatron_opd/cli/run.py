@@ -533,7 +533,7 @@ class PipelineRun:
         summary["requests_timed_out"] = sum(fleet.timed_out for fleet in self.fleets.values())
         summary["data_workers_lost"] = 0 if self.workers is None else self.workers.pool.workers_lost
         learners = 0 if self.remote is None else self.remote.frames_refused
-        workers = 0 if self.workers is None else self.workers.pool.refused
+        workers = 0 if self.workers is None else self.workers.pool.links.refusals.count
         summary["frames_refused"] = learners + workers
         if self.checkpoints is not None:
             summary["checkpoint_wait_s_mean"] = self.checkpoints.waited_s.value

@@ -37,6 +37,8 @@ class Collector:
         if self._taking is None:
             self._taking = Taking(self._max_bytes)
         taken = self._taking.take(wanted, keys, TAKE_S)
+        if taken is None:  # by new connections: one may be lost without its worker
+            taken = self._taking.take(wanted, keys, TAKE_S)
         if taken is None:
             return []
         return with_samples(frames, request.parts, taken)

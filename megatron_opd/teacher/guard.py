@@ -111,6 +111,7 @@ async def probe(
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
                 num_atoms=min(ATOMS, vocab_size),
+                exact=True,
             )
             return server.generate(request)
 
@@ -124,6 +125,7 @@ async def probe(
             reply.output_ids_T,
             draws,
             temperature=temperature,
+            exact=True,
         )
         scores = await retried(lambda _: server.score(request), backoff)
         return draws.sampler_logp_N, scores.logp_N, scores.logp_N[draws.path_T]

@@ -35,6 +35,7 @@ def score_request(
     num_atoms: int = 0,
     num_draws: int = 0,
     seed: int | None = None,
+    exact: bool = False,
 ) -> ScoreRequest:
     """Ask for log q of every cached id at its position; the rest is ScoreRequest's."""
     return ScoreRequest(
@@ -47,4 +48,5 @@ def score_request(
         num_atoms=num_atoms,
         num_draws=num_draws,
         seed=seed,
+        exact=exact,
     )

@@ -12,17 +12,14 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
-import zmq
-import zmq.asyncio
 
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.controller.snapshot_codec import decode_member
 from megatron_opd.teacher.requests import TeacherAsk
-from megatron_opd.transport.gate import Gate, guard_socket
 from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.messages import BadMessage
 from megatron_opd.types import (
@@ -35,30 +32,22 @@ from megatron_opd.types import (
     Sample,
     VersionSpan,
 )
-from megatron_opd.workers.faults import as_error
+from megatron_opd.workers.links import Link, Links
 from megatron_opd.workers.messages import (
     Answer,
-    Cancel,
-    Close,
-    Failed,
     Fetch,
     Generate,
     Generated,
-    Hello,
     Judge,
     Judged,
-    Order,
     Release,
     Score,
     Scored,
     Whole,
-    decode_answer,
-    encode,
 )
 from sglang_bridge.client import Endpoint, ServerClient
 from sglang_bridge.errors import BadReply, ServerUnreachable
 from sglang_bridge.protocol import RolloutRequest
-from sglang_bridge.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 
@@ -76,33 +65,10 @@ class WorkersUnreachable(RuntimeError):
     """Reports that data workers are there, and the learner's ranks cannot reach them."""
 
 
-@dataclass(eq=False, slots=True)
-class _Link:
-    """Holds the connection to one worker.
-
-    calls: those without an answer, by number. outbox: orders that are about to be sent.
-    """
-
-    index: int
-    identity: bytes
-    address: str
-    calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict[int, "asyncio.Future[Any]"])
-    outbox: list[bytes] = field(default_factory=list[bytes])
-    alive: bool = True
-
-    @property
-    def name(self) -> str:
-        return f"data worker {self.index}"
-
-
 class WorkerPool:
-    """Binds at once; workers connect to `address`.
+    """Gives work to data workers over `links`, which count, host, keys and max_bytes are for.
 
     Args:
-        count: how many there are to be.
-        host: what it listens on.
-        keys: the run's.
-        max_bytes: the largest answer, that of a whole sample.
         again: starts the worker of an index once more; None, or False: it is lost for good.
     """
 
@@ -115,67 +81,24 @@ class WorkerPool:
         again: Callable[[int], bool] | None = None,
     ) -> None:
         self._count, self._again = count, again
-        self._refusals = Refusals(logger, "on the data workers' socket")
-        self._context = zmq.asyncio.Context()
-        # not asyncio's: its own descriptor wakes us, and then all messages are taken at once
-        self._socket: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.ROUTER)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)
-        self._socket.set(zmq.LINGER, LINGER_MS)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.RCVHWM, 0)
-        guard_socket(self._socket, max_bytes)
-        self._gate = Gate(self._context, self._socket, keys)
-        self._socket.bind(f"tcp://{host}:*")
-        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
-        self._descriptor = int(self._socket.getsockopt(zmq.FD))
-        self._links: dict[bytes, _Link] = {}
-        self._by_fd: dict[int, bytes] = {}
-        self._owners: dict[str, _Link] = {}
-        self._held: dict[int, tuple[_Link, str]] = {}
+        self.links = Links(count, host, keys, max_bytes, self._joined, self._gone)
+        self._owners: dict[str, Link] = {}
+        self._held: dict[int, tuple[Link, str]] = {}
         self._lost: set[int] = set()
         self._numbers = itertools.count(1)
         self._changed = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
         self._awaited = count
         self._coming: set[int] = set()
         """Those that are being started again."""
         self.workers_lost = 0
         """How often a worker was lost."""
 
-    @property
-    def refused(self) -> int:
-        """Returns the number of strangers' connections and of messages that cannot be read."""
-        return self._refusals.count
-
     # ------------------------------------------------------------ life
-
-    def open(self) -> None:
-        """Begin to talk; call inside the event loop."""
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._descriptor, self._drain)
-        self._tasks = [
-            asyncio.create_task(self._gate.answer(), name="data workers' gate"),
-            asyncio.create_task(self._watch(), name="data workers"),
-        ]
-        self._drain()
 
     async def ready(self) -> None:
         """Return once every worker is there."""
-        while len(self._alive()) < self._count:
+        while len(self.links.alive) < self._count:
             await self._until_changed()
-
-    def close(self) -> None:
-        """Tell every worker to end, and close."""
-        for link in self._alive():
-            self._send(link, Close())
-            self._flush(link)
-        if self._tasks:
-            asyncio.get_running_loop().remove_reader(self._descriptor)
-        for task in self._tasks:
-            task.cancel()
-        self._gate.close()
-        self._socket.close(linger=LINGER_MS)
-        self._context.destroy(linger=LINGER_MS)
 
     def give_up(self) -> None:
         """Note that a worker that was to be started again will not come."""
@@ -184,7 +107,7 @@ class WorkerPool:
 
     def never_came(self, index: int) -> None:
         """Note that a worker that was started again ended; one that had joined is lost as usual."""
-        if all(link.index != index for link in self._alive()) and index in self._coming:
+        if all(link.index != index for link in self.links.alive) and index in self._coming:
             self._coming.discard(index)
             if self._again is None or not self._again(index):
                 self.give_up()
@@ -221,13 +144,13 @@ class WorkerPool:
             seed=request.seed,
         )
         try:
-            work = self._call(link, order, Generated)
+            work = self.links.call(link, order, Generated)
             answer = await client.deadlines.within(request.rid, work)
         except SamplesLost as error:
             raise ServerUnreachable(client.url, "/generate", str(error), sent=True) from None
         except BaseException:
             if link.alive:  # the answer may be on its way, or here, and nobody waits for it now
-                self._send(link, Release([request.rid]))
+                self.links.send(link, Release([request.rid]))
             raise
         newest = max((version for version, *_ in answer.spans), default=0)
         if client.known_version is not None and newest > client.known_version:
@@ -255,7 +178,7 @@ class WorkerPool:
         """Return the reward of a held response. VerifierFailed. SamplesLost."""
         link = self._holder(rollout)
         order = Judge(next(self._numbers), rollout.key, task, answer)
-        return (await self._call(link, order, Judged)).reward
+        return (await self.links.call(link, order, Judged)).reward
 
     async def score(
         self, client: ServerClient, sample: HeldSample, ask: TeacherAsk, teacher_vocab_size: int
@@ -279,7 +202,7 @@ class WorkerPool:
             vocab_size=ask.vocab_size,
             teacher_vocab_size=teacher_vocab_size,
         )
-        answer = await client.deadlines.within(rid, self._call(link, order, Scored))
+        answer = await client.deadlines.within(rid, self.links.call(link, order, Scored))
         held = replace(rollout, num_ids=answer.ids, cache=answer.size)
         return replace(sample, rollout=held, shape=answer.shape)
 
@@ -305,7 +228,7 @@ class WorkerPool:
         rollout = found.rollout if isinstance(found, HeldSample) else found
         try:
             order = Fetch(next(self._numbers), rollout.key)
-            asked = self._asked(self._holder(rollout), order)
+            asked = self.links.asked(self._holder(rollout), order)
         except SamplesLost as error:
             asked = asyncio.get_running_loop().create_future()
             asked.set_exception(error)
@@ -351,13 +274,13 @@ class WorkerPool:
 
     def release(self, uids: Iterable[int]) -> None:
         """Let go of what is held for these prompts."""
-        by_link: dict[_Link, list[str]] = {}
+        by_link: dict[Link, list[str]] = {}
         for uid in uids:
             link, key = self._held.pop(uid, (None, ""))
             if link is not None and link.alive:
                 by_link.setdefault(link, []).append(key)
         for link, keys in by_link.items():
-            self._send(link, Release(keys))
+            self.links.send(link, Release(keys))
 
     async def lost(self) -> Collection[int]:
         """Return the prompts whose arrays were lost since the last call, once there are any.
@@ -371,115 +294,19 @@ class WorkerPool:
         found, self._lost = self._lost, set()
         return found
 
-    # ------------------------------------------------------------ wire
+    # ------------------------------------------------------------ who is there
 
-    async def _call(self, link: _Link, order: Order, kind: type[AnswerT]) -> AnswerT:
-        """Send an order and return its answer."""
-        assert not isinstance(order, Release | Close | Cancel)
-        answered = self._asked(link, order)
-        try:
-            answer = await answered
-        except asyncio.CancelledError:
-            if link.alive and link.calls.pop(order.call, None) is not None:
-                self._send(link, Cancel(order.call))
-            raise
-        if not isinstance(answer, kind):
-            raise BadMessage(f"{link.name} answered {type(answer).__name__}")
-        return answer
-
-    def _asked(
-        self, link: _Link, order: Generate | Judge | Score | Fetch
-    ) -> asyncio.Future[Answer]:
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        link.calls[order.call] = future
-        self._send(link, order)
-        return future
-
-    def _send(self, link: _Link, order: Order) -> None:
-        """Send an order, in one message with all others of this turn of the event loop."""
-        if not link.outbox:
-            asyncio.get_running_loop().call_soon(self._flush, link)
-        link.outbox.append(encode(order))
-
-    def _flush(self, link: _Link) -> None:
-        frames, link.outbox = link.outbox, []
-        if not frames or not link.alive or self._socket.closed:
-            return
-        try:
-            self._socket.send_multipart([link.identity, *frames], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            self._lose(link, str(error))
-            return
-        # sending may have taken note of what came, of which the descriptor then says nothing
-        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            asyncio.get_running_loop().call_soon(self._drain)
-
-    def _drain(self) -> None:
-        """Take all messages that are there."""
-        while not self._socket.closed:
-            try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            for frame in frames:
-                try:
-                    answer = decode_answer(frame.bytes)
-                except BadMessage as error:
-                    self._refusals.add(str(error))
-                    continue
-                if isinstance(answer, Hello):
-                    self._join(identity.bytes, answer, frame.get(zmq.SRCFD))
-                else:
-                    self._take(self._links.get(identity.bytes), answer)
-
-    def _join(self, identity: bytes, hello: Hello, fd: Any) -> None:
-        taken = any(link.index == hello.index for link in self._alive())
-        if taken or not 0 <= hello.index < self._count:
-            self._refusals.add(f"a data worker {hello.index} that is not awaited")
-            return
-        self._coming.discard(hello.index)
-        self._links[identity] = _Link(hello.index, identity, hello.address)
-        self._by_fd[fd] = identity
+    def _joined(self, link: Link) -> None:
+        self._coming.discard(link.index)
+        self._owners.clear()  # servers are shared out anew
         self._change()
 
-    def _take(self, link: _Link | None, answer: Any) -> None:
-        if link is None:
-            self._refusals.add("an answer of no data worker")
-            return
-        future = link.calls.pop(answer.call, None)
-        if future is None or future.done():
-            return
-        if isinstance(answer, Failed):
-            future.set_exception(as_error(answer))
-        else:
-            future.set_result(answer)
-
-    async def _watch(self) -> None:
-        while True:
-            await self._gate.monitor.poll()
-            ended = await self._gate.ended()
-            self._drain()  # what a worker said before it ended
-            for fd in ended:
-                link = self._links.get(self._by_fd.pop(fd, b""))
-                if link is None:
-                    self._refusals.add("a connection of no data worker")
-                else:
-                    self._lose(link, "its connection ended")
-
-    def _lose(self, link: _Link, why: str) -> None:
-        if not link.alive:
-            return
-        link.alive = False
+    def _gone(self, link: Link, why: str) -> None:
         self.workers_lost += 1
-        del self._links[link.identity]
         held = {uid for uid, (holder, _) in self._held.items() if holder is link}
         self._lost |= held
         for uid in held:
             del self._held[uid]
-        for future in link.calls.values():
-            if not future.done():
-                future.set_exception(SamplesLost(f"{link.name} is lost"))
-        link.calls.clear()
         self._owners = {url: owner for url, owner in self._owners.items() if owner is not link}
         comes = self._again is not None and self._again(link.index)
         self._awaited -= not comes
@@ -488,14 +315,14 @@ class WorkerPool:
         logger.warning(
             "%s is lost (%s) with %d samples, which are sampled anew; %s",
             *(link.name, why, len(held)),
-            "it is started again" if comes else f"{len(self._alive())} are left",
+            "it is started again" if comes else f"{len(self.links.alive)} are left",
         )
         self._change()
 
-    async def _owner(self, url: str) -> _Link:
+    async def _owner(self, url: str) -> Link:
         """Return the worker that asks the server at `url`; waits until there is one."""
         while url not in self._owners:
-            alive = self._alive()
+            alive = self.links.alive
             if alive:
                 owned = [sum(owner is link for owner in self._owners.values()) for link in alive]
                 self._owners[url] = alive[int(np.argmin(owned))]
@@ -503,14 +330,11 @@ class WorkerPool:
                 await self._until_changed()
         return self._owners[url]
 
-    def _holder(self, rollout: HeldRollout) -> _Link:
+    def _holder(self, rollout: HeldRollout) -> Link:
         link, key = self._held.get(rollout.prompt.uid, (None, ""))
         if link is None or not link.alive or key != rollout.key:
             raise SamplesLost(f"{rollout.worker} is lost")
         return link
-
-    def _alive(self) -> list[_Link]:
-        return sorted(self._links.values(), key=lambda link: link.index)
 
     def _change(self) -> None:
         self._changed.set()

@@ -73,6 +73,7 @@ def test_a_rollout_that_lost_its_connection_is_sampled_anew(
     draws, tokens = rollout.draws, rollout.response_ids_T.tolist()
     logits = reference_logits(load_reference(student_model), [*PROMPT, *tokens])
     exact_TV = np.stack([behaviour_logp(row_V) for row_V in logits[len(PROMPT) - 1 : -1]])
-    row_N = np.repeat(np.arange(len(tokens)), np.diff(draws.offsets_T1))
-    error = np.abs(exact_TV[row_N, draws.ids_N] - draws.sampler_logp_N).max()
+    # of the path, which alone travels as float32
+    path_logp_T = draws.sampler_logp_N[draws.path_T]
+    error = np.abs(exact_TV[np.arange(len(tokens)), tokens] - path_logp_T).max()
     bounded("draws: log-probs against transformers (nats)", error, 1e-5, "restarted")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 from urllib.parse import urlsplit
+
+import msgspec
+
+from sglang_bridge import wire
+from sglang_bridge.arrays import unpack
 
 CHUNK = 2**16
 
@@ -59,9 +63,10 @@ class BreakingProxy:
             writer.close()
 
     def _breaks(self, reply: bytes) -> bool:
-        _, _, body = reply.partition(b"\r\n\r\n")
-        tree: Any = json.loads(body) if body.startswith(b"{") else {}
-        tokens = len(tree.get("output_ids", ()))
+        head, _, body = reply.partition(b"\r\n\r\n")
+        tokens = 0
+        if wire.WORK_TYPE.encode() in head.lower():
+            tokens = len(unpack(msgspec.msgpack.decode(body)["output_ids"], "<i4"))
         return self._random.random() >= (1 - self._rate) ** tokens
 
 

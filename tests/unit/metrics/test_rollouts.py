@@ -3,14 +3,16 @@
 import json
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.metrics.rollouts import RolloutRecord, spread
-from megatron_opd.types import Batch, Sample, VersionSpan
+from megatron_opd.types import Batch, HeldRollout, HeldSample, Sample, VersionSpan
 from tests.support.fakes import make_prompt, make_rollout, make_sample
 from tests.support.recorded_run import record
 
@@ -139,3 +141,50 @@ def test_a_run_records_what_it_trains_on_and_drops(tmp_path: Path):
     (drop,) = (row for row in rows if row["drop_reason"] is not None)
     assert (drop["uid"], drop["drop_reason"], drop["drop_detail"]) == (4, "nan", "teacher-0")
     assert len(drop["tokens"]) == 4
+
+
+def as_held(sample: Sample) -> HeldSample:
+    """What the controller has of a sample whose arrays are with a data worker."""
+    rollout = sample.rollout
+    held = HeldRollout(
+        prompt=rollout.prompt,
+        worker="data worker 0",
+        key="r",
+        num_response_tokens=rollout.num_response_tokens,
+        num_ids=rollout.num_ids,
+        cache=sample.cache,
+        geometric_logp=rollout.geometric_logp,
+        spans=rollout.spans,
+        finish_reason=rollout.finish_reason,
+        started_s=0.0,
+        finished_s=1.0,
+        engine=rollout.engine,
+    )
+    return HeldSample(held, sample.scores(16), sample.reward)
+
+
+def test_arrays_of_a_data_worker_are_asked_for_at_once(tmp_path: Path):
+    """The row is that of the whole sample; where the arrays are gone it has no tokens."""
+    samples = {uid: make_sample(uid) for uid in range(3)}
+    asked: dict[int, Future[Any]] = {}
+
+    def fetch(found: HeldRollout | HeldSample) -> Future[Any]:
+        rollout = found.rollout if isinstance(found, HeldSample) else found
+        asked[rollout.prompt.uid] = Future()
+        return asked[rollout.prompt.uid]
+
+    kept = RolloutRecord(tmp_path / "rollouts.jsonl", decode, 3, fetch)
+    kept.trained(Batch(4, 4, tuple(map(as_held, samples.values()))))
+    assert sorted(asked) == [0, 1, 2]
+    asked[0].set_result(samples[0])
+    asked[1].set_exception(SamplesLost("data worker 0 is lost"))
+    kept.close()  # the third never comes
+    rows = rows_of(tmp_path / "rollouts.jsonl")
+    assert [row["uid"] for row in rows] == [0, 1, 2]
+    assert [len(row["tokens"]) for row in rows] == [4, 0, 0]
+    assert all(row["spans"] == [[0, 0, 4]] and row["version"] == 4 for row in rows)
+    whole = RolloutRecord(tmp_path / "whole.jsonl", decode, 3)
+    whole.trained(Batch(4, 4, (samples[0],)))
+    whole.close()
+    (expected,) = rows_of(tmp_path / "whole.jsonl")
+    assert rows[0] | {"unix_time_s": 0} == expected | {"unix_time_s": 0}

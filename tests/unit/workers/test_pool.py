@@ -55,7 +55,7 @@ class Peer:
 
     def __init__(self, pool: WorkerPool, index: int, keys: RankKeys | None = KEYS.ranks) -> None:
         self.context = zmq.asyncio.Context()
-        self.socket = connect(self.context, pool.address, keys)
+        self.socket = connect(self.context, pool.links.address, keys)
         self.index = index
         self.answer: Callable[[w.Order], w.Answer | None] = reply_to
         self.orders: list[w.Order] = []
@@ -90,7 +90,7 @@ Body = Callable[[WorkerPool, list[Peer]], Awaitable[None]]
 def drive(body: Body, count: int = 2, again: Callable[[int], bool] | None = None) -> None:
     async def main() -> None:
         pool = WorkerPool(count, "127.0.0.1", KEYS, 1 << 20, again)
-        pool.open()
+        pool.links.open()
         peers = [Peer(pool, index) for index in range(count)]
         try:
             async with asyncio.timeout(60):
@@ -99,7 +99,7 @@ def drive(body: Body, count: int = 2, again: Callable[[int], bool] | None = None
         finally:
             for peer in peers:
                 peer.end()
-            pool.close()
+            pool.links.close()
 
     asyncio.run(main())
 
@@ -125,7 +125,7 @@ async def all_lost(pool: WorkerPool) -> set[int]:
 
 
 async def refused(pool: WorkerPool, count: int) -> None:
-    while pool._refusals.count < count:  # noqa: ASYNC110  a count has no event
+    while pool.links.refusals.count < count:  # noqa: ASYNC110  a count has no event
         await asyncio.sleep(0.01)
 
 
@@ -157,8 +157,11 @@ def test_a_sample_passes_every_stage_and_its_arrays_come_when_they_are_asked_for
         found = await pool.whole(rollout)
         assert isinstance(found, Rollout)
         assert peers[1].orders == []
+        newer = await sampled(pool, 5)
+        assert pool.holds(HeldSample(newer, None))
+        assert not pool.holds(HeldSample(replace(rollout, key="r-of-old"), None))
         pool.release([5, 99])
-        assert await peers[0].heard(w.Release) == w.Release(["r-5"])
+        assert await peers[0].heard(w.Release, 2) == w.Release(["r-5"])
         assert not pool.holds(sample)
 
     drive(body)
@@ -222,13 +225,13 @@ def test_a_response_that_nobody_waits_for_is_let_go_of():
 def test_so_is_one_whose_answer_has_come_when_its_request_is_cancelled(limit_s: float):
     async def body(pool: WorkerPool, peers: list[Peer]) -> None:
         task = asyncio.ensure_future(sampled(pool, 0, limit_s=limit_s))
-        take = pool._take
+        take = pool.links._take
 
         def cancelled_then(link: Any, answer: Any) -> None:
             take(link, answer)
             task.cancel()
 
-        pool._take = cancelled_then  # type: ignore[method-assign]
+        pool.links._take = cancelled_then  # type: ignore[method-assign]
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await peers[0].heard(w.Release) == w.Release(["r-0"])
@@ -333,7 +336,7 @@ def test_what_a_peer_with_keys_must_not_say_is_counted_and_changes_nothing():
         await peers[0].socket.send(w.encode(generated(order)))  # a second answer to a call
         await peers[0].socket.send(w.encode(w.Judged(99, 1.0)))  # and one that was never made
         assert await pool.judge(rollout, None, "") == 0.5
-        assert (pool._refusals.count, pool.workers_lost) == (5, 0)
+        assert (pool.links.refusals.count, pool.workers_lost) == (5, 0)
         assert second.orders == beyond.orders == []
         second.end()
         beyond.end()
@@ -361,10 +364,10 @@ def test_ranks_that_cannot_take_what_is_there_end_the_run(monkeypatch: pytest.Mo
 def test_closing_ends_the_workers():
     async def main() -> None:
         pool = WorkerPool(1, "127.0.0.1", KEYS, 1 << 20)
-        pool.open()
+        pool.links.open()
         peer = Peer(pool, 0)
         await pool.ready()
-        pool.close()
+        pool.links.close()
         assert await asyncio.wait_for(peer.heard(w.Close), 30) == w.Close()
         peer.end()
 

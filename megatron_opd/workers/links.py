@@ -1,0 +1,233 @@
+"""Keeps the connections to the run's data workers: who is there, what was asked, who is lost.
+
+Orders of one turn of the event loop travel in one message, and so do a worker's answers: at many
+samples a second a message costs more than what is in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from megatron_opd.buffer.rejection import SamplesLost
+from megatron_opd.transport.gate import Gate, guard_socket
+from megatron_opd.transport.keys import RunKeys
+from megatron_opd.transport.messages import BadMessage
+from megatron_opd.workers.faults import as_error
+from megatron_opd.workers.messages import (
+    Answer,
+    Cancel,
+    Close,
+    Failed,
+    Fetch,
+    Generate,
+    Hello,
+    Judge,
+    Order,
+    Score,
+    decode_answer,
+    encode,
+)
+from sglang_bridge.refusals import Refusals
+
+logger = logging.getLogger(__name__)
+
+Call = Generate | Judge | Score | Fetch
+"""An order that has an answer."""
+AnswerT = TypeVar("AnswerT", bound=Answer)
+LINGER_MS = 500
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """Holds the connection to one worker.
+
+    address: where learner ranks reach it. calls: those without an answer, by number. outbox: orders
+    that are about to be sent.
+    """
+
+    index: int
+    identity: bytes
+    address: str
+    calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict[int, "asyncio.Future[Any]"])
+    outbox: list[bytes] = field(default_factory=list[bytes])
+    alive: bool = True
+
+    @property
+    def name(self) -> str:
+        """Returns what messages call the worker."""
+        return f"data worker {self.index}"
+
+
+class Links:
+    """Binds at once; workers connect to `address`.
+
+    Args:
+        count: how many workers there are to be.
+        host: what it listens on.
+        keys: the run's.
+        max_bytes: the largest answer, that of a whole sample.
+        joined: called with a worker that is there.
+        lost: called with a worker that is not there any more, and why.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        host: str,
+        keys: RunKeys,
+        max_bytes: int,
+        joined: Callable[[Link], None],
+        lost: Callable[[Link, str], None],
+    ) -> None:
+        self._count, self._joined, self._lost = count, joined, lost
+        self.refusals = Refusals(logger, "on the data workers' socket")
+        self._context = zmq.asyncio.Context()
+        # not asyncio's: its own descriptor wakes us, and then all messages are taken at once
+        self._socket: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.ROUTER)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        self._socket.set(zmq.LINGER, LINGER_MS)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.RCVHWM, 0)
+        guard_socket(self._socket, max_bytes)
+        self._gate = Gate(self._context, self._socket, keys)
+        self._socket.bind(f"tcp://{host}:*")
+        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._descriptor = int(self._socket.getsockopt(zmq.FD))
+        self._links: dict[bytes, Link] = {}
+        self._by_fd: dict[int, bytes] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def alive(self) -> list[Link]:
+        """Returns the workers that are there, in order."""
+        return sorted(self._links.values(), key=lambda link: link.index)
+
+    def open(self) -> None:
+        """Begin to talk; call inside the event loop."""
+        asyncio.get_running_loop().add_reader(self._descriptor, self._drain)
+        self._tasks = [
+            asyncio.create_task(self._gate.answer(), name="data workers' gate"),
+            asyncio.create_task(self._watch(), name="data workers"),
+        ]
+        self._drain()
+
+    def close(self) -> None:
+        """Tell every worker to end, and close."""
+        for link in self.alive:
+            self.send(link, Close())
+            self._flush(link)
+        if self._tasks:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+        for task in self._tasks:
+            task.cancel()
+        self._gate.close()
+        self._socket.close(linger=LINGER_MS)
+        self._context.destroy(linger=LINGER_MS)
+
+    async def call(self, link: Link, order: Call, kind: type[AnswerT]) -> AnswerT:
+        """Send an order and return its answer. SamplesLost: the worker is lost meanwhile."""
+        answered = self.asked(link, order)
+        try:
+            answer = await answered
+        except asyncio.CancelledError:
+            if link.alive and link.calls.pop(order.call, None) is not None:
+                self.send(link, Cancel(order.call))
+            raise
+        if not isinstance(answer, kind):
+            raise BadMessage(f"{link.name} answered {type(answer).__name__}")
+        return answer
+
+    def asked(self, link: Link, order: Call) -> asyncio.Future[Answer]:
+        """Send an order; its answer comes later."""
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        link.calls[order.call] = future
+        self.send(link, order)
+        return future
+
+    def send(self, link: Link, order: Order) -> None:
+        """Send an order, in one message with all others of this turn of the event loop."""
+        if not link.outbox:
+            asyncio.get_running_loop().call_soon(self._flush, link)
+        link.outbox.append(encode(order))
+
+    def _flush(self, link: Link) -> None:
+        frames, link.outbox = link.outbox, []
+        if not frames or not link.alive or self._socket.closed:
+            return
+        try:
+            self._socket.send_multipart([link.identity, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._lose(link, str(error))
+            return
+        # sending may have taken note of what came, of which the descriptor then says nothing
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            asyncio.get_running_loop().call_soon(self._drain)
+
+    def _drain(self) -> None:
+        """Take all messages that are there."""
+        while not self._socket.closed:
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            for frame in frames:
+                try:
+                    answer = decode_answer(frame.bytes)
+                except BadMessage as error:
+                    self.refusals.add(str(error))
+                    continue
+                if isinstance(answer, Hello):
+                    self._join(identity.bytes, answer, frame.get(zmq.SRCFD))
+                else:
+                    self._take(self._links.get(identity.bytes), answer)
+
+    def _join(self, identity: bytes, hello: Hello, fd: Any) -> None:
+        taken = any(link.index == hello.index for link in self.alive)
+        if taken or not 0 <= hello.index < self._count:
+            self.refusals.add(f"a data worker {hello.index} that is not awaited")
+            return
+        link = self._links[identity] = Link(hello.index, identity, hello.address)
+        self._by_fd[fd] = identity
+        self._joined(link)
+
+    def _take(self, link: Link | None, answer: Any) -> None:
+        if link is None:
+            self.refusals.add("an answer of no data worker")
+            return
+        future = link.calls.pop(answer.call, None)
+        if future is None or future.done():
+            return
+        if isinstance(answer, Failed):
+            future.set_exception(as_error(answer))
+        else:
+            future.set_result(answer)
+
+    async def _watch(self) -> None:
+        while True:
+            await self._gate.monitor.poll()
+            ended = await self._gate.ended()
+            self._drain()  # what a worker said before it ended
+            for fd in ended:
+                link = self._links.get(self._by_fd.pop(fd, b""))
+                if link is None:
+                    self.refusals.add("a connection of no data worker")
+                else:
+                    self._lose(link, "its connection ended")
+
+    def _lose(self, link: Link, why: str) -> None:
+        if not link.alive:
+            return
+        link.alive = False
+        del self._links[link.identity]
+        for future in link.calls.values():
+            if not future.done():
+                future.set_exception(SamplesLost(f"{link.name} is lost"))
+        link.calls.clear()
+        self._lost(link, why)

@@ -1,0 +1,85 @@
+"""Shares of a batch some of whose samples data workers hold."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_opd.sample_figures import CacheSize
+from megatron_opd.transport import messages as m
+from megatron_opd.transport.frames import FRAMES, to_frames, with_samples
+from megatron_opd.transport.zmq import RemoteLearner
+from megatron_opd.types import HeldRollout, HeldSample
+from tests.support.batches import FIGURES, done, make_shares
+from tests.support.fakes import make_sample
+from tests.support.wire import drive
+
+
+def frames(*names: str) -> list[memoryview]:
+    """The frames of one sample for each name."""
+    return [memoryview(f"{name}{i}".encode()) for name in names for i in range(FRAMES)]
+
+
+GROUPS = [memoryview(b"groups")]
+WORKER = "tcp://worker:1"
+
+
+def test_samples_from_here_and_there_come_in_the_order_of_the_share():
+    parts = [("", ""), (WORKER, "k-2"), ("", ""), ("tcp://worker:2", "k-1")]
+    taken = {"k-1": frames("b"), "k-2": frames("a")}
+    whole = with_samples([*GROUPS, *frames("x", "y")], parts, taken)
+    assert whole == [*GROUPS, *frames("x", "a", "y", "b")]
+
+
+@pytest.mark.parametrize(
+    ("own", "parts", "taken"),
+    [
+        (frames("x", "y"), [("", ""), (WORKER, "k")], {"k": frames("a")}),
+        (frames("x")[:-1], [("", ""), (WORKER, "k")], {"k": frames("a")}),
+        ([], [("", ""), (WORKER, "k")], {"k": frames("a")}),
+        (frames("x"), [("", ""), (WORKER, "k")], {"k": frames("a")[:-1]}),
+        (frames("x"), [("", ""), (WORKER, "k")], {"k": frames("a", "b")}),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    own: list[memoryview], parts: list[tuple[str, str]], taken: dict[str, list[memoryview]]
+):
+    with pytest.raises(ValueError, match="a share of 2 samples cannot have"):
+        with_samples([*GROUPS, *own], parts, taken)
+
+
+def held(uid: int) -> HeldSample:
+    whole = make_sample(uid).rollout
+    return HeldSample(
+        HeldRollout(
+            *(whole.prompt, "data worker 0", f"k-{uid}", 4, 8, CacheSize(6, 100), -0.5),
+            *(whole.spans, "stop", 0.0, 1.0),
+        ),
+        None,
+    )
+
+
+def missing(request: m.Request) -> m.Reply:
+    assert isinstance(request, m.Train)
+    return m.Done(request.call, m.Missing())
+
+
+@pytest.mark.parametrize(("answer", "expected"), [(done, FIGURES), (missing, None)])
+def test_a_rank_is_told_where_samples_are_and_may_not_find_them(
+    answer: object, expected: m.UpdateMetrics | None
+):
+    (share,) = make_shares()
+    uids = [sample.rollout.prompt.uid for sample in share.samples]
+    elsewhere = {uids[1]: (WORKER, "k-1")}
+    samples = [held(s.rollout.prompt.uid) if s is share.samples[1] else s for s in share.samples]
+    share = replace(share, samples=tuple(samples))
+
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(5)
+        assert await remote.train_held([share], elsewhere) == expected
+
+    (rank,) = drive(body, [answer])
+    ((request, sent),) = rank.received
+    assert isinstance(request, m.Train)
+    assert request.parts == [elsewhere.get(uid, ("", "")) for uid in uids]
+    assert sent == [bytes(frame) for frame in to_frames(share)]
+    assert len(sent) == 1 + FRAMES * (len(uids) - 1)
