@@ -6,7 +6,8 @@ import pytest
 
 from megatron_opd.sample_figures import CacheSize
 from megatron_opd.transport import messages as m
-from megatron_opd.transport.frames import FRAMES, to_frames, with_samples
+from megatron_opd.transport.frames import to_frames, with_samples
+from megatron_opd.transport.samples import FRAMES
 from megatron_opd.transport.zmq import RemoteLearner
 from megatron_opd.types import HeldRollout, HeldSample
 from tests.support.batches import FIGURES, done, make_shares
