@@ -10,7 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 import zmq
@@ -21,13 +21,13 @@ from benchmarks.data_path.parts import FIGURES
 from megatron_opd.batching.shares import shares
 from megatron_opd.config.schema import Config
 from megatron_opd.transport.frames import to_frames, with_samples
-from megatron_opd.transport.gate import guard_socket
+from megatron_opd.transport.gate import guard_socket, show_keys
 from megatron_opd.transport.keys import RANK_VARIABLE, RankKeys, RunKeys
 from megatron_opd.transport.messages import UpdateMetrics
 from megatron_opd.transport.samples import FRAMES, EncodedSample
 from megatron_opd.types import AnySample, Batch, HeldSample
 from megatron_opd.workers.pool import WorkerPool
-from megatron_opd.workers.taking import Taking
+from megatron_opd.workers.taking import Taking, by_address
 
 LARGEST = 1 << 30
 LIMIT_S = 60.0
@@ -44,10 +44,7 @@ class Head:
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         guard_socket(self.socket, LARGEST)
-        public = zmq.curve_public(self._keys.learner)
-        self.socket.set(zmq.CURVE_SERVERKEY, public)
-        self.socket.set(zmq.CURVE_PUBLICKEY, public)
-        self.socket.set(zmq.CURVE_SECRETKEY, self._keys.learner)
+        show_keys(self.socket, zmq.curve_public(self._keys.learner), self._keys.learner)
         environment = {**os.environ, RANK_VARIABLE: self._keys.ranks.text()}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.data_workers.head"],
@@ -121,11 +118,7 @@ def main() -> None:
         if len(frames) == 1:
             break
         parts: Parts = msgspec.msgpack.decode(frames[0].buffer, type=Parts)
-        wanted: dict[str, list[str]] = {}
-        for address, key in parts:
-            if address:
-                wanted.setdefault(address, []).append(key)
-        taken: Any = taking.take(wanted, keys, LIMIT_S) if wanted else {}
+        taken = taking.take(by_address(parts), keys, LIMIT_S)
         assert taken is not None, "samples are missing"
         whole = with_samples([frame.buffer for frame in frames[1:]], parts, taken)
         socket.send_multipart([identity, str((len(whole) - 1) // FRAMES).encode()])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -10,6 +10,8 @@ import numpy as np
 from megatron_opd.config.wording import line
 from megatron_opd.controller.snapshot import FORMAT, ControllerState, Member
 from megatron_opd.controller.snapshot_checks import member_fault, state_fault
+
+KindT = TypeVar("KindT")
 
 
 def _to_wire(value: Any) -> Any:
@@ -46,10 +48,7 @@ def encode_state(state: ControllerState) -> bytes:
 
 def decode_state(content: bytes) -> ControllerState:
     """Decode the state. ValueError: bytes of another format, or an impossible state."""
-    try:
-        state = _DECODER.decode(content)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ValueError(f"not a controller's state: {line(error)}") from None
+    state = _decoded(_DECODER, content, "a controller's state")
     if state.format != FORMAT:
         raise ValueError(f"a controller's state must have format {FORMAT}, got {state.format}")
     fault = state_fault(state)
@@ -65,11 +64,15 @@ def encode_member(member: Member) -> bytes:
 
 def decode_member(content: bytes) -> Member:
     """Decode one place of the line. ValueError: it cannot be."""
-    try:
-        member = _MEMBER.decode(content)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ValueError(f"not a place of the line: {line(error)}") from None
+    member = _decoded(_MEMBER, content, "a place of the line")
     fault = member_fault(member)
     if fault is not None:
         raise ValueError(f"not a place of the line: {fault}")
     return member
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[KindT], content: bytes, what: str) -> KindT:
+    try:
+        return decoder.decode(content)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ValueError(f"not {what}: {line(error)}") from None

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from megatron_opd.transport.gate import guard_socket
+from megatron_opd.transport.gate import guard_socket, show_keys
 from megatron_opd.transport.keys import FILE_VARIABLE, KEYS_FILE, RankKeys
 from megatron_opd.transport.messages import (
     BadMessage,
@@ -212,9 +212,7 @@ class Channel:
             with contextlib.suppress(zmq.ZMQError):  # a refused connection may have gone by itself
                 self._socket.disconnect(self.address)
         self._shown = keys
-        self._socket.set(zmq.CURVE_SERVERKEY, keys.controller)
-        self._socket.set(zmq.CURVE_PUBLICKEY, zmq.curve_public(keys.secret))
-        self._socket.set(zmq.CURVE_SECRETKEY, keys.secret)
+        show_keys(self._socket, keys.controller, keys.secret)
         self._socket.connect(self.address)
 
     def _events(self, wait_s: float) -> list[int]:

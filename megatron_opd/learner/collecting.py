@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megatron_opd.transport.frames import with_samples
 from megatron_opd.transport.keys import RankKeys
 from megatron_opd.transport.messages import Train
-from megatron_opd.workers.taking import Taking
+from megatron_opd.workers.taking import Taking, by_address
 
 TAKE_S = 60.0
 """A worker that gives nothing for so long is taken for lost."""
@@ -28,10 +28,7 @@ class Collector:
 
         ValueError: what came does not fit.
         """
-        wanted: dict[str, list[str]] = {}
-        for address, key in request.parts:
-            if address:
-                wanted.setdefault(address, []).append(key)
+        wanted = by_address(request.parts)
         keys = self._keys()
         assert keys is not None, "this rank has joined its controller"
         if self._taking is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_opd.types import IntArray
+from megatron_opd.types import IntArray, Rollout
 from sglang_bridge.protocol import DrawCache, ScoreRequest
 
 
@@ -23,6 +23,20 @@ class TeacherAsk:
     num_draws: int
     seed: int | None
     vocab_size: int
+
+
+def asked_of(rollout: Rollout, ask: TeacherAsk) -> ScoreRequest:
+    """Ask for the scores of a rollout's cached ids."""
+    return score_request(
+        ask.rid,
+        rollout.prompt.token_ids_P,
+        rollout.response_ids_T,
+        rollout.draws,
+        temperature=ask.temperature,
+        num_atoms=ask.num_atoms,
+        num_draws=ask.num_draws,
+        seed=ask.seed,
+    )
 
 
 def score_request(

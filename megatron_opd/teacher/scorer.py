@@ -8,16 +8,16 @@ scoring.attempts counts every try of a sample, over all servers; no lower layer 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.sections import ScoringConfig
 from megatron_opd.data.seeds import SCORE, derived_seed
 from megatron_opd.teacher.overlong import Length
-from megatron_opd.teacher.requests import TeacherAsk, score_request
+from megatron_opd.teacher.requests import TeacherAsk, asked_of
 from megatron_opd.teacher.scored import BAD_REPLY, scored, unscored
-from megatron_opd.types import AnyRollout, AnySample, HeldRollout, HeldSample, Rollout, Sample
+from megatron_opd.types import AnyRollout, AnySample, HeldRollout, HeldSample, Sample
 from megatron_opd.verifiers.reward import VerifierFailed
 from sglang_bridge.errors import BadReply, BridgeError, ServerUnreachable
 from sglang_bridge.protocol import ScoreReply, ScoreRequest
@@ -26,6 +26,8 @@ from sglang_bridge.retry import Backoff, is_transient, retried
 UNREACHABLE, REFUSED = "teacher_unreachable", "teacher_refused"
 TIMED_OUT = "teacher_timed_out"
 NO_ANSWER = "no_answer"
+
+Answer = TypeVar("Answer")
 
 Reward = Callable[[AnyRollout], Awaitable[float | None]]
 """Returns the reward of a rollout in [0, 1]; None when there is no answer to compare with. Raises
@@ -103,31 +105,36 @@ class FleetScorer:
         return await self._scored(sample) if asks else sample
 
     async def _scored(self, sample: Sample) -> Sample:
-        rollout = sample.rollout
-        fleet, request = self._fleets[rollout.prompt.teacher], self._request(rollout)
-        try:
-            reply = await retried(lambda _: fleet.score(request), self._backoff)
-        except BridgeError as error:
-            raise ScoreRejected(_reason(error), str(error)) from error
+        fleet, request = self._fleet(sample), asked_of(sample.rollout, self._ask(sample))
+        reply = await self._answered(lambda _: fleet.score(request))
         return scored(sample, request, reply, self._vocab_size)
 
     async def _scored_there(self, sample: HeldSample) -> HeldSample:
         """Let the data worker that holds the rollout ask the teacher."""
         assert self._elsewhere is not None, "a data worker holds the rollout"
-        score, prompt = self._elsewhere, sample.rollout.prompt
-        fleet = self._fleets[prompt.teacher]
-        ask = TeacherAsk(
-            f"{self._run_id}-score-{prompt.uid}",
+        score, fleet, ask = self._elsewhere, self._fleet(sample), self._ask(sample)
+        return await self._answered(lambda _: score(fleet, sample, ask))
+
+    async def _answered(self, call: Callable[[int], Awaitable[Answer]]) -> Answer:
+        """Return the first answer. ScoreRejected: there is none."""
+        try:
+            return await retried(call, self._backoff)
+        except BridgeError as error:
+            raise ScoreRejected(_reason(error), str(error)) from error
+
+    def _fleet(self, sample: AnySample) -> ScoreFleet:
+        return self._fleets[sample.rollout.prompt.teacher]
+
+    def _ask(self, sample: AnySample) -> TeacherAsk:
+        uid = sample.rollout.prompt.uid
+        return TeacherAsk(
+            f"{self._run_id}-score-{uid}",
             self._temperature,
             self._num_atoms,
             self._num_draws,
-            derived_seed(self._seed, SCORE, prompt.uid),
+            derived_seed(self._seed, SCORE, uid),
             self._vocab_size,
         )
-        try:
-            return await retried(lambda _: score(fleet, sample, ask), self._backoff)
-        except BridgeError as error:
-            raise ScoreRejected(_reason(error), str(error)) from error
 
     async def _judged(self, rollout: AnyRollout) -> float | None:
         """Return the reward; None where there is none and no objective reads it."""
@@ -141,19 +148,6 @@ class FleetScorer:
         if reward is None and self._estimator.needs_reward(rollout.prompt.reward_weight):
             raise ScoreRejected(NO_ANSWER, f"prompt {rollout.prompt.uid} has no answer to verify")
         return reward
-
-    def _request(self, rollout: Rollout) -> ScoreRequest:
-        prompt = rollout.prompt
-        return score_request(
-            f"{self._run_id}-score-{prompt.uid}",
-            prompt.token_ids_P,
-            rollout.response_ids_T,
-            rollout.draws,
-            temperature=self._temperature,
-            num_atoms=self._num_atoms,
-            num_draws=self._num_draws,
-            seed=derived_seed(self._seed, SCORE, prompt.uid),
-        )
 
 
 def _reason(error: BridgeError) -> str:

@@ -35,6 +35,16 @@ def guard_socket(socket: zmq.Socket[Any], max_bytes: int) -> None:
     socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
 
 
+def show_keys(socket: zmq.Socket[Any], server: bytes, secret: bytes) -> None:
+    """Make a socket that is about to connect show its key, to the holder of `server` alone.
+
+    server: the public key of whom it connects to. secret: its own. Both in Z85.
+    """
+    socket.set(zmq.CURVE_SERVERKEY, server)
+    socket.set(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
+    socket.set(zmq.CURVE_SECRETKEY, secret)
+
+
 class Gate:
     """Guards `socket`; make it before the socket is bound, run `answer` as a task.
 

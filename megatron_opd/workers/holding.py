@@ -12,7 +12,7 @@ from megatron_opd.controller.snapshot import place
 from megatron_opd.controller.snapshot_codec import encode_member
 from megatron_opd.data.judge import Judge as AnswerJudge
 from megatron_opd.rollout.generator import as_rollout
-from megatron_opd.teacher.requests import score_request
+from megatron_opd.teacher.requests import asked_of
 from megatron_opd.teacher.scored import scored, unscored
 from megatron_opd.transport.samples import EncodedSample, Frames, frames_of
 from megatron_opd.types import Prompt, Rollout, Sample
@@ -85,18 +85,9 @@ class Holding:
     async def score(self, order: Score) -> Scored:
         """Let a teacher score a response. BridgeError. ScoreRejected: its scores cannot be used."""
         rollout = self._rollout(order.key)
-        request = score_request(
-            order.rid,
-            rollout.prompt.token_ids_P,
-            rollout.response_ids_T,
-            rollout.draws,
-            temperature=order.temperature,
-            num_atoms=order.num_atoms,
-            num_draws=order.num_draws,
-            seed=order.seed,
-        )
+        request = asked_of(rollout, order.ask)
         reply = await self._clients(order.endpoint).score(request)
-        sample = scored(unscored(rollout), request, reply, order.vocab_size)
+        sample = scored(unscored(rollout), request, reply, order.ask.vocab_size)
         shape = sample.scores(order.teacher_vocab_size)
         assert shape is not None
         if order.key in self._held:  # not released meanwhile

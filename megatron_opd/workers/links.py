@@ -1,7 +1,7 @@
 """Keeps the connections to the run's data workers: who is there, what was asked, who is lost.
 
-Orders of one turn of the event loop travel in one message, and so do a worker's answers: at many
-samples a second a message costs more than what is in it.
+Orders of one turn of the event loop travel in one message: at many samples a second a message costs
+more than what is in it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,12 @@ from megatron_opd.transport.messages import BadMessage
 from megatron_opd.workers.faults import as_error
 from megatron_opd.workers.messages import (
     Answer,
+    Call,
     Cancel,
     Close,
     Failed,
-    Fetch,
-    Generate,
     Hello,
-    Judge,
     Order,
-    Score,
     decode_answer,
     encode,
 )
@@ -38,8 +35,6 @@ from sglang_bridge.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 
-Call = Generate | Judge | Score | Fetch
-"""An order that has an answer."""
 AnswerT = TypeVar("AnswerT", bound=Answer)
 LINGER_MS = 500
 

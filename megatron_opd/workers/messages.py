@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from megatron_opd.sample_figures import CacheSize, ScoreShape
+from megatron_opd.teacher.requests import TeacherAsk
 from megatron_opd.transport.messages import BadMessage
 from sglang_bridge.client import Endpoint
 from sglang_bridge.errors import one_line
@@ -52,20 +53,12 @@ class Judge(msgspec.Struct, frozen=True, tag=True):
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):
-    """Asks for a teacher's scores of what is held under `key`; the other fields are ScoreRequest's.
-
-    vocab_size: ids of the student. teacher_vocab_size: of the teacher.
-    """
+    """Asks for a teacher's scores of what is held under `key`. teacher_vocab_size: its ids."""
 
     call: int
     endpoint: Endpoint
     key: str
-    rid: str
-    temperature: float
-    num_atoms: int
-    num_draws: int
-    seed: int | None
-    vocab_size: int
+    ask: TeacherAsk
     teacher_vocab_size: int
 
 
@@ -145,6 +138,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Order = Generate | Judge | Score | Fetch | Release | Cancel | Close
+Call = Generate | Judge | Score | Fetch
+"""An order that has an answer."""
 Answer = Hello | Generated | Judged | Scored | Whole | Failed
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -13,13 +13,14 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.controller.snapshot_codec import decode_member
 from megatron_opd.teacher.requests import TeacherAsk
+from megatron_opd.teacher.scored import unscored
 from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.messages import BadMessage
 from megatron_opd.types import (
@@ -34,7 +35,6 @@ from megatron_opd.types import (
 )
 from megatron_opd.workers.links import Link, Links
 from megatron_opd.workers.messages import (
-    Answer,
     Fetch,
     Generate,
     Generated,
@@ -51,8 +51,6 @@ from sglang_bridge.protocol import RolloutRequest
 
 logger = logging.getLogger(__name__)
 
-AnswerT = TypeVar("AnswerT", bound=Answer)
-LINGER_MS = 500
 VERDICT_S = 10.0
 """So long after its connection broke elsewhere it is known that a worker is lost: heartbeats."""
 
@@ -194,13 +192,8 @@ class WorkerPool:
             number,
             client.endpoint,
             rollout.key,
-            rid,
-            temperature=ask.temperature,
-            num_atoms=ask.num_atoms,
-            num_draws=ask.num_draws,
-            seed=ask.seed,
-            vocab_size=ask.vocab_size,
-            teacher_vocab_size=teacher_vocab_size,
+            replace(ask, rid=rid),
+            teacher_vocab_size,
         )
         answer = await client.deadlines.within(rid, self.links.call(link, order, Scored))
         held = replace(rollout, num_ids=answer.ids, cache=answer.size)
@@ -368,9 +361,7 @@ async def _filled(found: HeldRollout | HeldSample, asked: asyncio.Future[Any]) -
     )
     if not isinstance(found, HeldSample):
         return rollout
-    scores_N = (
-        np.full(rollout.num_ids, np.nan, dtype=np.float32)
-        if member.sample is None
-        else member.sample.teacher_logp_N
-    )
-    return Sample(rollout, scores_N, found.reward, found.overlong_penalty, found.masked)
+    sample = unscored(rollout, found.reward, found.overlong_penalty, masked=found.masked)
+    if member.sample is None:
+        return sample
+    return replace(sample, teacher_logp_N=member.sample.teacher_logp_N)

@@ -10,7 +10,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from megatron_opd.transport.gate import guard_socket
+from megatron_opd.transport.gate import guard_socket, show_keys
 from megatron_opd.transport.keys import RankKeys
 
 Frames = list[memoryview]
@@ -22,6 +22,15 @@ _LOST = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
+
+
+def by_address(parts: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return the keys to take from each worker. parts: of messages.Train."""
+    wanted: dict[str, list[str]] = {}
+    for address, key in parts:
+        if address:
+            wanted.setdefault(address, []).append(key)
+    return wanted
 
 
 class Taking:
@@ -100,10 +109,7 @@ class _Source:
         self.socket.set(zmq.RCVHWM, 0)
         guard_socket(self.socket, limit)
         # a worker has the ranks' own key pair
-        public = zmq.curve_public(keys.secret)
-        self.socket.set(zmq.CURVE_SERVERKEY, public)
-        self.socket.set(zmq.CURVE_PUBLICKEY, public)
-        self.socket.set(zmq.CURVE_SECRETKEY, keys.secret)
+        show_keys(self.socket, zmq.curve_public(keys.secret), keys.secret)
         self.monitor: Any = self.socket.get_monitor_socket(_LOST)
         self.socket.connect(address)
 

@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from megatron_opd.data.judge import Judge as AnswerJudge
-from megatron_opd.transport.gate import guard_socket
+from megatron_opd.transport.gate import guard_socket, show_keys
 from megatron_opd.transport.keys import RankKeys
 from megatron_opd.workers.faults import failed
 from megatron_opd.workers.giving import Giving
@@ -23,6 +23,7 @@ from megatron_opd.workers.holding import Holding
 from megatron_opd.workers.messages import (
     MAX_ORDER_BYTES,
     Answer,
+    Call,
     Cancel,
     Close,
     Fetch,
@@ -69,10 +70,7 @@ class Worker:
         self._orders.set(zmq.SNDHWM, 0)
         self._orders.set(zmq.LINGER, 0)
         guard_socket(self._orders, MAX_ORDER_BYTES)
-        public = zmq.curve_public(keys.secret)
-        self._orders.set(zmq.CURVE_SERVERKEY, keys.controller)
-        self._orders.set(zmq.CURVE_PUBLICKEY, public)
-        self._orders.set(zmq.CURVE_SECRETKEY, keys.secret)
+        show_keys(self._orders, keys.controller, keys.secret)
         self._monitor = self._orders.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._orders.connect(address)
         self._clients: dict[str, ServerClient] = {}
@@ -135,14 +133,14 @@ class Worker:
         self._calls[order.call] = task
         task.add_done_callback(lambda _: self._calls.pop(order.call))
 
-    async def _answer(self, order: Generate | Judge | Score | Fetch) -> None:
+    async def _answer(self, order: Call) -> None:
         try:
             answer = await self._execute(order)
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  all must be answered
             answer = failed(order.call, error)
         await self._send(answer)
 
-    def _execute(self, order: Generate | Judge | Score | Fetch) -> Coroutine[Any, Any, Answer]:
+    def _execute(self, order: Call) -> Coroutine[Any, Any, Answer]:
         match order:
             case Generate():
                 return self._holding.generate(order)

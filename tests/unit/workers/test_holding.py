@@ -12,6 +12,7 @@ from megatron_opd.buffer.rejection import RolloutRejected, SamplesLost, ScoreRej
 from megatron_opd.controller.snapshot_codec import decode_member
 from megatron_opd.data.judge import Judge as AnswerJudge
 from megatron_opd.sample_figures import ScoreShape
+from megatron_opd.teacher.requests import TeacherAsk
 from megatron_opd.transport.samples import EncodedSample, decode_sample, frames_of
 from megatron_opd.types import Prompt, Sample, VersionSpan
 from megatron_opd.workers.holding import Holding
@@ -27,7 +28,7 @@ GENERATE = Generate(
     *(1, ENDPOINT, "r-1", np.arange(3, dtype=np.int32).tobytes(), 8, 0.7, 0.9, 2, 4, True),
     *(False, False, (5,), ("\n",), 11),
 )
-SCORE = Score(3, ENDPOINT, "r-1", "s-1", 1.5, 0, 0, 7, 512, 100)
+SCORE = Score(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 0, 0, 7, 512), 100)
 ROLLOUT = make_sample(0).rollout
 REPLY = RolloutReply(
     ROLLOUT.response_ids_T, "stop", ROLLOUT.draws, ((3, 0, 1), (4, 1, 4)), "http://host:1"
@@ -167,7 +168,9 @@ def test_a_teacher_that_selects_replaces_the_draws():
     async def body() -> None:
         held = holding(Server(scores=ScoreReply(SCORES_N, chosen)))
         await held.generate(GENERATE)
-        answer = await held.score(Score(3, ENDPOINT, "r-1", "s-1", 1.5, 1, 2, 7, 512, 100))
+        answer = await held.score(
+            Score(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 1, 2, 7, 512), 100)
+        )
         assert answer.ids == 12
         given = decode_sample(9, [memoryview(bytes(f)) for f in held.frames("r-1")])
         assert given.rollout.draws.ids_N.tolist() == ids_N.tolist()
@@ -175,7 +178,7 @@ def test_a_teacher_that_selects_replaces_the_draws():
         held.release("r-1")
         await held.generate(GENERATE)
         with pytest.raises(ScoreRejected, match="teacher_unknown_id: 30, the student has 30"):
-            await held.score(Score(3, ENDPOINT, "r-1", "s-1", 1.5, 1, 2, 7, 30, 100))
+            await held.score(Score(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 1, 2, 7, 30), 100))
         assert held.frames("r-1"), "the rollout is still there"
 
     drive(body)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_opd.sample_figures import CacheSize, ScoreShape
+from megatron_opd.teacher.requests import TeacherAsk
 from megatron_opd.transport.messages import BadMessage
 from megatron_opd.workers import messages as w
 from sglang_bridge.client import Endpoint
@@ -18,7 +19,7 @@ ORDERS = [
         *((5, 6), ("\n",), None),
     ),
     w.Judge(2, "r-1", None, "42"),
-    w.Score(3, ENDPOINT, "r-1", "s-1", 1.5, 0, 8, 7, 100, 120),
+    w.Score(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 0, 8, 7, 100), 120),
     w.Fetch(4, "r-1"),
     w.Release(["r-1", "r-2"]),
     w.Cancel(1),
