@@ -127,6 +127,12 @@ def _check_length(url: str, tokens: int, kind: str, request: RolloutRequest, kno
         require(url, near or unknown, f"finish_reason is 'length' after {tokens} of {most} tokens")
 
 
+def require_synced(url: str, version: int, known: Known) -> None:
+    """Raises BadReply for a version that was not synced to the server, as far as is known."""
+    newest = version if known.version is None else known.version
+    require(url, version <= newest, f"version {version} was not synced yet, {newest} was")
+
+
 def parse_scores(
     url: str, reply: Any, request: ScoreRequest, known: Known = NOTHING_KNOWN
 ) -> ScoreReply:
@@ -383,8 +389,7 @@ def _run_lengths(
     rising = edges[0] == 0 and all(a < b for a, b in pairwise(edges))
     require(url, rising, f"versions do not cover {tokens} tokens: {runs}")
     require(url, versions == sorted(versions), f"versions fall: {versions}")
-    newest = versions[-1] if known.version is None else known.version
-    require(url, versions[-1] <= newest, f"version {versions[-1]} was not synced yet, {newest} was")
+    require_synced(url, versions[-1], known)
     return tuple((v, a, b) for v, (a, b) in zip(versions, pairwise(edges), strict=True))
 
 

@@ -46,7 +46,8 @@ from megatron_opd.workers.messages import (
     Whole,
 )
 from sglang_bridge.client import Endpoint, ServerClient
-from sglang_bridge.errors import BadReply, ServerUnreachable
+from sglang_bridge.errors import ServerUnreachable
+from sglang_bridge.parse import require_synced
 from sglang_bridge.protocol import RolloutRequest
 
 logger = logging.getLogger(__name__)
@@ -151,10 +152,7 @@ class WorkerPool:
                 self.links.send(link, Release([request.rid]))
             raise
         newest = max((version for version, *_ in answer.spans), default=0)
-        if client.known_version is not None and newest > client.known_version:
-            raise BadReply(
-                f"{client.url}: version {newest} was not synced yet, {client.known_version} was"
-            )
+        require_synced(client.url, newest, client.endpoint.known)
         self.release([prompt.uid])
         self._held[prompt.uid] = link, request.rid
         return HeldRollout(
