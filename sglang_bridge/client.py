@@ -63,7 +63,10 @@ PauseMode = Literal["retract", "in_place", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Says how to reach a server, and what is known of it, against which replies are checked."""
+    """Says how to reach a server, and what is known of it, against which replies are checked.
+
+    known: but for its version, which a weight sync may raise before a reply comes.
+    """
 
     url: str
     api_key: str | None = field(repr=False)
@@ -93,26 +96,24 @@ class ServerClient:
     ) -> None:
         self._http = HttpConnection(url, timeout_s=timeout_s, api_key=api_key)
         self._backoff = backoff
-        self._known, self._api_key = Known(), api_key
+        self._api_key = api_key
         self.url = self._http.url
+        self.know(Known())
         self.deadlines = Deadlines(
             self.url, timeout_s, lambda: self.progress(), lambda rid: self.abort(rid)
         )
         self._numbers = itertools.count()
 
-    @property
-    def endpoint(self) -> Endpoint:
-        """Returns what another process needs to ask this server for work."""
-        return Endpoint(self.url, self._api_key, self._known)
-
     def know(self, known: Known) -> None:
-        """Checks replies against what another client learnt of the server."""
-        self._known = known
+        """Checks replies against what was learnt of the server, here or by another client."""
+        self.known = known
+        self.endpoint = Endpoint(self.url, self._api_key, replace(known, version=None))
+        """What another process needs to ask this server for work."""
 
     @property
     def known_version(self) -> int | None:
         """Returns the version that it was last known to hold; None: it was never asked."""
-        return self._known.version
+        return self.known.version
 
     async def __aenter__(self) -> Self:
         return self
@@ -131,7 +132,7 @@ class ServerClient:
         """Samples one completion, in one try: a second one would be another sample."""
         body = encode_rollout(request)
         reply = await self._work(request.rid, body, sizes.rollout_bytes(request))
-        return parse_rollout(self.url, reply, request, self._known)
+        return parse_rollout(self.url, reply, request, self.known)
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
         """Scores every id of `request` with log q, in one try. An empty response sends no request.
@@ -143,7 +144,7 @@ class ServerClient:
         # A name of its own: the server may still be busy with an earlier try.
         rid = f"{request.rid}-{next(self._numbers)}."
         reply = await self._work(rid, encode_score(rid, request), sizes.score_bytes(request))
-        return parse_scores(self.url, reply, request, self._known)
+        return parse_scores(self.url, reply, request, self.known)
 
     async def _work(self, rid: str, body: bytes, max_bytes: int) -> Any:
         """Sends a request for work, and waits as long as it makes progress."""
@@ -184,7 +185,7 @@ class ServerClient:
             self._post("/weights_checker", action, repeatable=True, timeout_s=limit_s),
         )
         info = parse_info(self.url, server, model, models, plugin)
-        self._known = Known(info.vocab_size, info.context_length, info.version)
+        self.know(Known(info.vocab_size, info.context_length, info.version))
         return info
 
     async def alive(self) -> bool:
@@ -259,7 +260,7 @@ class ServerClient:
 
     async def end_weight_update(self, version: int) -> None:
         """Closes the session; tokens sampled from now on carry `version`."""
-        self._known = replace(self._known, version=version)
+        self.know(replace(self.known, version=version))
         await self._post("/end_weight_update", {}, repeatable=False)
         # Its default aborts everything in flight.
         label = {"new_version": str(version), "abort_all_requests": False}
@@ -312,7 +313,7 @@ class ServerClient:
         await self.abandon_weight_update()
         body = {"model_path": model_path, "weight_version": "0", "abort_all_requests": True}
         await self._post("/update_weights_from_disk", body, repeatable=True)
-        self._known = replace(self._known, version=0)
+        self.know(replace(self.known, version=0))
         await self.resume()
 
     async def update_bucket(

@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sglang_bridge.errors import BridgeError, ServerUnreachable
@@ -28,19 +28,20 @@ ABORT_S = 5.0
 Reply = TypeVar("Reply")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Held:
     """Holds the clock of one request. tokens: when it was last looked at; None: never.
 
-    idle_s: without progress. silent_s: of which the server answered nothing until now.
+    end: ends it. idle_s: without progress. silent_s: of which the server answered nothing until
+    now.
     """
 
     rid: str
+    end: asyncio.Timeout
     seen_s: float
     tokens: int | None = None
     idle_s: float = 0.0
     silent_s: float = 0.0
-    expired: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Deadlines:
@@ -62,7 +63,7 @@ class Deadlines:
     ) -> None:
         self._url, self._limit_s, self._ask, self._abort = url, limit_s, ask, abort
         self._look_s = min(limit_s / LOOKS, MAX_LOOK_S)
-        self._held: list[_Held] = []
+        self._held: set[_Held] = set()
         self._watch: asyncio.Task[None] | None = None
         self._paused_at_s: float | None = None
         self._paused_s = 0.0
@@ -86,29 +87,27 @@ class Deadlines:
         """
         if self._limit_s == math.inf:
             return await work
-        held = _Held(rid, self._now_s())
-        self._held.append(held)
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._look())
-        working = asyncio.ensure_future(work)
-        expired = asyncio.ensure_future(held.expired.wait())
+        # no task of its own: thousands of requests are in flight
+        held = _Held(rid, asyncio.timeout(None), self._now_s())
         try:
-            await asyncio.wait((working, expired), return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return await working
-            with suppress(BridgeError, TimeoutError):
-                async with asyncio.timeout(ABORT_S):
-                    await self._abort(rid)
-            cause = TimeoutError(f"no progress for {self._limit_s:g} s, request_timeout_s")
-            stalled = held.silent_s < self._limit_s / 2
-            raise ServerUnreachable(
-                self._url, "/generate", str(cause), sent=True, stalled=stalled
-            ) from cause
+            async with held.end:
+                self._held.add(held)
+                return await work
+        except TimeoutError:
+            if not held.end.expired():
+                raise
         finally:
-            self._held.remove(held)
-            for task in (working, expired):
-                task.cancel()
-            await asyncio.gather(working, expired, return_exceptions=True)
+            self._held.discard(held)
+        with suppress(BridgeError, TimeoutError):
+            async with asyncio.timeout(ABORT_S):
+                await self._abort(rid)
+        cause = TimeoutError(f"no progress for {self._limit_s:g} s, request_timeout_s")
+        stalled = held.silent_s < self._limit_s / 2
+        raise ServerUnreachable(
+            self._url, "/generate", str(cause), sent=True, stalled=stalled
+        ) from cause
 
     async def close(self) -> None:
         """Stops to watch."""
@@ -135,10 +134,11 @@ class Deadlines:
                 async with asyncio.timeout(self._look_s):
                     progress = await self._ask()
             for held in self._held:
-                self._judge(held, progress)
+                if self._is_over(held, progress):
+                    held.end.reschedule(asyncio.get_running_loop().time())
 
-    def _judge(self, held: _Held, progress: Progress | None) -> None:
-        """Moves a request's clock on."""
+    def _is_over(self, held: _Held, progress: Progress | None) -> bool:
+        """Moves a request's clock on; returns whether it made no progress for too long."""
         now_s = self._now_s()
         # nobody looked for longer only where this process was held up, and could not see an answer
         passed_s = min(now_s - held.seen_s, LONGEST_LOOK * self._look_s)
@@ -148,11 +148,10 @@ class Deadlines:
         else:
             held.silent_s = 0.0
             if held.rid in progress.waiting:
-                return
+                return False
             tokens = progress.tokens.get(held.rid)
             if tokens is not None and tokens != held.tokens:
                 held.tokens, held.idle_s = tokens, 0.0
-                return
+                return False
         held.idle_s += passed_s
-        if held.idle_s >= self._limit_s:
-            held.expired.set()
+        return held.idle_s >= self._limit_s

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, Literal, TypeVar
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Literal, TypeVar
 
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerUnreachable
@@ -41,7 +41,7 @@ class Member:
         self.tokens = 0
         self.rests_until_s = 0.0
         self.unreachable = False
-        self._working: set[asyncio.Future[Any]] = set()
+        self._working: set[asyncio.Timeout] = set()
         self._gone, self._hung = asyncio.Event(), asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -79,8 +79,9 @@ class Member:
     def leave(self) -> None:
         """Ends what it works on: that raises ServerUnreachable, as a broken connection does."""
         self._gone.set()
-        for work in self._working:
-            work.cancel()
+        working, self._working = self._working, set()
+        for end in working:
+            end.reschedule(asyncio.get_running_loop().time())
 
     async def hung(self) -> None:
         """Returns once a request's end showed that the server hangs."""
@@ -101,37 +102,29 @@ class Member:
         return reply
 
     async def _reply(self, call: Callable[[ServerClient], Awaitable[Reply]]) -> Reply:
-        with self._counted():
-            work = asyncio.ensure_future(call(self.client))
-            self._working.add(work)
-            if self._gone.is_set():
-                work.cancel()
-            try:
-                return await work
-            except asyncio.CancelledError:
-                if not self._gone.is_set() or being_cancelled():
-                    raise
-                url, why = self.client.url, "it was taken out"
-                raise ServerUnreachable(url, "", why, sent=True) from None
-            finally:
-                self._working.discard(work)
+        end = asyncio.timeout(None)
+        self._begin(end)
+        try:
+            async with end:
+                if not self._gone.is_set():
+                    return await call(self.client)
+        except TimeoutError:
+            if not end.expired():
+                raise
+        finally:
+            self._end(end)
+        raise ServerUnreachable(self.client.url, "", "it was taken out", sent=True)
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _begin(self, work: asyncio.Timeout) -> None:
         self.in_flight += 1
         self._idle.clear()
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
-            if self.in_flight == 0:
-                self._idle.set()
+        self._working.add(work)
 
-
-def being_cancelled() -> bool:
-    """Returns whether the current task is being cancelled."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    def _end(self, work: asyncio.Timeout) -> None:
+        self._working.discard(work)
+        self.in_flight -= 1
+        if self.in_flight == 0:
+            self._idle.set()
 
 
 Shared = tuple[list[Member], Loads]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heapreplace
 
+from megatron_opd.batching.rooms import Rooms
 from megatron_opd.config.learner import LearnerConfig
 
 Micro = list[int]
@@ -110,17 +111,11 @@ def share_out(samples: Sequence[int], lengths: Sequence[int], ranks: int) -> lis
 
 def _fit(share: Sequence[int], lengths: Sequence[int], budget: int) -> list[Micro]:
     """Pack first-fit decreasing bins of at most `budget` tokens; a longer sample is alone."""
-    bins: list[Micro] = []
-    free: list[int] = []
+    bins: list[Micro] = [[] for _ in share]
+    rooms = Rooms(budget, len(share))
     for sample in sorted(share, key=lambda index: (-lengths[index], index)):
-        spot = next((i for i, room in enumerate(free) if lengths[sample] <= room), None)
-        if spot is None:
-            bins.append([sample])
-            free.append(budget - lengths[sample])
-        else:
-            bins[spot].append(sample)
-            free[spot] -= lengths[sample]
-    return bins
+        bins[rooms.take(lengths[sample])].append(sample)
+    return [micro for micro in bins if micro]
 
 
 def _balanced(
@@ -132,12 +127,12 @@ def _balanced(
     Ranks meet in collectives micro-batch by micro-batch, so the heaviest sets the pace of all.
     """
     micros: list[Micro] = [[] for _ in range(count)]
-    loads = [0] * count
+    loads = [(0, i) for i in range(count)]  # a heap
     for sample in sorted(share, key=lambda index: (-lengths[index], index)):
-        lightest = min(range(count), key=lambda index: (loads[index], index))
+        load, lightest = loads[0]
         micros[lightest].append(sample)
-        loads[lightest] += lengths[sample]
-    too_much = any(load > budget and len(m) > 1 for load, m in zip(loads, micros, strict=True))
+        heapreplace(loads, (load + lengths[sample], lightest))
+    too_much = any(load > budget and len(micros[i]) > 1 for load, i in loads)
     return None if too_much or not all(micros) else micros
 
 

@@ -9,11 +9,10 @@ alone.
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from megatron_opd.cli.wiring import make_generator, make_schedule, make_scorer
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
+from megatron_opd.controller.garbage import collected_rarely
 from megatron_opd.controller.health import ProcessDied, WatchedProcess
 from megatron_opd.controller.ports import Ports
 from megatron_opd.data.seeds import ROLLOUT, derived_seed
@@ -108,19 +108,8 @@ def simulate(
     """
     check_costs(config, costs)
     world = _World(config, costs, lengths or drawn_lengths(config))
-    with collected_rarely():
+    with collected_rarely(make_schedule(config).permits):
         return run_virtual(world.run(make_recorder))
-
-
-@contextmanager
-def collected_rarely() -> Iterator[None]:
-    """Look for cyclic garbage rarely: a simulation makes little, and holds much to look through."""
-    before = gc.get_threshold()
-    gc.set_threshold(200_000, 20, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def drawn_lengths(config: Config) -> LognormalLengths:

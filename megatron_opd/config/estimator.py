@@ -124,7 +124,9 @@ class Estimator(Section):
     @property
     def objectives(self) -> tuple[Objective, ...]:
         """Return the objectives of all terms."""
-        return tuple(term.objective for term in self.terms)
+        if isinstance(self.objective, Mixture):
+            return tuple(term.objective for term in self.objective.terms)
+        return (self.objective,)
 
     @property
     def applied_correction(self) -> CorrectionConfig:

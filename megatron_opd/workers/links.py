@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
 LINGER_MS = 500
+MORE = zmq.SNDMORE | zmq.NOBLOCK
+LOT_S = 0.002
+"""Least time between two looks at what came: what came meanwhile is taken together."""
 
 
 @dataclass(eq=False, slots=True)
@@ -53,6 +56,7 @@ class Link:
     calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict[int, "asyncio.Future[Any]"])
     outbox: list[bytes] = field(default_factory=list[bytes])
     alive: bool = True
+    servers: int = 0
 
     @property
     def name(self) -> str:
@@ -97,6 +101,8 @@ class Links:
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._links: dict[bytes, Link] = {}
         self._by_fd: dict[int, bytes] = {}
+        self._next_look_s = 0.0
+        self._look: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -106,18 +112,19 @@ class Links:
 
     def open(self) -> None:
         """Begin to talk; call inside the event loop."""
-        asyncio.get_running_loop().add_reader(self._descriptor, self._drain)
         self._tasks = [
             asyncio.create_task(self._gate.answer(), name="data workers' gate"),
             asyncio.create_task(self._watch(), name="data workers"),
         ]
-        self._drain()
+        self._take_lot()
 
     def close(self) -> None:
         """Tell every worker to end, and close."""
         for link in self.alive:
             self.send(link, Close())
             self._flush(link)
+        if self._look is not None:
+            self._look.cancel()
         if self._tasks:
             asyncio.get_running_loop().remove_reader(self._descriptor)
         for task in self._tasks:
@@ -128,12 +135,13 @@ class Links:
 
     async def call(self, link: Link, order: Call, kind: type[AnswerT]) -> AnswerT:
         """Send an order and return its answer. SamplesLost: the worker is lost meanwhile."""
-        answered = self.asked(link, order)
+        answered, number = self.asked(link, order), order.call
+        del order  # a prompt, while thousands of answers are awaited
         try:
             answer = await answered
         except asyncio.CancelledError:
-            if link.alive and link.calls.pop(order.call, None) is not None:
-                self.send(link, Cancel(order.call))
+            if link.alive and link.calls.pop(number, None) is not None:
+                self.send(link, Cancel(number))
             raise
         if not isinstance(answer, kind):
             raise BadMessage(f"{link.name} answered {type(answer).__name__}")
@@ -157,13 +165,30 @@ class Links:
         if not frames or not link.alive or self._socket.closed:
             return
         try:
-            self._socket.send_multipart([link.identity, *frames], zmq.NOBLOCK)
+            self._socket.send(link.identity, MORE)
+            for frame in frames[:-1]:  # send_multipart makes these flags anew for every frame
+                self._socket.send(frame, MORE)
+            self._socket.send(frames[-1], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self._lose(link, str(error))
             return
         # sending may have taken note of what came, of which the descriptor then says nothing
         if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            asyncio.get_running_loop().call_soon(self._drain)
+            self._something_came()
+
+    def _something_came(self) -> None:
+        """Take it, now or together with what comes after."""
+        if self._look is None:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._descriptor)
+            self._look = loop.call_at(self._next_look_s, self._take_lot)
+
+    def _take_lot(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._look = None
+        self._next_look_s = loop.time() + LOT_S
+        self._drain()
+        loop.add_reader(self._descriptor, self._something_came)
 
     def _drain(self) -> None:
         """Take all messages that are there."""

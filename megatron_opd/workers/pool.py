@@ -45,7 +45,7 @@ from megatron_opd.workers.messages import (
     Scored,
     Whole,
 )
-from sglang_bridge.client import Endpoint, ServerClient
+from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.parse import require_synced
 from sglang_bridge.protocol import RolloutRequest
@@ -125,25 +125,8 @@ class WorkerPool:
         """
         link = await self._owner(client.url)
         number = next(self._numbers)
-        order = Generate(
-            number,
-            _timeless(client.endpoint),
-            request.rid,
-            np.asarray(request.input_ids, dtype=np.int32).tobytes(),
-            max_new_tokens=request.max_new_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            num_atoms=request.num_atoms,
-            num_draws=request.num_draws,
-            thin=request.thin,
-            experts=request.experts,
-            gates=request.gates,
-            stop_token_ids=tuple(request.stop_token_ids),
-            stop=request.stop,
-            seed=request.seed,
-        )
         try:
-            work = self.links.call(link, order, Generated)
+            work = self.links.call(link, _generate(number, client, request), Generated)
             answer = await client.deadlines.within(request.rid, work)
         except SamplesLost as error:
             raise ServerUnreachable(client.url, "/generate", str(error), sent=True) from None
@@ -152,7 +135,7 @@ class WorkerPool:
                 self.links.send(link, Release([request.rid]))
             raise
         newest = max((version for version, *_ in answer.spans), default=0)
-        require_synced(client.url, newest, client.endpoint.known)
+        require_synced(client.url, newest, client.known)
         self.release([prompt.uid])
         self._held[prompt.uid] = link, request.rid
         return HeldRollout(
@@ -290,6 +273,8 @@ class WorkerPool:
     def _joined(self, link: Link) -> None:
         self._coming.discard(link.index)
         self._owners.clear()  # servers are shared out anew
+        for other in self.links.alive:
+            other.servers = 0
         self._change()
 
     def _gone(self, link: Link, why: str) -> None:
@@ -315,8 +300,9 @@ class WorkerPool:
         while url not in self._owners:
             alive = self.links.alive
             if alive:
-                owned = [sum(owner is link for owner in self._owners.values()) for link in alive]
-                self._owners[url] = alive[int(np.argmin(owned))]
+                owner = min(alive, key=lambda link: link.servers)
+                owner.servers += 1
+                self._owners[url] = owner
             else:
                 await self._until_changed()
         return self._owners[url]
@@ -335,9 +321,24 @@ class WorkerPool:
         await self._changed.wait()
 
 
-def _timeless(endpoint: Endpoint) -> Endpoint:
-    """Return the endpoint without its version, which a weight sync may raise before the reply."""
-    return replace(endpoint, known=replace(endpoint.known, version=None))
+def _generate(number: int, client: ServerClient, request: RolloutRequest) -> Generate:
+    return Generate(
+        number,
+        client.endpoint,
+        request.rid,
+        np.asarray(request.input_ids, dtype=np.int32).tobytes(),
+        max_new_tokens=request.max_new_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        num_atoms=request.num_atoms,
+        num_draws=request.num_draws,
+        thin=request.thin,
+        experts=request.experts,
+        gates=request.gates,
+        stop_token_ids=tuple(request.stop_token_ids),
+        stop=request.stop,
+        seed=request.seed,
+    )
 
 
 async def _filled(found: HeldRollout | HeldSample, asked: asyncio.Future[Any]) -> Rollout | Sample:

@@ -164,5 +164,6 @@ class Worker:
             # how long a request may make no progress is watched by the controller, which pauses
             client = ServerClient(endpoint.url, timeout_s=math.inf, api_key=endpoint.api_key)
             self._clients[endpoint.url] = client
-        client.know(endpoint.known)
+        if client.known != endpoint.known:
+            client.know(endpoint.known)
         return client

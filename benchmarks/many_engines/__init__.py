@@ -1,0 +1,230 @@
+"""What the controller costs with data workers, from a few engines to thousands.
+
+    python -m benchmarks many_engines [--engines N ...] [--workers N] [--samples N] [--mean-s S ...]
+
+The controller is real: its loops, buffers, permits, fleets, data workers' pool, sockets and
+encryption, and the messages to the learner's head. Data workers and head are fakes in one process
+of their own, which hold no arrays; in another, engines say how far they are when they are asked. A
+batch is 4 samples an engine, two are in flight. mean_s: how long a completion takes (fakes.py); 0:
+no time, so that the controller is never idle and its messages go out in large lots.
+
+cpu_us: CPU time of the controller's process a sample, its ZeroMQ threads and the kernel included,
+over the whole run. busy: the share of the time that it used a core. peak_mib: resident at most;
+base_mib: before the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from benchmarks.data_path.cases import Case
+from benchmarks.data_path.parts import FIGURES, NoWeights, configuration, prompts, silent
+from benchmarks.many_engines.figures import IDS_A_TOKEN, LARGEST, TOKENS
+from megatron_opd.batching.shares import shares
+from megatron_opd.cli.wiring import make_generator, make_schedule, make_scorer
+from megatron_opd.config.schema import Config
+from megatron_opd.controller.controller import Controller
+from megatron_opd.controller.garbage import collected_rarely
+from megatron_opd.controller.ports import Ports
+from megatron_opd.transport.frames import to_frames
+from megatron_opd.transport.gate import guard_socket, show_keys
+from megatron_opd.transport.keys import RANK_VARIABLE, RunKeys
+from megatron_opd.transport.messages import UpdateMetrics
+from megatron_opd.types import AnySample, Batch, HeldSample
+from megatron_opd.workers.pool import WorkerPool
+from megatron_opd.workers.through import sampled_by_workers, scored_by_workers
+from sglang_bridge.client import ServerClient
+from sglang_bridge.fleet import Fleet
+
+ENGINES, WORKERS, SAMPLES, MEAN_S = (64, 4096), 64, 60_000, (0.0, 8.0)
+BATCH_AN_ENGINE = 4
+VOCAB_SIZE = 151_936
+TIMEOUT_S = 600.0
+ENDED_S = 60.0
+CASE = Case(TOKENS, IDS_A_TOKEN, False)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Says what is run. samples: about so many."""
+
+    engines: int
+    workers: int
+    samples: int
+    mean_s: float
+
+
+def measure(options: Sequence[str] = ()) -> dict[str, Any]:
+    """Return one entry a number of engines and time of a completion, each in its own process."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks many_engines")
+    parser.add_argument("--engines", type=int, nargs="+", default=list(ENGINES))
+    parser.add_argument("--workers", type=int, default=WORKERS)
+    parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--mean-s", type=float, nargs="+", default=list(MEAN_S))
+    given = parser.parse_args(list(options))
+    context = get_context("spawn")
+    entries: list[dict[str, Any]] = []
+    for engines in given.engines:
+        for mean_s in given.mean_s:
+            size = Size(engines, min(given.workers, engines), given.samples, mean_s)
+            with context.Pool(1) as pool:  # its peak memory is its own
+                entries.append(pool.apply(entry, (size,)))
+    return {"entries": entries}
+
+
+def entry(size: Size) -> dict[str, Any]:
+    """Measure one size."""
+    return asyncio.run(_entry(size))
+
+
+async def _entry(size: Size) -> dict[str, Any]:
+    keys = RunKeys.make()
+    pool = WorkerPool(size.workers, "127.0.0.1", keys, LARGEST)
+    pool.links.open()
+    batch = BATCH_AN_ENGINE * size.engines
+    updates = max(2, -(-size.samples // batch))
+    config = configuration(CASE, updates, batch, slots=2 * batch)
+    with (
+        engines() as url,
+        fakes(pool.links.address, size, keys) as head,
+        HeadLearner.connected(head, keys) as to,
+    ):
+        await pool.ready()
+        base_mib, began_cpu_s, began_s = _peak_mib(), time.process_time(), time.monotonic()
+        try:
+            await run(config, size, url, pool, HeadLearner(to, pool, config))
+            cpu_s, clock_s = time.process_time() - began_cpu_s, time.monotonic() - began_s
+        finally:
+            pool.links.close()
+    samples = updates * batch
+    return {
+        "engines": size.engines,
+        "workers": size.workers,
+        "mean_s": size.mean_s,
+        "samples": samples,
+        "in_flight": 2 * batch,
+        "cpu_us": round(cpu_s / samples * 1e6, 1),
+        "samples_s": round(samples / clock_s, 1),
+        "busy": round(cpu_s / clock_s, 2),
+        "base_mib": base_mib,
+        "peak_mib": _peak_mib(),
+    }
+
+
+async def run(config: Config, size: Size, url: str, pool: WorkerPool, learner: HeadLearner) -> None:
+    """Make all updates."""
+    students = _fleet(f"{url}/student", size.engines)
+    teachers = _fleet(f"{url}/teacher", max(1, size.engines // 8))
+    ports = Ports(
+        prompts=prompts(CASE),
+        rollout=make_generator(
+            config, students, VOCAB_SIZE, "bench", sampled_by_workers(pool, students)
+        ),
+        teacher=make_scorer(
+            config,
+            {"teacher": teachers},
+            VOCAB_SIZE,
+            "bench",
+            None,
+            scored_by_workers(pool, {"teacher": VOCAB_SIZE}),
+        ),
+        learner=learner,
+        weight_sync=NoWeights(),
+        observer=silent(),
+        store=pool,
+    )
+    controller = Controller(make_schedule(config), ports)
+    with collected_rarely(make_schedule(config).permits):
+        accounting = await controller.run()
+    await students.close()
+    await teachers.close()
+    assert accounting.consumed == config.run.max_steps * config.buffer.batch_size, accounting
+
+
+@dataclass
+class HeadLearner:
+    """Does what the controller's side of an update does."""
+
+    socket: zmq.asyncio.Socket
+    pool: WorkerPool
+    config: Config
+
+    @staticmethod
+    @contextmanager
+    def connected(address: str, keys: RunKeys) -> Iterator[zmq.asyncio.Socket]:
+        """Connect to the head."""
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.DEALER)
+        guard_socket(socket, LARGEST)
+        show_keys(socket, zmq.curve_public(keys.learner), keys.learner)
+        socket.connect(address)
+        try:
+            yield socket
+        finally:
+            context.destroy(linger=0)
+
+    def prepare(self, sample: AnySample) -> AnySample:
+        """Leave a sample where it is."""
+        return sample
+
+    async def train(self, batch: Batch) -> UpdateMetrics:
+        """Send an update's share, and where its samples are."""
+        (share,) = shares(batch, self.config.learner, self.config.estimator, 1)
+        parts = [self.pool.source(s) for s in share.samples if isinstance(s, HeldSample)]
+        assert len(parts) == len(batch.samples)
+        await self.socket.send_multipart([msgspec.msgpack.encode(parts), *to_frames(share)])
+        await self.socket.recv()
+        return FIGURES
+
+
+@contextmanager
+def fakes(address: str, size: Size, keys: RunKeys) -> Iterator[str]:
+    """Run the fakes; yield the head's address."""
+    environment = {**os.environ, RANK_VARIABLE: keys.ranks.text()}
+    words = ["-m", "benchmarks.many_engines.fakes", address, str(size.workers), str(size.mean_s)]
+    with subprocess.Popen(
+        [sys.executable, *words], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.wait(ENDED_S)
+
+
+@contextmanager
+def engines() -> Iterator[str]:
+    """Run what answers for all engines; yield its address."""
+    command = [sys.executable, "-m", "benchmarks.many_engines.engines"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        try:
+            yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
+        finally:
+            process.stdin.close()
+
+
+def _fleet(url: str, count: int) -> Fleet:
+    """Return a fleet of engines, each with its own path."""
+    return Fleet([ServerClient(f"{url}/{i}", timeout_s=TIMEOUT_S) for i in range(count)])
+
+
+def _peak_mib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10

@@ -1,0 +1,29 @@
+"""Cyclic garbage is searched for rarely, and as before once that is over."""
+
+import gc
+
+import pytest
+
+from megatron_opd.controller.garbage import LEAST, OBJECTS, collected_rarely
+
+
+@pytest.mark.parametrize("samples", [1, LEAST])
+def test_the_search_waits_for_as_many_objects_as_are_held(samples: int):
+    before = gc.get_threshold()
+
+    with collected_rarely(samples):
+        assert gc.get_threshold()[0] == max(LEAST, samples * OBJECTS)
+        assert gc.get_freeze_count() > 0
+
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_failure_inside_leaves_the_search_as_it_was():
+    before = gc.get_threshold()
+
+    with pytest.raises(ValueError, match="broken"), collected_rarely(1):
+        raise ValueError("broken")
+
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
