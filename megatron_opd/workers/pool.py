@@ -52,10 +52,6 @@ from sglang_bridge.protocol import RolloutRequest
 
 logger = logging.getLogger(__name__)
 
-VERDICT_S = 10.0
-"""So long after its connection broke elsewhere it is known that a worker is lost: heartbeats."""
-
-
 class WorkersLost(RuntimeError):
     """Reports that no data worker is left."""
 
@@ -247,21 +243,19 @@ class WorkerPool:
         self.whole(found).add_done_callback(pass_on)
         return future
 
-    async def verdict(self, samples: Iterable[HeldSample]) -> None:
-        """Return once one of these samples is known to be lost. WorkersUnreachable: none is.
+    async def loses_one_of(self, samples: Iterable[HeldSample], within_s: float) -> bool:
+        """Return whether one of these samples is known to be lost before `within_s` is over.
 
         Ranks that could not take samples may know it before we do.
         """
         samples = list(samples)
         try:
-            async with asyncio.timeout(VERDICT_S):
+            async with asyncio.timeout(within_s):
                 while all(map(self.holds, samples)):
                     await self._until_changed()
         except TimeoutError:
-            workers = sorted({sample.rollout.worker for sample in samples})
-            raise WorkersUnreachable(
-                f"the learner's ranks cannot take samples from {', '.join(workers)}"
-            ) from None
+            return False
+        return True
 
     def release(self, uids: Iterable[int]) -> None:
         """Let go of what is held for these prompts."""

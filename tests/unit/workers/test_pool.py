@@ -17,9 +17,8 @@ from megatron_opd.teacher.requests import TeacherAsk
 from megatron_opd.transport.keys import RankKeys, RunKeys
 from megatron_opd.types import HeldRollout, HeldSample, Rollout, Sample, VersionSpan
 from megatron_opd.workers import messages as w
-from megatron_opd.workers import pool as pool_module
 from megatron_opd.workers.faults import failed
-from megatron_opd.workers.pool import WorkerPool, WorkersLost, WorkersUnreachable
+from megatron_opd.workers.pool import WorkerPool, WorkersLost
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.protocol import RolloutRequest
@@ -346,17 +345,16 @@ def test_what_a_peer_with_keys_must_not_say_is_counted_and_changes_nothing():
     drive(body)
 
 
-def test_ranks_that_cannot_take_what_is_there_end_the_run(monkeypatch: pytest.MonkeyPatch):
+def test_it_is_known_soon_whether_one_of_some_samples_is_lost():
     async def body(pool: WorkerPool, peers: list[Peer]) -> None:
-        rollout = await sampled(pool, 0)
-        sample = HeldSample(rollout, SHAPE)
-        waiting = asyncio.ensure_future(pool.verdict([sample]))
+        mine = HeldSample(await sampled(pool, 0, URLS[0]), SHAPE)
+        other = HeldSample(await sampled(pool, 1, URLS[1]), SHAPE)
+        assert not await pool.loses_one_of([mine, other], 0.01)
+        waiting = asyncio.ensure_future(pool.loses_one_of([other, mine], 1e9))
         peers[0].end()
-        await waiting
-        found = HeldSample(await sampled(pool, 1), SHAPE)
-        monkeypatch.setattr(pool_module, "VERDICT_S", 0.1)
-        with pytest.raises(WorkersUnreachable, match="take samples from data worker 1"):
-            await pool.verdict([found])
+        assert await waiting
+        assert await pool.loses_one_of([mine], 1e9), "it is known already"
+        assert not await pool.loses_one_of([other], 0.01)
 
     drive(body)
 
