@@ -90,9 +90,10 @@ def _run(name: str, steps: int) -> Tree:
         facts = Path(directory) / FACTS
         if facts.exists():
             figures["watched"] = json.loads(facts.read_text(encoding="utf-8"))
+        said = (done.stdout + done.stderr).splitlines()
         if not summary.exists():
-            said = (done.stdout + done.stderr).splitlines()[-20:]
-            return {"status": "no summary", "said": said} | figures
+            return {"status": "no summary", "said": said[-20:]} | figures
+        figures["said"] = [line for line in said if line.startswith("error:")]
         found = json.loads(summary.read_text(encoding="utf-8"))
         lines = [line for line in done.stdout.splitlines() if line.startswith("nodes: ")]
         return {key: found.get(key) for key in KEYS} | {"placed": lines} | figures

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
@@ -15,13 +14,13 @@ class CuttingProxy:
     """Passes bytes on to `address` (tcp://HOST:PORT), in both directions.
 
     cuts: so many connections break, after `after` bytes to whom connected. opened: connections so
-    far. passed: bytes to whom connected, of all of them.
+    far.
     """
 
     def __init__(self, address: str, cuts: int = 0, after: int = 0) -> None:
         self._there = urlsplit(address)
         self.cuts, self.after = cuts, after
-        self.opened = self.passed = 0
+        self.opened = 0
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def __aenter__(self) -> Self:
@@ -48,22 +47,24 @@ class CuttingProxy:
         self.opened += 1
         cuts = self.cuts > 0
         self.cuts -= cuts
-        with contextlib.suppress(ConnectionError):
+        ends = {writer}
+        try:
             there, back = await asyncio.open_connection(self._there.hostname, self._there.port)
-            ends = {writer, back}
+            ends.add(back)
             self._writers |= ends
-            try:
-                ways = [self._pass(reader, back, None)]
-                ways.append(self._pass(there, writer, self.after if cuts else None))
-                tasks = [asyncio.create_task(way) for way in ways]
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-            finally:
-                self._writers -= ends
-                for end in ends:
-                    end.transport.abort()
+            ways = [self._pass(reader, back, None)]
+            ways.append(self._pass(there, writer, self.after if cuts else None))
+            tasks = [asyncio.create_task(way) for way in ways]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        except ConnectionError:  # nobody listens there: this connection ends too
+            pass
+        finally:
+            self._writers -= ends
+            for end in ends:
+                end.transport.abort()
 
     async def _pass(
         self, source: asyncio.StreamReader, into: asyncio.StreamWriter, left: int | None

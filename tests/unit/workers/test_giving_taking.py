@@ -13,47 +13,16 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.transport.keys import RankKeys, RunKeys
-from megatron_opd.workers.giving import Giving
 from megatron_opd.workers import taking as taking_module
 from megatron_opd.workers.taking import TRIES, CannotTake, Taking
 from tests.support.cutting_proxy import CuttingProxy
+from tests.support.data_workers import Given
 from tests.support.wire import KEYS
 
 LIMIT_S = 60.0
 SOON_S = 20.0
 """Far less than LIMIT_S, far more than a busy machine takes to notice."""
-
-
-class Given:
-    """A worker's end: what it holds, and which questions came."""
-
-    def __init__(self, context: zmq.asyncio.Context, held: Mapping[str, Sequence[bytes]]) -> None:
-        self.held, self.asked = dict(held), list[str]()
-        self.giving = Giving(context, "127.0.0.1", KEYS.ranks, self._frames)
-        self.task = asyncio.create_task(self.giving.serve())
-
-    @property
-    def address(self) -> str:
-        return self.giving.address
-
-    @property
-    def refused(self) -> int:
-        return self.giving._refusals.count
-
-    def _frames(self, key: str) -> list[bytes]:
-        self.asked.append(key)
-        if key == "malformed":
-            raise ValueError("rows do not fit")
-        if key not in self.held:
-            raise SamplesLost(key)
-        return list(self.held[key])
-
-    async def end(self) -> None:
-        self.task.cancel()
-        await asyncio.gather(self.task, return_exceptions=True)
-        self.giving.close()
 
 
 def drive(

@@ -7,12 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zmq.asyncio
 
 from megatron_opd.buffer.rejection import SamplesLost
-from megatron_opd.controller.snapshot import place
-from megatron_opd.controller.snapshot_codec import encode_member
-from megatron_opd.sample_figures import CacheSize, ScoreShape
 from megatron_opd.teacher.requests import TeacherAsk
 from megatron_opd.transport.keys import RankKeys, RunKeys
 from megatron_opd.types import HeldRollout, HeldSample, Rollout, Sample, VersionSpan
@@ -22,65 +18,12 @@ from megatron_opd.workers.pool import WorkerPool, WorkersLost
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.protocol import RolloutRequest
+from tests.support.data_workers import SHAPE, SIZE, Peer, generated, reply_to
 from tests.support.fakes import make_prompt, make_sample
-from tests.support.wire import KEYS, connect
+from tests.support.wire import KEYS
 
-SIZE, SHAPE = CacheSize(6, 100), ScoreShape(4, -0.5, 0.1, 0)
 ASK = TeacherAsk("score-0", 1.0, 0, 4, 7, 512)
 URLS = [f"http://host:{port}" for port in range(1, 9)]
-
-
-def generated(order: w.Generate) -> w.Generated:
-    return w.Generated(order.call, 4, 8, SIZE, -0.5, [(3, 0, 4)], "stop")
-
-
-def reply_to(order: w.Order) -> w.Answer | None:
-    """What a healthy worker says."""
-    match order:
-        case w.Generate():
-            return generated(order)
-        case w.Judge():
-            return w.Judged(order.call, 0.5)
-        case w.Score():
-            return w.Scored(order.call, 9, SIZE, SHAPE)
-        case w.Fetch():
-            return w.Whole(order.call, encode_member(place(make_sample(0))))
-        case _:
-            return None
-
-
-class Peer:
-    """A scripted worker."""
-
-    def __init__(self, pool: WorkerPool, index: int, keys: RankKeys | None = KEYS.ranks) -> None:
-        self.context = zmq.asyncio.Context()
-        self.socket = connect(self.context, pool.links.address, keys)
-        self.index = index
-        self.answer: Callable[[w.Order], w.Answer | None] = reply_to
-        self.orders: list[w.Order] = []
-        self._more = asyncio.Event()
-        self.task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        await self.socket.send(w.encode(w.Hello(self.index, f"tcp://worker:{self.index}")))
-        while True:
-            order = w.decode_order(await self.socket.recv())
-            self.orders.append(order)
-            self._more.set()
-            answer = self.answer(order)
-            if answer is not None:
-                await self.socket.send(w.encode(answer))
-
-    async def heard(self, kind: type[w.Order], count: int = 1) -> Any:
-        """Wait for an order of a kind; return the last."""
-        while len(found := [order for order in self.orders if isinstance(order, kind)]) < count:
-            self._more.clear()
-            await self._more.wait()
-        return found[-1]
-
-    def end(self) -> None:
-        self.task.cancel()
-        self.context.destroy(linger=0)
 
 
 Body = Callable[[WorkerPool, list[Peer]], Awaitable[None]]
