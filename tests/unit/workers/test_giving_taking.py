@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 
 from megatron_opd.transport.keys import RankKeys, RunKeys
+from megatron_opd.workers import giving as giving_module
 from megatron_opd.workers import taking as taking_module
 from megatron_opd.workers.taking import TRIES, CannotTake, Taking
 from tests.support.cutting_proxy import CuttingProxy
@@ -305,5 +306,57 @@ def test_garbage_is_counted_and_nothing_is_given(taking: Taking):
         assert givers[0].asked == ["a-1"]
         assert await take(taking, {givers[0].address: ["a-2"]}) == {"a-2": A["a-2"]}
         rank.context.destroy(linger=0)
+
+    drive(body, A)
+
+
+def test_ranks_that_leave_are_no_strangers():
+    async def body(givers: list[Given]) -> None:
+        (giver,) = givers
+        rank = Taking(1 << 20)
+        assert await take(rank, {giver.address: ["a-1"]}) == {"a-1": A["a-1"]}
+        assert len(giver.giving._known) == 1
+        await asyncio.to_thread(rank.close)
+        stranger = rank_socket(giver.address, RunKeys.make().learner)
+        async with asyncio.timeout(SOON_S):
+            while giver.giving._known or not giver.refused:  # noqa: ASYNC110  counts have no event
+                await asyncio.sleep(0.01)
+        assert giver.refused == 1
+        stranger.context.destroy(linger=0)
+
+    drive(body, A)
+
+
+def test_a_question_that_is_too_long_ends_its_connection(
+    taking: Taking, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(giving_module, "MAX_ASK_BYTES", 1000)
+
+    async def body(givers: list[Given]) -> None:
+        with pytest.raises(CannotTake, match="out of reach"):
+            await take(taking, {givers[0].address: ["a-1" * 1000]}, silent_s=SOON_S)
+        assert givers[0].asked == []
+        assert await take(taking, {givers[0].address: ["a-2"]}) == {"a-2": A["a-2"]}
+
+    drive(body, A)
+
+
+def test_a_sample_that_is_too_large_is_not_taken(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(taking_module, "FIRST_PAUSE_S", 0.002)
+    async def body(givers: list[Given]) -> None:
+        rank = Taking(len(A["a-3"][0]) - 1)
+        with pytest.raises(CannotTake, match="out of reach"):
+            await take(rank, {givers[0].address: ["a-1", "a-3"]})
+        assert await take(rank, {givers[0].address: ["a-1"]}) == {"a-1": A["a-1"]}
+        rank.close()
+
+    drive(body, A)
+
+
+def test_a_sample_that_was_not_asked_for_is_not_taken(taking: Taking):
+    async def body(givers: list[Given]) -> None:
+        givers[0].giving._answer = lambda key: [b"a-2", *A["a-2"]]
+        with pytest.raises(CannotTake, match="does not hold sample a-2"):
+            await take(taking, {givers[0].address: ["a-1"]})
 
     drive(body, A)
