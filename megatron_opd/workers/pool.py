@@ -52,6 +52,7 @@ from sglang_bridge.protocol import RolloutRequest
 
 logger = logging.getLogger(__name__)
 
+
 class WorkersLost(RuntimeError):
     """Reports that no data worker is left."""
 

@@ -123,11 +123,11 @@ class _Source:
         self.missing: set[str] = set()
         self.sockets: list[Any] = []
         self.until_s = self._silent_s = 0.0
-        self._failures = 0
+        self._failures = 0  # in a row: any sample ends it
 
     def ask(self, names: Sequence[str], silent_s: float) -> None:
         """Ask for samples. silent_s: the longest time without one."""
-        self.missing, self._silent_s, self._failures = set(names), silent_s, 0
+        self.missing, self._silent_s = set(names), silent_s
         if self.sockets and self._broke():  # since the last question, which was answered
             self.close()
         self._send()

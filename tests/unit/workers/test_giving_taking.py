@@ -75,6 +75,7 @@ def test_a_share_is_taken_from_all_workers_and_then_the_next(taking: Taking):
         }
         assert await take(taking, {a: ["a-2"]}) == {"a-2": A["a-2"]}
         assert await take(taking, {b: ["b-1"]}) == B
+        assert taking._sources.keys() == {b}, "others are not asked for now"
         assert await take(taking, {}) == {}
         assert givers[0].asked == ["a-1", "a-3", "a-2"]
 
@@ -189,11 +190,18 @@ def test_a_connection_that_breaks_is_opened_again(taking: Taking, cuts: int, aft
     drive(body, A, B)
 
 
-def test_a_connection_that_breaks_too_often_in_a_row_is_one_error(taking: Taking):
+def test_a_connection_that_breaks_too_often_in_a_row_is_one_error(
+    taking: Taking, monkeypatch: pytest.MonkeyPatch
+):
+    pause_s = 0.005
+    monkeypatch.setattr(taking_module, "FIRST_PAUSE_S", pause_s)
+
     async def body(givers: list[Given]) -> None:
         async with CuttingProxy(givers[0].address, TRIES, 400) as proxy:
+            began_s = time.monotonic()
             with pytest.raises(CannotTake, match="out of reach"):
                 await take(taking, {proxy.address: ["a-1"]})
+            assert time.monotonic() - began_s >= pause_s * (1 + 4 + 16)
             assert proxy.opened == TRIES
             assert await take(taking, {proxy.address: ["a-1"]}) == {"a-1": A["a-1"]}
 
@@ -343,6 +351,7 @@ def test_a_question_that_is_too_long_ends_its_connection(
 
 def test_a_sample_that_is_too_large_is_not_taken(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(taking_module, "FIRST_PAUSE_S", 0.002)
+
     async def body(givers: list[Given]) -> None:
         rank = Taking(len(A["a-3"][0]) - 1)
         with pytest.raises(CannotTake, match="out of reach"):
