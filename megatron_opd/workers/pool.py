@@ -45,6 +45,7 @@ from megatron_opd.workers.messages import (
     Scored,
     Whole,
 )
+from megatron_opd.workers.requests import encode_request
 from sglang_bridge.client import Endpoint, ServerClient
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.parse import require_synced
@@ -122,23 +123,7 @@ class WorkerPool:
         """
         link = await self._owner(client.url)
         number = next(self._numbers)
-        order = Generate(
-            number,
-            _timeless(client.endpoint),
-            request.rid,
-            np.asarray(request.input_ids, dtype=np.int32).tobytes(),
-            max_new_tokens=request.max_new_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            num_atoms=request.num_atoms,
-            num_draws=request.num_draws,
-            thin=request.thin,
-            experts=request.experts,
-            gates=request.gates,
-            stop_token_ids=tuple(request.stop_token_ids),
-            stop=request.stop,
-            seed=request.seed,
-        )
+        order = Generate(number, _timeless(client.endpoint), encode_request(request))
         try:
             work = self.links.call(link, order, Generated)
             answer = await client.deadlines.within(request.rid, work)

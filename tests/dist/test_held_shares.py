@@ -142,8 +142,8 @@ def test_two_model_copies_make_every_update_together_or_not_at_all(
         assert not serving.closed, "the worker is there"
         held.givers[1].task = asyncio.create_task(held.givers[1].giving.serve())
         assert await ranks.weights() == first, "an update was made, or a part of one"
-        # a healthy worker's connections break: so often that no head gives up
-        held.proxies[0].cuts, held.proxies[0].after = TRIES - 1, IN_A_SAMPLE
+        # a healthy worker's connection breaks twice
+        held.proxies[0].cuts, held.proxies[0].after = 2, IN_A_SAMPLE
         held.proxies[0].cut()
         ranks.answers.clear()
         figures = await ranks.train()

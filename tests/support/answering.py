@@ -15,6 +15,7 @@ REPLY = RolloutReply(
     ROLLOUT.response_ids_T, "stop", ROLLOUT.draws, ((3, 0, 1), (4, 1, 4)), "http://host:1"
 )
 SCORES_N = np.linspace(-3, -0.5, ROLLOUT.num_ids, dtype=np.float32)
+SCORES_N[ROLLOUT.draws.path_T[1]] = -np.log(100)  # as of a uniform distribution over 100 ids
 
 
 class Server:

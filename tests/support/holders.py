@@ -14,6 +14,7 @@ from megatron_opd.transport.samples import encode_sample
 from megatron_opd.types import AnySample, Batch, HeldSample
 from megatron_opd.workers import messages as w
 from megatron_opd.workers.pool import WorkerPool
+from megatron_opd.workers.requests import decode_request
 from sglang_bridge.client import ServerClient
 from sglang_bridge.protocol import RolloutRequest
 from tests.support.cutting_proxy import CuttingProxy
@@ -61,7 +62,8 @@ class Holders:
     def _answer(self, order: w.Order) -> w.Answer | None:
         if not isinstance(order, w.Generate):
             return None
-        rollout = self._samples[int(order.rid.removeprefix("r-"))].rollout
+        uid = int(decode_request(order.request).rid.removeprefix("r-"))
+        rollout = self._samples[uid].rollout
         spans = [(span.version, span.start, span.stop) for span in rollout.spans]
         figures = rollout.num_response_tokens, rollout.num_ids, unscored(rollout).cache
         return w.Generated(order.call, *figures, rollout.geometric_logp, spans, "stop")

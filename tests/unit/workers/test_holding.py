@@ -17,6 +17,7 @@ from megatron_opd.transport.samples import EncodedSample, decode_sample, frames_
 from megatron_opd.types import Prompt, Sample, VersionSpan
 from megatron_opd.workers.holding import Holding
 from megatron_opd.workers.messages import Generate, Judge, Score
+from megatron_opd.workers.requests import encode_request
 from sglang_bridge.client import Endpoint
 from sglang_bridge.errors import BadReply, ServerUnreachable
 from sglang_bridge.parse import NOTHING_KNOWN
@@ -25,10 +26,18 @@ from tests.support.answering import REPLY, ROLLOUT, SCORES_N, Server
 from tests.support.fakes import make_prompt, make_sample
 
 ENDPOINT = Endpoint("http://host:1", None, NOTHING_KNOWN)
-GENERATE = Generate(
-    *(1, ENDPOINT, "r-1", np.arange(3, dtype=np.int32).tobytes(), 8, 0.7, 0.9, 2, 4, True),
-    *(False, False, (5,), ("\n",), 11),
+REQUEST = RolloutRequest(
+    rid="r-1",
+    input_ids=np.arange(3, dtype=np.int32),
+    max_new_tokens=8,
+    temperature=0.7,
+    num_atoms=2,
+    num_draws=4,
+    record=True,
+    stop=("\n",),
+    seed=11,
 )
+GENERATE = Generate(1, ENDPOINT, encode_request(REQUEST))
 SCORE = Score(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 0, 0, 7, 512), 100)
 
 
@@ -62,8 +71,7 @@ def test_what_is_sampled_is_kept_and_described():
         (request,) = server.asked
         assert isinstance(request, RolloutRequest)
         assert list(request.input_ids) == [0, 1, 2]
-        assert (request.rid, request.seed, request.stop, request.thin) == ("r-1", 11, ("\n",), True)
-        assert request.record
+        assert replace(request, input_ids=REQUEST.input_ids) == REQUEST
         assert (answer.call, answer.tokens, answer.ids) == (1, 4, 8)
         assert answer.geometric_logp == ROLLOUT.geometric_logp
         assert answer.size == make_sample(0).cache

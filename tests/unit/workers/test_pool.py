@@ -15,6 +15,7 @@ from megatron_opd.types import HeldRollout, HeldSample, Rollout, Sample, Version
 from megatron_opd.workers import messages as w
 from megatron_opd.workers.faults import failed
 from megatron_opd.workers.pool import WorkerPool, WorkersLost
+from megatron_opd.workers.requests import decode_request
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.protocol import RolloutRequest
@@ -78,8 +79,9 @@ def test_a_sample_passes_every_stage_and_its_arrays_come_when_they_are_asked_for
         assert (rollout.spans, rollout.finish_reason) == ((VersionSpan(3, 0, 4),), "stop")
         assert (rollout.worker, rollout.key, rollout.engine) == ("data worker 0", "r-5", URLS[0])
         order = await peers[0].heard(w.Generate)
-        assert np.frombuffer(order.input_ids, np.int32).tolist() == [1, 2, 3]
-        assert (order.rid, order.seed, order.endpoint.url) == ("r-5", 5, URLS[0])
+        request = decode_request(order.request)
+        assert list(request.input_ids) == [1, 2, 3]
+        assert (request.rid, request.seed, order.endpoint.url) == ("r-5", 5, URLS[0])
         assert await pool.judge(rollout, "exact", "42") == 0.5
         sample = await scored(pool, rollout)
         assert (sample.shape, sample.rollout.num_ids, sample.reward) == (SHAPE, 9, 0.5)
