@@ -1,26 +1,29 @@
-"""Both ends of a data worker for tests: a scripted one for the controller, a real one for ranks."""
+"""Scripted data workers beside a real pool."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import zmq.asyncio
 
-from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.controller.snapshot import place
 from megatron_opd.controller.snapshot_codec import encode_member
 from megatron_opd.sample_figures import CacheSize, ScoreShape
+from megatron_opd.teacher.requests import TeacherAsk
 from megatron_opd.transport.keys import RankKeys
 from megatron_opd.types import HeldRollout, HeldSample
 from megatron_opd.workers import messages as w
-from megatron_opd.workers.giving import Giving
 from megatron_opd.workers.pool import WorkerPool
-from tests.support.fakes import make_sample
+from sglang_bridge.client import ServerClient
+from sglang_bridge.protocol import RolloutRequest
+from tests.support.fakes import make_prompt, make_sample
 from tests.support.wire import KEYS, connect
 
 SIZE, SHAPE = CacheSize(6, 100), ScoreShape(4, -0.5, 0.1, 0)
+ASK = TeacherAsk("score-0", 1.0, 0, 4, 7, 512)
+URLS = [f"http://host:{port}" for port in range(1, 9)]
 
 
 def generated(order: w.Generate) -> w.Generated:
@@ -94,31 +97,47 @@ class Peer:
         self.context.destroy(linger=0)
 
 
-class Given:
-    """A worker's end towards ranks: what it holds, and which questions came."""
+Body = Callable[[WorkerPool, list[Peer]], Awaitable[None]]
 
-    def __init__(self, context: zmq.asyncio.Context, held: Mapping[str, Sequence[bytes]]) -> None:
-        self.held, self.asked = dict(held), list[str]()
-        self.giving = Giving(context, "127.0.0.1", KEYS.ranks, self._frames)
-        self.task = asyncio.create_task(self.giving.serve())
 
-    @property
-    def address(self) -> str:
-        return self.giving.address
+def drive(body: Body, count: int = 2, again: Callable[[int], bool] | None = None) -> None:
+    """Run `body` beside a pool and so many workers, which have joined it."""
 
-    @property
-    def refused(self) -> int:
-        return self.giving._refusals.count
+    async def main() -> None:
+        pool = WorkerPool(count, "127.0.0.1", KEYS, 1 << 20, again)
+        pool.links.open()
+        peers = [Peer(pool, index) for index in range(count)]
+        try:
+            async with asyncio.timeout(60):
+                await pool.ready()
+                await body(pool, peers)
+        finally:
+            for peer in peers:
+                peer.end()
+            pool.links.close()
 
-    def _frames(self, key: str) -> list[bytes]:
-        self.asked.append(key)
-        if key == "malformed":
-            raise ValueError("rows do not fit")
-        if key not in self.held:
-            raise SamplesLost(key)
-        return list(self.held[key])
+    asyncio.run(main())
 
-    async def end(self) -> None:
-        self.task.cancel()
-        await asyncio.gather(self.task, return_exceptions=True)
-        self.giving.close()
+
+async def sampled(pool: WorkerPool, uid: int, url: str = URLS[0], limit_s: float = 1e9) -> Any:
+    """Let the server at `url` sample a prompt."""
+    request = RolloutRequest(
+        rid=f"r-{uid}", input_ids=[1, 2, 3], max_new_tokens=8, num_draws=4, seed=uid
+    )
+    client = ServerClient(url, timeout_s=limit_s)
+    try:
+        return await pool.generate(client, make_prompt(uid), request)
+    finally:
+        await client.close()
+
+
+async def scored(pool: WorkerPool, rollout: HeldRollout) -> HeldSample:
+    """Let another server score a response."""
+    async with ServerClient(URLS[1], timeout_s=1e9) as client:
+        return await pool.score(client, HeldSample(rollout, None, 0.5), ASK, 600)
+
+
+async def refused(pool: WorkerPool, count: int) -> None:
+    """Wait until so many messages and connections were refused."""
+    while pool.links.refusals.count < count:  # noqa: ASYNC110  a count has no event
+        await asyncio.sleep(0.01)

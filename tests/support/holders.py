@@ -18,7 +18,8 @@ from megatron_opd.workers.requests import decode_request
 from sglang_bridge.client import ServerClient
 from sglang_bridge.protocol import RolloutRequest
 from tests.support.cutting_proxy import CuttingProxy
-from tests.support.data_workers import SHAPE, Given, Peer
+from tests.support.data_workers import SHAPE, Peer
+from tests.support.giving import Given
 from tests.support.wire import KEYS
 
 COUNT = 2

@@ -1,7 +1,6 @@
 """The controller's end of data workers, with workers that are scripted."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,67 +8,31 @@ import numpy as np
 import pytest
 
 from megatron_opd.buffer.rejection import SamplesLost
-from megatron_opd.teacher.requests import TeacherAsk
 from megatron_opd.transport.keys import RankKeys, RunKeys
-from megatron_opd.types import HeldRollout, HeldSample, Rollout, Sample, VersionSpan
+from megatron_opd.types import HeldSample, Rollout, Sample, VersionSpan
 from megatron_opd.workers import messages as w
 from megatron_opd.workers.faults import failed
 from megatron_opd.workers.pool import WorkerPool, WorkersLost
 from megatron_opd.workers.requests import decode_request
-from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerUnreachable
-from sglang_bridge.protocol import RolloutRequest
-from tests.support.data_workers import SHAPE, SIZE, Peer, generated, reply_to
-from tests.support.fakes import make_prompt, make_sample
+from tests.support.data_workers import (
+    SHAPE,
+    SIZE,
+    URLS,
+    Peer,
+    drive,
+    generated,
+    refused,
+    reply_to,
+    sampled,
+    scored,
+)
+from tests.support.fakes import make_sample
 from tests.support.wire import KEYS
-
-ASK = TeacherAsk("score-0", 1.0, 0, 4, 7, 512)
-URLS = [f"http://host:{port}" for port in range(1, 9)]
-
-
-Body = Callable[[WorkerPool, list[Peer]], Awaitable[None]]
-
-
-def drive(body: Body, count: int = 2, again: Callable[[int], bool] | None = None) -> None:
-    async def main() -> None:
-        pool = WorkerPool(count, "127.0.0.1", KEYS, 1 << 20, again)
-        pool.links.open()
-        peers = [Peer(pool, index) for index in range(count)]
-        try:
-            async with asyncio.timeout(60):
-                await pool.ready()
-                await body(pool, peers)
-        finally:
-            for peer in peers:
-                peer.end()
-            pool.links.close()
-
-    asyncio.run(main())
-
-
-async def sampled(pool: WorkerPool, uid: int, url: str = URLS[0], limit_s: float = 1e9) -> Any:
-    request = RolloutRequest(
-        rid=f"r-{uid}", input_ids=[1, 2, 3], max_new_tokens=8, num_draws=4, seed=uid
-    )
-    client = ServerClient(url, timeout_s=limit_s)
-    try:
-        return await pool.generate(client, make_prompt(uid), request)
-    finally:
-        await client.close()
-
-
-async def scored(pool: WorkerPool, rollout: HeldRollout) -> HeldSample:
-    async with ServerClient(URLS[1], timeout_s=1e9) as client:
-        return await pool.score(client, HeldSample(rollout, None, 0.5), ASK, 600)
 
 
 async def all_lost(pool: WorkerPool) -> set[int]:
     return set(await pool.lost())
-
-
-async def refused(pool: WorkerPool, count: int) -> None:
-    while pool.links.refusals.count < count:  # noqa: ASYNC110  a count has no event
-        await asyncio.sleep(0.01)
 
 
 def test_a_sample_passes_every_stage_and_its_arrays_come_when_they_are_asked_for():

@@ -4,66 +4,17 @@ import asyncio
 import socket as sockets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 
 from megatron_opd.transport.keys import RankKeys, RunKeys
-from megatron_opd.workers import giving as giving_module
 from megatron_opd.workers import taking as taking_module
 from megatron_opd.workers.taking import TRIES, CannotTake, Taking
 from tests.support.cutting_proxy import CuttingProxy
-from tests.support.data_workers import Given
+from tests.support.giving import LIMIT_S, SOON_S, A, B, Given, drive, take
 from tests.support.wire import KEYS
-
-LIMIT_S = 60.0
-SOON_S = 20.0
-"""Far less than LIMIT_S, far more than a busy machine takes to notice."""
-
-
-def drive(
-    body: Callable[[list[Given]], Awaitable[None]], *held: Mapping[str, Sequence[bytes]]
-) -> None:
-    """Run `body` beside one worker for each mapping; each has sockets of its own."""
-
-    async def main() -> None:
-        contexts = [zmq.asyncio.Context() for _ in held]
-        givers = [Given(c, names) for c, names in zip(contexts, held, strict=True)]
-        try:
-            await asyncio.wait_for(body(givers), 120)
-        finally:
-            for giver, context in zip(givers, contexts, strict=True):
-                await giver.end()
-                context.destroy(linger=0)
-
-    asyncio.run(main())
-
-
-@pytest.fixture
-def taking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Taking]:
-    monkeypatch.setattr(taking_module, "FIRST_PAUSE_S", 0.002)
-    made = Taking(1 << 20)
-    yield made
-    made.close()
-
-
-async def take(
-    taking: Taking,
-    wanted: Mapping[str, Sequence[str]],
-    keys: RankKeys = KEYS.ranks,
-    silent_s: float = LIMIT_S,
-) -> dict[str, list[bytes]]:
-    found = await asyncio.to_thread(taking.take, wanted, keys, silent_s)
-    return {key: list(map(bytes, frames)) for key, frames in found.items()}
-
-
-A = {"a-1": [b"one", b""], "a-2": [b"two"], "a-3": [bytes(300_000)]}
-B = {"b-1": [b"three", b"four"]}
 
 
 def test_a_share_is_taken_from_all_workers_and_then_the_next(taking: Taking):
@@ -268,83 +219,6 @@ def test_a_wrong_key_gets_nothing(taking: Taking, keys: RankKeys):
             await take(taking, {givers[0].address: ["a-1"]}, keys)
         assert time.monotonic() - began_s < SOON_S
         assert givers[0].asked == []
-
-    drive(body, A)
-
-
-def test_a_stranger_who_knows_the_public_key_is_refused_and_counted(taking: Taking):
-    async def body(givers: list[Given]) -> None:
-        stranger = rank_socket(givers[0].address, RunKeys.make().learner)
-        await stranger.send(msgspec.msgpack.encode(["a-1"]))
-        while not givers[0].refused:  # noqa: ASYNC110  a count has no event
-            await asyncio.sleep(0.01)
-        assert await stranger.poll(100) == 0
-        assert givers[0].asked == []
-        assert await take(taking, {givers[0].address: ["a-2"]}) == {"a-2": A["a-2"]}
-        stranger.context.destroy(linger=0)
-
-    drive(body, A)
-
-
-def rank_socket(address: str, secret: bytes = KEYS.ranks.secret) -> zmq.asyncio.Socket:
-    socket = zmq.asyncio.Context().socket(zmq.DEALER)
-    socket.curve_serverkey = zmq.curve_public(KEYS.ranks.secret)
-    socket.curve_secretkey, socket.curve_publickey = secret, zmq.curve_public(secret)
-    socket.connect(address)
-    return socket
-
-
-def test_garbage_is_counted_and_nothing_is_given(taking: Taking):
-    questions = [
-        [b"\xc1"],
-        [b""],
-        [msgspec.msgpack.encode("a-1")],
-        [msgspec.msgpack.encode([1])],
-        [msgspec.msgpack.encode(["a-1"]), b"more"],
-        [b"\x91" * 100_000],
-    ]
-
-    async def body(givers: list[Given]) -> None:
-        rank = rank_socket(givers[0].address)
-        for frames in questions:
-            await rank.send_multipart(frames)
-        await rank.send(msgspec.msgpack.encode(["a-1"]))
-        assert await rank.recv_multipart() == [b"a-1", *A["a-1"]]
-        assert givers[0].refused == len(questions)
-        assert givers[0].asked == ["a-1"]
-        assert await take(taking, {givers[0].address: ["a-2"]}) == {"a-2": A["a-2"]}
-        rank.context.destroy(linger=0)
-
-    drive(body, A)
-
-
-def test_ranks_that_leave_are_no_strangers():
-    async def body(givers: list[Given]) -> None:
-        (giver,) = givers
-        rank = Taking(1 << 20)
-        assert await take(rank, {giver.address: ["a-1"]}) == {"a-1": A["a-1"]}
-        assert len(giver.giving._known) == 1
-        await asyncio.to_thread(rank.close)
-        stranger = rank_socket(giver.address, RunKeys.make().learner)
-        async with asyncio.timeout(SOON_S):
-            while giver.giving._known or not giver.refused:  # noqa: ASYNC110  counts have no event
-                await asyncio.sleep(0.01)
-        assert giver.refused == 1
-        stranger.context.destroy(linger=0)
-
-    drive(body, A)
-
-
-def test_a_question_that_is_too_long_ends_its_connection(
-    taking: Taking, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(giving_module, "MAX_ASK_BYTES", 1000)
-
-    async def body(givers: list[Given]) -> None:
-        with pytest.raises(CannotTake, match="out of reach"):
-            await take(taking, {givers[0].address: ["a-1" * 1000]}, silent_s=SOON_S)
-        assert givers[0].asked == []
-        assert await take(taking, {givers[0].address: ["a-2"]}) == {"a-2": A["a-2"]}
 
     drive(body, A)
 
