@@ -127,14 +127,14 @@ class WorkerPool:
         try:
             work = self.links.call(link, order, Generated)
             answer = await client.deadlines.within(request.rid, work)
+            newest = max((version for version, *_ in answer.spans), default=0)
+            require_synced(client.url, newest, client.endpoint.known)
         except SamplesLost as error:
             raise ServerUnreachable(client.url, "/generate", str(error), sent=True) from None
         except BaseException:
             if link.alive:  # the answer may be on its way, or here, and nobody waits for it now
                 self.links.send(link, Release([request.rid]))
             raise
-        newest = max((version for version, *_ in answer.spans), default=0)
-        require_synced(client.url, newest, client.endpoint.known)
         self.release([prompt.uid])
         self._held[prompt.uid] = link, request.rid
         return HeldRollout(

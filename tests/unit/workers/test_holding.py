@@ -13,6 +13,7 @@ from megatron_opd.controller.snapshot_codec import decode_member
 from megatron_opd.data.judge import Judge as AnswerJudge
 from megatron_opd.sample_figures import ScoreShape
 from megatron_opd.teacher.requests import TeacherAsk
+from megatron_opd.teacher.scored import unscored
 from megatron_opd.transport.samples import EncodedSample, decode_sample, frames_of
 from megatron_opd.types import Prompt, Sample, VersionSpan
 from megatron_opd.workers.holding import Holding
@@ -39,6 +40,7 @@ REQUEST = RolloutRequest(
 )
 GENERATE = Generate(1, ENDPOINT, encode_request(REQUEST))
 SCORE = Score(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 0, 0, 7, 512), 100)
+SPANS = (VersionSpan(3, 0, 1), VersionSpan(4, 1, 4))
 
 
 class Verifier:
@@ -80,6 +82,9 @@ def test_what_is_sampled_is_kept_and_described():
         member = decode_member(held.encoded("r-1"))
         assert member.rollout is not None
         assert np.array_equal(member.rollout.draws.ids_N, ROLLOUT.draws.ids_N)
+        # what no teacher is asked about is given too
+        encoded = EncodedSample.of(unscored(replace(ROLLOUT, spans=SPANS)), 4)
+        assert sent(held.frames("r-1")) == sent(frames_of(encoded))
 
     drive(body)
 
@@ -129,8 +134,7 @@ def test_a_scored_sample_is_given_as_the_controller_would_have_sent_it():
         assert list(request.input_ids) == [0, 1, 2, 4, 4, 4, 4]
         assert (answer.call, answer.ids) == (3, 8)
         assert answer.shape == ScoreShape.of(SCORES_N[ROLLOUT.draws.path_T], 100)
-        prompt, spans = make_prompt(0), (VersionSpan(3, 0, 1), VersionSpan(4, 1, 4))
-        sample = Sample(replace(ROLLOUT, prompt=prompt, spans=spans), SCORES_N)
+        sample = Sample(replace(ROLLOUT, prompt=make_prompt(0), spans=SPANS), SCORES_N)
         assert sent(held.frames("r-1")) == sent(frames_of(EncodedSample.of(sample, 4)))
         member = decode_member(held.encoded("r-1"))
         assert member.sample is not None

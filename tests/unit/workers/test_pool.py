@@ -55,11 +55,13 @@ def test_a_sample_passes_every_stage_and_its_arrays_come_when_they_are_asked_for
         assert first.startswith("score-0-")
         assert pool.holds(sample)
         assert pool.source(sample) == ("tcp://worker:0", "r-5")
-        sample = replace(sample, masked=True, overlong_penalty=-0.5)
+        rollout = replace(sample.rollout, started_s=3.0, finished_s=5.0, restarts=2)
+        sample = replace(sample, rollout=rollout, masked=True, overlong_penalty=-0.5)
         whole = await pool.sample(sample)
         assert isinstance(whole, Sample)
         assert (whole.reward, whole.overlong_penalty, whole.masked) == (0.5, -0.5, True)
-        assert whole.rollout.prompt is sample.rollout.prompt
+        for name in ("prompt", "started_s", "finished_s", "engine", "restarts"):
+            assert getattr(whole.rollout, name) == getattr(rollout, name), name
         assert np.array_equal(whole.teacher_logp_N, make_sample(0).teacher_logp_N)
         found = await pool.whole(rollout)
         assert isinstance(found, Rollout)
