@@ -68,7 +68,10 @@ def test_a_sample_passes_every_stage_and_its_arrays_come_when_they_are_asked_for
         assert peers[1].orders == []
         newer = await sampled(pool, 5)
         assert pool.holds(HeldSample(newer, None))
-        assert not pool.holds(HeldSample(replace(rollout, key="r-of-old"), None))
+        earlier = HeldSample(replace(rollout, key="r-of-old"), None)
+        assert not pool.holds(earlier)
+        with pytest.raises(SamplesLost):
+            pool.source(earlier)
         pool.release([5, 99])
         assert await peers[0].heard(w.Release, 2) == w.Release(["r-5"])
         assert not pool.holds(sample)
