@@ -66,6 +66,8 @@ def test_an_answer_to_another_question_is_an_error_of_its_call():
 
 def test_arrays_that_nobody_waits_for_any_more_disturb_nothing():
     async def body(pool: WorkerPool, peers: list[Peer]) -> None:
+        failures: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, why: failures.append(why))
         rollout = await sampled(pool, 0)
         peers[0].answer = lambda order: None
         waiting = pool.whole(rollout)
@@ -77,6 +79,7 @@ def test_arrays_that_nobody_waits_for_any_more_disturb_nothing():
         await peers[0].socket.send(w.encode(answer))
         assert isinstance(await pool.whole(rollout), Rollout)
         assert not any(link.calls for link in pool.links.alive)
+        assert failures == []
 
     drive(body)
 
