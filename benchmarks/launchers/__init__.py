@@ -7,6 +7,9 @@ the second run says how far two runs differ anyway), a Ray cluster of one raylet
 Slurm of three nodes (slurm-wlm and munge must be installed), and processes that join from
 elsewhere. Each is judged by the run's own summary.
 
+On Ray and Slurm also with two data workers: whole, with a worker killed, with both killed and none
+started again, and with the run told to end by Ctrl-C; looked at from outside (watched.py).
+
 What it cannot say: the nodes are processes on one machine and have no GPU; nothing is timed that
 would tell a real cluster's cost.
 
@@ -29,6 +32,7 @@ from typing import Any
 
 from benchmarks.case_rows import append_row, fingerprint_of, kept_rows, say
 from benchmarks.launchers.kinds import KINDS, ROOT, Job
+from benchmarks.launchers.watched import FACTS, as_meant
 from megatron_opd.metrics.summary import commit
 
 ROWS = Path("runs") / "launchers" / "rows.jsonl"
@@ -43,6 +47,7 @@ KEYS = (
     "probs_diff_max",
     "servers_restarted",
     "learner_restarts",
+    "data_workers_lost",
 )
 Tree = dict[str, Any]
 
@@ -69,7 +74,7 @@ def measure(options: Sequence[str] = (), *, rows: Path = ROWS) -> Tree:
         "missing": [name for name in KINDS if name not in kept],
         "accuracy_after_pct": {n: f.get("student_accuracy_after_pct") for n, f in done.items()},
         "kinds": done,
-        "failed": [name for name, f in done.items() if f["status"] != "finished"],
+        "failed": [name for name, f in done.items() if not as_meant(f)],
     }
 
 
@@ -82,9 +87,13 @@ def _run(name: str, steps: int) -> Tree:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         figures: Tree = {"seconds": time.monotonic() - began_s, "exit_code": done.returncode}
         summary = Path(directory) / "run" / "summary.json"
+        facts = Path(directory) / FACTS
+        if facts.exists():
+            figures["watched"] = json.loads(facts.read_text(encoding="utf-8"))
+        said = (done.stdout + done.stderr).splitlines()
         if not summary.exists():
-            said = (done.stdout + done.stderr).splitlines()[-20:]
-            return {"status": "no summary", "said": said} | figures
+            return {"status": "no summary", "said": said[-20:]} | figures
+        figures["said"] = [line for line in said if line.startswith("error:")]
         found = json.loads(summary.read_text(encoding="utf-8"))
         lines = [line for line in done.stdout.splitlines() if line.startswith("nodes: ")]
         return {key: found.get(key) for key in KEYS} | {"placed": lines} | figures

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.launchers.watched import Watched
 from benchmarks.raylets import ray_cluster
 from benchmarks.slurm.here import OneMachine
 from megatron_opd.learner.torchrun import LOOPBACK
@@ -21,14 +23,30 @@ JOB_S = 1200.0
 
 @dataclass(frozen=True)
 class Job:
-    """The example with so many updates, in `directory`/run."""
+    """The example with so many updates, in `directory`/run.
+
+    settings: of its configuration, besides. watched: looks at it from outside.
+    """
 
     directory: Path
     steps: int
+    settings: tuple[str, ...] = ()
+    watched: Watched | None = None
+
+    def begun(self, folder: Path) -> None:
+        """Note that it begins, on a cluster whose own files are in `folder`."""
+        if self.watched is not None:
+            self.watched.begin(folder)
+
+    def ended(self) -> None:
+        """Note that it has ended; the cluster is still there."""
+        if self.watched is not None:
+            self.watched.end()
 
     def command(self, verb: str, *settings: str, words: tuple[str, ...] = ()) -> list[str]:
         """Return the command line of an `opd` verb."""
-        given = (f"run.dir={self.directory}/run", f"run.max_steps={self.steps}", *settings)
+        given = (f"run.dir={self.directory}/run", f"run.max_steps={self.steps}")
+        given += (*self.settings, *settings)
         sets = [part for setting in given for part in ("--set", setting)]
         return [sys.executable, "-m", "megatron_opd", verb, *words, DEMO, *sets]
 
@@ -42,7 +60,11 @@ def ray(job: Job, nodes: int) -> int:
     """On a Ray cluster of so many raylets."""
     with ray_cluster({}, *[{}] * (nodes - 1)) as cluster:
         where = ("cluster.type=ray", f"cluster.ray.address={cluster.address}")
-        return subprocess.run(job.command("run", *where), cwd=ROOT).returncode
+        job.begun(Path(os.environ["RAY_TMPDIR"]))
+        try:
+            return subprocess.run(job.command("run", *where), cwd=ROOT).returncode
+        finally:
+            job.ended()
 
 
 def slurm(job: Job, nodes: int = 3) -> int:
@@ -55,7 +77,11 @@ def slurm(job: Job, nodes: int = 3) -> int:
         log = job.directory / "job.log"
         wanted = (f"--nodes={nodes}", "--ntasks-per-node=1", "--cpus-per-task=4")
         where = (f"--output={log}", f"--chdir={ROOT}")
-        state = system.ended(system.submit(*wanted, *where, script), JOB_S)
+        job.begun(Path(own))
+        try:
+            state = system.ended(system.submit(*wanted, *where, script), JOB_S)
+        finally:
+            job.ended()
         sys.stdout.write(log.read_text(encoding="utf-8"))
         return int(state != "COMPLETED")
 
@@ -81,11 +107,35 @@ def external(job: Job) -> int:
             part.wait(60)
 
 
+def with_workers(
+    kind: Callable[[Job], int], fault: str = "", *settings: str
+) -> Callable[[Job], int]:
+    """The same with two data workers. fault: what happens to it, see watched.FAULTS."""
+
+    def run(job: Job) -> int:
+        watched = Watched(job.directory, fault)
+        own = replace(job, settings=("workers.count=2", *settings), watched=watched)
+        return kind(own)
+
+    return run
+
+
+def _three_raylets(job: Job) -> int:
+    return ray(job, 3)
+
+
 KINDS: dict[str, Callable[[Job], int]] = {
     "local": local,
     "local_again": local,
     "ray_1_raylet": lambda job: ray(job, 1),
-    "ray_3_raylets": lambda job: ray(job, 3),
+    "ray_3_raylets": _three_raylets,
     "slurm_3_nodes": slurm,
     "external": external,
 }
+for _name, _kind in (("ray", _three_raylets), ("slurm", slurm)):
+    KINDS |= {
+        f"{_name}_2_workers": with_workers(_kind),
+        f"{_name}_2_workers_one_killed": with_workers(_kind, "one killed"),
+        f"{_name}_2_workers_all_killed": with_workers(_kind, "all killed", "workers.restarts=0"),
+        f"{_name}_2_workers_interrupted": with_workers(_kind, "interrupted"),
+    }

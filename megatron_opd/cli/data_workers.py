@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.machines import Machines
@@ -41,7 +40,8 @@ class DataWorkers:
         config = machines.config
         self._machines, self._keys, self._logs, self._say = machines, keys, logs, say
         self._count, self._restarts = config.workers.count, config.workers.restarts
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        """What replaced a worker, and watches the new one until that is lost."""
         host = config.learner.listen_host
         self.pool = WorkerPool(self._count, host, keys, max_bytes, self._again)
         self.processes: list[Learner] = []
@@ -77,9 +77,9 @@ class DataWorkers:
     async def stop(self) -> None:
         """End all of them."""
         self.pool.links.close()
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await asyncio.gather(*(asyncio.to_thread(each.stop, GRACE_S) for each in self.processes))
 
     def _again(self, index: int) -> bool:
@@ -87,13 +87,11 @@ class DataWorkers:
         if not self._restarts:
             return False
         self._restarts -= 1
-        self._begin(self._replace(index))
+        before = self._tasks.get(index)
+        if before is not None:  # or it would take the one that comes for one that never came
+            before.cancel()
+        self._tasks[index] = asyncio.create_task(self._replace(index))
         return True
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _replace(self, index: int) -> None:
         old = self.processes[index]

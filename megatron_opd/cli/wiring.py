@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -47,10 +48,16 @@ from megatron_opd.transport.messages import UpdateMetrics
 from megatron_opd.transport.samples import EncodedSample, counted_draws
 from megatron_opd.transport.zmq import RemoteLearner
 from megatron_opd.types import AnyRollout, AnySample, Batch, HeldRollout, HeldSample
-from megatron_opd.workers.pool import WorkerPool
+from megatron_opd.workers.pool import WorkerPool, WorkersUnreachable
 from megatron_opd.workers.through import sampled_by_workers, scored_by_workers
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
+
+ASK_AGAIN_S = 2.0
+"""Ranks that could not take samples are asked again so long after; a worker that is lost is known
+to be so after a few of these (heartbeats)."""
+UNREACHABLE_S = 60.0
+"""A run ends if its ranks cannot take samples for so long from workers that are there."""
 
 
 def make_client(section: ServerConfig, url: str, api_key: str | None = None) -> ServerClient:
@@ -202,19 +209,32 @@ class BatchLearner:
         return EncodedSample.of(sample, counted_draws(self.config.estimator.support))
 
     async def train(self, batch: Batch) -> UpdateMetrics:
-        """Make one update. SamplesLost. ValueError: the batch cannot be split into shares."""
+        """Make one update. SamplesLost. ValueError: the batch cannot be split into shares.
+
+        Ranks that cannot take samples of workers that are there are asked again, for
+        UNREACHABLE_S; then WorkersUnreachable.
+        """
         config, pool = self.config, self.pool
         batch = replace(batch, samples=tuple(map(self.prepare, batch.samples)))
         parts = shares(batch, config.learner, config.estimator, config.rollout.group_size)
         held = [sample for sample in batch.samples if isinstance(sample, HeldSample)]
         if pool is None or not held:
             return await self.remote.train(parts)
-        sources = {sample.rollout.prompt.uid: pool.source(sample) for sample in held}
-        metrics = await self.remote.train_held(parts, sources)
-        if metrics is not None:
-            return metrics
-        await pool.verdict(held)
-        raise SamplesLost(f"update {batch.update}: a data worker was lost")
+        clock, first_s = asyncio.get_running_loop().time, None
+        while True:
+            sources = {sample.rollout.prompt.uid: pool.source(sample) for sample in held}
+            metrics = await self.remote.train_held(parts, sources)
+            if metrics is not None:
+                return metrics
+            first_s = clock() if first_s is None else first_s
+            if await pool.loses_one_of(held, ASK_AGAIN_S):
+                raise SamplesLost(f"update {batch.update}: a data worker was lost")
+            if clock() - first_s >= UNREACHABLE_S:
+                workers = sorted({sample.rollout.worker for sample in held})
+                raise WorkersUnreachable(
+                    f"the learner's ranks could not take all samples of {', '.join(workers)} for "
+                    f"{UNREACHABLE_S:g} s; the learner's log says from whom, and why"
+                )
 
 
 def make_generator(

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from megatron_opd.transport.frames import with_samples
 from megatron_opd.transport.keys import RankKeys
 from megatron_opd.transport.messages import Train
-from megatron_opd.workers.taking import Taking, by_address
+from megatron_opd.workers.taking import CannotTake, Taking, by_address
 
-TAKE_S = 60.0
-"""A worker that gives nothing for so long is taken for lost."""
+SILENT_S = 60.0
+"""A worker that gives nothing for so long gives nothing."""
 
 
 class Collector:
     """Puts together what the controller and data workers send of a share.
 
-    keys: returns those of the ranks. max_bytes: the largest frame that is accepted.
+    keys: returns those of the ranks. max_bytes: the largest frame that is accepted. timeout_s: how
+    long the other ranks wait for this one.
     """
 
-    def __init__(self, keys: Callable[[], RankKeys | None], max_bytes: int) -> None:
+    def __init__(
+        self, keys: Callable[[], RankKeys | None], max_bytes: int, timeout_s: float
+    ) -> None:
         self._keys, self._max_bytes = keys, max_bytes
+        self._silent_s = min(SILENT_S, timeout_s / 2)
         self._taking: Taking | None = None
 
     def frames(self, request: Train, frames: list[memoryview]) -> list[memoryview]:
@@ -33,10 +38,11 @@ class Collector:
         assert keys is not None, "this rank has joined its controller"
         if self._taking is None:
             self._taking = Taking(self._max_bytes)
-        taken = self._taking.take(wanted, keys, TAKE_S)
-        if taken is None:  # by new connections: one may be lost without its worker
-            taken = self._taking.take(wanted, keys, TAKE_S)
-        if taken is None:
+        try:
+            taken = self._taking.take(wanted, keys, self._silent_s)
+        except CannotTake as error:
+            sys.stderr.write(f"update {request.update} lacks samples: data worker {error}\n")
+            sys.stderr.flush()
             return []
         return with_samples(frames, request.parts, taken)
 

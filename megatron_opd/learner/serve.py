@@ -64,7 +64,7 @@ def serve(config: Config, address: str) -> int:
     def keys() -> RankKeys | None:
         return rank_keys(config.run.dir)
 
-    collector = Collector(keys, max_bytes)
+    collector = Collector(keys, max_bytes, config.learner.timeout_s)
     channel = Channel(
         address,
         keys,

@@ -17,8 +17,8 @@ from megatron_opd.teacher.scored import scored, unscored
 from megatron_opd.transport.samples import EncodedSample, Frames, frames_of
 from megatron_opd.types import Prompt, Rollout, Sample
 from megatron_opd.workers.messages import Generate, Generated, Judge, Judged, Score, Scored
+from megatron_opd.workers.requests import decode_request
 from sglang_bridge.client import Endpoint, ServerClient
-from sglang_bridge.protocol import RolloutRequest
 
 Clients = Callable[[Endpoint], ServerClient]
 """Returns the client of a server, which knows what the endpoint says of it."""
@@ -41,28 +41,12 @@ class Holding:
         return len(self._held)
 
     async def generate(self, order: Generate) -> Generated:
-        """Sample one completion, in one try. BridgeError."""
-        input_ids = np.frombuffer(order.input_ids, dtype=np.int32)
-        request = RolloutRequest(
-            rid=order.rid,
-            input_ids=input_ids,
-            max_new_tokens=order.max_new_tokens,
-            temperature=order.temperature,
-            top_p=order.top_p,
-            num_atoms=order.num_atoms,
-            num_draws=order.num_draws,
-            thin=order.thin,
-            record=True,
-            experts=order.experts,
-            gates=order.gates,
-            stop_token_ids=order.stop_token_ids,
-            stop=order.stop,
-            seed=order.seed,
-        )
+        """Sample one completion, in one try. BridgeError. BadMessage: the order has no request."""
+        request = decode_request(order.request)
         reply = await self._clients(order.endpoint).generate(request)
-        prompt = Prompt(uid=0, text="", token_ids_P=input_ids)
+        prompt = Prompt(uid=0, text="", token_ids_P=np.asarray(request.input_ids))
         rollout = as_rollout(prompt, request, reply)
-        self._held[order.rid] = rollout
+        self._held[request.rid] = rollout
         return Generated(
             order.call,
             tokens=rollout.num_response_tokens,

@@ -21,26 +21,14 @@ MAX_ORDER_BYTES = 64 << 20
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
-    """Asks for one completion, which the worker keeps under `rid`.
+    """Asks for one completion, which the worker keeps under the request's rid.
 
-    input_ids: int32, raw. The other fields are RolloutRequest's.
+    request: see workers/requests.py.
     """
 
     call: int
     endpoint: Endpoint
-    rid: str
-    input_ids: bytes
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    num_atoms: int
-    num_draws: int
-    thin: bool
-    experts: bool
-    gates: bool
-    stop_token_ids: tuple[int, ...]
-    stop: tuple[str, ...]
-    seed: int | None
+    request: msgspec.Raw
 
 
 class Judge(msgspec.Struct, frozen=True, tag=True):

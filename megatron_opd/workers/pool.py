@@ -15,8 +15,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.controller.snapshot_codec import decode_member
 from megatron_opd.teacher.requests import TeacherAsk
@@ -45,15 +43,13 @@ from megatron_opd.workers.messages import (
     Scored,
     Whole,
 )
+from megatron_opd.workers.requests import encode_request
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.parse import require_synced
 from sglang_bridge.protocol import RolloutRequest
 
 logger = logging.getLogger(__name__)
-
-VERDICT_S = 10.0
-"""So long after its connection broke elsewhere it is known that a worker is lost: heartbeats."""
 
 
 class WorkersLost(RuntimeError):
@@ -126,16 +122,18 @@ class WorkerPool:
         link = await self._owner(client.url)
         number = next(self._numbers)
         try:
-            work = self.links.call(link, _generate(number, client, request), Generated)
+            order = Generate(number, client.endpoint, encode_request(request))
+            work = self.links.call(link, order, Generated)
+            del order  # a prompt, while thousands of answers are awaited
             answer = await client.deadlines.within(request.rid, work)
+            newest = max((version for version, *_ in answer.spans), default=0)
+            require_synced(client.url, newest, client.known)
         except SamplesLost as error:
             raise ServerUnreachable(client.url, "/generate", str(error), sent=True) from None
         except BaseException:
             if link.alive:  # the answer may be on its way, or here, and nobody waits for it now
                 self.links.send(link, Release([request.rid]))
             raise
-        newest = max((version for version, *_ in answer.spans), default=0)
-        require_synced(client.url, newest, client.known)
         self.release([prompt.uid])
         self._held[prompt.uid] = link, request.rid
         return HeldRollout(
@@ -230,21 +228,19 @@ class WorkerPool:
         self.whole(found).add_done_callback(pass_on)
         return future
 
-    async def verdict(self, samples: Iterable[HeldSample]) -> None:
-        """Return once one of these samples is known to be lost. WorkersUnreachable: none is.
+    async def loses_one_of(self, samples: Iterable[HeldSample], within_s: float) -> bool:
+        """Return whether one of these samples is known to be lost before `within_s` is over.
 
         Ranks that could not take samples may know it before we do.
         """
         samples = list(samples)
         try:
-            async with asyncio.timeout(VERDICT_S):
+            async with asyncio.timeout(within_s):
                 while all(map(self.holds, samples)):
                     await self._until_changed()
         except TimeoutError:
-            workers = sorted({sample.rollout.worker for sample in samples})
-            raise WorkersUnreachable(
-                f"the learner's ranks cannot take samples from {', '.join(workers)}"
-            ) from None
+            return False
+        return True
 
     def release(self, uids: Iterable[int]) -> None:
         """Let go of what is held for these prompts."""
@@ -319,26 +315,6 @@ class WorkerPool:
 
     async def _until_changed(self) -> None:
         await self._changed.wait()
-
-
-def _generate(number: int, client: ServerClient, request: RolloutRequest) -> Generate:
-    return Generate(
-        number,
-        client.endpoint,
-        request.rid,
-        np.asarray(request.input_ids, dtype=np.int32).tobytes(),
-        max_new_tokens=request.max_new_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        num_atoms=request.num_atoms,
-        num_draws=request.num_draws,
-        thin=request.thin,
-        experts=request.experts,
-        gates=request.gates,
-        stop_token_ids=tuple(request.stop_token_ids),
-        stop=request.stop,
-        seed=request.seed,
-    )
 
 
 async def _filled(found: HeldRollout | HeldSample, asked: asyncio.Future[Any]) -> Rollout | Sample:

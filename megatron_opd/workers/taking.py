@@ -1,4 +1,9 @@
-"""Takes samples from data workers, on a rank of the learner that is the head of its model copy."""
+"""Takes samples from data workers, on a rank of the learner that is the head of its model copy.
+
+A connection that breaks is opened again, and asked for what is still missing: a broken connection
+does not mean a lost worker. Answers to an earlier question never reach a later one, because they
+would come over a connection that is closed by then.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,16 @@ from zmq.utils.monitor import recv_monitor_message
 
 from megatron_opd.transport.gate import guard_socket, show_keys
 from megatron_opd.transport.keys import RankKeys
+from sglang_bridge.errors import one_line
 
 Frames = list[memoryview]
 
+TRIES = 4
+"""Connections that break or are refused one after another, before a worker is out of reach."""
+FIRST_PAUSE_S = 0.05
+"""The pause before the second of them; each further one is four times as long."""
+CONNECT_MS = 3_000
+"""The longest wait for a machine that does not answer at all."""
 _LOST = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED
@@ -22,6 +34,10 @@ _LOST = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
+
+
+class CannotTake(ConnectionError):
+    """Reports in one line which worker does not give its samples, and why."""
 
 
 def by_address(parts: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
@@ -46,45 +62,30 @@ class Taking:
         self._sources: dict[str, _Source] = {}
 
     def take(
-        self, wanted: Mapping[str, Sequence[str]], keys: RankKeys, limit_s: float
-    ) -> dict[str, Frames] | None:
-        """Return the columns of samples by their keys; None: not all of them are to be had.
+        self, wanted: Mapping[str, Sequence[str]], keys: RankKeys, silent_s: float
+    ) -> dict[str, Frames]:
+        """Return the columns of samples by their keys.
 
-        wanted: keys by the address of the worker that holds them.
+        wanted: keys by the address of the worker that holds them. CannotTake: a worker lacks one,
+        gave nothing for `silent_s`, or is out of reach.
         """
         for address in self._sources.keys() - wanted.keys():
             self._sources.pop(address).close()
-        missing = {key for names in wanted.values() for key in names}
         found: dict[str, Frames] = {}
-        poller = zmq.Poller()
-        for address, names in wanted.items():
-            source = self._sources.get(address)
-            if source is None:
-                source = _Source(self._context, address, keys, self._max_bytes)
-                self._sources[address] = source
-            poller.register(source.socket, zmq.POLLIN)
-            poller.register(source.monitor, zmq.POLLIN)
-            source.socket.send(msgspec.msgpack.encode(list(names)))
-        deadline_s = time.monotonic() + limit_s
-        whole = True
-        while missing and whole:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not poller.poll(int(left_s * 1000) + 1):
-                whole = False
-            for address in wanted:
-                source = self._sources[address]
-                for key, frames in source.received():
-                    if key in missing and frames:
-                        found[key] = frames
-                        missing.discard(key)
-                    else:
-                        whole = whole and key not in missing
-                held = any(key in missing for key in wanted[address])
-                whole = whole and not (source.lost() and held)
-        if whole:
-            return found
-        self.close_sources()  # answers to this question would come with those to the next
-        return None
+        try:
+            for address, names in wanted.items():
+                if address not in self._sources:
+                    source = _Source(self._context, address, keys, self._max_bytes)
+                    self._sources[address] = source
+                self._sources[address].ask(names, silent_s)
+            while waiting := [each for each in self._sources.values() if each.missing]:
+                _wait(waiting)
+                for source in waiting:
+                    found |= source.advance()
+        except CannotTake:
+            self.close_sources()
+            raise
+        return found
 
     def close_sources(self) -> None:
         """Close every connection."""
@@ -98,37 +99,102 @@ class Taking:
         self._context.term()
 
 
+def _wait(sources: Sequence[_Source]) -> None:
+    """Return once something came or broke, or a source's next moment is there."""
+    poller = zmq.Poller()
+    for source in sources:
+        for socket in source.sockets:
+            poller.register(socket, zmq.POLLIN)
+    left_s = min(source.until_s for source in sources) - time.monotonic()
+    poller.poll(max(0, int(left_s * 1000) + 1))
+
+
 class _Source:
-    """Holds the connection to one worker."""
+    """Holds the connection to one worker.
+
+    missing: keys that were asked for and have not come. sockets: what to wait for; none between two
+    connections. until_s: when there is something to do even if nothing comes (time.monotonic).
+    """
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: RankKeys, limit: int
     ) -> None:
-        self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        self.socket.set(zmq.LINGER, 0)
-        self.socket.set(zmq.RCVHWM, 0)
-        guard_socket(self.socket, limit)
-        # a worker has the ranks' own key pair
-        show_keys(self.socket, zmq.curve_public(keys.secret), keys.secret)
-        self.monitor: Any = self.socket.get_monitor_socket(_LOST)
-        self.socket.connect(address)
+        self._context, self._address, self._keys, self._limit = context, address, keys, limit
+        self.missing: set[str] = set()
+        self.sockets: list[Any] = []
+        self.until_s = self._silent_s = 0.0
+        self._failures = 0  # in a row: any sample ends it
 
-    def received(self) -> list[tuple[str, Frames]]:
-        """Return what has come, without waiting: keys and columns."""
-        found: list[tuple[str, Frames]] = []
-        while self.socket.poll(0):
-            name, *frames = (frame.buffer for frame in self.socket.recv_multipart(copy=False))
+    def ask(self, names: Sequence[str], silent_s: float) -> None:
+        """Ask for samples. silent_s: the longest time without one."""
+        self.missing, self._silent_s = set(names), silent_s
+        if self.sockets and self._broke():  # since the last question, which was answered
+            self.close()
+        self._send()
+
+    def advance(self) -> dict[str, Frames]:
+        """Return what has come, without waiting. CannotTake."""
+        if not self.sockets:
+            if time.monotonic() >= self.until_s:
+                self._send()
+            return {}
+        found: dict[str, Frames] = {}
+        for key, frames in self._received():
+            if key not in self.missing or not frames:
+                raise CannotTake(f"{self._address} does not hold sample {one_line(key)}")
+            self.missing.discard(key)
+            found[key] = frames
+        if found:
+            self._failures, self.until_s = 0, time.monotonic() + self._silent_s
+        if self.missing and self._broke():
+            self._pause()
+        elif self.missing and time.monotonic() >= self.until_s:
+            raise CannotTake(f"{self._address} gave nothing for {self._silent_s:g} s")
+        return found
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self.sockets:
+            socket, monitor = self.sockets
+            socket.disable_monitor()
+            monitor.close(linger=0)
+            socket.close(linger=0)
+            self.sockets = []
+
+    def _send(self) -> None:
+        """Ask for what is missing, over a new connection where there is none."""
+        if not self.sockets:
+            socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+            socket.set(zmq.LINGER, 0)
+            socket.set(zmq.RCVHWM, 0)
+            socket.set(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+            guard_socket(socket, self._limit)
+            # a worker has the ranks' own key pair
+            show_keys(socket, zmq.curve_public(self._keys.secret), self._keys.secret)
+            self.sockets = [socket, socket.get_monitor_socket(_LOST)]
+            socket.connect(self._address)
+        self.until_s = time.monotonic() + self._silent_s
+        self.sockets[0].send(msgspec.msgpack.encode(sorted(self.missing)))
+
+    def _pause(self) -> None:
+        self._failures += 1
+        if self._failures == TRIES:
+            raise CannotTake(
+                f"{self._address} is out of reach: {TRIES} connections were refused or broke"
+            )
+        self.close()
+        self.until_s = time.monotonic() + FIRST_PAUSE_S * 4 ** (self._failures - 1)
+
+    def _received(self) -> list[tuple[str, Frames]]:
+        socket, found = self.sockets[0], list[tuple[str, Frames]]()
+        while socket.poll(0):
+            name, *frames = (frame.buffer for frame in socket.recv_multipart(copy=False))
             found.append((bytes(name).decode("utf-8", "replace"), frames))
         return found
 
-    def lost(self) -> bool:
+    def _broke(self) -> bool:
         """Return whether the connection ended or was refused."""
-        ended = False
-        while self.monitor.poll(0):
-            ended = bool(recv_monitor_message(self.monitor)["event"] & _LOST) or ended
+        monitor, ended = self.sockets[1], False
+        while monitor.poll(0):
+            ended = bool(recv_monitor_message(monitor)["event"] & _LOST) or ended
         return ended
-
-    def close(self) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
-        self.socket.close(linger=0)

@@ -19,6 +19,7 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sft import SftConfig
+from megatron_opd.learner import collecting
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.serve import serve
 from megatron_opd.learner.sft import run_sft
@@ -142,8 +143,14 @@ def vocab_parallel(out: Path) -> None:
     dist.destroy_process_group()
 
 
-def serve_controller(out: Path, *, config: Config, address: str) -> None:
-    """A rank of `python -m megatron_opd.learner --controller`."""
+def serve_controller(
+    out: Path, *, config: Config, address: str, silent_s: float = collecting.SILENT_S
+) -> None:
+    """A rank of `python -m megatron_opd.learner --controller`.
+
+    silent_s: how long it waits for a data worker that gives nothing.
+    """
+    collecting.SILENT_S = silent_s
     os.environ[RANK_VARIABLE] = KEYS.ranks.text()
     sys.exit(serve(config, address))
 

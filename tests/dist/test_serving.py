@@ -26,7 +26,6 @@ from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import EXIT_LOST
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.transport.keys import RANK_VARIABLE
-from megatron_opd.transport.samples import decode_sample, encode_sample
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.types import Batch
 from megatron_opd.weight_sync.broadcast_messages import (
@@ -47,6 +46,7 @@ from sglang_bridge.protocol import BucketSpec, WeightPiece
 from sglang_bridge.weights.digest import as_text, digest
 from tests.dist import jobs
 from tests.dist.caches import make_batch, oracle_update
+from tests.dist.serving import START_S, arrived, make_config, served
 from tests.dist.worlds import World
 from tests.support.figures import bounded
 from tests.support.models import tiny_qwen3_moe
@@ -56,7 +56,6 @@ from tests.support.wire import KEYS
 
 pytestmark = pytest.mark.dist
 
-START_S = 60
 TIMEOUT_S = 5.0
 
 
@@ -82,56 +81,11 @@ def batch(model: Path) -> Batch:
     return make_batch(model, samples=4, seed=1, vocab=512)
 
 
-def make_config(
-    model: Path, transport: str | dict[str, object] = "broadcast", **parallel: int
-) -> Config:
-    """A learner's configuration. transport: its type, or several keys of weight_sync."""
-    sync = transport if isinstance(transport, dict) else {"type": transport}
-    server = {"model": str(model), "dtype": "float32"}
-    learner = {
-        "dtype": "float32",
-        "threads": 1,
-        "timeout_s": 60.0,
-        "parallel": parallel,
-        "optimizer": {"lr": 1e-3, "eps": 1e-3},
-    }
-    return Config.model_validate(
-        {
-            "data": {"train": "unused"},
-            "student": server,
-            "teacher": server,
-            "buffer": {"batch_size": 4},
-            "learner": learner,
-            "weight_sync": {**sync, "bucket_bytes": 100_000, "timeout_s": 5.0},
-        }
-    )
-
-
 def with_learner(
     config: Config, out: Path, body: Callable[[RemoteLearner], Awaitable[None]], ranks: int
 ) -> list[int | None]:
     """`served` in an event loop of its own."""
     return asyncio.run(served(config, out, body, ranks))
-
-
-async def served(
-    config: Config,
-    out: Path,
-    body: Callable[[RemoteLearner], Awaitable[None]],
-    ranks: int,
-    admission: Admission | None = None,
-) -> list[int | None]:
-    """Run `body` against a served world of `ranks`; exit codes of the ranks."""
-    remote = RemoteLearner(config, admission or Admission(KEYS))
-    try:
-        with World(
-            jobs.serve_controller, ranks, out, config=config, address=remote.address
-        ) as world:
-            await body(remote)
-            await remote.stop()
-            return await asyncio.to_thread(world.join, 20)
-    finally:
-        remote.close()
 
 
 def receivers(
@@ -170,12 +124,6 @@ async def send_shards(remote: RemoteLearner, config: Config) -> ThreadFleet:
     await shards.send(1)
     await shards.close()
     return fleet
-
-
-def arrived(batch: Batch) -> Batch:
-    """The batch as the ranks read it: log-probs in two bytes."""
-    frames = [encode_sample(sample) for sample in batch.samples]
-    return replace(batch, samples=tuple(decode_sample(i, own) for i, own in enumerate(frames)))
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_opd.sample_figures import CacheSize
 from megatron_opd.transport import messages as m
 from megatron_opd.transport.frames import to_frames, with_samples
 from megatron_opd.transport.samples import FRAMES
 from megatron_opd.transport.zmq import RemoteLearner
-from megatron_opd.types import HeldRollout, HeldSample
 from tests.support.batches import FIGURES, done, make_shares
-from tests.support.fakes import make_sample
+from tests.support.data_workers import held
 from tests.support.wire import drive
 
 
@@ -46,17 +44,6 @@ def test_what_does_not_fit_is_refused(
 ):
     with pytest.raises(ValueError, match="a share of 2 samples cannot have"):
         with_samples([*GROUPS, *own], parts, taken)
-
-
-def held(uid: int) -> HeldSample:
-    whole = make_sample(uid).rollout
-    return HeldSample(
-        HeldRollout(
-            *(whole.prompt, "data worker 0", f"k-{uid}", 4, 8, CacheSize(6, 100), -0.5),
-            *(whole.spans, "stop", 0.0, 1.0),
-        ),
-        None,
-    )
 
 
 def missing(request: m.Request) -> m.Reply:

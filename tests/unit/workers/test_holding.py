@@ -13,49 +13,34 @@ from megatron_opd.controller.snapshot_codec import decode_member
 from megatron_opd.data.judge import Judge as AnswerJudge
 from megatron_opd.sample_figures import ScoreShape
 from megatron_opd.teacher.requests import TeacherAsk
+from megatron_opd.teacher.scored import unscored
 from megatron_opd.transport.samples import EncodedSample, decode_sample, frames_of
 from megatron_opd.types import Prompt, Sample, VersionSpan
 from megatron_opd.workers.holding import Holding
 from megatron_opd.workers.messages import Generate, Judge, Score
+from megatron_opd.workers.requests import encode_request
 from sglang_bridge.client import Endpoint
 from sglang_bridge.errors import BadReply, ServerUnreachable
 from sglang_bridge.parse import NOTHING_KNOWN
-from sglang_bridge.protocol import RolloutReply, RolloutRequest, ScoreReply, ScoreRequest, Selection
+from sglang_bridge.protocol import RolloutRequest, ScoreReply, ScoreRequest, Selection
+from tests.support.answering import REPLY, ROLLOUT, SCORES_N, Server
 from tests.support.fakes import make_prompt, make_sample
 
 ENDPOINT = Endpoint("http://host:1", None, NOTHING_KNOWN)
-GENERATE = Generate(
-    *(1, ENDPOINT, "r-1", np.arange(3, dtype=np.int32).tobytes(), 8, 0.7, 0.9, 2, 4, True),
-    *(False, False, (5,), ("\n",), 11),
+REQUEST = RolloutRequest(
+    rid="r-1",
+    input_ids=np.arange(3, dtype=np.int32),
+    max_new_tokens=8,
+    temperature=0.7,
+    num_atoms=2,
+    num_draws=4,
+    record=True,
+    stop=("\n",),
+    seed=11,
 )
+GENERATE = Generate(1, ENDPOINT, encode_request(REQUEST))
 SCORE = Score(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 0, 0, 7, 512), 100)
-ROLLOUT = make_sample(0).rollout
-REPLY = RolloutReply(
-    ROLLOUT.response_ids_T, "stop", ROLLOUT.draws, ((3, 0, 1), (4, 1, 4)), "http://host:1"
-)
-SCORES_N = np.linspace(-3, -0.5, ROLLOUT.num_ids, dtype=np.float32)
-
-
-class Server:
-    """Answers with what it was given, and keeps what it was asked."""
-
-    def __init__(self, reply: Any = REPLY, scores: Any = None) -> None:
-        self.reply = reply
-        self.scores = ScoreReply(SCORES_N) if scores is None else scores
-        self.asked: list[RolloutRequest | ScoreRequest] = []
-
-    async def generate(self, request: RolloutRequest) -> RolloutReply:
-        return await self._answer(request, self.reply)
-
-    async def score(self, request: ScoreRequest) -> ScoreReply:
-        return await self._answer(request, self.scores)
-
-    async def _answer(self, request: Any, reply: Any) -> Any:
-        self.asked.append(request)
-        await asyncio.sleep(0)
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
+SPANS = (VersionSpan(3, 0, 1), VersionSpan(4, 1, 4))
 
 
 class Verifier:
@@ -88,8 +73,7 @@ def test_what_is_sampled_is_kept_and_described():
         (request,) = server.asked
         assert isinstance(request, RolloutRequest)
         assert list(request.input_ids) == [0, 1, 2]
-        assert (request.rid, request.seed, request.stop, request.thin) == ("r-1", 11, ("\n",), True)
-        assert request.record
+        assert replace(request, input_ids=REQUEST.input_ids) == REQUEST
         assert (answer.call, answer.tokens, answer.ids) == (1, 4, 8)
         assert answer.geometric_logp == ROLLOUT.geometric_logp
         assert answer.size == make_sample(0).cache
@@ -98,6 +82,9 @@ def test_what_is_sampled_is_kept_and_described():
         member = decode_member(held.encoded("r-1"))
         assert member.rollout is not None
         assert np.array_equal(member.rollout.draws.ids_N, ROLLOUT.draws.ids_N)
+        # what no teacher is asked about is given too
+        encoded = EncodedSample.of(unscored(replace(ROLLOUT, spans=SPANS)), 4)
+        assert sent(held.frames("r-1")) == sent(frames_of(encoded))
 
     drive(body)
 
@@ -147,8 +134,7 @@ def test_a_scored_sample_is_given_as_the_controller_would_have_sent_it():
         assert list(request.input_ids) == [0, 1, 2, 4, 4, 4, 4]
         assert (answer.call, answer.ids) == (3, 8)
         assert answer.shape == ScoreShape.of(SCORES_N[ROLLOUT.draws.path_T], 100)
-        prompt, spans = make_prompt(0), (VersionSpan(3, 0, 1), VersionSpan(4, 1, 4))
-        sample = Sample(replace(ROLLOUT, prompt=prompt, spans=spans), SCORES_N)
+        sample = Sample(replace(ROLLOUT, prompt=make_prompt(0), spans=SPANS), SCORES_N)
         assert sent(held.frames("r-1")) == sent(frames_of(EncodedSample.of(sample, 4)))
         member = decode_member(held.encoded("r-1"))
         assert member.sample is not None

@@ -14,10 +14,7 @@ from sglang_bridge.parse import Known
 
 ENDPOINT = Endpoint("http://host:1", "secret", Known(100, 4096, 3))
 ORDERS = [
-    w.Generate(
-        *(1, ENDPOINT, "r-1", b"\x01\0\0\0", 8, 0.7, 0.9, 2, 4, True, False, True),
-        *((5, 6), ("\n",), None),
-    ),
+    w.Generate(1, ENDPOINT, msgspec.Raw(b"\x91\x01")),
     w.Judge(2, "r-1", None, "42"),
     w.Score(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 0, 8, 7, 100), 120),
     w.Fetch(4, "r-1"),

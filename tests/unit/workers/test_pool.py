@@ -1,132 +1,38 @@
 """The controller's end of data workers, with workers that are scripted."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import zmq.asyncio
 
 from megatron_opd.buffer.rejection import SamplesLost
-from megatron_opd.controller.snapshot import place
-from megatron_opd.controller.snapshot_codec import encode_member
-from megatron_opd.sample_figures import CacheSize, ScoreShape
-from megatron_opd.teacher.requests import TeacherAsk
 from megatron_opd.transport.keys import RankKeys, RunKeys
-from megatron_opd.types import HeldRollout, HeldSample, Rollout, Sample, VersionSpan
+from megatron_opd.types import HeldSample, Rollout, Sample, VersionSpan
 from megatron_opd.workers import messages as w
-from megatron_opd.workers import pool as pool_module
 from megatron_opd.workers.faults import failed
-from megatron_opd.workers.pool import WorkerPool, WorkersLost, WorkersUnreachable
-from sglang_bridge.client import ServerClient
+from megatron_opd.workers.pool import WorkerPool, WorkersLost
+from megatron_opd.workers.requests import decode_request
 from sglang_bridge.errors import ServerUnreachable
-from sglang_bridge.protocol import RolloutRequest
-from tests.support.fakes import make_prompt, make_sample
-from tests.support.wire import KEYS, connect
-
-SIZE, SHAPE = CacheSize(6, 100), ScoreShape(4, -0.5, 0.1, 0)
-ASK = TeacherAsk("score-0", 1.0, 0, 4, 7, 512)
-URLS = [f"http://host:{port}" for port in range(1, 9)]
-
-
-def generated(order: w.Generate) -> w.Generated:
-    return w.Generated(order.call, 4, 8, SIZE, -0.5, [(3, 0, 4)], "stop")
-
-
-def reply_to(order: w.Order) -> w.Answer | None:
-    """What a healthy worker says."""
-    match order:
-        case w.Generate():
-            return generated(order)
-        case w.Judge():
-            return w.Judged(order.call, 0.5)
-        case w.Score():
-            return w.Scored(order.call, 9, SIZE, SHAPE)
-        case w.Fetch():
-            return w.Whole(order.call, encode_member(place(make_sample(0))))
-        case _:
-            return None
-
-
-class Peer:
-    """A scripted worker."""
-
-    def __init__(self, pool: WorkerPool, index: int, keys: RankKeys | None = KEYS.ranks) -> None:
-        self.context = zmq.asyncio.Context()
-        self.socket = connect(self.context, pool.links.address, keys)
-        self.index = index
-        self.answer: Callable[[w.Order], w.Answer | None] = reply_to
-        self.orders: list[w.Order] = []
-        self._more = asyncio.Event()
-        self.task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        await self.socket.send(w.encode(w.Hello(self.index, f"tcp://worker:{self.index}")))
-        while True:
-            order = w.decode_order(await self.socket.recv())
-            self.orders.append(order)
-            self._more.set()
-            answer = self.answer(order)
-            if answer is not None:
-                await self.socket.send(w.encode(answer))
-
-    async def heard(self, kind: type[w.Order], count: int = 1) -> Any:
-        """Wait for an order of a kind; return the last."""
-        while len(found := [order for order in self.orders if isinstance(order, kind)]) < count:
-            self._more.clear()
-            await self._more.wait()
-        return found[-1]
-
-    def end(self) -> None:
-        self.task.cancel()
-        self.context.destroy(linger=0)
-
-
-Body = Callable[[WorkerPool, list[Peer]], Awaitable[None]]
-
-
-def drive(body: Body, count: int = 2, again: Callable[[int], bool] | None = None) -> None:
-    async def main() -> None:
-        pool = WorkerPool(count, "127.0.0.1", KEYS, 1 << 20, again)
-        pool.links.open()
-        peers = [Peer(pool, index) for index in range(count)]
-        try:
-            async with asyncio.timeout(60):
-                await pool.ready()
-                await body(pool, peers)
-        finally:
-            for peer in peers:
-                peer.end()
-            pool.links.close()
-
-    asyncio.run(main())
-
-
-async def sampled(pool: WorkerPool, uid: int, url: str = URLS[0], limit_s: float = 1e9) -> Any:
-    request = RolloutRequest(
-        rid=f"r-{uid}", input_ids=[1, 2, 3], max_new_tokens=8, num_draws=4, seed=uid
-    )
-    client = ServerClient(url, timeout_s=limit_s)
-    try:
-        return await pool.generate(client, make_prompt(uid), request)
-    finally:
-        await client.close()
-
-
-async def scored(pool: WorkerPool, rollout: HeldRollout) -> HeldSample:
-    async with ServerClient(URLS[1], timeout_s=1e9) as client:
-        return await pool.score(client, HeldSample(rollout, None, 0.5), ASK, 600)
+from tests.support.data_workers import (
+    SHAPE,
+    SIZE,
+    URLS,
+    Peer,
+    drive,
+    generated,
+    refused,
+    reply_to,
+    sampled,
+    scored,
+)
+from tests.support.fakes import make_sample
+from tests.support.wire import KEYS
 
 
 async def all_lost(pool: WorkerPool) -> set[int]:
     return set(await pool.lost())
-
-
-async def refused(pool: WorkerPool, count: int) -> None:
-    while pool.links.refusals.count < count:  # noqa: ASYNC110  a count has no event
-        await asyncio.sleep(0.01)
 
 
 def test_a_sample_passes_every_stage_and_its_arrays_come_when_they_are_asked_for():
@@ -136,8 +42,9 @@ def test_a_sample_passes_every_stage_and_its_arrays_come_when_they_are_asked_for
         assert (rollout.spans, rollout.finish_reason) == ((VersionSpan(3, 0, 4),), "stop")
         assert (rollout.worker, rollout.key, rollout.engine) == ("data worker 0", "r-5", URLS[0])
         order = await peers[0].heard(w.Generate)
-        assert np.frombuffer(order.input_ids, np.int32).tolist() == [1, 2, 3]
-        assert (order.rid, order.seed, order.endpoint.url) == ("r-5", 5, URLS[0])
+        request = decode_request(order.request)
+        assert list(request.input_ids) == [1, 2, 3]
+        assert (request.rid, request.seed, order.endpoint.url) == ("r-5", 5, URLS[0])
         assert await pool.judge(rollout, "exact", "42") == 0.5
         sample = await scored(pool, rollout)
         assert (sample.shape, sample.rollout.num_ids, sample.reward) == (SHAPE, 9, 0.5)
@@ -148,18 +55,23 @@ def test_a_sample_passes_every_stage_and_its_arrays_come_when_they_are_asked_for
         assert first.startswith("score-0-")
         assert pool.holds(sample)
         assert pool.source(sample) == ("tcp://worker:0", "r-5")
-        sample = replace(sample, masked=True, overlong_penalty=-0.5)
+        rollout = replace(sample.rollout, started_s=3.0, finished_s=5.0, restarts=2)
+        sample = replace(sample, rollout=rollout, masked=True, overlong_penalty=-0.5)
         whole = await pool.sample(sample)
         assert isinstance(whole, Sample)
         assert (whole.reward, whole.overlong_penalty, whole.masked) == (0.5, -0.5, True)
-        assert whole.rollout.prompt is sample.rollout.prompt
+        for name in ("prompt", "started_s", "finished_s", "engine", "restarts"):
+            assert getattr(whole.rollout, name) == getattr(rollout, name), name
         assert np.array_equal(whole.teacher_logp_N, make_sample(0).teacher_logp_N)
         found = await pool.whole(rollout)
         assert isinstance(found, Rollout)
         assert peers[1].orders == []
         newer = await sampled(pool, 5)
         assert pool.holds(HeldSample(newer, None))
-        assert not pool.holds(HeldSample(replace(rollout, key="r-of-old"), None))
+        earlier = HeldSample(replace(rollout, key="r-of-old"), None)
+        assert not pool.holds(earlier)
+        with pytest.raises(SamplesLost):
+            pool.source(earlier)
         pool.release([5, 99])
         assert await peers[0].heard(w.Release, 2) == w.Release(["r-5"])
         assert not pool.holds(sample)
@@ -346,17 +258,16 @@ def test_what_a_peer_with_keys_must_not_say_is_counted_and_changes_nothing():
     drive(body)
 
 
-def test_ranks_that_cannot_take_what_is_there_end_the_run(monkeypatch: pytest.MonkeyPatch):
+def test_it_is_known_soon_whether_one_of_some_samples_is_lost():
     async def body(pool: WorkerPool, peers: list[Peer]) -> None:
-        rollout = await sampled(pool, 0)
-        sample = HeldSample(rollout, SHAPE)
-        waiting = asyncio.ensure_future(pool.verdict([sample]))
+        mine = HeldSample(await sampled(pool, 0, URLS[0]), SHAPE)
+        other = HeldSample(await sampled(pool, 1, URLS[1]), SHAPE)
+        assert not await pool.loses_one_of([mine, other], 0.01)
+        waiting = asyncio.ensure_future(pool.loses_one_of([other, mine], 1e9))
         peers[0].end()
-        await waiting
-        found = HeldSample(await sampled(pool, 1), SHAPE)
-        monkeypatch.setattr(pool_module, "VERDICT_S", 0.1)
-        with pytest.raises(WorkersUnreachable, match="take samples from data worker 1"):
-            await pool.verdict([found])
+        assert await waiting
+        assert await pool.loses_one_of([mine], 1e9), "it is known already"
+        assert not await pool.loses_one_of([other], 0.01)
 
     drive(body)
 

@@ -1,0 +1,89 @@
+"""Real sockets of data workers that give samples to ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import zmq
+import zmq.asyncio
+
+from megatron_opd.buffer.rejection import SamplesLost
+from megatron_opd.transport.keys import RankKeys
+from megatron_opd.workers.giving import Giving
+from megatron_opd.workers.taking import Taking
+from tests.support.wire import KEYS
+
+LIMIT_S = 60.0
+SOON_S = 20.0
+"""Far less than LIMIT_S, far more than a busy machine takes to notice."""
+A = {"a-1": [b"one", b""], "a-2": [b"two"], "a-3": [bytes(300_000)]}
+B = {"b-1": [b"three", b"four"]}
+
+
+class Given:
+    """A worker's end towards ranks: what it holds, and which questions came."""
+
+    def __init__(self, context: zmq.asyncio.Context, held: Mapping[str, Sequence[bytes]]) -> None:
+        self.held, self.asked = dict(held), list[str]()
+        self.giving = Giving(context, "127.0.0.1", KEYS.ranks, self._frames)
+        self.task = asyncio.create_task(self.giving.serve())
+
+    @property
+    def address(self) -> str:
+        return self.giving.address
+
+    @property
+    def refused(self) -> int:
+        return self.giving._refusals.count
+
+    def _frames(self, key: str) -> list[bytes]:
+        self.asked.append(key)
+        if key == "malformed":
+            raise ValueError("rows do not fit")
+        if key not in self.held:
+            raise SamplesLost(key)
+        return list(self.held[key])
+
+    async def end(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        self.giving.close()
+
+
+def drive(
+    body: Callable[[list[Given]], Awaitable[None]], *held: Mapping[str, Sequence[bytes]]
+) -> None:
+    """Run `body` beside one worker for each mapping; each has sockets of its own."""
+
+    async def main() -> None:
+        contexts = [zmq.asyncio.Context() for _ in held]
+        givers = [Given(c, names) for c, names in zip(contexts, held, strict=True)]
+        try:
+            await asyncio.wait_for(body(givers), 120)
+        finally:
+            for giver, context in zip(givers, contexts, strict=True):
+                await giver.end()
+                context.destroy(linger=0)
+
+    asyncio.run(main())
+
+
+async def take(
+    taking: Taking,
+    wanted: Mapping[str, Sequence[str]],
+    keys: RankKeys = KEYS.ranks,
+    silent_s: float = LIMIT_S,
+) -> dict[str, list[bytes]]:
+    """Take samples, in a thread, as bytes."""
+    found = await asyncio.to_thread(taking.take, wanted, keys, silent_s)
+    return {key: list(map(bytes, frames)) for key, frames in found.items()}
+
+
+def rank_socket(address: str, secret: bytes = KEYS.ranks.secret) -> zmq.asyncio.Socket:
+    """A socket of a rank's kind, with a key of its own."""
+    socket = zmq.asyncio.Context().socket(zmq.DEALER)
+    socket.curve_serverkey = zmq.curve_public(KEYS.ranks.secret)
+    socket.curve_secretkey, socket.curve_publickey = secret, zmq.curve_public(secret)
+    socket.connect(address)
+    return socket

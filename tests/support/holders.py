@@ -1,0 +1,92 @@
+"""Two data workers that hold a batch, scripted for the controller and real for the ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import zmq.asyncio
+
+from megatron_opd.teacher.scored import unscored
+from megatron_opd.transport.samples import encode_sample
+from megatron_opd.types import AnySample, Batch, HeldSample
+from megatron_opd.workers import messages as w
+from megatron_opd.workers.pool import WorkerPool
+from megatron_opd.workers.requests import decode_request
+from sglang_bridge.client import ServerClient
+from sglang_bridge.protocol import RolloutRequest
+from tests.support.cutting_proxy import CuttingProxy
+from tests.support.data_workers import SHAPE, Peer
+from tests.support.giving import Given
+from tests.support.wire import KEYS
+
+COUNT = 2
+
+
+class Holders:
+    """Holds samples of `batch`, those that it was told to. proxies: the ranks' way to a worker."""
+
+    def __init__(
+        self, batch: Batch, pool: WorkerPool, givers: list[Given], proxies: list[CuttingProxy]
+    ) -> None:
+        self.pool, self.givers, self.proxies = pool, givers, proxies
+        self._batch, self._held = batch, dict[int, AnySample]()
+        self._samples = {sample.rollout.prompt.uid: sample for sample in batch.samples}
+        self.peers = [Peer(pool, i, address=proxy.address) for i, proxy in enumerate(proxies)]
+        for peer in self.peers:
+            peer.answer = self._answer
+
+    async def hold(self, uid: int, worker: int) -> None:
+        """Let a worker sample a prompt, with the outcome that the batch has."""
+        sample = self._samples[uid]
+        prompt = sample.rollout.prompt
+        self.givers[worker].held[f"r-{uid}"] = list(map(bytes, encode_sample(sample)))
+        ids = prompt.token_ids_P.tolist()
+        request = RolloutRequest(rid=f"r-{uid}", input_ids=ids, max_new_tokens=8, num_draws=4)
+        async with ServerClient(f"http://host:{worker + 1}", timeout_s=1e9) as client:
+            rollout = await self.pool.generate(client, prompt, request)
+        assert rollout.worker == f"data worker {worker}"
+        self._held[uid] = HeldSample(rollout, SHAPE, sample.reward)
+
+    def batch(self) -> Batch:
+        """Return the batch as the controller has it."""
+        samples = [self._held.get(uid, sample) for uid, sample in self._samples.items()]
+        return replace(self._batch, samples=tuple(samples))
+
+    async def end(self, worker: int) -> None:
+        """End a worker: for the controller, and for the ranks."""
+        self.peers[worker].end()
+        await self.givers[worker].end()
+
+    def _answer(self, order: w.Order) -> w.Answer | None:
+        if not isinstance(order, w.Generate):
+            return None
+        uid = int(decode_request(order.request).rid.removeprefix("r-"))
+        rollout = self._samples[uid].rollout
+        spans = [(span.version, span.start, span.stop) for span in rollout.spans]
+        figures = rollout.num_response_tokens, rollout.num_ids, unscored(rollout).cache
+        return w.Generated(order.call, *figures, rollout.geometric_logp, spans, "stop")
+
+
+@asynccontextmanager
+async def holders(batch: Batch) -> AsyncIterator[Holders]:
+    """Both workers, connected to a pool; they hold nothing yet."""
+    async with AsyncExitStack() as stack:
+        pool = WorkerPool(COUNT, "127.0.0.1", KEYS, 1 << 20)
+        pool.links.open()
+        stack.callback(pool.links.close)
+        givers = []
+        for _ in range(COUNT):
+            context = zmq.asyncio.Context()
+            stack.callback(context.destroy, linger=0)
+            givers.append(Given(context, {}))
+            stack.push_async_callback(givers[-1].end)
+        proxies = [await stack.enter_async_context(CuttingProxy(giver.address)) for giver in givers]
+        made = Holders(batch, pool, givers, proxies)
+        for peer in made.peers:
+            stack.callback(peer.end)
+        async with asyncio.timeout(60):
+            await pool.ready()
+        yield made
