@@ -12,6 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from megatron_opd.transport.gate import guard_socket, show_keys
 from megatron_opd.transport.keys import RankKeys
+from megatron_opd.transport.samples import FRAMES
 
 Frames = list[memoryview]
 
@@ -33,6 +34,36 @@ def by_address(parts: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
     return wanted
 
 
+class Parts:
+    """Gathers what workers give of a share. wanted: as of Taking.take.
+
+    found: frames by key. sound: whether all that came was asked for, and is whole.
+    """
+
+    def __init__(self, wanted: Mapping[str, Sequence[str]]) -> None:
+        self._missing = {address: set(names) for address, names in wanted.items()}
+        self.found: dict[str, Frames] = {}
+        self.sound = True
+
+    @property
+    def lacking(self) -> bool:
+        """Returns whether more must come."""
+        return any(self._missing.values())
+
+    def add(self, address: str, name: bytes | memoryview, frames: Frames) -> None:
+        """Take one message of a worker: a key, then the columns of its sample, or nothing."""
+        key = bytes(name).decode("utf-8", "replace")
+        if key not in self._missing.get(address, ()) or len(frames) != FRAMES:
+            self.sound = False
+            return
+        self._missing[address].remove(key)
+        self.found[key] = frames
+
+    def end(self, address: str) -> None:
+        """Note that a worker gives no more."""
+        self.sound = self.sound and not self._missing[address]
+
+
 class Taking:
     """Keeps a connection to every worker that was asked.
 
@@ -50,12 +81,12 @@ class Taking:
     ) -> dict[str, Frames] | None:
         """Return the columns of samples by their keys; None: not all of them are to be had.
 
-        wanted: keys by the address of the worker that holds them.
+        wanted: keys by the address of the worker that holds them. A worker that gives what it was
+        not asked for gives none.
         """
         for address in self._sources.keys() - wanted.keys():
             self._sources.pop(address).close()
-        missing = {key for names in wanted.values() for key in names}
-        found: dict[str, Frames] = {}
+        parts = Parts(wanted)
         poller = zmq.Poller()
         for address, names in wanted.items():
             source = self._sources.get(address)
@@ -66,23 +97,18 @@ class Taking:
             poller.register(source.monitor, zmq.POLLIN)
             source.socket.send(msgspec.msgpack.encode(list(names)))
         deadline_s = time.monotonic() + limit_s
-        whole = True
-        while missing and whole:
+        while parts.sound and parts.lacking:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0 or not poller.poll(int(left_s * 1000) + 1):
-                whole = False
+                break
             for address in wanted:
                 source = self._sources[address]
                 for key, frames in source.received():
-                    if key in missing and frames:
-                        found[key] = frames
-                        missing.discard(key)
-                    else:
-                        whole = whole and key not in missing
-                held = any(key in missing for key in wanted[address])
-                whole = whole and not (source.lost() and held)
-        if whole:
-            return found
+                    parts.add(address, key, frames)
+                if source.lost():
+                    parts.end(address)
+        if parts.sound and not parts.lacking:
+            return parts.found
         self.close_sources()  # answers to this question would come with those to the next
         return None
 
@@ -113,12 +139,12 @@ class _Source:
         self.monitor: Any = self.socket.get_monitor_socket(_LOST)
         self.socket.connect(address)
 
-    def received(self) -> list[tuple[str, Frames]]:
+    def received(self) -> list[tuple[memoryview, Frames]]:
         """Return what has come, without waiting: keys and columns."""
-        found: list[tuple[str, Frames]] = []
+        found: list[tuple[memoryview, Frames]] = []
         while self.socket.poll(0):
             name, *frames = (frame.buffer for frame in self.socket.recv_multipart(copy=False))
-            found.append((bytes(name).decode("utf-8", "replace"), frames))
+            found.append((name, frames))
         return found
 
     def lost(self) -> bool:

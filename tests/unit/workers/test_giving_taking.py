@@ -85,8 +85,12 @@ async def take(
     return found and {key: list(map(bytes, frames)) for key, frames in found.items()}
 
 
-A = {"a-1": [b"one", b""], "a-2": [b"two"], "a-3": [bytes(300_000)]}
-B = {"b-1": [b"three", b"four"]}
+A = {
+    "a-1": [b"one", b"", b""],
+    "a-2": [b"two", b"x", b"y"],
+    "a-3": [bytes(300_000), b"", b""],
+}
+B = {"b-1": [b"three", b"four", b""]}
 
 
 def test_a_share_is_taken_from_all_workers_and_then_the_next(taking: Taking):
@@ -106,6 +110,8 @@ def test_a_share_is_taken_from_all_workers_and_then_the_next(taking: Taking):
 
 @pytest.mark.parametrize("missing", ["gone", "malformed"])
 def test_what_is_not_held_is_told_at_once_and_confuses_no_later_share(taking: Taking, missing: str):
+    newer = [b"newer", b"", b""]
+
     async def body(givers: list[Given]) -> None:
         a, b = (giver.address for giver in givers)
         for _ in range(3):
@@ -113,8 +119,33 @@ def test_what_is_not_held_is_told_at_once_and_confuses_no_later_share(taking: Ta
             began_s = time.monotonic()
             assert await take(taking, {a: [missing, "a-1", "a-3"], b: ["b-1"]}) is None
             assert time.monotonic() - began_s < SOON_S
-            givers[0].held["a-1"] = [b"newer"]
-            assert await take(taking, {a: ["a-1"], b: ["b-1"]}) == {"a-1": [b"newer"], **B}
+            givers[0].held["a-1"] = newer
+            assert await take(taking, {a: ["a-1"], b: ["b-1"]}) == {"a-1": newer, **B}
+
+    drive(body, A, B)
+
+
+@pytest.mark.parametrize("frames", [[], [b"a"], [b"a", b"b"], [b"a", b"b", b"c", b"d"]], ids=len)
+def test_a_sample_of_more_or_fewer_frames_is_none(taking: Taking, frames: list[bytes]):
+    async def body(givers: list[Given]) -> None:
+        assert await take(taking, {givers[0].address: ["x"]}) is None
+        assert await take(taking, {givers[0].address: ["a-1"]}) == {"a-1": A["a-1"]}
+
+    drive(body, {"x": frames, **A})
+
+
+@pytest.mark.parametrize("given", ["b-1", "a-9"], ids=["another worker's", "nobody's"])
+def test_a_worker_that_gives_what_it_was_not_asked_for_gives_none(taking: Taking, given: str):
+    async def body(givers: list[Given]) -> None:
+        a, b = givers
+        answer = a.giving._answer
+        a.giving._answer = lambda key: [given.encode(), *answer(key)[1:]]  # type: ignore
+        assert await take(taking, {a.address: ["a-1"], b.address: ["b-1"]}) is None
+        a.giving._answer = answer
+        assert await take(taking, {a.address: ["a-1"], b.address: ["b-1"]}) == {
+            "a-1": A["a-1"],
+            **B,
+        }
 
     drive(body, A, B)
 
@@ -184,8 +215,10 @@ def test_garbage_is_counted_and_nothing_is_given(taking: Taking):
         [b""],
         [msgspec.msgpack.encode("a-1")],
         [msgspec.msgpack.encode([1])],
+        [msgspec.msgpack.encode(["a-1", "a-2", "a-1"])],
         [msgspec.msgpack.encode(["a-1"]), b"more"],
         [b"\x91" * 100_000],
+        [b"\x91\xa1\xff"],  # no UTF-8
     ]
 
     async def body(givers: list[Given]) -> None:
