@@ -7,7 +7,6 @@ raises BadReply.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -91,7 +90,9 @@ def parse_rollout(
         require(url, asked, f"stopped at {one_line(repr(matched), 60)}, which was not asked for")
         kind = "stop_string"
     ids_T = _output_ids(url, reply, known.vocab_size)
-    _check_length(url, len(ids_T), kind, request, known)
+    prompt_tokens = len(request.input_ids)
+    fault = length_fault(len(ids_T), kind, request.max_new_tokens, prompt_tokens, known)
+    require(url, fault is None, fault or "")
     if not request.keeps_cache:
         spans = _native_spans(url, meta, len(ids_T), known)
         return RolloutReply(ids_T, kind, None, spans, url)
@@ -116,15 +117,20 @@ def _output_ids(url: str, reply: Any, vocab_size: int) -> np.ndarray:
     return ids_T
 
 
-def _check_length(url: str, tokens: int, kind: str, request: RolloutRequest, known: Known) -> None:
-    """Requires at most as many tokens as asked for; fewer only at the model's or context's end."""
-    most = request.max_new_tokens
-    require(url, tokens <= most, f"asked for at most {most} tokens, got {tokens}")
-    if kind == "length" and tokens < most:
-        context = math.inf if known.context_length is None else known.context_length
-        near = len(request.input_ids) + tokens + CONTEXT_SLACK >= context
-        unknown = known.context_length is None
-        require(url, near or unknown, f"finish_reason is 'length' after {tokens} of {most} tokens")
+def length_fault(tokens: int, kind: str, most: int, prompt_tokens: int, known: Known) -> str | None:
+    """Says why a response cannot have this length, or None.
+
+    It has at most as many tokens as were asked for, and a length that ended it is that, or the
+    context's.
+    """
+    if tokens > most:
+        return f"asked for at most {most} tokens, got {tokens}"
+    context = known.context_length
+    if kind != "length" or tokens == most or context is None:
+        return None
+    if prompt_tokens + tokens + CONTEXT_SLACK >= context:
+        return None
+    return f"finish_reason is 'length' after {tokens} of {most} tokens"
 
 
 def require_synced(url: str, version: int, known: Known) -> None:
@@ -226,7 +232,7 @@ def parse_progress(url: str, reply: Any) -> Progress:
     try:
         tokens = msgspec.json.decode(answer.get(wire.RUNNING, ""), type=dict[str, int])
         waiting = msgspec.json.decode(answer.get(wire.WAITING, ""), type=list[str])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadReply(f"{url}: its progress cannot be read ({error})") from error
     return Progress(tokens, frozenset(waiting))
 
@@ -236,7 +242,7 @@ def parse_work(url: str, reply: Any) -> ServerWork:
     answer = parse_answers(url, reply)[0]
     try:
         return msgspec.json.decode(answer.get(wire.WORK, ""), type=ServerWork)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadReply(f"{url}: its work cannot be read ({error})") from error
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from sglang_bridge import wire
 from sglang_bridge.arrays import pack
+from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import RolloutRequest, ScoreRequest
 
 Scalar = bool | int | float | bytes
@@ -89,5 +90,5 @@ def decode_work(body: bytes) -> WorkRequest:
     """Decodes a request for work. Raises ValueError for anything else."""
     try:
         return _DECODER.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(f"not a request for work: {error}") from None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ValueError(f"not a request for work: {one_line(str(error))}") from None

@@ -22,6 +22,8 @@ from typing import Literal
 
 import msgspec
 
+from sglang_bridge.errors import one_line
+
 DIRECTORY = "fleet"
 MAX_BYTES = 1 << 20
 REQUEST, ANSWER = ".request", ".answer"
@@ -83,8 +85,8 @@ class Mailbox:
                 try:
                     raw = _taken(self._path / name)
                     yield stem, msgspec.json.decode(raw, type=Command)
-                except (msgspec.MsgspecError, BadMail, RecursionError) as error:
-                    yield stem, BadMail(f"not a command: {error}")
+                except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                    yield stem, BadMail(f"not a command: {one_line(str(error))}")
                 except FileNotFoundError:
                     continue  # its sender has taken it back
 
@@ -112,8 +114,8 @@ class Sender:
             return None
         try:
             return msgspec.json.decode(raw, type=Answer)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise BadMail(f"not an answer: {error}") from None
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise BadMail(f"not an answer: {one_line(str(error))}") from None
 
     def take_back(self) -> None:
         """Remove a command that was not taken yet."""

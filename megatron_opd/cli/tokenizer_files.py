@@ -59,7 +59,8 @@ def _check_ids(key: str, path: Path) -> None:
     words = model.get("vocab") if isinstance(model, dict) and model is not tree else model
     ids = list(words.values()) if isinstance(words, dict) else []
     added = tree.get("added_tokens") if isinstance(tree, dict) else None
-    ids += [token.get("id") for token in added or [] if isinstance(token, dict)]
+    tokens = added if isinstance(added, list) else []
+    ids += [token.get("id") for token in tokens if isinstance(token, dict)]
     large = next((i for i in ids if isinstance(i, int) and i > MOST_ID), None)
     if large is not None:
         raise UserError(f"{key}: an id of {path} must be at most {MOST_ID}, got {shown(large, 40)}")

@@ -184,7 +184,7 @@ def make_reward(judge: Judge | None, pool: WorkerPool | None = None) -> Reward |
         if not isinstance(rollout, HeldRollout):
             return await judge.reward(prompt, rollout.response_ids_T.tolist())
         assert pool is not None, "a data worker holds the rollout"
-        if prompt.answer is None:
+        if prompt.answer is None or not judge.rewards(prompt):
             return None
         return await pool.judge(rollout, prompt.task, prompt.answer)
 

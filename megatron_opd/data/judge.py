@@ -36,11 +36,16 @@ class Judge:
 
         A response without an end token is judged as it stands. Raises VerifierFailed.
         """
-        task = prompt.task or self.task
-        if prompt.answer is None or get_task(task).verify is None:
+        if prompt.answer is None or not self.rewards(prompt):
             return None
+        task = prompt.task or self.task
         text = self.decode(response_ids[: self.end(response_ids)])
         return await self.verifiers.verify(task, text, prompt.answer)
+
+    def rewards(self, prompt: Prompt) -> bool:
+        """Return whether responses to `prompt` get a reward."""
+        task = prompt.task or self.task
+        return prompt.answer is not None and get_task(task).verify is not None
 
     def end(self, response_ids: Sequence[int]) -> int | None:
         """Return the index of the first end token, None without one."""

@@ -24,7 +24,12 @@ from megatron_opd.learner.memory import UpdateMemory
 from megatron_opd.learner.model import DTYPES
 from megatron_opd.learner.state.state import LearnerState
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.transport.frames import MIN_FRAME_BYTES, from_frames, largest_frame_bytes
+from megatron_opd.transport.frames import (
+    MIN_FRAME_BYTES,
+    check_sizes,
+    from_frames,
+    largest_frame_bytes,
+)
 from megatron_opd.transport.keys import RankKeys, rank_keys
 from megatron_opd.transport.messages import (
     DigestPieces,
@@ -191,8 +196,11 @@ class RankServer:
                 self.memory.onload()
                 began_s = time.process_time()
                 update, version, plan = request.update, request.version, request.plan
+                batch = self._checked(from_frames(update, version, plan, frames))
+                if request.parts:
+                    check_sizes(batch, request.sizes)
                 metrics = self.learner.train(
-                    self._checked(from_frames(update, version, plan, frames)),
+                    batch,
                     self.estimator,
                     self.config.rollout.temperature,
                     truncated_sampler=self.config.rollout.top_p < 1,

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from sglang_bridge.errors import one_line
+
 MOST_S = 1e9
 """Most seconds that anything may cost: 30 years. The clock's rounding grows with its time."""
 LEAST_STEP_S = 1e-12
@@ -173,8 +175,8 @@ def decode_costs(content: bytes) -> Costs:
     """Decode costs. ValueError: no JSON, an unknown or missing key, a number out of its range."""
     try:
         return msgspec.json.decode(content, type=Costs)
-    except msgspec.DecodeError as error:
-        raise ValueError(str(error)) from None
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ValueError(one_line(str(error))) from None
 
 
 def read_costs(path: Path) -> Costs:

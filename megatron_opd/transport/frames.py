@@ -65,12 +65,40 @@ def with_samples(
     """
     whole, here = list(frames[:1]), list(frames[1:])
     for address, key in parts:
-        whole += taken[key] if address else here[:FRAMES]
+        own = taken.get(key, ()) if address else here[:FRAMES]
+        if len(own) != FRAMES:
+            raise ValueError(f"a sample has {FRAMES} frames, got {len(own)} of {key or 'ours'}")
+        whole += own
         if not address:
             del here[:FRAMES]
-    if here or len(whole) != 1 + FRAMES * len(parts):
-        raise ValueError(f"a share of {len(parts)} samples cannot have these {len(whole)} frames")
+    if here or not frames:
+        raise ValueError(f"a share of {len(parts)} samples cannot have {len(frames)} frames here")
     return whole
+
+
+def sizes_of(share: Share) -> list[tuple[int, int, int]]:
+    """Return (prompt and response tokens, response tokens, cached ids) of every sample."""
+    rollouts = [sample.rollout for sample in share.samples]
+    return [(r.num_tokens, r.num_response_tokens, r.num_ids) for r in rollouts]
+
+
+def check_sizes(batch: RankBatch, sizes: Sequence[tuple[int, int, int]]) -> None:
+    """Raise ValueError unless the samples are as large as the controller was told (sizes_of).
+
+    It has planned the micro-batches with these sizes.
+    """
+    if len(sizes) != len(batch.prompt_B):
+        raise ValueError(f"{len(sizes)} sizes for {len(batch.prompt_B)} samples")
+    starts_B = np.cumsum(batch.response_B) - batch.response_B
+    ids_B = np.add.reduceat(batch.count_T, starts_B).tolist()
+    tokens_B = (batch.prompt_B + batch.response_B).tolist()
+    found = zip(tokens_B, batch.response_B.tolist(), ids_B, strict=True)
+    for number, (size, told) in enumerate(zip(found, sizes, strict=True)):
+        if size != tuple(told):
+            raise ValueError(
+                f"sample {number} has tokens, response tokens and cached ids {size}, the "
+                f"controller was told {tuple(told)}"
+            )
 
 
 def from_frames(

@@ -105,7 +105,8 @@ class Train(msgspec.Struct, frozen=True, tag=True):
 
     plan[mini-batch][micro-batch] = sample indices of this share. parts: none where the columns of
     all samples follow; otherwise (address, key) of every sample, to be taken from the data worker
-    there, and ("", "") for one whose columns follow on their own (transport/frames.py).
+    there, and ("", "") for one whose columns follow on their own (transport/frames.py). sizes:
+    where there are parts, what the controller knows of every sample, see frames.sizes_of.
     """
 
     call: int
@@ -113,6 +114,7 @@ class Train(msgspec.Struct, frozen=True, tag=True):
     version: int
     plan: list[list[list[int]]]
     parts: list[tuple[str, str]] = []
+    sizes: list[tuple[int, int, int]] = []
 
 
 Replay = Literal["off", "experts", "gates"]

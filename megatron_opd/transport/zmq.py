@@ -23,7 +23,7 @@ import zmq.asyncio
 from megatron_opd.batching.shares import Share
 from megatron_opd.checkpoint.run_lock import Claim
 from megatron_opd.config.schema import Config
-from megatron_opd.transport.frames import to_frames
+from megatron_opd.transport.frames import sizes_of, to_frames
 from megatron_opd.transport.gate import Gate, guard_socket
 from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.messages import (
@@ -194,7 +194,8 @@ class RemoteLearner:
         requests: list[Request] = []
         for share in shares:
             parts = [sources.get(s.rollout.prompt.uid, ("", "")) for s in share.samples]
-            requests.append(Train(call, share.update, share.version, share.plan, parts))
+            rows = (share.update, share.version, share.plan)
+            requests.append(Train(call, *rows, parts, sizes_of(share)))
         messages = self._with_shares(requests, shares)
         result = await self._exchange(call, messages, (UpdateMetrics, Missing), None, "train")
         return None if isinstance(result, Missing) else result

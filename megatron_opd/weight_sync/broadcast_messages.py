@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from megatron_opd.weight_sync.decoding import decoded
 from sglang_bridge.protocol import BucketSpec
 
 
@@ -52,8 +53,8 @@ def encode_request(request: Request) -> bytes:
 
 
 def decode_request(request: bytes) -> Request:
-    """Decode what Broadcast asks of the learner. msgspec.DecodeError: it is anything else."""
-    return _REQUESTS.decode(request)
+    """Decode what Broadcast asks of the learner. BadMessage: it is anything else."""
+    return decoded(_REQUESTS, request)
 
 
 def encode_buckets(buckets: Sequence[BucketSpec]) -> bytes:
@@ -62,8 +63,8 @@ def encode_buckets(buckets: Sequence[BucketSpec]) -> bytes:
 
 
 def decode_buckets(answer: bytes) -> tuple[BucketSpec, ...]:
-    """Decode the answer to ListBuckets. msgspec.DecodeError: it is anything else."""
-    return _BUCKETS.decode(answer)
+    """Decode the answer to ListBuckets. BadMessage: it is anything else."""
+    return decoded(_BUCKETS, answer)
 
 
 def encode_failure(failure: str | None) -> bytes:
@@ -72,8 +73,8 @@ def encode_failure(failure: str | None) -> bytes:
 
 
 def decode_failure(answer: bytes) -> str | None:
-    """Decode the answer to JoinGroup and SendBuckets. msgspec.DecodeError: it is anything else."""
-    return _FAILURE.decode(answer)
+    """Decode the answer to JoinGroup and SendBuckets. BadMessage: it is anything else."""
+    return decoded(_FAILURE, answer)
 
 
 def encode_address(host: str, port: int) -> bytes:
@@ -82,5 +83,5 @@ def encode_address(host: str, port: int) -> bytes:
 
 
 def decode_address(answer: bytes) -> tuple[str, int]:
-    """Decode the answer to Listen. msgspec.DecodeError: it is anything else."""
-    return _ADDRESS.decode(answer)
+    """Decode the answer to Listen. BadMessage: it is anything else."""
+    return decoded(_ADDRESS, answer)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from megatron_opd.weight_sync.decoding import decoded
+
 
 class Open(msgspec.Struct, frozen=True, tag=True):
     """Asks all ranks to prepare for versions in the directory `stream`; answered with Written(0).
@@ -54,5 +56,5 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Decode a request or its answer. msgspec.DecodeError: it is anything else."""
-    return _DECODER.decode(data)
+    """Decode a request or its answer. BadMessage: it is anything else."""
+    return decoded(_DECODER, data)

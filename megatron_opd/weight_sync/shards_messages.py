@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from megatron_opd.weight_sync.decoding import decoded
+
 
 class Listen(msgspec.Struct, frozen=True, tag=True):
     """Asks rank 0 to listen for a group of `world_size` ranks; it answers with Listening."""
@@ -86,5 +88,5 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Decode a request or its answer. msgspec.DecodeError: it is anything else."""
-    return _DECODER.decode(data)
+    """Decode a request or its answer. BadMessage: it is anything else."""
+    return decoded(_DECODER, data)

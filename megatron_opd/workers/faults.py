@@ -1,9 +1,12 @@
 """Carries errors of a data worker's calls to the controller, where they mean the same.
 
-A fleet repeats, rests servers and counts by the kind of an error, so each arrives as what it was.
+A fleet repeats, rests servers and counts by the kind of an error, so each arrives as what it was,
+its texts as lines that may be printed.
 """
 
 from __future__ import annotations
+
+import msgspec
 
 from megatron_opd.buffer.rejection import RolloutRejected, SamplesLost, ScoreRejected
 from megatron_opd.verifiers.reward import VerifierFailed
@@ -17,6 +20,8 @@ from sglang_bridge.errors import (
     one_line,
 )
 
+LONGEST_REASON = 40
+
 
 class WorkerFailed(RuntimeError):
     """Reports in one line an error of a data worker that no other kind stands for."""
@@ -24,6 +29,11 @@ class WorkerFailed(RuntimeError):
 
 def failed(call: int, error: BaseException) -> Failed:
     """Describe an error of a call."""
+    found = _described(call, error)
+    return msgspec.structs.replace(found, texts=[one_line(text) for text in found.texts])
+
+
+def _described(call: int, error: BaseException) -> Failed:
     match error:
         case ServerUnreachable():
             flags = [error.sent, error.stalled, error.timed_out]
@@ -44,12 +54,12 @@ def failed(call: int, error: BaseException) -> Failed:
         case SamplesLost():
             return Failed(call, "lost", [str(error)], [])
         case _:
-            return Failed(call, "", [one_line(f"{type(error).__name__}: {error}")], [])
+            return Failed(call, "", [f"{type(error).__name__}: {error}"], [])
 
 
 def as_error(fault: Failed) -> Exception:
     """Return the error that `failed` described."""
-    texts = fault.texts
+    texts = [one_line(text) for text in fault.texts]
     match fault.kind, len(texts), len(fault.flags):
         case "unreachable", 3, 3:
             return _unreachable(texts, fault.flags)
@@ -59,6 +69,8 @@ def as_error(fault: Failed) -> Exception:
             return BadReply(texts[0])
         case "aborted", 1, 0:
             return RequestAborted(texts[0])
+        case "no rollout" | "no score" | "verifier", _, _ if not _is_word(texts):
+            return WorkerFailed(one_line(f"a reason that is none: {' '.join(texts)}"))
         case "no rollout", 2, 0:
             return RolloutRejected(texts[0], texts[1])
         case "no score", 2, 0:
@@ -68,7 +80,12 @@ def as_error(fault: Failed) -> Exception:
         case "lost", 1, 0:
             return SamplesLost(texts[0])
         case _:
-            return WorkerFailed(one_line(" ".join(texts)))
+            return WorkerFailed(one_line(" ".join(texts)) or "for no reason")
+
+
+def _is_word(texts: list[str]) -> bool:
+    """Return whether the first text can be a reason, by which metrics count."""
+    return bool(texts) and texts[0].isidentifier() and len(texts[0]) <= LONGEST_REASON
 
 
 def _unreachable(texts: list[str], flags: list[bool]) -> BridgeError:

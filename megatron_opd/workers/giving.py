@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -67,17 +67,19 @@ class Giving:
             while True:
                 identity, *frames = await self._socket.recv_multipart(copy=False)
                 self._known.add(identity.get(zmq.SRCFD))
-                try:
-                    keys = _ASK.decode(frames[0].buffer) if len(frames) == 1 else None
-                except msgspec.MsgspecError:
-                    keys = None
-                if keys is None:
-                    self._refusals.add("a question that cannot be read")
-                    continue
-                for key in keys:
-                    await self._socket.send_multipart(
-                        [identity.bytes, *self._answer(key)], copy=False
-                    )
+                await self._give(identity.bytes, [frame.buffer for frame in frames])
+
+    async def _give(self, identity: bytes, question: Sequence[bytes | memoryview]) -> None:
+        """Answer one question: the keys of a rank's share, each once, in one frame."""
+        try:
+            keys = _ASK.decode(question[0]) if len(question) == 1 else None
+        except (msgspec.MsgspecError, ValueError, RecursionError):  # also what is not UTF-8
+            keys = None
+        if keys is None or len(set(keys)) < len(keys):
+            self._refusals.add("a question that cannot be read, or names a key twice")
+            return
+        for key in keys:
+            await self._socket.send_multipart([identity, *self._answer(key)], copy=False)
 
     def _answer(self, key: str) -> list[bytes | memoryview]:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,10 +16,11 @@ from megatron_opd.rollout.generator import as_rollout
 from megatron_opd.teacher.requests import asked_of
 from megatron_opd.teacher.scored import scored, unscored
 from megatron_opd.transport.samples import EncodedSample, Frames, frames_of
-from megatron_opd.types import Prompt, Rollout, Sample
+from megatron_opd.types import IntArray, Prompt, Rollout, Sample
 from megatron_opd.workers.messages import Generate, Generated, Judge, Judged, Score, Scored
 from megatron_opd.workers.requests import decode_request
 from sglang_bridge.client import Endpoint, ServerClient
+from sglang_bridge.errors import one_line
 
 Clients = Callable[[Endpoint], ServerClient]
 """Returns the client of a server, which knows what the endpoint says of it."""
@@ -36,15 +38,27 @@ class Holding:
     def __init__(self, clients: Clients, judge: AnswerJudge | None, draws: int) -> None:
         self._clients, self._judge, self._draws = clients, judge, draws
         self._held: dict[str, Rollout | Sample] = {}
+        self._asked: set[str] = set()
+        """Names of responses that are on their way."""
 
     def __len__(self) -> int:
         return len(self._held)
 
     async def generate(self, order: Generate) -> Generated:
-        """Sample one completion, in one try. BridgeError. BadMessage: the order has no request."""
+        """Sample one completion, in one try. BridgeError. ValueError: nothing that can be asked."""
         request = decode_request(order.request)
-        reply = await self._clients(order.endpoint).generate(request)
-        prompt = Prompt(uid=0, text="", token_ids_P=np.asarray(request.input_ids))
+        input_ids = np.asarray(request.input_ids)
+        _check_ids(input_ids, order.endpoint.known.vocab_size)
+        if not request.rid or request.rid in self._held or request.rid in self._asked:
+            raise ValueError(f"{one_line(repr(request.rid), 80)} is a name that is taken, or none")
+        if not (0 <= request.temperature < math.inf and 0 < request.top_p <= 1):
+            raise ValueError(f"temperature {request.temperature}, top_p {request.top_p}")
+        self._asked.add(request.rid)
+        try:
+            reply = await self._clients(order.endpoint).generate(request)
+        finally:
+            self._asked.discard(request.rid)
+        prompt = Prompt(uid=0, text="", token_ids_P=input_ids)
         rollout = as_rollout(prompt, request, reply)
         self._held[request.rid] = rollout
         return Generated(
@@ -69,6 +83,8 @@ class Holding:
     async def score(self, order: Score) -> Scored:
         """Let a teacher score a response. BridgeError. ScoreRejected: its scores cannot be used."""
         rollout = self._rollout(order.key)
+        if min(order.teacher_vocab_size, order.ask.vocab_size) < 1:
+            raise ValueError(f"a teacher of {order.teacher_vocab_size} ids")
         request = asked_of(rollout, order.ask)
         reply = await self._clients(order.endpoint).score(request)
         sample = scored(unscored(rollout), request, reply, order.ask.vocab_size)
@@ -101,3 +117,9 @@ class Holding:
     def _rollout(self, key: str) -> Rollout:
         found = self._found(key)
         return found.rollout if isinstance(found, Sample) else found
+
+
+def _check_ids(input_ids: IntArray, vocab_size: int) -> None:
+    """Raise ValueError for a prompt that holds no ids, or others than a server's."""
+    if len(input_ids) == 0 or input_ids.min() < 0 or input_ids.max() >= vocab_size:
+        raise ValueError(f"a prompt must hold ids in 0..{vocab_size - 1}, at least one")

@@ -1,5 +1,8 @@
 """Keeps the connections to the run's data workers: who is there, what was asked, who is lost.
 
+Invariant: what comes is the answer to an open call of its worker, or it changes nothing but the
+count of refusals, or it is a breach, with which the worker is lost and told to end.
+
 Orders of one turn of the event loop travel in one message: at many samples a second a message costs
 more than what is in it.
 """
@@ -19,9 +22,11 @@ from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.transport.gate import Gate, guard_socket
 from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.messages import BadMessage
+from megatron_opd.workers.checks import address_fault
 from megatron_opd.workers.faults import as_error
 from megatron_opd.workers.messages import (
     Answer,
+    Answered,
     Call,
     Cancel,
     Close,
@@ -47,7 +52,7 @@ class Link:
     """Holds the connection to one worker.
 
     address: where learner ranks reach it. calls: those without an answer, by number. outbox: orders
-    that are about to be sent.
+    that are about to be sent. ended: calls that nobody waits for, whose answers may still come.
     """
 
     index: int
@@ -55,6 +60,7 @@ class Link:
     address: str
     calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict[int, "asyncio.Future[Any]"])
     outbox: list[bytes] = field(default_factory=list[bytes])
+    ended: set[int] = field(default_factory=set[int])
     alive: bool = True
     servers: int = 0
 
@@ -141,11 +147,25 @@ class Links:
             answer = await answered
         except asyncio.CancelledError:
             if link.alive and link.calls.pop(number, None) is not None:
+                link.ended.add(number)
                 self.send(link, Cancel(number))
             raise
+        return self.expected(link, answer, kind)
+
+    def expected(self, link: Link, answer: Answer, kind: type[AnswerT]) -> AnswerT:
+        """Return an answer of the kind that was asked for. SamplesLost: it is another."""
         if not isinstance(answer, kind):
-            raise BadMessage(f"{link.name} answered {type(answer).__name__}")
+            raise self.breach(link, f"it answered {type(answer).__name__}, not {kind.__name__}")
         return answer
+
+    def breach(self, link: Link, why: str) -> SamplesLost:
+        """Lose a worker that said what cannot be; return the error of who asked it."""
+        if link.alive:
+            self.refusals.add(f"{link.name}: {why}")
+            self.send(link, Close())
+            self._flush(link)
+            self._lose(link, why)
+        return SamplesLost(f"{link.name} is lost: {why}")
 
     def asked(self, link: Link, order: Call) -> asyncio.Future[Answer]:
         """Send an order; its answer comes later."""
@@ -198,31 +218,57 @@ class Links:
             except zmq.Again:
                 return
             for frame in frames:
-                try:
-                    answer = decode_answer(frame.bytes)
-                except BadMessage as error:
-                    self.refusals.add(str(error))
-                    continue
-                if isinstance(answer, Hello):
-                    self._join(identity.bytes, answer, frame.get(zmq.SRCFD))
-                else:
-                    self._take(self._links.get(identity.bytes), answer)
+                self._heard(identity.bytes, frame.bytes, frame.get(zmq.SRCFD))
+
+    def _heard(self, identity: bytes, frame: bytes, fd: Any) -> None:
+        """Process one message of a peer that has the ranks' key."""
+        link = self._links.get(identity)
+        try:
+            answer = decode_answer(frame)
+        except BadMessage as error:
+            if link is None:
+                self.refusals.add(str(error))
+            else:
+                self.breach(link, str(error))
+            return
+        if link is None and isinstance(answer, Hello):
+            self._join(identity, answer, fd)
+        elif link is None:
+            self.refusals.add("an answer of no data worker")
+        elif isinstance(answer, Hello):
+            self.breach(link, "it said hello twice")
+        else:
+            self._take(link, answer)
 
     def _join(self, identity: bytes, hello: Hello, fd: Any) -> None:
-        taken = any(link.index == hello.index for link in self.alive)
-        if taken or not 0 <= hello.index < self._count:
-            self.refusals.add(f"a data worker {hello.index} that is not awaited")
+        fault = self._hello_fault(identity, hello)
+        if fault is not None:
+            self.refusals.add(fault)
             return
         link = self._links[identity] = Link(hello.index, identity, hello.address)
         self._by_fd[fd] = identity
         self._joined(link)
 
-    def _take(self, link: Link | None, answer: Any) -> None:
-        if link is None:
-            self.refusals.add("an answer of no data worker")
+    def _hello_fault(self, identity: bytes, hello: Hello) -> str | None:
+        if identity in self._by_fd.values():
+            return "a data worker that is lost"
+        alive = self.alive
+        if not 0 <= hello.index < self._count or any(hello.index == link.index for link in alive):
+            return f"a data worker {hello.index} that is not awaited"
+        fault = address_fault(hello.address)
+        if fault is None and any(hello.address == link.address for link in alive):
+            fault = f"{hello.address} is another's address"
+        return fault and f"data worker {hello.index}: {fault}"
+
+    def _take(self, link: Link, answer: Answered) -> None:
+        if answer.call in link.ended:
+            link.ended.remove(answer.call)
             return
         future = link.calls.pop(answer.call, None)
-        if future is None or future.done():
+        if future is None:
+            self.refusals.add(f"{link.name}: an answer to no open call")
+            return
+        if future.done():
             return
         if isinstance(answer, Failed):
             future.set_exception(as_error(answer))
@@ -235,11 +281,11 @@ class Links:
             ended = await self._gate.ended()
             self._drain()  # what a worker said before it ended
             for fd in ended:
-                link = self._links.get(self._by_fd.pop(fd, b""))
-                if link is None:
+                identity = self._by_fd.pop(fd, None)
+                if identity is None:
                     self.refusals.add("a connection of no data worker")
-                else:
-                    self._lose(link, "its connection ended")
+                elif identity in self._links:
+                    self._lose(self._links[identity], "its connection ended")
 
     def _lose(self, link: Link, why: str) -> None:
         if not link.alive:

@@ -20,7 +20,11 @@ MAX_ORDER_BYTES = 64 << 20
 """The largest message to a worker: a prompt's tokens and text."""
 
 
-class Generate(msgspec.Struct, frozen=True, tag=True):
+class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Serves as the base of all records; both ends are of one version."""
+
+
+class Generate(_Message, frozen=True):
     """Asks for one completion, which the worker keeps under the request's rid.
 
     request: see workers/requests.py.
@@ -31,7 +35,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     request: msgspec.Raw
 
 
-class Judge(msgspec.Struct, frozen=True, tag=True):
+class Judge(_Message, frozen=True):
     """Asks for the reward of what is held under `key`. task: a name, or that of data.task."""
 
     call: int
@@ -40,7 +44,7 @@ class Judge(msgspec.Struct, frozen=True, tag=True):
     answer: str
 
 
-class Score(msgspec.Struct, frozen=True, tag=True):
+class Score(_Message, frozen=True):
     """Asks for a teacher's scores of what is held under `key`. teacher_vocab_size: its ids."""
 
     call: int
@@ -50,37 +54,37 @@ class Score(msgspec.Struct, frozen=True, tag=True):
     teacher_vocab_size: int
 
 
-class Fetch(msgspec.Struct, frozen=True, tag=True):
+class Fetch(_Message, frozen=True):
     """Asks for the arrays of what is held under `key`."""
 
     call: int
     key: str
 
 
-class Release(msgspec.Struct, frozen=True, tag=True):
+class Release(_Message, frozen=True):
     """Lets go of what is held under these keys."""
 
     keys: list[str]
 
 
-class Cancel(msgspec.Struct, frozen=True, tag=True):
+class Cancel(_Message, frozen=True):
     """Ends the work on a call, and lets go of what it made."""
 
     call: int
 
 
-class Close(msgspec.Struct, frozen=True, tag=True):
+class Close(_Message, frozen=True):
     """Ends the worker."""
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class Hello(_Message, frozen=True):
     """Says that a worker is ready. address: where learner ranks ask it for samples."""
 
     index: int
     address: str
 
 
-class Generated(msgspec.Struct, frozen=True, tag=True):
+class Generated(_Message, frozen=True):
     """Describes a completion that the worker holds; see HeldRollout. spans: see RolloutReply."""
 
     call: int
@@ -92,14 +96,14 @@ class Generated(msgspec.Struct, frozen=True, tag=True):
     finish_reason: FinishReason
 
 
-class Judged(msgspec.Struct, frozen=True, tag=True):
-    """Answers Judge. reward: in [0, 1]; None where the task has no verifier."""
+class Judged(_Message, frozen=True):
+    """Answers Judge. reward: in [0, 1]; None, which the controller refuses, without a verifier."""
 
     call: int
     reward: float | None
 
 
-class Scored(msgspec.Struct, frozen=True, tag=True):
+class Scored(_Message, frozen=True):
     """Answers Score: what is held now is a scored sample. ids: more, where the teacher selects."""
 
     call: int
@@ -108,14 +112,14 @@ class Scored(msgspec.Struct, frozen=True, tag=True):
     shape: ScoreShape
 
 
-class Whole(msgspec.Struct, frozen=True, tag=True):
+class Whole(_Message, frozen=True):
     """Answers Fetch: a snapshot.Member, encoded; its prompt holds nothing but tokens."""
 
     call: int
     member: bytes
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class Failed(_Message, frozen=True):
     """Says why a call has no answer. kind and the rest: see workers/faults.py."""
 
     call: int
@@ -128,7 +132,9 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 Order = Generate | Judge | Score | Fetch | Release | Cancel | Close
 Call = Generate | Judge | Score | Fetch
 """An order that has an answer."""
-Answer = Hello | Generated | Judged | Scored | Whole | Failed
+Answered = Generated | Judged | Scored | Whole | Failed
+"""An answer to a call."""
+Answer = Hello | Answered
 
 _ENCODER = msgspec.msgpack.Encoder()
 _ORDERS = msgspec.msgpack.Decoder(Order)

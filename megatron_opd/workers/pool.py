@@ -13,14 +13,13 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TypeVar
 
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.controller.snapshot_codec import decode_member
 from megatron_opd.teacher.requests import TeacherAsk
-from megatron_opd.teacher.scored import unscored
 from megatron_opd.transport.keys import RunKeys
-from megatron_opd.transport.messages import BadMessage
 from megatron_opd.types import (
     AnyRollout,
     AnySample,
@@ -31,8 +30,11 @@ from megatron_opd.types import (
     Sample,
     VersionSpan,
 )
+from megatron_opd.workers.checks import generated_fault, judged_fault, scored_fault
 from megatron_opd.workers.links import Link, Links
 from megatron_opd.workers.messages import (
+    Answer,
+    Call,
     Fetch,
     Generate,
     Generated,
@@ -44,12 +46,15 @@ from megatron_opd.workers.messages import (
     Whole,
 )
 from megatron_opd.workers.requests import encode_request
+from megatron_opd.workers.whole import whole_fault, with_arrays
 from sglang_bridge.client import ServerClient
-from sglang_bridge.errors import ServerUnreachable
+from sglang_bridge.errors import ServerUnreachable, one_line
 from sglang_bridge.parse import require_synced
 from sglang_bridge.protocol import RolloutRequest
 
 logger = logging.getLogger(__name__)
+
+AnswerT = TypeVar("AnswerT", Generated, Judged, Scored)
 
 
 class WorkersLost(RuntimeError):
@@ -116,14 +121,15 @@ class WorkerPool:
     ) -> HeldRollout:
         """Sample one completion at a client's server, in one try.
 
-        BridgeError, ServerUnreachable also where the worker is lost meanwhile. Its times, engine
-        and restarts are the caller's to set.
+        BridgeError, ServerUnreachable also where the worker is lost meanwhile, as it is when its
+        answer cannot be (checks.py). Its times, engine and restarts are the caller's to set.
         """
         link = await self._owner(client.url)
         number = next(self._numbers)
         try:
             order = Generate(number, client.endpoint, encode_request(request))
-            work = self.links.call(link, order, Generated)
+            fault = partial(generated_fault, request, client.endpoint.known)
+            work = self._sound(link, order, Generated, fault)
             del order  # a prompt, while thousands of answers are awaited
             answer = await client.deadlines.within(request.rid, work)
             newest = max((version for version, *_ in answer.spans), default=0)
@@ -151,11 +157,16 @@ class WorkerPool:
             engine=client.url,
         )
 
-    async def judge(self, rollout: HeldRollout, task: str | None, answer: str) -> float | None:
-        """Return the reward of a held response. VerifierFailed. SamplesLost."""
+    async def judge(self, rollout: HeldRollout, task: str | None, answer: str) -> float:
+        """Return the reward of a held response, whose task has a verifier.
+
+        VerifierFailed. SamplesLost.
+        """
         link = self._holder(rollout)
         order = Judge(next(self._numbers), rollout.key, task, answer)
-        return (await self.links.call(link, order, Judged)).reward
+        reward = (await self._sound(link, order, Judged, judged_fault)).reward
+        assert reward is not None, "that is a fault"
+        return reward
 
     async def score(
         self, client: ServerClient, sample: HeldSample, ask: TeacherAsk, teacher_vocab_size: int
@@ -174,9 +185,27 @@ class WorkerPool:
             replace(ask, rid=rid),
             teacher_vocab_size,
         )
-        answer = await client.deadlines.within(rid, self.links.call(link, order, Scored))
+        fault = partial(scored_fault, rollout, ask)
+        work = self._sound(link, order, Scored, fault)
+        answer = await client.deadlines.within(rid, work)
         held = replace(rollout, num_ids=answer.ids, cache=answer.size)
         return replace(sample, rollout=held, shape=answer.shape)
+
+    async def _sound(
+        self,
+        link: Link,
+        order: Call,
+        kind: type[AnswerT],
+        fault: Callable[[AnswerT], str | None],
+    ) -> AnswerT:
+        """Return an answer without a fault. SamplesLost: it has one, and its worker is lost."""
+        work = self.links.call(link, order, kind)
+        del order
+        answer = await work
+        why = fault(answer)
+        if why is not None:
+            raise self.links.breach(link, f"it answered with {why}")
+        return answer
 
     # ------------------------------------------------------------ what is held
 
@@ -199,12 +228,27 @@ class WorkerPool:
             return here
         rollout = found.rollout if isinstance(found, HeldSample) else found
         try:
-            order = Fetch(next(self._numbers), rollout.key)
-            asked = self.links.asked(self._holder(rollout), order)
+            link = self._holder(rollout)
         except SamplesLost as error:
-            asked = asyncio.get_running_loop().create_future()
-            asked.set_exception(error)
-        return asyncio.ensure_future(_filled(found, asked))
+            lost: asyncio.Future[Rollout | Sample] = asyncio.get_running_loop().create_future()
+            lost.set_exception(error)
+            return lost
+        asked = self.links.asked(link, Fetch(next(self._numbers), rollout.key))
+        return asyncio.ensure_future(self._filled(found, link, asked))
+
+    async def _filled(
+        self, found: HeldRollout | HeldSample, link: Link, asked: asyncio.Future[Answer]
+    ) -> Rollout | Sample:
+        """Return what a worker sends. SamplesLost: it is not what it said, or nothing."""
+        answer = self.links.expected(link, await asked, Whole)
+        try:
+            member = decode_member(answer.member)
+            fault = whole_fault(found, member)
+        except ValueError as error:
+            raise self.links.breach(link, one_line(str(error))) from None
+        if fault is not None:
+            raise self.links.breach(link, f"it sent {fault}")
+        return with_arrays(found, member)
 
     async def sample(self, sample: AnySample) -> Sample:
         """Return a sample with its arrays. SamplesLost."""
@@ -315,28 +359,3 @@ class WorkerPool:
 
     async def _until_changed(self) -> None:
         await self._changed.wait()
-
-
-async def _filled(found: HeldRollout | HeldSample, asked: asyncio.Future[Any]) -> Rollout | Sample:
-    """Return what a worker sent, with what the controller knows of it."""
-    answer = await asked
-    if not isinstance(answer, Whole):
-        raise BadMessage(f"a data worker answered {type(answer).__name__}")
-    member = decode_member(answer.member)
-    held = found.rollout if isinstance(found, HeldSample) else found
-    arrays = member.rollout if member.sample is None else member.sample.rollout
-    assert arrays is not None
-    rollout = replace(
-        arrays,
-        prompt=held.prompt,
-        started_s=held.started_s,
-        finished_s=held.finished_s,
-        engine=held.engine,
-        restarts=held.restarts,
-    )
-    if not isinstance(found, HeldSample):
-        return rollout
-    sample = unscored(rollout, found.reward, found.overlong_penalty, masked=found.masked)
-    if member.sample is None:
-        return sample
-    return replace(sample, teacher_logp_N=member.sample.teacher_logp_N)

@@ -17,6 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from megatron_opd.transport.gate import guard_socket, show_keys
 from megatron_opd.transport.keys import RankKeys
+from megatron_opd.transport.samples import FRAMES
 from sglang_bridge.errors import one_line
 
 Frames = list[memoryview]
@@ -47,6 +48,21 @@ def by_address(parts: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
         if address:
             wanted.setdefault(address, []).append(key)
     return wanted
+
+
+def taken(
+    address: str, missing: set[str], name: bytes | memoryview, frames: Sequence[memoryview]
+) -> str:
+    """Strike one message of a worker off what it was asked for; return its key.
+
+    The message: a key, then the columns of its sample, or nothing. CannotTake: it was not asked
+    for, or is not whole.
+    """
+    key = bytes(name).decode("utf-8", "replace")
+    if key not in missing or len(frames) != FRAMES:
+        raise CannotTake(f"{address} does not hold sample {one_line(key)}")
+    missing.remove(key)
+    return key
 
 
 class Taking:
@@ -139,11 +155,8 @@ class _Source:
                 self._send()
             return {}
         found: dict[str, Frames] = {}
-        for key, frames in self._received():
-            if key not in self.missing or not frames:
-                raise CannotTake(f"{self._address} does not hold sample {one_line(key)}")
-            self.missing.discard(key)
-            found[key] = frames
+        for name, frames in self._received():
+            found[taken(self._address, self.missing, name, frames)] = frames
         if found:
             self._failures, self.until_s = 0, time.monotonic() + self._silent_s
         if self.missing and self._broke():
@@ -185,11 +198,11 @@ class _Source:
         self.close()
         self.until_s = time.monotonic() + FIRST_PAUSE_S * 4 ** (self._failures - 1)
 
-    def _received(self) -> list[tuple[str, Frames]]:
-        socket, found = self.sockets[0], list[tuple[str, Frames]]()
+    def _received(self) -> list[tuple[memoryview, Frames]]:
+        socket, found = self.sockets[0], list[tuple[memoryview, Frames]]()
         while socket.poll(0):
             name, *frames = (frame.buffer for frame in socket.recv_multipart(copy=False))
-            found.append((bytes(name).decode("utf-8", "replace"), frames))
+            found.append((name, frames))
         return found
 
     def _broke(self) -> bool:

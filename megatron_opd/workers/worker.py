@@ -1,12 +1,14 @@
 """Runs one data worker: executes the controller's orders, and gives samples to learner ranks.
 
-Orders are executed at the same time, each as a task; answers go out as they come. The worker ends
-with its controller, or when that is out of reach.
+Orders are executed at the same time, each as a task; answers go out as they come, one to each call.
+What is no order is counted and changes nothing. The worker ends with its controller, or when that
+is out of reach.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Coroutine
 from typing import Any
@@ -17,6 +19,7 @@ import zmq.asyncio
 from megatron_opd.data.judge import Judge as AnswerJudge
 from megatron_opd.transport.gate import guard_socket, show_keys
 from megatron_opd.transport.keys import RankKeys
+from megatron_opd.transport.messages import BadMessage
 from megatron_opd.workers.faults import failed
 from megatron_opd.workers.giving import Giving
 from megatron_opd.workers.holding import Holding
@@ -38,6 +41,9 @@ from megatron_opd.workers.messages import (
     encode,
 )
 from sglang_bridge.client import Endpoint, ServerClient
+from sglang_bridge.refusals import Refusals
+
+logger = logging.getLogger(__name__)
 
 
 class ControllerGone(ConnectionError):
@@ -64,6 +70,7 @@ class Worker:
         draws: int,
     ) -> None:
         self._index = index
+        self.refusals = Refusals(logger, "among the controller's orders")
         self._context = zmq.asyncio.Context()
         self._orders = self._context.socket(zmq.DEALER)
         self._orders.set(zmq.RCVHWM, 0)
@@ -104,7 +111,12 @@ class Worker:
     async def _serve(self) -> None:
         while True:
             for frame in await self._orders.recv_multipart():
-                if not await self._obey(decode_order(frame)):
+                try:
+                    order = decode_order(frame)
+                except BadMessage as error:
+                    self.refusals.add(str(error))
+                    continue
+                if not await self._obey(order):
                     return
 
     async def _obey(self, order: Order) -> bool:
@@ -119,10 +131,13 @@ class Worker:
                 task = self._calls.get(order.call)
                 if task is not None:
                     task.cancel()
+            case _ if order.call in self._calls:
+                self.refusals.add(f"a second call {order.call}")
             case Fetch():
                 await self._answer(order)  # now: a release may be the next order
             case _:
                 self._begin(order)
+                await asyncio.sleep(0)  # so that it has begun, and answers, when it is cancelled
         return True
 
     async def _disconnected(self) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from sglang_bridge import wire
+from sglang_bridge.errors import one_line
 from sglang_bridge.server.pieces import Piece
 from sglang_bridge.server.shadows import Shadows
 from sglang_bridge.server.spec import WEIGHTS_DIR_VARIABLE
@@ -50,8 +51,8 @@ class DiskReader:
             )
         try:
             asked = msgspec.json.decode(argument, type=Opening)
-        except msgspec.DecodeError as error:
-            raise BadVersion(f"no place of versions: {error}") from None
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise BadVersion(f"no place of versions: {one_line(str(error))}") from None
         if STREAM.fullmatch(asked.stream) is None or not 0 <= asked.wait_s <= MAX_WAIT_S:
             raise BadVersion(f"{asked.stream[:80]!r} is no name of a run's weights")
         source = Source(Path(self._root), asked.stream, asked.wait_s)

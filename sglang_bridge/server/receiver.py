@@ -60,7 +60,7 @@ class Receiver:
             for name, *place in slices:
                 filled[name].append(tuple(place))
         for name in filled.keys() - self._pieces.keys():
-            raise BadExpectation(f"this rank holds no {name}")
+            raise BadExpectation(f"this rank holds no {one_line(name, 100)}")
         for name, piece in self._pieces.items():
             _require_filled_once(piece, filled[name])
         staged = {name for slices in _slices(to_stage) for name, *_ in slices}

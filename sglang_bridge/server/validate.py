@@ -34,6 +34,9 @@ def check_draw_params(params: Mapping[str, Any], obj: Any, vocab_size: int) -> N
 def check_score_params(params: Mapping[str, Any], num_input: int, vocab_size: int) -> None:
     """Requires that ids do not read outside the logits (on CUDA: a dead server)."""
     _check_support(params, wire.SCORE_ATOMS, wire.SCORE_DRAWS, vocab_size)
+    if not isinstance(params.get(wire.SCORE_START), int):
+        start = params.get(wire.SCORE_START)
+        raise ValueError(f"{wire.SCORE_START} must be a whole number, got {start!r}")
     record = ScoreRecord(params)
     check_temperature(record.temperature)
     offsets_T1, ids_N = record.offsets_T1, record.ids_N

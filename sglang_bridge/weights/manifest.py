@@ -14,6 +14,8 @@ from typing import Literal
 
 import msgspec
 
+from sglang_bridge.errors import one_line
+
 FORMAT = 1
 CHUNK_BYTES = 1 << 20
 """Bytes that share a checksum, or one row where that is larger."""
@@ -33,7 +35,7 @@ class BadManifest(ValueError):
     """Reports in one line what of a manifest cannot be."""
 
 
-class Array(msgspec.Struct, frozen=True, array_like=True):
+class Array(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Describes `rows` rows of `row_bytes` bytes from byte `at` of a file. sums: of its chunks."""
 
     at: int
@@ -47,7 +49,7 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
         return self.rows * self.row_bytes
 
 
-class Slice(msgspec.Struct, frozen=True, array_like=True):
+class Slice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Describes [start, start + length) of dimension `dim` of tensor `name`, of full size `shape`.
 
     form: "same": as in the base, without arrays; "whole": one array; "changes": the arrays of
@@ -63,7 +65,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     arrays: tuple[Array, ...]
 
 
-class File(msgspec.Struct, frozen=True, array_like=True):
+class File(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Describes one file. head: its first bytes, before any number. head_sum: their checksum."""
 
     name: str
@@ -73,7 +75,7 @@ class File(msgspec.Struct, frozen=True, array_like=True):
     slices: tuple[Slice, ...]
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Describes a version. base: the name of the one that it holds the changes of; None: whole.
 
     dtype: torch's name of what the numbers are. format: of all this.
@@ -92,7 +94,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return sum(file.num_bytes for file in self.files)
 
 
-class Opening(msgspec.Struct, frozen=True):
+class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tells a server rank where versions come: the run's directory below the one it may read.
 
     staged: the tensors that are read into shadow buffers first; None: all. wait_s: how long files
@@ -140,8 +142,8 @@ def decode(text: bytes, name: str) -> Manifest:
         raise BadManifest("its bytes are not those that were written")
     try:
         found = msgspec.json.decode(body, type=Manifest)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise BadManifest(f"it is no manifest: {error}") from None
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadManifest(f"it is no manifest: {one_line(str(error))}") from None
     if found.format != FORMAT:
         raise BadManifest(f"its format is {found.format}, not {FORMAT}")
     if found.name != name:
@@ -164,7 +166,7 @@ def _check_file(file: File, has_base: bool) -> None:
     if not 8 <= file.head_bytes <= file.num_bytes:
         raise BadManifest(f"{file.name}: a head of {file.head_bytes} bytes of {file.num_bytes}")
     for part in file.slices:
-        where = f"{file.name}: {part.name[:80]}"
+        where = f"{file.name}: {one_line(part.name, 80)}"
         inside = 0 <= part.dim < len(part.shape) <= 2 and min(part.shape) > 0
         if not inside or not 0 <= part.start < part.start + part.length <= part.shape[part.dim]:
             raise BadManifest(

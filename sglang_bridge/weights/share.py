@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+from sglang_bridge.errors import one_line
 from sglang_bridge.weights.schedule import Bucket, Limits, Onward, Place, Route, incoming
 
 STAGED, PAUSED = "staged", "paused"
@@ -21,6 +22,9 @@ MAX_BYTES = 1 << 30
 """Largest size of the routes as JSON: those of a model of several million tensors."""
 MAX_PARTS = 1 << 24
 """Most parts of a rank's messages: more would be of buckets too small to be meant."""
+
+
+_UNREADABLE = (RecursionError, zlib.error)
 
 
 class BadShare(ValueError):
@@ -84,8 +88,16 @@ def decode_share(text: str, rank: int) -> dict[str, Any]:
                 raise ValueError(f"more than {MAX_PARTS} messages of {max_elements} numbers")
             found[key] = [_entry(step, limits) for step in incoming(listed, place, rank, limits)]
         return found
-    except (ValueError, TypeError, KeyError, IndexError, ArithmeticError, zlib.error) as error:
-        raise BadShare(f"no list of weights: {type(error).__name__}: {error}") from None
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+        RecursionError,
+        zlib.error,
+    ) as error:
+        why = one_line(f"{type(error).__name__}: {error}")
+        raise BadShare(f"no list of weights: {why}") from None
 
 
 def _entry(step: Bucket | Onward, limits: Limits) -> list[Any]:

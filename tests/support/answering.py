@@ -1,4 +1,4 @@
-"""A server that answers a data worker as it was told."""
+"""Orders to a data worker, and a server that answers it as it was told."""
 
 from __future__ import annotations
 
@@ -7,9 +7,29 @@ from typing import Any
 
 import numpy as np
 
+from megatron_opd.teacher.requests import TeacherAsk
+from megatron_opd.workers.messages import Generate, Score
+from megatron_opd.workers.requests import encode_request
+from sglang_bridge.client import Endpoint
+from sglang_bridge.parse import NOTHING_KNOWN
 from sglang_bridge.protocol import RolloutReply, RolloutRequest, ScoreReply, ScoreRequest
 from tests.support.fakes import make_sample
 
+ENDPOINT = Endpoint("http://host:1", None, NOTHING_KNOWN)
+REQUEST = RolloutRequest(
+    rid="r-1",
+    input_ids=np.arange(3, dtype=np.int32),
+    max_new_tokens=8,
+    temperature=0.7,
+    top_p=0.9,
+    num_atoms=2,
+    num_draws=4,
+    record=True,
+    stop=("\n",),
+    seed=11,
+)
+GENERATE = Generate(1, ENDPOINT, encode_request(REQUEST))
+SCORE = Score(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 0, 0, 7, 512), 100)
 ROLLOUT = make_sample(0).rollout
 REPLY = RolloutReply(
     ROLLOUT.response_ids_T, "stop", ROLLOUT.draws, ((3, 0, 1), (4, 1, 4)), "http://host:1"

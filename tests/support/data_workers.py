@@ -10,7 +10,7 @@ import zmq.asyncio
 
 from megatron_opd.controller.snapshot import place
 from megatron_opd.controller.snapshot_codec import encode_member
-from megatron_opd.sample_figures import CacheSize, ScoreShape
+from megatron_opd.sample_figures import CacheSize
 from megatron_opd.teacher.requests import TeacherAsk
 from megatron_opd.transport.keys import RankKeys
 from megatron_opd.types import HeldRollout, HeldSample
@@ -21,13 +21,17 @@ from sglang_bridge.protocol import RolloutRequest
 from tests.support.fakes import make_prompt, make_sample
 from tests.support.wire import KEYS, connect
 
-SIZE, SHAPE = CacheSize(6, 100), ScoreShape(4, -0.5, 0.1, 0)
+SAMPLE = make_sample(0, version=3)
+"""What every worker holds, whatever it was asked."""
+SIZE, SHAPE = SAMPLE.cache, SAMPLE.scores(600)
+assert SHAPE is not None
 ASK = TeacherAsk("score-0", 1.0, 0, 4, 7, 512)
 URLS = [f"http://host:{port}" for port in range(1, 9)]
 
 
 def generated(order: w.Generate) -> w.Generated:
-    return w.Generated(order.call, 4, 8, SIZE, -0.5, [(3, 0, 4)], "stop")
+    mean = SAMPLE.rollout.geometric_logp
+    return w.Generated(order.call, 4, 8, SIZE, mean, [(3, 0, 4)], "stop")
 
 
 def reply_to(order: w.Order) -> w.Answer | None:
@@ -38,9 +42,9 @@ def reply_to(order: w.Order) -> w.Answer | None:
         case w.Judge():
             return w.Judged(order.call, 0.5)
         case w.Score():
-            return w.Scored(order.call, 9, SIZE, SHAPE)
+            return w.Scored(order.call, 8, SIZE, SHAPE)
         case w.Fetch():
-            return w.Whole(order.call, encode_member(place(make_sample(0))))
+            return w.Whole(order.call, encode_member(place(SAMPLE)))
         case _:
             return None
 
@@ -69,7 +73,7 @@ class Peer:
     ) -> None:
         self.context = zmq.asyncio.Context()
         self.socket = connect(self.context, pool.links.address, keys)
-        self.index, self.address = index, address or f"tcp://worker:{index}"
+        self.index, self.address = index, address or f"tcp://worker:{index + 1}"
         self.answer: Callable[[w.Order], w.Answer | None] = reply_to
         self.orders: list[w.Order] = []
         self._more = asyncio.Event()
@@ -135,6 +139,11 @@ async def scored(pool: WorkerPool, rollout: HeldRollout) -> HeldSample:
     """Let another server score a response."""
     async with ServerClient(URLS[1], timeout_s=1e9) as client:
         return await pool.score(client, HeldSample(rollout, None, 0.5), ASK, 600)
+
+
+async def all_lost(pool: WorkerPool) -> set[int]:
+    """The prompts whose arrays were lost."""
+    return set(await pool.lost())
 
 
 async def refused(pool: WorkerPool, count: int) -> None:

@@ -10,6 +10,7 @@ import zmq.asyncio
 
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.transport.keys import RankKeys
+from megatron_opd.transport.samples import FRAMES
 from megatron_opd.workers.giving import Giving
 from megatron_opd.workers.taking import Taking
 from tests.support.wire import KEYS
@@ -17,8 +18,19 @@ from tests.support.wire import KEYS
 LIMIT_S = 60.0
 SOON_S = 20.0
 """Far less than LIMIT_S, far more than a busy machine takes to notice."""
-A = {"a-1": [b"one", b""], "a-2": [b"two"], "a-3": [bytes(300_000)]}
-B = {"b-1": [b"three", b"four"]}
+
+
+def frames_with(*first: bytes) -> list[bytes]:
+    """As many frames as a sample has."""
+    return [*first, *[b""] * (FRAMES - len(first))]
+
+
+A = {
+    "a-1": frames_with(b"one"),
+    "a-2": frames_with(b"two", b"x"),
+    "a-3": frames_with(bytes(300_000)),
+}
+B = {"b-1": frames_with(b"three", b"four")}
 
 
 class Given:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from dataclasses import replace
@@ -24,6 +25,7 @@ from benchmarks.fuzz.mutations import (
 from sglang_bridge import arrays, parse, wire
 from sglang_bridge.errors import BadReply, RequestAborted
 from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest, ScoreRequest, Selection
+from sglang_bridge.work import ServerWork
 
 URL = "http://127.0.0.1:1"
 VOCAB_SIZE = 64
@@ -70,6 +72,8 @@ def call(given: Given) -> tuple[Any, Any]:
         return reply, parse.parse_scores(URL, reply, SELECTIONS[kind], KNOWN)
     if kind == "pieces":
         return reply, parse.parse_pieces(URL, reply)
+    if kind in RANKS:
+        return reply, RANKS[kind](URL, reply)
     if kind == "version":
         return reply, parse.parse_version(URL, reply)
     parts = [*(reply if isinstance(reply, list) else []), None, None, None, None][:4]
@@ -83,6 +87,8 @@ def oracle(given: Given, result: tuple[Any, Any]) -> str | None:
         return _rollout_fault(ROLLOUTS[kind], reply, found)
     if kind in SELECTIONS:
         return _scores_fault(SELECTIONS[kind], found)
+    if kind in RANKS:
+        return _ranks_fault(kind, found)
     if kind == "version":
         return None if type(found) is int and found >= 0 else "a version is no number"
     if kind == "pieces":
@@ -95,6 +101,20 @@ def oracle(given: Given, result: tuple[Any, Any]) -> str | None:
     named = found.model_path.isprintable() and found.dtype.isprintable()
     least = min(*counts, found.max_total_tokens)
     return None if least > 0 and found.version >= 0 and named else "facts of no server"
+
+
+def _ranks_fault(kind: str, found: Any) -> str | None:
+    if kind == "progress":
+        whole = all(isinstance(count, int) for count in found.tokens.values())
+        return (
+            None if whole and all(isinstance(rid, str) for rid in found.waiting) else "no progress"
+        )
+    if kind == "work":
+        return None if msgspec.convert(msgspec.to_builtins(found), type(found)) else "no work"
+    texts = [text for each in found for pair in each.items() for text in pair]
+    return (
+        None if found and all(isinstance(text, str) for text in texts) else "answers that are none"
+    )
 
 
 def _rollout_fault(request: RolloutRequest, reply: Any, found: RolloutReply) -> str | None:
@@ -316,7 +336,27 @@ def scores(rng: Random, kind: str, damage: bool) -> Any:
     return {"meta_info": {"id": "s", wire.PAYLOAD: [{wire.SCORES: payload}]}}
 
 
+RANKS: dict[str, Any] = {
+    "progress": parse.parse_progress,
+    "work": parse.parse_work,
+    "answers": parse.parse_answers,
+}
+
+
+WORK = msgspec.to_builtins(ServerWork())
+
+
+def ranks(**answers: Any) -> dict[str, Any]:
+    """What two ranks of a server answer to an action of the plugin, each in text."""
+    texts = {name: json.dumps(value) for name, value in answers.items()}
+    parallel = [[{"tp_rank": rank}] for rank in (0, 1)]
+    return {"ranks": [{"checksums": texts, "parallelism_info": info} for info in parallel]}
+
+
 FIXED: dict[str, Any] = {
+    "progress": ranks(**{wire.RUNNING: {"r-1": 3, "r-2": 0}, wire.WAITING: ["r-3"]}),
+    "work": ranks(**{wire.WORK: WORK}),
+    "answers": ranks(**{wire.FREED: "weights,kv_cache"}),
     "pieces": {
         "ranks": [
             {

@@ -74,4 +74,4 @@ def _token(rng: Random) -> str:
     return "".join(letters)
 
 
-TARGET = Target("watch_access", make, call, (Forbidden,), oracle, share=0.5)
+TARGET = Target("watch_access", make, call, (Forbidden,), oracle)

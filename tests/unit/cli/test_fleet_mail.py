@@ -77,6 +77,9 @@ def test_a_command_that_was_taken_back_is_not_executed(mailbox: Mailbox, tmp_pat
         b'{"action":"add","url":1}',
         b'{"action":"list","shell":"true"}',
         b"\xff",
+        b'{"a\xc9": "list"}',
+        b'{"\\u001b[2J": "list", "action": "list"}',
+        b'{"action": "' + b"a" * 5000 + b'"}',
         b" " * (MAX_BYTES + 1),
     ],
     ids=lambda raw: str(raw[:20]),
@@ -86,6 +89,8 @@ def test_what_is_no_command_is_refused_once(mailbox: Mailbox, tmp_path: Path, ra
     path.write_bytes(raw)
     ((name, problem),) = mailbox.commands()
     assert (name, type(problem)) == ("a" * 32, BadMail)
+    assert str(problem).isprintable()
+    assert len(str(problem)) < 1000
     assert not path.exists()
 
 
@@ -103,9 +108,11 @@ def test_links_and_pipes_are_not_read_and_other_names_are_left_alone(
     assert len(os.listdir(place)) == 3
 
 
-def test_an_answer_that_is_none_is_refused(mailbox: Mailbox, tmp_path: Path):
+@pytest.mark.parametrize("raw", [b"no", b'{"a\xc9": 1}', b'{"\\u001b[2J": 1}'])
+def test_an_answer_that_is_none_is_refused(mailbox: Mailbox, tmp_path: Path, raw: bytes):
     sender = Sender(tmp_path, ADD)
     ((name, _),) = mailbox.commands()
-    (tmp_path / DIRECTORY / f"{name}.answer").write_text("no")
-    with pytest.raises(BadMail, match=r"^not an answer: "):
+    (tmp_path / DIRECTORY / f"{name}.answer").write_bytes(raw)
+    with pytest.raises(BadMail, match=r"^not an answer: ") as caught:
         sender.answer()
+    assert str(caught.value).isprintable()

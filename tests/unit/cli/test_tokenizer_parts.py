@@ -105,3 +105,11 @@ def test_an_id_of_billions_is_refused_before_the_library_walks_up_to_it(tmp_path
     (tmp_path / name).write_text(json.dumps(tree))
     with pytest.raises(UserError, match=r"teacher\.model: an id of .* at most 16777216, got 2147"):
         load_tokenizer(tmp_path, "teacher.model")
+
+
+@pytest.mark.parametrize("added", [True, 3, "x", {"id": 2**31}])
+def test_added_tokens_that_are_no_list_are_the_library_s_to_refuse(tmp_path: Path, added: Any):
+    tree = {"model": {"type": "BPE", "vocab": {"a": 0}}, "added_tokens": added}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=r"^teacher\.model: "):
+        load_tokenizer(tmp_path, "teacher.model")

@@ -45,3 +45,4 @@ def test_the_verifier_of_the_task_gets_text_and_answer():
     assert asyncio.run(judge.reward(no_answer, [])) is None
     assert asyncio.run(judge.reward(no_verifier, [])) is None
     assert len(asked) == 1
+    assert [judge.rewards(prompt) for prompt in (PROMPT, no_answer, no_verifier)] == [1, 0, 0]

@@ -419,6 +419,8 @@ def test_progress_is_read_from_the_first_rank():
         {"running": '{"a": "3"}', "waiting": "[]"},
         {"running": "{", "waiting": "[]"},
         {"running": "{}", "waiting": "[3]"},
+        {"running": '{"\ud800": 3}', "waiting": "[]"},
+        {"running": "[" * 100_000, "waiting": "[]"},
     ],
 )
 def test_progress_that_cannot_be_read_is_refused(said: dict):
@@ -432,7 +434,9 @@ def test_work_is_read_from_the_first_rank():
     assert parse_work("u", progress_reply(**told)) == work
 
 
-@pytest.mark.parametrize("said", [{}, {"work": "{"}, {"work": '{"decode": {"gram": [1]}}'}])
+@pytest.mark.parametrize(
+    "said", [{}, {"work": "{"}, {"work": '{"decode": {"gram": [1]}}'}, {"work": "\ud800"}]
+)
 def test_work_that_cannot_be_read_is_refused(said: dict):
     with pytest.raises(BadReply, match="u: its work cannot be read"):
         parse_work("u", progress_reply(**said))

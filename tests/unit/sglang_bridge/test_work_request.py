@@ -62,12 +62,16 @@ GOOD = msgspec.msgpack.decode(encode_rollout(REQUEST))
         {"sampling_params": {"max_new_tokens": 9, "custom_params": {"a": [1]}}},
         {"return_routed_experts": True},
         {"stream": True},
+        {"\x1b[2J": True},
+        {"a" * 5000: True},
     ],
 )
 def test_what_is_no_request_is_refused(change: dict):
     decode_work(msgspec.msgpack.encode(GOOD))
-    with pytest.raises(ValueError, match="not a request for work"):
+    with pytest.raises(ValueError, match="not a request for work") as caught:
         decode_work(msgspec.msgpack.encode(GOOD | change))
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize(

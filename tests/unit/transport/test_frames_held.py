@@ -5,7 +5,13 @@ from dataclasses import replace
 import pytest
 
 from megatron_opd.transport import messages as m
-from megatron_opd.transport.frames import to_frames, with_samples
+from megatron_opd.transport.frames import (
+    check_sizes,
+    from_frames,
+    sizes_of,
+    to_frames,
+    with_samples,
+)
 from megatron_opd.transport.samples import FRAMES
 from megatron_opd.transport.zmq import RemoteLearner
 from tests.support.batches import FIGURES, done, make_shares
@@ -37,12 +43,20 @@ def test_samples_from_here_and_there_come_in_the_order_of_the_share():
         ([], [("", ""), (WORKER, "k")], {"k": frames("a")}),
         (frames("x"), [("", ""), (WORKER, "k")], {"k": frames("a")[:-1]}),
         (frames("x"), [("", ""), (WORKER, "k")], {"k": frames("a", "b")}),
+        (frames("x"), [("", ""), (WORKER, "k")], {"j": frames("a")}),
+        # the right number, all together
+        (
+            [],
+            [(WORKER, "j"), (WORKER, "k")],
+            {"j": frames("a")[:-1], "k": [*frames("b"), GROUPS[0]]},
+        ),
+        ([], [(WORKER, "j"), (WORKER, "k")], {"j": frames("a", "b"), "k": []}),
     ],
 )
 def test_what_does_not_fit_is_refused(
     own: list[memoryview], parts: list[tuple[str, str]], taken: dict[str, list[memoryview]]
 ):
-    with pytest.raises(ValueError, match="a share of 2 samples cannot have"):
+    with pytest.raises(ValueError, match=r"a share of 2 samples cannot|a sample has 3 frames"):
         with_samples([*GROUPS, *own], parts, taken)
 
 
@@ -69,5 +83,22 @@ def test_a_rank_is_told_where_samples_are_and_may_not_find_them(
     ((request, sent),) = rank.received
     assert isinstance(request, m.Train)
     assert request.parts == [elsewhere.get(uid, ("", "")) for uid in uids]
+    rollouts = [sample.rollout for sample in share.samples]
+    assert request.sizes == [(r.num_tokens, r.num_response_tokens, r.num_ids) for r in rollouts]
     assert sent == [bytes(frame) for frame in to_frames(share)]
     assert len(sent) == 1 + FRAMES * (len(uids) - 1)
+
+
+def test_samples_of_other_sizes_than_were_told_are_refused():
+    (share,) = make_shares()
+    sizes = sizes_of(share)
+    batch = from_frames(0, 0, share.plan, [memoryview(frame) for frame in to_frames(share)])
+    check_sizes(batch, sizes)
+    for number in range(len(sizes)):
+        for place in range(3):
+            other = [list(size) for size in sizes]
+            other[number][place] += 1
+            with pytest.raises(ValueError, match=f"sample {number} has tokens"):
+                check_sizes(batch, [(a, b, c) for a, b, c in other])
+    with pytest.raises(ValueError, match="sizes for"):
+        check_sizes(batch, sizes[:-1])

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from megatron_opd.transport.messages import BadMessage
 from megatron_opd.weight_sync.broadcast import bucket_bytes
 from megatron_opd.weight_sync.broadcast_messages import decode_buckets, decode_request
 from sglang_bridge.protocol import BucketSpec
@@ -15,11 +16,11 @@ def test_bucket_bytes_refuses_unknown_dtypes():
 
 @pytest.mark.parametrize("frame", [b"", b"\x80", msgspec.msgpack.encode({"type": "Stop"})])
 def test_anything_else_is_no_request(frame: bytes):
-    with pytest.raises(msgspec.DecodeError):
+    with pytest.raises(BadMessage):
         decode_request(frame)
 
 
 @pytest.mark.parametrize("answer", [b"", msgspec.msgpack.encode([["w"]])])
 def test_anything_else_is_no_list_of_buckets(answer: bytes):
-    with pytest.raises(msgspec.DecodeError):
+    with pytest.raises(BadMessage):
         decode_buckets(answer)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_opd.models.views import View
+from megatron_opd.transport.messages import BadMessage
 from megatron_opd.weight_sync.shards_messages import Listening, Outcome, SendShards, encode
 from megatron_opd.weight_sync.shards_sender import ShardsSender, cut
 from sglang_bridge.weights.schedule import Part
@@ -48,6 +49,6 @@ def test_what_is_no_request_is_refused():
         msgspec.msgpack.encode({"type": "Stop"}),
         encode(SendShards(True))[:-1],
     ):
-        with pytest.raises(msgspec.DecodeError):
+        with pytest.raises(BadMessage):
             sender.handle(frame)
     sender.close()

@@ -66,3 +66,21 @@ def test_any_other_error_is_one_line_that_names_it():
 def test_a_description_that_cannot_be_is_a_worker_that_failed(kind: str):
     for texts, flags in (([], []), (["a"] * 4, []), (["a"] * 3, [True] * 2)):
         assert type(as_error(Failed(1, kind, texts, flags))) is WorkerFailed
+
+
+@pytest.mark.parametrize("kind", ["no rollout", "no score", "verifier"])
+@pytest.mark.parametrize("reason", ["", "\x1b[2J", "two words", "a" * 41])
+def test_a_reason_by_which_nobody_can_count_is_a_worker_that_failed(kind: str, reason: str):
+    found = as_error(Failed(1, kind, [reason, "why"], []))
+    assert type(found) is WorkerFailed
+    assert str(found).isprintable()
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+def test_texts_are_lines_on_both_ends(error: Exception):
+    hostile = failed(7, error)
+    texts = ["teacher_nan", *["\x1b[2J\nx" for _ in hostile.texts[1:]]]
+    found = as_error(Failed(7, hostile.kind, texts, hostile.flags, hostile.status))
+    assert type(found) is type(error)
+    assert str(found).isprintable()
+    assert failed(7, ScoreRejected("teacher_nan", "\ud800\n")).texts[1].isprintable()

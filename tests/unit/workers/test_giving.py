@@ -33,6 +33,8 @@ def test_garbage_is_counted_and_nothing_is_given(taking: Taking):
         [msgspec.msgpack.encode([1])],
         [msgspec.msgpack.encode(["a-1"]), b"more"],
         [b"\x91" * 100_000],
+        [msgspec.msgpack.encode(["a-1", "a-2", "a-1"])],
+        [b"\x91\xa1\xff"],  # no UTF-8
     ]
 
     async def body(givers: list[Given]) -> None:

@@ -17,29 +17,22 @@ from megatron_opd.teacher.scored import unscored
 from megatron_opd.transport.samples import EncodedSample, decode_sample, frames_of
 from megatron_opd.types import Prompt, Sample, VersionSpan
 from megatron_opd.workers.holding import Holding
-from megatron_opd.workers.messages import Generate, Judge, Score
-from megatron_opd.workers.requests import encode_request
+from megatron_opd.workers.messages import Judge, Score
 from sglang_bridge.client import Endpoint
 from sglang_bridge.errors import BadReply, ServerUnreachable
-from sglang_bridge.parse import NOTHING_KNOWN
 from sglang_bridge.protocol import RolloutRequest, ScoreReply, ScoreRequest, Selection
-from tests.support.answering import REPLY, ROLLOUT, SCORES_N, Server
+from tests.support.answering import (
+    ENDPOINT,
+    GENERATE,
+    REPLY,
+    REQUEST,
+    ROLLOUT,
+    SCORE,
+    SCORES_N,
+    Server,
+)
 from tests.support.fakes import make_prompt, make_sample
 
-ENDPOINT = Endpoint("http://host:1", None, NOTHING_KNOWN)
-REQUEST = RolloutRequest(
-    rid="r-1",
-    input_ids=np.arange(3, dtype=np.int32),
-    max_new_tokens=8,
-    temperature=0.7,
-    num_atoms=2,
-    num_draws=4,
-    record=True,
-    stop=("\n",),
-    seed=11,
-)
-GENERATE = Generate(1, ENDPOINT, encode_request(REQUEST))
-SCORE = Score(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 0, 0, 7, 512), 100)
 SPANS = (VersionSpan(3, 0, 1), VersionSpan(4, 1, 4))
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_opd.transport.messages import BadMessage
 from megatron_opd.types import HeldSample, Rollout
 from megatron_opd.workers import messages as w
 from megatron_opd.workers.pool import WorkerPool
@@ -16,14 +15,12 @@ from sglang_bridge.parse import Known
 from sglang_bridge.protocol import RolloutRequest
 from tests.support.data_workers import (
     ASK,
-    SHAPE,
     SIZE,
     URLS,
     Peer,
     drive,
     reply_to,
     sampled,
-    scored,
 )
 from tests.support.fakes import make_prompt
 
@@ -33,35 +30,6 @@ NOBODY = "http://127.0.0.1:9"
 
 def request(rid: str) -> RolloutRequest:
     return RolloutRequest(rid=rid, input_ids=[1], max_new_tokens=8, num_draws=4)
-
-
-def other(order: w.Order) -> w.Answer | None:
-    """What no healthy worker says: the answer to another question."""
-    match order:
-        case w.Judge():
-            return w.Scored(order.call, 9, SIZE, SHAPE)
-        case w.Generate() | w.Score() | w.Fetch():
-            return w.Judged(order.call, 0.5)
-        case _:
-            return None
-
-
-def test_an_answer_to_another_question_is_an_error_of_its_call():
-    async def body(pool: WorkerPool, peers: list[Peer]) -> None:
-        rollout = await sampled(pool, 0)
-        peers[0].answer = other
-        for call in (
-            sampled(pool, 1),
-            scored(pool, rollout),
-            pool.judge(rollout, None, ""),
-            pool.whole(rollout),
-        ):
-            with pytest.raises(BadMessage, match=r"data worker (0 )?answered (Judged|Scored)$"):
-                await call
-        peers[0].answer = reply_to
-        assert (await sampled(pool, 2)).key == "r-2"
-
-    drive(body)
 
 
 def test_arrays_that_nobody_waits_for_any_more_disturb_nothing():

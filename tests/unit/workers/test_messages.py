@@ -75,3 +75,11 @@ def test_what_is_nested_too_deeply_is_a_bad_message():
 
 def test_an_endpoint_does_not_show_its_key():
     assert "secret" not in repr(ORDERS)
+
+
+@pytest.mark.parametrize("message", [*ORDERS, *ANSWERS], ids=lambda m: type(m).__name__)
+def test_a_field_that_nobody_reads_is_refused(message: w.Order | w.Answer):
+    tree = msgspec.msgpack.decode(w.encode(message)) | {"more": 1}
+    for decode in (w.decode_order, w.decode_answer):
+        with pytest.raises(BadMessage):
+            decode(msgspec.msgpack.encode(tree))

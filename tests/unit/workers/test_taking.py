@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from megatron_opd.transport.keys import RankKeys, RunKeys
+from megatron_opd.transport.samples import FRAMES
 from megatron_opd.workers import taking as taking_module
 from megatron_opd.workers.taking import TRIES, CannotTake, Taking
 from tests.support.cutting_proxy import CuttingProxy
-from tests.support.giving import LIMIT_S, SOON_S, A, B, Given, drive, take
+from tests.support.giving import LIMIT_S, SOON_S, A, B, Given, drive, frames_with, take
 from tests.support.wire import KEYS
 
 
@@ -43,8 +44,11 @@ def test_what_is_not_held_is_told_at_once_and_confuses_no_later_share(taking: Ta
             with pytest.raises(CannotTake, match=f"^{a} does not hold sample {missing}$"):
                 await take(taking, {a: [missing, "a-1", "a-3"], b: ["b-1"]})
             assert time.monotonic() - began_s < SOON_S
-            givers[0].held["a-1"] = [b"newer"]
-            assert await take(taking, {a: ["a-1"], b: ["b-1"]}) == {"a-1": [b"newer"], **B}
+            givers[0].held["a-1"] = frames_with(b"newer")
+            assert await take(taking, {a: ["a-1"], b: ["b-1"]}) == {
+                "a-1": frames_with(b"newer"),
+                **B,
+            }
 
     drive(body, A, B)
 
@@ -161,7 +165,7 @@ def test_a_connection_that_breaks_too_often_in_a_row_is_one_error(
 
 def test_a_connection_may_break_more_often_while_samples_come(taking: Taking):
     size, many = 20_000, 3 * TRIES
-    held = {f"k-{number:02}": [bytes(size)] for number in range(many)}
+    held = {f"k-{number:02}": frames_with(bytes(size)) for number in range(many)}
 
     async def body(givers: list[Given]) -> None:
         # each connection carries one sample and a half
@@ -236,10 +240,28 @@ def test_a_sample_that_is_too_large_is_not_taken(monkeypatch: pytest.MonkeyPatch
     drive(body, A)
 
 
-def test_a_sample_that_was_not_asked_for_is_not_taken(taking: Taking):
+@pytest.mark.parametrize("number", [0, 1, FRAMES - 1, FRAMES + 1])
+def test_a_sample_of_more_or_fewer_frames_is_none(taking: Taking, number: int):
     async def body(givers: list[Given]) -> None:
-        givers[0].giving._answer = lambda key: [b"a-2", *A["a-2"]]
-        with pytest.raises(CannotTake, match="does not hold sample a-2"):
-            await take(taking, {givers[0].address: ["a-1"]})
+        with pytest.raises(CannotTake, match=r"does not hold sample x$"):
+            await take(taking, {givers[0].address: ["x"]})
+        assert await take(taking, {givers[0].address: ["a-1"]}) == {"a-1": A["a-1"]}
 
-    drive(body, A)
+    drive(body, {"x": [b"frame"] * number, **A})
+
+
+@pytest.mark.parametrize("given", ["b-1", "a-9"], ids=["another worker's", "nobody's"])
+def test_a_worker_that_gives_what_it_was_not_asked_for_gives_none(taking: Taking, given: str):
+    async def body(givers: list[Given]) -> None:
+        a, b = givers
+        answer = a.giving._answer
+        a.giving._answer = lambda key: [given.encode(), *answer(key)[1:]]
+        with pytest.raises(CannotTake, match=f"does not hold sample {given}$"):
+            await take(taking, {a.address: ["a-1"], b.address: ["b-1"]})
+        a.giving._answer = answer
+        assert await take(taking, {a.address: ["a-1"], b.address: ["b-1"]}) == {
+            "a-1": A["a-1"],
+            **B,
+        }
+
+    drive(body, A, B)

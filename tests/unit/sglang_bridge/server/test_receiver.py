@@ -165,6 +165,10 @@ def test_a_whole_piece_may_come_along_another_dimension():
 
 BAD: dict[str, tuple[Any, str]] = {
     "unknown tensor": (changed((0, 1, 0, 0), "c"), "this rank holds no c$"),
+    "a tensor of control characters": (
+        changed((0, 1, 0, 0), "\x1b[2J"),
+        r"this rank holds no \\x1b\[2J$",
+    ),
     "a row twice": (changed((1, 1, 0), ["a", 0, 10, 2]), r"a: \[8:12\] of dimension 0 is not fil"),
     "a slice twice": ([*GOOD, GOOD[2]], r"b: \[3:7\] of dimension 1 is not filled exactly once"),
     "a row missing": (changed((0, 1, 0), ["a", 0, 8, 2]), r"a: \[8:12\] .* up to 10 it is"),

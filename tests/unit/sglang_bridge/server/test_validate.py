@@ -26,6 +26,17 @@ def test_bad_score_requests_are_refused(start: int, lengths: list, ids: list, me
         validate.check_score_params(params, num_input=7, vocab_size=20)
 
 
+@pytest.mark.parametrize("start", [None, 0.0, float("inf"), float("nan"), "0"])
+def test_a_first_row_that_is_no_whole_number_is_refused(start: object):
+    params = dict(compat.custom_params(score_request(0, [1], [1])))
+    params[wire.SCORE_START] = start
+    with pytest.raises(ValueError, match=f"{wire.SCORE_START} must be a whole number, got"):
+        validate.check_score_params(params, num_input=7, vocab_size=20)
+    del params[wire.SCORE_START]
+    with pytest.raises(ValueError, match=f"{wire.SCORE_START} must be a whole number, got None"):
+        validate.check_score_params(params, num_input=7, vocab_size=20)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
