@@ -48,6 +48,7 @@ STUDIES = (
     "security",
     "data_path",
     "data_workers",
+    "handing_out",
     "narrow",
     "watched_demo",
     "bring",

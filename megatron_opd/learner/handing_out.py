@@ -22,7 +22,7 @@ def share_header(header: Buffer, world: World) -> Buffer:
     """Return the head's frame on every rank of its model copy. header: read on the head alone."""
     if world.parallel.world_size == world.parallel.dp:
         return header
-    (found,) = _broadcast([header], world, world.model_group)
+    (found,) = broadcast([header], world, world.model_group)
     return found
 
 
@@ -35,13 +35,13 @@ def deal(parts: Sequence[Sequence[Buffer]], world: World) -> list[Buffer]:
     for stage, group in enumerate(world.stage_groups):
         if not world.is_head and stage != world.pp_rank:
             continue
-        found = _broadcast(parts[stage] if parts else [], world, group)
+        found = broadcast(parts[stage] if parts else [], world, group)
         if stage == world.pp_rank:
             mine = found
     return mine
 
 
-def _broadcast(frames: Sequence[Buffer], world: World, group: Any) -> list[Buffer]:
+def broadcast(frames: Sequence[Buffer], world: World, group: Any) -> list[Buffer]:
     """Return the head's frames on every rank of a group: their number, their sizes, all bytes."""
     if dist.get_world_size(group) == 1:
         return list(frames)
