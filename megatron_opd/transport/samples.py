@@ -3,9 +3,9 @@
 A sample is encoded once, when it is scored, as four frames, since ranks differ in what they read:
 tokens, the draw cache, routed experts and their weights (transport/parts.py).
 Numbers are packed (sglang_bridge/arrays.py): ids in as few bytes as the largest needs, weights of
-plain draws as counts, log-probs in two bytes but for the path's, which enter the importance ratios
-of whole responses. What a sample does not have (a teacher's log-probs where none is asked, the
-sampler's of ids that the teacher chose) is not sent.
+plain draws as counts, other weights and log-probs in two bytes, but for the path's log-probs, which
+enter the importance ratios of whole responses. What a sample does not have (a teacher's log-probs
+where none is asked, the sampler's of ids that the teacher chose) is not sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_opd.types import (
     SampleInputs,
     VersionSpan,
 )
-from sglang_bridge.arrays import pack, pack_logp, pack_weights, unpack
+from sglang_bridge.arrays import narrow_weights, pack, pack_logp, unpack
 from sglang_bridge.columns import DrawColumns, arrays_of, dtypes
 from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import DrawCache
@@ -87,7 +87,7 @@ def encode_sample(sample: Sample, num_draws: int = 0) -> Frames:
     check_sample(sample)
     rollout, draws = sample.rollout, sample.rollout.draws
     recorded = {name: pack(column) for name, column in arrays_of(draws, DrawColumns).items()}
-    recorded["weight_N"] = pack_weights(draws.weight_N, num_draws)
+    recorded["weight_N"] = narrow_weights(draws.weight_N, num_draws)
     if np.isnan(draws.sampler_logp_N).any():  # the teacher chose the ids: known on the path alone
         del recorded["sampler_logp_N"]
     else:

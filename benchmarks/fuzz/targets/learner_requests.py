@@ -147,7 +147,7 @@ FLOATS = (float("nan"), float("inf"), -float("inf"), 0.0, -1.0, 1e30, 5.0)
 
 def damaged_array(rng: Random, packed: bytes) -> bytes:
     """One number of a packed array, its length or its order, or its bytes."""
-    kind = "<f4" if packed[:2] in (b"f4", b"q2", b"h1") else "<i4"
+    kind = "<f4" if packed[:2] in (b"f4", b"q2", b"h1", b"w2") else "<i4"
     values = arrays.unpack(packed, kind).copy()
     edit = rng.choice(("set", "set", "set", "cut", "double", "swap", "bytes"))
     if edit == "bytes" or not len(values):
