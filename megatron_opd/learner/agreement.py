@@ -35,8 +35,7 @@ def agree(refused: ValueError | None, lacks: bool, world: World) -> bool:
 def _words(refused: ValueError | None, first: int, world: World) -> str:
     """Return what rank `first` says, on every rank. Collective over the world."""
     said = b"" if refused is None else one_line(str(refused), 1000).encode()[:WORDS_BYTES]
-    words = torch.zeros(WORDS_BYTES, dtype=torch.uint8)
-    words[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else words[:0]
+    words = torch.frombuffer(bytearray(said.ljust(WORDS_BYTES, b"\0")), dtype=torch.uint8)
     if world.size > 1:
         words = words.to(world.device)
         dist.broadcast(words, src=first)
