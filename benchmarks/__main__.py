@@ -49,6 +49,7 @@ STUDIES = (
     "data_path",
     "data_workers",
     "many_engines",
+    "handing_out",
     "narrow",
     "watched_demo",
     "bring",

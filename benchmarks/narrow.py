@@ -10,6 +10,8 @@ to the format alone. bias: mean difference of a response's loss, and of its deri
 random directions of all logits; z: in standard errors of that mean. bias_of_noise: in standard
 deviations of the estimate itself. variance_change: of the variance over responses, relative.
 
+Where a support has atoms, their weights are narrowed with the log-probs, in two_bytes and one_byte.
+
 A format is harmless when no |z| exceeds 4 (16 figures of a fair one exceed it once in 1,000 runs)
 and no variance changes by more than 1e-3. `failed` unless two_bytes is, and the controls are not:
 one_byte, and two bytes in equal steps of -log p. float32 itself is no zero: it rounds log-probs
@@ -28,10 +30,10 @@ import torch
 
 from benchmarks.variance.caches import Drawn, draw_caches, evaluate_caches
 from benchmarks.variance.exact import Split
-from sglang_bridge.arrays import pack_logp, unpack
+from sglang_bridge.arrays import LEAST_NARROW, narrow_weights, pack_logp, unpack
 
 VOCAB, TOKENS, DIRECTIONS = 512, 256, 3
-SPLITS = (Split(0, 16), Split(0, 64))
+SPLITS = (Split(0, 16), Split(0, 64), Split(16, 48), Split(16, 0))
 MOST_Z, MOST_VARIANCE = 4.0, 1e-3
 CONTROLS = ("one_byte", "equal_steps")
 
@@ -56,6 +58,24 @@ FORMATS: dict[str, Format] = {
     "bfloat16": lambda logp_N: logp_N.bfloat16().float(),
     "equal_steps": lambda logp_N: steps(logp_N, 2**16 - 1),
     "one_byte": lambda logp_N: steps(logp_N, 2**8 - 1),
+}
+
+
+def weights_in_two_bytes(weight_N: torch.Tensor, draws: int) -> torch.Tensor:
+    """Return weights after a journey to the learner."""
+    return torch.from_numpy(unpack(narrow_weights(weight_N.numpy(), draws), "<f4").copy())
+
+
+def weights_in_one_byte(weight_N: torch.Tensor, draws: int) -> torch.Tensor:
+    """Return weights whose logs are rounded to one of 255 equal steps; 0 stays 0."""
+    log_N = weight_N.clamp(min=LEAST_NARROW).log()
+    return torch.where(weight_N > 0, steps(log_N, 2**8 - 1).exp(), 0.0)
+
+
+# Of the log-probs' format; float32 elsewhere.
+WEIGHTS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "two_bytes": weights_in_two_bytes,
+    "one_byte": weights_in_one_byte,
 }
 
 
@@ -86,11 +106,17 @@ def figures_of(
     return [float(loss.detach()), *(change_KN @ slope_N.double()).tolist()]
 
 
-def narrowed(drawn: Drawn, narrow: Format) -> Drawn:
-    """Return the cache with the sampler's log-probs narrowed, but for those of the path."""
-    logp_N = narrow(drawn.sampler_logp_N).clone()
+def narrowed(drawn: Drawn, name: str, split: Split) -> Drawn:
+    """Return the cache in a format: the sampler's log-probs, but for the path's, and the weights.
+
+    Weights of plain draws are counts, and exact in every format.
+    """
+    logp_N = FORMATS[name](drawn.sampler_logp_N).clone()
     logp_N[drawn.path_T] = drawn.sampler_logp_N[drawn.path_T]
-    return replace(drawn, sampler_logp_N=logp_N)
+    weight_N = drawn.weight_N
+    if split.atoms and name in WEIGHTS:
+        weight_N = WEIGHTS[name](weight_N, split.draws)
+    return replace(drawn, sampler_logp_N=logp_N, weight_N=weight_N)
 
 
 def measure_split(split: Split, responses: int, seed: int) -> dict[str, dict[str, Any]]:
@@ -108,10 +134,15 @@ def measure_split(split: Split, responses: int, seed: int) -> dict[str, dict[str
         found["oracle"].append(figures_of(exact, now_TV, teacher_TV[at], along_KTV))
         for name, narrow in FORMATS.items():
             scores_N = narrow(teacher_TV[at].float())
-            cache = narrowed(drawn, narrow)
+            cache = narrowed(drawn, name, split)
             found[name].append(figures_of(cache, now_TV, scores_N, along_KTV))
     oracle_RF = np.array(found.pop("oracle"))
     return {name: compared(np.array(rows), oracle_RF) for name, rows in found.items()}
+
+
+def name_of(split: Split) -> str:
+    """Return what a support's entry is called."""
+    return f"atoms_{split.atoms}_{split.draws}" if split.atoms else f"mc_{split.draws}"
 
 
 def compared(found_RF: np.ndarray, oracle_RF: np.ndarray) -> dict[str, Any]:
@@ -139,7 +170,7 @@ def measure(options: Sequence[str] = ()) -> dict[str, Any]:
     parser.add_argument("--seed", type=int, default=5)
     given = parser.parse_args(list(options))
     entries = {
-        f"mc_{split.draws}": measure_split(split, given.responses, given.seed + split.draws)
+        name_of(split): measure_split(split, given.responses, given.seed + split.draws)
         for split in SPLITS
     }
     sound = all(

@@ -63,7 +63,8 @@ def shares(estimator: Estimator, cache: Cache, micro: DistilMicro) -> dict[str, 
     pull_N = pull_of(estimator, cache)
     ratio_N = (cache.student_logp_N - cache.sampler_logp_N).double().exp()
     weighs_N = cache.weight_N > 0
-    fresh_N = micro.fresh_T[cache.row_N]
+    read = micro.loss_input
+    fresh_N = read.fresh_T[cache.row_N]
     on_path_N = torch.zeros_like(weighs_N)
     on_path_N[cache.path_T] = True
 
@@ -95,7 +96,7 @@ def shares(estimator: Estimator, cache: Cache, micro: DistilMicro) -> dict[str, 
         "top": [
             {
                 "ratio": float(ratio_N[n]),
-                "token_id": int(micro.id_N[n]),
+                "token_id": int(read.id_N[n]),
                 "weight": float(cache.weight_N[n]),
                 "sampler_logp": float(cache.sampler_logp_N[n]),
                 "student_logp": float(cache.student_logp_N[n]),

@@ -54,13 +54,12 @@ class LossColumns(DrawColumns[Float32s], GroupColumns[Float64s]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankBatch(LossColumns[FloatArray, DoubleArray]):
-    """Holds one data-parallel rank's samples as columns.
+class RankInputs(GroupColumns[DoubleArray]):
+    """Holds what every rank reads of its share: the model's inputs, and what groups decide.
 
     update: 0-based; version: the learner's when it trains. ids_S: prompt and response tokens.
-    prompt_B, response_B: how many of them. count_T: cached ids of the token. ids_N: rising inside a
-    row. path_T: index into N of the id that continued the path. version_T: weights that sampled it.
-    experts_XLk, gates_XLk: those of types.Rollout, of all samples; None where they have none.
+    prompt_B, response_B: how many of them. experts_XLk, gates_XLk: those of types.Rollout, of all
+    samples, in the layers of this rank; None where they have none, or this rank reads none.
     """
 
     update: int
@@ -69,22 +68,8 @@ class RankBatch(LossColumns[FloatArray, DoubleArray]):
     ids_S: IntArray
     prompt_B: OffsetArray
     response_B: OffsetArray
-    count_T: OffsetArray
-    path_T: OffsetArray
-    version_T: IntArray
-    ids_N: IntArray
     experts_XLk: ExpertArray | None = None
     gates_XLk: GateArray | None = None
-
-    def lengths(self) -> dict[str, int]:
-        """Return the length of every axis, as prompt_B, response_B and count_T say it."""
-        tokens = int(self.response_B.sum())
-        return {
-            "B": len(self.prompt_B),
-            "T": tokens,
-            "N": int(self.count_T.sum()),
-            "S": int(self.prompt_B.sum()) + tokens,
-        }
 
     def experts_of(self, samples: Sequence[int]) -> ExpertArray | None:
         """Return the routed experts of these samples, end to end."""
@@ -104,5 +89,20 @@ class RankBatch(LossColumns[FloatArray, DoubleArray]):
         return np.concatenate([np.arange(start_B[b], end_B[b]) for b in samples])
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankBatch(RankInputs, LossColumns[FloatArray, DoubleArray]):
+    """Holds one data-parallel rank's samples as columns, those of the draw cache too.
+
+    Of a pipeline's ranks only the last stage's have one: the others compute no loss. count_T:
+    cached ids of the token. ids_N: rising inside a row. path_T: index into N of the id that
+    continued the path. version_T: weights that sampled it.
+    """
+
+    count_T: OffsetArray
+    path_T: OffsetArray
+    version_T: IntArray
+    ids_N: IntArray
+
+
 COLUMNS = dtypes(RankBatch)
-"""Names and types of all columns, in the order of the wire's frames."""
+"""Names and types of all columns."""

@@ -130,6 +130,16 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class SampleInputs:
+    """Holds what a learner's model computes with: the fields of a sample's rollout."""
+
+    token_ids_P: IntArray
+    response_ids_T: IntArray
+    experts_XLk: ExpertArray | None = None
+    gates_XLk: GateArray | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """Holds a scored rollout.
 

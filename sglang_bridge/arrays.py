@@ -3,9 +3,9 @@
 Whole numbers take the fewest bytes that hold the largest of them. Log-probs take two bytes each:
 the root of -logp in equal steps, so that those of likely ids, near 0, keep their relative
 precision. (In equal steps of -logp all of a peaked distribution's become 0, which biases importance
-ratios: benchmarks/narrow.py measures both.) Weights of plain draws are counts of hits, and exact.
-`unpack` knows by the first bytes what it reads, and gives the numbers back in the type that is
-asked for.
+ratios: benchmarks/narrow.py measures both.) Weights of plain draws are counts of hits, and exact;
+to the learner others travel as their logs do, in two bytes. `unpack` knows by the first bytes what
+it reads, and gives the numbers back in the type that is asked for.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from sglang_bridge.protocol import MAX_DRAWS
 HEADER_BYTES = 4
 # whole numbers: of one and two bytes; of three (all low two bytes, then all high ones); any int32
 U1, U2, U3, I4 = b"u1\0\0", b"u2\0\0", b"u3\0\0", b"i4\0\0"
-# floating-point numbers: as they are; -scale * code^2, scale before the codes; hits / draws
-F4, Q2, H1 = b"f4\0\0", b"q2\0\0", b"h1"
+# floating-point numbers: as they are; -scale * code^2, scale before the codes; hits / draws;
+# exp of what Q2 would hold, and 0 for the highest code
+F4, Q2, H1, W2 = b"f4\0\0", b"q2\0\0", b"h1", b"w2\0\0"
 CODES = 2**16 - 1
 """Code of the lowest log-prob of an array of Q2."""
 LOWEST = -128.0
@@ -31,6 +32,8 @@ MAX_ERROR = 1.01 * -LOWEST / CODES
 MAX_SCALE = float(np.float32(-LOWEST / CODES**2))
 LEAST_SCALE = 1e-30
 """Below it float32 cannot divide by a scale."""
+LEAST_NARROW = 1e-37
+"""Weight below which an array of weights stays F4, so that none above 0 is read as 0."""
 LOGP_SLACK = 1e-4
 """Rounding may leave the log of a probability of 1 this far above 0."""
 
@@ -80,6 +83,27 @@ def pack_weights(weight_N: np.ndarray, num_draws: int) -> bytes:
     return pack(weight_N)
 
 
+def narrow_weights(weight_N: np.ndarray, num_draws: int) -> bytes:
+    """Returns weights as pack_weights does, but in two bytes each where they are no counts.
+
+    Their logs are rounded as log-probs are; 0 stays 0, and no other weight becomes 0.
+    """
+    exact = pack_weights(weight_N, num_draws)
+    above_N = weight_N > 0
+    fits = above_N | (weight_N == 0)
+    if not exact.startswith(F4) or not fits.all() or not above_N.any():
+        return exact
+    if weight_N[above_N].min() < LEAST_NARROW or weight_N.max() > 1 + LOGP_SLACK:
+        return exact
+    log_N = np.minimum(np.log(weight_N, where=above_N, out=np.zeros_like(weight_N)), 0)
+    scale = np.float32(-float(log_N.min()) / (CODES - 1) ** 2)
+    codes = np.zeros(len(weight_N), dtype="<u2")
+    if scale >= LEAST_SCALE:
+        codes = np.minimum(np.rint(np.sqrt(log_N * np.float32(-1 / scale))), CODES - 1)
+    codes = np.where(above_N, codes, CODES).astype("<u2")
+    return b"".join([W2, scale.astype("<f4").tobytes(), codes.tobytes()])
+
+
 def unpack(raw: Any, dtype: str) -> np.ndarray:
     """Returns the one-dimensional array that was packed, in a type that holds its numbers.
 
@@ -119,15 +143,16 @@ def _floats(raw: bytes | bytearray | memoryview) -> np.ndarray:
     if code == F4:
         _count(size, 4)
         return np.frombuffer(raw, "<f4", offset=HEADER_BYTES)
-    if code == Q2:
+    if code in (Q2, W2):
         _count(size - 4, 2)
         (scale,) = np.frombuffer(raw, "<f4", 1, offset=HEADER_BYTES)
         if not 0 <= scale <= MAX_SCALE:
             raise ValueError(f"log-probs of scale {scale:g}, expected 0 to {MAX_SCALE:g}")
-        root = np.frombuffer(raw, "<u2", offset=HEADER_BYTES + 4).astype(np.float32)
+        codes = np.frombuffer(raw, "<u2", offset=HEADER_BYTES + 4)
+        root = codes.astype(np.float32)
         root *= root
         root *= -scale
-        return root
+        return root if code == Q2 else np.where(codes == CODES, np.float32(0), np.exp(root))
     if code[:2] == H1 and size >= 0 and code[3] == 0 and 1 <= code[2] <= MAX_DRAWS:
         hits = np.frombuffer(raw, "<u1", offset=HEADER_BYTES)
         if len(hits) and int(hits.max()) > code[2]:

@@ -11,11 +11,35 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_opd.columns import RankBatch
+from megatron_opd.columns import RankBatch, RankInputs
 from sglang_bridge.columns import arrays_of
 
 # unknown where the teacher chose the ids; where no teacher is asked
 MAY_BE_NAN = ("sampler_logp_N", "teacher_logp_N")
+
+
+def check_inputs(batch: RankInputs, *, vocab_size: int, num_experts: int) -> None:
+    """Raise ValueError naming the column when these cannot be inputs of this model."""
+    samples = len(batch.prompt_B)
+    planned = sorted(index for mini in batch.plan for micro in mini for index in micro)
+    if planned != list(range(samples)):
+        raise ValueError(f"plan must name each of {samples} samples once, got {len(planned)}")
+    if batch.update < 0 or batch.version < 0:
+        raise ValueError(f"update and version must be >= 0, got {batch.update}, {batch.version}")
+    # none exceeds what it is a length in: sums of larger ones could wrap around to the right one
+    for name in ("prompt_B", "response_B"):
+        _within(name, getattr(batch, name), 1, len(batch.ids_S))
+    _within("ids_S", batch.ids_S, 0, vocab_size - 1)
+    if batch.experts_XLk is not None:
+        _within("experts_XLk", batch.experts_XLk, 0, num_experts - 1)
+    if batch.gates_XLk is not None:
+        _finite("gates_XLk", batch.gates_XLk.reshape(-1))
+        _not_negative("gates_XLk", batch.gates_XLk)
+    for name, column in arrays_of(batch, RankInputs).items():
+        if column.dtype.kind == "f":
+            _finite(name, column)
+    for name in ("reward_weight_B", "teacher_weight_B"):
+        _not_negative(name, getattr(batch, name))
 
 
 def check_batch(batch: RankBatch, *, vocab_size: int, num_experts: int, sampled: bool) -> None:
@@ -24,17 +48,9 @@ def check_batch(batch: RankBatch, *, vocab_size: int, num_experts: int, sampled:
     sampled: the cached ids are the sampler's, so each has its log-prob; where the teacher chose
     them, NaN stands for an unknown log-prob.
     """
-    samples = len(batch.prompt_B)
-    planned = sorted(index for mini in batch.plan for micro in mini for index in micro)
-    if planned != list(range(samples)):
-        raise ValueError(f"plan must name each of {samples} samples once, got {len(planned)}")
-    if batch.update < 0 or batch.version < 0:
-        raise ValueError(f"update and version must be >= 0, got {batch.update}, {batch.version}")
-    # none exceeds what it is a length in: sums of larger ones could wrap around to the right one
-    for name, whole in (("prompt_B", "ids_S"), ("response_B", "ids_S"), ("count_T", "ids_N")):
-        _within(name, getattr(batch, name), 1, len(getattr(batch, whole)))
-    for name in ("ids_S", "ids_N"):
-        _within(name, getattr(batch, name), 0, vocab_size - 1)
+    check_inputs(batch, vocab_size=vocab_size, num_experts=num_experts)
+    _within("count_T", batch.count_T, 1, len(batch.ids_N))
+    _within("ids_N", batch.ids_N, 0, vocab_size - 1)
     _within("version_T", batch.version_T, 0, batch.version)
     ends_T = np.cumsum(batch.count_T)
     outside = (batch.path_T < ends_T - batch.count_T) | (batch.path_T >= ends_T)
@@ -49,19 +65,11 @@ def check_batch(batch: RankBatch, *, vocab_size: int, num_experts: int, sampled:
     rises[ends_T[:-1] - 1] = True  # from one row to the next
     if not rises.all():
         raise ValueError(f"column ids_N must rise inside a row, value {rises.argmin() + 1}")
-    if batch.experts_XLk is not None:
-        _within("experts_XLk", batch.experts_XLk, 0, num_experts - 1)
-    if batch.gates_XLk is not None:
-        _finite("gates_XLk", batch.gates_XLk.reshape(-1))
-        if (batch.gates_XLk < 0).any():
-            raise ValueError(f"column gates_XLk must be >= 0, got {batch.gates_XLk.min()}")
     for name, column in arrays_of(batch, RankBatch).items():
         if column.dtype.kind == "f" and name not in MAY_BE_NAN:
             _finite(name, column)
     _finite("sampler_logp_N", batch.sampler_logp_N if sampled else _path(batch))
-    for name in ("weight_N", "reward_weight_B", "teacher_weight_B"):
-        if (getattr(batch, name) < 0).any():
-            raise ValueError(f"column {name} must be >= 0, got {getattr(batch, name).min()}")
+    _not_negative("weight_N", batch.weight_N)
 
 
 def _response_ids(batch: RankBatch) -> npt.NDArray[Any]:
@@ -87,3 +95,8 @@ def _finite(name: str, values: npt.NDArray[Any]) -> None:
         raise ValueError(
             f"column {name} must be finite, value {np.isfinite(values).argmin()} is not"
         )
+
+
+def _not_negative(name: str, values: npt.NDArray[Any]) -> None:
+    if (values < 0).any():
+        raise ValueError(f"column {name} must be >= 0, got {values.min()}")

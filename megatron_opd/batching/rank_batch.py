@@ -7,13 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from megatron_opd.batching.advantages import no_groups
-from megatron_opd.columns import COLUMNS, DoubleArray, GroupColumns, RankBatch, RankPlan
-from megatron_opd.types import Sample
+from megatron_opd.columns import (
+    COLUMNS,
+    DoubleArray,
+    GroupColumns,
+    RankBatch,
+    RankInputs,
+    RankPlan,
+)
+from megatron_opd.types import Rollout, Sample, SampleInputs
 from sglang_bridge.columns import DrawColumns, arrays_of, axis_of, dtypes
+
+ColumnsT = TypeVar("ColumnsT", bound=RankInputs)
 
 
 def rank_batch(
@@ -33,52 +43,87 @@ def rank_batch(
     rollouts = [sample.rollout for sample in samples]
     draws = [rollout.draws for rollout in rollouts]
     starts = np.cumsum([0, *(d.num_ids for d in draws)])[:-1]
-    recorded = {
+    inputs = [inputs_of(rollout) for rollout in rollouts]
+    columns: dict[str, Any] = vars(rank_inputs(update, version, inputs, plan, groups)) | {
         name: np.concatenate([arrays_of(d, DrawColumns)[name] for d in draws])
         for name in dtypes(DrawColumns)
     }
     batch = RankBatch(
-        update=update,
-        version=version,
-        plan=plan,
-        ids_S=np.concatenate(
-            [ids for r in rollouts for ids in (r.prompt.token_ids_P, r.response_ids_T)]
-        ),
-        prompt_B=np.array([len(r.prompt.token_ids_P) for r in rollouts]),
-        response_B=np.array([r.num_response_tokens for r in rollouts]),
+        **columns,
         count_T=np.concatenate([np.diff(d.offsets_T1) for d in draws]),
         path_T=np.concatenate([d.path_T + s for d, s in zip(draws, starts, strict=True)]),
         version_T=np.concatenate([r.versions_T() for r in rollouts]),
         ids_N=np.concatenate([d.ids_N for d in draws]),
         teacher_logp_N=np.concatenate([sample.teacher_logp_N for sample in samples]),
-        experts_XLk=_of_inputs(samples, "experts_XLk", "routed experts"),
-        gates_XLk=_of_inputs(samples, "gates_XLk", "gate weights"),
-        **recorded,
+    )
+    return _typed(batch)
+
+
+def rank_inputs(
+    update: int,
+    version: int,
+    samples: Sequence[SampleInputs],
+    plan: RankPlan,
+    groups: GroupColumns[DoubleArray],
+) -> RankInputs:
+    """Return the columns of `samples` without their caches. ValueError: routing disagrees."""
+    inputs = RankInputs(
+        update=update,
+        version=version,
+        plan=plan,
+        ids_S=np.concatenate([ids for s in samples for ids in (s.token_ids_P, s.response_ids_T)]),
+        prompt_B=np.array([len(s.token_ids_P) for s in samples]),
+        response_B=np.array([len(s.response_ids_T) for s in samples]),
+        experts_XLk=_joined([s.experts_XLk for s in samples], "routed experts"),
+        gates_XLk=_joined([s.gates_XLk for s in samples], "gate weights"),
         **arrays_of(groups, GroupColumns),
     )
-    columns = arrays_of(batch, RankBatch)
+    return _typed(inputs)
+
+
+def _typed(batch: ColumnsT) -> ColumnsT:
+    """Return the columns with their declared types."""
+    columns = arrays_of(batch, type(batch))
     return replace(
         batch,
-        **{name: np.ascontiguousarray(columns[name], dtype) for name, dtype in COLUMNS.items()},
+        **{name: np.ascontiguousarray(columns[name], COLUMNS[name]) for name in columns},
     )
 
 
-def _of_inputs(samples: Sequence[Sample], name: str, what: str) -> np.ndarray | None:
-    """Join what rollouts hold of their inputs under `name`.
+def _joined(found: Sequence[np.ndarray | None], what: str) -> np.ndarray | None:
+    """Join what samples hold of their inputs.
 
     ValueError: only some samples have it, or it is of another kind.
     """
-    found = [getattr(sample.rollout, name) for sample in samples]
-    arrays: list[np.ndarray] = [array for array in found if array is not None]
+    arrays = [array for array in found if array is not None]
     if not arrays:
         return None
     kinds = {(array.dtype, array.shape[1:]) for array in arrays}
-    if len(arrays) < len(samples) or len(kinds) > 1:
+    if len(arrays) < len(found) or len(kinds) > 1:
         raise ValueError(
             f"the samples of a batch must all carry {what} of one model, or none of them: "
-            f"got {len(arrays)} of {len(samples)}, {len(kinds)} kinds"
+            f"got {len(arrays)} of {len(found)}, {len(kinds)} kinds"
         )
     return np.ascontiguousarray(np.concatenate(arrays))
+
+
+def inputs_of(rollout: Rollout) -> SampleInputs:
+    """Return what the model computes with."""
+    prompt_ids_P, response_ids_T = rollout.prompt.token_ids_P, rollout.response_ids_T
+    return SampleInputs(prompt_ids_P, response_ids_T, rollout.experts_XLk, rollout.gates_XLk)
+
+
+def check_inputs(uid: int, inputs: SampleInputs) -> None:
+    """Raise ValueError when a sample's routing does not fit its tokens. uid: names it."""
+    experts_XLk, gates_XLk = inputs.experts_XLk, inputs.gates_XLk
+    count = len(inputs.token_ids_P) + len(inputs.response_ids_T) - 1
+    if experts_XLk is not None and len(experts_XLk) != count:
+        raise ValueError(
+            f"sample {uid}: experts_XLk must have length {count}, got {len(experts_XLk)}"
+        )
+    if gates_XLk is not None and (experts_XLk is None or gates_XLk.shape != experts_XLk.shape):
+        shape = None if experts_XLk is None else experts_XLk.shape
+        raise ValueError(f"sample {uid}: gates_XLk must have shape {shape}, got {gates_XLk.shape}")
 
 
 def check_sample(sample: Sample) -> None:
@@ -100,12 +145,4 @@ def check_sample(sample: Sample) -> None:
     for name, (found, needed) in lengths.items():
         if found != needed:
             raise ValueError(f"sample {uid}: {name} must have length {needed}, got {found}")
-    experts_XLk, inputs = rollout.experts_XLk, rollout.num_tokens - 1
-    if experts_XLk is not None and len(experts_XLk) != inputs:
-        raise ValueError(
-            f"sample {uid}: experts_XLk must have length {inputs}, got {len(experts_XLk)}"
-        )
-    gates_XLk = rollout.gates_XLk
-    if gates_XLk is not None and (experts_XLk is None or gates_XLk.shape != experts_XLk.shape):
-        shape = None if experts_XLk is None else experts_XLk.shape
-        raise ValueError(f"sample {uid}: gates_XLk must have shape {shape}, got {gates_XLk.shape}")
+    check_inputs(uid, inputs_of(rollout))

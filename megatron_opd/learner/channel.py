@@ -16,11 +16,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from megatron_opd.learner.handing_out import share_header
 from megatron_opd.transport.gate import guard_socket, show_keys
 from megatron_opd.transport.keys import FILE_VARIABLE, KEYS_FILE, RankKeys
 from megatron_opd.transport.messages import (
@@ -30,7 +29,6 @@ from megatron_opd.transport.messages import (
     Refused,
     Reply,
     Request,
-    Train,
     Welcome,
     decode_request,
     encode,
@@ -73,22 +71,13 @@ def end_process(reason: str) -> None:
     os._exit(EXIT_LOST)
 
 
-Collect = Callable[[Train, list[memoryview]], list[memoryview]]
-
-
-def nothing_elsewhere(request: Train, frames: list[memoryview]) -> list[memoryview]:
-    """Refuse a share of which data workers hold a part. BadMessage."""
-    raise BadMessage(f"update {request.update}: nothing takes samples from data workers here")
-
-
 class Channel:
     """Opens one DEALER socket to `address`.
 
     keys: asked for this rank's part of the run's keys, which may not be there yet. max_bytes: the
     largest frame that is accepted. first_s: how long to wait for the controller to appear; it may
     be started after the learner. on_lost: called from a thread once a controller that welcomed us
-    is out of reach. collect: returns the frames of a share of which data workers hold a part; none
-    if it is not to be had.
+    is out of reach.
     """
 
     def __init__(
@@ -99,9 +88,7 @@ class Channel:
         first_s: float,
         max_bytes: int,
         on_lost: Callable[[str], None] = end_process,
-        collect: Collect = nothing_elsewhere,
     ) -> None:
-        self._collect = collect
         self.address, self._keys, self._first_s = address, keys, first_s
         self._on_lost = on_lost
         self._context = zmq.Context()
@@ -168,23 +155,15 @@ class Channel:
         self.reply(Failed(rank, one_line(f"{kind}{error}", 1000), final))
 
     def receive(self, world: World) -> tuple[Request, list[memoryview]]:
-        """Return the next request and its raw frames, on every rank of the model copy.
+        """Return the next request, on every rank of the model copy; on its head the raw frames too.
 
         BadMessage.
         """
-        frames = self._collected(self._receive_frames()) if world.is_head else []
-        frames = share_frames(frames, world)
-        request = decode_request(frames[0])
+        header, *frames = self._receive_frames() if world.is_head else [memoryview(b"")]
+        request = decode_request(share_header(header, world))
         if isinstance(request, Welcome | Refused):
             raise BadMessage(f"the controller sent {type(request).__name__} in the middle of a run")
-        return request, frames[1:]
-
-    def _collected(self, frames: list[memoryview]) -> list[memoryview]:
-        """Return the frames of a request, with samples that data workers hold."""
-        request = decode_request(frames[0])
-        if isinstance(request, Train) and request.parts:
-            return [frames[0], *self._collect(request, frames[1:])]
-        return frames
+        return request, frames
 
     def leave(self) -> None:
         """Stop watching: from now on the controller may end."""
@@ -257,20 +236,3 @@ class Channel:
     def _say(self, line: str) -> None:
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
-
-
-def share_frames(frames: list[memoryview], world: World) -> list[memoryview]:
-    """Send the head's frames to every rank of its model copy: two broadcasts of raw bytes."""
-    if world.parallel.world_size == world.parallel.dp:
-        return frames
-    head, group = world.head, world.model_group
-    count = torch.tensor([len(frames)], dtype=torch.int64)
-    dist.broadcast(count, src=head, group=group)
-    sizes = torch.tensor([frame.nbytes for frame in frames] or [0] * int(count), dtype=torch.int64)
-    dist.broadcast(sizes, src=head, group=group)
-    if world.is_head:
-        blob = torch.frombuffer(bytearray().join(frames), dtype=torch.uint8)
-    else:
-        blob = torch.empty(int(sizes.sum()), dtype=torch.uint8)
-    dist.broadcast(blob, src=head, group=group)
-    return [part.numpy().data for part in blob.split(sizes.tolist())]

@@ -17,7 +17,7 @@ from megatron_opd.learner.micro_batch import DistilMicro, SftMicro
 from megatron_opd.learner.student_logp import StudentLogp
 from megatron_opd.learner.totals import Totals
 from megatron_opd.learner.world import World
-from megatron_opd.losses.cache import Cache
+from megatron_opd.losses.cache import Cache, Unscored
 from megatron_opd.losses.objective import evaluate
 from megatron_opd.losses.ratios import ratio_histogram
 
@@ -55,18 +55,20 @@ def distil_loss(
     drew from. measure_mismatch: whether the weights are still those of the batch's version, and the
     sampler kept the whole vocabulary, so that learner and sampler can be compared.
     """
-    scored = head(out_1s, micro.rows, micro.draws.row_N, micro.id_N, temperature)
+    read = micro.loss_input
+    draws = read.draws
+    scored = head(out_1s, micro.rows, draws.row_N, read.id_N, temperature)
     student_N = scored.logp_N
     result = evaluate(estimator, micro.cache(student_N, wants_prox(estimator)))
     with torch.no_grad():
         by_weight = estimator.support.owner == "student"
-        weight_N = micro.draws.weight_N if by_weight else torch.zeros_like(micro.draws.weight_N)
+        weight_N = draws.weight_N if by_weight else torch.zeros_like(draws.weight_N)
         if not by_weight:
-            weight_N[micro.draws.path_T] = 1.0
+            weight_N[draws.path_T] = 1.0
         used_N = weight_N > 0
-        log_ratio_N = (student_N - micro.draws.sampler_logp_N)[used_N]
-        compared_T = micro.fresh_T & measure_mismatch
-        gap_T = _path_gap(student_N[micro.draws.path_T], micro, compared_T)
+        log_ratio_N = (student_N - draws.sampler_logp_N)[used_N]
+        compared_T = read.fresh_T & measure_mismatch
+        gap_T = _path_gap(student_N[draws.path_T], draws, compared_T)
         entropy = {}
         if scored.entropy_T is not None:
             entropy = {"entropy": scored.entropy_T.sum(), "entropy_tokens": len(scored.entropy_T)}
@@ -88,12 +90,19 @@ def distil_loss(
     return result.loss_sum, totals
 
 
-def _path_gap(
-    path_logp_T: torch.Tensor, micro: DistilMicro, compared_T: torch.Tensor
-) -> torch.Tensor:
+def _path_gap(path_logp_T: torch.Tensor, draws: Unscored, compared_T: torch.Tensor) -> torch.Tensor:
     """Return [T] |p_learner - p_sampler| of the path tokens; 0 where not to be compared."""
-    sampler_T = micro.draws.sampler_logp_N[micro.draws.path_T]
+    sampler_T = draws.sampler_logp_N[draws.path_T]
     return (path_logp_T.exp() - sampler_T.exp()).abs().masked_fill(~compared_T, 0)
+
+
+def _path_of(
+    out_1s: torch.Tensor, micro: DistilMicro, head: StudentLogp, temperature: float
+) -> torch.Tensor:
+    """Return [T], the log-probs of the path tokens."""
+    path_T, id_N = micro.loss_input.draws.path_T, micro.loss_input.id_N
+    row_T = torch.arange(len(path_T), device=out_1s.device)
+    return head(out_1s, micro.rows, row_T, id_N[path_T], temperature).logp_N
 
 
 def mismatch_totals(
@@ -106,12 +115,12 @@ def mismatch_totals(
     """Measure the mismatch alone, as distil_loss does, in a forward pass without gradient."""
 
     def measure(out_1s: torch.Tensor, micro: DistilMicro) -> tuple[torch.Tensor, Totals]:
-        row_T = torch.arange(len(micro.draws.path_T), device=out_1s.device)
-        logp_T = head(out_1s, micro.rows, row_T, micro.id_N[micro.draws.path_T], temperature).logp_N
-        gap_T = _path_gap(logp_T.detach(), micro, micro.fresh_T)
+        logp_T = _path_of(out_1s, micro, head, temperature)
+        read = micro.loss_input
+        gap_T = _path_gap(logp_T.detach(), read.draws, read.fresh_T)
         totals = Totals.of(
             out_1s.device,
-            sums={"count": 1, "mismatch": gap_T.sum(), "mismatch_tokens": micro.fresh_T.sum()},
+            sums={"count": 1, "mismatch": gap_T.sum(), "mismatch_tokens": read.fresh_T.sum()},
             maxima={"mismatch": gap_T.max()},
         )
         return logp_T.sum(dtype=torch.float64), totals
@@ -133,8 +142,7 @@ def path_logp(
     found: list[torch.Tensor] = []
 
     def collect(out_1s: torch.Tensor, micro: DistilMicro) -> tuple[torch.Tensor, Totals]:
-        row_T = torch.arange(len(micro.draws.path_T), device=out_1s.device)
-        logp_T = head(out_1s, micro.rows, row_T, micro.id_N[micro.draws.path_T], temperature).logp_N
+        logp_T = _path_of(out_1s, micro, head, temperature)
         found.append(logp_T.detach())
         return logp_T.sum(dtype=torch.float64), Totals.of(out_1s.device, sums={"count": 1})
 
@@ -161,9 +169,9 @@ def collect_caches(
     caches: list[Cache] = []
 
     def collect(out_1s: torch.Tensor, micro: DistilMicro) -> tuple[torch.Tensor, Totals]:
-        logp_N = head(
-            out_1s, micro.rows, micro.draws.row_N, micro.id_N, temperature
-        ).logp_N.detach()
+        read = micro.loss_input
+        scored = head(out_1s, micro.rows, read.draws.row_N, read.id_N, temperature)
+        logp_N = scored.logp_N.detach()
         caches.append(micro.cache(logp_N, prox_is_student=False))
         return logp_N.sum(dtype=torch.float64), Totals.of(logp_N.device, sums={"count": 1})
 

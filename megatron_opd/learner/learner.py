@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megatron_opd.checkpoint.convert import load_weights, source_of
 from megatron_opd.checkpoint.export import export_hf
-from megatron_opd.columns import RankBatch
+from megatron_opd.columns import RankInputs
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.balancing import Balancing
@@ -49,7 +49,7 @@ from megatron_opd.learner.student_logp import make_student_logp
 from megatron_opd.learner.totals import Mismatch, Totals
 from megatron_opd.learner.world import World, init_world
 from megatron_opd.losses.reduction import count_of
-from megatron_opd.losses.weights import counted
+from megatron_opd.losses.weights import read_by_any
 from megatron_opd.models.gather import FullTensors
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.planning.flops import PEAK_BF16_TFLOPS, Work, mfu, train_flops
@@ -122,7 +122,7 @@ class MegatronLearner:
 
     def train(
         self,
-        batch: RankBatch,
+        batch: RankInputs,
         estimator: Estimator,
         temperature: float,
         *,
@@ -130,6 +130,7 @@ class MegatronLearner:
     ) -> UpdateMetrics:
         """Make one learner update: `batch.plan`'s mini-batches, an optimizer step each.
 
+        batch: a RankBatch on ranks of the last stage; see reading.py for who has what.
         temperature: the sampler's. truncated_sampler: it renormalises over a part of the vocabulary
         (top_p < 1), so that its probabilities are no measure of the learner's; the mismatch is not
         measured then. NotFinite: see there.
@@ -148,8 +149,7 @@ class MegatronLearner:
         for index, mini in enumerate(minis):
             with self._device_mode:
                 micros = passes.with_m2_limits(mini)
-            kind, parts = estimator.reduction, [micro.draws for micro in micros]
-            count = sum(count_of(kind, *counted(estimator, part)) for part in parts)
+            count = _count_of_mini(batch, index, estimator)
             loss = partial(
                 distil_loss,
                 head=self.head,
@@ -163,7 +163,7 @@ class MegatronLearner:
         metrics = self._metrics(batch.update, lr, steps, samples, wants_prox(estimator), free)
         return self._with_speed(metrics, batch)
 
-    def score(self, batch: RankBatch, temperature: float, *, replay: Replay) -> Scores:
+    def score(self, batch: RankInputs, temperature: float, *, replay: Replay) -> Scores:
         """Return the log-prob of every sampled token, as `train` on this batch computes them.
 
         That is without learning, and the whole batch as one mini-batch. Collective; the same on
@@ -265,7 +265,7 @@ class MegatronLearner:
         dist.all_reduce(count)
         return int(count)
 
-    def _with_speed(self, metrics: UpdateMetrics, batch: RankBatch) -> UpdateMetrics:
+    def _with_speed(self, metrics: UpdateMetrics, batch: RankInputs) -> UpdateMetrics:
         """Add the update's model FLOPs (planning/flops.py) over the time of its optimizer steps.
 
         Other forward passes (learner/passes.py) count neither as FLOPs nor as time.
@@ -349,3 +349,11 @@ class MegatronLearner:
             optimizer_s=sum(step.optimizer_s for step in steps),
             peak_rss_bytes=self._peak_rss_bytes(),
         )
+
+
+def _count_of_mini(batch: RankInputs, mini: int, estimator: Estimator) -> int:
+    """Return this rank's part of what the loss of a mini-batch is divided by."""
+    samples = [index for micro in batch.plan[mini] for index in micro]
+    read_B: Any = read_by_any(estimator, batch)[samples]
+    tokens = int(batch.response_B[samples][read_B].sum())
+    return count_of(estimator.reduction, tokens, int(read_B.sum()))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_opd.columns import LossColumns, RankBatch
+from megatron_opd.columns import LossColumns, RankBatch, RankInputs
 from megatron_opd.learner.layout import PackLayout, Rows
 from megatron_opd.learner.routing import Routing
 from megatron_opd.losses.cache import Cache, Unscored
@@ -28,19 +28,42 @@ class SftMicro:
 
 
 @dataclass(frozen=True)
-class DistilMicro:
-    """Holds a micro-batch of distillation.
+class MicroCache:
+    """Holds what the loss reads of a micro-batch.
 
-    id_N: int64, the cached ids. fresh_T: sampled by the current version. draws: what the loss reads
-    of the batch. prox_logp_N, m2_limits: see losses.cache.Cache; filled in by learner/passes.py.
+    id_N: int64, the cached ids. fresh_T: sampled by the current version. draws: the columns.
     """
 
-    rows: Rows
     id_N: torch.Tensor
     fresh_T: torch.Tensor
     draws: Unscored
+
+
+class CacheElsewhere(RuntimeError):
+    """Reports that a draw cache is read on a rank that was sent none."""
+
+
+@dataclass(frozen=True)
+class DistilMicro:
+    """Holds a micro-batch of distillation.
+
+    held: None on ranks that compute no loss, which are sent no draw cache. prox_logp_N, m2_limits:
+    see losses.cache.Cache; filled in by learner/passes.py.
+    """
+
+    rows: Rows
+    held: MicroCache | None
     prox_logp_N: torch.Tensor | None = None
     m2_limits: tuple[torch.Tensor | None, ...] | None = None
+
+    @property
+    def loss_input(self) -> MicroCache:
+        """Returns what the loss reads. CacheElsewhere: it is not here."""
+        if self.held is None:
+            raise CacheElsewhere(
+                "this rank holds no draw cache: ranks of the last pipeline stage alone do"
+            )
+        return self.held
 
     def cache(self, student_logp_N: torch.Tensor, prox_is_student: bool) -> Cache:
         """Return the cache with the student's log-probs now.
@@ -50,7 +73,7 @@ class DistilMicro:
         prox_N = self.prox_logp_N
         if prox_N is None and prox_is_student:
             prox_N = student_logp_N.detach()
-        return self.draws.scored(student_logp_N, prox_N, self.m2_limits)
+        return self.loss_input.draws.scored(student_logp_N, prox_N, self.m2_limits)
 
 
 def sft_micro(
@@ -63,53 +86,61 @@ def sft_micro(
 
 
 def distil_micros(
-    batch: RankBatch, mini: int, layout: PackLayout, routing: Routing | None = None
+    batch: RankInputs, mini: int, layout: PackLayout, routing: Routing | None = None
 ) -> list[DistilMicro]:
     """Make the micro-batches of one mini-batch of this rank, in plan order.
 
-    ValueError: see Routing.micro.
+    Without a draw cache where the batch has none. routing: has checked the batch.
     """
-    device = layout.device
     token_end = np.cumsum(batch.prompt_B + batch.response_B)
-    t_end = np.cumsum(batch.response_B)
-    n_end_T = np.cumsum(batch.count_T)
     micros: list[DistilMicro] = []
     for samples in batch.plan[mini]:
-        prompts, responses, t_parts, n_parts, path_parts = [], [], [], [], []
-        n_before = 0
+        prompts, responses = [], []
         for b in samples:
             prompt, response = int(batch.prompt_B[b]), int(batch.response_B[b])
             ids = batch.ids_S[token_end[b] - prompt - response : token_end[b]]
             prompts.append(ids[:prompt])
             responses.append(ids[prompt:])
-            t = np.arange(t_end[b] - response, t_end[b])
-            first, last = int(n_end_T[t[0]] - batch.count_T[t[0]]), int(n_end_T[t[-1]])
-            t_parts.append(t)
-            n_parts.append(np.arange(first, last))
-            path_parts.append(batch.path_T[t] - first + n_before)
-            n_before += last - first
-        t_index, n_index = np.concatenate(t_parts), np.concatenate(n_parts)
-        lengths = [len(response) for response in responses]
         rows = layout.pack(prompts, responses)
         if routing is not None:
             rows.packing.routing = routing.micro(
                 batch.experts_of(samples), batch.gates_of(samples), rows.source_s
             )
-        index = {"B": samples, "T": t_index, "N": n_index}
-        columns = {
-            name: _tensor(column[index[axis_of(name)]], device)
-            for name, column in arrays_of(batch, LossColumns).items()
-        }
-        draws = Unscored(
-            **columns,
-            row_N=_tensor(np.repeat(np.arange(len(t_index)), batch.count_T[t_index]), device),
-            path_T=_tensor(np.concatenate(path_parts), device),
-            sample_T=_tensor(np.repeat(np.arange(len(samples)), lengths), device),
-        )
-        fresh_T = _tensor(batch.version_T[t_index] == batch.version, device)
-        id_N = _tensor(batch.ids_N[n_index].astype(np.int64), device)
-        micros.append(DistilMicro(rows, id_N, fresh_T, draws))
+        held = None
+        if isinstance(batch, RankBatch):
+            held = _micro_cache(batch, samples, layout.device)
+        micros.append(DistilMicro(rows, held))
     return micros
+
+
+def _micro_cache(batch: RankBatch, samples: Sequence[int], device: torch.device) -> MicroCache:
+    t_end = np.cumsum(batch.response_B)
+    n_end_T = np.cumsum(batch.count_T)
+    t_parts, n_parts, path_parts = [], [], []
+    n_before = 0
+    for b in samples:
+        t = np.arange(t_end[b] - batch.response_B[b], t_end[b])
+        first, last = int(n_end_T[t[0]] - batch.count_T[t[0]]), int(n_end_T[t[-1]])
+        t_parts.append(t)
+        n_parts.append(np.arange(first, last))
+        path_parts.append(batch.path_T[t] - first + n_before)
+        n_before += last - first
+    t_index, n_index = np.concatenate(t_parts), np.concatenate(n_parts)
+    lengths = [len(t) for t in t_parts]
+    index = {"B": samples, "T": t_index, "N": n_index}
+    columns = {
+        name: _tensor(column[index[axis_of(name)]], device)
+        for name, column in arrays_of(batch, LossColumns).items()
+    }
+    draws = Unscored(
+        **columns,
+        row_N=_tensor(np.repeat(np.arange(len(t_index)), batch.count_T[t_index]), device),
+        path_T=_tensor(np.concatenate(path_parts), device),
+        sample_T=_tensor(np.repeat(np.arange(len(samples)), lengths), device),
+    )
+    fresh_T = _tensor(batch.version_T[t_index] == batch.version, device)
+    id_N = _tensor(batch.ids_N[n_index].astype(np.int64), device)
+    return MicroCache(id_N, fresh_T, draws)
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

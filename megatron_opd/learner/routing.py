@@ -29,6 +29,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_opd.columns import RankInputs
 from megatron_opd.config.learner import LearnerConfig, RoutingReplay, RoutingWeights
 from megatron_opd.learner.gates import with_sampled_gates
 from megatron_opd.learner.routing_checks import check_experts, check_gates, check_replay
@@ -146,7 +147,7 @@ def _weigh(replay: LayerReplay, router: Any, args: Any, found: tuple[Any, Any]) 
 
 @dataclass(frozen=True)
 class Routing:
-    """Replays over a model's chunks. layers: indices into L of this rank's."""
+    """Replays over a model's chunks. layers: indices into L of this rank's, rising."""
 
     mode: RoutingReplay
     weights: RoutingWeights
@@ -183,6 +184,7 @@ class Routing:
                 if weights == "sampler":
                     router.register_forward_hook(partial(_weigh, replay))
                 layers.append(layer)
+        assert layers == sorted(layers), layers
         tp = world.parallel.tp
         return cls(mode, weights, spec, tuple(layers), world.device, tp, world.tp_rank)
 
@@ -191,36 +193,49 @@ class Routing:
     ) -> MicroRouting:
         """Return the routing of a micro-batch, whose positions hold inputs source_s (layout.Rows).
 
-        experts_XLk, gates_XLk: of its samples; read in the mode `rollout` alone, the second with
-        the sampler's weights alone. ValueError: missing, of another shape, no k distinct experts of
-        the model, or no weights of a model that normalises them so.
+        experts_XLk, gates_XLk: of its samples, in this rank's layers; read in the mode `rollout`
+        alone, the second with the sampler's weights alone. `check` has seen them.
         """
         per_rank = len(source_s) // self.tp
         source_m = source_s[self.tp_rank * per_rank : (self.tp_rank + 1) * per_rank]
         real_m = torch.as_tensor(source_m >= 0).to(self.device)
-        if self.mode == "current":
+        if self.mode == "current" or not self.layers:
             return MicroRouting({}, real_m)
+        assert experts_XLk is not None
+        given = self._by_layer(experts_XLk, source_m, np.dtype(np.int16))
+        if self.weights == "learner":
+            return MicroRouting(given, real_m)
+        assert gates_XLk is not None
+        gates = self._by_layer(gates_XLk, source_m, np.dtype(np.float32))
+        return MicroRouting(given, real_m, gates=gates)
+
+    def check(self, batch: RankInputs) -> None:
+        """Raise ValueError unless the batch holds what this rank's layers replay.
+
+        That is k distinct experts of the model in each layer, and with the sampler's weights those
+        of a model that normalises them so.
+        """
+        if self.mode == "current" or not self.layers:
+            return
+        experts_XLk, gates_XLk = batch.experts_XLk, batch.gates_XLk
         if experts_XLk is None:
             raise ValueError(
                 "learner.routing_replay is rollout, but the samples carry no routed experts"
             )
-        check_experts(self.spec, experts_XLk)
-        given = self._by_layer(experts_XLk, source_m, np.dtype(np.int16))
+        check_experts(self.spec, len(self.layers), experts_XLk)
         if self.weights == "learner":
-            return MicroRouting(given, real_m)
+            return
         if gates_XLk is None:
             raise ValueError(
                 "learner.routing_weights is sampler, but the samples carry no gate weights"
             )
         check_gates(self.spec, gates_XLk, experts_XLk)
-        gates = self._by_layer(gates_XLk, source_m, np.dtype(np.float32))
-        return MicroRouting(given, real_m, gates=gates)
 
     def _by_layer(
         self, values_XLk: np.ndarray, source_m: np.ndarray, dtype: np.dtype[Any]
     ) -> dict[int, torch.Tensor]:
         """Return what this rank's layers hold of its positions, -1 where there is no input."""
-        found_mLk = values_XLk[source_m][:, list(self.layers)].astype(dtype)
+        found_mLk = values_XLk[source_m].astype(dtype)
         found_mLk[source_m < 0] = -1
         found = torch.as_tensor(found_mLk).to(self.device)
         return {layer: found[:, i] for i, layer in enumerate(self.layers)}

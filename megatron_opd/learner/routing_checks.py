@@ -42,9 +42,9 @@ def check_replay(mode: RoutingReplay, spec: ModelSpec, settings: Any) -> None:
             )
 
 
-def check_experts(spec: ModelSpec, experts_XLk: ExpertArray) -> None:
-    """Raise ValueError unless every token has k distinct experts of this model in every layer."""
-    shape = (sum(spec.moe_layers), spec.experts_per_token)
+def check_experts(spec: ModelSpec, layers: int, experts_XLk: ExpertArray) -> None:
+    """Raise ValueError unless every token has k distinct experts of this model in these layers."""
+    shape = (layers, spec.experts_per_token)
     if experts_XLk.shape[1:] != shape:
         raise ValueError(
             f"routed experts must be {shape[0]} layers of {shape[1]} experts a token, "

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_opd.columns import RankBatch
+from megatron_opd.columns import RankInputs
 from megatron_opd.learner.world import World
 from megatron_opd.types import FloatArray
 
 
-def whole_batch(found: Sequence[torch.Tensor], batch: RankBatch, world: World) -> FloatArray:
+def whole_batch(found: Sequence[torch.Tensor], batch: RankInputs, world: World) -> FloatArray:
     """Return float32 [T]: the shares of all data-parallel ranks, each in its samples' order.
 
     found: [T] of each micro-batch of this rank's share, in the plan's order; read on the ranks that
@@ -37,7 +37,7 @@ def whole_batch(found: Sequence[torch.Tensor], batch: RankBatch, world: World) -
     return whole_T.cpu().numpy()
 
 
-def share_order(batch: RankBatch) -> np.ndarray:
+def share_order(batch: RankInputs) -> np.ndarray:
     """Return int64 [T]: where each token of the micro-batches, end to end, stands in its share."""
     end_B = np.cumsum(batch.response_B)
     samples = [index for micro in batch.plan[0] for index in micro]

@@ -8,12 +8,9 @@ import traceback
 from pathlib import Path
 
 import msgspec
-import torch
 import torch.distributed as dist
 
-from megatron_opd.batching.checks import check_batch
 from megatron_opd.checkpoint.run_lock import Claim
-from megatron_opd.columns import RankBatch
 from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import Channel, ControllerLost, NotWelcome
@@ -22,14 +19,10 @@ from megatron_opd.learner.determinism import deterministic
 from megatron_opd.learner.learner import MegatronLearner, NotFinite
 from megatron_opd.learner.memory import UpdateMemory
 from megatron_opd.learner.model import DTYPES
+from megatron_opd.learner.reading import Collect, ShareReader
 from megatron_opd.learner.state.state import LearnerState
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.transport.frames import (
-    MIN_FRAME_BYTES,
-    check_sizes,
-    from_frames,
-    largest_frame_bytes,
-)
+from megatron_opd.transport.frames import MIN_FRAME_BYTES, largest_frame_bytes
 from megatron_opd.transport.keys import RankKeys, rank_keys
 from megatron_opd.transport.messages import (
     DigestPieces,
@@ -70,15 +63,9 @@ def serve(config: Config, address: str) -> int:
         return rank_keys(config.run.dir)
 
     collector = Collector(keys, max_bytes, config.learner.timeout_s)
-    channel = Channel(
-        address,
-        keys,
-        first_s=config.learner.timeout_s,
-        max_bytes=max_bytes,
-        collect=collector.frames,
-    )
+    channel = Channel(address, keys, first_s=config.learner.timeout_s, max_bytes=max_bytes)
     try:
-        RankServer(config, channel).run()
+        RankServer(config, channel, collector.frames).run()
     except (NotWelcome, ControllerLost) as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_BAD_INPUT if isinstance(error, NotWelcome) else EXIT_FAILED
@@ -110,9 +97,9 @@ def _largest_frame(config: Config) -> int:
 
 
 class RankServer:
-    """Executes requests on all ranks; rank 0 answers."""
+    """Executes requests on all ranks; rank 0 answers. collect: see ShareReader."""
 
-    def __init__(self, config: Config, channel: Channel) -> None:
+    def __init__(self, config: Config, channel: Channel, collect: Collect) -> None:
         self.config, self.channel = config, channel
         self.estimator = config.estimator
         settings = deterministic(config.learner) if config.run.deterministic else config.learner
@@ -129,6 +116,8 @@ class RankServer:
             config.learner.dtype,
             config.learner.timeout_s,
         )
+        sampled = self.estimator.support.owner == "student"
+        self.shares = ShareReader(self.learner, sampled=sampled, collect=collect)
         self.claim: Claim | None = None
         self.memory = UpdateMemory(
             self.learner.model, self.learner.optimizer, self.learner.world.device
@@ -171,34 +160,15 @@ class RankServer:
         if self.claim is not None:
             self.claim.check()
 
-    def _checked(self, batch: RankBatch) -> RankBatch:
-        spec = self.learner.spec
-        check_batch(
-            batch,
-            vocab_size=spec.vocab_size,
-            num_experts=spec.num_experts,
-            sampled=self.estimator.support.owner == "student",
-        )
-        return batch
-
-    def _anyone_lacks(self, frames: list[memoryview]) -> bool:
-        """Return whether some model copy has no columns; every rank of the world asks."""
-        lacks = torch.tensor([not frames], dtype=torch.int32, device=self.learner.world.device)
-        dist.all_reduce(lacks)
-        return bool(lacks.item())
-
     def handle(self, request: Request, frames: list[memoryview]) -> Result:
-        """Execute one request on this rank."""
+        """Execute one request on this rank. frames: the raw ones, on heads alone."""
         match request:
             case Train():
-                if request.parts and self._anyone_lacks(frames):
+                began_s = time.process_time()
+                batch = self.shares.read(request, frames)
+                if batch is None:
                     return Missing()
                 self.memory.onload()
-                began_s = time.process_time()
-                update, version, plan = request.update, request.version, request.plan
-                batch = self._checked(from_frames(update, version, plan, frames))
-                if request.parts:
-                    check_sizes(batch, request.sizes)
                 metrics = self.learner.train(
                     batch,
                     self.estimator,
@@ -209,7 +179,8 @@ class RankServer:
                     return metrics
                 return msgspec.structs.replace(metrics, cpu_s=time.process_time() - began_s)
             case Score():
-                batch = self._checked(from_frames(0, request.version, request.plan, frames))
+                batch = self.shares.read(request, frames)
+                assert batch is not None, "its frames come with it"
                 return self.learner.score(
                     batch, self.config.rollout.temperature, replay=request.replay
                 )

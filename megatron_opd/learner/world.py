@@ -6,6 +6,7 @@ Ranks = tp * cp * pp * dp, see config/learner.py.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,7 @@ class World:
 
     data_rank: which samples it sees, of parallel.dp. model_group: gloo group of the tp * cp * pp
     ranks that see the same samples; head: the first of them, which talks to the controller.
+    stage_groups: gloo groups of the head and the ranks of each of its pipeline's stages.
     kernels: what this machine's layers are made of.
     """
 
@@ -40,6 +42,7 @@ class World:
     head: int
     is_head: bool
     model_group: dist.ProcessGroup
+    stage_groups: tuple[dist.ProcessGroup, ...]
     tp_rank: int
     pp_rank: int
     cp_rank: int
@@ -123,19 +126,24 @@ def _store_of_rank_0(size: int, timeout: timedelta) -> Store:
 
 def _place(parallel: ParallelConfig, device: torch.device) -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
-    data_rank = ps.get_data_parallel_rank()
-    data_ranks = torch.zeros(size, dtype=torch.int64, device=device)
-    data_ranks[rank] = data_rank
-    dist.all_reduce(data_ranks)
-    copies: dict[int, list[int]] = {}
-    for member, index in enumerate(data_ranks.tolist()):
-        copies.setdefault(index, []).append(member)
-    # Ranks wait here for the controller's next command, for as long as a run may take.
-    groups: dict[int, Any] = {
-        index: dist.new_group(members, backend="gloo", timeout=timedelta(days=30))
-        for index, members in sorted(copies.items())
-    }
-    head = copies[data_rank][0]
+    data_rank, stage = ps.get_data_parallel_rank(), ps.get_pipeline_model_parallel_rank()
+    places = torch.zeros((size, 2), dtype=torch.int64, device=device)
+    places[rank] = torch.tensor([data_rank, stage])
+    dist.all_reduce(places)
+    copies: dict[int, dict[int, list[int]]] = {}
+    for member, (index, at) in enumerate(places.tolist()):
+        copies.setdefault(index, {}).setdefault(at, []).append(member)
+    heads = {index: min(min(members) for members in copies[index].values()) for index in copies}
+    groups: dict[int, Any] = {}
+    stage_groups: dict[int, tuple[Any, ...]] = {}
+    for index, stages in sorted(copies.items()):
+        groups[index] = _group(member for members in stages.values() for member in members)
+        stage_groups[index] = (groups[index],)
+        if parallel.pp > 1:
+            stage_groups[index] = tuple(
+                _group({heads[index], *members}) for _, members in sorted(stages.items())
+            )
+    head = heads[data_rank]
     return World(
         rank=rank,
         size=size,
@@ -146,9 +154,15 @@ def _place(parallel: ParallelConfig, device: torch.device) -> World:
         head=head,
         is_head=rank == head,
         model_group=groups[data_rank],
+        stage_groups=stage_groups[data_rank],
         tp_rank=ps.get_tensor_model_parallel_rank(),
-        pp_rank=ps.get_pipeline_model_parallel_rank(),
+        pp_rank=stage,
         cp_rank=ps.get_context_parallel_rank(),
         ep_rank=ps.get_expert_model_parallel_rank(),
         expert_tp_rank=ps.get_expert_tensor_parallel_rank() or 0,
     )
+
+
+def _group(ranks: Iterable[int]) -> Any:
+    """Make a group in which ranks wait for the controller, for as long as a run may take."""
+    return dist.new_group(sorted(ranks), backend="gloo", timeout=timedelta(days=30))

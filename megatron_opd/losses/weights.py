@@ -8,22 +8,28 @@ never asked for (NaN) can reach it. One that no term reads does not count in the
 from __future__ import annotations
 
 from functools import reduce
+from operator import or_
+from typing import Any, TypeVar
 
 import torch
 
+from megatron_opd.columns import GroupColumns
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.objective import Objective
 from megatron_opd.losses.cache import Cache, Unscored
 
+Array = TypeVar("Array", bound=Any)
+"""Stands for a numpy array, or a tensor in a loss."""
 
-def weight_of(objective: Objective, draws: Unscored) -> torch.Tensor:
+
+def weight_of(objective: Objective, groups: GroupColumns[Array]) -> Array:
     """Return float [B], what a term of this objective is multiplied with on each response."""
-    return draws.reward_weight_B if objective.reads_reward else draws.teacher_weight_B
+    return groups.reward_weight_B if objective.reads_reward else groups.teacher_weight_B
 
 
-def read_by_any(estimator: Estimator, draws: Unscored) -> torch.Tensor:
+def read_by_any(estimator: Estimator, groups: GroupColumns[Array]) -> Array:
     """Return bool [B], the responses that some term reads."""
-    return reduce(torch.logical_or, [weight_of(o, draws) > 0 for o in estimator.objectives])
+    return reduce(or_, [weight_of(o, groups) > 0 for o in estimator.objectives])
 
 
 def counted(estimator: Estimator, draws: Unscored) -> tuple[int, int]:

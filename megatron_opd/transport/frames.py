@@ -7,11 +7,18 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from megatron_opd.batching.rank_batch import rank_batch
+from megatron_opd.batching.rank_batch import rank_batch, rank_inputs
 from megatron_opd.batching.shares import Share
-from megatron_opd.columns import DoubleArray, GroupColumns, RankBatch, RankPlan
+from megatron_opd.columns import DoubleArray, GroupColumns, RankBatch, RankInputs, RankPlan
 from megatron_opd.config.schema import Config
-from megatron_opd.transport.samples import FRAMES, decode_sample, frames_of
+from megatron_opd.transport.samples import (
+    FRAMES,
+    Buffer,
+    Frames,
+    decode_inputs,
+    decode_sample,
+    frames_of,
+)
 from megatron_opd.types import HeldSample
 from sglang_bridge.columns import arrays_of, dtypes
 from sglang_bridge.errors import one_line
@@ -101,20 +108,28 @@ def check_sizes(batch: RankBatch, sizes: Sequence[tuple[int, int, int]]) -> None
             )
 
 
-def from_frames(
-    update: int, version: int, plan: RankPlan, frames: Sequence[memoryview]
-) -> RankBatch:
+def from_frames(update: int, version: int, plan: RankPlan, frames: Sequence[Buffer]) -> RankBatch:
     """Return the columns of a share. ValueError: their number or lengths do not fit."""
-    if len(frames) < 1 + FRAMES or (len(frames) - 1) % FRAMES:
-        raise ValueError(f"a share has 1 frame and {FRAMES} a sample, got {len(frames)}")
-    samples = [
-        decode_sample(number, (frames[i], frames[i + 1], frames[i + 2]))
-        for number, i in enumerate(range(1, len(frames), FRAMES))
-    ]
+    samples = [decode_sample(number, own) for number, own in enumerate(_by_sample(frames))]
     return rank_batch(update, version, samples, plan, _groups(frames[0], len(samples)))
 
 
-def _groups(frame: memoryview, samples: int) -> GroupColumns[DoubleArray]:
+def inputs_from_frames(
+    update: int, version: int, plan: RankPlan, frames: Sequence[Buffer]
+) -> RankInputs:
+    """Return a share without its draw caches, which are not read. ValueError, as from_frames."""
+    samples = [decode_inputs(number, own) for number, own in enumerate(_by_sample(frames))]
+    return rank_inputs(update, version, samples, plan, _groups(frames[0], len(samples)))
+
+
+def _by_sample(frames: Sequence[Buffer]) -> list[Frames]:
+    """Return the frames of each sample of a share."""
+    if len(frames) < 1 + FRAMES or (len(frames) - 1) % FRAMES:
+        raise ValueError(f"a share has 1 frame and {FRAMES} a sample, got {len(frames)}")
+    return [frames[i : i + FRAMES] for i in range(1, len(frames), FRAMES)]
+
+
+def _groups(frame: Buffer, samples: int) -> GroupColumns[DoubleArray]:
     try:
         found = _DECODER.decode(frame)
     except (msgspec.MsgspecError, RecursionError) as error:

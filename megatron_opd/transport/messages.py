@@ -1,7 +1,7 @@
 """Defines the records that travel between controller and learner; msgspec, never pickle.
 
-A message is one header frame (a record below, tagged with its name) and, for Train and Score, one
-raw frame per column of the RankBatch, in the order of columns.COLUMNS. Whatever arrives is read by
+A message is one header frame (a record below, tagged with its name) and, for Train and Score, the
+raw frames of a share (transport/frames.py). Whatever arrives is read by
 `decode_request` or `decode_reply`, which raise BadMessage and nothing else.
 """
 

@@ -1,10 +1,11 @@
 """Encodes a scored sample as the bytes that a learner's rank reads; checks and decodes them.
 
-A sample is encoded once, when it is scored: three frames, of which the last two hold its routing.
+A sample is encoded once, when it is scored, as four frames, since ranks differ in what they read:
+tokens, the draw cache, routed experts and their weights (transport/parts.py).
 Numbers are packed (sglang_bridge/arrays.py): ids in as few bytes as the largest needs, weights of
-plain draws as counts, log-probs in two bytes but for the path's, which enter the importance ratios
-of whole responses. What a sample does not have (a teacher's log-probs where none is asked, the
-sampler's of ids that the teacher chose) is not sent.
+plain draws as counts, other weights and log-probs in two bytes, but for the path's log-probs, which
+enter the importance ratios of whole responses. What a sample does not have (a teacher's log-probs
+where none is asked, the sampler's of ids that the teacher chose) is not sent.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from megatron_opd.batching.rank_batch import check_sample
+from megatron_opd.batching.rank_batch import check_inputs, check_sample
 from megatron_opd.config.supports import Support
 from megatron_opd.types import (
     ExpertArray,
@@ -26,30 +27,44 @@ from megatron_opd.types import (
     Prompt,
     Rollout,
     Sample,
+    SampleInputs,
     VersionSpan,
 )
-from sglang_bridge.arrays import pack, pack_logp, pack_weights, unpack
+from sglang_bridge.arrays import narrow_weights, pack, pack_logp, unpack
 from sglang_bridge.columns import DrawColumns, arrays_of, dtypes
 from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import DrawCache
 
-Frames = tuple[bytes | memoryview, ...]
-FRAMES = 3
-"""Frames of a sample: its columns, its routed experts, their weights; empty where it has none."""
+Buffer = bytes | memoryview
+Frames = Sequence[Buffer]
+FRAMES = 4
+"""Frames of a sample: its tokens, its draw cache, its routed experts, their weights.
+
+The last two are empty where it has none.
+"""
 GATE = np.dtype(np.float32)
 RECORDED = dtypes(DrawColumns)
 
 
-class Encoded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Holds a sample's columns, packed.
+class EncodedInputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Holds a sample's tokens, packed, and says what its routing is.
 
-    ids: prompt and response tokens, of which `prompt` are the prompt's. path: of each token, which
-    of its cached ids continued the path. versions: [version, stop]. path_logp: the sampler's, as
-    float32. experts: layers, experts a token, bytes of an expert's index.
+    ids: prompt and response tokens, of which `prompt` are the prompt's. experts: layers, experts a
+    token, bytes of an expert's index.
     """
 
     ids: bytes
     prompt: int
+    experts: tuple[int, int, int] | None = None
+
+
+class EncodedCache(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Holds the columns of a sample's draw cache, packed.
+
+    path: of each token, which of its cached ids continued the path. versions: [version, stop].
+    path_logp: the sampler's, as float32.
+    """
+
     versions: list[tuple[int, int]]
     count: bytes
     path: bytes
@@ -57,11 +72,11 @@ class Encoded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     path_logp: bytes
     recorded: dict[str, bytes]
     teacher_logp: bytes | None = None
-    experts: tuple[int, int, int] | None = None
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Encoded)
+_INPUTS = msgspec.msgpack.Decoder(EncodedInputs)
+_CACHES = msgspec.msgpack.Decoder(EncodedCache)
 
 
 def encode_sample(sample: Sample, num_draws: int = 0) -> Frames:
@@ -72,16 +87,18 @@ def encode_sample(sample: Sample, num_draws: int = 0) -> Frames:
     check_sample(sample)
     rollout, draws = sample.rollout, sample.rollout.draws
     recorded = {name: pack(column) for name, column in arrays_of(draws, DrawColumns).items()}
-    recorded["weight_N"] = pack_weights(draws.weight_N, num_draws)
+    recorded["weight_N"] = narrow_weights(draws.weight_N, num_draws)
     if np.isnan(draws.sampler_logp_N).any():  # the teacher chose the ids: known on the path alone
         del recorded["sampler_logp_N"]
     else:
         recorded["sampler_logp_N"] = pack_logp(draws.sampler_logp_N)
     scores_N, experts, gates = sample.teacher_logp_N, rollout.experts_XLk, rollout.gates_XLk
-    shape = None if experts is None else (*experts.shape[1:], experts.itemsize)
-    encoded = Encoded(
+    inputs = EncodedInputs(
         ids=pack(np.concatenate([rollout.prompt.token_ids_P, rollout.response_ids_T])),
         prompt=len(rollout.prompt.token_ids_P),
+        experts=None if experts is None else (*experts.shape[1:], experts.itemsize),
+    )
+    cache = EncodedCache(
         versions=[(span.version, span.stop) for span in rollout.spans],
         count=pack(np.diff(draws.offsets_T1)),
         path=pack(draws.path_T - draws.offsets_T1[:-1]),
@@ -89,10 +106,9 @@ def encode_sample(sample: Sample, num_draws: int = 0) -> Frames:
         path_logp=pack(draws.sampler_logp_N[draws.path_T]),
         recorded=recorded,
         teacher_logp=None if np.isnan(scores_N).all() else pack_logp(scores_N),
-        experts=shape,
     )
-    head = _ENCODER.encode(encoded)
-    return head, *(b"" if each is None else _raw(each) for each in (experts, gates))
+    routing = (b"" if each is None else raw(each) for each in (experts, gates))
+    return encode_inputs(inputs), _ENCODER.encode(cache), *routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,25 +136,68 @@ def frames_of(sample: Sample) -> Frames:
     return sample.frames if isinstance(sample, EncodedSample) else encode_sample(sample)
 
 
+def encode_inputs(inputs: EncodedInputs) -> bytes:
+    """Return a sample's first frame."""
+    return _ENCODER.encode(inputs)
+
+
+def read_inputs(uid: int, frame: Buffer) -> EncodedInputs:
+    """Return what a sample's first frame holds. ValueError: it is none. uid: names it."""
+    try:
+        return _INPUTS.decode(frame)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"sample {uid} cannot be read: {one_line(str(error))}") from None
+
+
+def decode_inputs(uid: int, frames: Frames) -> SampleInputs:
+    """Return a sample's tokens and routing. ValueError: these are no frames. uid: names it."""
+    found = read_inputs(uid, frames[0])
+    ids = _read(uid, "ids_S", found.ids, "<i4")
+    if not 0 < found.prompt < len(ids):
+        raise ValueError(f"sample {uid}: a prompt of {found.prompt} of {len(ids)} tokens")
+    experts = read_experts(uid, found.experts, frames[2])
+    gates = read_gates(uid, experts, frames[3])
+    inputs = SampleInputs(ids[: found.prompt], ids[found.prompt :], experts, gates)
+    check_inputs(uid, inputs)
+    return inputs
+
+
 def decode_sample(uid: int, frames: Frames) -> Sample:
     """Return the sample, without what a learner does not read. ValueError: these are no frames.
 
     uid: what errors call it. Whether its columns fit each other is check_sample's.
     """
-    head, raw_experts, raw_gates = frames
+    inputs = decode_inputs(uid, frames)
     try:
-        found = _DECODER.decode(head)
+        found = _CACHES.decode(frames[1])
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(f"sample {uid} cannot be read: {one_line(str(error))}") from None
+        raise ValueError(f"sample {uid}: no draw cache: {one_line(str(error))}") from None
+    tokens = len(inputs.response_ids_T)
+    draws = _draws(uid, found, tokens)
+    scores_N = np.full(draws.num_ids, np.nan, np.float32)
+    if found.teacher_logp is not None:
+        scores_N = _read(uid, "teacher_logp_N", found.teacher_logp, "<f4")
+    rollout = Rollout(
+        Prompt(uid, "", inputs.token_ids_P),
+        inputs.response_ids_T,
+        draws,
+        _spans(uid, found.versions, tokens),
+        "",
+        0.0,
+        0.0,
+        experts_XLk=inputs.experts_XLk,
+        gates_XLk=inputs.gates_XLk,
+    )
+    return Sample(rollout, scores_N)
+
+
+def _draws(uid: int, found: EncodedCache, tokens: int) -> DrawCache:
+    """Return the draw cache of a response. ValueError: it is of another one, or none."""
     count_T = _read(uid, "count_T", found.count, "<i4")
-    ids = _read(uid, "ids_S", found.ids, "<i4")
-    if not 0 < found.prompt < len(ids):
-        raise ValueError(f"sample {uid}: a prompt of {found.prompt} of {len(ids)} tokens")
     offsets_T1 = np.concatenate([[0], np.cumsum(count_T, dtype=np.int64)])
     cached = _read(uid, "ids_N", found.cached, "<i4")
     path_T = _read(uid, "path_T", found.path, "<i4")
     path_logp_T = _read(uid, "path_logp_T", found.path_logp, "<f4")
-    tokens = len(ids) - found.prompt
     for name, column in (("count_T", count_T), ("path_T", path_T), ("path_logp_T", path_logp_T)):
         if len(column) != tokens:
             raise ValueError(f"sample {uid}: {name} must have length {tokens}, got {len(column)}")
@@ -154,23 +213,7 @@ def decode_sample(uid: int, frames: Frames) -> Sample:
         name: _read(uid, name, raw, RECORDED[name].str) for name, raw in found.recorded.items()
     }
     recorded["sampler_logp_N"] = _sampler_logp(uid, recorded, path_N, path_logp_T, len(cached))
-    draws = DrawCache(offsets_T1=offsets_T1, ids_N=cached, path_T=path_N, **recorded)
-    scores_N = np.full(len(cached), np.nan, np.float32)
-    if found.teacher_logp is not None:
-        scores_N = _read(uid, "teacher_logp_N", found.teacher_logp, "<f4")
-    experts = _experts(uid, found.experts, raw_experts)
-    rollout = Rollout(
-        Prompt(uid, "", ids[: found.prompt]),
-        ids[found.prompt :],
-        draws,
-        _spans(uid, found.versions, tokens),
-        "",
-        0.0,
-        0.0,
-        experts_XLk=experts,
-        gates_XLk=_gates(uid, experts, raw_gates),
-    )
-    return Sample(rollout, scores_N)
+    return DrawCache(offsets_T1=offsets_T1, ids_N=cached, path_T=path_N, **recorded)
 
 
 def _read(uid: int, name: str, raw: bytes, dtype: str) -> np.ndarray:
@@ -209,35 +252,36 @@ def _spans(uid: int, versions: Sequence[tuple[int, int]], tokens: int) -> tuple[
     return tuple(VersionSpan(version, start, stop) for (version, _), (start, stop) in pairs)
 
 
-def _experts(
-    uid: int, kind: tuple[int, int, int] | None, raw: bytes | memoryview
-) -> ExpertArray | None:
-    """Return the routed experts that encode_sample wrote. ValueError: rows are incomplete."""
+def read_experts(uid: int, kind: tuple[int, int, int] | None, packed: Buffer) -> ExpertArray | None:
+    """Return the routed experts of this kind (EncodedInputs). ValueError: rows are incomplete."""
     if kind is None:
-        if len(raw):
+        if len(packed):
             raise ValueError(
-                f"sample {uid}: {len(raw)} bytes of routed experts that it does not name"
+                f"sample {uid}: {len(packed)} bytes of routed experts that it does not name"
             )
         return None
     layers, topk, itemsize = kind
     row = layers * topk * itemsize
-    if itemsize not in (1, 2) or layers < 1 or topk < 1 or len(raw) % row:
-        raise ValueError(f"sample {uid}: experts_XLk of {len(raw)} bytes cannot be of kind {kind}")
-    flat: ExpertArray = np.frombuffer(raw, dtype=np.uint8 if itemsize == 1 else np.uint16)
+    if itemsize not in (1, 2) or layers < 1 or topk < 1 or len(packed) % row:
+        raise ValueError(
+            f"sample {uid}: experts_XLk of {len(packed)} bytes cannot be of kind {kind}"
+        )
+    flat: ExpertArray = np.frombuffer(packed, dtype=np.uint8 if itemsize == 1 else np.uint16)
     return flat.reshape(-1, layers, topk)
 
 
-def _gates(uid: int, experts_XLk: ExpertArray | None, raw: bytes | memoryview) -> GateArray | None:
+def read_gates(uid: int, experts_XLk: ExpertArray | None, packed: Buffer) -> GateArray | None:
     """Return the weights of these experts. ValueError: not one for each."""
-    if not len(raw):
+    if not len(packed):
         return None
     items = 0 if experts_XLk is None else experts_XLk.size
-    if experts_XLk is None or len(raw) != items * GATE.itemsize:
+    if experts_XLk is None or len(packed) != items * GATE.itemsize:
         raise ValueError(
-            f"sample {uid}: gates_XLk of {len(raw)} bytes cannot be of {items} experts"
+            f"sample {uid}: gates_XLk of {len(packed)} bytes cannot be of {items} experts"
         )
-    return np.frombuffer(raw, dtype=GATE).reshape(experts_XLk.shape)
+    return np.frombuffer(packed, dtype=GATE).reshape(experts_XLk.shape)
 
 
-def _raw(array: ExpertArray | GateArray) -> memoryview:
+def raw(array: ExpertArray | GateArray) -> memoryview:
+    """Return the bytes of an array, its own where they lie in order."""
     return np.ascontiguousarray(array).data.cast("B")

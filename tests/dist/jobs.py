@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import distributed_c10d
 
 from megatron_opd.batching.shares import shares
+from megatron_opd.columns import RankBatch, RankInputs
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sft import SftConfig
 from megatron_opd.learner import collecting
 from megatron_opd.learner.learner import MegatronLearner
+from megatron_opd.learner.reading import stage_needs
 from megatron_opd.learner.serve import serve
 from megatron_opd.learner.sft import run_sft
 from megatron_opd.losses.vocab_parallel import gather_logp
@@ -38,9 +41,29 @@ def make_learner(model: Path, config: dict[str, Any], updates: int = 4) -> Megat
     return MegatronLearner(model, LearnerConfig.model_validate(config), updates=updates, seed=1)
 
 
-def share(batch: Batch, learner: MegatronLearner, estimator: Estimator, group_size: int = 1) -> Any:
-    """This rank's RankBatch."""
-    return shares(batch, learner.config, estimator, group_size)[learner.world.data_rank].columns()
+def share(
+    batch: Batch, learner: MegatronLearner, estimator: Estimator, group_size: int = 1
+) -> RankInputs:
+    """This rank's part of its share."""
+    cut = shares(batch, learner.config, estimator, group_size)[learner.world.data_rank]
+    return part(cut.columns(), learner)
+
+
+def part(whole: RankBatch, learner: MegatronLearner) -> RankInputs:
+    """What learner/reading.py gives this rank, without the journey that narrows log-probs."""
+    needs = stage_needs(learner)[learner.world.pp_rank]
+    columns = {field.name: getattr(whole, field.name) for field in fields(RankBatch)}
+    for name, read in (("experts_XLk", needs.layers), ("gates_XLk", needs.layers and needs.gates)):
+        whole_XLk = columns[name]
+        if not read or whole_XLk is None:
+            columns[name] = None
+        elif len(needs.layers) < needs.of_layers:
+            columns[name] = whole_XLk[:, list(needs.layers)]
+    kind = RankBatch if needs.cache else RankInputs
+    found = kind(**{field.name: columns[field.name] for field in fields(kind)})
+    if learner.routing is not None:
+        learner.routing.check(found)
+    return found
 
 
 def bitwise_equal(learner: MegatronLearner, model: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_opd.columns import RankBatch
+from megatron_opd.columns import RankInputs
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.learner.forward import run_mini_batch
 from megatron_opd.learner.learner import MegatronLearner
@@ -33,7 +33,7 @@ def logits_of(learner: MegatronLearner, micros: Sequence[DistilMicro]) -> list[t
 
 
 def recorded_experts(
-    batch: RankBatch, minis: Sequence[Sequence[DistilMicro]], layers: int
+    batch: RankInputs, minis: Sequence[Sequence[DistilMicro]], layers: int
 ) -> np.ndarray:
     """[X, L, k] uint8 of the only rank, in the samples' order."""
     inputs = (batch.prompt_B + batch.response_B - 1).tolist()

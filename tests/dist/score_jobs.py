@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_opd.batching.shares import scoring_shares
 from megatron_opd.transport.messages import Replay
 from megatron_opd.types import Batch
-from tests.dist.jobs import make_learner
+from tests.dist.jobs import make_learner, part
 
 
 def score(
@@ -22,7 +22,7 @@ def score(
     modes: list[Replay] = ["off"]
     if learner.config.replays_experts:
         modes += ["experts", "gates"] if learner.config.replays_gates else ["experts"]
-    own = cut.shares[learner.world.data_rank].columns()
+    own = part(cut.shares[learner.world.data_rank].columns(), learner)
     result = []
     for replay in modes:
         scores = learner.score(own, temperature, replay=replay)

@@ -245,6 +245,24 @@ def test_an_engine_that_never_joins_or_never_takes_its_bucket_is_told(model, tmp
     asyncio.run(main())
 
 
+def test_what_the_last_stage_refuses_ends_every_rank_with_its_reason(model, batch, tmp_path):
+    """The first stage, which speaks with the controller, is sent no cached ids."""
+    first, *others = batch.samples
+    draws = first.rollout.draws
+    ids_N = np.concatenate([draws.ids_N[:-1], [9999]]).astype(np.int32)
+    rollout = replace(first.rollout, draws=replace(draws, ids_N=ids_N))
+    broken = replace(batch, samples=(replace(first, rollout=rollout), *others))
+
+    async def body(remote: RemoteLearner) -> None:
+        await remote.wait_ready(START_S)
+        with pytest.raises(LearnerError, match=r"column ids_N must be in 0\.\.511, got"):
+            await remote.train(shares(broken, config.learner, Estimator(), 1))
+
+    config = make_config(model, pp=2)
+    codes = with_learner(config, tmp_path, body, 2)
+    assert set(codes) <= {1, EXIT_LOST}, "no rank waits for another"
+
+
 @pytest.mark.parametrize("damage", ["token id", "teacher score"])
 def test_a_rank_that_raises_ends_the_call_with_its_reason(damage, model, batch, tmp_path):
     """The damaged sample lies on the second data-parallel rank, which does not answer calls."""

@@ -91,7 +91,7 @@ def main() -> None:
     sent = from_frames(0, 0, share.plan, [memoryview(bytes(f)) for f in to_frames(share)])
     check_batch(sent, vocab_size=VOCAB, num_experts=0, sampled=True)
     (micro,) = distil_micros(sent, 0, PackLayout(torch.device("cpu")))
-    cache: Any = micro.cache(micro.draws.sampler_logp_N, prox_is_student=False).wide()
+    cache: Any = micro.cache(micro.loss_input.draws.sampler_logp_N, prox_is_student=False).wide()
     print(json.dumps({"dtype": str(cache.peak_T.dtype), "peak_T": cache.peak_T.tolist()}))  # noqa: T201
 
 

@@ -147,7 +147,7 @@ FLOATS = (float("nan"), float("inf"), -float("inf"), 0.0, -1.0, 1e30, 5.0)
 
 def damaged_array(rng: Random, packed: bytes) -> bytes:
     """One number of a packed array, its length or its order, or its bytes."""
-    kind = "<f4" if packed[:2] in (b"f4", b"q2", b"h1") else "<i4"
+    kind = "<f4" if packed[:2] in (b"f4", b"q2", b"h1", b"w2") else "<i4"
     values = arrays.unpack(packed, kind).copy()
     edit = rng.choice(("set", "set", "set", "cut", "double", "swap", "bytes"))
     if edit == "bytes" or not len(values):
@@ -166,11 +166,11 @@ def damaged_array(rng: Random, packed: bytes) -> bytes:
 
 
 def damaged_head(rng: Random, head: bytes) -> bytes:
-    """A sample's columns: one array damaged, or a node of the tree."""
+    """A sample's tokens or its draw cache: one array damaged, or a node of the tree."""
     tree = msgspec.msgpack.decode(head)
     if rng.random() < 0.3:
         return msgpack_bytes(damaged_tree([tree], most=2)(rng))
-    holder = tree["recorded"] if rng.random() < 0.4 else tree
+    holder = tree["recorded"] if "recorded" in tree and rng.random() < 0.4 else tree
     name = rng.choice([key for key, value in holder.items() if isinstance(value, bytes)])
     holder[name] = damaged_array(rng, holder[name])
     return msgspec.msgpack.encode(tree)
@@ -202,7 +202,7 @@ def make(rng: Random) -> list[bytes]:
     edit = rng.choice(("column", "column", "column", "groups", "header", "frame", "order"))
     if edit == "column":
         hit = rng.sample(range(len(rows.samples)), rng.randint(1, len(rows.samples)))
-        for place in (2 + FRAMES * number for number in hit):
+        for place in (2 + FRAMES * number + rng.randrange(2) for number in hit):
             frames[place] = damaged_head(rng, frames[place])
     elif edit == "groups":
         frames[1] = msgpack_bytes(damaged_tree([msgspec.msgpack.decode(frames[1])])(rng))

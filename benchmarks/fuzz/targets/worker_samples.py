@@ -26,7 +26,7 @@ from megatron_opd.transport.frames import (
     to_frames,
     with_samples,
 )
-from megatron_opd.transport.samples import FRAMES, decode_sample, frames_of
+from megatron_opd.transport.samples import FRAMES, decode_inputs, frames_of
 from megatron_opd.types import HeldRollout, HeldSample, Sample
 from megatron_opd.workers.taking import CannotTake, Frames, by_address, taken
 
@@ -80,9 +80,10 @@ def oracle(given: Given, found: tuple[m.Train, RankBatch]) -> str | None:
         if request.sizes[number] != (prompt + response, response, cached):
             return "a sample of another size than the controller was told"
         if address:
-            sent = decode_sample(number, (heads[key], b"", b"")) if _plain(heads[key]) else None
+            plain = _plain(heads[key])
+            sent = decode_inputs(number, [heads[key], *[b""] * (FRAMES - 1)]) if plain else None
             ids = batch.ids_S[at : at + prompt + response].tolist()
-            if sent is not None and ids[prompt:] != sent.rollout.response_ids_T.tolist():
+            if sent is not None and ids[prompt:] != sent.response_ids_T.tolist():
                 return "a sample in the place of another"
         at, token, start = at + prompt + response, token + response, start + cached
     return None

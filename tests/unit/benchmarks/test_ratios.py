@@ -8,7 +8,7 @@ import torch
 from benchmarks.ratios import ratios
 from benchmarks.ratios_rank import shares
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.learner.micro_batch import DistilMicro
+from megatron_opd.learner.micro_batch import DistilMicro, MicroCache
 from megatron_opd.losses.cache import Unscored
 
 # Two responses of two tokens and one; the first token's path id was met by no draw.
@@ -17,8 +17,7 @@ TEACHER = torch.tensor([-1.0, -2.0, -0.5, -9.0, -3.0])
 SAMPLER = torch.tensor([-5.0, -1.0, -0.7, -8.0, -2.0])
 WEIGHT = torch.tensor([0.0, 1.0, 63 / 64, 1 / 64, 1.0])
 ROWS: Any = None
-MICRO = DistilMicro(
-    rows=ROWS,
+HELD = MicroCache(
     id_N=torch.tensor([7, 9, 3, 4, 5]),
     fresh_T=torch.tensor([True, False, True]),
     draws=Unscored(
@@ -35,6 +34,7 @@ MICRO = DistilMicro(
         teacher_weight_B=torch.ones(2),
     ),
 )
+MICRO = DistilMicro(ROWS, HELD)
 
 
 def test_pull_is_weight_times_ratio_times_advantage_and_nothing_without_weight():

@@ -17,6 +17,8 @@ from sglang_bridge.arrays import (
     U1,
     U2,
     U3,
+    W2,
+    narrow_weights,
     pack,
     pack_logp,
     pack_weights,
@@ -174,3 +176,45 @@ def test_any_bytes_are_an_array_of_that_type_or_refused(code: bytes, rest: bytes
         return
     assert found.dtype == np.dtype(dtype)
     assert found.ndim == 1
+
+
+@pytest.mark.parametrize("draws", [0, 48])
+def test_weights_of_atoms_take_two_bytes(draws: int):
+    logp = -np.concatenate([RNG.exponential(3, 300), [1e-7, 0.0, 80.0]]).astype(np.float32)
+    weights = np.exp(logp)
+    weights[::7] = 0
+    raw = narrow_weights(weights, draws)
+    assert (raw[:4], len(raw)) == (W2, 8 + 2 * len(weights))
+    found = unpack(raw, "<f4")
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found == 0, weights == 0)
+    some = weights > 0
+    off = np.abs(np.log(found[some].astype(np.float64)) - np.log(weights[some].astype(np.float64)))
+    # half a step of the root, at each log; float32's own rounding beside it
+    lowest = -np.log(weights[some].min())
+    step = np.sqrt(lowest * -np.log(weights[some].astype(np.float64))) / (CODES - 1)
+    assert (off <= 1.01 * step + lowest / CODES**2 + 1e-5).all()
+    assert 1e-5 < off.max() < 2e-3
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [[], [0.0, 0.0], [0.5, np.nan], [0.5, -0.1], [0.3, 1e-38], [0.3, 1.5], [0.3, np.inf]],
+)
+def test_weights_that_two_bytes_do_not_hold_stay_as_they_are(weights: list[float]):
+    values = np.array(weights, np.float32)
+    assert narrow_weights(values, 0) == pack_weights(values, 0)
+
+
+def test_counts_stay_counts():
+    weights = np.array([0.25, 0.75, 0.0], np.float32)
+    assert narrow_weights(weights, 4) == pack_weights(weights, 4)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [W2, W2 + b"\0" * 3, W2 + b"\0" * 5, W2 + np.array([-1.0], "<f4").tobytes()],
+)
+def test_damaged_weights_are_refused(damaged: bytes):
+    with pytest.raises(ValueError, match=r"bytes are not a whole number|of scale"):
+        unpack(damaged, "<f4")

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.batching.rank_batch import check_sample
-from megatron_opd.transport.samples import EncodedSample, decode_sample, encode_sample, frames_of
+from megatron_opd.transport.samples import (
+    EncodedSample,
+    decode_inputs,
+    decode_sample,
+    encode_sample,
+    frames_of,
+)
 from megatron_opd.types import Sample
 from sglang_bridge.arrays import pack
 from tests.support.batches import make_sample
@@ -57,8 +63,8 @@ def test_encoded_twice_a_sample_is_the_same():
 
 
 def test_counts_take_a_byte_where_the_weights_are_such():
-    wide, narrow = (len(encode_sample(SAMPLE, draws)[0]) for draws in (0, 2))
-    assert wide - narrow >= 3 * SAMPLE.rollout.draws.num_ids - 8
+    wide, narrow = (len(encode_sample(SAMPLE, draws)[1]) for draws in (0, 2))
+    assert wide - narrow == SAMPLE.rollout.draws.num_ids + 4
 
 
 def test_a_sample_is_encoded_once():
@@ -77,7 +83,7 @@ def test_what_nobody_knows_is_not_sent():
     unasked = np.full(draws.num_ids, np.nan, np.float32)
     sample = Sample(chosen, unasked)
     frames = encode_sample(sample, 2)
-    assert len(frames[0]) < len(encode_sample(SAMPLE, 2)[0]) - 3 * draws.num_ids
+    assert len(frames[1]) < len(encode_sample(SAMPLE, 2)[1]) - 3 * draws.num_ids
     found = decode_sample(7, frames)
     np.testing.assert_array_equal(found.rollout.draws.sampler_logp_N, sampler)
     assert np.isnan(found.teacher_logp_N).all()
@@ -91,29 +97,29 @@ def test_routing_travels_beside_its_sample(dtype: type, weighed: bool):
     experts = np.arange(inputs * 6).reshape(inputs, 3, 2).astype(dtype)
     gates = (experts / 512).astype(np.float32) if weighed else None
     rollout = replace(SAMPLE.rollout, experts_XLk=experts, gates_XLk=gates)
-    head, *routing = encode_sample(replace(SAMPLE, rollout=rollout))
+    *head, experts_frame, gates_frame = encode_sample(replace(SAMPLE, rollout=rollout))
+    routing = [experts_frame, gates_frame]
     assert [len(each) for each in routing] == [experts.nbytes, gates.nbytes if weighed else 0]
-    found = decode_sample(7, (head, *routing)).rollout
+    found = decode_sample(7, (*head, *routing)).rollout
     np.testing.assert_array_equal(found.experts_XLk, experts)
     assert found.experts_XLk.dtype == dtype
     if weighed:
         np.testing.assert_array_equal(found.gates_XLk, gates)
         for raw in (routing[1][:-4], routing[1][:-1], bytes(routing[1]) + b"abcd"):
             with pytest.raises(ValueError, match=r"gates_XLk of \d+ bytes cannot be of \d+"):
-                decode_sample(7, (head, routing[0], raw))
+                decode_sample(7, (*head, routing[0], raw))
     with pytest.raises(ValueError, match=r"experts_XLk of \d+ bytes cannot be of kind"):
-        decode_sample(7, (head, routing[0][:-1], routing[1]))
-    short = decode_sample(7, (head, routing[0][: -6 * experts.itemsize], b""))
+        decode_sample(7, (*head, routing[0][:-1], routing[1]))
     with pytest.raises(ValueError, match="experts_XLk must have length"):
-        check_sample(short)
+        decode_sample(7, (*head, routing[0][: -6 * experts.itemsize], b""))
 
 
 def test_gates_without_experts_are_refused():
-    head, _, _ = encode_sample(SAMPLE)
+    head = encode_sample(SAMPLE)[:2]
     with pytest.raises(ValueError, match="gates_XLk of 4 bytes cannot be of 0 experts"):
-        decode_sample(7, (head, b"", b"abcd"))
+        decode_sample(7, (*head, b"", b"abcd"))
     with pytest.raises(ValueError, match="4 bytes of routed experts that it does not name"):
-        decode_sample(7, (head, b"abcd", b""))
+        decode_sample(7, (*head, b"abcd", b""))
 
 
 @pytest.mark.parametrize("name", ["weight_N", "sampler_logp_N", "path_T"])
@@ -124,7 +130,8 @@ def test_a_malformed_sample_is_named_before_it_is_sent(name: str):
         encode_sample(broken)
 
 
-HEAD = msgspec.msgpack.decode(encode_sample(SAMPLE, 2)[0])
+FIRST = encode_sample(SAMPLE, 2)
+HEAD, CACHE = (msgspec.msgpack.decode(frame) for frame in FIRST[:2])
 INTS = lambda *values: pack(np.array(values, np.int64))  # noqa: E731
 
 
@@ -137,6 +144,22 @@ INTS = lambda *values: pack(np.array(values, np.int64))  # noqa: E731
         ({"prompt": "4"}, "cannot be read"),
         ({"ids": b""}, "column ids_S: expected whole numbers"),
         ({"ids": INTS()}, "a prompt of 4 of 0 tokens"),
+        ({"experts": [0, 1, 1]}, "cannot be of kind"),
+        ({"experts": [1, 1, 4]}, "cannot be of kind"),
+        ({"experts": [-1, -1, 1]}, "cannot be of kind"),
+        ({"more": 1}, "cannot be read"),
+    ],
+)
+def test_damaged_tokens_are_refused(change: dict[str, Any], message: str):
+    for read in (decode_sample, decode_inputs):
+        with pytest.raises(ValueError, match=message) as refused:
+            read(7, (msgspec.msgpack.encode(HEAD | change), *FIRST[1:]))
+        safe(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"count": INTS(2, 2)}, "count_T must have length 5, got 2"),
         ({"count": INTS(2, 2, 2, 2, 3)}, "count_T is not that of 10 cached ids"),
         ({"count": INTS(2, 2, 2, 0, 4)}, "count_T is not that of 10 cached ids"),
@@ -150,33 +173,39 @@ INTS = lambda *values: pack(np.array(values, np.int64))  # noqa: E731
         ({"versions": [[0, 5], [1, 5]]}, "versions must cover 5 tokens"),
         ({"versions": [[-1, 5]]}, r"versions must be in 0\.\."),
         ({"versions": [[2**40, 5]]}, r"versions must be in 0\.\."),
-        ({"versions": [["0", 5]]}, "cannot be read"),
+        ({"versions": [["0", 5]]}, "no draw cache"),
         ({"recorded": {}}, "must have the columns weight_N, sampler_logp_N"),
-        ({"recorded": HEAD["recorded"] | {"x": b""}}, "must have the columns"),
+        ({"recorded": CACHE["recorded"] | {"x": b""}}, "must have the columns"),
         (
-            {"recorded": HEAD["recorded"] | {"sampler_logp_N": pack(np.zeros(9, np.float32))}},
+            {"recorded": CACHE["recorded"] | {"sampler_logp_N": pack(np.zeros(9, np.float32))}},
             "sampler_logp_N must have length 10, got 9",
         ),
-        ({"experts": [0, 1, 1]}, "cannot be of kind"),
-        ({"experts": [1, 1, 4]}, "cannot be of kind"),
-        ({"experts": [-1, -1, 1]}, "cannot be of kind"),
-        ({"more": 1}, "cannot be read"),
+        ({"more": 1}, "no draw cache"),
     ],
 )
 def test_damaged_columns_are_refused(change: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message) as refused:
-        decode_sample(7, (msgspec.msgpack.encode(HEAD | change), b"", b""))
+        decode_sample(7, (FIRST[0], msgspec.msgpack.encode(CACHE | change), b"", b""))
     safe(refused.value)
+
+
+def test_tokens_are_read_without_the_cache():
+    inputs = decode_inputs(7, (FIRST[0], b"", b"", b""))
+    assert inputs.token_ids_P.tolist() == SAMPLE.rollout.prompt.token_ids_P.tolist()
+    assert inputs.response_ids_T.tolist() == SAMPLE.rollout.response_ids_T.tolist()
+    with pytest.raises(ValueError, match="sample 7: no draw cache"):
+        decode_sample(7, (FIRST[0], b"", b"", b""))
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_any_bytes_are_a_sample_or_refused(data: st.DataObject):
-    frame = bytearray(encode_sample(SAMPLE, 2)[0])
+    frames = [bytearray(frame) for frame in FIRST]
+    frame = frames[data.draw(st.integers(0, 1))]
     for _ in range(data.draw(st.integers(1, 3))):
         frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
     try:
-        found = decode_sample(7, (bytes(frame), b"", b""))
+        found = decode_sample(7, [bytes(frame) for frame in frames])
         check_sample(found)
     except ValueError as error:
         safe(error)
