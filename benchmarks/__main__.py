@@ -73,6 +73,7 @@ WITH_OPTIONS = (
     "schedules",
     "simulator",
     "watch",
+    "security",
     "data_path",
     "data_workers",
     "stalls",

@@ -25,6 +25,20 @@ LIMIT_S = 60.0
 logger = logging.getLogger("test_connections")
 
 
+class Echo(asyncio.Protocol):
+    """Stands in for the protocol of websockets, once a connection is one."""
+
+    def __init__(self, **state: Any) -> None:
+        self.transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if not data.startswith(b"GET"):
+            self.transport.write(data)
+
+
 class App:
     """A server's application. /wait is answered when `go` is set, /early before its body is read.
 
@@ -115,7 +129,7 @@ async def server(asks_key: bool, head_s: float) -> AsyncIterator[Served]:
     guarded: Any = KeyGuard(app, KEY, arrivals.refusals) if asks_key else app
     connections.guard_connections(arrivals, asks_key=asks_key)
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(guarded, log_level="warning", timeout_keep_alive=1000)
+    config = uvicorn.Config(guarded, ws=Echo, log_level="warning", timeout_keep_alive=1000)
     running = uvicorn.Server(config)
     task = asyncio.create_task(running.serve([listener]))
     try:
@@ -326,6 +340,36 @@ def test_a_connection_that_ends_is_forgotten(drive: Callable[..., None]):
         assert served.refused == 0
 
     drive(body, head_s=1000.0)
+
+
+def test_a_websocket_has_no_clock(drive: Callable[..., None]):
+    """Who is let in there is the application's to say: it is asked at once."""
+
+    async def body(served: Served) -> None:
+        upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+        peer = await served.connect(b"GET /ws HTTP/1.1\r\nHost: h\r\n" + upgrade)
+        silent = await served.connect()
+        await silent.closed()
+        peer.send(b"ping")
+        async with asyncio.timeout(LIMIT_S):
+            assert await peer.reader.readexactly(4) == b"ping"
+        assert served.refused == 1
+        peer.writer.close()
+
+    drive(body)
+
+
+def test_a_request_with_the_key_behind_a_probe_is_answered(drive: Callable[..., None]):
+    async def body(served: Served) -> None:
+        peer = await served.connect(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n" + head("/wait"))
+        assert await peer.answer() == 200
+        silent = await served.connect()
+        await silent.closed()
+        served.app.go.set()
+        assert await peer.answer() == 200
+        assert served.refused == 1
+
+    drive(body)
 
 
 def test_another_uvicorn_is_noticed():
