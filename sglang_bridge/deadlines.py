@@ -109,6 +109,7 @@ class Deadlines:
             for task in (working, expired):
                 task.cancel()
             await asyncio.gather(working, expired, return_exceptions=True)
+            del working, task  # their errors would hold this frame, and that the request
 
     async def close(self) -> None:
         """Stops to watch."""

@@ -115,6 +115,7 @@ class Member:
                 raise ServerUnreachable(url, "", why, sent=True) from None
             finally:
                 self._working.discard(work)
+                del work  # its error would hold this frame, and that the request
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -4,10 +4,10 @@
 
 Servers and the learner's head are fakes in processes of their own, samples have 4,096 tokens of 14
 ids; all between them is real. All cases run at the same time: they wait. Of each process, from when
-the permits are full: MiB at the beginning and at most, and the slope in KiB/s with its standard
-error; sockets and asyncio tasks at the beginning and at the end; the share of a core that it uses.
-Controls have so many permits that nothing is bounded, and must grow. `failed`: cases that grew, or
-did not though they had to, or lost a sample, or trained on one twice.
+the permits are full: MiB at full speed before, at the beginning and at most, and the slope in KiB/s
+with its standard error; sockets and asyncio tasks at the beginning and at the end; the share of a
+core that it uses. Controls have so many permits that nothing is bounded, and must grow. `failed`:
+cases that grew, or did not though they had to, or lost a sample, or trained on one twice.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import IO, Any
 
 import psutil
@@ -86,8 +87,10 @@ def row(stall: Stall, workers: int, seconds: float) -> dict[str, Any]:
         assert process.stdout is not None
         watch = Watch(process.pid, process.stdout)
         try:
+            watch.until("steady", seconds)
+            watch.find(workers)
             begin = watch.until("begin", seconds)
-            parts = watch.begin(workers)
+            parts = watch.begin()
             end = watch.until("end", seconds)
             measured = watch.end(parts)
             ending = {e["event"]: e for e in watch.rest(seconds)}
@@ -99,8 +102,10 @@ def row(stall: Stall, workers: int, seconds: float) -> dict[str, Any]:
         ending["finished"]["lost"] == ending["finished"]["twice"] == 0
         and ending["finished"]["trained_on"] == ending["learner"]["taken"]
     )
+    # one that goes on allocates as before, and not the same at every moment
+    reference = "at_full_speed" if stall.teacher == "slow" else "begin"
     grew = any(
-        part["private_mib"]["largest"] - part["private_mib"]["begin"] > FLAT_MIB
+        part["private_mib"]["largest"] - part["private_mib"][reference] > FLAT_MIB
         for part in measured.values()
     )
     still = all(
@@ -140,6 +145,7 @@ class Watch:
     def __init__(self, pid: int, lines: IO[bytes]) -> None:
         self._pid = pid
         self._events: queue.Queue[Event | None] = queue.Queue()
+        self._named: dict[str, int] = {}
         self._looks: dict[int, list[Look]] = {}
         self.said: list[str] = []
         threading.Thread(target=self._read, args=(lines,), daemon=True).start()
@@ -162,23 +168,34 @@ class Watch:
                 self.said.append(event["said"])
         raise TimeoutError(name)
 
-    def begin(self, workers: int) -> dict[str, tuple[int, dict[str, float]]]:
-        """Begin to look; return by name each process and what it has now besides memory."""
+    def find(self, workers: int) -> None:
+        """Begin to look at the processes, of a run at full speed."""
         named = {"controller": self._pid}
         for child in psutil.Process(self._pid).children():
             words = child.cmdline()
             if WORKER in words:
                 named[f"worker {words[-1]}"] = child.pid
         assert len(named) == 1 + workers, named
-        self._looks = {pid: [look(pid, time.monotonic())] for pid in named.values()}
-        return {name: (pid, self._has(pid)) for name, pid in sorted(named.items())}
+        self._named = dict(sorted(named.items()))
+        self._look_anew()
 
-    def end(self, parts: dict[str, tuple[int, dict[str, float]]]) -> dict[str, dict[str, Any]]:
+    def begin(self) -> dict[str, Beginning]:
+        """Return by name what each process has now, and had until now; look anew."""
+        looks = self._look_anew()
+        return {name: Beginning(looks[pid], self._has(pid)) for name, pid in self._named.items()}
+
+    def end(self, parts: dict[str, Beginning]) -> dict[str, dict[str, Any]]:
         """Return what each process did meanwhile; stop to look."""
         looks, self._looks = self._looks, {}
         return {
-            name: part(looks[pid], before, self._has(pid)) for name, (pid, before) in parts.items()
+            name: part(parts[name], looks[pid], self._has(pid)) for name, pid in self._named.items()
         }
+
+    def _look_anew(self) -> dict[int, list[Look]]:
+        """Return the looks until now, and begin others."""
+        before = self._looks
+        self._looks = {pid: [look(pid, time.monotonic())] for pid in self._named.values()}
+        return before
 
     def rest(self, seconds: float) -> list[Event]:
         """Return what is said until the end."""
@@ -205,10 +222,17 @@ class Watch:
         self._events.put(None)
 
 
-def part(
-    looks: Sequence[Look], before: dict[str, float], after: dict[str, float]
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Holds what a process had at full speed, and what it has besides memory as the time begins."""
+
+    looks: Sequence[Look]
+    has: dict[str, float]
+
+
+def part(begin: Beginning, looks: Sequence[Look], after: dict[str, float]) -> dict[str, Any]:
     """Describe what a process did between two moments."""
+    before = begin.has
     found: dict[str, Any] = {
         name: {"begin": before[name], "end": after[name]} for name in ("sockets", "tasks")
     }
@@ -216,6 +240,7 @@ def part(
         values = [getattr(each, name) for each in looks]
         rate, error = slope(looks, name)
         found[f"{name}_mib"] = {
+            "at_full_speed": round(max(getattr(each, name) for each in begin.looks), 2),
             "begin": round(values[0], 2),
             "largest": round(max(values), 2),
             "end": round(values[-1], 2),

@@ -196,6 +196,8 @@ async def measured(
         learner = BatchLearner(config, remote, pool)
         ports = ports_of(config, students, teachers, learner, watcher, pool)
         run = asyncio.create_task(Controller(make_schedule(config), ports).run())
+        await until(run, lambda: watcher.updates >= WARM_UPDATES // 2)
+        say("steady")
         await until(run, lambda: watcher.updates >= WARM_UPDATES)
         watcher.begin()
         await outside.stall(stall)

@@ -15,7 +15,7 @@ DEFAULT_S, PATIENT_S, HASTY_S = 300.0, 3600.0, 2.0
 MANY_TRIES = 1_000_000
 SETTLE_S, CONTROL_SETTLE_S = 20.0, 3.0
 CONTROL_S = 30.0
-WARM_UPDATES, UPDATES, CONTROL_UPDATES = 6, 40, 10_000
+WARM_UPDATES, UPDATES, CONTROL_UPDATES = 30, 60, 10_000
 # a batch ahead, as most runs have it; so many that no stall of seconds fills them
 AHEAD, CONTROL_AHEAD = 1, 1000
 # seconds a reply, one after another: of the student where nothing bounds it, of the teacher
