@@ -8,13 +8,16 @@ connection: the request that is under way, and how much of it has come.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import uvicorn
 
 from sglang_bridge.arrivals import Arrival, Arrivals, Phase
+from sglang_bridge.refusals import Refusals
 from sglang_bridge.server.auth import ADMITTED
 
+MALFORMED = "Invalid HTTP request received."
 NEEDED = ("data_received", "on_response_complete", "handle_websocket_upgrade")
 
 
@@ -24,15 +27,31 @@ def guard_connections(arrivals: Arrivals, *, asks_key: bool) -> None:
     asks_key: whether only requests that auth.py admits make a connection known; otherwise all do.
     """
     ours: Any = uvicorn.Config
-    load = ours.load
+    load, malformed = ours.load, Malformed(arrivals.refusals)
 
     def load_guarded(config: Any) -> None:
         load(config)
+        logging.getLogger("uvicorn.error").addFilter(malformed)
         config.http_protocol_class = guarded(
             config.http_protocol_class, arrivals, asks_key=asks_key
         )
 
     ours.load = load_guarded
+
+
+class Malformed(logging.Filter):
+    """Counts what uvicorn would log each time: bytes of a stranger that are no request."""
+
+    def __init__(self, refusals: Refusals) -> None:
+        super().__init__()
+        self._refusals = refusals
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is logged."""
+        if record.msg != MALFORMED:
+            return True
+        self._refusals.add("what is not HTTP")
+        return False
 
 
 def guarded(

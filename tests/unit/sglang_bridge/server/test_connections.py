@@ -147,6 +147,7 @@ Body = Callable[[Served], Awaitable[None]]
 def drive(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Runs a test beside a server."""
     monkeypatch.setattr(uvicorn.Config, "load", uvicorn.Config.load)
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "filters", [])
 
     def run(body: Body, *, asks_key: bool = True, head_s: float = HEAD_S) -> None:
         async def main() -> None:
@@ -370,6 +371,22 @@ def test_a_request_with_the_key_behind_a_probe_is_answered(drive: Callable[..., 
         assert served.refused == 1
 
     drive(body)
+
+
+def test_what_is_not_http_is_counted_and_not_logged_each_time(
+    drive: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+):
+    async def body(served: Served) -> None:
+        for _ in range(3):
+            peer = await served.connect(b"\x1b[31m\r\n\r\n")
+            assert b" 400 " in await peer.closed()
+        assert served.refused == 3
+
+    drive(body)
+    assert "what is not HTTP (1 so far)" in caplog.text
+    assert "Invalid HTTP" not in capfd.readouterr().err
 
 
 def test_another_uvicorn_is_noticed():
