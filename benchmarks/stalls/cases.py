@@ -32,7 +32,7 @@ class Stall:
     """Describes a stall.
 
     teacher: how it behaves; "serve": it is the learner's head that takes nothing. timeout_s,
-    attempts: request_timeout_s of the servers and scoring.attempts. supervised: the run's own
+    attempts: the teacher's request_timeout_s and scoring.attempts. supervised: the run's own
     supervisor watches the teacher. bounded: permits bound what is in flight; the controls' do not.
     """
 
@@ -49,7 +49,7 @@ class Stall:
         return {
             "run": {"max_steps": updates},
             "data": {"train": "x"},
-            "student": {"model": "m", "request_timeout_s": self.timeout_s},
+            "student": {"model": "m"},
             "teacher": {"model": "m", "request_timeout_s": self.timeout_s, "urls": [teacher]},
             "objective": {"type": "reverse_kl"},
             "support": {"type": "mc", "m": DRAWS},
