@@ -87,7 +87,6 @@ class Watcher:
     depths: Depths | None = None
     most: int = 0
     updates: int = 0
-    dropped: int = 0
     trained_on: list[int] = field(default_factory=list[int])
 
     def moved(self, depths: Depths) -> None:
@@ -324,6 +323,9 @@ def head(address: str, keys: RunKeys) -> Iterator[subprocess.Popen[bytes]]:
     )
     try:
         yield process
+    except BaseException:
+        process.kill()
+        raise
     finally:
         process.wait(END_S)
 
