@@ -9,16 +9,11 @@ end. Lines on standard output say when the seconds begin and end, and what becam
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
-
-import aiohttp
 
 from benchmarks.data_path.parts import NoWeights, prompts
 from benchmarks.data_workers import pool_of
@@ -31,9 +26,9 @@ from benchmarks.stalls.cases import (
     SAMPLES,
     SETTLE_S,
     WARM_UPDATES,
-    Behaviour,
     Stall,
 )
+from benchmarks.stalls.outside import Outside, head, servers
 from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.roles import Role
 from megatron_opd.cli.supervisor import Supervisor
@@ -49,7 +44,7 @@ from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.health import WatchedProcess
 from megatron_opd.controller.ports import Ports
 from megatron_opd.metrics.types import Depths, WeightSyncReport
-from megatron_opd.transport.keys import RANK_VARIABLE, RunKeys
+from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.messages import UpdateMetrics
 from megatron_opd.transport.zmq import Admission, RemoteLearner
 from megatron_opd.types import Batch, LearnerTurn
@@ -58,7 +53,7 @@ from megatron_opd.workers.through import sampled_by_workers, scored_by_workers
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 
-START_S, END_S = 600.0, 120.0
+START_S = 600.0
 # for whoever watches, to look a last time before the run goes on
 LAST_LOOK_S = 3.0
 TEACHER: Role = "teacher"
@@ -122,38 +117,6 @@ class Elsewhere:
 
     def discard(self, url: str) -> None:
         """Leave the server alone."""
-
-
-@dataclass
-class Outside:
-    """Holds the fakes around the run. head: the learner's process."""
-
-    students: list[str]
-    teacher: str
-    head: subprocess.Popen[bytes]
-
-    async def stall(self, stall: Stall) -> None:
-        """Let the teacher, or else the learner, stall."""
-        await self._behave(stall.teacher)
-        if stall.teacher == "serve":
-            self._tell("stall")
-
-    async def go_on(self) -> None:
-        """Let everybody work again."""
-        await self._behave("serve")
-        self._tell("go on")
-
-    async def _behave(self, behaviour: Behaviour) -> None:
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{self.teacher}/behave", json={"behaviour": behaviour}) as reply,
-        ):
-            assert reply.status == 200, reply.status
-
-    def _tell(self, line: str) -> None:
-        assert self.head.stdin is not None
-        self.head.stdin.write(f"{line}\n".encode())
-        self.head.stdin.flush()
 
 
 async def main(stall: Stall, workers: int, seconds: float) -> None:
@@ -294,40 +257,6 @@ async def supervised(stall: Stall, config: Config, teachers: Fleet) -> AsyncIter
     servers = Supervisor(config, {TEACHER: teachers}, cast(Processes, Elsewhere()), take_in, tell)
     async with servers.watching():
         yield
-
-
-@contextmanager
-def servers(student_pace_s: float) -> Iterator[tuple[list[str], str]]:
-    """Run the fake servers; yield the addresses of the students and the teacher."""
-    command = [sys.executable, "-m", "benchmarks.stalls.servers", str(student_pace_s)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        ports = json.loads(process.stdout.readline())
-        *students, teacher = (f"http://127.0.0.1:{port}" for port in ports)
-        try:
-            yield students, teacher
-        finally:
-            process.stdin.close()
-
-
-@contextmanager
-def head(address: str, keys: RunKeys) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the learner's head."""
-    environment = {**os.environ, RANK_VARIABLE: keys.ranks.text()}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.stalls.head", address],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    try:
-        yield process
-    except BaseException:
-        process.kill()
-        raise
-    finally:
-        process.wait(END_S)
 
 
 if __name__ == "__main__":
