@@ -23,6 +23,7 @@ from benchmarks.stalls.cases import BY_NAME, CONTROL_S, SAMPLES, STALLS, Stall
 from benchmarks.stalls.faults import GREW, faults
 from benchmarks.stalls.watch import ANSWER_S, CONTROLLER, Watch
 
+LEAST_S = 20.0
 DEPTHS = ("rolling", "scoring", "buffered", "permits_in_use")
 
 
@@ -33,6 +34,8 @@ def measure(options: Sequence[str] = ()) -> dict[str, Any]:
     parser.add_argument("--only", nargs="+", default=list(BY_NAME), choices=list(BY_NAME))
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
     given = parser.parse_args(list(options))
+    if given.seconds < LEAST_S:
+        parser.error(f"--seconds must be at least {LEAST_S:g}, got {given.seconds:g}")
     cases = [
         (stall, workers, given.seconds if stall.bounded else min(given.seconds, CONTROL_S))
         for stall in STALLS

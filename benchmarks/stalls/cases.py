@@ -12,7 +12,7 @@ BATCH = 32
 SLOTS = 32
 # by default; as long as no limit; far shorter than a stall
 DEFAULT_S, PATIENT_S, HASTY_S = 300.0, 3600.0, 2.0
-MANY_TRIES = 1_000_000
+DEFAULT_TRIES, MANY_TRIES = 3, 1_000_000
 SETTLE_S, CONTROL_SETTLE_S = 20.0, 3.0
 CONTROL_S = 30.0
 WARM_UPDATES, UPDATES, CONTROL_UPDATES = 30, 60, 10_000
@@ -39,7 +39,7 @@ class Stall:
     name: str
     teacher: Behaviour
     timeout_s: float = PATIENT_S
-    attempts: int = 3
+    attempts: int = DEFAULT_TRIES
     supervised: bool = False
     bounded: bool = True
 

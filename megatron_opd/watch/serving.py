@@ -21,6 +21,8 @@ from sglang_bridge.arrivals import Arrivals
 from sglang_bridge.listening import is_loopback
 
 EVERY_ADDRESS = ("0.0.0.0", "::")
+MOST_STRANGERS = 256
+"""A browser opens six connections; shells allow 1,024 open files."""
 
 
 class CannotListen(ValueError):
@@ -37,7 +39,8 @@ async def serve(
     runner = web.AppRunner(app, access_log=None, logger=counting_logger(access.refusals))
     await runner.setup()
     assert runner.server is not None, "setup makes it"
-    opened = doors(runner.server, Arrivals(access.refusals))
+    arrivals = Arrivals(access.refusals, most_strangers=MOST_STRANGERS)
+    opened = doors(runner.server, arrivals)
     server = await asyncio.get_running_loop().create_server(opened, sock=listener)
     try:
         for line in greeting(files.path, host, port, access.token):

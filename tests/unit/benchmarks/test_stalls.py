@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.stalls.cases import BY_NAME, STALLS
-from benchmarks.stalls.faults import FLAT_MIB, GREW, SAME, SPINS, faults
+from benchmarks.stalls.faults import FLAT_MIB, GREW, SAME, SPINS, TRIED_AGAIN, faults
 from benchmarks.stalls.memory import Look, slope
 
 SILENT, SLOW = BY_NAME["teacher silent"], BY_NAME["teacher 100 times slower"]
@@ -64,6 +64,14 @@ def test_a_run_that_goes_on_is_compared_with_one_at_full_speed():
     assert faults(SLOW, **changed(path, 80.0)) == []
     assert faults(SLOW, **changed(path, 80.1 + FLAT_MIB)) == [GREW]
     assert faults(SLOW, **changed("processes/controller/cpu", 0.5)) == []
+
+
+def test_requests_that_are_tried_again_and_again_may_have_connections_of_their_own():
+    hasty = BY_NAME["teacher silent, tried every few seconds"]
+    for name in ("sockets", "tasks"):
+        path, begin = f"processes/controller/{name}/end", PART[name]["begin"]
+        assert faults(hasty, **changed(path, begin + TRIED_AGAIN)) == []
+        assert faults(hasty, **changed(path, begin + TRIED_AGAIN + 1)) == [f"more {name}"]
 
 
 def test_a_control_is_not_asked_for_its_samples():

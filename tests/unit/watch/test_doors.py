@@ -28,9 +28,9 @@ def watched(
     """
     counted: list[Refusals] = []
 
-    def arrivals(refusals: Refusals) -> Arrivals:
+    def arrivals(refusals: Refusals, most_strangers: int) -> Arrivals:
         counted.append(refusals)
-        return Arrivals(refusals, head_s=HEAD_S)
+        return Arrivals(refusals, head_s=HEAD_S, most_strangers=most_strangers)
 
     monkeypatch.setattr(serving, "Arrivals", arrivals)
     files = RunFiles(write_run(tmp_path / "run", updates=1, per_update=1))
