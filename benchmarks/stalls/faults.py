@@ -14,7 +14,7 @@ SPINS = 0.05
 """Of a core: who uses more does not wait."""
 SAME = 2
 """Sockets and tasks may be more by so many: a question to a server may be on its way."""
-TRIED_AGAIN = 2 * SLOTS
+ENDING = 2 * SLOTS
 """Where requests end all the time: each has a connection, and another one to be aborted by."""
 
 
@@ -29,12 +29,11 @@ def faults(
     processes: see watch.part. end: of the stall. afterwards: what the case said then, by event.
     """
     found: dict[str, bool] = {GREW: any(_grew(stall, part) for part in processes.values())}
+    goes_on = stall.teacher == "slow"
+    ends = goes_on or stall.attempts > DEFAULT_TRIES
     for name in ("sockets", "tasks"):
         more = [part[name]["end"] - part[name]["begin"] for part in processes.values()]
-        found[f"more {name}"] = max(more) > (
-            TRIED_AGAIN if stall.attempts > DEFAULT_TRIES else SAME
-        )
-    goes_on = stall.teacher == "slow"
+        found[f"more {name}"] = max(more) > (ENDING if ends else SAME)
     found["spins"] = not goes_on and any(part["cpu"] > SPINS for part in processes.values())
     found["more in flight than permits"] = end["most_in_flight"] > end["permits"]
     if stall.bounded:

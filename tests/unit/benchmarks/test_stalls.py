@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.stalls.cases import BY_NAME, STALLS
-from benchmarks.stalls.faults import FLAT_MIB, GREW, SAME, SPINS, TRIED_AGAIN, faults
+from benchmarks.stalls.cases import BY_NAME, STALLS, Stall
+from benchmarks.stalls.faults import ENDING, FLAT_MIB, GREW, SAME, SPINS, faults
 from benchmarks.stalls.memory import Look, slope
 
 SILENT, SLOW = BY_NAME["teacher silent"], BY_NAME["teacher 100 times slower"]
@@ -66,12 +66,12 @@ def test_a_run_that_goes_on_is_compared_with_one_at_full_speed():
     assert faults(SLOW, **changed("processes/controller/cpu", 0.5)) == []
 
 
-def test_requests_that_are_tried_again_and_again_may_have_connections_of_their_own():
-    hasty = BY_NAME["teacher silent, tried every few seconds"]
+@pytest.mark.parametrize("stall", [SLOW, BY_NAME["teacher silent, tried every few seconds"]])
+def test_requests_that_end_all_the_time_may_have_connections_of_their_own(stall: Stall):
     for name in ("sockets", "tasks"):
         path, begin = f"processes/controller/{name}/end", PART[name]["begin"]
-        assert faults(hasty, **changed(path, begin + TRIED_AGAIN)) == []
-        assert faults(hasty, **changed(path, begin + TRIED_AGAIN + 1)) == [f"more {name}"]
+        assert faults(stall, **changed(path, begin + ENDING)) == []
+        assert faults(stall, **changed(path, begin + ENDING + 1)) == [f"more {name}"]
 
 
 def test_a_control_is_not_asked_for_its_samples():
