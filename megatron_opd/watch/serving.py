@@ -21,6 +21,8 @@ from sglang_bridge.arrivals import Arrivals
 from sglang_bridge.listening import is_loopback
 
 EVERY_ADDRESS = ("0.0.0.0", "::")
+MOST_QUEUED = 4096
+"""Connections that the kernel keeps until they are taken; others seem open to who made them."""
 MOST_STRANGERS = 256
 """A browser opens six connections; shells allow 1,024 open files."""
 
@@ -42,6 +44,7 @@ async def serve(
     arrivals = Arrivals(access.refusals, most_strangers=MOST_STRANGERS)
     opened = doors(runner.server, arrivals)
     server = await asyncio.get_running_loop().create_server(opened, sock=listener)
+    listener.listen(MOST_QUEUED)  # asyncio opens as many files at once as its own limit says
     try:
         for line in greeting(files.path, host, port, access.token):
             say(line)
