@@ -11,7 +11,7 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from sglang_bridge.errors import BridgeError, RequestAborted, ServerRefused, ServerUnreachable
 
@@ -33,6 +33,29 @@ class Backoff:
     attempts: int
     first_wait_s: float = 0.2
     max_wait_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Keeps what counts of a failed try. The error itself would keep the request alive.
+
+    gone, stalled: of ServerUnreachable; no other error can be that of a server that is taken out.
+    """
+
+    gone: asyncio.Event | None
+    stalled: bool
+
+    @classmethod
+    def of(cls, error: BridgeError) -> Self:
+        """Describe an error."""
+        lost = isinstance(error, ServerUnreachable)
+        return cls(error.gone, error.stalled) if lost else cls(None, stalled=False)
+
+    @property
+    def taken_out(self) -> bool:
+        """Returns whether its server was taken out, for another cause than this request."""
+        # a request that stalled while its server answered may be the cause of that server's end
+        return self.gone is not None and self.gone.is_set() and not self.stalled
 
 
 def is_transient(error: BridgeError) -> bool:
@@ -75,12 +98,12 @@ async def retried(
     if backoff.attempts < 1:
         raise ValueError(f"attempts must be >= 1, got {backoff.attempts}")
     wait_s = backoff.first_wait_s
-    failed: list[BridgeError] = []
+    failed: list[_Failure] = []
     for earlier in itertools.count():
         try:
             return await call(earlier)
         except BridgeError as error:
-            failed.append(error)
+            failed.append(_Failure.of(error))
             if not repeat(error) or await _counted(failed, backoff.attempts) >= backoff.attempts:
                 raise
         await asyncio.sleep(wait_s)
@@ -88,20 +111,14 @@ async def retried(
     raise AssertionError("unreachable")
 
 
-async def _counted(failed: list[BridgeError], limit: int) -> int:
+async def _counted(failed: list[_Failure], limit: int) -> int:
     """Returns how many of these tries count; where they reach `limit`, waits for the verdict."""
-    open_ones = [error for error in failed if not _was_taken_out(error)]
-    lost = [e for e in open_ones if isinstance(e, ServerUnreachable) and not e.stalled]
-    gone = [error.gone for error in lost if error.gone is not None]
+    open_ones = [failure for failure in failed if not failure.taken_out]
+    gone = [f.gone for f in open_ones if f.gone is not None and not f.stalled]
     if len(open_ones) >= limit and gone:
         verdicts = [asyncio.ensure_future(event.wait()) for event in gone]
         await asyncio.wait(verdicts, timeout=VERDICT_S, return_when=asyncio.FIRST_COMPLETED)
         for verdict in verdicts:
             verdict.cancel()
-        open_ones = [error for error in failed if not _was_taken_out(error)]
+        open_ones = [failure for failure in failed if not failure.taken_out]
     return len(open_ones)
-
-
-def _was_taken_out(error: BridgeError) -> bool:
-    # a request that stalled while its server answered may be the cause of that server's end
-    return isinstance(error, ServerUnreachable) and error.taken_out and not error.stalled

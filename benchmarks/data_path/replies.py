@@ -18,12 +18,12 @@ from sglang_bridge.server.text import to_text
 CONTENT_TYPE = wire.WORK_TYPE
 
 
-def rollout_reply(case: Case, rows: Rows, rid: str) -> bytes:
-    """Return the reply to the request for a completion called `rid`."""
+def rollout_reply(case: Case, rows: Rows, rid: str, version: str = "0") -> bytes:
+    """Return the reply to the request for a completion called `rid`, sampled by `version`."""
     record = DrawRecord(num_atoms=0, num_draws=DRAWS)
     for name, column in rows.columns.items():
         record.columns[name] += column.tobytes()
-    record.versions.append(("0", 0))
+    record.versions.append((version, 0))
     payload: dict[str, Any] = {wire.DRAWS: record.payload()}
     if rows.experts_XLk is not None:
         experts = ExpertRecord(Experts(tuple(range(LAYERS)), EXPERTS), num_prompt=PROMPT)
@@ -33,7 +33,7 @@ def rollout_reply(case: Case, rows: Rows, rid: str) -> bytes:
     meta = {
         "id": rid,
         "finish_reason": {"type": "length", "length": case.tokens},
-        "weight_versions": [{"version": "0", "start": 0, "end": case.tokens}],
+        "weight_versions": [{"version": version, "start": 0, "end": case.tokens}],
         wire.PAYLOAD: [payload],
     }
     return encode_answer({"output_ids": rows.output_ids_T.tolist(), "meta_info": meta})

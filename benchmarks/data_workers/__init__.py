@@ -115,14 +115,16 @@ async def run(
 
 
 @asynccontextmanager
-async def pool_of(count: int, keys: RunKeys) -> AsyncIterator[WorkerPool | None]:
-    """Keep so many data workers; None for none."""
+async def pool_of(
+    count: int, keys: RunKeys, module: str = "benchmarks.data_workers.worker"
+) -> AsyncIterator[WorkerPool | None]:
+    """Keep so many data workers, which `module` runs; None for none."""
     if not count:
         yield None
         return
     pool = WorkerPool(count, "127.0.0.1", keys, LARGEST)
     pool.links.open()
-    with processes(pool.links.address, count, keys):
+    with processes(pool.links.address, count, keys, module):
         await pool.ready()
         try:
             yield pool
@@ -131,10 +133,10 @@ async def pool_of(count: int, keys: RunKeys) -> AsyncIterator[WorkerPool | None]
 
 
 @contextmanager
-def processes(address: str, count: int, keys: RunKeys) -> Iterator[None]:
+def processes(address: str, count: int, keys: RunKeys, module: str) -> Iterator[None]:
     """Run so many workers, without a judge."""
     environment = {**os.environ, RANK_VARIABLE: keys.ranks.text(), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "benchmarks.data_workers.worker", address]
+    command = [sys.executable, "-m", module, address]
     started = [subprocess.Popen([*command, str(index)], env=environment) for index in range(count)]
     try:
         yield

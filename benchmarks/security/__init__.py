@@ -1,16 +1,18 @@
 """What strangers may try on every wire of a run, and what comes of it.
 
-    python -m benchmarks security
+    python -m benchmarks security [--only WORDS ...]
 
 A run of the example with real servers, and `opd watch` beside it, are attacked one way after
 another. Each row says what the stranger saw, whether the refusal was counted in the log, and that
-the run made an update afterwards; `failed` names rows that are not so. A slow-loris on HTTP is
-held, not refused: what counts is that the door still answers. At the end all files of the run, its
+the run made an update afterwards; `failed` names rows that are not so. Refused: an error, or a
+connection that is closed without an answer; held: one that stays open. --only: attacks with one of
+these words in their name. At the end all files of the run, its
 output and its processes' arguments are searched for its keys.
 """
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +23,8 @@ def measure(options: Sequence[str] = ()) -> dict[str, Any]:
     """Return one row for each attack, and where the secrets were found."""
     from benchmarks.security.table import security_table
 
-    assert not options
+    parser = argparse.ArgumentParser(prog="python -m benchmarks security")
+    parser.add_argument("--only", nargs="+", default=[""])
+    only = parser.parse_args(list(options)).only
     with tempfile.TemporaryDirectory(prefix="opd-security-") as scratch:
-        return security_table(Path(scratch))
+        return security_table(Path(scratch), only)

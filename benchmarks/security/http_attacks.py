@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from benchmarks.security.raw import Door, Outcome, drip, flood, send, send_and_leave
+from benchmarks.security.raw import Door, Outcome, drip, flood, hold, send, send_and_leave
 
 GIGABYTE = 1 << 30
-SLOW, SLOW_S = 50, 20.0
+SLOW, SLOW_S = 50, 30.0
+MANY = 3000
+SLOW_ATTACKS = ("slow-loris", "silent connections", f"{MANY} silent connections")
 BODY = b'{"input_ids":[[1,2,3]],"sampling_params":{"max_new_tokens":1,"temperature":1.0}}'
 
 
@@ -70,6 +72,8 @@ def attacks(target: Target, open_paths: tuple[str, ...]) -> dict[str, Callable[[
         "1 GB header": lambda: flood(door, b"GET / HTTP/1.1\r\nX: ", GIGABYTE),
         "truncated, left": lambda: send_and_leave(door, whole[: len(whole) // 2]),
         "slow-loris": lambda: drip(door, whole, SLOW, 0.5, SLOW_S),
+        "silent connections": lambda: hold(door, SLOW, SLOW_S),
+        f"{MANY} silent connections": lambda: hold(door, MANY, SLOW_S),
     }
 
 

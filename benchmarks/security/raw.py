@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -106,6 +107,24 @@ def drip(door: Door, data: bytes, connections: int, every_s: float, limit_s: flo
                     held.remove(connection)
             time.sleep(every_s)
     return Outcome(connections, sent, time.monotonic() - started, closed=not held)
+
+
+def hold(door: Door, connections: int, limit_s: float) -> Outcome:
+    """Hold many connections on which nothing is sent, until the other side has closed them all."""
+    started = time.monotonic()
+    poller = select.poll()
+    with contextlib.ExitStack() as stack:
+        held: dict[int, socket.socket] = {}
+        for _ in range(connections):
+            connection = stack.enter_context(door.connect())
+            held[connection.fileno()] = connection
+            poller.register(connection, select.POLLIN)
+        while held and time.monotonic() - started < limit_s:
+            for fd, _ in poller.poll(1000):
+                if _read(held[fd], 0.0)[1]:
+                    poller.unregister(fd)
+                    del held[fd]
+    return Outcome(connections, 0, time.monotonic() - started, closed=not held)
 
 
 def _sent(connection: socket.socket, data: bytes) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -37,10 +37,14 @@ TOKEN = "token"
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Holds the secret of one server. names: host names besides addresses that may be asked."""
+    """Holds the secret of one server.
+
+    names: host names besides addresses that may be asked. refusals: counts who is not served.
+    """
 
     token: str
     names: frozenset[str]
+    refusals: Refusals = field(default_factory=lambda: Refusals(logger, "by opd watch"))
 
     def knows(self, given: str | None) -> bool:
         """Return whether a token is the right one, in constant time."""
@@ -72,7 +76,7 @@ def cookie_name(port: int) -> str:
 
 def guard(access: Access, port: int) -> Middleware:
     """Make the middleware that answers 403 unless the request may be answered, and counts those."""
-    cookie, refusals = cookie_name(port), Refusals(logger, "by opd watch")
+    cookie, refusals = cookie_name(port), access.refusals
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -108,9 +112,9 @@ def let_in(request: web.Request, access: Access, cookie: str) -> web.Response:
 class NotHttp(logging.Filter):
     """Counts what aiohttp would log with a traceback: bytes of a stranger that are no request."""
 
-    def __init__(self) -> None:
+    def __init__(self, refusals: Refusals) -> None:
         super().__init__()
-        self._refusals = Refusals(logger, "by opd watch")
+        self._refusals = refusals
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether the record is logged."""
@@ -121,11 +125,11 @@ class NotHttp(logging.Filter):
         return False
 
 
-def counting_logger() -> logging.Logger:
+def counting_logger(refusals: Refusals) -> logging.Logger:
     """Return the logger for aiohttp's server."""
     made = logging.Logger("megatron_opd.watch.http")
     made.parent = logger
-    made.addFilter(NotHttp())
+    made.addFilter(NotHttp(refusals))
     return made
 
 

@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 from megatron_opd.watch.access import Access, guard
+from megatron_opd.watch.doors import tell_door
 from megatron_opd.watch.query import (
     BadQuery,
     columns_query,
@@ -56,7 +57,7 @@ class WatchServer:
 
     def app(self, access: Access, port: int) -> web.Application:
         """Make the application; `port` names its cookie."""
-        app = web.Application(middlewares=[guard(access, port)])
+        app = web.Application(middlewares=[tell_door, guard(access, port)])
         app.cleanup_ctx.append(self._reading)
         app.router.add_get("/", self._index)
         app.router.add_get("/static/{name}", self._static)

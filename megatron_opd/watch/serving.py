@@ -14,11 +14,17 @@ from aiohttp import web
 
 from megatron_opd.report.run_files import RunFiles
 from megatron_opd.watch.access import Access, counting_logger
+from megatron_opd.watch.doors import doors
 from megatron_opd.watch.server import WatchServer
 from megatron_opd.watch.watched import Watched
+from sglang_bridge.arrivals import Arrivals
 from sglang_bridge.listening import is_loopback
 
 EVERY_ADDRESS = ("0.0.0.0", "::")
+MOST_QUEUED = 4096
+"""Connections that the kernel keeps until they are taken; others seem open to who made them."""
+MOST_STRANGERS = 256
+"""A browser opens six connections; shells allow 1,024 open files."""
 
 
 class CannotListen(ValueError):
@@ -32,14 +38,19 @@ async def serve(
     port = listener.getsockname()[1]
     access = Access(secrets.token_urlsafe(32), known_names(host))
     app = WatchServer(Watched(files)).app(access, port)
-    runner = web.AppRunner(app, access_log=None, logger=counting_logger())
+    runner = web.AppRunner(app, access_log=None, logger=counting_logger(access.refusals))
     await runner.setup()
+    assert runner.server is not None, "setup makes it"
+    arrivals = Arrivals(access.refusals, most_strangers=MOST_STRANGERS)
+    opened = doors(runner.server, arrivals)
+    server = await asyncio.get_running_loop().create_server(opened, sock=listener)
+    listener.listen(MOST_QUEUED)  # asyncio opens as many files at once as its own limit says
     try:
-        await web.SockSite(runner, listener).start()
         for line in greeting(files.path, host, port, access.token):
             say(line)
         await asyncio.Event().wait()
     finally:
+        server.close()
         await runner.cleanup()
 
 

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 
 from sglang_bridge import open_files
+from sglang_bridge.arrivals import Arrivals
+from sglang_bridge.refusals import Refusals
 from sglang_bridge.server import architectures, files, workers
 from sglang_bridge.server.spec import (
     API_KEY_VARIABLE,
@@ -135,7 +137,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     if not cuda:
         offer_standins()
-    from sglang_bridge.server import auth, compat, front, gates
+    from sglang_bridge.server import auth, compat, connections, front, gates
 
     compat.require_supported_version()
     if model is not None and (names := architectures.unneeded(Path(model), sys.argv[1:])):
@@ -154,9 +156,11 @@ def main() -> None:
     if not cuda:
         compat.fork_workers()
     server_args = prepare_server_args(arguments_for_device(sys.argv[1:], cuda=cuda))
+    refusals = Refusals(auth.logger, "by this server")
+    connections.guard_connections(Arrivals(refusals), asks_key=api_key is not None)
     if api_key is not None:
         server_args.api_key = api_key
-        auth.guard_requests(api_key)
+        auth.guard_requests(api_key, refusals)
     try:
         run_server(server_args)
     except KeyboardInterrupt:

@@ -16,6 +16,8 @@ from sglang_bridge.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 
+ADMITTED = "sglang_bridge.admitted"
+"""Set in the scope of a request that came with the key."""
 OPEN = frozenset({"/health", "/ready", "/metrics", "/metrics/"})
 PROBES = frozenset({"GET", "HEAD"})
 _BODY = b'{"error":"Unauthorized"}'
@@ -30,15 +32,20 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 class KeyGuard:
     """Answers 401 to every request without the key, before its body is read."""
 
-    def __init__(self, app: App, key: str) -> None:
+    def __init__(self, app: App, key: str, refusals: Refusals) -> None:
         self._app, self._key = app, f"bearer {key}".encode()
-        self.refusals = Refusals(logger, "by this server")
+        self.refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
-        if scope["type"] == "lifespan" or self._admits(scope):
-            await self._app(scope, receive, send)
+        if scope["type"] != "lifespan" and self._has_key(scope):
+            scope[ADMITTED] = True
+        elif scope["type"] != "lifespan" and not is_probe(scope):
+            await self._refuse(scope, send)
             return
+        await self._app(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, send: Send) -> None:
         self.refusals.add("a request without the API key")
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -46,10 +53,7 @@ class KeyGuard:
         await send({"type": "http.response.start", "status": 401, "headers": _HEADERS})
         await send({"type": "http.response.body", "body": _BODY})
 
-    def _admits(self, scope: Scope) -> bool:
-        probe = scope["type"] == "http" and scope["method"] in PROBES
-        if probe and scope["path"] in OPEN:
-            return True
+    def _has_key(self, scope: Scope) -> bool:
         shown = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(shown) != 1:
             return False
@@ -57,10 +61,16 @@ class KeyGuard:
         return hmac.compare_digest(kind.lower() + space + key, self._key)
 
 
-def guard_requests(key: str) -> None:
+def is_probe(scope: Scope) -> bool:
+    """Return whether a request only asks whether the server is there."""
+    probe = scope["type"] == "http" and scope["method"] in PROBES
+    return probe and scope["path"] in OPEN
+
+
+def guard_requests(key: str, refusals: Refusals) -> None:
     """Put the guard before SGLang's own check; call before SGLang's run_server().
 
-    RuntimeError: SGLang has no such check any more.
+    refusals: counts those without the key. RuntimeError: SGLang has no such check any more.
     """
     from sglang.srt.utils import auth
 
@@ -71,6 +81,8 @@ def guard_requests(key: str) -> None:
 
     def add(app: Any, **keys: Any) -> None:
         theirs(app, **keys)
-        app.add_middleware(KeyGuard, key=key)  # the last one added is the first one asked
+        app.add_middleware(
+            KeyGuard, key=key, refusals=refusals
+        )  # the last one added is the first one asked
 
     ours.add_api_key_middleware = add

@@ -1,6 +1,7 @@
 """A server of two tensor-parallel ranks that split the experts: same draws, scores, weights."""
 
 import asyncio
+import contextlib
 import os
 import secrets
 from collections.abc import Iterator
@@ -128,6 +129,35 @@ def test_nothing_is_done_without_the_key(parallel_server: ServerProcess, key: st
             assert await client.alive()
 
     asyncio.run(run())
+
+
+def test_only_who_has_the_key_may_be_idle(parallel_server: ServerProcess):
+    def ask(path: str, key: str | None) -> bytes:
+        shown = f"Authorization: Bearer {key}\r\n" if key else ""
+        return f"GET {path} HTTP/1.1\r\nHost: h\r\n{shown}\r\n".encode()
+
+    async def run() -> None:
+        opened = [
+            await asyncio.open_connection("127.0.0.1", parallel_server.spec.port) for _ in range(4)
+        ]
+        (known, tell), (probe, look), (drips, drip), (silent, _) = opened
+        tell.write(ask("/model_info", KEY))
+        look.write(ask("/health", None))
+        drip.write(b"GET /model_info HTTP/1.1\r\nX: ")
+        for reader in (known, probe):
+            assert b" 200 " in await reader.readline()
+        async with asyncio.timeout(60):
+            for reader in (probe, drips, silent):  # what is left of an answer, then the end
+                with contextlib.suppress(ConnectionError):
+                    await reader.read()
+        tell.write(ask("/model_info", KEY))
+        async with asyncio.timeout(60):
+            assert b"HTTP/1.1 200 " in await known.readuntil(b"HTTP/1.1 200 OK\r\n")
+        for _, writer in opened:
+            writer.close()
+
+    asyncio.run(run())
+    assert "refused by this server: a" in parallel_server.log_path.read_text()
 
 
 def test_the_key_is_in_no_log_and_no_description(parallel_server: ServerProcess):

@@ -9,7 +9,8 @@ from typing import Any
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import BYTES, TEXTS
 from benchmarks.fuzz.quiet import quiet
-from sglang_bridge.server.auth import OPEN, PROBES, KeyGuard
+from sglang_bridge.refusals import Refusals
+from sglang_bridge.server.auth import OPEN, PROBES, KeyGuard, logger
 
 KEY = "k3y-of-this-server_0123456789"
 SHOWN = f"Bearer {KEY}".encode()
@@ -37,7 +38,7 @@ def call(scope: Scope) -> str:
     async def send(message: Any) -> None:
         answers.append(message)
 
-    guard = KeyGuard(app, KEY)
+    guard = KeyGuard(app, KEY, Refusals(logger, "by this server"))
     with quiet("sglang_bridge.server.auth"):
         asyncio.run(guard(scope, receive, send))
     if passed:

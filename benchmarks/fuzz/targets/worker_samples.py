@@ -139,7 +139,8 @@ def _damage(rng: Random, messages: list[Message]) -> None:
     at, other = rng.randrange(len(messages)), rng.randrange(len(messages))
     place, frames = messages[at]
     frames = list(frames)
-    edit = rng.choice(("head", "head", "head", "bytes", "key", "who", "twice", "swap", "frames"))
+    edits = ("head", "head", "head", "bytes", "key", "who", "twice", "swap", "frames", "other")
+    edit = rng.choice(edits)
     number = rng.randrange(len(frames))
     if edit == "head" and len(frames) > 1 and frames[1]:
         try:
@@ -161,6 +162,8 @@ def _damage(rng: Random, messages: list[Message]) -> None:
         if a < len(frames) and b < len(others):
             frames[a], others[b] = others[b], frames[a]
             messages[other] = (messages[other][0], others)
+    elif edit == "other":
+        frames[1:] = map(bytes, frames_of(sample(rng, 9, routed=False, weighed=True)))
     elif rng.random() < 0.5:
         del frames[max(1, number) :]
     else:

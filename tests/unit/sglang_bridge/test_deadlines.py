@@ -9,6 +9,7 @@ from megatron_opd.sim.clock import VirtualLoop, run_virtual
 from sglang_bridge.deadlines import ABORT_S, Deadlines
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.protocol import Progress
+from tests.support.freed import Request, left_of
 
 URL, LIMIT_S = "http://a:1", 80.0
 LOOK_S = 10.0
@@ -185,3 +186,15 @@ def test_a_controller_that_was_held_up_does_not_blame_the_server():
 
     with pytest.raises(ServerUnreachable):
         run_virtual(run())
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_a_request_has_sent_is_freed_with_its_error(fails: bool):
+    async def ask(request: Request) -> None:
+        server = Server(lambda now_s: None)
+        try:
+            await server.deadlines.within("r", request())
+        finally:
+            await server.deadlines.close()
+
+    assert left_of(ask, fails=fails) is None

@@ -10,6 +10,7 @@ from megatron_opd.sim.clock import run_virtual
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.members import HUNG_AFTER, REST_S, Member, Members
+from tests.support.freed import Request, left_of
 
 A, B = "http://a:1", "http://b:1"
 
@@ -276,3 +277,10 @@ def test_without_servers_for_evaluations_all_take_both():
             assert await chosen(fleet, evaluates=evaluates) == A
 
     run_virtual(scenario())
+
+
+def test_what_a_request_has_sent_is_freed_with_its_error():
+    async def ask(request: Request) -> None:
+        await Member(client(A)).reply(lambda _: request())
+
+    assert left_of(ask, fails=True) is None

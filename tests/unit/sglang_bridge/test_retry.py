@@ -1,6 +1,7 @@
 """How often a server is asked: `attempts` times in all, whatever the number of servers."""
 
 import asyncio
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 
@@ -108,6 +109,27 @@ def lost(cause: str, *, gone: bool) -> ServerUnreachable:
     if gone:
         error.gone.set()
     return error
+
+
+def test_a_failed_try_keeps_its_request_no_longer():
+    """Before: the tracebacks of all failed tries, and so all that they had sent, until the last."""
+
+    class Body:
+        pass
+
+    sent: list[weakref.ref[Body]] = []
+
+    async def call(earlier: int) -> list[Body | None]:
+        if earlier:
+            return [reference() for reference in sent]
+        body = Body()
+        sent.append(weakref.ref(body))
+        raise lost("reset", gone=False)
+
+    async def scenario() -> list[Body | None]:
+        return await retried(call, Backoff(2), is_unanswered)
+
+    assert run_virtual(scenario()) == [None]
 
 
 def test_a_server_that_is_taken_out_soon_after_its_connections_broke_does_not_count():

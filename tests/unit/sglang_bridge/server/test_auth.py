@@ -7,11 +7,16 @@ from typing import Any
 import pytest
 from sglang.srt.utils import auth as theirs
 
+from sglang_bridge.refusals import Refusals
 from sglang_bridge.server import auth
 from sglang_bridge.server.auth import KeyGuard
 
 KEY = "secret-key"
 RIGHT = (b"authorization", f"Bearer {KEY}".encode())
+
+
+def refusals() -> Refusals:
+    return Refusals(auth.logger, "by this server")
 
 
 class Asked:
@@ -20,7 +25,7 @@ class Asked:
     def __init__(self) -> None:
         self.passed: list[str] = []
         self.sent: list[dict[str, Any]] = []
-        self.guard = KeyGuard(self._app, KEY)
+        self.guard = KeyGuard(self._app, KEY, refusals())
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         self.passed.append(scope.get("path", scope["type"]))
@@ -123,7 +128,7 @@ def test_the_guard_is_asked_before_sglangs_check(monkeypatch: pytest.MonkeyPatch
     from starlette.testclient import TestClient
 
     monkeypatch.setattr(theirs, "add_api_key_middleware", theirs.add_api_key_middleware)
-    auth.guard_requests(KEY)
+    auth.guard_requests(KEY, refusals())
     app = FastAPI()
 
     @app.get("/health_generate")
@@ -140,4 +145,4 @@ def test_the_guard_is_asked_before_sglangs_check(monkeypatch: pytest.MonkeyPatch
 def test_another_sglang_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(theirs, "add_api_key_middleware")
     with pytest.raises(RuntimeError, match="another version"):
-        auth.guard_requests(KEY)
+        auth.guard_requests(KEY, refusals())
