@@ -8,7 +8,8 @@ Axes: T rows, v ids of this rank, H hidden, N (row, id) pairs sorted by tile (ti
 the vocabulary. A tile: M rows, K ids.
 """
 
-# ruff: noqa: ANN001, ANN202  types here are Triton's, and constants have capitals
+# Types here are Triton's, and constants have capitals.
+# ruff: noqa: ANN001, ANN201, ANN202
 # pyright: basic
 
 from __future__ import annotations
