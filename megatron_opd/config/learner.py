@@ -154,6 +154,9 @@ UNEVEN_STAGES = (
 )
 
 
+HeadLogp = Literal["lean", "lean_eager", "dense"]
+
+
 class LearnerConfig(Section):
     """Configures the Megatron-Core learner, which starts from student.model."""
 
@@ -171,9 +174,13 @@ class LearnerConfig(Section):
     recompute: bool = False
     """Recomputes activations in the backward pass instead of keeping them. Saves memory and costs
     about one more forward pass."""
-    logp: Literal["lean", "dense"] = "lean"
-    """Way to compute log-probs from the LM head: lean never holds [tokens, vocabulary] and saves
-    that memory; dense does, and is the reference that lean is checked against."""
+    logp: HeadLogp = "lean"
+    """Way to compute log-probs from the LM head. lean never holds [tokens, vocabulary]: by fused
+    kernels on a GPU with Triton, else by torch's operations a block at a time; lean_eager always by
+    the latter; dense holds it, and is the reference that both are checked against."""
+    entropy: bool = True
+    """Whether updates measure the student's entropy over the whole vocabulary (entropy_nats). lean
+    alone does; false saves lean_eager two of its six passes over every block of logits."""
     routing_replay: RoutingReplay = "off"
     """Which experts the tokens of an MoE student visit in the learner. off: its own routers choose;
     rollout: the experts that the sampler used when it last computed the token (R3); current: those

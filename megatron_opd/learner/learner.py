@@ -99,7 +99,9 @@ class MegatronLearner:
             self.model = build_model(self.spec, self.world, config)
             weights = source_of(model, self.spec, fresh_seed)
             load_weights(self.model, self.spec, self.world, weights)
-            self.head = make_student_logp(self.model[-1].module, config.logp)
+            self.head = make_student_logp(
+                self.model[-1].module, config.logp, entropy=config.entropy
+            )
             self.optimizer = build_optimizer(config.optimizer, self.model, DTYPES[config.dtype])
         connect_schedule(self.model, self.optimizer)
         self.balancing = Balancing.of(self.model, sum(self.spec.moe_layers))

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 
+from megatron_opd.config.learner import HeadLogp
 from megatron_opd.learner.layout import Rows
 from megatron_opd.learner.lm_head import head_weight, install_lean_head, real_vocab_size
+from megatron_opd.losses.blocks import default_block
 from megatron_opd.losses.lean import lean_logp
 from megatron_opd.losses.vocab_parallel import gather_logp
 
@@ -53,10 +55,13 @@ def dense_logp(
 
 
 class LeanLogp:
-    """Scores from the LM head's input [1, s, H], never holding [T, V]. model: with a lean head."""
+    """Scores from the LM head's input [1, s, H], never holding [T, V].
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    model: with a lean head. eager: without fused kernels. entropy: whether updates measure it.
+    """
+
+    def __init__(self, model: Any, *, eager: bool = False, entropy: bool = True) -> None:
+        self._model, self._eager, self._entropy = model, eager, entropy
 
     def __call__(
         self,
@@ -75,9 +80,12 @@ class LeanLogp:
             id_N,
             temperature=temperature,
             group=_vocab_group(),
+            block=default_block(hidden_tH) if self._eager else None,
             vocab_size=real_vocab_size(self._model),
+            entropy=self._entropy and torch.is_grad_enabled(),
         )
-        return Scored(scored.logp_N, scored.entropy_T.detach())
+        entropy_T = scored.entropy_T
+        return Scored(scored.logp_N, None if entropy_T is None else entropy_T.detach())
 
 
 class AcrossContext:
@@ -119,11 +127,14 @@ def _vocab_group() -> dist.ProcessGroup:
     return group
 
 
-def make_student_logp(model: Any, kind: str) -> StudentLogp:
-    """Make the configured scorer; lean changes `model` so that it returns the LM head's input."""
+def make_student_logp(model: Any, kind: HeadLogp, *, entropy: bool = True) -> StudentLogp:
+    """Make the configured scorer; lean changes `model` so that it returns the LM head's input.
+
+    entropy: whether updates measure it.
+    """
     head: StudentLogp = dense_logp
-    if kind == "lean":
+    if kind != "dense":
         install_lean_head(model)
-        head = LeanLogp(model)
+        head = LeanLogp(model, eager=kind == "lean_eager", entropy=entropy)
     group: Any = ps.get_context_parallel_group()
     return head if group.size() == 1 else AcrossContext(head, group)

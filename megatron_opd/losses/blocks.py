@@ -141,12 +141,17 @@ class Products:
             torch.mm(hidden_CH, weight_KH.T, out=x_CK)
         return x_CK if temperature == 1 else x_CK.div_(temperature)
 
-    def add(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add left @ right to `total`, in `wide`."""
-        if self.native_half:
-            torch.addmm(total, left, right, out_dtype=self.wide, out=total)  # type: ignore[call-overload]
-        else:
-            total.addmm_(left, right)
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add left @ right, accumulated in float32 or wider, to `total` in place."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.dtype.itemsize < left.dtype.itemsize:
+        total += left @ right
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)  # type: ignore[call-overload]
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 def default_block(hidden_TH: torch.Tensor) -> tuple[int, int]:

@@ -2,7 +2,9 @@
 
 The logits exist one block of rows x ids at a time: forward folds every block into running sums per
 row, backward makes it again. That costs one matrix product more than dense logits do, and saves
-every [T, V] tensor and the passes over main memory that go with it.
+every [T, V] tensor and the passes over main memory that go with it. Blocks are made by Triton
+kernels where there are some for the device (fused.py), else by torch's operations (eager.py), which
+are the reference.
 
 Axes: T rows, N (row, id) pairs, H hidden, v this rank's slice of the vocabulary (rank r of a group
 holds the ids [r v, (r + 1) v)). One block: C rows, K ids, P pairs.
@@ -17,72 +19,23 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron_opd.losses.blocks import Block, BlockPlan, Products, default_block
+from megatron_opd.losses.blocks import BlockPlan, default_block
+from megatron_opd.losses.eager import EagerPasses, move_maximum
+from megatron_opd.losses.fused import can_fuse, fused_passes, shape_of
+from megatron_opd.losses.passes import Passes, RowGradients, Sums
 
 
 @dataclass(frozen=True)
 class LogProbs:
     """Describes softmax(hidden weight^T / temperature), in nats; float32, or float64 as the inputs.
 
-    logp_N: log-prob of each pair. log_normaliser_T: logsumexp of the row. entropy_T: entropy.
+    logp_N: log-prob of each pair. log_normaliser_T: logsumexp of the row. entropy_T: entropy, None
+    where it is not wanted.
     """
 
     logp_N: torch.Tensor
     log_normaliser_T: torch.Tensor
-    entropy_T: torch.Tensor
-
-
-def _sums(
-    hidden_TH: torch.Tensor,
-    weight_vH: torch.Tensor,
-    plan: BlockPlan,
-    temperature: float,
-    num_pairs: int,
-    group: dist.ProcessGroup | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute sums per row of x = hidden weight^T / temperature over the group's vocabulary.
-
-    max_T of x; sum_T of exp(x - max); moment_T, the sum of exp(x - max) (x - max); chosen_N, x of
-    each pair.
-    """
-    products = Products(hidden_TH, plan)
-    # Not -inf: the first correction, (old max - new max) * 0, must be 0.
-    lowest = torch.finfo(products.wide).min / 2
-    max_T = hidden_TH.new_full((plan.num_rows,), lowest, dtype=products.wide)
-    sum_T, moment_T = torch.zeros_like(max_T), torch.zeros_like(max_T)
-    chosen_N = max_T.new_zeros(num_pairs)
-    for ids, blocks in plan.columns():
-        weight_KH = products.operand(weight_vH[ids])
-        for block in blocks:
-            hidden_CH = products.operand(hidden_TH[block.rows])
-            x_CK = products.logits_CK(hidden_CH, weight_KH, temperature, block)
-            chosen_N[block.pair_P] = x_CK[block.row_P, block.column_P]
-            max_C, sum_C, moment_C = max_T[block.rows], sum_T[block.rows], moment_T[block.rows]
-            above_C = torch.maximum(max_C, x_CK.amax(1))
-            _move_maximum(max_C, sum_C, moment_C, above_C)
-            x_CK.sub_(above_C[:, None])
-            exp_CK = torch.exp(x_CK, out=products.buffer_CK(1, block))
-            sum_C += exp_CK.sum(1)
-            moment_C += exp_CK.mul_(x_CK).sum(1)
-    if group is not None:
-        above_T = max_T.clone()
-        dist.all_reduce(above_T, dist.ReduceOp.MAX, group)
-        _move_maximum(max_T, sum_T, moment_T, above_T)
-        sums = torch.cat([sum_T, moment_T, chosen_N])
-        dist.all_reduce(sums, group=group)
-        sum_T, moment_T, chosen_N = sums.split([plan.num_rows, plan.num_rows, num_pairs])
-    return max_T, sum_T, moment_T, chosen_N
-
-
-def _move_maximum(
-    max_C: torch.Tensor, sum_C: torch.Tensor, moment_C: torch.Tensor, above_C: torch.Tensor
-) -> None:
-    """Rewrite the sums, in place, relative to a larger maximum."""
-    down_C = max_C - above_C
-    shrink_C = down_C.exp()
-    moment_C.addcmul_(sum_C, down_C).mul_(shrink_C)
-    sum_C.mul_(shrink_C)
-    max_C.copy_(above_C)
+    entropy_T: torch.Tensor | None
 
 
 class _LeanLogp(torch.autograd.Function):
@@ -100,23 +53,20 @@ class _LeanLogp(torch.autograd.Function):
         hidden_TH: torch.Tensor,
         weight_vH: torch.Tensor,
         row_N: torch.Tensor,
-        id_N: torch.Tensor,
         temperature: float,
         group: dist.ProcessGroup | None,
-        block: tuple[int, int],
-        vocab_size: int | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        shape = len(hidden_TH), len(weight_vH)
-        plan = BlockPlan.of(shape, block, row_N, id_N, group, vocab_size)
-        max_T, sum_T, moment_T, chosen_N = _sums(
-            hidden_TH, weight_vH, plan, temperature, len(id_N), group
-        )
-        log_sum_T = sum_T.log()
-        logp_N = chosen_N - max_T[row_N] - log_sum_T[row_N]
-        normaliser_T = max_T + log_sum_T
-        entropy_T = log_sum_T - moment_T / sum_T
+        passes: Passes,
+        entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        sums = passes.sums(hidden_TH, weight_vH, temperature, entropy=entropy)
+        if group is not None:
+            sums = _whole(sums, group)
+        log_sum_T = sums.sum_T.log()
+        logp_N = sums.chosen_N - sums.max_T[row_N] - log_sum_T[row_N]
+        normaliser_T = sums.max_T + log_sum_T
+        entropy_T = None if sums.moment_T is None else log_sum_T - sums.moment_T / sums.sum_T
         ctx.save_for_backward(hidden_TH, weight_vH, row_N, normaliser_T, entropy_T)
-        ctx.plan, ctx.temperature = plan, temperature
+        ctx.passes, ctx.temperature = passes, temperature
         ctx.main_grad = getattr(weight_vH, "main_grad", None)
         ctx.signal = getattr(weight_vH, "signals_main_grad", False)
         ctx.set_materialize_grads(False)
@@ -135,7 +85,7 @@ class _LeanLogp(torch.autograd.Function):
             level_T += grad_normaliser_T
         if grad_entropy_T is not None:
             level_T -= grad_entropy_T * entropy_T
-        rows = _RowGradients(
+        rows = RowGradients(
             normaliser_T,
             level_T / ctx.temperature,
             None if grad_entropy_T is None else grad_entropy_T / ctx.temperature,
@@ -146,73 +96,43 @@ class _LeanLogp(torch.autograd.Function):
         target_vH = None
         if needs_weight:
             target_vH = torch.zeros_like(weight_vH) if ctx.main_grad is None else ctx.main_grad
-        _accumulate(hidden_TH, weight_vH, ctx.plan, ctx.temperature, rows, grad_TH, target_vH)
+        ctx.passes.add_gradients(hidden_TH, weight_vH, ctx.temperature, rows, grad_TH, target_vH)
         grad_hidden = None if grad_TH is None else grad_TH.to(hidden_TH.dtype)
         grad_weight = target_vH
         if ctx.main_grad is not None:
             # No memory of its own: one zero, seen v * H times.
             zeros = weight_vH.new_zeros(()).expand(weight_vH.shape) if ctx.signal else None
             grad_weight = zeros
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
-@dataclass(frozen=True)
-class _RowGradients:
-    """Holds x's gradient in terms of p, by row: p (level - slope log p), and pair_N at pairs."""
-
-    normaliser_T: torch.Tensor
-    level_T: torch.Tensor
-    slope_T: torch.Tensor | None
-    pair_N: torch.Tensor | None
-
-    def of_block(self, x_CK: torch.Tensor, other_CK: torch.Tensor, block: Block) -> torch.Tensor:
-        """Return the gradient's block, in one of the two buffers given; x is overwritten."""
-        logp_CK, level_C = x_CK.sub_(self.normaliser_T[block.rows, None]), self.level_T[block.rows]
-        if self.slope_T is None:
-            grad_CK = logp_CK.exp_().mul_(level_C[:, None])
-        else:
-            grad_CK = torch.exp(logp_CK, out=other_CK)
-            grad_CK *= logp_CK.mul_(-self.slope_T[block.rows, None]).add_(level_C[:, None])
-        if self.pair_N is not None:
-            pair_P = self.pair_N[block.pair_P]
-            grad_CK.index_put_((block.row_P, block.column_P), pair_P, accumulate=True)
-        return grad_CK
+def _whole(sums: Sums, group: dist.ProcessGroup) -> Sums:
+    """Join the sums of all ranks' parts of the vocabulary."""
+    above_T = sums.max_T.clone()
+    dist.all_reduce(above_T, dist.ReduceOp.MAX, group)
+    move_maximum(sums.max_T, sums.sum_T, sums.moment_T, above_T)
+    parts = [sums.sum_T, sums.chosen_N, *([] if sums.moment_T is None else [sums.moment_T])]
+    joined = torch.cat(parts)
+    dist.all_reduce(joined, group=group)
+    sum_T, chosen_N, *moment = joined.split([len(part) for part in parts])
+    return Sums(sums.max_T, sum_T, moment[0] if moment else None, chosen_N)
 
 
-def _accumulate(
+def _passes(
     hidden_TH: torch.Tensor,
     weight_vH: torch.Tensor,
-    plan: BlockPlan,
-    temperature: float,
-    rows: _RowGradients,
-    grad_TH: torch.Tensor | None,
-    target_vH: torch.Tensor | None,
-) -> None:
-    """Recompute every block and add its part to both gradients, in place; None: not wanted.
-
-    A target in a narrower type than the sums' is written once a slice of the vocabulary, from a
-    buffer of that slice, so that rounding does not depend on the number of row blocks.
-    """
-    products = Products(hidden_TH, plan)
-    for ids, blocks in plan.columns():
-        weight_KH = products.operand(weight_vH[ids])
-        target_KH, total_KH = None, None
-        if target_vH is not None:
-            target_KH = total_KH = target_vH[ids]
-            if target_vH.dtype != products.wide:
-                total_KH = torch.zeros_like(target_KH, dtype=products.wide)
-        for block in blocks:
-            hidden_CH = products.operand(hidden_TH[block.rows])
-            x_CK = products.logits_CK(hidden_CH, weight_KH, temperature, block)
-            grad_CK = rows.of_block(x_CK, products.buffer_CK(1, block), block)
-            if products.native_half:
-                grad_CK = grad_CK.to(hidden_TH.dtype)
-            if grad_TH is not None:
-                products.add(grad_TH[block.rows], grad_CK, weight_KH)
-            if total_KH is not None:
-                products.add(total_KH, grad_CK.T, hidden_CH)
-        if target_KH is not None and total_KH is not None and target_KH is not total_KH:
-            target_KH += total_KH
+    row_N: torch.Tensor,
+    id_N: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    block: tuple[int, int] | None,
+    vocab_size: int | None,
+) -> Passes:
+    """Choose how to go over the logits."""
+    shape = len(hidden_TH), len(weight_vH)
+    if block is None and can_fuse(hidden_TH):
+        return fused_passes(shape, row_N, id_N, group, vocab_size, shape_of(hidden_TH.dtype))
+    block = default_block(hidden_TH) if block is None else block
+    return EagerPasses(BlockPlan.of(shape, block, row_N, id_N, group, vocab_size), len(id_N))
 
 
 def lean_logp(
@@ -225,6 +145,8 @@ def lean_logp(
     group: dist.ProcessGroup | None = None,
     block: tuple[int, int] | None = None,
     vocab_size: int | None = None,
+    entropy: bool = True,
+    passes: Passes | None = None,
 ) -> LogProbs:
     """Return log softmax(hidden weight^T / temperature) at (row_N, id_N), normaliser and entropy.
 
@@ -232,9 +154,11 @@ def lean_logp(
     row_N, id_N: int64; an id is global, in [0, V); a row may hold any number of pairs, also none.
     group: the ranks that share the vocabulary, None for one; every rank must call with the same
     hidden_TH, row_N and id_N and use the results alike. block: rows x ids of logits held at a time
-    (two such blocks exist), None for the device's default; it changes rounding only.
+    (two such blocks exist), without kernels; None: kernels where there are some, else the device's
+    default. It changes rounding only.
     vocab_size: V, where the ranks' slices pad it: rows of the last weights that are no ids are
-    never read, and get no gradient. None: v a rank.
+    never read, and get no gradient. None: v a rank. entropy: whether it is wanted. passes: goes
+    over the logits, in place of what block chooses.
     Differentiable once, in all three results. The sums over the vocabulary are float32, or float64
     for float64 inputs. Raises IndexError for a pair outside the logits.
 
@@ -251,8 +175,7 @@ def lean_logp(
     """
     if group is not None and group.size() == 1:
         group = None
-    block = default_block(hidden_TH) if block is None else block
-    outputs = _LeanLogp.apply(
-        hidden_TH, weight_vH, row_N, id_N, temperature, group, block, vocab_size
-    )
+    if passes is None:
+        passes = _passes(hidden_TH, weight_vH, row_N, id_N, group, block, vocab_size)
+    outputs = _LeanLogp.apply(hidden_TH, weight_vH, row_N, temperature, group, passes, entropy)
     return LogProbs(*outputs)  # type: ignore[misc]

@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.config.learner import HeadLogp, ParallelConfig
 from megatron_opd.models.spec import ModelSpec
 
 TransformerImpl = Literal["transformer_engine", "local"]
@@ -74,7 +74,7 @@ def boundary_bytes(shapes: Shapes) -> float:
     return shapes.spec.hidden_size * shapes.element_bytes * shapes.tokens / shapes.parallel.tp
 
 
-def head_bytes(shapes: Shapes, logp: Literal["lean", "dense"]) -> float:
+def head_bytes(shapes: Shapes, logp: HeadLogp) -> float:
     """Count what ends the last stage: final norm, head input, log-probs of one micro-batch.
 
     lean: the gradient of the input in float32 and two blocks of logits. dense: the logits, those of
@@ -83,7 +83,7 @@ def head_bytes(shapes: Shapes, logp: Literal["lean", "dense"]) -> float:
     spec, tokens, size = shapes.spec, shapes.tokens, shapes.element_bytes
     kept = _norm(shapes, spec.hidden_size) * tokens / shapes.parallel.tp
     kept += tokens * spec.hidden_size * size
-    if logp == "lean":
+    if logp != "dense":
         rows = tokens * spec.hidden_size * (size + 4)
         return kept + rows + LEAN_BLOCK_BYTES[shapes.kernels]
     return kept + tokens * spec.vocab_size / shapes.parallel.tp * (2 * size + 8)

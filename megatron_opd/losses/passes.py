@@ -1,0 +1,69 @@
+"""Names what both ways of the lean log-prob operation compute: in blocks, or in fused kernels.
+
+Axes: T rows, N (row, id) pairs, H hidden, v this rank's slice of the vocabulary. x are the logits
+hidden weight^T / temperature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Holds sums over this rank's ids of each row, and x of its pairs.
+
+    max_T of x; sum_T of exp(x - max); moment_T, the sum of exp(x - max) (x - max), None where no
+    entropy is wanted; chosen_N, x of each pair, 0 for those of other ranks.
+    """
+
+    max_T: torch.Tensor
+    sum_T: torch.Tensor
+    moment_T: torch.Tensor | None
+    chosen_N: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """Holds x's gradient in terms of p = softmax(x), by row.
+
+    It is p (level - slope log p), and pair_N added at pairs; no slope is 0.
+    """
+
+    normaliser_T: torch.Tensor
+    level_T: torch.Tensor
+    slope_T: torch.Tensor | None
+    pair_N: torch.Tensor | None
+
+
+class Passes(Protocol):
+    """Goes over the logits of hidden_TH [T, H] and weight_vH [v, H]."""
+
+    def sums(
+        self,
+        hidden_TH: torch.Tensor,
+        weight_vH: torch.Tensor,
+        temperature: float,
+        *,
+        entropy: bool,
+    ) -> Sums:
+        """Compute the sums. entropy: also the moment."""
+        ...
+
+    def add_gradients(
+        self,
+        hidden_TH: torch.Tensor,
+        weight_vH: torch.Tensor,
+        temperature: float,
+        rows: RowGradients,
+        grad_TH: torch.Tensor | None,
+        target_vH: torch.Tensor | None,
+    ) -> None:
+        """Add x's gradient, times the other operand, to both targets in place; None: not wanted.
+
+        A target in a narrower type than the sums' is written once a slice of the vocabulary.
+        """
+        ...
