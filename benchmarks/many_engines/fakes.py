@@ -84,7 +84,7 @@ class Fakes:
         guard_socket(socket, LARGEST)
         show_keys(socket, keys.controller, keys.secret)
         socket.connect(address)
-        socket.send(encode(Hello(index, "tcp://127.0.0.1:1")))
+        socket.send(encode(Hello(index, f"tcp://127.0.0.1:{index + 1}")))
         self._poller.register(socket, zmq.POLLIN)
         return socket
 
