@@ -86,6 +86,13 @@ def lean(inputs: Inputs) -> None:
     found.logp_N.backward(inputs.grad_N)
 
 
+def lean_eager(inputs: Inputs) -> None:
+    """The same a block at a time, where kernels would be used."""
+    block = default_block(inputs.hidden_TH)
+    found = lean_logp(inputs.hidden_TH, inputs.weight_VH, inputs.row_N, inputs.id_N, block=block)
+    found.logp_N.backward(inputs.grad_N)
+
+
 def products(inputs: Inputs) -> None:
     """The three matrix products that no path can do without."""
     hidden_TH, weight_VH = inputs.hidden_TH.detach(), inputs.weight_VH.detach()

@@ -1,4 +1,4 @@
-"""The log-prob operation of the loss at real sizes: blockwise against dense logits.
+"""The log-prob operation of the loss at real sizes: fused kernels, blocks, and dense logits.
 
 products: the three matrix products that no way can do without, as the floor.
 """
@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.gpu.timing import or_out_of_memory, timed
-from benchmarks.lean_logp import Inputs, Size, dense, lean, products
+from benchmarks.lean_logp import Inputs, Size, dense, lean, lean_eager, products
 
 VOCAB = 151_936
 SIZES = (  # heads of 1.7 B and 30 B models; the wider one leaves dense logits no room on 80 GB
@@ -18,7 +18,12 @@ SIZES = (  # heads of 1.7 B and 30 B models; the wider one leaves dense logits n
     Size(16_384, VOCAB, 4096, 8, "bfloat16"),
 )
 DRY_SIZES = (Size(64, 4096, 64, 8, "float32"),)
-PATHS: dict[str, Callable[[Inputs], None]] = {"lean": lean, "products": products, "dense": dense}
+PATHS: dict[str, Callable[[Inputs], None]] = {
+    "lean": lean,
+    "lean_eager": lean_eager,
+    "products": products,
+    "dense": dense,
+}
 REPEATS = 5
 
 

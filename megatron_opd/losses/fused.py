@@ -49,10 +49,12 @@ def shape_of(dtype: torch.dtype) -> Shape:
     return Shape()
 
 
-def can_fuse(hidden_TH: torch.Tensor) -> bool:
+def can_fuse(hidden_TH: torch.Tensor, weight_vH: torch.Tensor) -> bool:
     """Tell whether there are kernels for this device and type."""
-    found = hidden_TH.is_cuda and importlib.util.find_spec("triton") is not None
-    return found and hidden_TH.dtype in TYPES
+    if not hidden_TH.is_cuda or importlib.util.find_spec("triton") is None:
+        return False
+    dense = hidden_TH.is_contiguous() and weight_vH.is_contiguous()
+    return dense and hidden_TH.dtype in TYPES
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def _passes(
 ) -> Passes:
     """Choose how to go over the logits."""
     shape = len(hidden_TH), len(weight_vH)
-    if block is None and can_fuse(hidden_TH):
+    if block is None and can_fuse(hidden_TH, weight_vH):
         return fused_passes(shape, row_N, id_N, group, vocab_size, shape_of(hidden_TH.dtype))
     block = default_block(hidden_TH) if block is None else block
     return EagerPasses(BlockPlan.of(shape, block, row_N, id_N, group, vocab_size), len(id_N))

@@ -121,7 +121,7 @@ def test_a_pair_outside_the_logits_is_an_error():
 
 
 def test_only_a_gpu_has_kernels():
-    assert not can_fuse(torch.zeros(1, 1))
+    assert not can_fuse(torch.zeros(1, 1), torch.zeros(2, 1))
 
 
 def test_no_entropy_is_made_that_is_not_asked_for():
