@@ -44,7 +44,7 @@ class Holders:
         prompt = sample.rollout.prompt
         self.givers[worker].held[f"r-{uid}"] = list(map(bytes, encode_sample(sample)))
         ids = prompt.token_ids_P.tolist()
-        request = RolloutRequest(rid=f"r-{uid}", input_ids=ids, max_new_tokens=8, num_draws=4)
+        request = RolloutRequest(rid=f"r-{uid}", input_ids=ids, max_new_tokens=64, num_draws=64)
         async with ServerClient(f"http://host:{worker + 1}", timeout_s=1e9) as client:
             rollout = await self.pool.generate(client, prompt, request)
         assert rollout.worker == f"data worker {worker}"
