@@ -15,7 +15,7 @@ from megatron_opd.columns import RankBatch, RankInputs
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.learner import reading
 from megatron_opd.learner.reading import ShareReader
-from megatron_opd.transport.frames import from_frames, to_frames
+from megatron_opd.transport.frames import from_frames, sizes_of, to_frames
 from megatron_opd.transport.messages import Train
 from megatron_opd.transport.samples import FRAMES
 from megatron_opd.types import Batch
@@ -86,7 +86,7 @@ def read(out: Path, *, model: Path, config: dict[str, Any], batch: Batch, damage
         return found
 
     reading.deal = counting
-    request = Train(1, batch.update, batch.version, cut.plan)
+    request = Train(1, batch.update, batch.version, cut.plan, sizes=sizes_of(cut))
     said: dict[str, str] = {}
     for name in DAMAGES if damages else ():
         last = world.data_rank == world.parallel.dp - 1
