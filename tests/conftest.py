@@ -20,8 +20,9 @@ torch.set_num_threads(1)  # another worker, or a server, needs the other core
 
 TESTS = Path(__file__).parent
 # The longest first: a worker for SERVERS, the other for dist; short files even out the end.
-SERVERS, ORDER = "servers", ("servers", "dist", "e2e")
-RAY = "test_ray_"  # a Ray cluster finds others on its machine, and uses the same ports
+# RAY: a Ray cluster finds others on its machine, and uses the same ports.
+SERVERS, RAY = "servers", "ray"
+ORDER = (SERVERS, "dist", "e2e", RAY)
 # Of tests/e2e: these start servers of their own and may run on either worker.
 APART = ("test_bridge_parallel.py", "test_deterministic.py", "test_resume.py")
 
@@ -29,7 +30,7 @@ APART = ("test_bridge_parallel.py", "test_deterministic.py", "test_resume.py")
 def kind_of(path: str) -> str:
     """The first folder below tests/, SERVERS: what uses the two servers of a session, or RAY."""
     kind, *_, name = path.removeprefix("tests/").split("/")
-    if name.startswith(RAY):
+    if name.startswith("test_ray_") or name.endswith("_ray.py"):
         return RAY
     return SERVERS if kind == "e2e" and name not in APART else kind
 

@@ -39,7 +39,7 @@ from megatron_opd.batching.shares import shares
 from megatron_opd.cli.wiring import make_generator, make_schedule, make_scorer
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.controller import Controller
-from megatron_opd.controller.garbage import collected_rarely
+from megatron_opd.controller.garbage import collected_rarely, put_aside
 from megatron_opd.controller.ports import Ports
 from megatron_opd.transport.frames import to_frames
 from megatron_opd.transport.gate import guard_socket, show_keys
@@ -149,6 +149,7 @@ async def run(config: Config, size: Size, url: str, pool: WorkerPool, learner: H
         store=pool,
     )
     controller = Controller(make_schedule(config), ports)
+    put_aside()
     with collected_rarely(make_schedule(config).permits):
         accounting = await controller.run()
     await students.close()

@@ -60,7 +60,7 @@ from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
-from megatron_opd.controller.garbage import collected_rarely
+from megatron_opd.controller.garbage import collected_rarely, put_aside
 from megatron_opd.controller.health import EngineLost, HealthGuard, ProcessDied
 from megatron_opd.controller.ports import Guard
 from megatron_opd.controller.snapshot import NOTHING_YET
@@ -399,6 +399,7 @@ class PipelineRun:
         with self.stopping.after(self.evaluations.preempted):
             serve_on = weight_sync.serve_on(lambda: state.version, asyncio.Lock())
             await while_alive(guard, self.evaluations.run.again(), beside=serve_on)
+            put_aside()
             with collected_rarely(config.schedule.permits(config.buffer.batch_size)):
                 async with self._recording(recorder, fleets):
                     await self.controller.run()

@@ -143,6 +143,7 @@ def _experts(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator
     """Yields [experts of this EP rank, ...]: w13 stacks this rank's gate and up, w2 is down."""
     if module.num_fused_shared_experts:
         raise TypeError(f"{owner}: fused shared experts are not supported")
+    _require_plain(module, owner)
     first = module.moe_ep_rank * data.shape[0]
     # Mixtral's checkpoints have names of their own for the three matrices of an expert.
     mixtral = ".block_sparse_moe." in f".{owner}."
@@ -163,6 +164,18 @@ def _experts(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator
             yield Piece(f"{base}.{down}.{WEIGHT}", 1, start, length, data[local])
         else:
             raise TypeError(f"{owner}.{leaf}: unknown expert parameter")
+
+
+def _require_plain(module: Any, owner: str) -> None:
+    """Refuses experts that SGLang has laid out for other kernels after loading."""
+    method = getattr(module, "quant_method", None)
+    if getattr(method, "use_flashinfer_trtllm_moe", False):
+        why = "in blocks, start the server with --moe-runner-backend triton"
+    elif getattr(method, "w13_swiglu_interleaved", False):
+        why = "with gate and up interleaved, unset SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
+    else:
+        return
+    raise TypeError(f"{owner}: weight syncs cannot write experts that are held {why}")
 
 
 def _replace_last(owner: str, old: str, new: str) -> str:

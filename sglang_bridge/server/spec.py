@@ -21,6 +21,7 @@ QUANTIZATION_VARIABLE = "SGLANG_BRIDGE_QUANTIZATION"
 GROUP_TIMEOUT_VARIABLE = "SGLANG_BRIDGE_GROUP_TIMEOUT_S"
 WEIGHTS_DIR_VARIABLE = "SGLANG_BRIDGE_WEIGHTS_DIR"
 GATES_VARIABLE = "SGLANG_BRIDGE_ROUTING_WEIGHTS"  # 1: keep them
+MOE_FLAGS = ("--moe-runner-backend", "--moe-a2a-backend")
 MEMORY_FLAGS = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 # An idle connection is the client's to close (http.KEEPALIVE_S): a server that closes one just as a
 # request enters it fails that request. Its own default of 5 s does so on a machine that stalls.
@@ -104,8 +105,10 @@ def server_command(spec: ServerSpec) -> list[str]:
         command += ["--context-length", str(spec.context_length)]
     if spec.max_total_tokens is not None:
         command += ["--max-total-tokens", str(spec.max_total_tokens)]
-    if spec.quantization is not None:
-        # of what SGLang might choose itself, some lays experts out anew; a CPU ignores it
+    chosen = any(flag in spec.extra_args for flag in MOE_FLAGS)
+    if spec.quantization is not None or (spec.role == "student" and not chosen):
+        # of what SGLang might choose itself (on Blackwell), some lays experts out anew, and weight
+        # syncs could not write them; a CPU ignores it
         command += ["--moe-runner-backend", "triton"]
     if spec.routed_experts:
         command += ["--enable-return-routed-experts"]

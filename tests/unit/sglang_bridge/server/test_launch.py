@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -60,6 +61,24 @@ def test_command_and_environment():
     assert "SGLANG_USE_CPU_ENGINE" not in env
     assert len(env["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
     assert full.url == "http://127.0.0.1:4321"
+
+
+@pytest.mark.parametrize(
+    ("role", "options", "ours"),
+    [
+        ("student", {}, True),
+        ("student", {"quantization": "fp8"}, True),
+        ("student", {"extra_args": ("--moe-runner-backend", "deep_gemm")}, False),
+        ("student", {"extra_args": ("--moe-a2a-backend", "deepep")}, False),
+        ("teacher", {}, False),
+        ("teacher", {"quantization": "int8"}, True),
+    ],
+)
+def test_experts_that_weight_syncs_write_are_not_laid_out_anew(
+    role: Any, options: dict[str, Any], ours: bool
+):
+    command = server_command(ServerSpec(model_path="m", role=role, port=1, **options))
+    assert ("--moe-runner-backend triton" in " ".join(command)) == ours
 
 
 @pytest.mark.parametrize(

@@ -92,3 +92,25 @@ def test_a_rank_of_padding_alone_holds_no_piece(
     found = list(pieces._pieces_of(module, "model.embed_tokens", "weight", torch.zeros(3, 4)))
     assert [(piece.start, piece.length) for piece in found] == held
     assert all(piece.view.shape == (piece.length, 4) for piece in found)
+
+
+@pytest.mark.parametrize(
+    ("layout", "remedy"),
+    [
+        ("use_flashinfer_trtllm_moe", "start the server with --moe-runner-backend triton"),
+        ("w13_swiglu_interleaved", "unset SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"),
+    ],
+)
+def test_experts_that_are_laid_out_for_other_kernels_are_refused(layout: str, remedy: str):
+    """Whose rows would be compared, and written, as if they were gate and up."""
+    experts = SimpleNamespace(
+        num_fused_shared_experts=0,
+        moe_ep_rank=0,
+        moe_tp_rank=0,
+        quant_method=SimpleNamespace(**{layout: True}),
+    )
+    data = torch.zeros(2, 8, 4)
+    with pytest.raises(TypeError, match=f"^mlp.experts: weight syncs cannot .*, {remedy}$"):
+        list(pieces._experts(experts, "mlp.experts", "w13_weight", data))
+    experts.quant_method = SimpleNamespace(**{layout: False})
+    assert len(list(pieces._experts(experts, "mlp.experts", "w13_weight", data))) == 4

@@ -128,7 +128,6 @@ def test_routers_and_heads_are_held_as_they_are(prefix: str, kind: str):
 def test_only_servers_that_are_told_to_quantise(monkeypatch: pytest.MonkeyPatch):
     spec = ServerSpec(model_path="m", role="student", port=1, quantization="fp8")
     assert server_env(spec, {})[QUANTIZATION_VARIABLE] == "fp8"
-    assert server_command(spec)[-2:] == ["--moe-runner-backend", "triton"]
     plain = ServerSpec(model_path="m", role="teacher", port=1)
     assert "--moe-runner-backend" not in server_command(plain)
     inherited = {QUANTIZATION_VARIABLE: "int8"}
