@@ -1,4 +1,4 @@
-"""Goes over the logits in blocks, with torch's own operations: on every device, in every type.
+"""Makes the logits in blocks, with torch's own operations: on every device, in every type.
 
 One block: C rows, K ids, P pairs.
 """

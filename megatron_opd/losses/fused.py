@@ -1,4 +1,4 @@
-"""Goes over the logits in Triton kernels, which keep them on the chip.
+"""Makes the logits in Triton kernels, which keep them on the chip.
 
 The backward pass makes x's gradient a slice of the vocabulary at a time, in the operands' type, and
 multiplies it by both operands with torch's own products.

@@ -1,4 +1,4 @@
-"""Triton kernels of the lean log-prob operation: products whose results never leave the chip.
+"""Holds the Triton kernels of the lean log-prob operation: products whose results never leave the chip.
 
 Each program computes tiles of the logits x = hidden weight^T / temperature, [rows, ids], from
 operands that are rows of H contiguous numbers, and keeps what the loss needs of them. Values
@@ -98,7 +98,7 @@ def sums_kernel(
     WIDEN: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """Folds one part of the vocabulary into sums of M rows, and stores x of every pair in it.
+    """Adds one part of the vocabulary to sums of M rows, and stores x of every pair in it.
 
     Programs that run at the same time share GROUP row tiles, so that operands stay in cache.
     """

@@ -40,7 +40,7 @@ class RowGradients:
 
 
 class Passes(Protocol):
-    """Goes over the logits of hidden_TH [T, H] and weight_vH [v, H]."""
+    """Makes the logits of hidden_TH [T, H] and weight_vH [v, H], anew in every pass."""
 
     def sums(
         self,

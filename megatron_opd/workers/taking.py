@@ -53,7 +53,7 @@ def by_address(parts: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
 def taken(
     address: str, missing: set[str], name: bytes | memoryview, frames: Sequence[memoryview]
 ) -> str:
-    """Strike one message of a worker off what it was asked for; return its key.
+    """Return the key of one message of a worker, and strike it off what was asked for.
 
     The message: a key, then the columns of its sample, or nothing. CannotTake: it was not asked
     for, or is not whole.

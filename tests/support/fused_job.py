@@ -24,7 +24,7 @@ from megatron_opd.losses.blocks import BlockPlan
 from megatron_opd.losses.eager import EagerPasses
 from megatron_opd.losses.fused import Shape, fused_passes
 from megatron_opd.losses.lean import LogProbs, lean_logp
-from tests.unit.losses.test_lean import Case, case, dense, exactly, outcome
+from tests.support.lean_cases import Case, case, dense, exactly, outcome
 
 SMALL = Shape(rows=16, ids=16, depth=16, group=2, tiles_a_part=3, widen=True)
 WIDE = Shape(rows=16, ids=32, depth=16, group=3, tiles_a_part=1, widen=True)

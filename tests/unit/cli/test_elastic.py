@@ -27,7 +27,7 @@ class Client(ServerClient):
 
     def __init__(self, url: str, version: int = 0) -> None:
         super().__init__(url, timeout_s=1)
-        self._known = replace(self._known, version=version)
+        self.know(replace(self.known, version=version))
         self.takes_s, self.rewound, self.failure = 1.0, False, None
 
     async def alive(self) -> bool:
