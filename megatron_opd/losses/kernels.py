@@ -1,4 +1,4 @@
-"""Holds the Triton kernels of the lean log-prob operation: products whose results never leave the chip.
+"""Holds Triton kernels of the lean log-prob operation: products whose results stay on the chip.
 
 Each program computes tiles of the logits x = hidden weight^T / temperature, [rows, ids], from
 operands that are rows of H contiguous numbers, and keeps what the loss needs of them. Values
