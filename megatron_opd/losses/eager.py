@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_opd.losses.blocks import Block, BlockPlan, Products, add_product
-from megatron_opd.losses.passes import RowGradients, Sums
+from megatron_opd.losses.passes import RowGradients, Sums, move_maximum
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,6 @@ class EagerPasses:
                     add_product(total_KH, grad_CK.T, hidden_CH)
             if target_KH is not None and total_KH is not None and target_KH is not total_KH:
                 target_KH += total_KH
-
-
-def move_maximum(
-    max_C: torch.Tensor, sum_C: torch.Tensor, moment_C: torch.Tensor | None, above_C: torch.Tensor
-) -> None:
-    """Rewrite the sums, in place, relative to a larger maximum."""
-    down_C = max_C - above_C
-    shrink_C = down_C.exp()
-    if moment_C is not None:
-        moment_C.addcmul_(sum_C, down_C).mul_(shrink_C)
-    sum_C.mul_(shrink_C)
-    max_C.copy_(above_C)
 
 
 def _gradient(

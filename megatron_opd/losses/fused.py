@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_opd.losses.blocks import add_product
-from megatron_opd.losses.passes import RowGradients, Sums
+from megatron_opd.losses.passes import RowGradients, Sums, move_maximum
 from megatron_opd.losses.tiles import Tiles
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -91,12 +91,9 @@ class FusedPasses:
                 **self._constants(hidden_TH),
             )
         max_T = max_ST.amax(0)
-        down_ST = max_ST - max_T
-        shrink_ST = down_ST.exp()
-        moment_T = None
-        if moment_ST is not None:
-            moment_T = (shrink_ST * (moment_ST + sum_ST * down_ST)).sum(0)
-        return Sums(max_T, (shrink_ST * sum_ST).sum(0), moment_T, chosen_N)
+        move_maximum(max_ST, sum_ST, moment_ST, max_T)
+        moment_T = None if moment_ST is None else moment_ST.sum(0)
+        return Sums(max_T, sum_ST.sum(0), moment_T, chosen_N)
 
     def add_gradients(
         self,

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron_opd.losses.blocks import BlockPlan, default_block
-from megatron_opd.losses.eager import EagerPasses, move_maximum
+from megatron_opd.losses.eager import EagerPasses
 from megatron_opd.losses.fused import can_fuse, fused_passes, shape_of
-from megatron_opd.losses.passes import Passes, RowGradients, Sums
+from megatron_opd.losses.passes import Passes, RowGradients, Sums, move_maximum
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,18 @@ class RowGradients:
     pair_N: torch.Tensor | None
 
 
+def move_maximum(
+    max_C: torch.Tensor, sum_C: torch.Tensor, moment_C: torch.Tensor | None, above_C: torch.Tensor
+) -> None:
+    """Rewrite the sums, in place, relative to a larger maximum."""
+    down_C = max_C - above_C
+    shrink_C = down_C.exp()
+    if moment_C is not None:
+        moment_C.addcmul_(sum_C, down_C).mul_(shrink_C)
+    sum_C.mul_(shrink_C)
+    max_C.copy_(above_C)
+
+
 class Passes(Protocol):
     """Makes the logits of hidden_TH [T, H] and weight_vH [v, H], anew in every pass."""
 
