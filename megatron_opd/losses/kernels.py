@@ -70,6 +70,26 @@ def _tile(
 
 
 @triton.jit
+def _place(across, columns, GROUP: tl.constexpr):
+    """Returns the row tile and the column of this program, in a grid of across x columns.
+
+    Programs that run at the same time share GROUP row tiles, so that operands stay in cache.
+    """
+    number = tl.program_id(0)
+    group = number // (GROUP * columns)
+    members = min(GROUP, across - group * GROUP)
+    within = number - group * GROUP * columns
+    return group * GROUP + within % members, within // members
+
+
+@triton.jit
+def _at(row_M, id_K, row_N, id_N, pair):
+    """Returns where in a tile a pair is."""
+    is_row_M, is_id_K = row_M == tl.load(row_N + pair), id_K == tl.load(id_N + pair)
+    return is_row_M[:, None] & is_id_K[None, :]
+
+
+@triton.jit
 def sums_kernel(
     hidden,
     weight,
@@ -98,15 +118,8 @@ def sums_kernel(
     WIDEN: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """Adds one part of the vocabulary to sums of M rows, and stores x of every pair in it.
-
-    Programs that run at the same time share GROUP row tiles, so that operands stay in cache.
-    """
-    number = tl.program_id(0)
-    group = number // (GROUP * parts)
-    members = min(GROUP, across - group * GROUP)
-    within = number - group * GROUP * parts
-    row_tile, part = group * GROUP + within % members, within // members
+    """Adds one part of the vocabulary to sums of M rows, and stores x of every pair in it."""
+    row_tile, part = _place(across, parts, GROUP)
     row_M = row_tile * M + tl.arange(0, M)
     max_M = tl.full((M,), LOWEST, tl.float32)
     sum_M = tl.zeros((M,), tl.float32)
@@ -119,9 +132,7 @@ def sums_kernel(
         )  # fmt: skip
         tile = column * across + row_tile
         for pair in range(tl.load(bounds + tile), tl.load(bounds + tile + 1)):
-            here_MK = (row_M == tl.load(row_N + pair))[:, None] & (id_K == tl.load(id_N + pair))[
-                None, :
-            ]
+            here_MK = _at(row_M, id_K, row_N, id_N, pair)
             tl.store(
                 chosen_N + tl.load(place_N + pair), tl.sum(tl.sum(tl.where(here_MK, x_MK, 0.0), 1))
             )
@@ -177,11 +188,8 @@ def gradient_kernel(
 
     grad_TC: rows of `stride` numbers, the ids from tile `first_column` on.
     """
-    number = tl.program_id(0)
-    group = number // (GROUP * columns)
-    members = min(GROUP, across - group * GROUP)
-    within = number - group * GROUP * columns
-    row_tile, column = group * GROUP + within % members, first_column + within // members
+    row_tile, column = _place(across, columns, GROUP)
+    column += first_column
     row_M, id_K = row_tile * M + tl.arange(0, M), column * K + tl.arange(0, K)
     x_MK = _tile(
         hidden, weight, row_M, id_K, num_rows, num_ids, width, temperature,
@@ -200,9 +208,7 @@ def gradient_kernel(
     if PAIRS:
         tile = column * across + row_tile
         for pair in range(tl.load(bounds + tile), tl.load(bounds + tile + 1)):
-            here_MK = (row_M == tl.load(row_N + pair))[:, None] & (id_K == tl.load(id_N + pair))[
-                None, :
-            ]
+            here_MK = _at(row_M, id_K, row_N, id_N, pair)
             grad_MK += tl.where(here_MK, tl.load(pair_N + tl.load(place_N + pair)), 0.0)
     to_MK = (
         row_M.to(tl.int64)[:, None] * stride
