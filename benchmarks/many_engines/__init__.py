@@ -4,9 +4,9 @@
 
 The controller is real: its loops, buffers, permits, fleets, data workers' pool, sockets and
 encryption, and the messages to the learner's head. Data workers and head are fakes in one process
-of their own, which hold no arrays; in another, engines say how far they are when they are asked. A
-batch is 4 samples an engine, two are in flight. mean_s: how long a completion takes (fakes.py); 0:
-no time, so that the controller is never idle and its messages go out in large lots.
+of their own, which hold no arrays; engines are names that the workers answer for. A batch is 4
+samples an engine, two are in flight. mean_s: how long a completion takes (fakes.py); 0: no time, so
+that the controller is never idle and its messages go out in large lots.
 
 cpu_us: CPU time of the controller's process a sample, its ZeroMQ threads and the kernel included,
 over the whole run. busy: the share of the time that it used a core. peak_mib: resident at most;
@@ -100,14 +100,13 @@ async def _entry(size: Size) -> dict[str, Any]:
     updates = max(2, -(-size.samples // batch))
     config = configuration(CASE, updates, batch, slots=2 * batch)
     with (
-        engines() as url,
         fakes(pool.links.address, size, keys) as head,
         HeadLearner.connected(head, keys) as to,
     ):
         await pool.ready()
         base_mib, began_cpu_s, began_s = _peak_mib(), time.process_time(), time.monotonic()
         try:
-            await run(config, size, url, pool, HeadLearner(to, pool, config))
+            await run(config, size, pool, HeadLearner(to, pool, config))
             cpu_s, clock_s = time.process_time() - began_cpu_s, time.monotonic() - began_s
         finally:
             pool.links.close()
@@ -126,10 +125,10 @@ async def _entry(size: Size) -> dict[str, Any]:
     }
 
 
-async def run(config: Config, size: Size, url: str, pool: WorkerPool, learner: HeadLearner) -> None:
+async def run(config: Config, size: Size, pool: WorkerPool, learner: HeadLearner) -> None:
     """Make all updates."""
-    students = _fleet(f"{url}/student", size.engines)
-    teachers = _fleet(f"{url}/teacher", max(1, size.engines // 8))
+    students = _fleet("student", size.engines)
+    teachers = _fleet("teacher", max(1, size.engines // 8))
     ports = Ports(
         prompts=prompts(CASE),
         rollout=make_generator(
@@ -208,23 +207,10 @@ def fakes(address: str, size: Size, keys: RunKeys) -> Iterator[str]:
             process.wait(ENDED_S)
 
 
-@contextmanager
-def engines() -> Iterator[str]:
-    """Run what answers for all engines; yield its address."""
-    command = [sys.executable, "-m", "benchmarks.many_engines.engines"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        try:
-            yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
-        finally:
-            process.stdin.close()
-
-
-def _fleet(url: str, count: int) -> Fleet:
-    """Return a fleet of engines, each with its own path."""
-    return Fleet([ServerClient(f"{url}/{i}", timeout_s=TIMEOUT_S) for i in range(count)])
+def _fleet(role: str, count: int) -> Fleet:
+    """Return a fleet of engines, which the controller itself never asks anything."""
+    urls = [f"http://{role}-{i}.invalid" for i in range(count)]
+    return Fleet([ServerClient(url, timeout_s=TIMEOUT_S) for url in urls])
 
 
 def _peak_mib() -> int:
