@@ -52,6 +52,7 @@ STUDIES = (
     "handing_out",
     "stalls",
     "narrow",
+    "gepo",
     "watched_demo",
     "bring",
 )
