@@ -59,8 +59,8 @@ class World:
         """Returns whether this rank's sums count: one of the ranks with the same loss does."""
         return self.last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
-    def pack_layout(self, fixed_tokens: int | None) -> PackLayout:
-        """Return how this rank packs its micro-batches."""
+    def pack_layout(self, fixed_tokens: int | None, rank_multiple: int) -> PackLayout:
+        """Return how this rank packs its micro-batches; the arguments are PackLayout's."""
         return PackLayout(
             self.device,
             tp=self.parallel.tp,
@@ -68,6 +68,7 @@ class World:
             cp_rank=self.cp_rank,
             engine=self.kernels.engine,
             fixed_tokens=fixed_tokens,
+            rank_multiple=rank_multiple,
         )
 
 
