@@ -15,7 +15,7 @@ from megatron_opd.learner.forward import distil_loss, routing_counts
 from megatron_opd.learner.layout import PackLayout
 from megatron_opd.learner.micro_batch import DistilMicro, distil_micros
 from megatron_opd.learner.routing import MicroRouting
-from megatron_opd.learner.student_logp import LeanLogp
+from megatron_opd.learner.student_logp import AcrossContext, LeanLogp, StudentLogp
 from megatron_opd.learner.totals import Totals
 from megatron_opd.losses.objective import m2_limit_of, m2_view
 from tests.support.far_device import FAR, FarDevice, far
@@ -53,9 +53,12 @@ def model(weight_vH: torch.Tensor) -> Any:
 
 
 def update(
-    est: Estimator, batch: RankBatch, device: torch.device, *, replays: bool = True
+    est: Estimator, batch: RankBatch, device: torch.device, *, in_context: bool = False
 ) -> Waits:
-    """Pack a micro-batch, make its loss and gradient, and count what routing replay changed."""
+    """Pack a micro-batch, make its loss and gradient, and count what routing replay changed.
+
+    in_context: as a context-parallel rank does, which holds all of the tokens here.
+    """
     there = far if device == FAR else torch.Tensor.clone
     generator = torch.Generator().manual_seed(0)
     weight_vH = there(torch.randn(VOCAB, WIDTH, generator=generator)).requires_grad_()
@@ -66,16 +69,18 @@ def update(
     own = torch.rand(num_positions, EXPERTS, generator=generator).topk(TOP_K).indices
     own_mk, given_mk = there(own), there(own.roll(1, 0).to(torch.int16))
     real_m = there(torch.ones(num_positions, dtype=torch.bool))
-    head = LeanLogp(model(weight_vH))
+    head: StudentLogp = LeanLogp(model(weight_vH))
+    if in_context:
+        nobody: Any = None
+        head = AcrossContext(head, nobody)
     with FarDevice() as limits:
         if est.needs_statistics:
             micro = with_limits(est, micro, hidden, head)
     with FarDevice() as waits:
-        if replays:
-            routing = MicroRouting(dict.fromkeys(range(LAYERS), given_mk), real_m)
-            micro.rows.packing.routing = routing
-            for layer in range(LAYERS):
-                routing.experts(layer, own_mk)
+        routing = MicroRouting(dict.fromkeys(range(LAYERS), given_mk), real_m)
+        micro.rows.packing.routing = routing
+        for layer in range(LAYERS):
+            routing.experts(layer, own_mk)
         loss, totals = distil_loss(
             hidden, micro, head=head, estimator=est, temperature=1.0, measure_mismatch=True
         )
@@ -94,7 +99,7 @@ def update(
 
 
 def with_limits(
-    est: Estimator, micro: DistilMicro, hidden: torch.Tensor, head: LeanLogp
+    est: Estimator, micro: DistilMicro, hidden: torch.Tensor, head: StudentLogp
 ) -> DistilMicro:
     """M2PO's limits of this micro-batch alone, as learner/passes.py finds them over all of them."""
     with torch.no_grad():

@@ -55,8 +55,10 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tensor-parallel rank, without process groups."""
+    """One rank, without process groups."""
     monkeypatch.setattr(student_logp, "_vocab_group", lambda: None)
+    region = "reduce_from_tensor_model_parallel_region"
+    monkeypatch.setattr(student_logp, region, lambda value_n, group: value_n)
 
 
 def batch(*, some_left_out: bool = False) -> RankBatch:
@@ -86,6 +88,11 @@ def test_a_micro_batch_waits_once_for_the_bounds_of_its_blocks(name: str, some_l
     assert not found.packing
     once = Counter({"_to_copy": 1})
     assert found.limits == (once if name.startswith("m2po") else Counter())
+
+
+def test_a_context_parallel_rank_waits_once_more_for_its_own_pairs():
+    found = update(estimator(), batch(), FAR, in_context=True)
+    assert found.update == Counter({"_to_copy": 1, "nonzero": 1})
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
