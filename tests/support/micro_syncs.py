@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_opd.columns import RankBatch
@@ -18,7 +20,41 @@ from megatron_opd.learner.routing import MicroRouting
 from megatron_opd.learner.student_logp import AcrossContext, LeanLogp, StudentLogp
 from megatron_opd.learner.totals import Totals
 from megatron_opd.losses.objective import m2_limit_of, m2_view
+from tests.support.batches import make_shares
 from tests.support.far_device import FAR, FarDevice, far
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "opd": {},
+    "tis": {"correction": {"type": "truncated", "max_ratio": 2.0}},
+    "masked": {"correction": {"type": "masked", "min_ratio": 0.5, "max_ratio": 2.0}},
+    "ppo": {"objective": {"trust": {"type": "clip"}}, "correction": {"prox": True}},
+    "m2po": {"objective": {"trust": {"type": "m2", "threshold": 0.1}}},
+    "m2po_capped": {"objective": {"trust": {"type": "m2", "threshold": 0.1, "moment": "capped"}}},
+    "sequence": {
+        "objective": {"type": "grpo", "trust": {"type": "none"}},
+        "correction": {"type": "truncated", "max_ratio": 2.0, "level": "sequence"},
+        "reduction": {"type": "sequence_mean"},
+    },
+    "gspo": {"objective": {"type": "gspo"}},
+    "gepo": {"objective": {"type": "gepo"}},
+    "topk": {
+        "support": {"type": "topk", "k": 2},
+        "objective": {"type": "sparse_reverse_kl", "outside": "bucket"},
+    },
+    "teacher_topk": {
+        "support": {"type": "teacher_topk", "k": 2},
+        "objective": {"type": "forward_kl"},
+    },
+    "mixture": {
+        "objective": {
+            "type": "mixture",
+            "terms": [
+                {"coefficient": 0.7, "objective": {"type": "reverse_kl"}},
+                {"coefficient": 0.3, "objective": {"type": "grpo"}},
+            ],
+        }
+    },
+}
 
 WIDTH, VOCAB, LAYERS, EXPERTS, TOP_K = 8, 400, 3, 6, 2
 
@@ -33,6 +69,24 @@ class Waits:
     loss: float
     hidden_grad: torch.Tensor
     totals: Totals
+
+
+def batch(*, some_left_out: bool = False) -> RankBatch:
+    """A share in which everything acts; on request every term leaves a response out."""
+    (share,) = make_shares(parallel={"dp": 1})
+    columns: Any = share.columns()
+    rng = np.random.default_rng(0)
+    # near the log-probs of a random head, so that ratios lie on both sides of every limit
+    columns.sampler_logp_N[:] = rng.normal(-9.0, 3.0, len(columns.sampler_logp_N))
+    columns.teacher_logp_N[:] = rng.normal(-9.0, 3.0, len(columns.teacher_logp_N))
+    columns.teacher_logp_N[5] = -np.inf
+    columns.weight_N[columns.path_T[::4]] = 0.0
+    columns.advantage_B[:] = rng.normal(size=len(columns.advantage_B))
+    columns.group_log_q_B[:] = -9.0
+    columns.defensive_B[:] = 0.3
+    if some_left_out:
+        columns.reward_weight_B[1] = columns.teacher_weight_B[::3] = 0.0
+    return columns
 
 
 def micro_batch(batch: RankBatch, device: torch.device) -> DistilMicro:
@@ -53,16 +107,22 @@ def model(weight_vH: torch.Tensor) -> Any:
 
 
 def update(
-    est: Estimator, batch: RankBatch, device: torch.device, *, in_context: bool = False
+    est: Estimator,
+    batch: RankBatch,
+    device: torch.device,
+    *,
+    in_context: bool = False,
+    counter: type[Any] = FarDevice,
 ) -> Waits:
     """Pack a micro-batch, make its loss and gradient, and count what routing replay changed.
 
-    in_context: as a context-parallel rank does, which holds all of the tokens here.
+    in_context: as a context-parallel rank does, which holds all of the tokens here. counter: makes
+    contexts that count `waits`.
     """
-    there = far if device == FAR else torch.Tensor.clone
+    there = far if device == FAR else partial(torch.Tensor.to, device=device, copy=True)
     generator = torch.Generator().manual_seed(0)
     weight_vH = there(torch.randn(VOCAB, WIDTH, generator=generator)).requires_grad_()
-    with FarDevice() as packing:
+    with counter() as packing:
         micro = micro_batch(batch, device)
     num_positions = micro.rows.total_tokens
     hidden = there(torch.randn(1, num_positions, WIDTH, generator=generator)).requires_grad_()
@@ -73,10 +133,10 @@ def update(
     if in_context:
         nobody: Any = None
         head = AcrossContext(head, nobody)
-    with FarDevice() as limits:
+    with counter() as limits:
         if est.needs_statistics:
             micro = with_limits(est, micro, hidden, head)
-    with FarDevice() as waits:
+    with counter() as waits:
         routing = MicroRouting(dict.fromkeys(range(LAYERS), given_mk), real_m)
         micro.rows.packing.routing = routing
         for layer in range(LAYERS):

@@ -1,4 +1,4 @@
-"""What makes the host wait for the device in a micro-batch: at most two things, usually one."""
+"""A micro-batch of the last stage: it waits for the device at most twice, usually once."""
 
 from collections import Counter
 from typing import Any
@@ -8,49 +8,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_opd.columns import RankBatch
 from megatron_opd.learner import student_logp
 from megatron_opd.learner.routing import MicroRouting
 from megatron_opd.losses import lean
 from megatron_opd.losses.fused import Shape, fused_passes
 from megatron_opd.losses.ratios import NUM_BINS
-from tests.support.batches import make_shares
 from tests.support.far_device import FAR, FarDevice, far
 from tests.support.loss_cases import estimator
-from tests.support.micro_syncs import update
-
-OBJECTIVES: dict[str, dict[str, Any]] = {
-    "opd": {},
-    "tis": {"correction": {"type": "truncated", "max_ratio": 2.0}},
-    "masked": {"correction": {"type": "masked", "min_ratio": 0.5, "max_ratio": 2.0}},
-    "ppo": {"objective": {"trust": {"type": "clip"}}, "correction": {"prox": True}},
-    "m2po": {"objective": {"trust": {"type": "m2", "threshold": 0.1}}},
-    "m2po_capped": {"objective": {"trust": {"type": "m2", "threshold": 0.1, "moment": "capped"}}},
-    "sequence": {
-        "objective": {"type": "grpo", "trust": {"type": "none"}},
-        "correction": {"type": "truncated", "max_ratio": 2.0, "level": "sequence"},
-        "reduction": {"type": "sequence_mean"},
-    },
-    "gspo": {"objective": {"type": "gspo"}},
-    "gepo": {"objective": {"type": "gepo"}},
-    "topk": {
-        "support": {"type": "topk", "k": 2},
-        "objective": {"type": "sparse_reverse_kl", "outside": "bucket"},
-    },
-    "teacher_topk": {
-        "support": {"type": "teacher_topk", "k": 2},
-        "objective": {"type": "forward_kl"},
-    },
-    "mixture": {
-        "objective": {
-            "type": "mixture",
-            "terms": [
-                {"coefficient": 0.7, "objective": {"type": "reverse_kl"}},
-                {"coefficient": 0.3, "objective": {"type": "grpo"}},
-            ],
-        }
-    },
-}
+from tests.support.micro_syncs import OBJECTIVES, batch, update
 
 
 @pytest.fixture(autouse=True)
@@ -59,24 +24,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(student_logp, "_vocab_group", lambda: None)
     region = "reduce_from_tensor_model_parallel_region"
     monkeypatch.setattr(student_logp, region, lambda value_n, group: value_n)
-
-
-def batch(*, some_left_out: bool = False) -> RankBatch:
-    """A share in which everything acts; on request every term leaves a response out."""
-    (share,) = make_shares(parallel={"dp": 1})
-    columns: Any = share.columns()
-    rng = np.random.default_rng(0)
-    # near the log-probs of a random head, so that ratios lie on both sides of every limit
-    columns.sampler_logp_N[:] = rng.normal(-9.0, 3.0, len(columns.sampler_logp_N))
-    columns.teacher_logp_N[:] = rng.normal(-9.0, 3.0, len(columns.teacher_logp_N))
-    columns.teacher_logp_N[5] = -np.inf
-    columns.weight_N[columns.path_T[::4]] = 0.0
-    columns.advantage_B[:] = rng.normal(size=len(columns.advantage_B))
-    columns.group_log_q_B[:] = -9.0
-    columns.defensive_B[:] = 0.3
-    if some_left_out:
-        columns.reward_weight_B[1] = columns.teacher_weight_B[::3] = 0.0
-    return columns
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
