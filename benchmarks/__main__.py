@@ -52,6 +52,7 @@ STUDIES = (
     "handing_out",
     "stalls",
     "narrow",
+    "packing",
     "watched_demo",
     "bring",
 )
@@ -81,6 +82,7 @@ WITH_OPTIONS = (
     "many_engines",
     "stalls",
     "narrow",
+    "packing",
     "watched_demo",
     "bring",
 )

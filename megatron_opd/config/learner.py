@@ -65,6 +65,14 @@ class ParallelConfig(Section):
             return self.etp
         return self.tp if self.ep == 1 else 1
 
+    @property
+    def shares_experts(self) -> bool:
+        """Returns whether data-parallel ranks hold experts for each other.
+
+        They then meet in every layer of experts, not only at the end of a mini-batch.
+        """
+        return bool(self.tp * self.cp % (self.ep * self.expert_tp))
+
     @model_validator(mode="after")
     def _experts_fit(self) -> ParallelConfig:
         ranks = self.tp * self.cp * self.dp
