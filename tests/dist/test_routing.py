@@ -279,9 +279,10 @@ def test_current_keeps_the_routing_of_the_batchs_start(models, batches, tmp_path
     own = with_experts(batch, np.load(tmp_path / "current" / "experts.npy"))
     rollout, _ = look(model, own, tmp_path / "rollout", routing_replay="rollout", **fast)
     off, _ = look(model, batch, tmp_path / "off", **fast)
-    for key in ("loss", "grad_norm", "routing_moved_fraction"):
+    for key in ("loss", "grad_norm"):
         assert current[key] == rollout[key], key
-    assert 0.01 < current["routing_moved_fraction"] < 0.5
+    # of two mini-batches the first, whose routers choose the same, is replayed by one alone
+    assert 0.01 < rollout["routing_moved_fraction"] < current["routing_moved_fraction"] < 0.8
     after, exact = (weights(tmp_path / name, 0) for name in ("current", "rollout"))
     assert all(torch.equal(after[key], exact[key]) for key in exact)
     assert relative_gap(exact, weights(tmp_path / "off", 0)) > 1e-3
