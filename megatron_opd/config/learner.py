@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from megatron_opd.config.recompute import FEED_FORWARD, Recompute, refinement_problem
 from megatron_opd.config.section import (
     OFF_IS_A_WORD,
     GpuList,
@@ -179,9 +180,11 @@ class LearnerConfig(Section):
     max_tokens_per_microbatch: PositiveInt = 8192
     """Packing budget of one rank's micro-batch in tokens, prompts included; a longer sample gets a
     micro-batch of its own. Raising it needs fewer passes and more activation memory."""
-    recompute: bool = False
-    """Recomputes activations in the backward pass instead of keeping them. Saves memory and costs
-    about one more forward pass."""
+    recompute: Recompute = "none"
+    """Which activations the backward pass computes again instead of keeping them. none: no layer's;
+    selective: those of the feed-forward part of each layer, dense or experts (learner.megatron.
+    recompute_modules names others); full: all but each layer's input. The later, the less memory
+    and the more operations: `opd check` prints both for all three."""
     logp: HeadLogp = "lean"
     """Way to compute log-probs from the LM head. lean never holds [tokens, vocabulary]: by fused
     kernels on a GPU with Triton, else by torch's operations a block at a time; lean_eager always by
@@ -207,7 +210,7 @@ class LearnerConfig(Section):
     """AdamW's settings and the course of the learning rate."""
     megatron: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further fields of Megatron-Core's TransformerConfig, such as moe_token_dispatcher_type,
-    recompute_granularity or fp8; the model's config.json and learner.parallel set the rest."""
+    moe_aux_loss_coeff or fp8; the model's config.json and learner.parallel set the rest."""
     ddp: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further fields of Megatron-Core's DistributedDataParallelConfig, such as overlap_grad_reduce,
     overlap_param_gather or bucket_size."""
@@ -254,6 +257,20 @@ class LearnerConfig(Section):
                 "so set routing_replay: rollout too"
             )
         return self
+
+    @model_validator(mode="after")
+    def _refines_its_recomputation(self) -> LearnerConfig:
+        problem = refinement_problem(self.recompute, self.megatron)
+        if problem is not None:
+            raise ValueError(problem)
+        return self
+
+    @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """Returns the parts of each layer that are recomputed alone, in Megatron's words."""
+        if self.recompute != "selective":
+            return ()
+        return tuple(self.megatron.get("recompute_modules", FEED_FORWARD))
 
     @property
     def replays_experts(self) -> bool:

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_opd.config.kernels import Kernels
 from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.config.recompute import FEED_FORWARD
 from megatron_opd.learner.attention import (
     PackedRotary,
     RMSNorm,
@@ -55,12 +56,10 @@ def transformer_config(
         # Otherwise every layer asks the GPU for every segment's length, twice.
         "apply_rope_fusion": kernels.engine,
     }
-    if config.recompute:
-        defaults |= {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
+    if config.recompute == "full":
+        defaults |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    elif config.recompute == "selective":
+        defaults |= {"recompute_modules": list(FEED_FORWARD)}
     if parallel.vpp > 1:
         defaults |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if spec.is_moe:
@@ -82,6 +81,7 @@ def transformer_config(
         "calculate_per_token_loss": True,
         "variable_seq_lengths": chosen["moe_token_dispatcher_type"] != "allgather",
         # Although every weight is loaded over it: without it parameters are not marked as tensor
+        "recompute_granularity": None if config.recompute == "none" else config.recompute,
         # parallel, and gradient norms would count one rank's shards only.
         "perform_initialization": True,
         "use_cpu_initialization": not cuda,

@@ -32,33 +32,33 @@ FREE = ("probs_diff_free_max", "probs_diff_free_mean")
 NOISE = {"hidden_dropout": 0.1, "moe_input_jitter_eps": 0.01}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {"max_tokens_per_microbatch": 10_000}),
-    "recompute": (1, {"max_tokens_per_microbatch": 32, "recompute": True}),
+    "recompute": (1, {"max_tokens_per_microbatch": 32, "recompute": "full"}),
     "recomputed experts": (
         1,
         {
             "max_tokens_per_microbatch": 32,
-            "megatron": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+            "recompute": "selective",
         },
     ),
-    "tp2": (2, {"parallel": {"tp": 2}, "max_tokens_per_microbatch": 64, "recompute": True}),
+    "tp2": (2, {"parallel": {"tp": 2}, "max_tokens_per_microbatch": 64, "recompute": "full"}),
     "pp2": (2, {"parallel": {"pp": 2}, "max_tokens_per_microbatch": 32}),
     "pp2 recompute": (
         2,
-        {"parallel": {"pp": 2}, "max_tokens_per_microbatch": 32, "recompute": True},
+        {"parallel": {"pp": 2}, "max_tokens_per_microbatch": 32, "recompute": "full"},
     ),
     "vpp2": (
         2,
-        {"parallel": {"pp": 2, "vpp": 2}, "max_tokens_per_microbatch": 32, "recompute": True},
+        {"parallel": {"pp": 2, "vpp": 2}, "max_tokens_per_microbatch": 32, "recompute": "full"},
     ),
     "vpp2 recomputed experts": (
         2,
         {
             "parallel": {"pp": 2, "vpp": 2},
             "max_tokens_per_microbatch": 32,
-            "megatron": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+            "recompute": "selective",
         },
     ),
-    "cp2": (2, {"parallel": {"cp": 2}, "max_tokens_per_microbatch": 32, "recompute": True}),
+    "cp2": (2, {"parallel": {"cp": 2}, "max_tokens_per_microbatch": 32, "recompute": "full"}),
     "ep2": (2, {"parallel": {"dp": 2, "ep": 2}, "max_tokens_per_microbatch": 64}),
     "tp2ep2": (2, {"parallel": {"tp": 2, "ep": 2}, "max_tokens_per_microbatch": 64}),
     "tp2cp2": (4, {"parallel": {"tp": 2, "cp": 2}, "max_tokens_per_microbatch": 32}),
@@ -167,7 +167,7 @@ def look(
     return result["metrics"][0], torch.load(out / "logits.pt")
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_replayed_recording_is_bitwise_the_same(recompute, models, batches, tmp_path):
     model, batch = models["post"], batches["post"]
     runs = {"off": look(model, batch, tmp_path / "off", recompute=recompute)}
@@ -237,7 +237,7 @@ def test_the_mismatch_with_replay_and_without(models, batches, tmp_path):
 @pytest.mark.parametrize(
     ("size", "config"),
     [
-        (1, {"recompute": True, "num_mini_batches": 2, "megatron": NOISE}),
+        (1, {"recompute": "full", "num_mini_batches": 2, "megatron": NOISE}),
         (2, {"parallel": {"tp": 2}, "megatron": NOISE}),
         (2, {"parallel": {"dp": 2, "ep": 2}, "ddp": OVERLAP}),
         (1, {"megatron": BALANCED}),
