@@ -212,8 +212,9 @@ class LearnerConfig(Section):
     """Further fields of Megatron-Core's TransformerConfig, such as moe_token_dispatcher_type,
     moe_aux_loss_coeff or fp8; the model's config.json and learner.parallel set the rest."""
     ddp: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Further fields of Megatron-Core's DistributedDataParallelConfig, such as overlap_grad_reduce,
-    overlap_param_gather or bucket_size."""
+    """Further fields of Megatron-Core's DistributedDataParallelConfig, such as bucket_size.
+    overlap_grad_reduce and overlap_param_gather are true on GPUs where ranks share parameters,
+    otherwise false."""
     listen_host: Host = "127.0.0.1"
     """Host name or IPv4 address on which the controller waits for the learner's ranks. Any address
     but 127.0.0.1 lets other machines connect."""
@@ -255,6 +256,15 @@ class LearnerConfig(Section):
                 "routing_weights must be learner unless routing_replay is rollout, got sampler and "
                 f"{self.routing_replay}: the sampler's weights are those of its own experts, "
                 "so set routing_replay: rollout too"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gathers_in_buckets(self) -> LearnerConfig:
+        if self.ddp.get("overlap_param_gather") and self.ddp.get("overlap_grad_reduce") is False:
+            raise ValueError(
+                "ddp.overlap_param_gather must not be true with ddp.overlap_grad_reduce false, "
+                "which leaves one bucket to gather and nothing to overlap with; set both alike"
             )
         return self
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -27,7 +27,8 @@ def refinement_problem(recompute: Recompute, megatron: Mapping[str, Any]) -> str
                 f"leave it out, or set recompute: {needed}"
             )
     modules = megatron.get("recompute_modules", [])
-    if not isinstance(modules, list) or not all(isinstance(each, str) for each in modules):
+    names = cast("list[object]", modules) if isinstance(modules, list) else [None]
+    if not all(isinstance(each, str) for each in names):
         return f"megatron.recompute_modules must be a list of names, got {modules!r}"
     return None
 
