@@ -53,6 +53,7 @@ STUDIES = (
     "stalls",
     "narrow",
     "gepo",
+    "packing",
     "watched_demo",
     "bring",
 )
@@ -82,6 +83,7 @@ WITH_OPTIONS = (
     "many_engines",
     "stalls",
     "narrow",
+    "packing",
     "watched_demo",
     "bring",
 )
