@@ -37,9 +37,9 @@ def choose_speedups(
         overlap_why = f"as {' and '.join(given)} {'say' if len(given) > 1 else 'says'}"
     if "moe_permute_fusion" in config.megatron:
         permute_why = "as learner.megatron.moe_permute_fusion says"
-    reasons = [("gradients and parameters here", overlap_why)]
+    reasons = [("exchanges here", overlap_why)]
     if moe:
-        reasons.append(("permutation of tokens here", permute_why))
+        reasons.append(("permutation here", permute_why))
     return Speedups(overlap, permute, tuple(reasons))
 
 

@@ -40,7 +40,7 @@ def test_exchanges_overlap_where_there_are_some(
     chosen = choose_speedups(config, kernels(cuda), cuda=cuda, moe=False)
     assert chosen.overlap == on
     ((what, told),) = chosen.reasons
-    assert what == "gradients and parameters here"
+    assert what == "exchanges here"
     assert why in told
 
 
@@ -67,7 +67,7 @@ def test_tokens_are_permuted_by_one_kernel_where_it_is_there(
         learner(), kernels(engine), cuda=True, moe=moe, deterministic=deterministic
     )
     assert chosen.permute == on
-    told = dict(chosen.reasons).get("permutation of tokens here")
+    told = dict(chosen.reasons).get("permutation here")
     assert told is None if why is None else told is not None and why in told
 
 
@@ -77,7 +77,7 @@ def test_what_the_configuration_says_is_named():
         megatron={"moe_permute_fusion": False},
     )
     told = dict(choose_speedups(config, kernels(True), cuda=True, moe=True).reasons)
-    assert told["gradients and parameters here"] == (
+    assert told["exchanges here"] == (
         "as learner.ddp.overlap_grad_reduce and learner.ddp.overlap_param_gather say"
     )
-    assert told["permutation of tokens here"] == "as learner.megatron.moe_permute_fusion says"
+    assert told["permutation here"] == "as learner.megatron.moe_permute_fusion says"
