@@ -368,17 +368,23 @@ def keeps_experts(manager: Any) -> bool:
     return bool(manager.server_args.enable_return_routed_experts)
 
 
-def input_slots(batch: Any, index: int) -> torch.Tensor:
-    """Returns the KV slots of the inputs of request `index` of a batch about to be computed.
+def input_slots(batch: Any, wanted: Sequence[bool]) -> tuple[torch.Tensor, list[int]]:
+    """Returns the KV slots of the inputs of a batch about to be computed, and how many of each.
 
-    Of a prefill: of all up to its last one, a cached prefix included; of a decode step: of its one
-    input. int64, on the device.
+    Of a prefill: of those requests that are wanted, all inputs up to the last one, a cached prefix
+    included. Of a decode step: of every request its one input. int64, on the device, a copy.
     """
     if batch.forward_mode.is_decode():
-        return batch.out_cache_loc[index : index + 1].to(torch.int64)
-    end = batch.prefix_lens[index] + batch.extend_lens[index]
-    row = batch.req_to_token_pool.req_to_token[batch.reqs[index].kv.req_pool_idx]
-    return row[:end].to(torch.int64)
+        count = len(batch.reqs)
+        return batch.out_cache_loc[:count].to(torch.int64, copy=True), [1] * count
+    table = batch.req_to_token_pool.req_to_token
+    parts = [
+        table[req.kv.req_pool_idx][: prefix + extend if is_wanted else 0]
+        for req, prefix, extend, is_wanted in zip(
+            batch.reqs, batch.prefix_lens, batch.extend_lens, wanted, strict=True
+        )
+    ]
+    return torch.cat(parts).to(torch.int64), [len(part) for part in parts]
 
 
 def routed_experts(slots: torch.Tensor) -> Any:

@@ -76,13 +76,18 @@ class ExpertRecord:
         if not 0 <= first <= self.num_rows:
             raise RuntimeError(f"routed experts of input {self.num_rows} were lost (got {first})")
         self.topk = rows_XLk.shape[-1]
-        del self.rows[first * self._row_items * self.experts.dtype.itemsize :]
-        self.rows += np.ascontiguousarray(rows_XLk, dtype=self.experts.dtype).tobytes()
+        if first < self.num_rows:
+            self._truncate(first)
+        self.rows += rows_XLk.astype(self.experts.dtype, copy=False).tobytes()
         self.num_rows = end
         if self.gates is not None:
             assert gates_XLk is not None
-            del self.gates[first * self._row_items * GATE.itemsize :]
-            self.gates += np.ascontiguousarray(gates_XLk, dtype=GATE).tobytes()
+            self.gates += gates_XLk.astype(GATE, copy=False).tobytes()
+
+    def _truncate(self, length: int) -> None:
+        del self.rows[length * self._row_items * self.experts.dtype.itemsize :]
+        if self.gates is not None:
+            del self.gates[length * self._row_items * GATE.itemsize :]
 
     @property
     def _row_items(self) -> int:
@@ -120,18 +125,20 @@ class HostSlots:
 
     def consume(self, batch: Any, commits: list[Any]) -> None:
         """Adds the rows of each newly visible token; called after SGLang stored this step's."""
-        first = 0
+        rows_XLk = compat.routed_experts(self.slots)[:, list(self.experts.layers)]
+        gates_XLk = None
+        if gates.kept():
+            rows_XLk, gates_XLk = gates.divided(rows_XLk)
+        rows_XLk = rows_XLk.astype(self.experts.dtype)
+        stop = 0
         for req, commit, count in zip(batch.reqs, commits, self.count_B, strict=True):
-            slots = self.slots[first : first + count]
-            first += count
-            if commit is None or count == 0:
+            part = slice(stop, stop + count)
+            stop += count
+            if commit is None or count == 0 or not wants_experts(req):
                 continue
             record = compat.record_of(req, RECORD, lambda r=req: record_for(r, self.experts))
-            rows_XLk = compat.routed_experts(slots)[:, list(self.experts.layers)]
-            gates_XLk = None
-            if gates.kept():
-                rows_XLk, gates_XLk = gates.divided(rows_XLk)
-            record.append(commit.output_index, rows_XLk, gates_XLk)
+            weights_XLk = None if gates_XLk is None else gates_XLk[part]
+            record.append(commit.output_index, rows_XLk[part], weights_XLk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +159,5 @@ def slots_of(batch: Any, experts: Callable[[], Experts]) -> DeviceSlots | None:
     wanted = [wants_experts(req) for req in batch.reqs]
     if not any(wanted):
         return None
-    parts: list[torch.Tensor] = []
-    for i, wants in enumerate(wanted):
-        if wants:
-            parts.append(compat.input_slots(batch, i))
-        else:
-            parts.append(torch.empty(0, dtype=torch.int64, device=batch.device))
-    return DeviceSlots(experts(), torch.cat(parts), tuple(len(part) for part in parts))
+    slots, count_B = compat.input_slots(batch, wanted)
+    return DeviceSlots(experts(), slots, tuple(count_B))
