@@ -477,13 +477,6 @@ def wrap_delayed_sampling(result: Any, context: Callable[[], Any]) -> None:
     result.delay_sample_func = sample
 
 
-def row_log_normaliser(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns per-row (max, log-sum-exp minus max) in float32; one pass by a kernel on CUDA."""
-    from sglang.srt.layers.logprob_processor import compute_row_log_normalizer
-
-    return compute_row_log_normalizer(logits)
-
-
 def streamer_class(payload_of: Callable[[Any], dict[str, Any] | None], key: str) -> type:
     """Makes a streamer that adds `payload_of(request)` to meta_info[key] when it finishes."""
     from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
