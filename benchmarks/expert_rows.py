@@ -88,4 +88,4 @@ def by_request(batch: Any, commits: list[Any]) -> None:
     for i, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
         record = compat.record_of(req, routing.RECORD, lambda: ExpertRecord(MODEL, num_prompt=1))
         rows_XLk = compat.routed_experts(slots[i : i + 1])[:, list(MODEL.layers)]
-        record.append(commit.output_index, rows_XLk)
+        record.append(commit.output_index, rows_XLk.astype(MODEL.dtype))

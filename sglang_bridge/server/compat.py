@@ -368,23 +368,25 @@ def keeps_experts(manager: Any) -> bool:
     return bool(manager.server_args.enable_return_routed_experts)
 
 
-def input_slots(batch: Any, wanted: Sequence[bool]) -> tuple[torch.Tensor, list[int]]:
-    """Returns the KV slots of the inputs of a batch about to be computed, and how many of each.
+def input_slots(batch: Any, wanted: Sequence[bool]) -> tuple[torch.Tensor, list[slice | None]]:
+    """Returns KV slots of a batch about to be computed, and which are those of each wanted request.
 
-    Of a prefill: of those requests that are wanted, all inputs up to the last one, a cached prefix
-    included. Of a decode step: of every request its one input. int64, on the device, a copy.
+    Of a prefill: all its inputs up to the last one, a cached prefix included. Of a decode step: its
+    one input. int64, on the device, a copy.
     """
     if batch.forward_mode.is_decode():
-        count = len(batch.reqs)
-        return batch.out_cache_loc[:count].to(torch.int64, copy=True), [1] * count
-    table = batch.req_to_token_pool.req_to_token
-    parts = [
-        table[req.kv.req_pool_idx][: prefix + extend if is_wanted else 0]
-        for req, prefix, extend, is_wanted in zip(
-            batch.reqs, batch.prefix_lens, batch.extend_lens, wanted, strict=True
-        )
-    ]
-    return torch.cat(parts).to(torch.int64), [len(part) for part in parts]
+        slots = batch.out_cache_loc[: len(wanted)].to(torch.int64, copy=True)
+        return slots, [slice(i, i + 1) if wants else None for i, wants in enumerate(wanted)]
+    table, parts, places = batch.req_to_token_pool.req_to_token, [], []
+    stop = 0
+    for req, prefix, extend, wants in zip(
+        batch.reqs, batch.prefix_lens, batch.extend_lens, wanted, strict=True
+    ):
+        if wants:
+            parts.append(table[req.kv.req_pool_idx][: prefix + extend])
+            stop += prefix + extend
+        places.append(slice(stop - prefix - extend, stop) if wants else None)
+    return torch.cat(parts).to(torch.int64), places
 
 
 def routed_experts(slots: torch.Tensor) -> Any:

@@ -68,8 +68,8 @@ class ExpertRecord:
     def append(self, index: int, rows_XLk: np.ndarray, gates_XLk: np.ndarray | None = None) -> None:
         """Adds the inputs up to the one that predicted output token `index`; the last ones suffice.
 
-        Rows already held are replaced; a gap is an error. gates_XLk: float32, read where this
-        record holds gates.
+        Rows already held are replaced; a gap is an error. rows_XLk: of the type of `experts`.
+        gates_XLk: float32, read where this record holds gates.
         """
         end = self.num_prompt + index
         first = end - len(rows_XLk)
@@ -78,11 +78,11 @@ class ExpertRecord:
         self.topk = rows_XLk.shape[-1]
         if first < self.num_rows:
             self._truncate(first)
-        self.rows += rows_XLk.astype(self.experts.dtype, copy=False).tobytes()
+        self.rows += rows_XLk.tobytes()
         self.num_rows = end
         if self.gates is not None:
             assert gates_XLk is not None
-            self.gates += gates_XLk.astype(GATE, copy=False).tobytes()
+            self.gates += gates_XLk.tobytes()
 
     def _truncate(self, length: int) -> None:
         del self.rows[length * self._row_items * self.experts.dtype.itemsize :]
@@ -116,12 +116,12 @@ def record_for(req: Any, experts: Experts) -> ExpertRecord:
 class HostSlots:
     """Holds the KV slots of a step's inputs on the host (SGLang's HostAuxiliaryOutput).
 
-    count_B: how many of each request, its last input last.
+    part_B: which are those of each request, its last input last; None where it asked for none.
     """
 
     experts: Experts
     slots: torch.Tensor
-    count_B: tuple[int, ...]
+    part_B: tuple[slice | None, ...]
 
     def consume(self, batch: Any, commits: list[Any]) -> None:
         """Adds the rows of each newly visible token; called after SGLang stored this step's."""
@@ -130,11 +130,8 @@ class HostSlots:
         if gates.kept():
             rows_XLk, gates_XLk = gates.divided(rows_XLk)
         rows_XLk = rows_XLk.astype(self.experts.dtype)
-        stop = 0
-        for req, commit, count in zip(batch.reqs, commits, self.count_B, strict=True):
-            part = slice(stop, stop + count)
-            stop += count
-            if commit is None or count == 0 or not wants_experts(req):
+        for req, commit, part in zip(batch.reqs, commits, self.part_B, strict=True):
+            if commit is None or part is None:
                 continue
             record = compat.record_of(req, RECORD, lambda r=req: record_for(r, self.experts))
             weights_XLk = None if gates_XLk is None else gates_XLk[part]
@@ -147,11 +144,11 @@ class DeviceSlots:
 
     experts: Experts
     slots: torch.Tensor
-    count_B: tuple[int, ...]
+    part_B: tuple[slice | None, ...]
 
     def copy_to_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> HostSlots:
         """Starts the asynchronous copy; `copy` is SGLang's."""
-        return HostSlots(self.experts, copy(self.slots), self.count_B)
+        return HostSlots(self.experts, copy(self.slots), self.part_B)
 
 
 def slots_of(batch: Any, experts: Callable[[], Experts]) -> DeviceSlots | None:
@@ -159,5 +156,5 @@ def slots_of(batch: Any, experts: Callable[[], Experts]) -> DeviceSlots | None:
     wanted = [wants_experts(req) for req in batch.reqs]
     if not any(wanted):
         return None
-    slots, count_B = compat.input_slots(batch, wanted)
-    return DeviceSlots(experts(), slots, tuple(count_B))
+    slots, parts = compat.input_slots(batch, wanted)
+    return DeviceSlots(experts(), slots, tuple(parts))
