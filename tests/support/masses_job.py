@@ -35,28 +35,36 @@ def cases() -> Iterator[tuple[str, torch.Tensor]]:
     yield "far from 0", given + 1e4
     yield "steep", 3e3 * given
     gone = given.clone()
-    gone[0, : 20 * BLOCK] = -torch.inf
+    gone[0, : 20 * BLOCK] = gone[0, ::2] = gone[0, -300:] = -torch.inf
     gone[1, 1:] = -torch.inf
     gone[2] = -torch.inf
     yield "impossible ids", gone
+    late = given.clone()
+    late[:, -BLOCK:] += 20  # the last block has 8 ids
+    yield "mass at the end", late
     broken = given.clone()
     broken[1, 4321] = torch.nan
     yield "nan", broken
 
 
 def measured(name: str, logits: torch.Tensor) -> dict[str, Any]:
-    """How far the kernel is from float64, and whether draws and torch's operations agree."""
+    """How far the kernel is from float64, and whether draws and torch's operations agree.
+
+    Also what numbers get that lie, as rounding could leave a target, beyond what there is.
+    """
     temperature = torch.tensor([[0.7], [1.0], [2.5]])
     policy = behaviour(logits, temperature)
     theirs = masses_of(policy)
     top, mass = masses.by_kernel(logits, temperature, kernels)
     ours = Masses(mass, mass.cumsum(1, dtype=torch.float64), BLOCK, top, temperature)
-    numbers = torch.rand(3, 99, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    numbers = torch.rand(3, 97, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    beyond = torch.tensor([-1e-9, 1.0], dtype=torch.float64).expand(3, -1)
     exact = (logits.double() / temperature).logsumexp(1, keepdim=True)
     found = top / temperature.double() + ours.norm.total_B1.log()
     finite = exact.isfinite()
     wrong = (found - exact)[finite].abs() / exact[finite].abs().clamp(min=1)
-    ids = inversion.by_kernel(policy, ours, numbers, kernels)
+    every = inversion.by_kernel(policy, ours, torch.cat([numbers, beyond], dim=1), kernels)
+    ids = every[:, :97]
     alone = masses.by_kernel(logits[1:2], temperature[1:2], kernels)
     return {
         "case": name,
@@ -64,7 +72,7 @@ def measured(name: str, logits: torch.Tensor) -> dict[str, Any]:
         "wrong": float(wrong.max()),
         "undefined": found[:, 0].isfinite().logical_not().tolist(),
         "same_draws": float((ids == draw(policy, theirs, numbers))[finite[:, 0]].double().mean()),
-        "possible": bool(logits.gather(1, ids)[finite[:, 0]].isfinite().all()),
+        "possible": bool(logits.gather(1, every)[finite[:, 0]].isfinite().all()),
         "alone": torch.equal(alone[1], mass[1:2]) or name == "nan",
         "same_top": torch.equal(top.nan_to_num(), theirs.top_B1.nan_to_num()),
     }
