@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from sglang_bridge.cutoff import Cutoff
 from sglang_bridge.errors import BridgeError, ServerUnreachable
 from sglang_bridge.protocol import Progress
 
@@ -37,7 +38,7 @@ class _Held:
     """
 
     rid: str
-    end: asyncio.Timeout
+    end: Cutoff
     seen_s: float
     tokens: int | None = None
     idle_s: float = 0.0
@@ -61,7 +62,9 @@ class Deadlines:
         ask: Callable[[], Awaitable[Progress]],
         abort: Callable[[str], Awaitable[None]],
     ) -> None:
-        self._url, self._limit_s, self._ask, self._abort = url, limit_s, ask, abort
+        self._url, self._limit_s, self._abort = url, limit_s, abort
+        self.ask = ask
+        """Who makes the requests elsewhere asks there too."""
         self._look_s = min(limit_s / LOOKS, MAX_LOOK_S)
         self._held: set[_Held] = set()
         self._watch: asyncio.Task[None] | None = None
@@ -90,13 +93,13 @@ class Deadlines:
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._look())
         # no task of its own: thousands of requests are in flight
-        held = _Held(rid, asyncio.timeout(None), self._now_s())
+        held = _Held(rid, Cutoff(), self._now_s())
         try:
-            async with held.end:
+            with held.end:
                 self._held.add(held)
                 return await work
         except TimeoutError:
-            if not held.end.expired():
+            if not held.end.happened:
                 raise
         finally:
             self._held.discard(held)
@@ -132,10 +135,10 @@ class Deadlines:
             progress = None
             with suppress(BridgeError, TimeoutError):
                 async with asyncio.timeout(self._look_s):
-                    progress = await self._ask()
+                    progress = await self.ask()
             for held in self._held:
                 if self._is_over(held, progress):
-                    held.end.reschedule(asyncio.get_running_loop().time())
+                    held.end.cut()
 
     def _is_over(self, held: _Held, progress: Progress | None) -> bool:
         """Moves a request's clock on; returns whether it made no progress for too long."""

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Literal, TypeVar
 
 from sglang_bridge.client import ServerClient
+from sglang_bridge.cutoff import Cutoff
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.loads import Loads
 from sglang_bridge.protocol import ServerInfo
@@ -41,7 +42,7 @@ class Member:
         self.tokens = 0
         self.rests_until_s = 0.0
         self.unreachable = False
-        self._working: set[asyncio.Timeout] = set()
+        self._working: set[Cutoff] = set()
         self._gone, self._hung = asyncio.Event(), asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -81,7 +82,7 @@ class Member:
         self._gone.set()
         working, self._working = self._working, set()
         for end in working:
-            end.reschedule(asyncio.get_running_loop().time())
+            end.cut()
 
     async def hung(self) -> None:
         """Returns once a request's end showed that the server hangs."""
@@ -89,42 +90,41 @@ class Member:
 
     async def reply(self, call: Callable[[ServerClient], Awaitable[Reply]]) -> Reply:
         """Returns the server's reply. ServerUnreachable: also if it was taken out meanwhile."""
+        if self._gone.is_set():
+            raise self._taken_out()
+        end = Cutoff()
+        self._working.add(end)
+        self.in_flight += 1
+        self._idle.clear()
         try:
-            reply = await self._reply(call)
+            with end:
+                reply = await call(self.client)
         except ServerUnreachable as error:
-            error.gone = self._gone
-            self._stalled += error.stalled
-            silent = error.timed_out and not error.stalled
-            if silent or self._stalled >= HUNG_AFTER:
-                self._hung.set()
+            self._failed(error)
             raise
+        except TimeoutError:
+            if not end.happened:
+                raise
+            raise self._taken_out() from None
+        finally:
+            self._working.discard(end)
+            self.in_flight -= 1
+            if self._in_flight == 0:
+                self._idle.set()
         self._stalled, self.unreachable = 0, False
         return reply
 
-    async def _reply(self, call: Callable[[ServerClient], Awaitable[Reply]]) -> Reply:
-        end = asyncio.timeout(None)
-        self._begin(end)
-        try:
-            async with end:
-                if not self._gone.is_set():
-                    return await call(self.client)
-        except TimeoutError:
-            if not end.expired():
-                raise
-        finally:
-            self._end(end)
-        raise ServerUnreachable(self.client.url, "", "it was taken out", sent=True)
+    def _taken_out(self) -> ServerUnreachable:
+        error = ServerUnreachable(self.client.url, "", "it was taken out", sent=True)
+        self._failed(error)
+        return error
 
-    def _begin(self, work: asyncio.Timeout) -> None:
-        self.in_flight += 1
-        self._idle.clear()
-        self._working.add(work)
-
-    def _end(self, work: asyncio.Timeout) -> None:
-        self._working.discard(work)
-        self.in_flight -= 1
-        if self.in_flight == 0:
-            self._idle.set()
+    def _failed(self, error: ServerUnreachable) -> None:
+        error.gone = self._gone
+        self._stalled += error.stalled
+        silent = error.timed_out and not error.stalled
+        if silent or self._stalled >= HUNG_AFTER:
+            self._hung.set()
 
 
 Shared = tuple[list[Member], Loads]

@@ -1,16 +1,19 @@
 """What the controller costs with data workers, from a few engines to thousands.
 
-    python -m benchmarks many_engines [--engines N ...] [--workers N] [--samples N] [--mean-s S ...]
+    python -m benchmarks many_engines [--engines N ...] [--workers N] [--updates N N]
+        [--mean-s S ...]
 
 The controller is real: its loops, buffers, permits, fleets, data workers' pool, sockets and
 encryption, and the messages to the learner's head. Data workers and head are fakes in one process
-of their own, which hold no arrays; in another, engines say how far they are when they are asked. A
-batch is 4 samples an engine, two are in flight. mean_s: how long a completion takes (fakes.py); 0:
-no time, so that the controller is never idle and its messages go out in large lots.
+of their own, which hold no arrays; engines are names that the workers answer for. A batch is 4
+samples an engine, two are in flight. mean_s: how long a completion takes (fakes.py); 0: no time, so
+that the controller is never idle and its messages go out in large lots.
 
-cpu_us: CPU time of the controller's process a sample, its ZeroMQ threads and the kernel included,
-over the whole run. busy: the share of the time that it used a core. peak_mib: resident at most;
-base_mib: before the run.
+Each entry is two runs, one longer than the other. cpu_us: CPU time of the controller's process a
+sample, its ZeroMQ threads and the kernel included, over the whole longer run. further_us: what a
+sample costs once the run has begun, the difference of the two runs: in the shorter one, making and
+ending a task for every request in flight is a good part. busy: the share of the time that it used a
+core. peak_mib: resident at most; base_mib: before the run.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ from megatron_opd.workers.through import sampled_by_workers, scored_by_workers
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 
-ENGINES, WORKERS, SAMPLES, MEAN_S = (64, 4096), 64, 60_000, (0.0, 8.0)
+ENGINES, WORKERS, UPDATES, MEAN_S = (64, 4096), 64, (4, 20), (0.0, 8.0)
 BATCH_AN_ENGINE = 4
 VOCAB_SIZE = 151_936
 TIMEOUT_S = 600.0
@@ -61,12 +64,17 @@ CASE = Case(TOKENS, IDS_A_TOKEN, False)
 
 @dataclass(frozen=True)
 class Size:
-    """Says what is run. samples: about so many."""
+    """Says what is run."""
 
     engines: int
     workers: int
-    samples: int
+    updates: int
     mean_s: float
+
+    @property
+    def batch(self) -> int:
+        """Returns the samples of an update."""
+        return BATCH_AN_ENGINE * self.engines
 
 
 def measure(options: Sequence[str] = ()) -> dict[str, Any]:
@@ -74,21 +82,34 @@ def measure(options: Sequence[str] = ()) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks many_engines")
     parser.add_argument("--engines", type=int, nargs="+", default=list(ENGINES))
     parser.add_argument("--workers", type=int, default=WORKERS)
-    parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--updates", type=int, nargs=2, default=list(UPDATES))
     parser.add_argument("--mean-s", type=float, nargs="+", default=list(MEAN_S))
     given = parser.parse_args(list(options))
-    context = get_context("spawn")
     entries: list[dict[str, Any]] = []
     for engines in given.engines:
         for mean_s in given.mean_s:
-            size = Size(engines, min(given.workers, engines), given.samples, mean_s)
-            with context.Pool(1) as pool:  # its peak memory is its own
-                entries.append(pool.apply(entry, (size,)))
+            workers = min(given.workers, engines)
+            runs = [in_its_own(Size(engines, workers, n, mean_s)) for n in sorted(given.updates)]
+            entries.append(both(*runs))
     return {"entries": entries}
 
 
+def both(shorter: dict[str, Any], longer: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry of two runs."""
+    more = longer["samples"] - shorter["samples"]
+    more_us = longer["cpu_us"] * longer["samples"] - shorter["cpu_us"] * shorter["samples"]
+    short = {f"shorter_{key}": shorter[key] for key in ("samples", "cpu_us")}
+    return {**longer, **short, "further_us": round(more_us / more, 1)}
+
+
+def in_its_own(size: Size) -> dict[str, Any]:
+    """Measure one run in a process of its own, whose peak memory is the run's."""
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(entry, (size,))
+
+
 def entry(size: Size) -> dict[str, Any]:
-    """Measure one size."""
+    """Measure one run."""
     return asyncio.run(_entry(size))
 
 
@@ -96,28 +117,25 @@ async def _entry(size: Size) -> dict[str, Any]:
     keys = RunKeys.make()
     pool = WorkerPool(size.workers, "127.0.0.1", keys, LARGEST)
     pool.links.open()
-    batch = BATCH_AN_ENGINE * size.engines
-    updates = max(2, -(-size.samples // batch))
-    config = configuration(CASE, updates, batch, slots=2 * batch)
+    config = configuration(CASE, size.updates, size.batch, slots=2 * size.batch)
     with (
-        engines() as url,
         fakes(pool.links.address, size, keys) as head,
         HeadLearner.connected(head, keys) as to,
     ):
         await pool.ready()
         base_mib, began_cpu_s, began_s = _peak_mib(), time.process_time(), time.monotonic()
         try:
-            await run(config, size, url, pool, HeadLearner(to, pool, config))
+            await run(config, size, pool, HeadLearner(to, pool, config))
             cpu_s, clock_s = time.process_time() - began_cpu_s, time.monotonic() - began_s
         finally:
             pool.links.close()
-    samples = updates * batch
+    samples = size.updates * size.batch
     return {
         "engines": size.engines,
         "workers": size.workers,
         "mean_s": size.mean_s,
         "samples": samples,
-        "in_flight": 2 * batch,
+        "in_flight": 2 * size.batch,
         "cpu_us": round(cpu_s / samples * 1e6, 1),
         "samples_s": round(samples / clock_s, 1),
         "busy": round(cpu_s / clock_s, 2),
@@ -126,10 +144,10 @@ async def _entry(size: Size) -> dict[str, Any]:
     }
 
 
-async def run(config: Config, size: Size, url: str, pool: WorkerPool, learner: HeadLearner) -> None:
+async def run(config: Config, size: Size, pool: WorkerPool, learner: HeadLearner) -> None:
     """Make all updates."""
-    students = _fleet(f"{url}/student", size.engines)
-    teachers = _fleet(f"{url}/teacher", max(1, size.engines // 8))
+    students = _fleet("student", size.engines)
+    teachers = _fleet("teacher", max(1, size.engines // 8))
     ports = Ports(
         prompts=prompts(CASE),
         rollout=make_generator(
@@ -208,23 +226,10 @@ def fakes(address: str, size: Size, keys: RunKeys) -> Iterator[str]:
             process.wait(ENDED_S)
 
 
-@contextmanager
-def engines() -> Iterator[str]:
-    """Run what answers for all engines; yield its address."""
-    command = [sys.executable, "-m", "benchmarks.many_engines.engines"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        try:
-            yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
-        finally:
-            process.stdin.close()
-
-
-def _fleet(url: str, count: int) -> Fleet:
-    """Return a fleet of engines, each with its own path."""
-    return Fleet([ServerClient(f"{url}/{i}", timeout_s=TIMEOUT_S) for i in range(count)])
+def _fleet(role: str, count: int) -> Fleet:
+    """Return a fleet of engines, which the controller itself never asks anything."""
+    urls = [f"http://{role}-{i}.invalid" for i in range(count)]
+    return Fleet([ServerClient(url, timeout_s=TIMEOUT_S) for url in urls])
 
 
 def _peak_mib() -> int:

@@ -29,6 +29,8 @@ from megatron_opd.workers.messages import (
     Generate,
     Generated,
     Hello,
+    Look,
+    Looked,
     Order,
     Score,
     Scored,
@@ -126,6 +128,8 @@ def _answered(order: Order) -> Iterator[tuple[float, Answer]]:
         yield 1.0, Generated(order.call, TOKENS, ids, SIZE, -0.5, spans, "length")
     elif isinstance(order, Score):
         yield SCORE_PART, Scored(order.call, TOKENS * IDS_A_TOKEN, SIZE, SHAPE)
+    elif isinstance(order, Look):
+        yield 0.0, Looked(order.call, {}, [])
 
 
 def main() -> None:

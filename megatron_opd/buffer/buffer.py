@@ -8,7 +8,7 @@ member is scored or dropped. A sample that is scored but not yet taken may still
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 
 from megatron_opd.types import AnySample
@@ -18,8 +18,9 @@ class SampleBuffer:
     """Holds samples in admission order. All methods are for one event loop."""
 
     def __init__(self) -> None:
-        # insertion order = admission order; None until scored
-        self._line: dict[int, AnySample | None] = {}
+        # insertion order = admission order; None until scored. Finding the first of a dict passes
+        # all that were deleted before it
+        self._line: OrderedDict[int, AnySample | None] = OrderedDict()
         self._ready: deque[AnySample] = deque()
         self._closed = False
         self._event = asyncio.Event()
@@ -136,7 +137,7 @@ class SampleBuffer:
 
     def _renew(self, line: dict[int, AnySample | None]) -> None:
         self._ready.clear()
-        self._line = line
+        self._line = OrderedDict(line)
         self._advance()
 
     def _store(self, uid: int, sample: AnySample) -> None:

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -68,6 +69,8 @@ from megatron_opd.types import (
 
 # fewer drops in a row than this never stop a run, however few permits it has
 MIN_DROPS_IN_A_ROW = 16
+NO_MORE = sys.maxsize
+"""Stands in the place of a uid; behind all of them."""
 
 
 class Controller:
@@ -88,9 +91,9 @@ class Controller:
         self._groups = SampleGroups(
             schedule.group_size, state.broken_groups, state.scored_in_groups
         )
-        self._admitted: asyncio.Queue[Prompt] = asyncio.Queue()
-        # oldest first: the front of the line is what the next batch waits for
-        self._finished: asyncio.PriorityQueue[tuple[int, AnyRollout]] = asyncio.PriorityQueue()
+        self._admitted: asyncio.Queue[Prompt | None] = asyncio.Queue()
+        # uids, oldest first: the front of the line is what the next batch waits for
+        self._finished: asyncio.PriorityQueue[int] = asyncio.PriorityQueue()
         self._unsynced: list[Batch] = []
         """Trained on since the last weight sync that began."""
         self._trained: asyncio.Queue[tuple[list[Batch], Turn]] = asyncio.Queue()
@@ -98,6 +101,8 @@ class Controller:
         self._learner = asyncio.Lock()
         """Held by an update or a weight sync while it uses the learner."""
         self._serving: list[asyncio.Task[None]] = []
+        self._rollout_slots = min(schedule.rollout_slots, self._permits.total)
+        self._score_slots = min(schedule.score_slots, self._permits.total)
         # admitted and not scored: the prompt, or the rollout that waits for its score
         self._unscored: dict[int, Prompt | AnyRollout] = {}
         self._num_scoring = 0
@@ -228,17 +233,16 @@ class Controller:
             self._start_loops(partial(start, group))
 
     def _start_loops(self, start: Starter) -> None:
-        schedule = self._schedule
         start("learn", self._learn())
         self._serving = [start("admit", self._admit()), start("sync", self._sync())]
         serve_on = self._ports.weight_sync.serve_on(self._current, self._learner)
         self._serving.append(start("serve on", serve_on))
-        rollout_slots = min(schedule.rollout_slots, self._permits.total)
-        score_slots = min(schedule.score_slots, self._permits.total)
         if self._ports.store is not None:
             self._serving.append(start("recover", self._recover(self._ports.store)))
-        self._serving += [start(f"rollout-{i}", self._roll_out()) for i in range(rollout_slots)]
-        self._serving += [start(f"score-{i}", self._score()) for i in range(score_slots)]
+        for i in range(self._rollout_slots):
+            self._serving.append(start(f"rollout-{i}", self._roll_out()))
+        for i in range(self._score_slots):
+            self._serving.append(start(f"score-{i}", self._score()))
         if self._ports.guard is not None:
             self._serving.append(start("health", self._ports.guard.watch()))
 
@@ -278,8 +282,7 @@ class Controller:
         return True
 
     async def _roll_out(self) -> None:
-        while True:
-            prompt = await self._admitted.get()
+        while (prompt := await self._admitted.get()) is not None:
             try:
                 self._groups.check(prompt.uid)
                 rollout = await self._rollouts.run(partial(self._ports.rollout.generate, prompt))
@@ -294,12 +297,13 @@ class Controller:
         uid = rollout.prompt.uid
         self._unscored[uid] = rollout
         self._num_scoring += 1
-        self._finished.put_nowait((uid, rollout))
+        self._finished.put_nowait(uid)
 
     async def _score(self) -> None:
         clock = asyncio.get_running_loop().time
-        while True:
-            uid, rollout = await self._finished.get()
+        while (uid := await self._finished.get()) != NO_MORE:
+            rollout = self._unscored[uid]
+            assert not isinstance(rollout, Prompt), "rolled out"
             started_s = clock()
             try:
                 self._groups.check(uid)
@@ -474,9 +478,20 @@ class Controller:
         early = self._batcher.stopped or self._num_updates < self._schedule.updates
         if early and self._ports.keeper is not None:
             await self._ports.keeper.at_end(self._num_updates, self.snapshot)
+        await self._end_slots()
         # the remaining loops wait for work that will never come
         for task in self._serving:
             task.cancel()
+
+    async def _end_slots(self) -> None:
+        """End the slots that wait for work; thousands cancelled one by one take seconds."""
+        if self._admitted.empty():
+            for _ in range(self._rollout_slots):
+                self._admitted.put_nowait(None)
+        if self._finished.empty():
+            for _ in range(self._score_slots):
+                self._finished.put_nowait(NO_MORE)
+        await asyncio.sleep(0)
 
     def _put_back(self, samples: Sequence[AnySample]) -> None:
         """Return a batch to the buffer, as some of it was lost before it was trained on."""

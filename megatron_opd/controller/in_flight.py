@@ -39,10 +39,11 @@ class Rollouts:
         self._running: set[asyncio.Task[AnyRollout]] = set()
         self._aborted: set[asyncio.Task[AnyRollout]] = set()
 
-    async def run(self, generate: Callable[[], Awaitable[AnyRollout]]) -> AnyRollout:
+    def run(self, generate: Callable[[], Awaitable[AnyRollout]]) -> Awaitable[AnyRollout]:
         """Return what `generate` samples, in the end; its restarts include those for a sync."""
-        if self._policy == "in_place":
-            return await generate()
+        return generate() if self._policy == "in_place" else self._run(generate)
+
+    async def _run(self, generate: Callable[[], Awaitable[AnyRollout]]) -> AnyRollout:
         aborted = 0
         while True:
             while not self._open.is_set():  # the next weight sync may begin before a waiter wakes

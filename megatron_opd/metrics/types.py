@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 
 @dataclass(slots=True)
 class Mean:
@@ -244,8 +246,7 @@ class UpdateFigures(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Depths:
+class Depths(msgspec.Struct, frozen=True):
     """Counts how full the pipeline is at one moment, in samples.
 
     rolling: permits held by prompts that wait for or are in a rollout. scoring: rollouts that wait

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Protocol
 
 from megatron_opd.buffer.rejection import RolloutRejected
@@ -29,8 +28,8 @@ class RolloutFleet(Protocol):
         ...
 
 
-Sampler = Callable[[Prompt, RolloutRequest], Awaitable[AnyRollout]]
-"""Samples one completion in one try; its times and restarts are the caller's to set."""
+Sampler = Callable[[Prompt, RolloutRequest, int], Awaitable[AnyRollout]]
+"""Samples one completion in one try; the number is that of the tries before it."""
 
 
 class RolloutGenerator:
@@ -97,13 +96,14 @@ class RolloutGenerator:
             return await retried(
                 lambda earlier: self._once(prompt, earlier), self._backoff, is_unanswered
             )
+        except RequestAborted as error:
+            raise RolloutRejected(ABORTED, str(error)) from error
         except ServerUnreachable as error:
             raise RolloutRejected(
                 TIMED_OUT if error.timed_out else UNREACHABLE, str(error)
             ) from error
 
-    async def _once(self, prompt: Prompt, restarts: int) -> AnyRollout:
-        clock = asyncio.get_running_loop().time
+    def _once(self, prompt: Prompt, restarts: int) -> Awaitable[AnyRollout]:
         seeded = self._rollout.seeded
         seed = derived_seed(self._seed, ROLLOUT, prompt.uid) if seeded else None
         request = RolloutRequest(
@@ -124,25 +124,30 @@ class RolloutGenerator:
             stop=tuple(dict.fromkeys((*self._rollout.stop, *prompt.stop))),
             seed=seed,
         )
-        started_s = clock()
-        try:
-            rollout = await self._sample(prompt, request)
-        except RequestAborted as error:
-            raise RolloutRejected(ABORTED, str(error)) from error
-        return replace(rollout, started_s=started_s, finished_s=clock(), restarts=restarts)
+        return self._sample(prompt, request, restarts)
 
 
 def sampled_by(fleet: RolloutFleet) -> Sampler:
     """Return what samples from a fleet, and keeps the arrays in this process."""
 
-    async def sample(prompt: Prompt, request: RolloutRequest) -> Rollout:
-        return as_rollout(prompt, request, await fleet.generate(request))
+    async def sample(prompt: Prompt, request: RolloutRequest, restarts: int) -> Rollout:
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
+        reply = await fleet.generate(request)
+        return as_rollout(prompt, request, reply, started_s, clock(), restarts)
 
     return sample
 
 
-def as_rollout(prompt: Prompt, request: RolloutRequest, reply: RolloutReply) -> Rollout:
-    """Return a reply as a rollout, without its times.
+def as_rollout(
+    prompt: Prompt,
+    request: RolloutRequest,
+    reply: RolloutReply,
+    started_s: float = 0.0,
+    finished_s: float = 0.0,
+    restarts: int = 0,
+) -> Rollout:
+    """Return a reply as a rollout.
 
     RolloutRejected: it is empty. BadReply: it has no draws.
     """
@@ -156,9 +161,10 @@ def as_rollout(prompt: Prompt, request: RolloutRequest, reply: RolloutReply) -> 
         draws=reply.draws,
         spans=tuple(VersionSpan(*span) for span in reply.spans),
         finish_reason=reply.finish_reason,
-        started_s=0.0,
-        finished_s=0.0,
+        started_s=started_s,
+        finished_s=finished_s,
         engine=reply.url,
+        restarts=restarts,
         experts_XLk=reply.experts_XLk,
         gates_XLk=reply.gates_XLk,
     )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 
 from megatron_opd.types import IntArray, Rollout
 from sglang_bridge.protocol import DrawCache, ScoreRequest
 
 
-@dataclass(frozen=True, slots=True)
-class TeacherAsk:
+class TeacherAsk(msgspec.Struct, frozen=True):
     """Says how a teacher is to score a rollout; the fields are ScoreRequest's.
 
     vocab_size: ids of the student.

@@ -8,12 +8,14 @@ scoring.attempts counts every try of a sample, over all servers; no lower layer 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import lru_cache
 from typing import Protocol, TypeVar
 
 from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.sections import ScoringConfig
 from megatron_opd.data.seeds import SCORE, derived_seed
+from megatron_opd.sample_figures import ScoreShape
 from megatron_opd.teacher.overlong import Length
 from megatron_opd.teacher.requests import TeacherAsk, asked_of
 from megatron_opd.teacher.scored import BAD_REPLY, scored, unscored
@@ -42,7 +44,10 @@ class ScoreFleet(Protocol):
         ...
 
 
-Elsewhere = Callable[[ScoreFleet, HeldSample, TeacherAsk], Awaitable[HeldSample]]
+Elsewhere = Callable[
+    [ScoreFleet, HeldRollout, TeacherAsk], Awaitable[tuple[HeldRollout, ScoreShape]]
+]
+"""Scores what is held; returns what is held then, and the shape of its scores."""
 
 
 class FleetScorer:
@@ -77,7 +82,9 @@ class FleetScorer:
         elsewhere: Elsewhere | None = None,
     ) -> None:
         self._elsewhere = elsewhere
-        self._estimator = estimator
+        # asked for every sample, and prompts have few weights
+        self._needs_teacher = lru_cache(estimator.needs_teacher)
+        self._needs_reward = lru_cache(estimator.needs_reward)
         self._lengths = lengths
         self._fleets, self._seed, self._vocab_size = fleets, seed, vocab_size
         theirs = estimator.support.owner == "teacher"
@@ -96,24 +103,25 @@ class FleetScorer:
         """
         length = Length() if self._lengths is None else self._lengths(rollout)
         reward, prompt = await self._judged(rollout), rollout.prompt
-        needed = self._estimator.needs_teacher(prompt.reward_weight, prompt.teacher_weight)
+        needed = self._needs_teacher(prompt.reward_weight, prompt.teacher_weight)
         asks = needed and not length.masked
         if isinstance(rollout, HeldRollout):
-            held = HeldSample(rollout, None, reward, length.penalty, length.masked)
-            return await self._scored_there(held) if asks else held
+            held, shape = await self._scored_there(rollout) if asks else (rollout, None)
+            return HeldSample(held, shape, reward, length.penalty, length.masked)
         sample = unscored(rollout, reward, length.penalty, masked=length.masked)
         return await self._scored(sample) if asks else sample
 
     async def _scored(self, sample: Sample) -> Sample:
-        fleet, request = self._fleet(sample), asked_of(sample.rollout, self._ask(sample))
+        rollout = sample.rollout
+        fleet, request = self._fleet(rollout), asked_of(rollout, self._ask(rollout))
         reply = await self._answered(lambda _: fleet.score(request))
         return scored(sample, request, reply, self._vocab_size)
 
-    async def _scored_there(self, sample: HeldSample) -> HeldSample:
+    def _scored_there(self, rollout: HeldRollout) -> Awaitable[tuple[HeldRollout, ScoreShape]]:
         """Let the data worker that holds the rollout ask the teacher."""
         assert self._elsewhere is not None, "a data worker holds the rollout"
-        score, fleet, ask = self._elsewhere, self._fleet(sample), self._ask(sample)
-        return await self._answered(lambda _: score(fleet, sample, ask))
+        score, fleet, ask = self._elsewhere, self._fleet(rollout), self._ask(rollout)
+        return self._answered(lambda _: score(fleet, rollout, ask))
 
     async def _answered(self, call: Callable[[int], Awaitable[Answer]]) -> Answer:
         """Return the first answer. ScoreRejected: there is none."""
@@ -122,11 +130,11 @@ class FleetScorer:
         except BridgeError as error:
             raise ScoreRejected(_reason(error), str(error)) from error
 
-    def _fleet(self, sample: AnySample) -> ScoreFleet:
-        return self._fleets[sample.rollout.prompt.teacher]
+    def _fleet(self, rollout: AnyRollout) -> ScoreFleet:
+        return self._fleets[rollout.prompt.teacher]
 
-    def _ask(self, sample: AnySample) -> TeacherAsk:
-        uid = sample.rollout.prompt.uid
+    def _ask(self, rollout: AnyRollout) -> TeacherAsk:
+        uid = rollout.prompt.uid
         return TeacherAsk(
             f"{self._run_id}-score-{uid}",
             self._temperature,
@@ -145,7 +153,7 @@ class FleetScorer:
         except VerifierFailed as failed:
             why = f"{rollout.prompt.row_id}: {failed.detail}"
             raise ScoreRejected(failed.reason, why) from failed
-        if reward is None and self._estimator.needs_reward(rollout.prompt.reward_weight):
+        if reward is None and self._needs_reward(rollout.prompt.reward_weight):
             raise ScoreRejected(NO_ANSWER, f"prompt {rollout.prompt.uid} has no answer to verify")
         return reward
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from megatron_opd.sample_figures import CacheSize, ScoreShape
 from megatron_opd.teacher.requests import TeacherAsk
 from megatron_opd.types import HeldRollout
-from megatron_opd.workers.messages import Generated, Judged, Scored
+from megatron_opd.workers.messages import Generated, Judged, Looked, Scored
 from sglang_bridge.arrays import LOGP_SLACK
 from sglang_bridge.errors import one_line
 from sglang_bridge.parse import MAX_IDS, Known, length_fault
@@ -73,6 +73,12 @@ def scored_fault(rollout: HeldRollout, ask: TeacherAsk, answer: Scored) -> str |
         same = (answer.ids, answer.size) == (rollout.num_ids, rollout.cache)
         return None if same else f"{answer.ids} scored ids where {rollout.num_ids} are cached"
     return _size_fault(tokens, answer.ids, answer.size, 1 + most, most)
+
+
+def looked_fault(answer: Looked) -> str | None:
+    """Check how far a server is said to be."""
+    fewest = min(answer.tokens.values(), default=0)
+    return f"a request of {fewest} tokens" if fewest < 0 else None
 
 
 def _spans_fault(spans: Sequence[tuple[int, int, int]], tokens: int) -> str | None:

@@ -17,7 +17,16 @@ from megatron_opd.teacher.requests import asked_of
 from megatron_opd.teacher.scored import scored, unscored
 from megatron_opd.transport.samples import EncodedSample, Frames, frames_of
 from megatron_opd.types import IntArray, Prompt, Rollout, Sample
-from megatron_opd.workers.messages import Generate, Generated, Judge, Judged, Score, Scored
+from megatron_opd.workers.messages import (
+    Generate,
+    Generated,
+    Judge,
+    Judged,
+    Look,
+    Looked,
+    Score,
+    Scored,
+)
 from megatron_opd.workers.requests import decode_request
 from sglang_bridge.client import Endpoint, ServerClient
 from sglang_bridge.errors import one_line
@@ -93,6 +102,11 @@ class Holding:
         if order.key in self._held:  # not released meanwhile
             self._held[order.key] = EncodedSample.of(sample, self._draws)
         return Scored(order.call, sample.rollout.num_ids, sample.cache, shape)
+
+    async def look(self, order: Look) -> Looked:
+        """Ask a server how far it is with its requests, whoever sent them. BridgeError."""
+        progress = await self._clients(order.endpoint).progress()
+        return Looked(order.call, dict(progress.tokens), list(progress.waiting))
 
     def encoded(self, key: str) -> bytes:
         """Encode what is held, for a checkpoint or a record. SamplesLost: it is not."""

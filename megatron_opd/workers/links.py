@@ -139,8 +139,18 @@ class Links:
         self._socket.close(linger=LINGER_MS)
         self._context.destroy(linger=LINGER_MS)
 
-    async def call(self, link: Link, order: Call, kind: type[AnswerT]) -> AnswerT:
-        """Send an order and return its answer. SamplesLost: the worker is lost meanwhile."""
+    async def call(
+        self,
+        link: Link,
+        order: Call,
+        kind: type[AnswerT],
+        fault: Callable[[AnswerT], str | None] | None = None,
+    ) -> AnswerT:
+        """Send an order and return its answer.
+
+        fault: says what is impossible about an answer. SamplesLost: the worker is lost, meanwhile
+        or for its answer.
+        """
         answered, number = self.asked(link, order), order.call
         del order  # a prompt, while thousands of answers are awaited
         try:
@@ -150,7 +160,11 @@ class Links:
                 link.ended.add(number)
                 self.send(link, Cancel(number))
             raise
-        return self.expected(link, answer, kind)
+        found = self.expected(link, answer, kind)
+        why = None if fault is None else fault(found)
+        if why is not None:
+            raise self.breach(link, f"it answered with {why}")
+        return found
 
     def expected(self, link: Link, answer: Answer, kind: type[AnswerT]) -> AnswerT:
         """Return an answer of the kind that was asked for. SamplesLost: it is another."""
@@ -214,14 +228,18 @@ class Links:
         """Take all messages that are there."""
         while not self._socket.closed:
             try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                identity = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            for frame in frames:
-                self._heard(identity.bytes, frame.bytes, frame.get(zmq.SRCFD))
+            if identity in self._links:
+                for frame in self._socket.recv_multipart(zmq.NOBLOCK):
+                    self._heard(identity, frame)
+            else:  # only as an object does a frame tell its connection
+                for whole in self._socket.recv_multipart(zmq.NOBLOCK, copy=False):
+                    self._heard(identity, whole.bytes, whole.get(zmq.SRCFD))
 
-    def _heard(self, identity: bytes, frame: bytes, fd: Any) -> None:
-        """Process one message of a peer that has the ranks' key."""
+    def _heard(self, identity: bytes, frame: bytes, fd: Any = None) -> None:
+        """Process one message of a peer that has the ranks' key. fd: of one that may join."""
         link = self._links.get(identity)
         try:
             answer = decode_answer(frame)

@@ -54,6 +54,13 @@ class Score(_Message, frozen=True):
     teacher_vocab_size: int
 
 
+class Look(_Message, frozen=True):
+    """Asks how far a server is with its requests."""
+
+    call: int
+    endpoint: Endpoint
+
+
 class Fetch(_Message, frozen=True):
     """Asks for the arrays of what is held under `key`."""
 
@@ -112,6 +119,14 @@ class Scored(_Message, frozen=True):
     shape: ScoreShape
 
 
+class Looked(_Message, frozen=True):
+    """Answers Look; see Progress."""
+
+    call: int
+    tokens: dict[str, int]
+    waiting: list[str]
+
+
 class Whole(_Message, frozen=True):
     """Answers Fetch: a snapshot.Member, encoded; its prompt holds nothing but tokens."""
 
@@ -129,10 +144,10 @@ class Failed(_Message, frozen=True):
     status: int = 0
 
 
-Order = Generate | Judge | Score | Fetch | Release | Cancel | Close
-Call = Generate | Judge | Score | Fetch
+Order = Generate | Judge | Score | Look | Fetch | Release | Cancel | Close
+Call = Generate | Judge | Score | Look | Fetch
 """An order that has an answer."""
-Answered = Generated | Judged | Scored | Whole | Failed
+Answered = Generated | Judged | Scored | Looked | Whole | Failed
 """An answer to a call."""
 Answer = Hello | Answered
 

@@ -14,10 +14,13 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from weakref import WeakSet
+
+import msgspec
 
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.controller.snapshot_codec import decode_member
+from megatron_opd.sample_figures import ScoreShape
 from megatron_opd.teacher.requests import TeacherAsk
 from megatron_opd.transport.keys import RunKeys
 from megatron_opd.types import (
@@ -30,16 +33,17 @@ from megatron_opd.types import (
     Sample,
     VersionSpan,
 )
-from megatron_opd.workers.checks import generated_fault, judged_fault, scored_fault
+from megatron_opd.workers.checks import generated_fault, judged_fault, looked_fault, scored_fault
 from megatron_opd.workers.links import Link, Links
 from megatron_opd.workers.messages import (
     Answer,
-    Call,
     Fetch,
     Generate,
     Generated,
     Judge,
     Judged,
+    Look,
+    Looked,
     Release,
     Score,
     Scored,
@@ -48,13 +52,12 @@ from megatron_opd.workers.messages import (
 from megatron_opd.workers.requests import encode_request
 from megatron_opd.workers.whole import whole_fault, with_arrays
 from sglang_bridge.client import ServerClient
+from sglang_bridge.deadlines import Deadlines
 from sglang_bridge.errors import ServerUnreachable, one_line
 from sglang_bridge.parse import require_synced
-from sglang_bridge.protocol import RolloutRequest
+from sglang_bridge.protocol import Progress, RolloutRequest
 
 logger = logging.getLogger(__name__)
-
-AnswerT = TypeVar("AnswerT", Generated, Judged, Scored)
 
 
 class WorkersLost(RuntimeError):
@@ -84,6 +87,8 @@ class WorkerPool:
         self.links = Links(count, host, keys, max_bytes, self._joined, self._gone)
         self._owners: dict[str, Link] = {}
         self._held: dict[int, tuple[Link, str]] = {}
+        self._asked_for: WeakSet[ServerClient] = WeakSet()
+        """Servers of which workers are asked how far they are."""
         self._lost: set[int] = set()
         self._numbers = itertools.count(1)
         self._changed = asyncio.Event()
@@ -117,21 +122,26 @@ class WorkerPool:
     # ------------------------------------------------------------ work
 
     async def generate(
-        self, client: ServerClient, prompt: Prompt, request: RolloutRequest
+        self,
+        client: ServerClient,
+        prompt: Prompt,
+        request: RolloutRequest,
+        started_s: float = 0.0,
+        restarts: int = 0,
     ) -> HeldRollout:
         """Sample one completion at a client's server, in one try.
 
         BridgeError, ServerUnreachable also where the worker is lost meanwhile, as it is when its
-        answer cannot be (checks.py). Its times, engine and restarts are the caller's to set.
+        answer cannot be (checks.py). started_s, restarts: see Rollout.
         """
         link = await self._owner(client.url)
         number = next(self._numbers)
         try:
             order = Generate(number, client.endpoint, encode_request(request))
             fault = partial(generated_fault, request, client.endpoint.known)
-            work = self._sound(link, order, Generated, fault)
+            work = self.links.call(link, order, Generated, fault)
             del order  # a prompt, while thousands of answers are awaited
-            answer = await client.deadlines.within(request.rid, work)
+            answer = await self._deadlines(client).within(request.rid, work)
             newest = max((version for version, *_ in answer.spans), default=0)
             require_synced(client.url, newest, client.known)
         except SamplesLost as error:
@@ -152,9 +162,10 @@ class WorkerPool:
             geometric_logp=answer.geometric_logp,
             spans=tuple(VersionSpan(*span) for span in answer.spans),
             finish_reason=answer.finish_reason,
-            started_s=0.0,
-            finished_s=0.0,
+            started_s=started_s,
+            finished_s=asyncio.get_running_loop().time(),
             engine=client.url,
+            restarts=restarts,
         )
 
     async def judge(self, rollout: HeldRollout, task: str | None, answer: str) -> float:
@@ -164,48 +175,32 @@ class WorkerPool:
         """
         link = self._holder(rollout)
         order = Judge(next(self._numbers), rollout.key, task, answer)
-        reward = (await self._sound(link, order, Judged, judged_fault)).reward
+        reward = (await self.links.call(link, order, Judged, judged_fault)).reward
         assert reward is not None, "that is a fault"
         return reward
 
     async def score(
-        self, client: ServerClient, sample: HeldSample, ask: TeacherAsk, teacher_vocab_size: int
-    ) -> HeldSample:
+        self, client: ServerClient, rollout: HeldRollout, ask: TeacherAsk, teacher_vocab_size: int
+    ) -> tuple[HeldRollout, ScoreShape]:
         """Let a client's server score what is held, in one try; return what is held then.
 
         teacher_vocab_size: ids of the teacher. BridgeError. ScoreRejected. SamplesLost.
         """
-        rollout = sample.rollout
         link, number = self._holder(rollout), next(self._numbers)
         rid = f"{ask.rid}-{number}."  # the server may still be busy with an earlier try
         order = Score(
             number,
             client.endpoint,
             rollout.key,
-            replace(ask, rid=rid),
+            msgspec.structs.replace(ask, rid=rid),
             teacher_vocab_size,
         )
         fault = partial(scored_fault, rollout, ask)
-        work = self._sound(link, order, Scored, fault)
-        answer = await client.deadlines.within(rid, work)
-        held = replace(rollout, num_ids=answer.ids, cache=answer.size)
-        return replace(sample, rollout=held, shape=answer.shape)
-
-    async def _sound(
-        self,
-        link: Link,
-        order: Call,
-        kind: type[AnswerT],
-        fault: Callable[[AnswerT], str | None],
-    ) -> AnswerT:
-        """Return an answer without a fault. SamplesLost: it has one, and its worker is lost."""
-        work = self.links.call(link, order, kind)
-        del order
-        answer = await work
-        why = fault(answer)
-        if why is not None:
-            raise self.links.breach(link, f"it answered with {why}")
-        return answer
+        work = self.links.call(link, order, Scored, fault)
+        answer = await self._deadlines(client).within(rid, work)
+        if (answer.ids, answer.size) != (rollout.num_ids, rollout.cache):  # the teacher selected
+            rollout = replace(rollout, num_ids=answer.ids, cache=answer.size)
+        return rollout, answer.shape
 
     # ------------------------------------------------------------ what is held
 
@@ -346,6 +341,23 @@ class WorkerPool:
             else:
                 await self._until_changed()
         return self._owners[url]
+
+    def _deadlines(self, client: ServerClient) -> Deadlines:
+        """Return those of a server's requests; a worker asks how far they are."""
+        if client not in self._asked_for:
+            self._asked_for.add(client)
+            client.deadlines.ask = partial(self._progress, client)
+        return client.deadlines
+
+    async def _progress(self, client: ServerClient) -> Progress:
+        """Return how far a server is. ServerUnreachable: it is, or the worker is lost meanwhile."""
+        link = await self._owner(client.url)
+        order = Look(next(self._numbers), client.endpoint)
+        try:
+            answer = await self.links.call(link, order, Looked, looked_fault)
+        except SamplesLost as error:
+            raise ServerUnreachable(client.url, "progress", str(error), sent=True) from None
+        return Progress(answer.tokens, frozenset(answer.waiting))
 
     def _holder(self, rollout: HeldRollout) -> Link:
         link, key = self._held.get(rollout.prompt.uid, (None, ""))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Awaitable, Mapping
 
 from megatron_opd.rollout.generator import Sampler
+from megatron_opd.sample_figures import ScoreShape
 from megatron_opd.teacher.requests import TeacherAsk
 from megatron_opd.teacher.scorer import Elsewhere, ScoreFleet
-from megatron_opd.types import HeldRollout, HeldSample, Prompt
+from megatron_opd.types import HeldRollout, Prompt
 from megatron_opd.workers.pool import WorkerPool
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import RolloutRequest
@@ -16,9 +18,10 @@ from sglang_bridge.protocol import RolloutRequest
 def sampled_by_workers(pool: WorkerPool, fleet: Fleet) -> Sampler:
     """Return what samples from a fleet, and leaves the arrays with data workers."""
 
-    async def sample(prompt: Prompt, request: RolloutRequest) -> HeldRollout:
-        return await fleet.ask(
-            lambda client: pool.generate(client, prompt, request),
+    def sample(prompt: Prompt, request: RolloutRequest, restarts: int) -> Awaitable[HeldRollout]:
+        started_s = asyncio.get_running_loop().time()
+        return fleet.ask(
+            lambda client: pool.generate(client, prompt, request, started_s, restarts),
             lambda rollout: rollout.num_response_tokens,
         )
 
@@ -28,12 +31,14 @@ def sampled_by_workers(pool: WorkerPool, fleet: Fleet) -> Sampler:
 def scored_by_workers(pool: WorkerPool, vocab_sizes: Mapping[str, int]) -> Elsewhere:
     """Return what lets a fleet score what data workers hold. vocab_sizes: of teachers, by name."""
 
-    async def score(fleet: ScoreFleet, sample: HeldSample, ask: TeacherAsk) -> HeldSample:
+    def score(
+        fleet: ScoreFleet, rollout: HeldRollout, ask: TeacherAsk
+    ) -> Awaitable[tuple[HeldRollout, ScoreShape]]:
         assert isinstance(fleet, Fleet)
-        tokens = sample.rollout.num_response_tokens
-        vocab_size = vocab_sizes[sample.rollout.prompt.teacher]
-        return await fleet.ask(
-            lambda client: pool.score(client, sample, ask, vocab_size), lambda _: tokens
+        vocab_size = vocab_sizes[rollout.prompt.teacher]
+        return fleet.ask(
+            lambda client: pool.score(client, rollout, ask, vocab_size),
+            lambda _: rollout.num_response_tokens,
         )
 
     return score

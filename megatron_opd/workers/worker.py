@@ -33,6 +33,7 @@ from megatron_opd.workers.messages import (
     Generate,
     Hello,
     Judge,
+    Look,
     Order,
     Release,
     Score,
@@ -143,7 +144,7 @@ class Worker:
     async def _disconnected(self) -> None:
         await self._monitor.recv_multipart()
 
-    def _begin(self, order: Generate | Judge | Score) -> None:
+    def _begin(self, order: Generate | Judge | Score | Look) -> None:
         task = asyncio.create_task(self._answer(order))
         self._calls[order.call] = task
         task.add_done_callback(lambda _: self._calls.pop(order.call))
@@ -163,6 +164,8 @@ class Worker:
                 return self._holding.judge(order)
             case Score():
                 return self._holding.score(order)
+            case Look():
+                return self._holding.look(order)
             case Fetch():
                 return self._fetch(order)
 

@@ -12,7 +12,7 @@ from megatron_opd.workers.messages import Generate, Score
 from megatron_opd.workers.requests import encode_request
 from sglang_bridge.client import Endpoint
 from sglang_bridge.parse import NOTHING_KNOWN
-from sglang_bridge.protocol import RolloutReply, RolloutRequest, ScoreReply, ScoreRequest
+from sglang_bridge.protocol import Progress, RolloutReply, RolloutRequest, ScoreReply, ScoreRequest
 from tests.support.fakes import make_sample
 
 ENDPOINT = Endpoint("http://host:1", None, NOTHING_KNOWN)
@@ -49,6 +49,7 @@ class Server:
         self.scores = ScoreReply(SCORES_N) if scores is None else scores
         self.asked: list[RolloutRequest | ScoreRequest] = []
         self.until, self.cancelled = asyncio.Event(), 0
+        self.looks = self.sampled = 0
         self.until.set()
 
     async def generate(self, request: RolloutRequest) -> RolloutReply:
@@ -56,6 +57,11 @@ class Server:
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
         return await self._answer(request, self.scores)
+
+    async def progress(self) -> Progress:
+        """Tell of no more progress than there was when it was asked before."""
+        self.looks += 1
+        return Progress({self.asked[-1].rid: self.sampled}, frozenset({"waits"}))
 
     async def _answer(self, request: Any, reply: Any) -> Any:
         self.asked.append(request)

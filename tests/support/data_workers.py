@@ -138,7 +138,7 @@ async def sampled(pool: WorkerPool, uid: int, url: str = URLS[0], limit_s: float
 async def scored(pool: WorkerPool, rollout: HeldRollout) -> HeldSample:
     """Let another server score a response."""
     async with ServerClient(URLS[1], timeout_s=1e9) as client:
-        return await pool.score(client, HeldSample(rollout, None, 0.5), ASK, 600)
+        return HeldSample(*await pool.score(client, rollout, ASK, 600), 0.5)
 
 
 async def all_lost(pool: WorkerPool) -> set[int]:

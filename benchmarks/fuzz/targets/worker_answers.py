@@ -38,7 +38,7 @@ from megatron_opd.workers.pool import WorkerPool
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BridgeError
 from sglang_bridge.parse import Known
-from sglang_bridge.protocol import RolloutRequest
+from sglang_bridge.protocol import Progress, RolloutRequest
 from sglang_bridge.refusals import Refusals
 
 COUNT, NEWEST, LONGEST, SELECTED = 2, 4, 3, 3
@@ -54,7 +54,7 @@ EXPECTED = (SamplesLost, SampleRejected, VerifierFailed, WorkerFailed, BridgeErr
 Said = list[tuple[str, bytes]]
 """Frames, each of the worker that is asked, of the other one, or of a peer that never joined."""
 Given = list[Said]
-"""What is said at the start, and in answer to Generate, Judge, Score and Fetch."""
+"""What is said at the start, and in answer to Generate, Judge, Score, Fetch and Look."""
 
 
 class Refused(ValueError):
@@ -69,6 +69,7 @@ class Seen:
     reward: float | None = None
     sample: HeldSample | None = None
     whole: Any = None
+    progress: Progress | None = None
     error: str = ""
     refused: int = 0
     lost: int = 0
@@ -147,7 +148,7 @@ async def _led(given: Given) -> Seen:
     links._links, links._by_fd = {}, {}
     links.refusals = Refusals(links.refusals._logger, "")
     start, *rest = given
-    kinds = (w.Generate, w.Judge, w.Score, w.Fetch)
+    kinds = (w.Generate, w.Judge, w.Score, w.Fetch, w.Look)
     wire: Any = Wire(dict(zip(kinds, rest, strict=True)), links._heard)
     links._socket = wire
     try:
@@ -155,9 +156,10 @@ async def _led(given: Given) -> Seen:
         await _turns()
         seen.rollout = await _done(at.generate(client(), ROLLOUT.prompt, REQUEST))
         seen.reward = await _done(at.judge(seen.rollout, None, "4"))
-        sample = HeldSample(seen.rollout, None, seen.reward)
-        seen.sample = await _done(at.score(client(), sample, ASK, VOCAB_SIZE))
+        scored = await _done(at.score(client(), seen.rollout, ASK, VOCAB_SIZE))
+        seen.sample = HeldSample(*scored, seen.reward)
         seen.whole = await _done(at.sample(seen.sample))
+        seen.progress = await _done(at._progress(client()))
         await _turns()
     except EXPECTED as error:
         seen.error = str(error)
@@ -206,6 +208,7 @@ def oracle(given: Given, seen: Seen) -> str | None:
         or _reward_fault(seen)
         or _sample_fault(seen.sample)
         or _whole_fault(seen)
+        or _progress_fault(seen.progress)
     )
 
 
@@ -280,6 +283,12 @@ def _whole_fault(seen: Seen) -> str | None:
     return None if abs(mean - held.geometric_logp) < 1e-6 else "log-probs that it did not tell of"
 
 
+def _progress_fault(found: Progress | None) -> str | None:
+    if found is None or all(count >= 0 for count in found.tokens.values()):
+        return None
+    return "a request of fewer than no tokens"
+
+
 SCORED = WHOLE.scores(VOCAB_SIZE)
 assert SCORED is not None
 SPANS = [(span.version, span.start, span.stop) for span in ROLLOUT.spans]
@@ -291,6 +300,7 @@ HEALTHY: tuple[w.Answer, ...] = (
         *(ROLLOUT.geometric_logp, SPANS, "stop"),
     ),
     *(w.Judged(2, 0.5), w.Scored(3, ROLLOUT.num_ids, WHOLE.cache, SCORED), w.Whole(4, MEMBER)),
+    w.Looked(5, {"r-2": 3}, ["r-3"]),
 )
 OTHERS: tuple[w.Answer, ...] = (
     *HELLOS,

@@ -31,7 +31,13 @@ from megatron_opd.workers.requests import decode_request, encode_request
 from megatron_opd.workers.worker import Worker
 from sglang_bridge.client import Endpoint
 from sglang_bridge.parse import Known
-from sglang_bridge.protocol import RolloutReply, RolloutRequest, ScoreReply, ScoreRequest
+from sglang_bridge.protocol import (
+    Progress,
+    RolloutReply,
+    RolloutRequest,
+    ScoreReply,
+    ScoreRequest,
+)
 from sglang_bridge.refusals import Refusals
 
 VOCAB_SIZE = 64
@@ -65,6 +71,11 @@ class Servers:
         self.asked.append(request)
         await asyncio.sleep(0)
         return ScoreReply(WHOLE.teacher_logp_N)
+
+    async def progress(self) -> Progress:
+        """Run nothing."""
+        await asyncio.sleep(0)
+        return Progress({}, frozenset())
 
 
 class Verifier:
@@ -218,7 +229,10 @@ def _read(given: Given) -> tuple[list[w.Order], int]:
     return orders, bad
 
 
-KINDS = {w.Generate: w.Generated, w.Judge: w.Judged, w.Score: w.Scored, w.Fetch: w.Whole}
+KINDS = {
+    **{w.Generate: w.Generated, w.Judge: w.Judged, w.Score: w.Scored},
+    **{w.Look: w.Looked, w.Fetch: w.Whole},
+}
 
 
 def generate(call: int, rid: str) -> w.Generate:
@@ -249,6 +263,7 @@ FLOW = (
 )
 OTHERS = (
     *(generate(1, "r-3"), generate(9, "r-1"), w.Cancel(1), w.Cancel(77), w.Fetch(8, "r-9")),
+    w.Look(10, SERVER),
     *(w.Release(["r-9", "r-1"]), w.Judge(1, "r-2", "no task", ""), w.Close()),
 )
 ENCODED = [w.encode(order) for order in (*FLOW, *OTHERS)]

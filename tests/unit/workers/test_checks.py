@@ -14,6 +14,7 @@ from megatron_opd.workers.checks import (
     address_fault,
     generated_fault,
     judged_fault,
+    looked_fault,
     scored_fault,
 )
 from sglang_bridge.parse import Known
@@ -126,3 +127,9 @@ def test_scores_that_cannot_be_of_the_response(changes: dict[str, Any]):
 def test_more_ids_than_a_teacher_was_asked_to_select(ids: int):
     answer = msgspec.structs.replace(SCORED, ids=ids)
     assert scored_fault(HELD, SELECTING, answer) is not None
+
+
+def test_no_request_has_fewer_than_no_tokens():
+    assert looked_fault(w.Looked(5, {"r-1": 0, "r-2": 7}, ["r-3"])) is None
+    assert looked_fault(w.Looked(5, {}, [])) is None
+    assert looked_fault(w.Looked(5, {"r-1": 3, "r-2": -1}, [])) == "a request of -1 tokens"

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_opd.types import HeldSample, Rollout
+from megatron_opd.types import Rollout
 from megatron_opd.workers import messages as w
 from megatron_opd.workers.pool import WorkerPool
 from sglang_bridge.client import ServerClient
@@ -73,7 +73,7 @@ def test_a_call_without_progress_ends_at_its_limit_and_its_worker_is_told(stage:
             if stage == "sampled":
                 call = pool.generate(client, make_prompt(1), request("r-1"))
             else:
-                call = pool.score(client, HeldSample(rollout, None), ASK, 600)
+                call = pool.score(client, rollout, ASK, 600)
             with pytest.raises(ServerUnreachable) as error:
                 await call
         assert error.value.timed_out

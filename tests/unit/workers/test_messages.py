@@ -17,6 +17,7 @@ ORDERS = [
     w.Generate(1, ENDPOINT, msgspec.Raw(b"\x91\x01")),
     w.Judge(2, "r-1", None, "42"),
     w.Score(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 0, 8, 7, 100), 120),
+    w.Look(5, ENDPOINT),
     w.Fetch(4, "r-1"),
     w.Release(["r-1", "r-2"]),
     w.Cancel(1),
@@ -28,6 +29,7 @@ ANSWERS = [
     w.Judged(2, 0.25),
     w.Judged(2, None),
     w.Scored(3, 6, CacheSize(4, 99), ScoreShape(3, -0.5, 0.1, 2)),
+    w.Looked(5, {"r-1": 3, "r-2": 0}, ["r-3"]),
     w.Whole(4, b"\0\xff"),
     w.Failed(5, "unreachable", ["a", "b", "c"], [True, False, True], 503),
 ]

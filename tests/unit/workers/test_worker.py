@@ -16,7 +16,7 @@ from megatron_opd.workers.worker import ControllerGone, Worker
 from sglang_bridge.client import Endpoint, ServerClient
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.parse import NOTHING_KNOWN, Known
-from sglang_bridge.protocol import RolloutRequest
+from sglang_bridge.protocol import Progress, RolloutRequest
 from tests.support.answering import SCORES_N, Server
 from tests.support.cutting_proxy import CuttingProxy
 from tests.support.fakes import make_prompt
@@ -46,11 +46,11 @@ class Ends:
     def num_held(self) -> int:
         return len(self.worker._holding)
 
-    async def sample(self, uid: int = 0) -> Any:
+    async def sample(self, uid: int = 0, limit_s: float = 1e9) -> Any:
         request = RolloutRequest(
             rid=f"r-{uid}", input_ids=[0, 1, 2], max_new_tokens=8, num_draws=4, seed=uid
         )
-        async with ServerClient(URL, timeout_s=1e9) as client:
+        async with ServerClient(URL, timeout_s=limit_s) as client:
             return await self.pool.generate(client, make_prompt(uid), request)
 
 
@@ -82,7 +82,7 @@ def test_a_sample_passes_all_stages_and_is_let_go_of():
         rollout = await ends.sample()
         assert await ends.pool.judge(rollout, None, "42") == 0.25
         async with ServerClient(URL, timeout_s=1e9) as teacher:
-            held = await ends.pool.score(teacher, HeldSample(rollout, None), ASK, 512)
+            held = HeldSample(*await ends.pool.score(teacher, rollout, ASK, 512))
         whole = await ends.pool.sample(held)
         assert isinstance(whole, Sample)
         assert np.array_equal(whole.teacher_logp_N, SCORES_N)
@@ -186,3 +186,36 @@ def test_a_worker_whose_controller_is_gone_ends():
         pool.links.close()
 
     asyncio.run(main())
+
+
+def test_a_worker_asks_how_far_a_server_is_and_a_request_that_grows_is_not_ended():
+    """The controller itself asks no server: thousands of connections would be open for it."""
+
+    class Growing(Server):
+        async def progress(self) -> Progress:
+            self.sampled += 1
+            if self.sampled == 12:
+                self.until.set()  # eight looks without growth would have ended it
+            return await super().progress()
+
+    async def body(ends: Ends) -> None:
+        ends.server.until.clear()
+        rollout = await ends.sample(limit_s=0.4)
+        assert rollout.key == "r-0"
+        found = await ends.pool._progress(ServerClient(URL, timeout_s=1))
+        assert found == Progress({"r-0": ends.server.sampled}, frozenset({"waits"}))
+
+    drive(body, Growing())
+
+
+def test_a_request_that_does_not_grow_is_ended_by_what_its_worker_sees():
+    async def body(ends: Ends) -> None:
+        ends.server.until.clear()
+        with pytest.raises(ServerUnreachable) as error:
+            await ends.sample(limit_s=0.2)
+        assert error.value.timed_out
+        assert error.value.stalled  # the server answered: the request alone is stuck
+        assert ends.server.looks
+        await until(lambda: ends.server.cancelled == 1)
+
+    drive(body)
