@@ -2,9 +2,9 @@
 
     python -m benchmarks draw_step
 
-CPU time of one thread; the two take turns, so that a slow minute falls on both. moved, reads: numbers that operations read
-and write, and read of the logits, over those of the logits (benchmarks/passes.py). largest: the
-largest tensor that is made.
+CPU time of one thread; the two take turns, so that a slow minute falls on both. moved, reads:
+numbers that operations read and write, and read of the logits, over those of the logits
+(benchmarks/passes.py). largest: the largest tensor that is made.
 """
 
 from __future__ import annotations
