@@ -52,6 +52,8 @@ STUDIES = (
     "handing_out",
     "stalls",
     "narrow",
+    "gepo",
+    "packing",
     "watched_demo",
     "bring",
 )
@@ -81,6 +83,7 @@ WITH_OPTIONS = (
     "many_engines",
     "stalls",
     "narrow",
+    "packing",
     "watched_demo",
     "bring",
 )
