@@ -8,7 +8,7 @@ import json
 
 from benchmarks.header import header
 
-BENCHMARKS = ("draws", "learner", "lean_logp")
+BENCHMARKS = ("draws", "draw_step", "expert_rows", "learner", "lean_logp")
 # Minutes to hours: run when named.
 STUDIES = (
     "variance",
