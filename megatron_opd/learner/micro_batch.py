@@ -132,13 +132,11 @@ def _micro_cache(batch: RankBatch, samples: Sequence[int], device: torch.device)
     columns = {
         name: column[index[axis_of(name)]] for name, column in arrays_of(batch, LossColumns).items()
     }
-    host = HostColumns(
+    host = HostColumns.of(
+        columns,
         row_N=np.repeat(np.arange(len(t_index)), batch.count_T[t_index]),
         path_T=np.concatenate(path_parts),
         sample_T=np.repeat(np.arange(len(samples)), lengths),
-        chosen_N=HostColumns.choice(columns["weight_N"], columns["teacher_logp_N"]),
-        reward_weight_B=columns["reward_weight_B"],
-        teacher_weight_B=columns["teacher_weight_B"],
     )
     draws = Unscored(
         **{name: sent(column, device) for name, column in columns.items()},

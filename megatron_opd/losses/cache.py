@@ -50,14 +50,12 @@ class Unscored(LossColumns[torch.Tensor, torch.Tensor]):
         """Returns what decides which responses and pairs are read."""
         if self.host is not None:
             return self.host
-        weight_N, teacher_logp_N = self.weight_N.cpu().numpy(), self.teacher_logp_N.cpu().numpy()
-        return HostColumns(
+        names = ("weight_N", "teacher_logp_N", "reward_weight_B", "teacher_weight_B")
+        return HostColumns.of(
+            {name: getattr(self, name).cpu().numpy() for name in names},
             row_N=self.row_N.cpu().numpy(),
             path_T=self.path_T.cpu().numpy(),
             sample_T=self.sample_T.cpu().numpy(),
-            chosen_N=HostColumns.choice(weight_N, teacher_logp_N),
-            reward_weight_B=self.reward_weight_B.cpu().numpy(),
-            teacher_weight_B=self.teacher_weight_B.cpu().numpy(),
         )
 
     @property

@@ -9,8 +9,9 @@ Axes: T response tokens, N (token, cached action) pairs, B responses.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -35,10 +36,19 @@ class HostColumns:
     reward_weight_B: npt.NDArray[np.float64]
     teacher_weight_B: npt.NDArray[np.float64]
 
-    @staticmethod
-    def choice(weight_N: Any, teacher_logp_N: Any) -> Bools:
-        """Return chosen_N, of numpy columns; NaN scores are chosen (see Cache.selected)."""
-        return (weight_N > 0) & (teacher_logp_N != -np.inf)
+    @classmethod
+    def of(
+        cls, columns: Mapping[str, npt.NDArray[Any]], row_N: Index, path_T: Index, sample_T: Index
+    ) -> Self:
+        """Take what chooses from the columns of a batch; NaN scores are chosen (Cache.selected)."""
+        return cls(
+            row_N=row_N,
+            path_T=path_T,
+            sample_T=sample_T,
+            chosen_N=(columns["weight_N"] > 0) & (columns["teacher_logp_N"] != -np.inf),
+            reward_weight_B=columns["reward_weight_B"],
+            teacher_weight_B=columns["teacher_weight_B"],
+        )
 
     def part(self, kept_B: Bools) -> tuple[dict[str, Index], HostColumns]:
         """Return the places of these responses by axis (B, T, N), and their own columns."""
