@@ -1,22 +1,60 @@
-"""A run on a mixture of a saved data set and a table, which ends when one of them is used up."""
+"""Runs of the trained arithmetic models, on servers that they share.
 
+One learns from a mixture of a saved data set and a table, and ends when one of them is used up; one
+learns from rewards alone.
+"""
+
+import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from tests.e2e.runs import START_TIMEOUT_S, Finished, Running, write_config
+from sglang_bridge.server.launch import ServerProcess
+from tests.e2e.conftest import STARTUP_TIMEOUT_S, Sections, tiny_spec
+from tests.e2e.runs import START_TIMEOUT_S, UPDATES, Finished, Running, write_config
+from tests.e2e.weight_sync import rewind
+from tests.support.figures import bounded
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.e2e
 
 ARITHMETIC = ROOT / "examples" / "arithmetic"
 ROWS, BATCH, MOST = 24, 8, 20
+
+
+@pytest.fixture(scope="module")
+def servers_of_arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sections]:
+    """Both servers, started side by side."""
+    logs = tmp_path_factory.mktemp("logs")
+    processes = {
+        role: ServerProcess(tiny_spec(ARITHMETIC / role, role), logs / f"{role}.log")
+        for role in ("student", "teacher")
+    }
+    try:
+        for process in processes.values():
+            process.start()
+        for process in processes.values():
+            process.wait_ready(STARTUP_TIMEOUT_S)
+        yield {
+            role: {"model": str(ARITHMETIC / role), "urls": [process.spec.url]}
+            for role, process in processes.items()
+        }
+    finally:
+        for process in processes.values():
+            process.stop(grace_s=1)
+
+
+@pytest.fixture
+def arithmetic(servers_of_arithmetic: Sections) -> Sections:
+    """The sections of both roles; the student's server holds what it was started with."""
+    asyncio.run(rewind(servers_of_arithmetic["student"]["urls"][0], ARITHMETIC / "student"))
+    return servers_of_arithmetic
 
 
 def write_sources(root: Path) -> list[dict[str, object]]:
@@ -63,7 +101,7 @@ def check(done: Finished, updates_before: int, epochs: int) -> int:
 
 
 def test_a_run_ends_with_its_data_and_goes_on_with_more_epochs(
-    inputs: Path, tmp_path: Path, start: Callable[..., Running]
+    inputs: Path, tmp_path: Path, arithmetic: Sections, start: Callable[..., Running]
 ):
     config = write_config(
         inputs,
@@ -77,8 +115,7 @@ def test_a_run_ends_with_its_data_and_goes_on_with_more_epochs(
             "stop_key": "ends",
             "max_new_tokens_key": "most",
         },
-        student={"model": str(ARITHMETIC / "student")},
-        teacher={"model": str(ARITHMETIC / "teacher")},
+        **arithmetic,
         rollout={"max_new_tokens": 64},
         buffer={"batch_size": BATCH},
         evaluation={"problems": 0},
@@ -104,3 +141,36 @@ def test_a_run_ends_with_its_data_and_goes_on_with_more_epochs(
         more, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     check(Finished(tmp_path / "run", ended.returncode, ended.stdout), updates, 2)
+
+
+def test_rewards_alone_need_no_teacher(
+    inputs: Path, tmp_path: Path, arithmetic: Sections, start: Callable[..., Running]
+):
+    """GRPO on the arithmetic example; warm enough that the answers to one prompt differ."""
+    config = write_config(
+        inputs,
+        tmp_path,
+        data={"train": str(ARITHMETIC / "train.jsonl"), "task": "arithmetic"},
+        student=arithmetic["student"],
+        teacher=None,
+        support={"type": "path"},
+        objective={"type": "grpo"},
+        rollout={"group_size": 8, "max_new_tokens": 64, "temperature": 1.6},
+        buffer={"batch_size": 32},
+        evaluation={"problems": 0},
+    )
+    running = start(config)
+    running.wait_until(running.has_updated)
+    done = running.finish(START_TIMEOUT_S)
+    assert done.code == 0, done.output
+    assert {path.name for path in (done.run_dir / "logs").iterdir()} == {"learner.log"}
+    summary = done.summary
+    assert summary["samples_consumed"] == UPDATES * 32
+    assert 0 < summary["reward_mean"] < 1
+    assert summary["reward_uniform_group_fraction"] < 1, "some group has something to teach"
+    assert summary["cached_ids_per_token"] == summary["distinct_ids_per_token"] == 1
+    assert summary["teacher_accuracy_pct"] is None
+    assert all("reverse_kl_nats" not in row for row in done.rows)
+    moving = [row["grad_norm"] > 0 for row in done.rows]
+    assert moving == [row["reward_uniform_group_fraction"] < 1 for row in done.rows]
+    bounded("opd run: max |p_learner - p_sampler|", summary["probs_diff_max"], 1e-4, "grpo")

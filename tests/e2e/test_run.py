@@ -28,7 +28,6 @@ from tests.e2e.runs import (
 )
 from tests.e2e.weight_sync import differing, give, load_tensors
 from tests.support.figures import bounded
-from tests.support.paths import ROOT
 from tests.support.secrets import all_arguments, found_in, secrets_in
 from tests.support.sockets import listening
 
@@ -36,7 +35,6 @@ pytestmark = pytest.mark.e2e
 
 MISMATCH = "opd run: max |p_learner - p_sampler|"
 SYNC = {"overlap": True, "staging": True, "same_host": "auto"}
-ARITHMETIC = ROOT / "examples" / "arithmetic"
 
 
 def test_a_whole_run_and_its_products(inputs: Path, tmp_path: Path, start: Callable[..., Running]):
@@ -105,40 +103,6 @@ def test_a_whole_run_and_its_products(inputs: Path, tmp_path: Path, start: Calla
         "student-0.log",
         "teacher-0.log",
     }
-
-
-def test_rewards_alone_need_no_teacher(inputs: Path, tmp_path: Path, start: Callable[..., Running]):
-    """GRPO on the arithmetic example; warm enough that the answers to one prompt differ."""
-    config = write_config(
-        inputs,
-        tmp_path,
-        data={"train": str(ARITHMETIC / "train.jsonl"), "task": "arithmetic"},
-        student={"model": str(ARITHMETIC / "student")},
-        teacher=None,
-        support={"type": "path"},
-        objective={"type": "grpo"},
-        rollout={"group_size": 8, "max_new_tokens": 64, "temperature": 1.6},
-        buffer={"batch_size": 32},
-        evaluation={"problems": 0},
-    )
-    running = start(config)
-    running.wait_until(running.has_updated)
-    done = running.finish(START_TIMEOUT_S)
-    assert done.code == 0, done.output
-    assert {path.name for path in (done.run_dir / "logs").iterdir()} == {
-        "learner.log",
-        "student-0.log",
-    }
-    summary = done.summary
-    assert summary["samples_consumed"] == UPDATES * 32
-    assert 0 < summary["reward_mean"] < 1
-    assert summary["reward_uniform_group_fraction"] < 1, "some group has something to teach"
-    assert summary["cached_ids_per_token"] == summary["distinct_ids_per_token"] == 1
-    assert summary["teacher_accuracy_pct"] is None
-    assert all("reverse_kl_nats" not in row for row in done.rows)
-    moving = [row["grad_norm"] > 0 for row in done.rows]
-    assert moving == [row["reward_uniform_group_fraction"] < 1 for row in done.rows]
-    bounded(MISMATCH, summary["probs_diff_max"], 1e-4, "grpo")
 
 
 def test_two_teachers_choose_the_ids(
