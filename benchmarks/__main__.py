@@ -54,6 +54,9 @@ STUDIES = (
     "narrow",
     "watched_demo",
     "bring",
+    "beside_trl",
+    "plain_step",
+    "rounding",
 )
 WITH_OPTIONS = (
     "step",
@@ -83,6 +86,9 @@ WITH_OPTIONS = (
     "narrow",
     "watched_demo",
     "bring",
+    "beside_trl",
+    "plain_step",
+    "rounding",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 
