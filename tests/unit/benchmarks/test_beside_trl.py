@@ -17,7 +17,7 @@ from benchmarks.beside_trl.run import opd_steps, trl_steps
 from benchmarks.beside_trl.summary import summary
 from megatron_opd.config.schema import Config
 
-ROLLUP = "5581-7ffd ---p 00000000 00:00 0  [rollup]\nRss: 900 kB\nPss: 700 kB\nPss_Anon: 600 kB\n"
+ROLLUP = "5581-7ffd ---p 00000000 00:00 0  [rollup]\nRss: 900 kB\nPss_Anon: 600 kB\nPss: 700 kB\n"
 
 
 def test_pss_is_that_line_alone_in_bytes():
