@@ -1,6 +1,6 @@
 """This project beside TRL's DistillationTrainer: one pretrained pair, one machine, in turn.
 
-    python -m benchmarks beside_trl [--updates 10] [--repetitions 3] [--budget-s S]
+    python -m benchmarks beside_trl [--updates 8] [--repetitions 3] [--budget-s S]
 
 Each run is one row, kept in benchmarks/results/beside_trl_rows.jsonl as soon as it ends and used
 again as long as code and configuration are those that made it: stopped, or given --budget-s, the
@@ -33,7 +33,7 @@ ROWS = Path("benchmarks/results/beside_trl_rows.jsonl")
 def measure(options: Sequence[str] = ()) -> Tree:
     """Run what no row is kept of, within the budget. options: the command line's."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks beside_trl")
-    parser.add_argument("--updates", type=int, default=10, help="of each run, 4 of them not timed")
+    parser.add_argument("--updates", type=int, default=8, help="of each run, 4 of them not timed")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--budget-s", type=float, help="begin no run after so many seconds")
     parser.add_argument("--rows", type=Path, default=ROWS, help="where rows are kept")

@@ -24,7 +24,7 @@ from examples.smollm2.models import make_models
 from examples.smollm2.settings import BUILD
 
 Tree = dict[str, Any]
-SAMPLES, PROMPT, RESPONSE, PER_MICRO = 16, 40, 48, 5
+SAMPLES, PROMPT, RESPONSE, PER_MICRO = 16, 40, 48, 4
 
 
 def measure(options: Sequence[str] = ()) -> Tree:

@@ -41,8 +41,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     learner = MegatronLearner(Path(case["model"]), config, updates=case["steps"], seed=0)
     samples = [sample(uid, shape, learner.spec.vocab_size) for uid in range(shape.samples)]
     batch = share(samples, config, 0, 0)
-    rows = [(s.rollout.prompt.token_ids_P, s.rollout.response_ids_T) for s in samples]
-    ids_BL = torch.tensor(np.stack([np.concatenate(row) for row in rows]), dtype=torch.int64)
+    pairs = [(s.rollout.prompt.token_ids_P, s.rollout.response_ids_T) for s in samples]
+    ids_BL = torch.tensor(np.stack([np.concatenate(pair) for pair in pairs]), dtype=torch.int64)
     bookkeeping: list[float] = []
 
     def distil() -> float:
@@ -66,8 +66,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             losses[kind].append(step())
             seconds[kind].append(time.perf_counter() - began)
         for name, tokens in (("all", length - 1), ("responses", shape.response)):
-            micros_rows = [len(part) * tokens for part in ids_BL.split(case["per_micro"])]
-            head[name].append(sum(head_product_s(learner, rows) for rows in micros_rows))
+            rows_of_each = [len(part) * tokens for part in ids_BL.split(case["per_micro"])]
+            head[name].append(sum(head_product_s(learner, rows) for rows in rows_of_each))
     return {
         "step_s_of_each": seconds,
         "losses": losses,
