@@ -8,7 +8,7 @@ import json
 
 from benchmarks.header import header
 
-BENCHMARKS = ("draws", "learner", "lean_logp")
+BENCHMARKS = ("draws", "draw_step", "expert_rows", "learner", "lean_logp")
 # Minutes to hours: run when named.
 STUDIES = (
     "variance",
@@ -52,6 +52,8 @@ STUDIES = (
     "handing_out",
     "stalls",
     "narrow",
+    "gepo",
+    "packing",
     "watched_demo",
     "bring",
     "beside_trl",
@@ -84,6 +86,7 @@ WITH_OPTIONS = (
     "many_engines",
     "stalls",
     "narrow",
+    "packing",
     "watched_demo",
     "bring",
     "beside_trl",

@@ -105,10 +105,10 @@ SIZES = {
 }
 # Plain, then what each of the two settings costs, then both.
 VARIANTS: tuple[Tree, ...] = (
-    {"recompute": False, "logp": "lean"},
-    {"recompute": True, "logp": "lean"},
-    {"recompute": False, "logp": "dense"},
-    {"recompute": True, "logp": "dense"},
+    {"recompute": "none", "logp": "lean"},
+    {"recompute": "full", "logp": "lean"},
+    {"recompute": "none", "logp": "dense"},
+    {"recompute": "full", "logp": "dense"},
 )
 
 

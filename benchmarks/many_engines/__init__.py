@@ -1,6 +1,7 @@
 """What the controller costs with data workers, from a few engines to thousands.
 
-    python -m benchmarks many_engines [--engines N ...] [--workers N] [--samples N] [--mean-s S ...]
+    python -m benchmarks many_engines [--engines N ...] [--workers N] [--updates N N]
+        [--mean-s S ...]
 
 The controller is real: its loops, buffers, permits, fleets, data workers' pool, sockets and
 encryption, and the messages to the learner's head. Data workers and head are fakes in one process
@@ -8,9 +9,11 @@ of their own, which hold no arrays; engines are names that the workers answer fo
 samples an engine, two are in flight. mean_s: how long a completion takes (fakes.py); 0: no time, so
 that the controller is never idle and its messages go out in large lots.
 
-cpu_us: CPU time of the controller's process a sample, its ZeroMQ threads and the kernel included,
-over the whole run. busy: the share of the time that it used a core. peak_mib: resident at most;
-base_mib: before the run.
+Each entry is two runs, one longer than the other. cpu_us: CPU time of the controller's process a
+sample, its ZeroMQ threads and the kernel included, over the whole longer run. further_us: what a
+sample costs once the run has begun, the difference of the two runs: in the shorter one, making and
+ending a task for every request in flight is a good part. busy: the share of the time that it used a
+core. peak_mib: resident at most; base_mib: before the run.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ from megatron_opd.workers.through import sampled_by_workers, scored_by_workers
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 
-ENGINES, WORKERS, SAMPLES, MEAN_S = (64, 4096), 64, 60_000, (0.0, 8.0)
+ENGINES, WORKERS, UPDATES, MEAN_S = (64, 4096), 64, (4, 20), (0.0, 8.0)
 BATCH_AN_ENGINE = 4
 VOCAB_SIZE = 151_936
 TIMEOUT_S = 600.0
@@ -61,12 +64,17 @@ CASE = Case(TOKENS, IDS_A_TOKEN, False)
 
 @dataclass(frozen=True)
 class Size:
-    """Says what is run. samples: about so many."""
+    """Says what is run."""
 
     engines: int
     workers: int
-    samples: int
+    updates: int
     mean_s: float
+
+    @property
+    def batch(self) -> int:
+        """Returns the samples of an update."""
+        return BATCH_AN_ENGINE * self.engines
 
 
 def measure(options: Sequence[str] = ()) -> dict[str, Any]:
@@ -74,21 +82,34 @@ def measure(options: Sequence[str] = ()) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks many_engines")
     parser.add_argument("--engines", type=int, nargs="+", default=list(ENGINES))
     parser.add_argument("--workers", type=int, default=WORKERS)
-    parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--updates", type=int, nargs=2, default=list(UPDATES))
     parser.add_argument("--mean-s", type=float, nargs="+", default=list(MEAN_S))
     given = parser.parse_args(list(options))
-    context = get_context("spawn")
     entries: list[dict[str, Any]] = []
     for engines in given.engines:
         for mean_s in given.mean_s:
-            size = Size(engines, min(given.workers, engines), given.samples, mean_s)
-            with context.Pool(1) as pool:  # its peak memory is its own
-                entries.append(pool.apply(entry, (size,)))
+            workers = min(given.workers, engines)
+            runs = [in_its_own(Size(engines, workers, n, mean_s)) for n in sorted(given.updates)]
+            entries.append(both(*runs))
     return {"entries": entries}
 
 
+def both(shorter: dict[str, Any], longer: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry of two runs."""
+    more = longer["samples"] - shorter["samples"]
+    more_us = longer["cpu_us"] * longer["samples"] - shorter["cpu_us"] * shorter["samples"]
+    short = {f"shorter_{key}": shorter[key] for key in ("samples", "cpu_us")}
+    return {**longer, **short, "further_us": round(more_us / more, 1)}
+
+
+def in_its_own(size: Size) -> dict[str, Any]:
+    """Measure one run in a process of its own, whose peak memory is the run's."""
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(entry, (size,))
+
+
 def entry(size: Size) -> dict[str, Any]:
-    """Measure one size."""
+    """Measure one run."""
     return asyncio.run(_entry(size))
 
 
@@ -96,9 +117,7 @@ async def _entry(size: Size) -> dict[str, Any]:
     keys = RunKeys.make()
     pool = WorkerPool(size.workers, "127.0.0.1", keys, LARGEST)
     pool.links.open()
-    batch = BATCH_AN_ENGINE * size.engines
-    updates = max(2, -(-size.samples // batch))
-    config = configuration(CASE, updates, batch, slots=2 * batch)
+    config = configuration(CASE, size.updates, size.batch, slots=2 * size.batch)
     with (
         fakes(pool.links.address, size, keys) as head,
         HeadLearner.connected(head, keys) as to,
@@ -110,13 +129,13 @@ async def _entry(size: Size) -> dict[str, Any]:
             cpu_s, clock_s = time.process_time() - began_cpu_s, time.monotonic() - began_s
         finally:
             pool.links.close()
-    samples = updates * batch
+    samples = size.updates * size.batch
     return {
         "engines": size.engines,
         "workers": size.workers,
         "mean_s": size.mean_s,
         "samples": samples,
-        "in_flight": 2 * batch,
+        "in_flight": 2 * size.batch,
         "cpu_us": round(cpu_s / samples * 1e6, 1),
         "samples_s": round(samples / clock_s, 1),
         "busy": round(cpu_s / clock_s, 2),

@@ -14,8 +14,10 @@ from benchmarks.variance.exact import Split
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import Evaluation, evaluate
-from sglang_bridge.server.rows import build_rows
-from sglang_bridge.server.sampling import behaviour, draw
+from sglang_bridge.server.inversion import draw
+from sglang_bridge.server.masses import masses_of
+from sglang_bridge.server.rows import build_rows, forced
+from sglang_bridge.server.sampling import behaviour
 from sglang_bridge.server.selection import UNUSED, Wanted, select
 
 ESTIMATOR = Estimator()  # importance-corrected reverse KL, mean over tokens: AsyncOPD Eq. 15
@@ -46,22 +48,25 @@ def draw_caches(
     """One cache a row; the path is path_ids_T, or one more draw."""
     rows = len(logits_TV)
     policy = behaviour(logits_TV, torch.ones((1, 1)))
+    masses = masses_of(policy)
 
     def uniform(columns: int) -> torch.Tensor:
         return torch.rand((rows, columns), dtype=torch.float64, generator=generator)
 
     if path_ids_T is None:
-        path_ids_T = draw(policy.probs_BV, uniform(1))[0][:, 0]
+        path_ids_T = draw(policy, masses, uniform(1))[:, 0]
     wanted = Wanted(
         np.full(rows, split.atoms), np.full(rows, split.draws), np.full(rows, split.thin)
     )
-    built = build_rows(select(policy, wanted, uniform(split.draws)), path_ids_T[:, None])
+    path_T1 = path_ids_T[:, None]
+    path = forced(path_T1, masses.norm.logp(policy.logits_BV.gather(1, path_T1)))
+    built = build_rows(select(policy, wanted, uniform(split.draws), masses), path)
     used_TR = built.ids_BR != UNUSED
     starts_T = built.length_B.cumsum(0) - built.length_B
     return Drawn(
         ids_N=built.ids_BR[used_TR],
         weight_N=built.weight_BR[used_TR],
-        sampler_logp_N=built.logp(policy)[used_TR],
+        sampler_logp_N=built.logp_BR[used_TR],
         row_N=used_TR.nonzero()[:, 0],
         path_T=starts_T + built.column_of(path_ids_T),
     )

@@ -1,20 +1,19 @@
 """Assigns each sample to a mini-batch, a data-parallel rank and a micro-batch. Torch-free.
 
 Invariants: every sample appears exactly once; a mini-batch holds consecutive samples (admission
-order); every rank holds as many samples and as many micro-batches as its peers, because they meet
-in collectives; no micro-batch is empty, and none exceeds the token budget unless one sample alone
-does.
+order); every rank holds as many micro-batches as its peers, because they meet in collectives; no
+micro-batch is empty, and none exceeds the token budget unless one sample alone does; the heaviest
+of a rank come first, so that those which ranks or pipeline stages compute together are alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heappop, heapreplace
 
-from megatron_opd.batching.rooms import Rooms
+from megatron_opd.batching.apart import pack_apart
+from megatron_opd.batching.steps import Micro, by_rank, pack_steps
 from megatron_opd.config.learner import LearnerConfig
 
-Micro = list[int]
 BatchPlan = list[list[list[Micro]]]
 """The micro-batches of every rank, listed by mini-batch and rank."""
 
@@ -33,6 +32,7 @@ def learner_plan(lengths: Sequence[int], config: LearnerConfig) -> BatchPlan:
         parallel.dp,
         config.max_tokens_per_microbatch * parallel.cp,
         least_micros=parallel.pp if parallel.vpp > 1 else 1,
+        lockstep=parallel.shares_experts,
     )
 
 
@@ -42,12 +42,15 @@ def plan_batch(
     data_parallel: int,
     token_budget: int,
     least_micros: int = 1,
+    *,
+    lockstep: bool = False,
 ) -> BatchPlan:
     """Return plan[mini-batch][data-parallel rank][micro-batch] = ascending sample indices.
 
     lengths: tokens (prompt + response) of every sample, in admission order. token_budget: most
-    tokens of a micro-batch. least_micros: of a rank in a mini-batch. Raises ValueError when the
-    samples cannot be shared out equally, or are fewer than least_micros.
+    tokens of a micro-batch. least_micros: of a rank in a mini-batch. lockstep: whether ranks meet
+    in every layer instead of at the end of a mini-batch. Raises ValueError when the samples are no
+    multiple of mini-batches and ranks, or are fewer than least_micros.
     """
     shares = num_mini_batches * data_parallel
     if not lengths or len(lengths) % shares:
@@ -61,87 +64,13 @@ def plan_batch(
             f"a rank's share of a mini-batch must hold at least {least_micros} samples, "
             f"got {per_mini // data_parallel}"
         )
-    return [
-        _plan_mini(
-            range(start, start + per_mini),
-            lengths,
-            data_parallel=data_parallel,
-            budget=token_budget,
-            least=least_micros,
-        )
-        for start in range(0, len(lengths), per_mini)
-    ]
-
-
-def _plan_mini(
-    samples: Sequence[int],
-    lengths: Sequence[int],
-    *,
-    data_parallel: int,
-    budget: int,
-    least: int,
-) -> list[list[Micro]]:
-    shares = share_out(samples, lengths, data_parallel)
-    fits = [_fit(share, lengths, budget) for share in shares]
-    count = max(least, *(len(micros) for micros in fits))
-    return [
-        sorted(
-            sorted(micro)
-            for micro in _balanced(share, lengths, count, budget)
-            or _split_up(micros, lengths, count)
-        )
-        for share, micros in zip(shares, fits, strict=True)
-    ]
-
-
-def share_out(samples: Sequence[int], lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Split into equal counts; the longest sample goes to the rank with the fewest tokens."""
-    each = len(samples) // ranks
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    open_ranks = [(0, rank) for rank in range(ranks)]  # a heap, by tokens
-    for sample in sorted(samples, key=lambda index: (-lengths[index], index)):
-        tokens, rank = open_ranks[0]
-        shares[rank].append(sample)
-        if len(shares[rank]) < each:
-            heapreplace(open_ranks, (tokens + lengths[sample], rank))
+    plan: BatchPlan = []
+    for start in range(0, len(lengths), per_mini):
+        mini = range(start, start + per_mini)
+        wanted = {"ranks": data_parallel, "budget": token_budget, "least": least_micros}
+        if lockstep:
+            ranks = by_rank(pack_steps(mini, lengths, **wanted), lengths)
         else:
-            heappop(open_ranks)
-    return shares
-
-
-def _fit(share: Sequence[int], lengths: Sequence[int], budget: int) -> list[Micro]:
-    """Pack first-fit decreasing bins of at most `budget` tokens; a longer sample is alone."""
-    bins: list[Micro] = [[] for _ in share]
-    rooms = Rooms(budget, len(share))
-    for sample in sorted(share, key=lambda index: (-lengths[index], index)):
-        bins[rooms.take(lengths[sample])].append(sample)
-    return [micro for micro in bins if micro]
-
-
-def _balanced(
-    share: Sequence[int], lengths: Sequence[int], count: int, budget: int
-) -> list[Micro] | None:
-    """Make `count` micro-batches of nearly equal tokens: the longest sample to the lightest.
-
-    None when one would exceed what first-fit packing keeps: the budget, or one sample alone.
-    Ranks meet in collectives micro-batch by micro-batch, so the heaviest sets the pace of all.
-    """
-    micros: list[Micro] = [[] for _ in range(count)]
-    loads = [(0, i) for i in range(count)]  # a heap
-    for sample in sorted(share, key=lambda index: (-lengths[index], index)):
-        load, lightest = loads[0]
-        micros[lightest].append(sample)
-        heapreplace(loads, (load + lengths[sample], lightest))
-    too_much = any(load > budget and len(micros[i]) > 1 for load, i in loads)
-    return None if too_much or not all(micros) else micros
-
-
-def _split_up(micros: list[Micro], lengths: Sequence[int], count: int) -> list[Micro]:
-    """Halve the heaviest divisible micro-batch until there are `count`."""
-    micros = [list(micro) for micro in micros]
-    while len(micros) < count:
-        divisible = [i for i, micro in enumerate(micros) if len(micro) > 1]
-        heaviest = max(divisible, key=lambda i: (sum(lengths[s] for s in micros[i]), -i))
-        ordered = sorted(micros.pop(heaviest), key=lambda index: (-lengths[index], index))
-        micros += [ordered[::2], ordered[1::2]]
-    return micros
+            ranks = pack_apart(mini, lengths, **wanted)
+        plan.append([[sorted(micro) for micro in micros] for micros in ranks])
+    return plan

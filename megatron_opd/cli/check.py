@@ -23,6 +23,7 @@ from megatron_opd.cli.sync_tables import sync_tables
 from megatron_opd.cli.weights import check_finite, has_weights
 from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.schema import Config
+from megatron_opd.config.speedups import choose_speedups
 from megatron_opd.launch.gpus import has_gpu
 from megatron_opd.losses.formulas import formula
 from megatron_opd.weight_sync.transport import transport_kind
@@ -68,7 +69,7 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
             f"{config.learner.dtype}",
         ),
         *routing_row(config),
-        *choose_kernels(has_gpu()).reasons,
+        *kernel_rows(config, moe=models[STUDENT].spec.is_moe),
         (
             "updates",
             f"{config.run.max_steps} of {buffer.batch_size} samples in "
@@ -79,6 +80,14 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
         ("open files", open_files_row(config)),
         ("run directory", str(config.run.dir)),
     ]
+
+
+def kernel_rows(config: Config, *, moe: bool) -> list[tuple[str, str]]:
+    """Return the lines on what a learner on this machine computes with, and why."""
+    kernels, cuda = choose_kernels(has_gpu()), has_gpu()
+    exact = config.run.deterministic
+    speedups = choose_speedups(config.learner, kernels, cuda=cuda, moe=moe, deterministic=exact)
+    return [*kernels.reasons, *speedups.reasons]
 
 
 def routing_row(config: Config) -> list[tuple[str, str]]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from typing import get_args
 
 from rich.table import Table
 
 from megatron_opd.cli.preflight import ModelFacts, longest_sample, prompt_limit
 from megatron_opd.cli.roles import STUDENT, Role, section_of
 from megatron_opd.cli.tables import byte_text, count_text, new_table
+from megatron_opd.config.recompute import Recompute, unrefined
 from megatron_opd.config.schema import Config
 from megatron_opd.launch.gpus import has_gpu
 from megatron_opd.planning.activations import TransformerImpl
@@ -25,8 +27,9 @@ from megatron_opd.planning.learner import (
     worst_stage,
 )
 from megatron_opd.planning.parameters import active_parameters, model_parameters
+from megatron_opd.planning.recompute import recomputed_flops
 from megatron_opd.planning.servers import server_memory
-from megatron_opd.planning.settings import unread
+from megatron_opd.planning.settings import Settings, unread
 from megatron_opd.planning.turns import host_bytes, turn_memory
 
 MIB, KIB = 2**20, 2**10
@@ -39,6 +42,7 @@ def memory_tables(config: Config, models: Mapping[Role, ModelFacts]) -> Iterator
     student = models[STUDENT]
     yield _models(models)
     yield _learner(config, student)
+    yield _recomputation(config, student)
     groups = rank_groups(config.learner.parallel, student.spec.is_moe)
     if groups:
         yield _groups(groups)
@@ -98,6 +102,34 @@ def _learner(config: Config, student: ModelFacts) -> Table:
             f"{limit:.1f} GiB"
         )
     table.caption = "\n".join(notes)
+    return table
+
+
+def _recomputation(config: Config, student: ModelFacts) -> Table:
+    """Return what each value of learner.recompute keeps, and computes again."""
+    learner, spec = config.learner, student.spec
+    longest, kernels = longest_sample(config, student), kernels_here(config)
+    work = Work.of([(prompt_limit(config, student), config.rollout.max_new_tokens)])
+    model_flops = train_flops(spec, work)
+    table = new_table(
+        "learner.recompute, of the worst stage's rank",
+        ("value", "activations", "total", "FLOPs again"),
+    )
+    for recompute in get_args(Recompute):
+        chosen = learner
+        if recompute != learner.recompute:
+            change = {"recompute": recompute, "megatron": unrefined(learner.megatron)}
+            chosen = learner.model_copy(update=change)
+        worst = worst_stage(learner_memory(spec, chosen, longest, kernels))
+        again = recomputed_flops(spec, work, Settings.of(chosen)) / model_flops
+        mark = "*" if chosen is learner else ""
+        table.add_row(
+            f"{recompute}{mark}",
+            byte_text(worst.activations),
+            byte_text(worst.total),
+            f"{again:.0%}",
+        )
+    table.caption = "*: configured; FLOPs again: relative to the model FLOPs of both passes"
     return table
 
 

@@ -98,6 +98,7 @@ class _Case:
             row_N=torch.from_numpy(np.repeat(np.arange(self._tokens), counts)),
             path_T=torch.from_numpy(path_T),
             sample_T=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
+            host=None,
             **{name: torch.from_numpy(c) for name, c in arrays_of(groups, GroupColumns).items()},
         )
         return draws.scored(

@@ -30,7 +30,7 @@ class Correction(Section):
 
     prox: bool = False
     """Split the ratio at the learner's own log-probs of the batch's start (decoupled PPO). Costs
-    one more forward pass of the first mini-batch."""
+    one more forward pass over every mini-batch but the first."""
 
     @property
     def ratio_level(self) -> Level:

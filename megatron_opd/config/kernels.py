@@ -31,13 +31,17 @@ def choose_kernels(cuda: bool) -> Kernels:
         return Kernels(False, False, (("layers here", why), ("optimizer here", "torch AdamW")))
     engine = find_spec("transformer_engine") is not None
     # Built by NVIDIA apex from its source; PyPI's `apex` is another project and lacks it.
-    fused = find_spec("fused_weight_gradient_mlp_cuda") is not None
+    apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
     layers = "TransformerEngine: it is installed"
     if not engine:
         layers = "Megatron's local layers and torch attention: transformer_engine is not installed"
-    gradients = "fused (apex's fused_weight_gradient_mlp_cuda)"
-    if not fused:
-        gradients = "not fused: apex was not built with fused_weight_gradient_mlp_cuda"
+    gradients = (
+        "not fused: neither TransformerEngine nor apex's fused_weight_gradient_mlp_cuda is here"
+    )
+    if engine:
+        gradients = "fused (TransformerEngine)"
+    elif apex:
+        gradients = "fused (apex's fused_weight_gradient_mlp_cuda)"
     optimizer = "torch AdamW: neither TransformerEngine nor apex is installed"
     if engine:
         optimizer = "TransformerEngine's FusedAdam"
@@ -45,7 +49,7 @@ def choose_kernels(cuda: bool) -> Kernels:
         optimizer = "apex's FusedAdam"
     return Kernels(
         engine,
-        fused,
+        engine or apex,
         (
             ("layers here", layers),
             ("weight gradients here", gradients),

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from megatron_opd.config.recompute import FEED_FORWARD, Recompute, refinement_problem
 from megatron_opd.config.section import (
     OFF_IS_A_WORD,
     GpuList,
@@ -64,6 +65,14 @@ class ParallelConfig(Section):
         if self.etp is not None:
             return self.etp
         return self.tp if self.ep == 1 else 1
+
+    @property
+    def shares_experts(self) -> bool:
+        """Returns whether data-parallel ranks hold experts for each other.
+
+        They then meet in every layer of experts, not only at the end of a mini-batch.
+        """
+        return bool(self.tp * self.cp % (self.ep * self.expert_tp))
 
     @model_validator(mode="after")
     def _experts_fit(self) -> ParallelConfig:
@@ -171,9 +180,11 @@ class LearnerConfig(Section):
     max_tokens_per_microbatch: PositiveInt = 8192
     """Packing budget of one rank's micro-batch in tokens, prompts included; a longer sample gets a
     micro-batch of its own. Raising it needs fewer passes and more activation memory."""
-    recompute: bool = False
-    """Recomputes activations in the backward pass instead of keeping them. Saves memory and costs
-    about one more forward pass."""
+    recompute: Recompute = "none"
+    """Which activations the backward pass computes again instead of keeping them. none: no layer's;
+    selective: those of the feed-forward part of each layer, dense or experts (learner.megatron.
+    recompute_modules names others); full: all but each layer's input. The later, the less memory
+    and the more operations: `opd check` prints both for all three."""
     logp: HeadLogp = "lean"
     """Way to compute log-probs from the LM head. lean never holds [tokens, vocabulary]: by fused
     kernels on a GPU with Triton, else by torch's operations a block at a time; lean_eager always by
@@ -199,10 +210,11 @@ class LearnerConfig(Section):
     """AdamW's settings and the course of the learning rate."""
     megatron: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further fields of Megatron-Core's TransformerConfig, such as moe_token_dispatcher_type,
-    recompute_granularity or fp8; the model's config.json and learner.parallel set the rest."""
+    moe_aux_loss_coeff or fp8; the model's config.json and learner.parallel set the rest."""
     ddp: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Further fields of Megatron-Core's DistributedDataParallelConfig, such as overlap_grad_reduce,
-    overlap_param_gather or bucket_size."""
+    """Further fields of Megatron-Core's DistributedDataParallelConfig, such as bucket_size.
+    overlap_grad_reduce and overlap_param_gather are true on GPUs where ranks share parameters,
+    otherwise false."""
     listen_host: Host = "127.0.0.1"
     """Host name or IPv4 address on which the controller waits for the learner's ranks. Any address
     but 127.0.0.1 lets other machines connect."""
@@ -246,6 +258,29 @@ class LearnerConfig(Section):
                 "so set routing_replay: rollout too"
             )
         return self
+
+    @model_validator(mode="after")
+    def _gathers_in_buckets(self) -> LearnerConfig:
+        if self.ddp.get("overlap_param_gather") and self.ddp.get("overlap_grad_reduce") is False:
+            raise ValueError(
+                "ddp.overlap_param_gather must not be true with ddp.overlap_grad_reduce false, "
+                "which leaves one bucket to gather and nothing to overlap with; set both alike"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _refines_its_recomputation(self) -> LearnerConfig:
+        problem = refinement_problem(self.recompute, self.megatron)
+        if problem is not None:
+            raise ValueError(problem)
+        return self
+
+    @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """Returns the parts of each layer that are recomputed alone, in Megatron's words."""
+        if self.recompute != "selective":
+            return ()
+        return tuple(self.megatron.get("recompute_modules", FEED_FORWARD))
 
     @property
     def replays_experts(self) -> bool:

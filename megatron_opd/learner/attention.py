@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -23,6 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_opd.learner.context_parallel import packed_order, share_of, whole_sequence
+from megatron_opd.losses.host import sent
 from megatron_opd.models.spec import Rope
 
 # One padded call is faster than one call per segment until padding wastes this share of the work.
@@ -46,7 +48,7 @@ class Segments:
         if not padded:
             return cls(lengths, None)
         segment_S, offset_S = _places(lengths)
-        return cls(lengths, (segment_S * max(lengths) + offset_S).to(device))
+        return cls(lengths, sent(segment_S * max(lengths) + offset_S, device))
 
     def pad(self, x_Shd: torch.Tensor) -> torch.Tensor:
         """Return [B, L, h, d], with zeros where a segment is shorter."""
@@ -93,26 +95,25 @@ class Packing(PackedSeqParams):
         longest = max(lengths)
         waste = len(lengths) * longest**2 / sum(length**2 for length in lengths)
         padded = waste <= MAX_PADDING_WASTE
-        share_s = torch.as_tensor(share_of(lengths, cp, cp_rank))
+        share_s = share_of(lengths, cp, cp_rank)
         own = tuple(length // cp for length in lengths)
-        order_S = None if cp == 1 else torch.as_tensor(packed_order(lengths, cp)).to(device)
+        order_S = None if cp == 1 else sent(packed_order(lengths, cp), device)
         return cls(
             qkv_format="sbhd",
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            positions_s=_places(lengths)[1][share_s].to(device),
+            positions_s=sent(_places(lengths)[1][share_s], device),
             keys=Segments.of(lengths, padded, device),
             queries=Segments.of(own, padded, device),
             order_S=order_S,
         )
 
 
-def _places(lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(lengths: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Return every packed token's segment, and its position inside the segment."""
-    lengths_B = torch.tensor(lengths)
-    start_B = lengths_B.cumsum(0) - lengths_B
-    segment_S = torch.repeat_interleave(torch.arange(len(lengths)), lengths_B)
-    return segment_S, torch.arange(sum(lengths)) - start_B[segment_S]
+    start_B = np.cumsum(lengths) - lengths
+    segment_S = np.repeat(np.arange(len(lengths)), lengths)
+    return segment_S, np.arange(sum(lengths)) - start_B[segment_S]
 
 
 class RMSNorm(torch.nn.Module):

@@ -65,8 +65,9 @@ def distil_loss(
         weight_N = draws.weight_N if by_weight else torch.zeros_like(draws.weight_N)
         if not by_weight:
             weight_N[draws.path_T] = 1.0
+        # Not used_N as an index: that would ask the device how many there are.
         used_N = weight_N > 0
-        log_ratio_N = (student_N - draws.sampler_logp_N)[used_N]
+        log_ratio_N = torch.where(used_N, student_N - draws.sampler_logp_N, 0.0)
         compared_T = read.fresh_T & measure_mismatch
         gap_T = _path_gap(student_N[draws.path_T], draws, compared_T)
         entropy = {}
@@ -84,8 +85,11 @@ def distil_loss(
                 **entropy,
                 **result.sums,
             },
-            maxima={"mismatch": gap_T.max(), "log_ratio": log_ratio_N.max()},
-            ratios=ratio_histogram(log_ratio_N, weight_N[used_N]),
+            maxima={
+                "mismatch": gap_T.max(),
+                "log_ratio": log_ratio_N.masked_fill(~used_N, -torch.inf).max(),
+            },
+            ratios=ratio_histogram(log_ratio_N, weight_N),
         )
     return result.loss_sum, totals
 
@@ -264,7 +268,7 @@ def _reduce(outputs: Sequence[Totals], micros: Sequence[MicroT], world: World) -
 
     Each rank has routers of its own.
     """
-    mine = _routing_counts(micros, world.device)
+    mine = routing_counts(micros, world.device)
     if world.counts:
         for totals in outputs:
             mine = mine.plus(totals)
@@ -274,12 +278,11 @@ def _reduce(outputs: Sequence[Totals], micros: Sequence[MicroT], world: World) -
     return mine
 
 
-def _routing_counts(micros: Sequence[MicroT], device: torch.device) -> Totals:
+def routing_counts(micros: Sequence[MicroT], device: torch.device) -> Totals:
     """Count what routing replay changed on this rank."""
-    sums: dict[str, float] = dict.fromkeys(ROUTING_SUMS, 0.0)
+    total = torch.zeros(len(ROUTING_SUMS), dtype=torch.float64, device=device)
     for micro in micros:
         routing = micro.rows.packing.routing
         if routing is not None:
-            for name, count in zip(ROUTING_SUMS, routing.counts(), strict=True):
-                sums[name] += count
-    return Totals.of(device, sums=sums)
+            total += routing.counts()
+    return Totals.of(device, sums=dict(zip(ROUTING_SUMS, total.unbind(), strict=True)))

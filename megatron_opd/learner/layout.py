@@ -1,13 +1,14 @@
 """Turns samples into the packed positions of one rank.
 
-Invariant: with context parallelism every segment is a multiple of 2 * cp, and what a rank holds is
-a multiple of tp, which sequence parallelism cuts it into.
+Invariant: with context parallelism every segment is a multiple of 2 * cp; what a rank holds is cut
+by sequence parallelism into tp equal parts, and each part is a multiple of `rank_multiple`.
 
 Axes: S packed positions, s those of this rank, T response tokens, t those predicted on this rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_opd.learner.attention import EnginePacking, Packing
 from megatron_opd.learner.context_parallel import share_of
+from megatron_opd.losses.host import sent
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class PackLayout:
     """Holds what packing depends on.
 
     engine: the layers are TransformerEngine's. fixed_tokens: S of every micro-batch, for token
-    dispatchers that refuse variable lengths; None: as many as it takes.
+    dispatchers that refuse variable lengths; None: as many as it takes. rank_multiple: see
+    rank_multiple_of.
     """
 
     device: torch.device
@@ -55,11 +60,18 @@ class PackLayout:
     cp_rank: int = 0
     engine: bool = False
     fixed_tokens: int | None = None
+    rank_multiple: int = 1
 
     @property
     def segment_multiple(self) -> int:
         """Returns the number that divides every segment's number of tokens."""
         return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def total_multiple(self) -> int:
+        """Returns the number that divides S."""
+        ranks = self.tp * self.cp
+        return math.lcm(self.segment_multiple * self.tp, ranks * self.rank_multiple)
 
     def pack(self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Rows:
         """Concatenate samples; the last response token is predicted but never an input.
@@ -80,41 +92,48 @@ class PackLayout:
         for start, length, first, (p, r) in zip(starts, real, before, pairs, strict=False):
             ids_S[start : start + length] = np.concatenate([p, r[:-1]])
             source_S[start : start + length] = np.arange(first, first + length)
-        lengths, real = lengths + filler, real + filler
+        lengths += filler
         share_s = share_of(lengths, self.cp, self.cp_rank)
         local_S = np.full(len(ids_S), -1)
         local_S[share_s] = np.arange(len(share_s))
         token_t = np.flatnonzero(local_S[row_T] >= 0)
         return Rows(
             self._tensor(ids_S[share_s])[None],
-            self.packing(tuple(lengths), tuple(real)),
+            self.packing(tuple(lengths)),
             self._tensor(local_S[row_T[token_t]]),
             self._tensor(token_t),
             len(row_T),
             len(ids_S),
-            torch.as_tensor(source_S[share_s] < 0, device=self.device)[None],
+            sent(source_S[share_s] < 0, self.device)[None],
             source_S[share_s],
         )
 
-    def packing(self, lengths: tuple[int, ...], real: tuple[int, ...]) -> PackedSeqParams:
-        """Return the segments as the layers want them. real: tokens of each that are no filler."""
+    def packing(self, lengths: tuple[int, ...]) -> PackedSeqParams:
+        """Return the segments as the layers want them.
+
+        The filler behind a segment's tokens belongs to the segment: attention is causal, so no
+        token sees it. Told of padding between segments, TransformerEngine drops its flash attention
+        but for version 3, and up to 2.17 compares both bounds in every layer, waiting for the
+        device. The same tensor for both tells it that there is none, without a comparison; context
+        parallelism demands that both are given.
+        """
         if not self.engine:
             return Packing.of(lengths, self.device, self.cp, self.cp_rank)
-        used = self._bounds(real)
-        packing = EnginePacking(
+        bounds = sent(np.cumsum([0, *lengths], dtype=np.int32), self.device)
+        padded: Any = bounds if self.cp > 1 else None
+        return EnginePacking(
             qkv_format="thd",
-            cu_seqlens_q=used,
-            cu_seqlens_kv=used,
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded,
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
         )
-        if self.cp > 1:
-            packing.cu_seqlens_q_padded = packing.cu_seqlens_kv_padded = self._bounds(lengths)
-        return packing
 
     def _filler(self, lengths: Sequence[int]) -> list[int]:
         """Return segments of filler that complete the total; none longer than a real one."""
-        total, unit = sum(lengths), self.segment_multiple * self.tp
+        total, unit = sum(lengths), self.total_multiple
         target = up_to(total, unit)
         if self.fixed_tokens is not None:
             target = up_to(self.fixed_tokens, unit)
@@ -130,13 +149,22 @@ class PackLayout:
             missing -= filler[-1]
         return filler
 
-    def _bounds(self, lengths: Sequence[int]) -> torch.Tensor:
-        return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=self.device)
-
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.as_tensor(array, dtype=torch.int64, device=self.device)
+        return sent(array.astype(np.int64), self.device)
 
 
 def up_to(count: int, multiple: int) -> int:
     """Return the least multiple that is not below `count`."""
     return -(-count // multiple) * multiple
+
+
+def rank_multiple_of(config: TransformerConfig) -> int:
+    """Return what must divide the tokens that one tensor-parallel rank holds of a micro-batch.
+
+    That is 16 with fp8 (32 in the recipe mxfp8; 128 with fp4), else 1. TransformerEngine asserts
+    that a layer's input, the rank's own part, is a multiple of 8; its weight-gradient product, over
+    the tokens of all tensor-parallel ranks, needs a multiple of 16, mxfp8's scales one of 32. A
+    multiple for each part covers all of it, whatever tp and cp.
+    """
+    quantised = config.fp8 or config.fp4
+    return get_align_size_for_quantization(config) if quantised else 1

@@ -34,6 +34,7 @@ from megatron_opd.learner.forward import (
     sft_loss,
     wants_prox,
 )
+from megatron_opd.learner.layout import rank_multiple_of
 from megatron_opd.learner.micro_batch import SftMicro, distil_micros
 from megatron_opd.learner.model import DTYPES, build_model
 from megatron_opd.learner.optimizer import (
@@ -106,8 +107,11 @@ class MegatronLearner:
         connect_schedule(self.model, self.optimizer)
         self.balancing = Balancing.of(self.model, sum(self.spec.moe_layers))
         self.routing = Routing.of(config, self.model, self.spec, self.world)
-        fixed = not self.model[0].config.variable_seq_lengths
-        self.layout = self.world.pack_layout(config.max_tokens_per_microbatch if fixed else None)
+        megatron: Any = self.model[0].config
+        self.layout = self.world.pack_layout(
+            None if megatron.variable_seq_lengths else config.max_tokens_per_microbatch,
+            rank_multiple_of(megatron),
+        )
         self.full = FullTensors(self.model, self.spec, self.world)
 
     def info(self) -> LearnerInfo:

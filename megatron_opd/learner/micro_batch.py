@@ -16,6 +16,7 @@ from megatron_opd.columns import LossColumns, RankBatch, RankInputs
 from megatron_opd.learner.layout import PackLayout, Rows
 from megatron_opd.learner.routing import Routing
 from megatron_opd.losses.cache import Cache, Unscored
+from megatron_opd.losses.host import HostColumns, sent
 from sglang_bridge.columns import arrays_of, axis_of
 
 
@@ -82,7 +83,7 @@ def sft_micro(
     """Make a supervised micro-batch."""
     rows = layout.pack(prompts, responses)
     response_T = np.concatenate(list(responses)).astype(np.int64)
-    return SftMicro(rows, _tensor(response_T, layout.device))
+    return SftMicro(rows, sent(response_T, layout.device))
 
 
 def distil_micros(
@@ -129,19 +130,21 @@ def _micro_cache(batch: RankBatch, samples: Sequence[int], device: torch.device)
     lengths = [len(t) for t in t_parts]
     index = {"B": samples, "T": t_index, "N": n_index}
     columns = {
-        name: _tensor(column[index[axis_of(name)]], device)
-        for name, column in arrays_of(batch, LossColumns).items()
+        name: column[index[axis_of(name)]] for name, column in arrays_of(batch, LossColumns).items()
     }
-    draws = Unscored(
-        **columns,
-        row_N=_tensor(np.repeat(np.arange(len(t_index)), batch.count_T[t_index]), device),
-        path_T=_tensor(np.concatenate(path_parts), device),
-        sample_T=_tensor(np.repeat(np.arange(len(samples)), lengths), device),
+    host = HostColumns.of(
+        columns,
+        row_N=np.repeat(np.arange(len(t_index)), batch.count_T[t_index]),
+        path_T=np.concatenate(path_parts),
+        sample_T=np.repeat(np.arange(len(samples)), lengths),
     )
-    fresh_T = _tensor(batch.version_T[t_index] == batch.version, device)
-    id_N = _tensor(batch.ids_N[n_index].astype(np.int64), device)
+    draws = Unscored(
+        **{name: sent(column, device) for name, column in columns.items()},
+        row_N=sent(host.row_N, device),
+        path_T=sent(host.path_T, device),
+        sample_T=sent(host.sample_T, device),
+        host=host,
+    )
+    fresh_T = sent(batch.version_T[t_index] == batch.version, device)
+    id_N = sent(batch.ids_N[n_index].astype(np.int64), device)
     return MicroCache(id_N, fresh_T, draws)
-
-
-def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.as_tensor(np.ascontiguousarray(array)).to(device)

@@ -22,12 +22,15 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_opd.config.kernels import Kernels
 from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.config.recompute import FEED_FORWARD
+from megatron_opd.config.speedups import choose_speedups, overlapping
 from megatron_opd.learner.attention import (
     PackedRotary,
     RMSNorm,
     local_layer,
     rotary_frequencies,
 )
+from megatron_opd.learner.fusion import built_without_apex
 from megatron_opd.learner.lm_head import hide_padded_ids
 from megatron_opd.learner.overrides import build, check_overrides
 from megatron_opd.learner.world import World
@@ -44,6 +47,10 @@ def transformer_config(
     ValueError: `learner.megatron` has a field that it must not, or Megatron refuses the whole.
     """
     parallel, dtype = config.parallel, DTYPES[config.dtype]
+    deterministic = bool(config.megatron.get("deterministic_mode"))
+    speedups = choose_speedups(
+        config, kernels, cuda=cuda, moe=spec.is_moe, deterministic=deterministic
+    )
     defaults: dict[str, Any] = {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -55,12 +62,10 @@ def transformer_config(
         # Otherwise every layer asks the GPU for every segment's length, twice.
         "apply_rope_fusion": kernels.engine,
     }
-    if config.recompute:
-        defaults |= {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
+    if config.recompute == "full":
+        defaults |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    elif config.recompute == "selective":
+        defaults |= {"recompute_modules": list(FEED_FORWARD)}
     if parallel.vpp > 1:
         defaults |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if spec.is_moe:
@@ -68,6 +73,7 @@ def transformer_config(
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",
             "moe_grouped_gemm": kernels.engine,
+            "moe_permute_fusion": speedups.permute,
         }
     chosen = defaults | check_overrides("learner.megatron", TransformerConfig, config.megatron)
     if parallel.vpp > 1 and parallel.pp == 2 and not chosen["overlap_p2p_comm"]:
@@ -76,6 +82,7 @@ def transformer_config(
             "pp 2, or the two stages swap activations and gradients; leave it out"
         )
     fixed = _architecture(spec) | {
+        "recompute_granularity": None if config.recompute == "none" else config.recompute,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -146,10 +153,11 @@ def _layer_specs(
     return [kinds[holds] for holds in spec.moe_layers[first : first + count]]
 
 
-def ddp_config(config: LearnerConfig) -> DistributedDataParallelConfig:
+def ddp_config(config: LearnerConfig, *, cuda: bool) -> DistributedDataParallelConfig:
     """Make Megatron's data-parallel settings. ValueError: `learner.ddp` has a field it must not."""
     target = DistributedDataParallelConfig
-    chosen = {"grad_reduce_in_fp32": True} | check_overrides("learner.ddp", target, config.ddp)
+    chosen = {"grad_reduce_in_fp32": True} | overlapping(config, cuda=cuda)
+    chosen |= check_overrides("learner.ddp", target, config.ddp)
     return build("learner.ddp", target, chosen | {"use_distributed_optimizer": True})
 
 
@@ -158,7 +166,14 @@ def build_model(
 ) -> list[DistributedDataParallel]:
     """Build this rank's part of the model: vpp chunks. ValueError: see transformer_config."""
     cuda = world.device.type == "cuda"
-    megatron, ddp = transformer_config(spec, config, world.kernels, cuda=cuda), ddp_config(config)
+    megatron = transformer_config(spec, config, world.kernels, cuda=cuda)
+    if megatron.gradient_accumulation_fusion and not world.kernels.fused_gradients:
+        raise ValueError(
+            "learner.megatron.gradient_accumulation_fusion must be false without "
+            "TransformerEngine or apex's fused_weight_gradient_mlp_cuda, whose kernels it uses, "
+            "got true; leave it out"
+        )
+    ddp = ddp_config(config, cuda=cuda)
     vpp = world.parallel.vpp
     chunks = [
         _chunk(spec, world, megatron, index if vpp > 1 else None, index) for index in range(vpp)
@@ -182,18 +197,20 @@ def _chunk(
     layers: Any = TransformerBlockSubmodules(
         layer_specs=_layer_specs(spec, config, engine, vp_stage), layer_norm=norm
     )
-    model = GPTModel(
-        config,
-        layers,
-        vocab_size=spec.padded_vocab(world.parallel.tp),
-        max_sequence_length=spec.max_position,
-        position_embedding_type="rope",
-        rotary_base=spec.rope.theta,  # type: ignore[arg-type]
-        share_embeddings_and_output_weights=spec.tied,
-        parallel_output=True,
-        pre_process=world.pp_rank == 0 and index == 0,
-        post_process=world.last_stage and index == world.parallel.vpp - 1,
-        vp_stage=vp_stage,
+    model = built_without_apex(
+        lambda: GPTModel(
+            config,
+            layers,
+            vocab_size=spec.padded_vocab(world.parallel.tp),
+            max_sequence_length=spec.max_position,
+            position_embedding_type="rope",
+            rotary_base=spec.rope.theta,  # type: ignore[arg-type]
+            share_embeddings_and_output_weights=spec.tied,
+            parallel_output=True,
+            pre_process=world.pp_rank == 0 and index == 0,
+            post_process=world.last_stage and index == world.parallel.vpp - 1,
+            vp_stage=vp_stage,
+        )
     )
     if not engine:
         model.rotary_pos_emb = PackedRotary(

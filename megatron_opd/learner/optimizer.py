@@ -12,6 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from megatron_opd.config.learner import OptimizerConfig
+from megatron_opd.learner.lm_head import head_weight
 from megatron_opd.learner.overrides import build, check_overrides
 
 
@@ -73,9 +74,10 @@ def connect_schedule(
     settings.finalize_model_grads_func = finalize_model_grads
     settings.grad_scale_func = optimizer.scale_loss
     for chunk in chunks:
-        if chunk.ddp_config.overlap_grad_reduce:
-            for parameter in chunk.parameters():
-                parameter.signals_main_grad = True  # type: ignore[attr-defined]  # losses/lean.py
+        model: Any = chunk.module
+        looked_up = model.share_embeddings_and_output_weights and model.pre_process
+        if chunk.ddp_config.overlap_grad_reduce and model.post_process and not looked_up:
+            head_weight(model).signals_main_grad = True  # type: ignore[attr-defined]  # losses/lean.py
     # Without it overlap_grad_reduce would send after every micro-batch.
     waits = [chunk.no_sync for chunk in chunks]
     settings.no_sync_func = waits if len(waits) > 1 else waits[0]

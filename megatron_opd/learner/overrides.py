@@ -55,6 +55,7 @@ _OWNERS: dict[type, dict[str, tuple[str, ...]]] = {
             "sequence_parallel",
         ),
         "learner.dtype": ("params_dtype", "pipeline_dtype", "bf16", "fp16"),
+        "learner.recompute": ("recompute_granularity", "moe_layer_recompute"),
         "learner.routing_replay": ("moe_enable_routing_replay",),
         "the learner itself": (
             "calculate_per_token_loss",

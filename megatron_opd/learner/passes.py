@@ -46,16 +46,16 @@ class Passes:
     def with_prox(self, minis: Sequence[Sequence[DistilMicro]]) -> list[list[DistilMicro]]:
         """Add the learner's log-probs of the batch's start to the mini-batches, where read.
 
-        With one mini-batch they are the loss's own log-probs, and no pass is made. The pass also
-        records the routing.
+        The first mini-batch gets none, and no pass: the loss's own log-probs are those of the
+        batch's start, before its optimizer step. The passes also record the routing.
         """
         prox = wants_prox(self.estimator)
-        if len(minis) > 1 and self.record_routing and not prox:
-            for mini in minis:
+        if not prox and self.record_routing:
+            for mini in minis[1:]:
                 self._caches(mini)
-        if not prox or len(minis) == 1:
+        if not prox:
             return [list(mini) for mini in minis]
-        return [self._with_own(mini) for mini in minis]
+        return [list(minis[0]), *(self._with_own(mini) for mini in minis[1:])]
 
     def _with_own(self, mini: Sequence[DistilMicro]) -> list[DistilMicro]:
         caches = self._caches(mini)

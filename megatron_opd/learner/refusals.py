@@ -17,5 +17,5 @@ def check_overrides_of(spec: ModelSpec, config: LearnerConfig) -> None:
     cuda = torch.cuda.is_available()
     settings = transformer_config(spec, config, choose_kernels(cuda), cuda=cuda)
     check_replay(config.routing_replay, spec, settings)
-    overlap = ddp_config(config).overlap_param_gather
+    overlap = ddp_config(config, cuda=cuda).overlap_param_gather
     optimizer_config(config.optimizer, DTYPES[config.dtype], overlap)

@@ -34,6 +34,7 @@ from megatron_opd.config.learner import LearnerConfig, RoutingReplay, RoutingWei
 from megatron_opd.learner.gates import with_sampled_gates
 from megatron_opd.learner.routing_checks import check_experts, check_gates, check_replay
 from megatron_opd.learner.world import World
+from megatron_opd.losses.host import sent
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.types import ExpertArray, GateArray
 
@@ -78,15 +79,16 @@ class MicroRouting:
         """Return the weights of the experts that `layer` uses; None: the router's own."""
         return self.gates.get(layer) if self.follows else None
 
-    def counts(self) -> tuple[float, float, float, float]:
-        """Return what moved on this rank, and what could have.
+    def counts(self) -> torch.Tensor:
+        """Return what moved on this rank, and what could have: int64 [4], on its device.
 
         That is (position, layer) pairs, and all of them; (position, layer, slot) choices, and all.
         """
-        moved, choices = (sum(float(n[i]) for n in self.moved.values()) for i in range(2))
-        pairs = float(self.real_m.sum()) * len(self.moved)
+        pairs = self.real_m.sum() * len(self.moved)
         slots = next((given_mk.shape[1] for given_mk in self.given.values()), 0)
-        return moved, pairs, choices, pairs * slots
+        none = torch.zeros_like(pairs).expand(2)
+        moved, choices = sum(self.moved.values(), start=none).unbind()
+        return torch.stack([moved, pairs, choices, pairs * slots])
 
 
 class LayerReplay(RouterReplay):
@@ -198,7 +200,7 @@ class Routing:
         """
         per_rank = len(source_s) // self.tp
         source_m = source_s[self.tp_rank * per_rank : (self.tp_rank + 1) * per_rank]
-        real_m = torch.as_tensor(source_m >= 0).to(self.device)
+        real_m = sent(source_m >= 0, self.device)
         if self.mode == "current" or not self.layers:
             return MicroRouting({}, real_m)
         assert experts_XLk is not None
@@ -237,5 +239,5 @@ class Routing:
         """Return what this rank's layers hold of its positions, -1 where there is no input."""
         found_mLk = values_XLk[source_m].astype(dtype)
         found_mLk[source_m < 0] = -1
-        found = torch.as_tensor(found_mLk).to(self.device)
+        found = sent(found_mLk, self.device)
         return {layer: found[:, i] for i, layer in enumerate(self.layers)}

@@ -59,8 +59,8 @@ class World:
         """Returns whether this rank's sums count: one of the ranks with the same loss does."""
         return self.last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
-    def pack_layout(self, fixed_tokens: int | None) -> PackLayout:
-        """Return how this rank packs its micro-batches."""
+    def pack_layout(self, fixed_tokens: int | None, rank_multiple: int) -> PackLayout:
+        """Return how this rank packs its micro-batches; the arguments are PackLayout's."""
         return PackLayout(
             self.device,
             tp=self.parallel.tp,
@@ -68,6 +68,7 @@ class World:
             cp_rank=self.cp_rank,
             engine=self.kernels.engine,
             fixed_tokens=fixed_tokens,
+            rank_multiple=rank_multiple,
         )
 
 
@@ -97,6 +98,11 @@ def init_world(parallel: ParallelConfig, seed: int, threads: int | None, timeout
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    # Without device_id on purpose. With it every group made later splits the world's communicator,
+    # which all ranks must do together; but of a gloo group (Megatron's, and _group's) torch makes
+    # the ranks outside split alone, and they wait for ever. It also opens a communicator for every
+    # group, used or not. What it would bring, one communicator for single sends, models/gather.py
+    # gets by batching them.
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         timeout=timedelta(seconds=timeout_s),
@@ -164,5 +170,10 @@ def _place(parallel: ParallelConfig, device: torch.device) -> World:
 
 
 def _group(ranks: Iterable[int]) -> Any:
-    """Make a group in which ranks wait for the controller, for as long as a run may take."""
+    """Make a group in which ranks wait for the controller, for as long as a run may take.
+
+    gloo on every device: what travels in it comes from the controller's socket and is read by
+    numpy, on the host at both ends; and a rank that waits in NCCL keeps its GPU busy and is ended
+    by the watchdog. What is on the device goes through the world's own group (agreement.py).
+    """
     return dist.new_group(sorted(ranks), backend="gloo", timeout=timedelta(days=30))

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_opd.losses.tiles import Tiles
+
 # Blocks [C, K] of float32 logits. CPU: 8 MiB, so that the passes over a block stay in cache while
 # the products are still large; a quarter of it costs 5%. Otherwise: 128 MiB, and matrix products as
 # tall as they can be.
@@ -57,34 +59,30 @@ class BlockPlan:
     ) -> BlockPlan:
         """Plan the pairs whose ids this rank holds. shape: T, v. vocab_size: None for v per rank.
 
-        IndexError for a pair outside the whole [T, V].
+        IndexError for a pair outside the whole [T, V]. Waits for the device once: for the bounds,
+        and for whether there is such a pair.
         """
         (num_rows, width), (block_rows, block_ids) = shape, block
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         total = width * size if vocab_size is None else vocab_size
         outside_N = (row_N < 0) | (row_N >= num_rows) | (id_N < 0) | (id_N >= total)
-        if outside_N.any():
+        num_ids = min(max(total - rank * width, 0), width)
+        tiles = Tiles.of((num_rows, num_ids), block, row_N, id_N, rank * width)
+        *bounds, outside = torch.cat([tiles.bounds, outside_N.any()[None].int()]).tolist()
+        if outside:
             row, token = int(row_N[outside_N][0]), int(id_N[outside_N][0])
             whole = f"[{num_rows}, {total}]"
             raise IndexError(f"(row, id) must lie in {whole} logits, got ({row}, {token})")
-        num_ids = min(max(total - rank * width, 0), width)
-        local_N = id_N - rank * width
-        pair_P = ((local_N >= 0) & (local_N < num_ids)).nonzero().squeeze(1)
-        row_P, id_P = row_N[pair_P], local_N[pair_P]
-        across = -(-num_rows // block_rows)
-        block_P = id_P // block_ids * across + row_P // block_rows
-        block_P, order_P = block_P.sort(stable=True)
-        edges = torch.arange(across * -(-num_ids // block_ids) + 1, device=block_P.device)
-        bounds = tuple(torch.searchsorted(block_P, edges).tolist())
+        here = slice(bounds[-1])
         return BlockPlan(
             num_rows,
             num_ids,
             block_rows,
             block_ids,
-            pair_P[order_P],
-            row_P[order_P],
-            id_P[order_P],
-            bounds,
+            tiles.place_N[here].long(),
+            tiles.row_N[here].long(),
+            tiles.id_N[here].long(),
+            tuple(bounds),
         )
 
     def columns(self) -> Iterator[tuple[slice, Iterator[Block]]]:

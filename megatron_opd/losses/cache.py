@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from megatron_opd.columns import LossColumns
+from megatron_opd.losses.host import Bools, HostColumns, sent
 from sglang_bridge.columns import axis_of
 
 
@@ -34,12 +36,27 @@ class Unscored(LossColumns[torch.Tensor, torch.Tensor]):
     """Holds the draw cache of some responses, for which the student's log-probs are to come.
 
     row_N: the token of each pair. path_T: index into N of the sampled id. sample_T: the response of
-    each token, in [0, B).
+    each token, in [0, B). host: what of it the host knows; None asks the tensors when it is needed,
+    which on a GPU waits for it.
     """
 
     row_N: torch.Tensor
     path_T: torch.Tensor
     sample_T: torch.Tensor
+    host: HostColumns | None = None
+
+    @property
+    def on_host(self) -> HostColumns:
+        """Returns what decides which responses and pairs are read."""
+        if self.host is not None:
+            return self.host
+        names = ("weight_N", "teacher_logp_N", "reward_weight_B", "teacher_weight_B")
+        return HostColumns.of(
+            {name: getattr(self, name).cpu().numpy() for name in names},
+            row_N=self.row_N.cpu().numpy(),
+            path_T=self.path_T.cpu().numpy(),
+            sample_T=self.sample_T.cpu().numpy(),
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -84,29 +101,22 @@ class Cache(Unscored):
         tensors = {k: v for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
         return replace(self, **{k: v.double() for k, v in tensors.items() if v.is_floating_point()})
 
-    def of_responses(self, kept_B: torch.Tensor) -> Cache:
+    def of_responses(self, kept_B: Bools) -> Cache:
         """Return the cache of these responses alone; the same object where they are all kept.
 
-        kept_B: bool. m2_limits stay: they are of the whole mini-batch.
+        kept_B: on the host. m2_limits stay: they are of the whole mini-batch.
         """
-        if bool(kept_B.all()):
+        if kept_B.all():
             return self
-        kept_T = kept_B[self.sample_T]
-        kept_N = kept_T[self.row_N]
-        columns: dict[str, torch.Tensor] = {}
+        places, host = self.on_host.part(kept_B)
+        device = self.path_T.device
+        at = {axis: sent(place_n, device) for axis, place_n in places.items()}
+        structure = {name: getattr(host, name) for name in ("row_N", "path_T", "sample_T")}
+        columns = {name: sent(column, device) for name, column in structure.items()}
         for name, column in vars(self).items():
-            if isinstance(column, torch.Tensor):
-                columns[name] = column[{"B": kept_B, "T": kept_T, "N": kept_N}[axis_of(name)]]
-        row_T, pair_N, response_B = (kept.cumsum(0) - 1 for kept in (kept_T, kept_N, kept_B))
-        return replace(
-            self,
-            **columns
-            | {
-                "row_N": row_T[columns["row_N"]],
-                "path_T": pair_N[columns["path_T"]],
-                "sample_T": response_B[columns["sample_T"]],
-            },
-        )
+            if isinstance(column, torch.Tensor) and name not in columns:
+                columns[name] = column.index_select(0, at[axis_of(name)])
+        return replace(self, **columns, host=host)
 
     def selected(self) -> Actions:
         """Return the pairs that the support selected and the teacher does not exclude.
@@ -115,8 +125,8 @@ class Cache(Unscored):
         would be NaN in the gradient. An id of teacher log-prob -inf is removed too; `excluded`
         counts it. NaN scores are kept on purpose: the loss becomes NaN and the run stops.
         """
-        chosen = (self.weight_N > 0) & (self.teacher_logp_N != -torch.inf)
-        return self._at(chosen.nonzero()[:, 0], self.weight_N)
+        index_n = sent(np.flatnonzero(self.on_host.chosen_N), self.path_T.device)
+        return self._at(index_n, self.weight_N)
 
     def excluded(self) -> torch.Tensor:
         """Count the selected ids of teacher log-prob -inf."""
@@ -127,14 +137,17 @@ class Cache(Unscored):
         return self._at(self.path_T, torch.ones_like(self.weight_N))
 
     def _at(self, index_n: torch.Tensor, weight_N: torch.Tensor) -> Actions:
-        prox_N = self.prox_logp_N
+        def of(column_N: torch.Tensor) -> torch.Tensor:
+            # The gradient of column_N[index_n] would sort the index, as it may repeat a place.
+            return column_N.index_select(0, index_n)
+
         return Actions(
-            student_n=self.student_logp_N[index_n],
-            sampler_n=self.sampler_logp_N[index_n],
-            teacher_n=self.teacher_logp_N[index_n],
-            prox_n=None if prox_N is None else prox_N[index_n],
-            weight_n=weight_N[index_n],
-            row_n=self.row_N[index_n],
+            student_n=of(self.student_logp_N),
+            sampler_n=of(self.sampler_logp_N),
+            teacher_n=of(self.teacher_logp_N),
+            prox_n=None if self.prox_logp_N is None else of(self.prox_logp_N),
+            weight_n=of(weight_N),
+            row_n=of(self.row_N),
         )
 
     def per_token(self, term_n: torch.Tensor, row_n: torch.Tensor) -> torch.Tensor:
@@ -149,4 +162,6 @@ class Cache(Unscored):
     @property
     def lengths_B(self) -> torch.Tensor:
         """Returns the tokens of each response, int64 [B]."""
-        return torch.bincount(self.sample_T, minlength=self.num_samples)
+        # bincount would ask a GPU for the least and the largest of them.
+        counts_B = self.sample_T.new_zeros(self.num_samples)
+        return counts_B.index_add(0, self.sample_T, torch.ones_like(self.sample_T))

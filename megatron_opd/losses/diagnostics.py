@@ -64,8 +64,9 @@ def diagnose(
             sums[name] = (weight_n * factor_n).sum()
             sums[f"{name}_squared"] = (weight_n * factor_n.square()).sum()
         sums["importance_weight"] = weight_n.sum()
-        sums["cut_weight"] = weight_n[weighed.cut_n].sum()
-        sums["stopped_weight"] = weight_n[weighed.stopped_n].sum()
+        # A mask as an index would ask the device how many there are.
+        sums["cut_weight"] = torch.where(weighed.cut_n, weight_n, 0.0).sum()
+        sums["stopped_weight"] = torch.where(weighed.stopped_n, weight_n, 0.0).sum()
     return sums
 
 
@@ -85,7 +86,7 @@ def _divergences(estimator: Estimator, cache: Cache) -> dict[str, torch.Tensor]:
 
 def actions_tokens(cache: Cache) -> torch.Tensor:
     """Return T as a float64 scalar on the device of the cache's tensors."""
-    return cache.student_logp_N.new_tensor(float(cache.num_tokens))
+    return cache.student_logp_N.new_full((), float(cache.num_tokens))
 
 
 def _sampler_gap(cache: Cache) -> dict[str, torch.Tensor]:

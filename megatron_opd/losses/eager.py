@@ -101,5 +101,7 @@ def _gradient(
         grad_CK *= logp_CK.mul_(-rows.slope_T[block.rows, None]).add_(level_C[:, None])
     if rows.pair_N is not None:
         pair_P = rows.pair_N[block.pair_P]
-        grad_CK.index_put_((block.row_P, block.column_P), pair_P, accumulate=True)
+        # Not index_put_, which on CUDA sorts the block's pairs to add up those of one place.
+        place_P = block.row_P * grad_CK.shape[1] + block.column_P
+        grad_CK.view(-1).index_add_(0, place_P, pair_P)
     return grad_CK

@@ -98,12 +98,20 @@ class _LeanLogp(torch.autograd.Function):
             target_vH = torch.zeros_like(weight_vH) if ctx.main_grad is None else ctx.main_grad
         ctx.passes.add_gradients(hidden_TH, weight_vH, ctx.temperature, rows, grad_TH, target_vH)
         grad_hidden = None if grad_TH is None else grad_TH.to(hidden_TH.dtype)
-        grad_weight = target_vH
-        if ctx.main_grad is not None:
-            # No memory of its own: one zero, seen v * H times.
-            zeros = weight_vH.new_zeros(()).expand(weight_vH.shape) if ctx.signal else None
-            grad_weight = zeros
+        if needs_weight and ctx.main_grad is not None and ctx.signal:
+            _tell_added(weight_vH)
+        grad_weight = target_vH if ctx.main_grad is None else None
         return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _tell_added(weight_vH: Any) -> None:
+    """Leave a parameter as Megatron's fused layers do: main_grad has its gradient, and `grad` one.
+
+    Not by returning the gradient: autograd would store a copy of it, [v, H] numbers. Its hooks run
+    all the same.
+    """
+    weight_vH.grad = weight_vH.new_zeros(()).expand(weight_vH.shape)  # one zero, seen v * H times
+    weight_vH.grad_added_to_main_grad = True
 
 
 def _whole(sums: Sums, group: dist.ProcessGroup) -> Sums:
@@ -170,8 +178,9 @@ def lean_logp(
     (Megatron's DistributedDataParallel), and autograd sees none for the weight; otherwise it is
     returned. `grad_added_to_main_grad` stays unset, so that DDP's hook still adds what autograd
     brings for this weight from elsewhere: the gradient of the lookup in an embedding tied to it.
-    With overlap_grad_reduce that hook also tells when a gradient is complete, and must be called
-    for every parameter: where `weight_vH.signals_main_grad` is true, autograd brings it a zero.
+    With overlap_grad_reduce that hook also tells when a gradient is complete, and refuses a
+    parameter without one: `weight_vH.signals_main_grad` says that nothing else brings one, so that
+    `grad` becomes a zero without memory and `grad_added_to_main_grad` is set.
     """
     if group is not None and group.size() == 1:
         group = None

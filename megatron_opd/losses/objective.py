@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from megatron_opd.config.estimator import Estimator
@@ -12,6 +13,7 @@ from megatron_opd.config.objective import Objective
 from megatron_opd.config.trust import M2Trust
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.diagnostics import diagnose
+from megatron_opd.losses.host import sent
 from megatron_opd.losses.reduction import count_of, reduced
 from megatron_opd.losses.terms import TermLoss, term_loss, unweighed
 from megatron_opd.losses.trust import second_moment_limit
@@ -57,17 +59,17 @@ def _term(
     objective: Objective, estimator: Estimator, cache: Cache, limit: torch.Tensor | None
 ) -> TermLoss:
     """Compute one term on the responses that it reads; its loss_T is weighed and of all tokens."""
-    weight_B = weight_of(objective, cache)
-    kept_B = weight_B > 0
+    host = cache.on_host
+    kept_B = weight_of(objective, host) > 0
     own = cache.of_responses(kept_B)
     if own.num_samples == 0:  # its gradient is 0, and not absent
         nothing_T = cache.per_token(cache.student_logp_N[:0], cache.row_N[:0])
         return unweighed(nothing_T)
     part = term_loss(objective, estimator, own, limit)
-    loss_T = part.loss_T * weight_B[kept_B][own.sample_T]
+    loss_T = part.loss_T * weight_of(objective, own).index_select(0, own.sample_T)
     if own is cache:
         return replace(part, loss_T=loss_T)
-    place_T = kept_B[cache.sample_T].nonzero()[:, 0]
+    place_T = sent(np.flatnonzero(kept_B[host.sample_T]), loss_T.device)
     return replace(part, loss_T=cache.per_token(loss_T, place_T))
 
 
@@ -96,7 +98,7 @@ def m2_view(estimator: Estimator, cache: Cache) -> list[View]:
     views: list[View] = []
     for term in estimator.terms:
         if isinstance(term.objective.trust_region, M2Trust):
-            nothing_masked = cache.student_logp_N.new_tensor(torch.inf)
+            nothing_masked = cache.student_logp_N.new_full((), torch.inf)
             part = _term(term.objective, estimator, cache, nothing_masked)
             views.append((part.log_r_n, part.advantage_n, part.measure_n))
         else:

@@ -64,6 +64,9 @@ def second_moment(
     return Trusted(surrogate_n, stopped_n)
 
 
+SUM_BLOCK = 128
+"""How many values one product adds up in running_sum."""
+
 TRUSTS: dict[type[TrustConfig], Callable[..., Trusted]] = {
     NoTrust: unbounded,
     ClipTrust: clipped,
@@ -94,16 +97,37 @@ def second_moment_limit(
     even the smallest is too much. Over the whole mini-batch, where the authors take each
     micro-batch by itself: the mask does not depend on how samples are packed.
     """
+    if not len(log_r_n):
+        return log_r_n.new_full((), torch.inf, dtype=torch.float64)
     along_n = moved_along(log_r_n, advantage_n)
-    moment_n, order_n = log_r_n.detach()[along_n].double().square().sort()
-    weight_n = weight_n[along_n].double()[order_n]
-    below_n, sum_n = weight_n.cumsum(0), (moment_n * weight_n).cumsum(0)
-    no_limit = moment_n.new_tensor(torch.inf)
+    # The others stay among the candidates, without weight: a mask as an index would wait for the
+    # device.
+    moment_n, order_n = log_r_n.detach().double().square().sort()
+    along_n = along_n[order_n]
+    weight_n = weight_n.double()[order_n].where(along_n, 0.0)
+    moment_n = moment_n.where(along_n, 0.0)
+    below_n, sum_n = running_sum(weight_n), running_sum(moment_n * weight_n)
     if config.moment == "kept":
-        over_n = (sum_n / below_n > config.threshold).nonzero()
-        return no_limit if len(over_n) == 0 else moment_n[over_n[0, 0]]
-    if len(moment_n) == 0 or sum_n[-1] <= config.threshold * below_n[-1]:
-        return no_limit
+        over_n = along_n & (sum_n / below_n > config.threshold)
+        return moment_n.where(over_n, torch.inf).amin()
     capped_n = (sum_n + moment_n * (below_n[-1] - below_n)) / below_n[-1]
-    within_n = (capped_n <= config.threshold).nonzero()
-    return moment_n.new_zeros(()) if len(within_n) == 0 else moment_n[within_n[-1, 0]]
+    within_n = along_n & (capped_n <= config.threshold)
+    limit = moment_n.where(within_n, 0.0).amax()
+    return limit.where(sum_n[-1] > config.threshold * below_n[-1], torch.inf)
+
+
+def running_sum(value_n: torch.Tensor) -> torch.Tensor:
+    """Return the sums of the first 1, 2, .. n values, which must be finite: float64 [n].
+
+    By products with a triangle of ones: CUDA's cumsum of floats adds in no fixed order, and
+    deterministic algorithms refuse it.
+    """
+    count = len(value_n)
+    rows = -(-count // SUM_BLOCK)
+    padded = value_n.new_zeros(rows * SUM_BLOCK, dtype=torch.float64)
+    padded[:count] = value_n
+    triangle = padded.new_ones(SUM_BLOCK, SUM_BLOCK).triu()
+    within = padded.view(rows, SUM_BLOCK) @ triangle
+    if rows > 1:
+        within[1:] += running_sum(within[:-1, -1])[:, None]
+    return within.flatten()[:count]

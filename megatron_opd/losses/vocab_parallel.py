@@ -56,7 +56,9 @@ class _GatherLogp(torch.autograd.Function):
         probs_Tv, row_N, local_N, owned_N = ctx.saved_tensors
         grad_T = grad_N.new_zeros(probs_Tv.shape[0]).index_add_(0, row_N, grad_N)
         grad_Tv = probs_Tv * -grad_T[:, None]
-        grad_Tv.index_put_((row_N, local_N), torch.where(owned_N, grad_N, 0), accumulate=True)
+        # Not index_put_, which on CUDA sorts all pairs to add up those of one place.
+        place_N = row_N * grad_Tv.shape[1] + local_N
+        grad_Tv.view(-1).index_add_(0, place_N, torch.where(owned_N, grad_N, 0))
         return grad_Tv.div_(ctx.temperature).to(ctx.dtype), None, None, None, None
 
 

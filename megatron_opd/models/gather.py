@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -108,7 +109,7 @@ class FullTensors:
             if rank != 0:
                 if rank in entry.owners:
                     assert shard is not None
-                    dist.send(shard.parameter.detach().contiguous(), dst=0)
+                    _exchange(dist.isend, shard.parameter.detach().contiguous(), 0)
                 continue
             pieces: list[torch.Tensor] = []
             for owner in entry.owners:
@@ -117,7 +118,17 @@ class FullTensors:
                     pieces.append(shard.parameter.detach())
                     continue
                 piece = torch.empty(entry.shape, dtype=self.dtype, device=self.world.device)
-                dist.recv(piece, src=owner)
+                _exchange(dist.irecv, piece, owner)
                 pieces.append(piece)
             full = join(row_of(self.spec.family, entry.key), self.spec, pieces)
             yield from zip(hf_names(self.spec.family, entry.key), full, strict=True)
+
+
+def _exchange(way: Any, tensor: torch.Tensor, peer: int) -> None:
+    """Send to a rank or receive from it, and wait.
+
+    As a batch of one: NCCL then uses the world's communicator. Otherwise it makes one for every
+    pair, so that rank 0 would end with as many as there are owners.
+    """
+    for work in dist.batch_isend_irecv([dist.P2POp(way, tensor, peer)]):
+        work.wait()

@@ -62,11 +62,16 @@ class Shapes:
 
 def layer_bytes(shapes: Shapes, layer: int) -> float:
     """Count what one layer of a micro-batch keeps on one rank, without recomputation."""
+    per_token = 2 * _norm(shapes, shapes.spec.hidden_size) + _attention(shapes)
+    around = per_token * shapes.tokens / shapes.parallel.tp
+    return around + feed_forward_bytes(shapes, layer)
+
+
+def feed_forward_bytes(shapes: Shapes, layer: int) -> float:
+    """Count what the part of a layer after its second norm keeps, dense or of experts."""
     spec = shapes.spec
     moe = bool(spec.moe_layers) and spec.moe_layers[layer]
-    per_token = 2 * _norm(shapes, spec.hidden_size) + _attention(shapes)
-    per_token += _experts(shapes) if moe else _dense(shapes)
-    return per_token * shapes.tokens / shapes.parallel.tp
+    return (_experts if moe else _dense)(shapes) * shapes.tokens / shapes.parallel.tp
 
 
 def boundary_bytes(shapes: Shapes) -> float:

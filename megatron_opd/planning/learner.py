@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.config.recompute import Recompute, unrefined
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.planning.activations import (
     BYTES,
@@ -24,6 +25,7 @@ from megatron_opd.planning.activations import (
 )
 from megatron_opd.planning.layout import expert_data_parallel, in_flight_chunks, stage_layers
 from megatron_opd.planning.parameters import Parameters, rank_parameters
+from megatron_opd.planning.recompute import kept_bytes
 from megatron_opd.planning.settings import Settings
 
 GIB = 2**30
@@ -90,7 +92,7 @@ def _stage(shapes: Shapes, config: LearnerConfig, stage: int) -> StageMemory:
     layers = [layer for chunk in chunks for layer in chunk]
     whole = [layer_bytes(shapes, layer) for layer in layers]
     boundary = boundary_bytes(shapes)
-    kept = boundary * len(layers) if settings.full_recompute else sum(whole)
+    kept = sum(kept_bytes(shapes, layer, settings) for layer in layers)
     in_flight = in_flight_chunks(parallel, stage) / parallel.vpp
     if parallel.pp > 1:
         kept += boundary * parallel.vpp  # the outputs sent on, until their gradients come
@@ -176,13 +178,19 @@ def _candidates(
 ) -> Iterator[tuple[str, LearnerConfig]]:
     """Yield changes that keep the batch as it is: cheapest first, more ranks last."""
     parallel = config.parallel
-    if not config.recompute:
-        yield "learner.recompute=true", config.model_copy(update={"recompute": True})
+    more: dict[Recompute, tuple[Recompute, ...]] = {"none": ("selective", "full"), "full": ()}
+    for recompute in more.get(config.recompute, ("full",)):
+        change = {"recompute": recompute, "megatron": unrefined(config.megatron)}
+        yield f"learner.recompute={recompute}", config.model_copy(update=change)
     tokens = max(config.max_tokens_per_microbatch // 2, longest_sample)
     if tokens < config.max_tokens_per_microbatch:
-        change = {"max_tokens_per_microbatch": tokens, "recompute": True}
+        change = {
+            "max_tokens_per_microbatch": tokens,
+            "recompute": "full",
+            "megatron": unrefined(config.megatron),
+        }
         yield (
-            f"learner.max_tokens_per_microbatch={tokens} with learner.recompute=true",
+            f"learner.max_tokens_per_microbatch={tokens} with learner.recompute=full",
             config.model_copy(update=change),
         )
     for name in ("ep", "tp", "pp", "dp"):

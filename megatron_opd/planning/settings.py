@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.config.recompute import FEED_FORWARD, Recompute
 
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "float8_e4m3fn": 1}
 UNEVEN = (
@@ -20,7 +21,7 @@ UNEVEN = (
     "account_for_loss_in_pipeline_split",
 )
 READ = {
-    "megatron": ("recompute_granularity", "recompute_method", "recompute_num_layers", *UNEVEN),
+    "megatron": UNEVEN,
     "ddp": ("grad_reduce_in_fp32",),
     "optimizer": (
         "use_precision_aware_optimizer",
@@ -51,12 +52,14 @@ HARMLESS = (
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Holds the bytes of an element of each kind. full_recompute: only layer inputs are kept.
+    """Holds the bytes of an element of each kind.
 
+    recomputed_modules: parts of a layer whose activations are recomputed, in Megatron's words.
     offloaded: share of the optimizer's bytes in the host's memory.
     """
 
-    full_recompute: bool
+    recompute: Recompute
+    recomputed_modules: tuple[str, ...]
     gradient_bytes: int
     main_bytes: int
     moment_bytes: int
@@ -77,10 +80,8 @@ class Settings:
         half = config.dtype != "float32" and not config.ddp.get("grad_reduce_in_fp32", True)
         offload = bool(optimizer.get("optimizer_cpu_offload", False))
         return Settings(
-            full_recompute=config.megatron.get(
-                "recompute_granularity", "full" if config.recompute else None
-            )
-            == "full",
+            recompute=config.recompute,
+            recomputed_modules=config.recomputed_modules,
             gradient_bytes=2 if half else 4,
             main_bytes=main,
             moment_bytes=width("exp_avg_dtype") + width("exp_avg_sq_dtype"),
@@ -95,9 +96,10 @@ def unread(config: LearnerConfig) -> list[str]:
         "ddp": config.ddp,
         "optimizer": config.optimizer.megatron,
     }
+    read = {"recompute_modules"} if set(config.recomputed_modules) <= set(FEED_FORWARD) else set()
     return [
         f"learner.{section}.{name}"
         for section, values in sections.items()
         for name in values
-        if name not in READ[section] and not name.startswith(HARMLESS)
+        if name not in {*READ[section], *read} and not name.startswith(HARMLESS)
     ]

@@ -207,7 +207,8 @@ def _no_learner(task: Task, fewest: int, losers: Losers) -> str:
         )
     if reason is None:
         return f"{start}no learner.parallel of so few ranks divides model and batch"
-    remedy = "" if task.config.learner.recompute else ", or set learner.recompute true"
+    least = task.config.learner.recompute == "full"
+    remedy = "" if least else ", or set learner.recompute full"
     return f"{start}no layout fits, {reason}; take more GPUs{remedy}"
 
 

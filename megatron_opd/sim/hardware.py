@@ -18,6 +18,7 @@ from megatron_opd.config.simulation import Gpu
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.planning.flops import active_layer_elements
 from megatron_opd.planning.parameters import model_parameters
+from megatron_opd.planning.recompute import recomputed_elements
 from megatron_opd.planning.servers import server_memory
 from megatron_opd.planning.settings import Settings
 from megatron_opd.sim.costs import Costs, EngineCost, LearnerCost, ScoreCost, SyncCost
@@ -132,13 +133,18 @@ def score_cost(spec: ModelSpec, section: ServerConfig, hardware: Hardware) -> Sc
 def learner_cost(spec: ModelSpec, config: Config, hardware: Hardware) -> LearnerCost:
     """Predict the learner's costs: a forward pass, and a backward pass that takes twice as long.
 
-    Exchanges within layers and the pipeline's bubbles come on top (exchanges.py). One forward pass
-    more where activations are recomputed, and one where the loss needs the log-probs of the batch's
-    start.
+    Exchanges within layers and the pipeline's bubbles come on top (exchanges.py). So does the share
+    of a forward pass that is recomputed, and, where the loss needs the log-probs of the batch's
+    start, a forward pass over every mini-batch but the first.
     """
     parallel = config.learner.parallel
-    passes = 3 + Settings.of(config.learner).full_recompute
-    passes += config.estimator.applied_correction.prox
+    settings = Settings.of(config.learner)
+    recomputed = 2.0 * recomputed_elements(spec, settings)
+    minis = config.learner.num_mini_batches
+    passes = 3 + recomputed / forward_token_flops(spec)
+    start = config.estimator.applied_correction.prox * (minis - 1) / minis
+    passes += start
+    pair_passes = 3 + (settings.recompute == "full") + start
     replica = parallel.world_size // parallel.dp
     rate = replica * hardware.tflops * 1e12 * TRAIN_MFU
     pair_flops = 4.0 * spec.num_layers * spec.num_heads * spec.head_dim
@@ -152,9 +158,9 @@ def learner_cost(spec: ModelSpec, config: Config, hardware: Hardware) -> Learner
     sent_s = (passes - 1) * exchange_seconds(spec, parallel, node, links)
     bubbles = bubble_factor(config)
     return LearnerCost(
-        update_s=config.learner.num_mini_batches * (exchange_s + optimizer_s),
+        update_s=minis * (exchange_s + optimizer_s),
         token_s=bubbles * (passes * forward_token_flops(spec) / rate + sent_s),
-        token_context_s=bubbles * passes * pair_flops / rate,
+        token_context_s=bubbles * pair_passes * pair_flops / rate,
         ranks=parallel.dp,
     )
 

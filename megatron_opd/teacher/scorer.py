@@ -8,6 +8,7 @@ scoring.attempts counts every try of a sample, over all servers; no lower layer 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import lru_cache
 from typing import Protocol, TypeVar
 
 from megatron_opd.buffer.rejection import ScoreRejected
@@ -81,7 +82,9 @@ class FleetScorer:
         elsewhere: Elsewhere | None = None,
     ) -> None:
         self._elsewhere = elsewhere
-        self._estimator = estimator
+        # asked for every sample, and prompts have few weights
+        self._needs_teacher = lru_cache(estimator.needs_teacher)
+        self._needs_reward = lru_cache(estimator.needs_reward)
         self._lengths = lengths
         self._fleets, self._seed, self._vocab_size = fleets, seed, vocab_size
         theirs = estimator.support.owner == "teacher"
@@ -100,7 +103,7 @@ class FleetScorer:
         """
         length = Length() if self._lengths is None else self._lengths(rollout)
         reward, prompt = await self._judged(rollout), rollout.prompt
-        needed = self._estimator.needs_teacher(prompt.reward_weight, prompt.teacher_weight)
+        needed = self._needs_teacher(prompt.reward_weight, prompt.teacher_weight)
         asks = needed and not length.masked
         if isinstance(rollout, HeldRollout):
             held, shape = await self._scored_there(rollout) if asks else (rollout, None)
@@ -150,7 +153,7 @@ class FleetScorer:
         except VerifierFailed as failed:
             why = f"{rollout.prompt.row_id}: {failed.detail}"
             raise ScoreRejected(failed.reason, why) from failed
-        if reward is None and self._estimator.needs_reward(rollout.prompt.reward_weight):
+        if reward is None and self._needs_reward(rollout.prompt.reward_weight):
             raise ScoreRejected(NO_ANSWER, f"prompt {rollout.prompt.uid} has no answer to verify")
         return reward
 

@@ -368,17 +368,25 @@ def keeps_experts(manager: Any) -> bool:
     return bool(manager.server_args.enable_return_routed_experts)
 
 
-def input_slots(batch: Any, index: int) -> torch.Tensor:
-    """Returns the KV slots of the inputs of request `index` of a batch about to be computed.
+def input_slots(batch: Any, wanted: Sequence[bool]) -> tuple[torch.Tensor, list[slice | None]]:
+    """Returns KV slots of a batch about to be computed, and which are those of each wanted request.
 
-    Of a prefill: of all up to its last one, a cached prefix included; of a decode step: of its one
-    input. int64, on the device.
+    Of a prefill: all its inputs up to the last one, a cached prefix included. Of a decode step: its
+    one input. int64, on the device, a copy.
     """
     if batch.forward_mode.is_decode():
-        return batch.out_cache_loc[index : index + 1].to(torch.int64)
-    end = batch.prefix_lens[index] + batch.extend_lens[index]
-    row = batch.req_to_token_pool.req_to_token[batch.reqs[index].kv.req_pool_idx]
-    return row[:end].to(torch.int64)
+        slots = batch.out_cache_loc[: len(wanted)].to(torch.int64, copy=True)
+        return slots, [slice(i, i + 1) if wants else None for i, wants in enumerate(wanted)]
+    table, parts, places = batch.req_to_token_pool.req_to_token, [], []
+    stop = 0
+    for req, prefix, extend, wants in zip(
+        batch.reqs, batch.prefix_lens, batch.extend_lens, wanted, strict=True
+    ):
+        if wants:
+            parts.append(table[req.kv.req_pool_idx][: prefix + extend])
+            stop += prefix + extend
+        places.append(slice(stop - prefix - extend, stop) if wants else None)
+    return torch.cat(parts).to(torch.int64), places
 
 
 def routed_experts(slots: torch.Tensor) -> Any:
@@ -469,13 +477,6 @@ def wrap_delayed_sampling(result: Any, context: Callable[[], Any]) -> None:
             return delayed()
 
     result.delay_sample_func = sample
-
-
-def row_log_normaliser(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns per-row (max, log-sum-exp minus max) in float32; one pass by a kernel on CUDA."""
-    from sglang.srt.layers.logprob_processor import compute_row_log_normalizer
-
-    return compute_row_log_normalizer(logits)
 
 
 def streamer_class(payload_of: Callable[[Any], dict[str, Any] | None], key: str) -> type:

@@ -20,12 +20,13 @@ from sglang_bridge import wire
 from sglang_bridge.arrays import pack, pack_logp, pack_weights
 from sglang_bridge.columns import axis_of
 from sglang_bridge.server import compat, seeded
-from sglang_bridge.server.rows import build_rows
+from sglang_bridge.server.rows import build_rows, forced
 from sglang_bridge.server.sampling import Behaviour, behaviour
 from sglang_bridge.server.selection import Selected, Wanted, select
 from sglang_bridge.server.transfer import to_device
 
 RECORD = "_bridge_draws"
+LEAST_PROBABILITY = torch.finfo(torch.float32).tiny  # of a token that was sampled
 _DTYPES = {name: np.dtype(dtype) for name, dtype in wire.DRAW_FIELDS.items()}
 _RAGGED = {name: axis_of(name) == "N" for name in wire.DRAW_FIELDS}
 
@@ -164,17 +165,29 @@ class Step:
 
 
 _step: Step | None = None  # for the forward pass being launched; one runs at a time
+_sampled_BV: torch.Tensor | None = None  # the probabilities that its sampler samples from
 
 
 @contextmanager
 def sampling_step(step: Step | None) -> Iterator[None]:
     """Makes `step` what the observer sees."""
-    global _step
+    global _step, _sampled_BV
     previous, _step = _step, step
     try:
         yield
     finally:
-        _step = previous
+        _step, _sampled_BV = previous, None
+
+
+def show_probabilities(probs_BV: torch.Tensor) -> None:
+    """Shows what the sampler is about to sample from, before any truncation.
+
+    A step without truncation has a token's log-prob from here: its logits are overwritten by these
+    probabilities, and a copy of them would be another pass over [B, V].
+    """
+    global _sampled_BV
+    if _step is not None:
+        _sampled_BV = probs_BV
 
 
 def step_of(batch: Any) -> Step | None:
@@ -223,12 +236,22 @@ class DrawObserver:
         """Returns rows with the sampled token in them, stamped with the weights' version."""
         policy, selected = state
         path_B = token_ids.to(torch.int64)
-        rows = build_rows(selected, path_B[:, None])
+        path_B1 = path_B[:, None]
+        rows = build_rows(selected, forced(path_B1, _path_logp(policy, path_B1)))
         tensors = {
             "length_T": rows.length_B.to(torch.int32),
             "path_T": rows.column_of(path_B).to(torch.int32),
             "ids_N": rows.ids_BR.to(torch.int32),
             "weight_N": rows.weight_BR,
-            "sampler_logp_N": rows.logp(policy),
+            "sampler_logp_N": rows.logp_BR,
         }
         return DeviceRows(tensors, compat.weight_version())
+
+
+def _path_logp(policy: Behaviour, path_B1: torch.Tensor) -> torch.Tensor:
+    """Returns float32 [B, 1]: the log-probs of the tokens that the sampler chose."""
+    if policy.is_cut:
+        return policy.logits_BV.gather(1, path_B1)
+    if _sampled_BV is None:
+        raise RuntimeError("SGLang sampled in a way that does not show its probabilities")
+    return _sampled_BV.gather(1, path_B1).float().clamp(min=LEAST_PROBABILITY).log()

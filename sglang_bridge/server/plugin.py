@@ -356,6 +356,7 @@ def around_sample(
     to a rank, and with any sampling backend. SGLang's sampling masks, which nothing here asks for,
     leave a step to SGLang.
     """
+    draws.show_probabilities(probs_BV)
     if info.sampling_seed is None:
         return original(sampler, probs_BV, info, position_B, *args, **kwargs)
     if info.sampling_mask_batch_indices is not None:

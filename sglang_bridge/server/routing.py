@@ -68,21 +68,26 @@ class ExpertRecord:
     def append(self, index: int, rows_XLk: np.ndarray, gates_XLk: np.ndarray | None = None) -> None:
         """Adds the inputs up to the one that predicted output token `index`; the last ones suffice.
 
-        Rows already held are replaced; a gap is an error. gates_XLk: float32, read where this
-        record holds gates.
+        Rows already held are replaced; a gap is an error. rows_XLk: of the type of `experts`.
+        gates_XLk: float32, read where this record holds gates.
         """
         end = self.num_prompt + index
         first = end - len(rows_XLk)
         if not 0 <= first <= self.num_rows:
             raise RuntimeError(f"routed experts of input {self.num_rows} were lost (got {first})")
         self.topk = rows_XLk.shape[-1]
-        del self.rows[first * self._row_items * self.experts.dtype.itemsize :]
-        self.rows += np.ascontiguousarray(rows_XLk, dtype=self.experts.dtype).tobytes()
+        if first < self.num_rows:
+            self._truncate(first)
+        self.rows += rows_XLk.tobytes()
         self.num_rows = end
         if self.gates is not None:
             assert gates_XLk is not None
-            del self.gates[first * self._row_items * GATE.itemsize :]
-            self.gates += np.ascontiguousarray(gates_XLk, dtype=GATE).tobytes()
+            self.gates += gates_XLk.tobytes()
+
+    def _truncate(self, length: int) -> None:
+        del self.rows[length * self._row_items * self.experts.dtype.itemsize :]
+        if self.gates is not None:
+            del self.gates[length * self._row_items * GATE.itemsize :]
 
     @property
     def _row_items(self) -> int:
@@ -111,27 +116,26 @@ def record_for(req: Any, experts: Experts) -> ExpertRecord:
 class HostSlots:
     """Holds the KV slots of a step's inputs on the host (SGLang's HostAuxiliaryOutput).
 
-    count_B: how many of each request, its last input last.
+    part_B: which are those of each request, its last input last; None where it asked for none.
     """
 
     experts: Experts
     slots: torch.Tensor
-    count_B: tuple[int, ...]
+    part_B: tuple[slice | None, ...]
 
     def consume(self, batch: Any, commits: list[Any]) -> None:
         """Adds the rows of each newly visible token; called after SGLang stored this step's."""
-        first = 0
-        for req, commit, count in zip(batch.reqs, commits, self.count_B, strict=True):
-            slots = self.slots[first : first + count]
-            first += count
-            if commit is None or count == 0:
+        rows_XLk = compat.routed_experts(self.slots)[:, list(self.experts.layers)]
+        gates_XLk = None
+        if gates.kept():
+            rows_XLk, gates_XLk = gates.divided(rows_XLk)
+        rows_XLk = rows_XLk.astype(self.experts.dtype)
+        for req, commit, part in zip(batch.reqs, commits, self.part_B, strict=True):
+            if commit is None or part is None:
                 continue
             record = compat.record_of(req, RECORD, lambda r=req: record_for(r, self.experts))
-            rows_XLk = compat.routed_experts(slots)[:, list(self.experts.layers)]
-            gates_XLk = None
-            if gates.kept():
-                rows_XLk, gates_XLk = gates.divided(rows_XLk)
-            record.append(commit.output_index, rows_XLk, gates_XLk)
+            weights_XLk = None if gates_XLk is None else gates_XLk[part]
+            record.append(commit.output_index, rows_XLk[part], weights_XLk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +144,11 @@ class DeviceSlots:
 
     experts: Experts
     slots: torch.Tensor
-    count_B: tuple[int, ...]
+    part_B: tuple[slice | None, ...]
 
     def copy_to_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> HostSlots:
         """Starts the asynchronous copy; `copy` is SGLang's."""
-        return HostSlots(self.experts, copy(self.slots), self.count_B)
+        return HostSlots(self.experts, copy(self.slots), self.part_B)
 
 
 def slots_of(batch: Any, experts: Callable[[], Experts]) -> DeviceSlots | None:
@@ -152,10 +156,5 @@ def slots_of(batch: Any, experts: Callable[[], Experts]) -> DeviceSlots | None:
     wanted = [wants_experts(req) for req in batch.reqs]
     if not any(wanted):
         return None
-    parts: list[torch.Tensor] = []
-    for i, wants in enumerate(wanted):
-        if wants:
-            parts.append(compat.input_slots(batch, i))
-        else:
-            parts.append(torch.empty(0, dtype=torch.int64, device=batch.device))
-    return DeviceSlots(experts(), torch.cat(parts), tuple(len(part) for part in parts))
+    slots, parts = compat.input_slots(batch, wanted)
+    return DeviceSlots(experts(), slots, tuple(parts))

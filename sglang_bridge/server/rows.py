@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_bridge.server.sampling import Behaviour
 from sglang_bridge.server.selection import UNUSED, Selected
 
 
@@ -18,32 +17,37 @@ class Rows:
     """Holds rows of distinct ids.
 
     ids_BR: int64, strictly increasing in the first length_B columns, UNUSED after. weight_BR:
-    float32, 0 for a forced id that was not selected. length_B: int64, 0..R.
+    float32, 0 for a forced id that was not selected. logp_BR: float32, without meaning in unused
+    columns. length_B: int64, 0..R.
     """
 
     ids_BR: torch.Tensor
     weight_BR: torch.Tensor
+    logp_BR: torch.Tensor
     length_B: torch.Tensor
 
     def column_of(self, ids_B: torch.Tensor) -> torch.Tensor:
         """Returns int64 [B]: where in its row each of these forced ids stands."""
         return (self.ids_BR < ids_B[:, None]).sum(1)
 
-    def logp(self, policy: Behaviour) -> torch.Tensor:
-        """Returns float32 [B, R]: log-probs of the ids; without meaning in unused columns."""
-        return policy.gather(self.ids_BR.clamp(max=policy.logp_BV.shape[1] - 1))
+
+def forced(ids_BF: torch.Tensor, logp_BF: torch.Tensor) -> Selected:
+    """Makes ids that a row holds whether they are selected or not, with weight 0."""
+    return Selected(ids_BF, torch.zeros_like(ids_BF, dtype=torch.float64), logp_BF)
 
 
-def build_rows(selected: Selected, forced_BF: torch.Tensor | None = None) -> Rows:
-    """Makes a row per row of `selected`; forced_BF: int64 ids that every row holds regardless."""
-    ids_BR, weight_BR = selected.ids_BS, selected.weight_BS
-    if forced_BF is not None:
-        ids_BR = torch.cat([ids_BR, forced_BF], dim=1)
-        weight_BR = torch.nn.functional.pad(weight_BR, (0, forced_BF.shape[1]))
-    ids_BR, order_BR = ids_BR.sort(dim=1)
+def build_rows(*parts: Selected) -> Rows:
+    """Makes a row of all that the parts hold of it.
+
+    Log-probs of one id differ by rounding alone; the largest is taken.
+    """
+    ids_BR, order_BR = torch.cat([part.ids_BS for part in parts], dim=1).sort(dim=1)
+    weight_BR = torch.cat([part.weight_BS for part in parts], dim=1).gather(1, order_BR)
+    logp_BR = torch.cat([part.logp_BS for part in parts], dim=1).gather(1, order_BR)
     new_BR = torch.ones_like(ids_BR, dtype=torch.bool)
     new_BR[:, 1:] = ids_BR[:, 1:] != ids_BR[:, :-1]
     slot_BR = new_BR.cumsum(1) - 1
     distinct_BR = torch.full_like(ids_BR, UNUSED).scatter_(1, slot_BR, ids_BR)
-    sums_BR = torch.zeros_like(weight_BR).scatter_add_(1, slot_BR, weight_BR.gather(1, order_BR))
-    return Rows(distinct_BR, sums_BR.float(), (distinct_BR != UNUSED).sum(1))
+    sums_BR = torch.zeros_like(weight_BR).scatter_add_(1, slot_BR, weight_BR)
+    best_BR = torch.full_like(logp_BR, -torch.inf).scatter_reduce_(1, slot_BR, logp_BR, "amax")
+    return Rows(distinct_BR, sums_BR.float(), best_BR, (distinct_BR != UNUSED).sum(1))

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_bridge.server import compat
+from sglang_bridge.server.masses import masses_of
+from sglang_bridge.server.sampling import behaviour
 from sglang_bridge.server.scoring import Part, parts_of
 from sglang_bridge.server.selection_plan import HostSelections, SelectionPlan
 from sglang_bridge.server.transfer import to_device
@@ -48,17 +49,17 @@ class ScorePlan:
 
     def __init__(self, batch: Any, generator: torch.Generator) -> None:
         self.parts, self.num_rows = parts_of(batch)
-        self._selections = SelectionPlan(self.parts, generator)
+        self._selections = SelectionPlan(self.parts, self.num_rows, generator)
         ids, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        temperature_L = np.ones(self.num_rows, np.float32)
+        temperature_L1 = np.ones((self.num_rows, 1), np.float32)
         for part in self.parts:
             edges = part.record.offsets_T1[part.first : part.first + part.count + 1]
             row_T = np.arange(part.row, part.row + part.count)
             ids.append(part.record.ids_N[part.ids].astype(np.int64))
             rows.append(np.repeat(row_T, np.diff(edges)))
-            temperature_L[row_T] = part.record.temperature
+            temperature_L1[row_T] = part.record.temperature
         self._ids_K, self._rows_K = np.concatenate(ids), np.concatenate(rows)
-        self._temperature_L = temperature_L
+        self._temperature_L1 = temperature_L1
         self._next_row = 0
 
     def begin(self, num_rows: int, device: torch.device) -> None:
@@ -69,26 +70,32 @@ class ScorePlan:
         if num_rows != self.num_rows:
             raise RuntimeError(f"planned {self.num_rows} logit rows, SGLang computes {num_rows}")
         self._index_2K = to_device(np.stack([self._rows_K, self._ids_K]), device)
-        self._device_temperature_L = to_device(self._temperature_L, device)
+        self._device_temperature_L1 = to_device(self._temperature_L1, device)
         # Before SGLang's chunk loop, which allocates from a pool that a graph replay overwrites.
         self.logp_K = torch.full((len(self._ids_K),), torch.nan, device=device)
         self._selections.begin(device)
         self._next_row = 0
 
     def take(self, logits_LV: torch.Tensor) -> None:
-        """Scores the next chunk of rows: float32 log softmax of the tempered logits."""
+        """Scores the next chunk of rows: float32 log softmax of the tempered logits.
+
+        It makes nothing of the chunk's size: where SGLang lends its chunks memory of CUDA graphs
+        (SGLANG_ENABLE_GRAPH_POOL_BORROW), it has counted its own tensors alone, and what does not
+        fit into the 64 MiB it leaves over would end the server.
+        """
         first, last = self._next_row, self._next_row + logits_LV.shape[0]
         self._next_row = last
-        if (self._temperature_L[first:last] != 1).any():
-            logits_LV = logits_LV.float() / self._device_temperature_L[first:last, None]
-        self._selections.take(logits_LV, first)
         low, high = np.searchsorted(self._rows_K, [first, last])
+        if low == high and not self._selections.wants(first, last):
+            return
+        policy = behaviour(logits_LV, self._device_temperature_L1[first:last])
+        masses = masses_of(policy)
+        self._selections.take(policy, masses, first)
         if low == high:
             return
-        rows, ids = self._index_2K[0, low:high] - first, self._index_2K[1, low:high]
-        top_L, log_sum_L = compat.row_log_normaliser(logits_LV)
-        logits_K = logits_LV[rows, ids].float()
-        self.logp_K[low:high] = (logits_K - top_L[rows]) - log_sum_L[rows]
+        rows_K, ids_K = self._index_2K[0, low:high] - first, self._index_2K[1, low:high]
+        logp_K1 = masses.norm.at(rows_K).logp(policy.logits_BV[rows_K, ids_K][:, None])
+        self.logp_K[low:high] = logp_K1[:, 0]
 
     def tap(self, get_logits: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Wraps `get_logits` so that it also shows its result to `take`."""

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sglang_bridge.server.sampling import Behaviour, draw
+from sglang_bridge.server.inversion import draw
+from sglang_bridge.server.masses import LOWEST, Masses, below_top, masses_of
+from sglang_bridge.server.sampling import Behaviour
 from sglang_bridge.server.transfer import to_device
 
 UNUSED = torch.iinfo(torch.int32).max  # marks a column without an id; sorts after every id
@@ -72,59 +74,71 @@ class Selected:
     """Holds what was selected, in no order, equal ids not merged.
 
     ids_BS: int64, UNUSED where a row has no such atom or draw. weight_BS: float64, > 0 where ids_BS
-    is used and 0 elsewhere.
+    is used and 0 elsewhere. logp_BS: float32, without meaning in unused columns.
     """
 
     ids_BS: torch.Tensor
     weight_BS: torch.Tensor
+    logp_BS: torch.Tensor
 
 
-def select(policy: Behaviour, wanted: Wanted, uniform_BM: torch.Tensor) -> Selected:
+def select(
+    policy: Behaviour, wanted: Wanted, uniform_BM: torch.Tensor, masses: Masses | None = None
+) -> Selected:
     """Selects atoms and tail draws of each row.
 
-    uniform_BM: float64 in [0, 1), M = wanted.max_draws; each number makes one draw.
+    uniform_BM: float64 in [0, 1), M = wanted.max_draws; each number makes one draw. masses: the
+    policy's, where they are known.
     """
-    probs_BV = policy.probs_BV
+    logits_BV = policy.logits_BV
     if wanted.max_atoms == wanted.max_draws == 0:  # paths only: nothing is to be summed
-        nothing = torch.empty((len(probs_BV), 0), dtype=torch.int64, device=probs_BV.device)
-        return Selected(nothing, nothing.double())
-    atoms_B1, draws_B1, thin_B1 = wanted.to(probs_BV.device)
+        nothing = torch.empty((len(logits_BV), 0), dtype=torch.int64, device=logits_BV.device)
+        return Selected(nothing, nothing.double(), nothing.float())
+    atoms_B1, draws_B1, thin_B1 = wanted.to(logits_BV.device)
     if wanted.max_atoms == 0:  # plain Monte Carlo pays for no top-k
-        ids_BM, mass_B1 = draw(probs_BV, uniform_BM)
-        return _drawn(probs_BV, ids_BM, draws_B1, torch.ones_like(mass_B1))
-    ids_BK, logp_BK = policy.likeliest(min(wanted.max_atoms, probs_BV.shape[1]))
-    column_K = torch.arange(ids_BK.shape[1], device=ids_BK.device)
-    is_atom_BK = (column_K < atoms_B1) & (logp_BK > -torch.inf)
-    probs_BK = probs_BV.gather(1, ids_BK)
-    tail_BV = probs_BV.scatter(1, ids_BK, probs_BK.masked_fill(is_atom_BK, 0.0))
-    ids_BM, tail_B1 = draw(tail_BV, uniform_BM)
+        masses = masses_of(policy) if masses is None else masses
+        ids_BM = draw(policy, masses, uniform_BM)
+        weight_B1 = draws_B1.clamp(min=1).double().reciprocal()
+        logp_BM = masses.norm.logp(logits_BV.gather(1, ids_BM))
+        return _masked(ids_BM, weight_B1, logp_BM, _columns(ids_BM) < draws_B1)
+    ids_BK, logits_BK = policy.likeliest(min(wanted.max_atoms, logits_BV.shape[1]))
+    is_atom_BK = (_columns(ids_BK) < atoms_B1) & (logits_BK > -torch.inf)
+    with policy.without(ids_BK, logits_BK, is_atom_BK):
+        tail = masses_of(policy)
+        ids_BM = draw(policy, tail, uniform_BM)
     # The tail's mass is the float64 sum of its own probabilities, not 1 minus that of the atoms: it
-    # can be 1e-9. The atoms weigh by the same probabilities, not by exp(logp): a row sums to 1.
-    atoms_BK = probs_BK.double()
-    total_B1 = tail_B1 + atoms_BK.masked_fill(~is_atom_BK, 0.0).sum(-1, keepdim=True)
-    atoms = _masked(ids_BK, atoms_BK / total_B1, is_atom_BK)
+    # can be 1e-9. Both are in units of the likeliest id, and weights add up to 1.
+    top_B1 = logits_BK[:, :1].float().clamp(min=LOWEST)
+    logits_BS = torch.cat([tail.top_B1, logits_BK, logits_BV.gather(1, ids_BM)], dim=1)
+    below_BS = below_top(logits_BS, top_B1, policy.temperature_B1).double()
+    tail_B1 = tail.edge_Bk[:, -1:] * below_BS[:, :1].exp()
+    atoms_BK = torch.where(is_atom_BK, below_BS[:, 1 : 1 + ids_BK.shape[1]].exp(), 0.0)
+    total_B1 = tail_B1 + atoms_BK.sum(-1, keepdim=True)
+    share_B1 = tail_B1 / total_B1
     if wanted.any_thin:
-        needed_B1 = (draws_B1 * (tail_B1 / total_B1)).ceil().long()
+        needed_B1 = (draws_B1 * share_B1).ceil().long()
         draws_B1 = torch.where(thin_B1 == 0, draws_B1, needed_B1.minimum(draws_B1))
-    draws = _drawn(tail_BV, ids_BM, draws_B1, tail_B1 / total_B1)
-    return Selected(
-        torch.cat([atoms.ids_BS, draws.ids_BS], dim=1),
-        torch.cat([atoms.weight_BS, draws.weight_BS], dim=1),
+    # a tail that float32 calls 0 has no draws
+    is_drawn_BM = (_columns(ids_BM) < draws_B1) & (share_B1.float() > 0)
+    each_B1 = share_B1 / draws_B1.clamp(min=1)
+    weight_BS = torch.cat([atoms_BK / total_B1, each_B1.expand(ids_BM.shape)], dim=1)
+    return _masked(
+        torch.cat([ids_BK, ids_BM], dim=1),
+        weight_BS.clamp_(min=LEAST_WEIGHT),
+        (below_BS[:, 1:] - total_B1.log()).float(),
+        torch.cat([is_atom_BK, is_drawn_BM], dim=1),
     )
 
 
-def _drawn(
-    tail_BV: torch.Tensor, ids_BM: torch.Tensor, draws_B1: torch.Tensor, share_B1: torch.Tensor
+def _columns(ids_BS: torch.Tensor) -> torch.Tensor:
+    """Returns int64 [S]: the number of each column."""
+    return torch.arange(ids_BS.shape[1], device=ids_BS.device)
+
+
+def _masked(
+    ids_BS: torch.Tensor, weight_BS: torch.Tensor, logp_BS: torch.Tensor, used_BS: torch.Tensor
 ) -> Selected:
-    """Weighs the first draws_B1 of ids_BM by share_B1; a tail without mass has no draws."""
-    column_M = torch.arange(ids_BM.shape[1], device=ids_BM.device)
-    is_drawn_BM = (column_M < draws_B1) & (tail_BV.gather(1, ids_BM) > 0)
-    return _masked(ids_BM, (share_B1 / draws_B1.clamp(min=1)).expand(ids_BM.shape), is_drawn_BM)
-
-
-def _masked(ids_BS: torch.Tensor, weight_BS: torch.Tensor, used_BS: torch.Tensor) -> Selected:
-    """Sets UNUSED and 0 where not used, at least LEAST_WEIGHT where used."""
+    """Sets UNUSED and 0 where not used. weight_BS: or [B, 1]."""
     return Selected(
-        ids_BS.masked_fill(~used_BS, UNUSED),
-        weight_BS.clamp(min=LEAST_WEIGHT).masked_fill(~used_BS, 0.0),
+        torch.where(used_BS, ids_BS, UNUSED), torch.where(used_BS, weight_BS, 0.0), logp_BS
     )

@@ -2,7 +2,7 @@
 
 Each row is selected once, from the logits that its given ids are scored with.
 
-Axes: R logit rows of one forward pass that want a selection, V vocabulary, S columns.
+Axes: L logit rows of one forward pass, R those that want a selection, S columns.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import numpy as np
 import torch
 
 from sglang_bridge.server import seeded
+from sglang_bridge.server.masses import BLOCK, Masses
 from sglang_bridge.server.rows import build_rows
-from sglang_bridge.server.sampling import behaviour
+from sglang_bridge.server.sampling import Behaviour
 from sglang_bridge.server.scoring import Part
 from sglang_bridge.server.selection import Wanted, select
 from sglang_bridge.server.transfer import to_device
 
-# Logits looked at together: a selection holds copies of them, and SGLang's chunks are large.
-BLOCK_LOGITS = 1 << 24
+# Logits of atoms, and of blocks that draws fall into, held at a time: 8 MiB, and 16 of edges.
+COPIED_LOGITS = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +48,23 @@ class HostSelections:
 
 
 class SelectionPlan:
-    """Plans which logit rows of a forward pass want atoms and draws; holds what was selected."""
+    """Plans which logit rows of a forward pass want atoms and draws; holds what was selected.
 
-    def __init__(self, parts: Sequence[Part], generator: torch.Generator) -> None:
+    num_rows: L. Rows that want none are looked at with those around them, as views of the logits
+    are of whole ranges, and what comes of them is dropped.
+    """
+
+    def __init__(self, parts: Sequence[Part], num_rows: int, generator: torch.Generator) -> None:
         self._parts = [part for part in parts if part.record.selects]
         self._generator = generator
-        counts = np.array([part.count for part in self._parts], dtype=np.int64)
-        atoms = np.array([part.record.num_atoms for part in self._parts], dtype=np.int64)
-        draws = np.array([part.record.num_draws for part in self._parts], dtype=np.int64)
-        rows = [np.arange(part.row, part.row + part.count) for part in self._parts]
-        self._rows_R = np.concatenate([np.empty(0, np.int64), *rows])
-        self._wanted = Wanted(atoms.repeat(counts), draws.repeat(counts))
-        self._seeded_RM = _seeded(self._parts, int(draws.max(initial=0)))
+        atoms_L, draws_L = np.zeros((2, num_rows), np.int64)
+        rows = [np.empty(0, np.int64)]
+        for part in self._parts:
+            rows.append(np.arange(part.row, part.row + part.count))
+            atoms_L[rows[-1]], draws_L[rows[-1]] = part.record.num_atoms, part.record.num_draws
+        self._rows_R = np.concatenate(rows)
+        self._wanted = Wanted(atoms_L, draws_L)
+        self._seeded_LM = _seeded(self._parts, num_rows, int(draws_L.max(initial=0)))
 
     def begin(self, device: torch.device) -> None:
         """Moves the plan to the device and allocates its results."""
@@ -72,49 +78,63 @@ class SelectionPlan:
             "length": torch.zeros(rows, dtype=torch.int32, device=device),
         }
 
-    def _uniforms(self, start: int, stop: int, columns: int, device: torch.device) -> torch.Tensor:
-        """Returns float64 [stop - start, columns], for rows of this plan."""
-        if self._seeded_RM is not None:
-            return to_device(self._seeded_RM[start:stop, :columns].copy(), device)
-        shape = (stop - start, columns)
+    def wants(self, first: int, last: int) -> bool:
+        """Returns whether a logit row of [first, last) wants a selection."""
+        low, high = np.searchsorted(self._rows_R, [first, last])
+        return bool(low < high)
+
+    def take(self, policy: Behaviour, masses: Masses, first: int) -> None:
+        """Selects from the next chunk: logit rows first, first + 1, ..., and their masses."""
+        low, high = np.searchsorted(self._rows_R, [first, first + len(policy.logits_BV)])
+        a_row = max(1, BLOCK * self._wanted.max_draws + self._wanted.max_atoms)
+        at_once = max(1, COPIED_LOGITS // a_row)
+        while low < high:
+            start = int(self._rows_R[low])
+            after = int(np.searchsorted(self._rows_R, start + at_once))
+            after = min(after, int(high))
+            stop = int(self._rows_R[after - 1]) + 1
+            self._select(
+                policy.rows(start - first, stop - first),
+                masses.rows(start - first, stop - first),
+                (start, stop),
+                slice(int(low), after),
+            )
+            low = after
+
+    def _select(
+        self, policy: Behaviour, masses: Masses, rows: tuple[int, int], kept: slice
+    ) -> None:
+        """Selects from logit rows [start, stop), and keeps those of `kept` of the R."""
+        wanted = self._wanted.rows(*rows)
+        uniform_LM = self._uniforms(rows, wanted.max_draws, policy.logits_BV.device)
+        found = build_rows(select(policy, wanted, uniform_LM, masses))
+        index_R, columns = self._index_R[kept] - rows[0], found.ids_BR.shape[1]
+        self._tensors["ids"][kept, :columns] = found.ids_BR[index_R].to(torch.int32)
+        self._tensors["weight"][kept, :columns] = found.weight_BR[index_R]
+        self._tensors["logp"][kept, :columns] = found.logp_BR[index_R]
+        self._tensors["length"][kept] = found.length_B[index_R].to(torch.int32)
+
+    def _uniforms(self, rows: tuple[int, int], columns: int, device: torch.device) -> torch.Tensor:
+        """Returns float64 [stop - start, columns], for logit rows [start, stop)."""
+        if self._seeded_LM is not None:
+            return to_device(self._seeded_LM[slice(*rows), :columns].copy(), device)
+        shape = (rows[1] - rows[0], columns)
         return torch.rand(shape, dtype=torch.float64, device=device, generator=self._generator)
-
-    def take(self, logits_LV: torch.Tensor, first: int) -> None:
-        """Selects from the next chunk: logits, tempered, of logit rows first, first + 1, ..."""
-        low, high = np.searchsorted(self._rows_R, [first, first + logits_LV.shape[0]])
-        block = max(1, BLOCK_LOGITS // logits_LV.shape[1])
-        for start in range(low, high, block):
-            stop = min(start + block, high)
-            rows = self._index_R[start:stop] - first
-            self._select(logits_LV[rows], start, stop)
-
-    def _select(self, logits_RV: torch.Tensor, start: int, stop: int) -> None:
-        wanted = self._wanted.rows(start, stop)
-        policy = behaviour(logits_RV, torch.ones((1, 1), device=logits_RV.device))
-        uniform_RM = self._uniforms(start, stop, wanted.max_draws, logits_RV.device)
-        rows = build_rows(select(policy, wanted, uniform_RM))
-        columns = rows.ids_BR.shape[1]
-        self._tensors["ids"][start:stop, :columns] = rows.ids_BR.to(torch.int32)
-        self._tensors["weight"][start:stop, :columns] = rows.weight_BR
-        self._tensors["logp"][start:stop, :columns] = rows.logp(policy)
-        self._tensors["length"][start:stop] = rows.length_B.to(torch.int32)
 
     def copy_to_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> HostSelections:
         """Starts the asynchronous copies; `copy` is SGLang's."""
         return HostSelections(self._parts, {n: copy(t) for n, t in self._tensors.items()})
 
 
-def _seeded(parts: Sequence[Part], columns: int) -> np.ndarray | None:
-    """Returns float64 [R, columns]: the numbers of every row's draws; None without seeds."""
+def _seeded(parts: Sequence[Part], num_rows: int, columns: int) -> np.ndarray | None:
+    """Returns float64 [L, columns]: the numbers of every row's draws; None without seeds."""
     if any(part.record.seed is None for part in parts):
         return None
-    uniform_RM = np.zeros((sum(part.count for part in parts), columns))
-    start = 0
+    uniform_LM = np.zeros((num_rows, columns))
     for part in parts:
-        record, stop = part.record, start + part.count
+        record, rows = part.record, slice(part.row, part.row + part.count)
         assert record.seed is not None
-        uniform_RM[start:stop, : record.num_draws] = seeded.row_uniforms(
+        uniform_LM[rows, : record.num_draws] = seeded.row_uniforms(
             record.seed, seeded.SCORES, part.first, part.count, record.num_draws
         )
-        start = stop
-    return uniform_RM
+    return uniform_LM

@@ -105,7 +105,7 @@ def server_command(spec: ServerSpec) -> list[str]:
         command += ["--context-length", str(spec.context_length)]
     if spec.max_total_tokens is not None:
         command += ["--max-total-tokens", str(spec.max_total_tokens)]
-    chosen = any(flag in spec.extra_args for flag in MOE_FLAGS)
+    chosen = any(_flag(word) in MOE_FLAGS for word in spec.extra_args)
     if spec.quantization is not None or (spec.role == "student" and not chosen):
         # of what SGLang might choose itself (on Blackwell), some lays experts out anew, and weight
         # syncs could not write them; a CPU ignores it
@@ -117,6 +117,11 @@ def server_command(spec: ServerSpec) -> list[str]:
     if spec.shares_memory:
         command += MEMORY_FLAGS
     return [*command, *spec.extra_args]
+
+
+def _flag(word: str) -> str:
+    """Returns a word's option as it is written in MOE_FLAGS, where it is one."""
+    return word.partition("=")[0].replace("_", "-")
 
 
 def server_env(

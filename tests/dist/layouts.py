@@ -66,11 +66,11 @@ BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 
 VARIANTS: dict[str, dict[str, Any]] = {
     "packed": {"max_tokens_per_microbatch": 64},
     "alone": {"max_tokens_per_microbatch": 1},
-    "recompute": {"max_tokens_per_microbatch": 64, "recompute": True},
+    "recompute": {"max_tokens_per_microbatch": 64, "recompute": "full"},
     # One sample a micro-batch, so that every layout balances over the same tokens.
     "balanced": {"max_tokens_per_microbatch": 1, "megatron": BALANCED},
     # For batches that carry routed experts (caches.with_experts).
-    "replayed": {"max_tokens_per_microbatch": 64, "recompute": True, "routing_replay": "rollout"},
+    "replayed": {"max_tokens_per_microbatch": 64, "recompute": "full", "routing_replay": "rollout"},
 }
 
 

@@ -27,18 +27,17 @@ from tests.support.models import tiny_qwen3_moe
 pytestmark = pytest.mark.dist
 
 VOCAB, EXPERTS, TOPK, MOE_LAYERS = 512, 8, 3, 3
-MOE_ALONE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "recompute": (1, {"max_tokens_per_microbatch": 32, "recompute": True}),
-    "recomputed experts": (1, {"max_tokens_per_microbatch": 32, "megatron": MOE_ALONE}),
+    "recompute": (1, {"max_tokens_per_microbatch": 32, "recompute": "full"}),
+    "recomputed experts": (1, {"max_tokens_per_microbatch": 32, "recompute": "selective"}),
     "tp2ep2": (2, {"parallel": {"tp": 2, "ep": 2}, "max_tokens_per_microbatch": 64}),
-    "cp2": (2, {"parallel": {"cp": 2}, "max_tokens_per_microbatch": 32, "recompute": True}),
+    "cp2": (2, {"parallel": {"cp": 2}, "max_tokens_per_microbatch": 32, "recompute": "full"}),
     "vpp2": (
         2,
         {
             "parallel": {"pp": 2, "vpp": 2},
             "max_tokens_per_microbatch": 32,
-            "megatron": MOE_ALONE,
+            "recompute": "selective",
         },
     ),
 }

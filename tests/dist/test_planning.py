@@ -9,9 +9,11 @@ import pytest
 
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.planning.activations import BYTES, Shapes, boundary_bytes, layer_bytes
+from megatron_opd.planning.activations import BYTES, Shapes
 from megatron_opd.planning.layout import in_flight_chunks, rank_groups, stage_layers
 from megatron_opd.planning.learner import learner_memory
+from megatron_opd.planning.recompute import kept_bytes
+from megatron_opd.planning.settings import Settings
 from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 from tests.dist import planning_jobs
@@ -24,7 +26,16 @@ pytestmark = pytest.mark.dist
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "one": ("mixed", {"dtype": "float32"}),
     "bf16": ("mixed", {"dtype": "bfloat16"}),
-    "recompute": ("mixed", {"dtype": "bfloat16", "recompute": True}),
+    "recompute": ("mixed", {"dtype": "bfloat16", "recompute": "full"}),
+    "selective": ("mixed", {"dtype": "bfloat16", "recompute": "selective"}),
+    "selective experts": (
+        "mixed",
+        {
+            "dtype": "float32",
+            "recompute": "selective",
+            "megatron": {"recompute_modules": ["moe"]},
+        },
+    ),
     "tied pp2": ("tied", {"dtype": "bfloat16", "parallel": {"pp": 2}}),
     "tp2 ep2": ("mixed", {"dtype": "bfloat16", "parallel": {"tp": 2, "dp": 2, "ep": 2}}),
     "tp2 etp2": ("mixed", {"dtype": "float32", "parallel": {"tp": 2}}),
@@ -142,9 +153,7 @@ def test_saved_tensors_are_those_of_the_formula(case):
             for rank in mine:
                 tokens = rank["tokens"] * parallel.tp
                 shapes = Shapes(spec, parallel, tokens, BYTES[config.dtype], "local")
-                planned += (
-                    boundary_bytes(shapes) if config.recompute else layer_bytes(shapes, layer)
-                )
+                planned += kept_bytes(shapes, layer, Settings.of(config))
             real = sum(r["saved_by_layer"][place] / r["passes"][place] for r in mine)
             if parallel.cp > 1:
                 # the local attention gathers keys and values of the whole sequence, with a mask;

@@ -32,33 +32,33 @@ FREE = ("probs_diff_free_max", "probs_diff_free_mean")
 NOISE = {"hidden_dropout": 0.1, "moe_input_jitter_eps": 0.01}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {"max_tokens_per_microbatch": 10_000}),
-    "recompute": (1, {"max_tokens_per_microbatch": 32, "recompute": True}),
+    "recompute": (1, {"max_tokens_per_microbatch": 32, "recompute": "full"}),
     "recomputed experts": (
         1,
         {
             "max_tokens_per_microbatch": 32,
-            "megatron": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+            "recompute": "selective",
         },
     ),
-    "tp2": (2, {"parallel": {"tp": 2}, "max_tokens_per_microbatch": 64, "recompute": True}),
+    "tp2": (2, {"parallel": {"tp": 2}, "max_tokens_per_microbatch": 64, "recompute": "full"}),
     "pp2": (2, {"parallel": {"pp": 2}, "max_tokens_per_microbatch": 32}),
     "pp2 recompute": (
         2,
-        {"parallel": {"pp": 2}, "max_tokens_per_microbatch": 32, "recompute": True},
+        {"parallel": {"pp": 2}, "max_tokens_per_microbatch": 32, "recompute": "full"},
     ),
     "vpp2": (
         2,
-        {"parallel": {"pp": 2, "vpp": 2}, "max_tokens_per_microbatch": 32, "recompute": True},
+        {"parallel": {"pp": 2, "vpp": 2}, "max_tokens_per_microbatch": 32, "recompute": "full"},
     ),
     "vpp2 recomputed experts": (
         2,
         {
             "parallel": {"pp": 2, "vpp": 2},
             "max_tokens_per_microbatch": 32,
-            "megatron": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+            "recompute": "selective",
         },
     ),
-    "cp2": (2, {"parallel": {"cp": 2}, "max_tokens_per_microbatch": 32, "recompute": True}),
+    "cp2": (2, {"parallel": {"cp": 2}, "max_tokens_per_microbatch": 32, "recompute": "full"}),
     "ep2": (2, {"parallel": {"dp": 2, "ep": 2}, "max_tokens_per_microbatch": 64}),
     "tp2ep2": (2, {"parallel": {"tp": 2, "ep": 2}, "max_tokens_per_microbatch": 64}),
     "tp2cp2": (4, {"parallel": {"tp": 2, "cp": 2}, "max_tokens_per_microbatch": 32}),
@@ -167,7 +167,7 @@ def look(
     return result["metrics"][0], torch.load(out / "logits.pt")
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_replayed_recording_is_bitwise_the_same(recompute, models, batches, tmp_path):
     model, batch = models["post"], batches["post"]
     runs = {"off": look(model, batch, tmp_path / "off", recompute=recompute)}
@@ -237,7 +237,7 @@ def test_the_mismatch_with_replay_and_without(models, batches, tmp_path):
 @pytest.mark.parametrize(
     ("size", "config"),
     [
-        (1, {"recompute": True, "num_mini_batches": 2, "megatron": NOISE}),
+        (1, {"recompute": "full", "num_mini_batches": 2, "megatron": NOISE}),
         (2, {"parallel": {"tp": 2}, "megatron": NOISE}),
         (2, {"parallel": {"dp": 2, "ep": 2}, "ddp": OVERLAP}),
         (1, {"megatron": BALANCED}),
@@ -279,9 +279,10 @@ def test_current_keeps_the_routing_of_the_batchs_start(models, batches, tmp_path
     own = with_experts(batch, np.load(tmp_path / "current" / "experts.npy"))
     rollout, _ = look(model, own, tmp_path / "rollout", routing_replay="rollout", **fast)
     off, _ = look(model, batch, tmp_path / "off", **fast)
-    for key in ("loss", "grad_norm", "routing_moved_fraction"):
+    for key in ("loss", "grad_norm"):
         assert current[key] == rollout[key], key
-    assert 0.01 < current["routing_moved_fraction"] < 0.5
+    # of two mini-batches the first, whose routers choose the same, is replayed by one alone
+    assert 0.01 < rollout["routing_moved_fraction"] < current["routing_moved_fraction"] < 0.8
     after, exact = (weights(tmp_path / name, 0) for name in ("current", "rollout"))
     assert all(torch.equal(after[key], exact[key]) for key in exact)
     assert relative_gap(exact, weights(tmp_path / "off", 0)) > 1e-3

@@ -5,9 +5,12 @@ import pytest
 import torch
 
 from megatron_opd.losses.vocab_parallel import gather_logp
-from sglang_bridge.server.rows import build_rows
-from sglang_bridge.server.sampling import behaviour, draw
+from sglang_bridge.server.inversion import draw
+from sglang_bridge.server.masses import can_use_kernels, masses_of
+from sglang_bridge.server.rows import build_rows, forced
+from sglang_bridge.server.sampling import behaviour
 from sglang_bridge.server.selection import UNUSED, Wanted, select
+from tests.support.figures import bounded
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,19 +24,63 @@ def logits() -> torch.Tensor:
     return 3 * torch.randn(B, V, generator=torch.Generator().manual_seed(0))
 
 
-def test_draws_and_their_log_probs(logits: torch.Tensor):
+@pytest.mark.parametrize("top_p", [None, 0.9])
+def test_draws_and_their_log_probs(logits: torch.Tensor, top_p: float | None):
     uniform = torch.rand(B, M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     temperature = torch.full((B, 1), 0.7)
-    top_p = torch.full((B,), 0.9)
-    on_cpu = behaviour(logits, temperature, top_p_B=top_p)
-    on_cuda = behaviour(logits.cuda(), temperature.cuda(), top_p_B=top_p.cuda())
-    ids, _ = draw(on_cuda.probs_BV, uniform.cuda())
-    # float32 softmax differs by rounding, which moves a draw only at the edge of an id's interval
-    assert (ids.cpu() == draw(on_cpu.probs_BV, uniform)[0]).float().mean() > 0.99
-    assert (on_cuda.probs_BV.gather(1, ids) > 0).all()
-    torch.testing.assert_close(
-        on_cuda.gather(ids).cpu(), on_cpu.gather(ids.cpu()), atol=1e-5, rtol=0
+    cut = None if top_p is None else torch.full((B,), top_p)
+    on_cpu = behaviour(logits, temperature, top_p_B=cut)
+    on_cuda = behaviour(
+        logits.cuda(), temperature.cuda(), top_p_B=None if cut is None else cut.cuda()
     )
+    expected, found = masses_of(on_cpu), masses_of(on_cuda)
+    ids = draw(on_cuda, found, uniform.cuda())
+    # rounding moves a draw only at the edge of an id's interval
+    assert (ids.cpu() == draw(on_cpu, expected, uniform)).float().mean() > 0.99
+    logp = found.norm.logp(on_cuda.logits_BV.gather(1, ids)).cpu()
+    assert logp.isfinite().all()
+    theirs = expected.norm.logp(on_cpu.logits_BV.gather(1, ids.cpu()))
+    torch.testing.assert_close(logp, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("vocab", [V, V + 77, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_masses_by_kernel(logits: torch.Tensor, dtype: torch.dtype, vocab: int):
+    """Against float64, in a batch and alone."""
+    whole = torch.cat([logits, logits[:, :77]], dim=1)[:, :vocab].to(dtype).contiguous()
+    temperature = torch.linspace(0.5, 1.5, B)[:, None]
+    policy = behaviour(whole.cuda(), temperature.cuda())
+    assert can_use_kernels(policy.logits_BV)
+    found = masses_of(policy)
+    exact = (whole.double() / temperature.double()).log_softmax(-1)
+    worst = (found.norm.logp(policy.logits_BV).cpu() - exact).abs().max()
+    bounded("masses on CUDA: log-probs against float64 (nats)", float(worst), 2e-5)
+    alone = masses_of(behaviour(whole[3:4].cuda(), temperature[3:4].cuda()))
+    assert torch.equal(alone.mass_Bk, found.mass_Bk[3:4]), "a row must not see its neighbours"
+
+
+def test_a_number_has_the_id_whose_interval_holds_it(logits: torch.Tensor):
+    numbers = torch.rand(B, 4000, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    policy = behaviour(logits.cuda(), torch.ones(1, 1).cuda())
+    ids = draw(policy, masses_of(policy), numbers.cuda()).cpu()
+    probs = logits.double().softmax(-1)
+    above = probs.cumsum(-1).gather(1, ids)
+    outside = torch.maximum(above - probs.gather(1, ids) - numbers, numbers - above)
+    bounded("draws on CUDA: a number from its id's interval", float(outside.max()), 1e-6)
+
+
+def test_nothing_of_the_size_of_the_logits_is_held():
+    logits_BV = torch.randn(64, V, device="cuda")
+    wanted = Wanted(np.full(64, 0), np.full(64, 4))
+    uniform_BM = torch.rand(64, 4, dtype=torch.float64, device="cuda")
+    policy = behaviour(logits_BV, torch.ones(64, 1, device="cuda"))
+    select(policy, wanted, uniform_BM)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    select(policy, wanted, uniform_BM)
+    extra = torch.cuda.max_memory_allocated() - before
+    bounded("draws on CUDA: extra bytes / bytes of logits", extra / (4 * logits_BV.numel()), 0.1)
 
 
 def test_selected_rows(logits: torch.Tensor):
@@ -42,9 +89,13 @@ def test_selected_rows(logits: torch.Tensor):
     uniform = torch.rand(B, wanted.max_draws, dtype=torch.float64, generator=generator)
     path = torch.randint(0, V, (B, 1), generator=generator)
     one = torch.ones(B, 1)
-    on_cpu = build_rows(select(behaviour(logits, one), wanted, uniform), path)
-    policy = behaviour(logits.cuda(), one.cuda())
-    on_cuda = build_rows(select(policy, wanted, uniform.cuda()), path.cuda())
+    chosen = forced(path, torch.zeros(B, 1))
+    on_cpu = build_rows(select(behaviour(logits, one), wanted, uniform), chosen)
+    device_logits = logits.cuda()
+    policy = behaviour(device_logits, one.cuda())
+    chosen = forced(path.cuda(), torch.zeros(B, 1).cuda())
+    on_cuda = build_rows(select(policy, wanted, uniform.cuda()), chosen)
+    assert torch.equal(device_logits.cpu(), logits), "the sampler still needs these logits"
     # rounding moves a draw only at the edge of an id's interval
     assert (on_cuda.ids_BR.cpu() == on_cpu.ids_BR).float().mean() > 0.99
     exact = wanted.draws_B == 0

@@ -48,6 +48,7 @@ def replies() -> list[DrawCache]:
         logits_BV[:, 0] = torch.tensor([1.0, 2.0]) + token
         with draws.sampling_step(draws.step_of(batch)):
             state = observer.before_grammar(logits_BV, info)
+            draws.show_probabilities(logits_BV.softmax(1))
             rows = observer.after_sample(state, torch.tensor(ids))
         commit = SimpleNamespace(output_index=token)
         rows.copy_to_host(lambda tensor: tensor).consume(batch, [commit] * len(PATH))

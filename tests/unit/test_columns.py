@@ -23,8 +23,8 @@ TOY = (
     ),
     (
         "sglang_bridge/server/draws.py",
-        '            "sampler_logp_N": rows.logp(policy),\n',
-        '            "peak_T": policy.logp_BV.amax(1),\n',
+        '            "sampler_logp_N": rows.logp_BR,\n',
+        '            "peak_T": _sampled_BV.amax(1).log(),\n',
     ),
 )
 

@@ -165,14 +165,15 @@ def test_without_a_gpu_one_line_says_so(
     assert os.listdir(tmp_path) == []
 
 
-def test_draws_and_scores_have_figures_without_sglang(monkeypatch: pytest.MonkeyPatch):
+def test_draws_and_scores_have_figures_and_errors(monkeypatch: pytest.MonkeyPatch):
     from benchmarks.gpu import sampling
 
-    monkeypatch.setattr(sampling, "find_spec", lambda name: None)
     monkeypatch.setattr(sampling, "REPEATS", 1)
-    monkeypatch.setattr(sampling.compat, "row_log_normaliser", None)
     found = sampling.measure(60.0, dry=True)
-    assert set(found["decode_ms"]) == {"sampler", *sampling.SUPPORTS, "mc_64_top_p"}
+    others = {"sampler", "mc_64_top_p", "mc_64_without_kernels", "mc_64_dense", "one_pass"}
+    assert set(found["decode_ms"]) == {*sampling.SUPPORTS, *others}
     times_ms = [*found["decode_ms"].values(), *found["score_ms"].values()]
     assert all(figures["ms_median"] > 0 for figures in times_ms)
-    assert found["normaliser"] == "torch's: sglang is not installed"
+    assert found["kernels"] is False
+    assert 0 < found["errors"]["logp_nats"] < 1e-5
+    assert found["errors"]["number_from_its_interval"] < 1e-6

@@ -45,6 +45,7 @@ def test_an_enum_is_named():
         (TransformerConfig, "num_layers", 2, "set by config.json of the model; leave it out"),
         (TransformerConfig, "tensor_model_parallel_size", 2, "set by learner.parallel"),
         (TransformerConfig, "bf16", True, "set by learner.dtype"),
+        (TransformerConfig, "recompute_granularity", "full", "set by learner.recompute"),
         (TransformerConfig, "init_method", "x", "not a field .* that YAML can set"),
         (TransformerConfig, "fp8", "e5m2", "s.fp8: .*'e5m2'"),
         (TransformerConfig, "autocast_dtype", "float3", "must name a torch dtype.*'float3'"),

@@ -144,16 +144,77 @@ def test_only_what_needs_a_gradient_gets_one():
     assert weight.main_grad.any()  # type: ignore[attr-defined]
 
 
-class _Largest(TorchDispatchMode):
-    """The largest number of elements that an operation has returned."""
+def hooked(rows: int, ids: int) -> tuple[Any, list[tuple[int, bool]]]:
+    """A head under Megatron's DDP: what its hook finds in `grad`, bytes and whether it is added."""
+    weight: Any = torch.nn.Parameter(case(rows, ids, 4, 1).weight_vH.clone())
+    weight.main_grad = torch.zeros_like(weight)
+    weight.grad_added_to_main_grad = False
+    found: list[tuple[int, bool]] = []
 
-    numel = 0
+    def hook(*_: Any) -> None:
+        assert weight.grad is not None, "refused with overlap_grad_reduce"
+        found.append((weight.grad.untyped_storage().nbytes(), weight.grad_added_to_main_grad))
+        if not weight.grad_added_to_main_grad:
+            weight.main_grad.add_(weight.grad.data)
+        weight.grad = None
+
+    weight.accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    weight.accumulator.register_hook(hook)
+    return weight, found
+
+
+def test_a_gradient_is_signalled_without_memory_and_added_once():
+    """As for Megatron's fused layers; a returned zero would be copied: v * H numbers a backward."""
+    rows, ids, width, block = 6, 4000, 4, (6, 50)
+    given_case = case(rows, ids, width, 30)
+    signalled, found = hooked(rows, ids)
+    signalled.signals_main_grad = True
+    plain = torch.nn.Parameter(signalled.detach().clone())
+    plain.main_grad = torch.zeros_like(plain)  # type: ignore[attr-defined]
+    for _ in range(2):
+        for weight in (signalled, plain):
+            logp_N = lean_logp(given_case.hidden_TH, weight, *given_case[2:4], block=block).logp_N
+            with _Largest() as seen:
+                logp_N.sum().backward()
+            copied = [size for size in seen.made if size >= weight.numel()]
+            assert not copied, "a tensor of the weight's size was made"
+    assert found == [(weight.element_size(), True)] * 2, "one number, seen everywhere"
+    assert torch.equal(signalled.main_grad, plain.main_grad)  # type: ignore[attr-defined]
+
+
+def test_a_tied_embedding_brings_its_own_gradient_to_the_hook():
+    """Nobody says that the head's is the only one: then the lookup's arrives, and is added."""
+    given_case = case(6, 40, 4, 30)
+    weight, found = hooked(6, 40)
+    hidden_TH = torch.nn.functional.embedding(torch.arange(6), weight)
+    lean_logp(hidden_TH, weight, *given_case[2:4]).logp_N.sum().backward()
+    assert [added for _, added in found] == [False]
+    alone = weight.detach().clone().requires_grad_()
+    hidden_TH = torch.nn.functional.embedding(torch.arange(6), alone)
+    lean_logp(hidden_TH, alone, *given_case[2:4]).logp_N.sum().backward()
+    torch.testing.assert_close(weight.main_grad, alone.grad)
+
+
+class _Largest(TorchDispatchMode):
+    """The largest number of elements that an operation has returned; made: of those in new memory.
+
+    A view, and what is computed in place, is in memory of an argument.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+        self.made: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        known = {tensor.untyped_storage().data_ptr() for tensor in given}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self.numel = max(self.numel, tensor.numel())
+                if tensor.untyped_storage().data_ptr() not in known:
+                    self.made.append(tensor.numel())
         return out
 
 

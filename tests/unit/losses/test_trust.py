@@ -1,6 +1,7 @@
 """Trust regions: clip, dual clip, M2PO."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -10,7 +11,13 @@ from hypothesis import strategies as st
 
 from megatron_opd.config.trust import ClipTrust, M2Trust, NoTrust
 from megatron_opd.losses.objective import evaluate, m2_limit_of, m2_view
-from megatron_opd.losses.trust import moved_along, second_moment_limit, trusted
+from megatron_opd.losses.trust import (
+    SUM_BLOCK,
+    moved_along,
+    running_sum,
+    second_moment_limit,
+    trusted,
+)
 from tests.support.loss_cases import accepted, cache_of, draw_rows, estimator, problem, student_logp
 
 EVERY = 3  # of the accepted estimators: enough of each kind
@@ -155,3 +162,49 @@ def test_trust_regions_do_act():
         rows = draw_rows(est.support, case, np.random.default_rng(0))
         result = evaluate(est, cache_of(est, case, rows, student_logp(case.student_TV, rows)))
         assert 0 < float(result.sums["stopped_weight"]) < float(result.sums["importance_weight"])
+
+
+@pytest.mark.parametrize("count", [0, 1, SUM_BLOCK, SUM_BLOCK + 1, 3 * SUM_BLOCK**2 - 5])
+def test_running_sums_are_exact_to_rounding(count: int):
+    """Against sums without rounding; the longest takes three levels of blocks."""
+    value_n = np.random.default_rng(count).lognormal(0, 3, count)
+    exact, total = [], Fraction(0)
+    for value in value_n:
+        total += Fraction(float(value))
+        exact.append(float(total))
+    found = running_sum(torch.tensor(value_n))
+    assert found.shape == (count,)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, torch.tensor(exact, dtype=torch.float64), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("moment", ["kept", "capped"])
+def test_limits_of_many_actions_equal_those_found_one_by_one(moment: str):
+    rng = np.random.default_rng(3)
+    count = 5 * SUM_BLOCK + 7
+    log_r, A = torch.tensor(rng.normal(0, 0.3, count)), torch.tensor(rng.normal(size=count))
+    weight = torch.tensor(rng.uniform(0.05, 1, count))
+    along = sorted(
+        (float(r) ** 2, float(w)) for r, a, w in zip(log_r, A, weight, strict=True) if r * a > 0
+    )
+    whole = sum(w for _, w in along)
+    expected, below, summed = math.inf if moment == "kept" else 0.0, 0.0, 0.0
+    for distance, w in along:
+        below, summed = below + w, summed + w * distance
+        if moment == "kept" and summed / below > 0.04:
+            expected = distance
+            break
+        if moment == "capped" and (summed + distance * (whole - below)) / whole <= 0.04:
+            expected = distance
+    found = second_moment_limit(log_r, A, weight, M2Trust(threshold=0.04, moment=moment))
+    assert 0 < expected < math.inf
+    assert float(found) == pytest.approx(expected, rel=1e-12)
+
+
+def test_without_actions_there_is_no_limit():
+    none = torch.zeros(0)
+    for moment in ("kept", "capped"):
+        config = M2Trust(threshold=0.1, moment=moment)
+        assert second_moment_limit(none, none, none, config) == torch.inf
+        still = torch.zeros(3)
+        assert second_moment_limit(still, still, still + 1, config) == torch.inf

@@ -38,7 +38,7 @@ def test_optimizer_is_shared_by_those_who_hold_the_same_parameters():
 
 LARGE = {
     "parallel": {"tp": 4, "pp": 2, "dp": 8, "ep": 16},
-    "recompute": True,
+    "recompute": "full",
     "gpu_memory_gib": 79,
 }
 
@@ -58,16 +58,16 @@ LARGE = {
                 "max_tokens_per_microbatch": 18432,
                 "gpu_memory_gib": 79,
             },
-            ["stage 0", "activations", "learner.recompute=true would fit"],
+            ["stage 0", "activations", "learner.recompute=selective would fit"],
         ),
         (
             "Qwen3-30B-A3B",
-            {"parallel": {"pp": 4, "dp": 4, "ep": 4}, "recompute": True, "gpu_memory_gib": 40},
+            {"parallel": {"pp": 4, "dp": 4, "ep": 4}, "recompute": "full", "gpu_memory_gib": 40},
             ["learner.parallel.tp=2 (32 ranks) would fit"],
         ),
         (
             "Qwen3-235B-A22B",
-            {"gpu_memory_gib": 79, "recompute": True},
+            {"gpu_memory_gib": 79, "recompute": "full"},
             ["no single change is enough; nearest is learner.parallel.tp=2 (2 ranks)"],
         ),
     ],

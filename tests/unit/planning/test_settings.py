@@ -16,7 +16,8 @@ def test_megatrons_own_fields_are_read_or_named():
     spec = spec_of("Qwen3-1.7B")
     plain = learner.learner_memory(spec, config(), 1)[0]
     tree = {
-        "megatron": {"recompute_granularity": "full", "fp8": "e4m3"},
+        "recompute": "full",
+        "megatron": {"recompute_num_layers": 2, "fp8": "e4m3"},
         "ddp": {"grad_reduce_in_fp32": False},
         "optimizer": {
             "use_precision_aware_optimizer": True,
@@ -29,4 +30,7 @@ def test_megatrons_own_fields_are_read_or_named():
     assert found.gradients == plain.gradients // 2
     assert found.optimizer == plain.optimizer // 2  # 2 + 2 + 2 bytes instead of 4 + 4 + 4
     assert found.activations < plain.activations / 10
-    assert unread(changed) == ["learner.megatron.fp8"]
+    assert unread(changed) == ["learner.megatron.recompute_num_layers", "learner.megatron.fp8"]
+    for modules, named in ((["moe"], []), (["moe", "layernorm"], ["recompute_modules"])):
+        chosen = config(recompute="selective", megatron={"recompute_modules": modules})
+        assert unread(chosen) == [f"learner.megatron.{name}" for name in named]

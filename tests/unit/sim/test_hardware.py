@@ -25,7 +25,7 @@ def config_of(**sections: Any) -> Config:
     given: dict[str, Any] = {
         "student": {"model": "s"},
         "teacher": {"model": "t"},
-        "learner": {"dtype": "bfloat16", "recompute": False},
+        "learner": {"dtype": "bfloat16", "recompute": "none"},
     }
     return minimal(**given | sections)
 
@@ -53,8 +53,23 @@ def test_a_decode_step_reads_all_weights() -> None:
 def test_training_takes_six_flops_a_parameter_and_token() -> None:
     costs = costs_of()
     assert costs.learner.token_s == pytest.approx(6 * 1.72e9 / (989.5e12 * TRAIN_MFU), rel=0.01)
-    again = costs_of(learner={"dtype": "bfloat16", "recompute": True})
-    assert again.learner.token_s == pytest.approx(costs.learner.token_s * 4 / 3)
+    again = costs_of(learner={"dtype": "bfloat16", "recompute": "full"})
+    # all but the head, which is 18 % of a forward pass
+    layers = 1 - 151_936 * 2048 / 1.72e9
+    assert again.learner.token_s == pytest.approx(costs.learner.token_s * (3 + layers) / 3, 1e-3)
+    assert again.learner.token_context_s == pytest.approx(costs.learner.token_context_s * 4 / 3)
+    selective = costs_of(learner={"dtype": "bfloat16", "recompute": "selective"})
+    assert costs.learner.token_s < selective.learner.token_s < again.learner.token_s
+    assert selective.learner.token_context_s == costs.learner.token_context_s
+
+
+def test_the_batch_s_start_is_passed_for_all_mini_batches_but_the_first() -> None:
+    learner = {"dtype": "bfloat16", "num_mini_batches": 4}
+    prox = {"correction": {"type": "importance", "prox": True}}
+    plain, more = costs_of(learner=learner), costs_of(learner=learner, **prox)
+    assert more.learner.token_s == pytest.approx(plain.learner.token_s * (3 + 3 / 4) / 3)
+    one = {"dtype": "bfloat16"}
+    assert costs_of(learner=one, **prox).learner == costs_of(learner=one).learner
 
 
 def test_a_mixture_of_experts_scores_with_its_chosen_experts() -> None:
@@ -69,7 +84,7 @@ def test_more_ranks_take_less_time() -> None:
     )
     assert two.engine.step_s < one.engine.step_s
     assert two.teachers["teacher"].token_s == pytest.approx(one.teachers["teacher"].token_s / 2)
-    learner = {"dtype": "bfloat16", "recompute": False, "parallel": {"tp": 2, "dp": 2}}
+    learner = {"dtype": "bfloat16", "recompute": "none", "parallel": {"tp": 2, "dp": 2}}
     cut = costs_of(learner=learner).learner
     # exchanges within layers come on top
     assert one.learner.token_s / 2 < cut.token_s < one.learner.token_s

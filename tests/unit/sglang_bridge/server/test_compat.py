@@ -273,13 +273,6 @@ def test_delayed_sampling_runs_inside_our_context():
     assert nothing.delay_sample_func is None
 
 
-def test_row_log_normaliser_is_log_softmax():
-    logits = 100 + torch.randn(4, 50)
-    top, log_sum = compat.row_log_normaliser(logits)
-    expected = logits.log_softmax(-1)
-    assert torch.allclose(logits - top[:, None] - log_sum[:, None], expected, atol=1e-5)
-
-
 def test_the_streamer_adds_payloads_of_finished_requests_once():
     streamer = compat.streamer_class(lambda req: req.payload, "bridge")
     instance = object.__new__(streamer)

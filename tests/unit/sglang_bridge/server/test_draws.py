@@ -8,7 +8,7 @@ import torch
 
 from sglang_bridge import wire
 from sglang_bridge.arrays import unpack
-from sglang_bridge.server import compat, draws
+from sglang_bridge.server import compat, draws, plugin
 from sglang_bridge.server.draws import DrawRecord
 from tests.support.server_requests import fake_request
 
@@ -90,3 +90,69 @@ def test_consume_takes_only_committed_tokens_of_requests_with_draws():
     assert arrays(record)["path_T"] == [1]
     assert compat.find_record(requests[1], draws.RECORD) is None
     assert compat.find_record(requests[2], draws.RECORD) is None
+
+
+def sampled_rows(
+    monkeypatch: pytest.MonkeyPatch, shown: bool = True, **filters: torch.Tensor
+) -> tuple[torch.Tensor, draws.DeviceRows]:
+    """A step of two requests, one of which draws, through SGLang's sampler as it is hooked.
+
+    Returns the logits that the step began with; the sampler overwrites them.
+    """
+    monkeypatch.setattr(compat, "is_deterministic", lambda: False)
+    monkeypatch.setattr(compat, "weight_version", lambda: "3")
+    monkeypatch.setattr(
+        compat,
+        "sampling_filters",
+        lambda info: dict.fromkeys(("top_k_B", "top_p_B", "min_p_B")) | filters,
+    )
+    logits = 2 * torch.randn(2, 30, generator=torch.Generator().manual_seed(4))
+    before, path = logits.clone(), torch.tensor([1, 2])
+    info = SimpleNamespace(
+        temperatures=torch.tensor([[0.7], [1.3]]),
+        sampling_seed=None,
+        sampling_mask_batch_indices=None,
+    )
+    requests = [fake_request(**{wire.NUM_DRAWS: 0}), fake_request(**{wire.NUM_DRAWS: 9})]
+    observer = draws.DrawObserver("cpu", 0)
+    with draws.sampling_step(draws.step_of(SimpleNamespace(reqs=requests))):
+        state = observer.before_grammar(logits, info)
+        logits.div_(info.temperatures)
+        logits[:] = logits.softmax(-1)
+        if shown:
+            plugin.around_sample(lambda *_: (path, None), None, logits, info, None)
+        return before / info.temperatures, observer.after_sample(state, path)
+
+
+@pytest.mark.parametrize("top_p", [None, 0.95])
+def test_log_probs_are_those_before_the_sampler_overwrote_them(
+    monkeypatch: pytest.MonkeyPatch, top_p: float | None
+):
+    """Of the path's token, of its own row's draws, and where the path was drawn besides."""
+    filters = {} if top_p is None else {"top_p_B": torch.full((2,), top_p)}
+    tempered, found = sampled_rows(monkeypatch, **filters)
+    probs = tempered.double().softmax(-1)
+    if top_p is not None:
+        ordered, order = probs.sort(descending=True)
+        kept = (ordered.cumsum(-1) - ordered) <= top_p
+        probs = torch.zeros_like(probs).scatter_(1, order, ordered * kept)
+    logp = (probs / probs.sum(-1, keepdim=True)).log()
+    tensors = found.tensors
+    for row, path in enumerate([1, 2]):
+        length = int(tensors["length_T"][row])
+        ids = tensors["ids_N"][row, :length].long()
+        assert ids[tensors["path_T"][row]] == path
+        torch.testing.assert_close(
+            tensors["sampler_logp_N"][row, :length].double(), logp[row, ids], atol=2e-6, rtol=0
+        )
+        assert length == 1 if row == 0 else length > 3
+
+
+def test_a_sampler_that_does_not_show_its_probabilities_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    sampled_rows(monkeypatch)
+    with pytest.raises(RuntimeError, match="does not show its probabilities"):
+        sampled_rows(monkeypatch, shown=False)
+    _, found = sampled_rows(monkeypatch, shown=False, top_k_B=torch.tensor([5, 5]))
+    assert found.tensors["length_T"].min() > 0, "truncated steps keep a copy of their own"

@@ -114,22 +114,27 @@ def test_sglangs_own_record_takes_the_wide_rows(monkeypatch: pytest.MonkeyPatch)
     assert not found[:, 0].any()
 
 
-def values(*rows: float) -> np.ndarray:
+def ids(*rows: int) -> np.ndarray:
     """[X, 2 layers, 3 experts] that name their row."""
-    return np.array(rows)[:, None, None] + np.zeros((1, 2, 3))
+    return np.array(rows, np.uint8)[:, None, None] + np.zeros((1, 2, 3), np.uint8)
+
+
+def weights(*rows: float) -> np.ndarray:
+    """The same of their weights."""
+    return np.array(rows, np.float32)[:, None, None] + np.zeros((1, 2, 3), np.float32)
 
 
 def test_weights_are_those_of_the_last_computation():
     """Exactly as the ids beside them."""
     record = ExpertRecord(MODEL, num_prompt=2, gates=bytearray())
-    record.append(0, values(1, 2), values(0.1, 0.2))
-    record.append(1, values(3), values(0.3))
-    record.append(2, values(4, 5, 6, 7), values(0.4, 0.5, 0.6, 0.7))  # computed again
-    record.append(1, values(2), values(0.9))  # tokens were taken back
+    record.append(0, ids(1, 2), weights(0.1, 0.2))
+    record.append(1, ids(3), weights(0.3))
+    record.append(2, ids(4, 5, 6, 7), weights(0.4, 0.5, 0.6, 0.7))  # computed again
+    record.append(1, ids(2), weights(0.9))  # tokens were taken back
     payload = record.payload()
-    ids = unpack(payload["experts"], "<u1").reshape(-1, 2, 3)[:, 1, 2]
+    experts = unpack(payload["experts"], "<u1").reshape(-1, 2, 3)[:, 1, 2]
     found = unpack(payload["gates"], "<f4").reshape(-1, 2, 3)[:, 1, 2]
-    assert ids.tolist() == [4, 5, 2]
+    assert experts.tolist() == [4, 5, 2]
     np.testing.assert_allclose(found, [0.4, 0.5, 0.9], rtol=1e-7)
     assert "gates" not in ExpertRecord(MODEL, num_prompt=2).payload()
 
@@ -146,7 +151,7 @@ def test_only_who_asks_gets_weights(keeping: None, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(compat, "routed_experts", lambda slots: stored[slots].numpy())
     both = request_of(**{wire.WANTS_EXPERTS: True, wire.WANTS_GATES: True})
     ids_only = request_of(**{wire.WANTS_EXPERTS: True})
-    slots = HostSlots(MODEL, torch.tensor([5, 3, 8, 1]), (2, 2))
+    slots = HostSlots(MODEL, torch.tensor([5, 3, 8, 1]), (slice(0, 2), slice(2, 4)))
     batch = SimpleNamespace(reqs=[both, ids_only])
     slots.consume(batch, [SimpleNamespace(output_index=0)] * 2)
     payload = compat.find_record(both, routing.RECORD).payload()

@@ -25,7 +25,7 @@ ASKED = replace(REQUEST, experts=True)
 
 def rows(*values: int) -> np.ndarray:
     """[X, 2 layers, 3 experts] that name their row."""
-    return np.array(values)[:, None, None] + np.zeros((1, 2, 3), dtype=int)
+    return np.array(values, np.uint8)[:, None, None] + np.zeros((1, 2, 3), np.uint8)
 
 
 def kept(record: ExpertRecord) -> list[int]:
@@ -76,7 +76,7 @@ def test_slots_of_a_step_become_rows_of_its_requests(monkeypatch: pytest.MonkeyP
     commit = SimpleNamespace(output_index=0)
     slots = routing.slots_of(batch, lambda: MODEL)
     assert slots is not None
-    assert slots.slots.tolist() == [5, 3]
+    assert slots.slots.tolist() == [5, 3], "of who asked, cached or not"
     host = slots.copy_to_host(lambda tensor: tensor)
     host.consume(batch, [commit, None])
     assert compat.find_record(asked, routing.RECORD) is None
@@ -87,7 +87,8 @@ def test_slots_of_a_step_become_rows_of_its_requests(monkeypatch: pytest.MonkeyP
     batch.out_cache_loc = torch.tensor([1, 6])
     decode = routing.slots_of(batch, lambda: MODEL)
     assert decode is not None
-    HostSlots(MODEL, decode.slots, decode.count_B).consume(
+    batch.out_cache_loc.zero_()  # the copy is the step's own
+    HostSlots(MODEL, decode.slots, decode.part_B).consume(
         batch, [commit, SimpleNamespace(output_index=1)]
     )
     assert kept(compat.find_record(asked, routing.RECORD)) == [5, 3, 6]

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.passes import Passes
 from sglang_bridge import wire
 from sglang_bridge.arrays import unpack
 from sglang_bridge.server import compat, scoring, selection_plan
+from sglang_bridge.server.masses import BLOCK
 from sglang_bridge.server.score_plan import ScorePlan
 from tests.support.server_requests import fake_request, score_request
 
@@ -29,17 +31,6 @@ def run_plan(
     for first in range(0, len(logits), chunk):
         plan.take(logits[first : first + chunk])
     plan.copy_to_host(lambda tensor: tensor).consume(batch, [None] * len(requests))
-
-
-@pytest.fixture(autouse=True)
-def _plain_normaliser(monkeypatch: pytest.MonkeyPatch):
-    """SGLang's own is tested with the real servers."""
-
-    def normaliser(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        top = logits.amax(-1)
-        return top, (logits - top[:, None]).logsumexp(-1)
-
-    monkeypatch.setattr(compat, "row_log_normaliser", normaliser)
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +81,7 @@ def test_plan_selects_each_row_once_over_two_passes(
     chunk: int, block_rows: int, monkeypatch: pytest.MonkeyPatch
 ):
     """a: 4 atoms and 6 draws at temperature 2, rows 3..6; b: plain scores; c: everything."""
-    monkeypatch.setattr(selection_plan, "BLOCK_LOGITS", 20 * block_rows)
+    monkeypatch.setattr(selection_plan, "COPIED_LOGITS", (6 * BLOCK + 20) * block_rows)
     logits = 3 * torch.randn(10, 20, generator=torch.Generator().manual_seed(0))
     logp, tempered = logits.log_softmax(-1), (logits / 2).log_softmax(-1)
     wants = {wire.SCORE_ATOMS: 4, wire.SCORE_DRAWS: 6, wire.SCORE_TEMPERATURE: 2.0}
@@ -154,3 +145,39 @@ def test_other_rows_than_planned_are_an_error():
     )
     with pytest.raises(RuntimeError, match="planned 2 logit rows, SGLang computes 3"):
         ScorePlan(batch, torch.Generator()).begin(3, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("atoms", [0, 2])
+def test_a_chunk_is_scored_in_place(atoms: int, deterministic: Callable[[bool], None]):
+    """SGLang may lend its chunks memory that holds little besides (see ScorePlan.take)."""
+    rows, vocab = 24, 49_152
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(2))
+    before = logits.clone()
+    wants = {wire.SCORE_TEMPERATURE: 0.8, wire.SCORE_DRAWS: 3, wire.SCORE_ATOMS: atoms}
+    requests = [
+        score_request(0, [2] * 11, list(range(22)), **wants),
+        score_request(0, [1] * 12, list(range(12)), **wants),
+    ]
+    batch = SimpleNamespace(
+        reqs=requests,
+        prefix_lens=[0, 0],
+        extend_lens=[12, 12],
+        extend_logprob_start_lens=[0, 0],
+    )
+    plan = ScorePlan(batch, torch.Generator().manual_seed(7))
+    plan.begin(rows, torch.device("cpu"))
+    with Passes(logits) as counted:
+        plan.take(logits)
+    assert torch.equal(logits, before), "SGLang still needs these logits"
+    assert counted.largest < 0.25
+    # for top and sums of all rows, and with atoms: topk, and top and sums of what is left
+    assert 2 <= counted.reads < (2.1 if atoms == 0 else 5.1)
+    plan.copy_to_host(lambda tensor: tensor).consume(batch, [None, None])
+    tempered = (logits.double() / 0.8).log_softmax(-1)
+    found = compat.find_record(requests[0], scoring.RECORD).logp_N
+    assert np.allclose(found, tempered[np.arange(22) // 2, np.arange(22)], atol=2e-6)
+    for request, first in zip(requests, (0, 12), strict=True):
+        for t, row in enumerate(selections(request)):
+            weights, scores = zip(*row.values(), strict=True)
+            assert abs(sum(weights) - 1) < 1e-6
+            assert np.allclose(scores, tempered[first + t, list(row)], atol=1e-3)

@@ -142,15 +142,9 @@ def test_choices_of_seeds_and_positions_are_independent():
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     def tell(is_so: bool) -> None:
         monkeypatch.setattr(compat, "is_deterministic", lambda: is_so)
-        monkeypatch.setattr(compat, "row_log_normaliser", _normaliser)
 
     tell(True)
     return tell
-
-
-def _normaliser(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    top = logits.amax(-1)
-    return top, (logits - top[:, None]).logsumexp(-1)
 
 
 def request_of(seed: int | None, **params: object) -> SimpleNamespace:

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_bridge.server.rows import Rows, build_rows
+from sglang_bridge.server.masses import masses_of
+from sglang_bridge.server.rows import Rows, build_rows, forced
 from sglang_bridge.server.sampling import Behaviour, behaviour
 from sglang_bridge.server.selection import LEAST_WEIGHT, UNUSED, Selected, Wanted, select
 from tests.support.figures import bounded
@@ -31,6 +32,11 @@ def ones(rows: int) -> torch.Tensor:
 def wanted(num_atoms: list[int] | int, num_draws: list[int] | int, rows: int = 1) -> Wanted:
     atoms, draws = (np.broadcast_to(np.asarray(n, np.int64), rows) for n in (num_atoms, num_draws))
     return Wanted(atoms.copy(), draws.copy())
+
+
+def unselected(ids: torch.Tensor) -> Selected:
+    """Forced ids, of which nobody asks for the log-prob."""
+    return forced(ids, torch.full(ids.shape, -torch.inf))
 
 
 def uniform(rows: int, draws: int, seed: int = 0) -> torch.Tensor:
@@ -82,18 +88,23 @@ def test_rows_keep_their_promises(data: st.DataObject):
     cut = None if top_p is None else torch.full((rows,), top_p)
     policy = behaviour(logits, ones(rows), top_p_B=cut)
     asked = wanted(num_atoms, num_draws, rows)
-    forced = torch.randint(vocab, (rows, 1), generator=generator)
+    path = torch.randint(vocab, (rows, 1), generator=generator)
+    before = policy.logits_BV.clone()
     selected = select(policy, asked, uniform(rows, asked.max_draws, seed=vocab))
-    table = build_rows(selected, forced)
-    support = torch.isfinite(logits) & (policy.probs_BV > 0 if cut is not None else True)
+    assert torch.equal(policy.logits_BV, before), "the sampler still needs these logits"
+    table = build_rows(selected, unselected(path))
+    support = torch.isfinite(policy.logits_BV)
+    logp = policy.logits_BV.double().log_softmax(-1)
     for b in range(rows):
         ids = table.ids_BR[b, : int(table.length_B[b])]
         weight = table.weight_BR[b, : len(ids)]
         chosen = ids[weight > 0]
         assert (table.ids_BR[b, len(ids) :] == UNUSED).all()
         assert (ids[1:] > ids[:-1]).all()
-        assert ids[int(table.column_of(forced[:, 0])[b])] == forced[b, 0]
-        assert (weight[ids != forced[b, 0]] > 0).all()
+        assert ids[int(table.column_of(path[:, 0])[b])] == path[b, 0]
+        assert (weight[ids != path[b, 0]] > 0).all()
+        wrong = (table.logp_BR[b, : len(ids)] - logp[b, ids]).abs()[weight > 0]
+        assert (wrong <= 3e-7 * logp[b, chosen].abs().clamp(min=10)).all()
         assert support[b, chosen].all(), "an id of probability 0 was selected"
         held = min(num_atoms[b], int(support[b].sum()))
         assert held <= len(chosen) <= num_atoms[b] + num_draws[b]
@@ -110,15 +121,17 @@ def test_rows_equal_a_counter():
     """The draws of plain Monte Carlo, as they fall, and an id that nobody drew."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(9, (4, 12), generator=generator)
-    forced = torch.randint(9, (4, 2), generator=generator)
-    selected = Selected(ids, torch.full((4, 12), 1 / 12, dtype=torch.float64))
-    rows = build_rows(selected, forced)
+    path = torch.randint(9, (4, 2), generator=generator)
+    twelfth = torch.full((4, 12), 1 / 12, dtype=torch.float64)
+    rows = build_rows(Selected(ids, twelfth, -ids.float()), forced(path, -1 - path.float()))
     for b in range(4):
         counts = Counter(ids[b].tolist())
         found = rows.ids_BR[b, : int(rows.length_B[b])].tolist()
-        assert found == sorted({*counts, *forced[b].tolist()})
+        assert found == sorted({*counts, *path[b].tolist()})
         expected = np.array([counts[i] / 12 for i in found], np.float32)
         assert np.array_equal(rows.weight_BR[b, : len(found)].numpy(), expected)
+        logp = [-i if i in counts else -1 - i for i in found]
+        assert rows.logp_BR[b, : len(found)].tolist() == logp, "the larger of two"
 
 
 def test_a_tail_of_1e_9_keeps_its_weight_and_all_its_ids():
@@ -151,7 +164,7 @@ def test_an_atom_too_unlikely_for_float32_is_still_a_member():
     rows = build_rows(select(policy, wanted(5, 0), uniform(1, 0)))
     assert rows.ids_BR[0, : rows.length_B[0]].tolist() == [0, 1, 2, 4]
     assert rows.weight_BR[0, 1:4].tolist() == [LEAST_WEIGHT] * 3
-    assert np.allclose(rows.logp(policy)[0, :4], [0, -90, -200, -1000])
+    assert np.allclose(rows.logp_BR[0, :4], [0, -90, -200, -1000])
 
 
 def test_equal_ids_at_the_cut_are_atoms_or_tail_never_both():
@@ -176,7 +189,9 @@ def test_more_atoms_than_the_vocabulary_is_the_vocabulary():
 
 def test_nothing_wanted_leaves_the_forced_id():
     policy = policy_of([[0.5, 0.25, 0.25]])
-    rows = build_rows(select(policy, wanted(0, 0), uniform(1, 0)), torch.tensor([[2]]))
+    path = forced(torch.tensor([[2]]), torch.tensor([[-1.5]]))
+    rows = build_rows(select(policy, wanted(0, 0), uniform(1, 0)), path)
+    assert rows.logp_BR.tolist() == [[-1.5]]
     assert (rows.ids_BR.tolist(), rows.weight_BR.tolist()) == ([[2]], [[0.0]])
 
 
@@ -204,6 +219,19 @@ def test_a_step_without_atoms_sorts_nothing(monkeypatch: pytest.MonkeyPatch):
     policy = policy_of([[0.5, 0.5]])
     rows = build_rows(select(policy, wanted(0, 4), uniform(1, 4)))
     assert weights(rows, 2).sum() == 1
+
+
+@pytest.mark.parametrize("vocab", [300, 6000])
+def test_known_masses_are_taken(vocab: int):
+    policy = behaviour(torch.randn(2, vocab), ones(2))
+    known, numbers = masses_of(policy), uniform(2, 5)
+    found = select(policy, wanted(0, 5, 2), numbers, known)
+    again = select(policy, wanted(0, 5, 2), numbers)
+    assert torch.equal(found.ids_BS, again.ids_BS)
+    assert torch.equal(found.logp_BS, again.logp_BS)
+    shifted = behaviour(policy.logits_BV.flip(1), ones(2))
+    unlike = select(policy, wanted(0, 5, 2), numbers, masses_of(shifted))
+    assert not torch.equal(unlike.ids_BS, again.ids_BS)
 
 
 def test_requests_of_one_step_do_not_change_each_other():

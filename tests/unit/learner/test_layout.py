@@ -1,0 +1,119 @@
+"""How samples become packed positions: multiples, filler, and what TransformerEngine is told."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_opd.learner.layout import PackLayout, rank_multiple_of
+from tests.support.far_device import FAR, FarDevice
+
+CPU = torch.device("cpu")
+SIZES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=6)
+
+
+def samples(sizes: list[tuple[int, int]]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    return (
+        [np.arange(prompt, dtype=np.int32) + 1 for prompt, _ in sizes],
+        [np.arange(response, dtype=np.int32) + 101 for _, response in sizes],
+    )
+
+
+def settings_of(**fields: Any) -> Any:
+    return SimpleNamespace(**({"fp8": None, "fp4": None} | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "multiple"),
+    [
+        ({}, 1),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, 16),
+        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, 16),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 32),
+        ({"fp4": "e2m1", "fp4_recipe": "nvfp4"}, 128),
+    ],
+)
+def test_what_a_rank_holds_is_a_multiple_that_fp8_accepts(fields: dict[str, str], multiple: int):
+    assert rank_multiple_of(settings_of(**fields)) == multiple
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    SIZES,
+    st.sampled_from([1, 2, 3, 4, 8]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 16, 32]),
+    st.booleans(),
+)
+def test_every_part_of_every_rank_is_a_multiple(
+    sizes: list[tuple[int, int]], tp: int, cp: int, multiple: int, fixed: bool
+):
+    """Whatever the layout: segments of 2 * cp, and 8 rows of an input and 16 of a product."""
+    tokens = 500 if fixed else None
+    for cp_rank in range(cp):
+        layout = PackLayout(CPU, tp, cp, cp_rank, fixed_tokens=tokens, rank_multiple=multiple)
+        rows = layout.pack(*samples(sizes))
+        own = rows.ids_1s.shape[1]
+        assert own * cp == rows.total_tokens
+        assert own % (tp * multiple) == 0
+        lengths = rows.packing.keys.lengths
+        assert sum(lengths) == rows.total_tokens
+        assert all(length % layout.segment_multiple == 0 for length in lengths)
+        least = sum(-(-(p + r - 1) // layout.segment_multiple) for p, r in sizes)
+        least = max(tokens or 0, least * layout.segment_multiple)
+        assert least <= rows.total_tokens < least + layout.total_multiple
+
+
+@settings(deadline=None, max_examples=30)
+@given(SIZES, st.sampled_from([1, 2]), st.sampled_from([1, 16]))
+def test_filler_changes_no_token_and_no_place(sizes: list[tuple[int, int]], cp: int, multiple: int):
+    prompts, responses = samples(sizes)
+    inputs = [np.concatenate([p, r[:-1]]) for p, r in zip(prompts, responses, strict=True)]
+    flat, predicted = np.concatenate(inputs), []
+    for cp_rank in range(cp):
+        layout = PackLayout(CPU, 2, cp, cp_rank, rank_multiple=multiple)
+        rows = layout.pack(prompts, responses)
+        real_s = rows.source_s >= 0
+        assert rows.filler_1s[0].tolist() == (~real_s).tolist()
+        assert rows.ids_1s[0].numpy()[real_s].tolist() == flat[rows.source_s[real_s]].tolist()
+        predicted += rows.token_t.tolist()
+        assert len(rows.logit_row_t) == len(rows.token_t)
+        last = np.cumsum([len(p) for p in inputs]) - 1
+        of_T = np.concatenate(
+            [end - len(r) + 1 + np.arange(len(r)) for end, r in zip(last, responses, strict=True)]
+        )
+        source_t = rows.source_s[rows.logit_row_t.numpy()]
+        assert source_t.tolist() == of_T[rows.token_t.numpy()].tolist()
+    assert sorted(predicted) == list(range(sum(r for _, r in sizes)))
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_transformer_engine_is_told_of_no_padding_between_segments(cp: int):
+    """Both its ways to find out say so, and neither compares values (which would wait).
+
+    Up to 2.17 it is torch.equal of the bounds' views, and from 2.18 on whether they are the same
+    object: either is answered without looking at them only if both are.
+    """
+    layout = PackLayout(CPU, cp=cp, engine=True)
+    packing: Any = layout.pack(*samples([(3, 4), (5, 9)])).packing
+    bounds, padded = packing.cu_seqlens_q, packing.cu_seqlens_q_padded
+    assert packing.cu_seqlens_kv is bounds
+    assert packing.cu_seqlens_kv_padded is padded
+    assert padded is (None if cp == 1 else bounds)
+    assert bounds.dtype == torch.int32
+    assert bounds[0] == 0
+    assert bounds[-1] == layout.pack(*samples([(3, 4), (5, 9)])).total_tokens
+    assert all(length % layout.segment_multiple == 0 for length in bounds.diff().tolist())
+    assert packing.max_seqlen_q == packing.max_seqlen_kv == int(bounds.diff().max())
+
+
+def test_packing_waits_for_no_device():
+    with FarDevice() as seen:
+        for engine in (False, True):
+            rows = PackLayout(FAR, tp=2, engine=engine).pack(*samples([(3, 4), (5, 9)]))
+            assert rows.ids_1s.device == FAR
+    assert not seen.waits
