@@ -56,6 +56,9 @@ STUDIES = (
     "packing",
     "watched_demo",
     "bring",
+    "beside_trl",
+    "plain_step",
+    "rounding",
 )
 WITH_OPTIONS = (
     "step",
@@ -86,6 +89,9 @@ WITH_OPTIONS = (
     "packing",
     "watched_demo",
     "bring",
+    "beside_trl",
+    "plain_step",
+    "rounding",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

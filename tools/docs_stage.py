@@ -30,7 +30,7 @@ NAVIGATION = {
         "verifiers",
         "extending",
     ),
-    "Training": ("learner", "layouts", "routing", "reproducible"),
+    "Training": ("learner", "layouts", "routing", "reproducible", "beside"),
     "Running": (
         "cluster",
         "data_workers",
