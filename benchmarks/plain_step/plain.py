@@ -68,7 +68,7 @@ class PlainStep:
         positions = torch.arange(ids.shape[1]).expand_as(ids)
         if self.layers == "stock":
             return PlainMicro(ids, labels, positions, None)
-        packing = self.world.pack_layout(None).packing(*[(ids.shape[1],) * len(ids)] * 2)
+        packing = self.world.pack_layout(None, 1).packing((ids.shape[1],) * len(ids))
         flat = (each.reshape(1, -1) for each in (ids, labels, positions))
         return PlainMicro(*flat, packing)
 
@@ -119,5 +119,5 @@ def _stock_model(spec: ModelSpec, config: LearnerConfig) -> DistributedDataParal
         parallel_output=True,
     )
     return DistributedDataParallel(
-        megatron, ddp_config(config), model.to(dtype=megatron.params_dtype)
+        megatron, ddp_config(config, cuda=False), model.to(dtype=megatron.params_dtype)
     )

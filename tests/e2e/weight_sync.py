@@ -143,11 +143,11 @@ async def resume(url: str) -> None:
 
 
 async def rewind(url: str, model: Path) -> None:
-    """Makes a used server what it was when it started: the checkpoint's weights, version 0."""
+    """Makes a used float32 server what it was when it started: its checkpoint, version 0."""
     async with Fleet([ServerClient(url, timeout_s=60)]) as fleet:
         if fleet.infos[0].version == 0:
             return
-    await give(url, load_tensors(model))
+    await give(url, {name: tensor.float() for name, tensor in load_tensors(model).items()})
 
 
 async def give(url: str, tensors: Mapping[str, torch.Tensor]) -> None:

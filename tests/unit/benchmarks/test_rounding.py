@@ -15,7 +15,7 @@ def test_a_step_below_half_a_unit_is_not_seen_but_kept():
     assert found["standing"] == 1.0
     assert found["moved_main"] == 1.0
     assert found["shown"] == 0.0
-    assert found["mean_step"] == pytest.approx(0.4 * ULP)
+    assert found["mean_step"] == pytest.approx(0.4 * ULP, rel=1e-4)  # of float32 numbers at 1
 
 
 def test_a_step_of_a_whole_unit_is_shown_whole():
