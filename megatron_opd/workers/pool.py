@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 import msgspec
 
-from megatron_opd.buffer.rejection import SamplesLost
+from megatron_opd.buffer.rejection import SampleRejected, SamplesLost
 from megatron_opd.controller.snapshot_codec import decode_member
 from megatron_opd.sample_figures import ScoreShape
 from megatron_opd.teacher.requests import TeacherAsk
@@ -33,7 +33,9 @@ from megatron_opd.types import (
     Sample,
     VersionSpan,
 )
+from megatron_opd.verifiers.reward import VerifierFailed
 from megatron_opd.workers.checks import generated_fault, judged_fault, looked_fault, scored_fault
+from megatron_opd.workers.faults import WorkerFailed
 from megatron_opd.workers.links import Link, Links
 from megatron_opd.workers.messages import (
     Answer,
@@ -350,12 +352,12 @@ class WorkerPool:
         return client.deadlines
 
     async def _progress(self, client: ServerClient) -> Progress:
-        """Return how far a server is. ServerUnreachable: it is, or the worker is lost meanwhile."""
+        """Return how far a server is. BridgeError: it cannot be asked, or its worker cannot ask."""
         link = await self._owner(client.url)
         order = Look(next(self._numbers), client.endpoint)
         try:
             answer = await self.links.call(link, order, Looked, looked_fault)
-        except SamplesLost as error:
+        except (SamplesLost, SampleRejected, VerifierFailed, WorkerFailed) as error:
             raise ServerUnreachable(client.url, "progress", str(error), sent=True) from None
         return Progress(answer.tokens, frozenset(answer.waiting))
 

@@ -83,6 +83,25 @@ def test_a_call_without_progress_ends_at_its_limit_and_its_worker_is_told(stage:
     drive(body, count=1)
 
 
+@pytest.mark.parametrize("kind", ["", "lost", "no score"])
+def test_a_worker_that_cannot_look_does_not_end_the_watch_of_a_server(kind: str):
+    """The second look comes all the same, and the request ends at its limit."""
+
+    async def body(pool: WorkerPool, peers: list[Peer]) -> None:
+        def fails_to_look(order: w.Order) -> w.Answer | None:
+            texts = ["teacher_nan", "2"] if kind == "no score" else ["KeyError: 7"]
+            return w.Failed(order.call, kind, texts, []) if isinstance(order, w.Look) else None
+
+        peers[0].answer = fails_to_look
+        with pytest.raises(ServerUnreachable) as error:
+            await sampled(pool, 0, limit_s=0.2)
+        assert error.value.timed_out
+        assert not error.value.stalled, "the server was not heard"
+        await peers[0].heard(w.Look, 2)
+
+    drive(body, count=1)
+
+
 async def sampled_by(pool: WorkerPool, rid: str, known: Known) -> Any:
     """Sample prompt 0 under a name, at a server of which something is known."""
     async with ServerClient(URLS[0], timeout_s=1e9) as client:
