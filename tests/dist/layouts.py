@@ -16,6 +16,8 @@ from tests.support.figures import relative
 ADAM = {"lr": 1e-3, "eps": 1e-3, "clip_grad": 0.5}
 # Buckets small enough that there are several.
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 5000}
+TIMES = ("forward_backward_s", "optimizer_s", "peak_rss_bytes", "tflops_per_rank", "mfu")
+"""Figures of an update that differ from one time to the next."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import torch
 from megatron_opd.types import Batch
 from tests.dist import prox_jobs
 from tests.dist.caches import make_batch
-from tests.dist.layouts import ADAM, weights
+from tests.dist.layouts import ADAM, TIMES, weights
 from tests.dist.worlds import run_world
-from tests.support.models import tiny_qwen3, tiny_qwen3_moe
+from tests.support.models import dense_and_moe
 
 pytestmark = pytest.mark.dist
 
@@ -31,16 +31,11 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "recorded routing": ("moe", {"routing_replay": "current"}, 1),
     "bfloat16": ("dense", {"dtype": "bfloat16"}, 1),
 }
-TIMES = ("forward_backward_s", "optimizer_s", "peak_rss_bytes", "tflops_per_rank", "mfu")
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    base = tmp_path_factory.mktemp("models")
-    return {
-        "dense": tiny_qwen3(base / "dense", seed=3),
-        "moe": tiny_qwen3_moe(base / "moe", seed=4),
-    }
+    return dense_and_moe(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,12 @@ import torch
 from megatron_opd.types import Batch
 from tests.dist import jobs, speedup_jobs
 from tests.dist.caches import make_batch
-from tests.dist.layouts import ADAM, OVERLAP, weights
+from tests.dist.layouts import ADAM, OVERLAP, TIMES, weights
 from tests.dist.worlds import World, run_world
-from tests.support.models import tiny_qwen3, tiny_qwen3_moe
+from tests.support.models import dense_and_moe
 
 pytestmark = pytest.mark.dist
 
-TIMES = ("forward_backward_s", "optimizer_s", "peak_rss_bytes", "tflops_per_rank", "mfu")
 # No clipping: it multiplies by a norm, whose sum goes by buckets.
 COMMON = {
     "optimizer": ADAM | {"clip_grad": 0.0},
@@ -27,11 +26,7 @@ PROX = {"correction": {"type": "truncated", "max_ratio": 1.1, "prox": True}}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    base = tmp_path_factory.mktemp("models")
-    return {
-        "dense": tiny_qwen3(base / "dense", seed=3),
-        "moe": tiny_qwen3_moe(base / "moe", seed=4),
-    }
+    return dense_and_moe(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

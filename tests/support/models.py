@@ -157,3 +157,11 @@ def tiny_mixtral(path: Path, *, seed: int = 0, head_std: float = 2.0, **override
 
 def _without_attention_bias(overrides: dict[str, object]) -> dict[str, object]:
     return {k: v for k, v in _shared_config(**overrides).items() if k != "attention_bias"}
+
+
+def dense_and_moe(base: Path) -> dict[str, Path]:
+    """One model of each kind, in directories of `base`."""
+    return {
+        "dense": tiny_qwen3(base / "dense", seed=3),
+        "moe": tiny_qwen3_moe(base / "moe", seed=4),
+    }
