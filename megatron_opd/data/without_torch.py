@@ -26,7 +26,7 @@ def transformers_for_tokenizers() -> ModuleType:
     if _left_out:
         # modules of transformers take the function from either place when they are imported
         import_utils.is_torch_available = _no
-        transformers.utils.is_torch_available = _no
+        transformers.utils.is_torch_available = _no  # pyright: ignore[reportPrivateImportUsage]
     return transformers
 
 
