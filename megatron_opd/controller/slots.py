@@ -1,4 +1,4 @@
-"""Works on what waits, at most so many at once.
+"""Serves what waits, at most so many at once.
 
 A slot is a task only while it works: one that idled would hold the frames of its coroutine, and a
 controller of thousands of servers has tens of thousands of slots. What is done goes on to the next
@@ -43,7 +43,7 @@ class Slots:
             self._start(self._group)
 
     def close(self) -> None:
-        """Cancel what is being worked on, and begin nothing else."""
+        """End what is being worked on, and begin nothing else."""
         self._group = None
         self._waiting.clear()
         for task in self._tasks.values():
@@ -61,7 +61,7 @@ class Slots:
             await self._then.serve_here(done)
 
     async def _work_on(self, number: int) -> int | None:
-        """Work until nothing waits; return what goes on and was not put there yet."""
+        """Serve until nothing waits; return what goes on and was not put there yet."""
         done = None
         try:
             while self._waiting:
@@ -74,7 +74,7 @@ class Slots:
         return done
 
     async def serve_here(self, uid: int) -> None:
-        """Work in the caller's task; without a free slot the prompt waits."""
+        """Serve a prompt in the caller's task; without a free slot it waits."""
         if not self._free or self._group is None:
             self.put(uid)
             return
