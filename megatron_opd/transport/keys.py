@@ -69,9 +69,9 @@ class RunKeys:
         return RankKeys(zmq.curve_public(self.controller), self.learner)
 
     @property
-    def learner_public(self) -> bytes:
-        """Returns the ranks' public key, 32 bytes, as ZeroMQ shows it to who admits them."""
-        return z85.decode(zmq.curve_public(self.learner))
+    def admitted(self) -> dict[str, bytes]:
+        """Returns the ranks' public key by their name, for who admits them."""
+        return {"learner": zmq.curve_public(self.learner)}
 
     def write(self, path: Path) -> None:
         """Write the file, which only its user may read; it is complete as soon as it is there."""
