@@ -19,6 +19,7 @@ LAYERS = (
     {"columns"},
     {"config"},
     {"models", "buffer", "losses", "verifiers", "data", "batching", "metrics"},
+    {"delays"},
     {"planning", "transport", "checkpoint", "weight_sync", "rollout", "teacher", "launch"},
     {"learner", "controller", "workers", "evaluation", "mismatch", "sim", "report"},
     {"search", "watch"},
@@ -39,7 +40,7 @@ ONLY = {
 }
 TORCH_FREE = {"types", "config", "buffer", "batching", "controller", "rollout", "teacher"}
 TORCH_FREE |= {"verifiers", "data", "columns", "metrics", "planning", "launch", "sim", "search"}
-TORCH_FREE |= {"report", "watch"}
+TORCH_FREE |= {"report", "watch", "delays"}
 HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
 # What learner ranks and server ranks do alike with tensors; the client side stays free of it.
 WITH_TORCH = {
