@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron_opd.config.section import NonNegativeFloat, Section
 
@@ -25,3 +25,18 @@ class DelayConfig(Section):
     time_scale: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Multiplies every delay, so that a study of hours takes minutes: 0.0167 makes a minute a
     second."""
+
+    @model_validator(mode="after")
+    def _suits_its_type(self) -> DelayConfig:
+        kind, low_s, high_s = self.type, self.low_s, self.high_s
+        if low_s > high_s:
+            raise ValueError(
+                f"low_s must be <= high_s, got {low_s:g} and {high_s:g}; "
+                "raise high_s or lower low_s"
+            )
+        if kind in ("lognormal", "weibull") and not 0 < low_s < high_s:
+            raise ValueError(
+                f"low_s must be > 0 and < high_s with type {kind}, got {low_s:g} and {high_s:g}; "
+                "use type exponential, which may begin at 0, or constant"
+            )
+        return self

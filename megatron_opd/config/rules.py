@@ -467,6 +467,15 @@ def _health(config: ConfigTree) -> str | None:
     return None
 
 
+def _simulated_sites(config: ConfigTree) -> str | None:
+    if config.sites.members and config.simulation.failures is not None:
+        return (
+            "simulation.failures must be null with sites.members, as the failures of a site's "
+            "servers are not simulated"
+        )
+    return None
+
+
 RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _estimator,
     _shares,
@@ -497,4 +506,5 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     *EVALUATION_RULES,
     _metric_names,
     _health,
+    _simulated_sites,
 )

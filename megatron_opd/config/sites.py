@@ -90,6 +90,6 @@ class SitesConfig(Section):
     link: LinkConfig = LinkConfig()
     """The link between the learner's site and each sampler site."""
     weight_delays: DelayConfig = DelayConfig()
-    """Holds back every version of the weights on its way to a site, for studies (HeteroRL's D_M)."""
+    """Holds back each version of the weights on its way to a site, for studies (HeteroRL's D_M)."""
     sample_delays: DelayConfig = DelayConfig()
     """Holds back every sample on its way to the learner, for studies."""
