@@ -10,7 +10,6 @@ import asyncio
 import json
 import socket
 import time
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -40,7 +39,7 @@ from megatron_opd.data.judge import Judge
 from megatron_opd.link.ends import LinkClient
 from megatron_opd.link.events import LinkRefused
 from megatron_opd.sites.facts import hello_of
-from megatron_opd.sites.keys import SITES, SiteKeys
+from megatron_opd.sites.keys import DIRECTORY, SiteKeys, keys_file
 from megatron_opd.sites.together import together
 from sglang_bridge import open_files
 from sglang_bridge.client import ServerClient
@@ -54,8 +53,11 @@ LINGER_S = 2.0
 COUNTS = "counts.json"
 
 
-def run_site(config: Config, name: str, keys_file: Path | None) -> int:
-    """Run site `name` until the learner's run has ended. Raises UserError, RunFailed."""
+def run_site(config: Config, name: str, named: Path | None) -> int:
+    """Run site `name` until the learner's run has ended. Raises UserError, RunFailed.
+
+    named: the file of its keys, where that is not in run.dir.
+    """
     open_files.raise_limit()
     site = member(config, name)
     own = site_config(config, name)
@@ -70,8 +72,8 @@ def run_site(config: Config, name: str, keys_file: Path | None) -> int:
     tokenizer = models.tokenizer
     judge = checked(lambda: make_judge(own, tokenizer, ends)) if site.scores else None
     run = SiteRun(own, name, models, judge, scores=site.scores)
-    keys = run.wait_for_keys(keys_file or config.run.dir / SITES / f"{name}.keys")
-    directory = config.run.dir / SITES / name
+    keys = run.wait_for_keys(named or keys_file(config.run.dir, name))
+    directory = config.run.dir / DIRECTORY / name
     try:
         lock = RunLock.take(directory)
     except RunDirHeld as error:
@@ -143,9 +145,7 @@ class SiteRun:
         )
         hello = checked(lambda: hello_of(self._config, self._name, scores=self._scores))
         async with judging(self._judge), supervisor.watching():
-            link = LinkClient(
-                keys.address, keys.secret, keys.learner, self._config.sites.link
-            )
+            link = LinkClient(keys.address, keys.secret, keys.learner, self._config.sites.link)
             owner = f"{socket.gethostname()}:{counts.parent.absolute()}"
             parts = make_parts(
                 *(self._config, self._name, self._fleets, self._models, self._judge),

@@ -85,6 +85,7 @@ class SiteWeights:
         self._ready = asyncio.Event()
         self.version = 0
         """What the servers sample with."""
+        self.num_taken = 0
 
     async def ready(self) -> None:
         """Return once there are weights to sample with."""
@@ -151,6 +152,7 @@ class SiteWeights:
                 async with self._held():
                     await self._session.sync(version)
                 taken, self.version = name, version
+                self.num_taken += 1
             pulls.in_use = {name}
             self._ready.set()
             await self._serving(Serving(version))
