@@ -82,7 +82,7 @@ class Sampling:
         vocab_sizes: dict[str, int],
         num_draws: int,
         ready: Callable[[], Awaitable[None]],
-        send: Callable[[Finished], Awaitable[None]],
+        send: Callable[[Finished], Coroutine[Any, Any, None]],
     ) -> None:
         self._sampler, self._scorer, self._slots = sampler, scorer, slots
         self._scoring = asyncio.Semaphore(score_slots)

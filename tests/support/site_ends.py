@@ -27,7 +27,7 @@ from megatron_opd.sites.mirror import Mirror
 from megatron_opd.sites.sampling import Finished, Sampling
 from megatron_opd.sites.site import Site
 from megatron_opd.sites.site_weights import SiteWeights
-from megatron_opd.types import Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.types import AnyRollout, Prompt, Rollout, Sample, VersionSpan, rollout_here
 from sglang_bridge.arrays import pack
 from tests.support.fakes import make_prompt, make_rollout
 from tests.support.site_versions import Written
@@ -114,7 +114,8 @@ class Servers:
         clock = asyncio.get_running_loop().time
         return make_rollout(prompt, spans, clock() - 2.0, clock())
 
-    async def score(self, rollout: Rollout) -> Sample:
+    async def score(self, rollout: AnyRollout) -> Sample:
+        rollout = rollout_here(rollout)
         return Sample(rollout, np.full(rollout.draws.num_ids, -0.7, np.float32), reward=0.5)
 
     # what SiteWeights asks
@@ -204,7 +205,7 @@ class SiteWorld:
 
 async def until(happened: Callable[[], Any], *tasks: asyncio.Task[Any]) -> None:
     """Wait until it is so; a task that ends before raises what it ended with."""
-    while not happened():  # noqa: ASYNC110
+    while not happened():
         for task in tasks:
             if task.done():
                 task.result()
