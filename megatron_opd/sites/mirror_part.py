@@ -49,8 +49,11 @@ class MirrorPart:
 
     @property
     def stages(self) -> bool:
-        """Returns whether versions are read while the servers sample."""
-        return self._config.staging
+        """Returns whether versions are read while the servers sample.
+
+        They are not where shadow buffers have a limit: which tensors fit is not known here.
+        """
+        return self._config.staging and self._config.staging_bytes is None
 
     async def stage(self, version: int) -> None:
         """Let the servers read the version into their shadow buffers."""
@@ -76,8 +79,7 @@ class MirrorPart:
         if self._stream is None or self._name is None:
             raise WeightSyncFailed("no version was chosen")
         if self._told != self._stream:
-            staged = None if self._config.staging_bytes is None else ()
-            staged = staged if self._config.staging else ()
+            staged = None if self.stages else ()
             opening = Opening(self._stream, staged, PATIENCE * self._config.try_s)
             text = msgspec.json.encode(opening).decode()
             await self._fleet.ask_ranks(f"{wire.OPEN_VERSIONS} {text}")

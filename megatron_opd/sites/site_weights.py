@@ -113,8 +113,9 @@ class SiteWeights:
         await asyncio.gather(work, return_exceptions=True)
 
     def tasks_begin(self) -> None:
-        """Sample with what there is, if no version was offered before the first prompt."""
-        if self._pulls is None or not self._pulls.has_offers:
+        """Sample with what servers loaded, if no version was offered before the first prompt."""
+        assert self._pulls is not None, "made at the Welcome"
+        if self.version == 0 and not self._pulls.has_offers:
             self._ready.set()
 
     async def failed(self) -> None:

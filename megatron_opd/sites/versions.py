@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 MAX_WANTS = 16
 """Wants of one site that may wait; a site asks for a few ranges at once."""
 
+TELL_S = 1.0
+"""Longest wait in seconds until sites are told of a new version; longer only with a full link."""
+
 Send = Callable[[str, ToSite, Sequence[bytes]], Awaitable[None]]
 """Sends a record, and frames behind it, to a site; waits while its link is full."""
 
@@ -84,6 +87,14 @@ class SiteVersions:
         for desk in self._desks.values():
             desk.offer(self._shelf.offers[-1:])
         self._let_go()
+        # so that it is known to a site before a prompt that comes after this; a full link is not
+        # waited for
+        told = [asyncio.ensure_future(desk.told()) for desk in self._desks.values()]
+        if told:
+            _, late = await asyncio.wait(told, timeout=TELL_S)
+            for each in late:
+                each.cancel()
+            await asyncio.gather(*told, return_exceptions=True)
         return report
 
     async def make_room(self) -> None:

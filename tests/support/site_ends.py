@@ -25,7 +25,7 @@ from megatron_opd.sites.messages import (
 )
 from megatron_opd.sites.mirror import Mirror
 from megatron_opd.sites.sampling import Finished, Sampling
-from megatron_opd.sites.site import Site
+from megatron_opd.sites.site import Link, Site
 from megatron_opd.sites.site_weights import SiteWeights
 from megatron_opd.types import AnyRollout, Prompt, Rollout, Sample, VersionSpan, rollout_here
 from sglang_bridge.arrays import pack
@@ -152,8 +152,9 @@ class Held:
 class SiteWorld:
     """A site with its ends; use inside a running event loop."""
 
-    def __init__(self, directory: Path, slots: int = 2) -> None:
+    def __init__(self, directory: Path, slots: int = 2, link: Link | None = None) -> None:
         self.link, self.servers, self.held = FakeLink(), Servers(), Held()
+        used: Link = self.link if link is None else link
         self.said: list[str] = []
         self.weights = SiteWeights(
             directory,
@@ -175,10 +176,11 @@ class SiteWorld:
             ready=self.weights.ready,
             send=self._deliver,
         )
-        self.site = Site(self.link, HELLO, self.sampling, self.weights, self.said.append)
+        self._used = used
+        self.site = Site(used, HELLO, self.sampling, self.weights, self.said.append)
 
     async def _ask(self, message: Any) -> None:
-        await self.link.send([encode(message)])
+        await self._used.send([encode(message)])
 
     async def _deliver(self, finished: Finished) -> None:
         await self.site.deliver(finished)

@@ -7,45 +7,27 @@ from typing import Any
 
 import pytest
 
+from megatron_opd.sites import versions as versions_module
 from megatron_opd.sites.messages import Missing, Offer, Piece, ToSite, Want
 from megatron_opd.sites.shelf import BadWant
 from megatron_opd.sites.versions import MAX_WANTS, SiteVersions
-from megatron_opd.weight_sync.disk_messages import Open, Refused, Write, Written, decode, encode
-from megatron_opd.weight_sync.disk_versions import Stream
+from megatron_opd.weight_sync.disk_messages import Open, Write
 from sglang_bridge.errors import WeightSyncFailed
-from tests.support import site_versions
 from tests.support.config_files import minimal
+from tests.support.site_learner import WritingLearner
 
 FILE = "rank00000.safetensors"
 
 
-class Sides:
+class Sides(WritingLearner):
     """A learner that writes versions, and links to sites, some of which are full."""
 
     def __init__(self, directory: Path) -> None:
+        super().__init__(directory, b"weights")
         self.directory = directory
-        self.asked: list[Open | Write] = []
-        self.refuse: list[str] = []
         self.sent: list[tuple[str, ToSite, bytes]] = []
         self.full: set[str] = set()
-        self.writes: site_versions.Written | None = None
         self.breaks: Exception | None = None
-
-    async def ask(self, request: bytes) -> bytes:
-        message = decode(request)
-        assert isinstance(message, Open | Write)
-        self.asked.append(message)
-        if self.refuse:
-            return encode(Refused(self.refuse.pop()))
-        if isinstance(message, Open):
-            self.writes = site_versions.Written(self.directory)
-            self.writes.stream = Stream(self.directory, message.stream)
-            self.writes.stream.make(message.owner)
-            return encode(Written(0))
-        assert self.writes is not None
-        self.writes.count = int(message.name[:6])
-        self.writes.write(message.version, b"weights%03d" % message.version)
-        return encode(Written(33))
 
     async def send(self, site: str, message: ToSite, frames: Sequence[bytes]) -> None:
         if site in self.full:
@@ -73,7 +55,11 @@ async def soon(happened: Any) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_a_weight_sync_writes_and_offers_and_waits_for_no_site(sides: Sides):
+def test_a_weight_sync_writes_and_offers_and_waits_for_no_site(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(versions_module, "TELL_S", 0.01)
+
     async def run() -> None:
         versions = versions_of(sides)
         await versions.open()
@@ -82,7 +68,7 @@ def test_a_weight_sync_writes_and_offers_and_waits_for_no_site(sides: Sides):
         await versions.joined("quick")
         for number in (0, 1, 2):
             report = await versions.sync(number)
-            assert (report.version, report.num_bytes, report.tries) == (number, 33, 1)
+            assert (report.version, report.num_bytes, report.tries) == (number, 10, 1)
             assert set(report.phase_seconds()) == {"stage", "offer"}
             assert report.paused_s == 0
         await soon(lambda: len(sides.to("quick", Offer)) == 3)
