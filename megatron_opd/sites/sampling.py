@@ -188,6 +188,7 @@ class Sampling:
             uid=rollout.prompt.uid,
             finish_reason=rollout.finish_reason,
             age_s=0.0,
+            sent_s=0.0,
             duration_s=rollout.finished_s - rollout.started_s,
             engine=rollout.engine,
             restarts=rollout.restarts,

@@ -118,7 +118,8 @@ class Site:
         answer = finished.answer
         if isinstance(answer, Done):
             age_s = asyncio.get_running_loop().time() - finished.ended_s
-            answer = msgspec.structs.replace(answer, age_s=max(0.0, age_s))
+            sent_s = time.time()
+            answer = msgspec.structs.replace(answer, age_s=max(0.0, age_s), sent_s=sent_s)
         await self._send(answer, finished.frames)
 
     async def _send(self, message: ToLearner, frames: Sequence[bytes | memoryview] = ()) -> None:
