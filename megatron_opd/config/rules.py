@@ -13,6 +13,7 @@ from megatron_opd.config.objectives import RewardObjective
 from megatron_opd.config.sections import TRANSPORTS
 from megatron_opd.config.selection import RewardSpread, SoftPenalty
 from megatron_opd.config.servers import is_local_url
+from megatron_opd.config.site_rules import SITE_RULES
 from megatron_opd.config.tree import ConfigTree
 
 EVERY_ADDRESS = ("0.0.0.0", "::")
@@ -504,6 +505,7 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _warmup,
     _quantised,
     *EVALUATION_RULES,
+    *SITE_RULES,
     _metric_names,
     _health,
     _simulated_sites,
