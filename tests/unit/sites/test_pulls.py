@@ -388,3 +388,23 @@ def test_an_offer_that_is_none_changes_nothing(tmp_path: Path, written: Written)
         assert not pulls.has_offers
 
     asyncio.run(run())
+
+
+def test_a_site_that_came_back_pulls_nothing_older_than_what_it_has(
+    tmp_path: Path, written: Written
+):
+    old, newer = written.write(1, CONTENT), written.write(2, CONTENT)
+    learner = Learner(written)
+
+    async def run() -> None:
+        pulls = learner.begin(mirror_of(tmp_path))
+        pulls.offered(newer)
+        await during(pulls, pulls.first())
+        learner.wants.clear()
+        pulls = learner.begin(mirror_of(tmp_path))  # another process of the site
+        for offer in (newer, old):
+            pulls.offered(offer)
+        await during(pulls, asyncio.gather(pulls.first(), asyncio.sleep(0.05)))
+        assert learner.wants == []
+
+    asyncio.run(run())
