@@ -239,9 +239,9 @@ def test_bytes_that_were_not_asked_for_change_nothing(tmp_path: Path, written: W
     def meddle(want: Want, data: bytes) -> bytes:
         assert learner.pulls is not None
         for piece, more in (
-            (Piece("../../etc", want.file, want.start), data),
-            (Piece(want.name, "../owner", want.start), data),
-            (Piece(want.name, want.file, want.start + 1), data),
+            (Piece("../../etc", want.file, want.start), bytes(len(data))),
+            (Piece(want.name, "../owner", want.start), bytes(len(data))),
+            (Piece(want.name, want.file, want.start + 1), bytes(len(data))),
             (Piece(want.name, want.file, want.start), data + b"x"),
             (Piece(want.name, want.file, -1), b""),
         ):
