@@ -164,6 +164,31 @@ def test_a_damaged_chunk_is_asked_for_again_at_once():
     assert net.server.got[BULK] == [bytes(range(60))]
 
 
+def test_a_gap_is_asked_for_at_once():
+    net = two()
+    net.queue(net.client, BULK, bytes(range(100)))
+    net.send(net.client)
+    net.send(net.client)
+    net.server.line.popleft()
+    net.deliver(net.server)
+    net.deliver(net.client)
+    assert net.client.channel.outward[BULK].sent == 0
+    assert net.client.channel.tally.bytes_again == 128
+
+
+def test_a_heartbeat_finds_that_the_last_chunk_was_lost():
+    net = two()
+    net.queue(net.client, URGENT, b"last")
+    net.send(net.client)
+    net.server.line.clear()
+    net.ping(net.client)
+    net.deliver(net.server)
+    net.deliver(net.client)
+    assert net.send(net.client)
+    net.deliver(net.server)
+    assert net.server.got[URGENT] == [b"last"]
+
+
 def test_a_break_goes_on_after_the_last_acknowledged_chunk():
     net = two()
     net.queue(net.client, BULK, random.Random(1).randbytes(4000))

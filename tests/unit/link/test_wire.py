@@ -68,6 +68,12 @@ def test_what_shrinks_is_compressed_and_what_does_not_is_left():
         assert (len(payload) < len(data) / 2) == bool(expected)
 
 
+def test_a_look_at_the_middle_saves_the_work_on_what_does_not_shrink():
+    data = bytes(100_000) + random.Random(0).randbytes(100_000) + bytes(100_000)
+    head, _ = Packer(3).frames(0, 0, [memoryview(data)], SEED)
+    assert HEAD.unpack_from(head)[1] == 0
+
+
 def test_noise_is_sent_without_a_copy():
     noise = random.Random(0).randbytes(500_000)
     payload = Packer(3).frames(0, 0, [memoryview(noise)], SEED)[1]
