@@ -161,7 +161,7 @@ class LinkServer(End):
             except Breach as breach:
                 self._banish(peer, peer.channel.peer, route, str(breach))
             return
-        record = peer.read(buffers)
+        record = peer.read(buffers) if len(buffers) == 1 else Ping(0)
         if isinstance(record, Hello):
             self._known.add(int(cast(Any, frames[0].get(zmq.SRCFD))))
             self._greet(peer, route, record)
