@@ -251,7 +251,7 @@ class Channel:
             self._ask(chunk.lane)
         for message in whole:
             self.tally.messages_received += 1
-            self.tally.bytes_received += message.num_bytes
+            self.tally.bytes_received += sum(len(part) for part in message.parts)
         return chunk.lane, whole
 
     def _ask(self, lane: int) -> None:

@@ -12,7 +12,7 @@ from megatron_opd.config.sites import LinkConfig
 from megatron_opd.link.channel import Channel, Limits
 from megatron_opd.link.clock import ClockEstimate
 from megatron_opd.link.counts import LinkCounts
-from megatron_opd.link.events import Broken, LinkRefused, Mended, Received, Restarted
+from megatron_opd.link.events import Broken, Mended, Received, Restarted
 from megatron_opd.link.inbox import Hold, Inbox
 from megatron_opd.link.pace import MAX_FLIGHT_BYTES, TokenBucket
 from megatron_opd.link.receiving import Whole
@@ -31,7 +31,6 @@ from megatron_opd.link.wire import (
     note,
     read_note,
 )
-from sglang_bridge.errors import one_line
 
 IN_THREAD_BYTES = 64 << 10
 """Chunks from this size on are made and read in a thread, so that the event loop goes on."""
@@ -61,8 +60,6 @@ class Peer:
         self.name = name
         self.channel = Channel(process, limits, settings.compression)
         self.transmit: Transmit | None = None
-        self.number = 0
-        """Number of the last connection of the other process."""
         self._settings, self._inbox, self._hold, self._pool = settings, inbox, hold, pool
         self._bucket = TokenBucket(settings.bytes_per_s, time.monotonic())
         self._clock = ClockEstimate()
@@ -131,7 +128,7 @@ class Peer:
         """Begin a connection. Breach: with this one nobody speaks."""
         known = self.channel.peer
         new = self.channel.meet(report, number)
-        self.transmit, self.number = transmit, number
+        self.transmit = transmit
         if new:
             self._inbox.drop_held(self.name)
             if known:
@@ -148,18 +145,22 @@ class Peer:
         self.channel.leave()
         self.transmit = None
 
-    async def hear(self, frames: Sequence[Buffer]) -> None:
-        """Process frames of the connection that is open. Breach: nothing more is to be heard."""
+    async def hear(self, frames: Sequence[Buffer]) -> Refused | None:
+        """Process frames of the connection that is open; return with what the other end ends it.
+
+        Breach: nothing more is to be heard of the other process.
+        """
         self._heard()
         if len(frames) == 2:
             await self._hear_chunk(frames)
         else:
             record = self.read(frames)
             if isinstance(record, Refused):
-                raise LinkRefused(one_line(record.cause))
+                return record
             if isinstance(record, (Ack, Ping, Pong)):
                 self._hear_note(record)
         self.flush()
+        return None
 
     def read(self, frames: Sequence[Buffer]) -> Greeting | Talk | None:
         """Return the note in `frames`; None: it is none, which is counted."""
