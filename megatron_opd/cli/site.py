@@ -64,8 +64,6 @@ def run_site(config: Config, name: str, named: Path | None) -> int:
     open_files.raise_limit()
     site = member(config, name)
     own = site_config(config, name)
-    if own.weight_sync.directory is None:
-        raise UserError("weight_sync.directory must be a directory for sites, got null")
     check_isolation(own)
     models = check_models(own, teachers=site.scores)
     assert models.tokenizer is not None, "only a plan may lack it"
