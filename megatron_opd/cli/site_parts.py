@@ -135,7 +135,7 @@ def make_parts(
         vocab_sizes={
             teacher: models.models[role].vocab_size
             for teacher, role in teacher_roles(config).items()
-            if role in models.models
+            if hello.scores
         },
         num_draws=counted_draws(config.estimator.support),
         ready=weights.ready,

@@ -21,6 +21,7 @@ from megatron_opd.sites.messages import (
     Want,
     Welcome,
 )
+from megatron_opd.sites.sampling import NoSuchTeacher
 from megatron_opd.transport.samples import decode_sample
 from sglang_bridge.errors import BadReply, WeightSyncFailed
 from tests.support.site_ends import HELLO, SiteWorld, task_of, until
@@ -358,6 +359,17 @@ def test_servers_that_answer_wrongly_end_the_site(tmp_path: Path):
         world.link.tell(task_of(1))
         with pytest.raises(BadReply, match="without draws"):
             await serving
+
+    play(tmp_path, scene)
+
+
+def test_a_teacher_that_the_site_lacks_ends_it(tmp_path: Path):
+    async def scene(world: SiteWorld, serving: asyncio.Task[str | None]) -> None:
+        world.welcome()
+        world.link.tell(msgspec.structs.replace(task_of(1), teacher="maths"))
+        with pytest.raises(NoSuchTeacher, match="'maths', which is none of teacher: start"):
+            await serving
+        assert world.servers.asked == []
 
     play(tmp_path, scene)
 
