@@ -168,11 +168,15 @@ def test_a_learner_that_starts_again_waits_for_the_version_that_is_being_taken(
     tmp_path: Path, written: Written
 ):
     async def scene(world: SiteWorld, serving: asyncio.Task[str | None]) -> None:
-        finish, sync = asyncio.Event(), world.servers.sync
+        finish, sync, cut_off = asyncio.Event(), world.servers.sync, list[int]()
 
         async def slow(version: int) -> None:
             await sync(version)
-            await finish.wait()
+            try:
+                await finish.wait()
+            except asyncio.CancelledError:
+                cut_off.append(version)  # servers would stay paused
+                raise
 
         world.servers.sync = slow  # type: ignore[method-assign]
         world.welcome()
@@ -180,11 +184,32 @@ def test_a_learner_that_starts_again_waits_for_the_version_that_is_being_taken(
         await until(lambda: world.servers.version == 5, serving)
         world.welcome("r2")
         world.link.tell(written.write(6, CONTENT))
+        await asyncio.sleep(0.05)
         finish.set()
         world.link.tell(task_of(1))
         await until(lambda: world.link.got(Done), serving)
         assert world.servers.version == 6
         assert len(world.link.got(Hello)) == 2
+        assert not cut_off
+
+    play(tmp_path, scene)
+
+
+def test_what_an_earlier_learner_made_is_not_sampled_with_for_the_next_one(
+    tmp_path: Path, written: Written
+):
+    async def scene(world: SiteWorld, serving: asyncio.Task[str | None]) -> None:
+        world.welcome()
+        world.offers(written, written.write(9, CONTENT))
+        await until(lambda: world.link.got(Serving), serving)
+        world.welcome("r2")
+        world.link.tell(task_of(1))  # before any offer
+        await until(lambda: world.sampling.holds == [1], serving)
+        await asyncio.sleep(0.05)
+        assert world.servers.asked == []
+        world.link.tell(written.write(2, CONTENT))
+        await until(lambda: world.link.got(Done), serving)
+        assert world.servers.version == 2
 
     play(tmp_path, scene)
 
