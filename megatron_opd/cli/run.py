@@ -503,7 +503,12 @@ class PipelineRun:
             )
             for role in self.roles
         }
-        await all_up(remote, max(limits.values(), default=self.config.student.startup_timeout_s), parts, self._say)
+        await all_up(
+            remote,
+            max(limits.values(), default=self.config.student.startup_timeout_s),
+            parts,
+            self._say,
+        )
 
     def _start(self, remote: RemoteLearner) -> None:
         run_dir, config = self.run_dir, self.config
