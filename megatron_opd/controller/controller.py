@@ -382,6 +382,7 @@ class Controller:
             version, bound = sample.rollout.oldest_version, self._schedule.bound
             self._forget(uid, TooStale(version, self._num_updates, bound))
             self._break_up(uid)
+            self._buffer.open_again()
 
     def _drop_all_old(self) -> None:
         line = self._buffer.in_line()
