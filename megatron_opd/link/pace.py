@@ -26,10 +26,13 @@ BURST_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """Notes a chunk on its way. full: there was more to send, so that it tells the link's rate."""
+    """Notes a chunk on its way. full: there was more to send, so that it tells the link's rate.
+
+    since_s: when the last bytes before it had arrived, or its own sending on an idle link.
+    """
 
     stop: int
-    sent_s: float
+    since_s: float
     delivered: int
     full: bool
 
@@ -44,7 +47,7 @@ class Pace:
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
         self._least_bytes = min(MIN_CHUNK, most_bytes)
-        self._delivered = 0
+        self._delivered, self._delivered_s = 0, 0.0
         self._flights = tuple(deque[_Flight]() for _ in LANES)
         self._rates = deque[float](maxlen=SAMPLES)
         self._reached = min(FIRST_CHUNK, most_bytes)
@@ -77,7 +80,9 @@ class Pace:
 
     def sent(self, lane: int, stop: int, now_s: float, *, full: bool) -> None:
         """Note a chunk that is sent."""
-        self._flights[lane].append(_Flight(stop, now_s, self._delivered, full))
+        if not any(self._flights):
+            self._delivered_s = now_s
+        self._flights[lane].append(_Flight(stop, self._delivered_s, self._delivered, full))
 
     def told(self, lane: int, arrived: int, news: int, now_s: float) -> None:
         """Note that `news` bytes more have arrived, up to the place `arrived`."""
@@ -85,12 +90,14 @@ class Pace:
         flights = self._flights[lane]
         while flights and flights[0].stop <= arrived:
             flight = flights.popleft()
-            rate = (self._delivered - flight.delivered) / max(now_s - flight.sent_s, 1e-6)
+            rate = (self._delivered - flight.delivered) / max(now_s - flight.since_s, 1e-6)
             # a chunk that was all there was says only that the link is not slower
             if flight.full or rate > self.rate:
                 self._rates.append(rate)
             if flight.full:
                 self._reached = min(2 * self._reached, self.most_bytes)
+        if news:
+            self._delivered_s = now_s
 
     def forget(self, lane: int) -> None:
         """Note that bytes are sent again: what is on its way tells no rate."""

@@ -68,6 +68,16 @@ def test_a_few_bytes_now_and_then_do_not_say_that_the_link_is_slow():
     assert pace.rate == pytest.approx(1_000_000)
 
 
+def test_a_chunk_that_was_long_on_its_way_does_not_make_the_link_look_quick():
+    """An urgent chunk is sent just before the big one arrives that was sent long before it."""
+    pace = carried(1_000_000)
+    pace.sent(BULK, 1 << 40, 100.0, full=True)
+    pace.sent(URGENT, 1, 100.245, full=False)
+    pace.told(BULK, 1 << 40, 250_000, 100.25)
+    pace.told(URGENT, 1, 1, 100.25)
+    assert pace.rate == pytest.approx(1_000_000, rel=0.01)
+
+
 def test_one_chunk_of_the_bulk_lane_is_on_its_way_where_that_keeps_a_near_link_busy():
     pace = carried(1_000_000)
     chunk = pace.chunk_bytes
