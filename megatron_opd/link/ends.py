@@ -33,6 +33,7 @@ from sglang_bridge.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 
+NOT_NEWEST = "a frame of a connection that is not the newest"
 MESSAGE_BYTES = 256 << 20
 """Largest message unless a caller says otherwise."""
 SERVER = "server"
@@ -161,12 +162,15 @@ class LinkServer(End):
             except Breach as breach:
                 self._banish(peer, peer.channel.peer, route, str(breach))
             return
-        record = peer.read(buffers) if len(buffers) == 1 else Ping(0)
+        if len(buffers) > 1:
+            peer.channel.tally.refuse(NOT_NEWEST)
+            return
+        record = peer.read(buffers)
         if isinstance(record, Hello):
             self._known.add(int(cast(Any, frames[0].get(zmq.SRCFD))))
             self._greet(peer, route, record)
         elif record is not None:
-            peer.channel.tally.refuse("a frame of a connection that is not the newest")
+            peer.channel.tally.refuse(NOT_NEWEST)
 
     def _greet(self, peer: Peer, route: bytes, hello: Hello) -> None:
         process, number = hello.report.process, hello.number

@@ -66,7 +66,7 @@ class Peer:
         self._wake, self._room = asyncio.Event(), asyncio.Event()
         self._heard_s = self._pinged_s = time.monotonic()
         self._pinged_at = 0.0
-        self._probe = self._taking = False
+        self._fresh = self._probe = self._taking = False
         self.ack_due = False
         self._broken = self._met = False
         self._restarts = 0
@@ -136,8 +136,7 @@ class Peer:
             restart = self._restarts
             self._inbox.put(Restarted(self.name), lambda: self._took_restart(restart))
         self._heard()
-        self._met = True
-        self._probe = True
+        self._met = self._fresh = True
         self.wake()
 
     def leave(self) -> None:
@@ -193,6 +192,9 @@ class Peer:
         """Send chunks until cancelled."""
         while True:
             self._wake.clear()
+            if self._fresh:  # before any chunk: this tells the round trip of the idle link
+                self._fresh = False
+                self._ping()
             wait_s = self._bucket.wait_s(time.monotonic())
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
@@ -264,7 +266,7 @@ class Peer:
 
     def _ping(self) -> None:
         self._pinged_s, self._pinged_at = time.monotonic(), time.time()
-        self._say(Ping(self.channel.ping()))
+        self._say(Ping(self.channel.ping(self._pinged_s)))
 
     def _say(self, record: Talk) -> None:
         if self.channel.connection:

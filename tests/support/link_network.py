@@ -97,7 +97,7 @@ class Network:
             self.put(side, [note(record, side.channel.seed)])
 
     def ping(self, side: Side) -> None:
-        self.say(side, Ping(side.channel.ping()))
+        self.say(side, Ping(side.channel.ping(self.now_s)))
 
     def put(self, side: Side, frames: Frames) -> None:
         self.recorded.append((self.other(side), frames))

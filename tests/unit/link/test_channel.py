@@ -151,7 +151,7 @@ def test_a_chunk_that_is_sent_back_to_its_sender_is_refused():
 
 def test_a_damaged_chunk_is_asked_for_again_at_once():
     net = two()
-    net.queue(net.client, BULK, bytes(range(60)))
+    net.queue(net.client, URGENT, bytes(range(60)))
     net.send(net.client)
     head, payload = net.server.line[0]
     net.server.line[0] = [head, bytes([payload[0] ^ 1]) + payload[1:]]
@@ -161,18 +161,18 @@ def test_a_damaged_chunk_is_asked_for_again_at_once():
     while net.server.line:
         net.deliver(net.server)
         net.send(net.client)
-    assert net.server.got[BULK] == [bytes(range(60))]
+    assert net.server.got[URGENT] == [bytes(range(60))]
 
 
 def test_a_gap_is_asked_for_at_once():
     net = two()
-    net.queue(net.client, BULK, bytes(range(100)))
+    net.queue(net.client, URGENT, bytes(range(100)))
     net.send(net.client)
     net.send(net.client)
     net.server.line.popleft()
     net.deliver(net.server)
     net.deliver(net.client)
-    assert net.client.channel.outward[BULK].sent == 0
+    assert net.client.channel.outward[URGENT].sent == 0
     assert net.client.channel.tally.bytes_again == 128
 
 
