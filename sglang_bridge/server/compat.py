@@ -8,8 +8,8 @@ hooks do not fit refuses to start.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import gc
+import hashlib
 import importlib
 import multiprocessing
 import os
