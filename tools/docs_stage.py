@@ -44,6 +44,7 @@ NAVIGATION = {
         "weight_sync",
         "recovery",
         "fleet",
+        "sites",
         "evaluation",
         "mismatch",
         "checkpoints",

@@ -47,6 +47,7 @@ CURVES = (
     "trust_ratio_mean",
     "trust_ratio_variance",
     "effective_sample_fraction",
+    "advantage_error",
     "truncated_fraction",
     "stopped_fraction",
     "ratio_max",

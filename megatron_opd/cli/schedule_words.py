@@ -23,6 +23,15 @@ def schedule_in_words(schedule: ScheduleConfig, batch_size: int) -> str:
     )
 
 
+def open_in_words(window: int, slots: int, sync_every: int) -> str:
+    """Return what open admission bounds (sites.admission)."""
+    return (
+        f"open admission: tokens at most {_count(window, 'update')} old, older samples are dropped "
+        f"(too_stale); {slots} prompts at the sites at once; a batch is what arrived first; a "
+        f"weight sync every {_count(sync_every, 'update')}"
+    )
+
+
 def in_verls_words(schedule: ScheduleConfig) -> str:
     """Return the keys of verl's fully asynchronous trainer, and AsyncOPD's tau, that are this."""
     if schedule.held or schedule.order == "completion" or schedule.in_flight == "abort":
