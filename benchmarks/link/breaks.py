@@ -25,7 +25,7 @@ TASKS, KILLS, SLOTS = 900, 10, 32
 BIG_BYTES = 300_000
 MOST_BYTES_TO_A_CUT = 1_500_000
 LINK = {"heartbeat_s": 0.5, "silence_s": 3.0, "chunk_bytes": 1 << 18}
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 FAULTS = 0.1
 """Share of chunks of which something becomes, in each process."""
 CONTROL_TASKS, CONTROL_LIMIT_S = 200, 15.0
