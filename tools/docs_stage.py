@@ -34,6 +34,7 @@ NAVIGATION = {
     "Running": (
         "cluster",
         "data_workers",
+        "link",
         "security",
         "cluster_plans",
         "schedules",

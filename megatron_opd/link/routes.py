@@ -26,7 +26,7 @@ class Greeting(Enum):
 
 
 class Routes:
-    """Remembers by name the process, its connection's number and ZeroMQ's route to it."""
+    """Holds by name the process, its connection's number and ZeroMQ's route to it."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._routes: dict[str, bytes] = {}
@@ -62,6 +62,6 @@ class Routes:
         return True
 
     def banish(self, name: str, process: bytes) -> None:
-        """Hear nothing more of a process."""
+        """Refuse everything more of a process."""
         self._former[name].append(process)
         self._routes.pop(name, None)
