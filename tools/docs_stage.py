@@ -34,6 +34,7 @@ NAVIGATION = {
     "Running": (
         "cluster",
         "data_workers",
+        "sites",
         "security",
         "cluster_plans",
         "schedules",
