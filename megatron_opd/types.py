@@ -8,13 +8,16 @@ Torch-free, so that the controller and its tests need no deep-learning stack.
 
 Arrays may be in another process than the controller, a data worker's (megatron_opd/workers/). Then
 HeldRollout and HeldSample stand for them: they hold what the controller and its observers read.
+Records that a controller with data workers makes for every sample are msgspec's: a frozen dataclass
+takes ten times as long to make, and the garbage collector walks it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -56,8 +59,7 @@ class Prompt:
     teacher_weight: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
+class VersionSpan(msgspec.Struct, frozen=True, gc=False):
     """Says that response tokens [start, stop) were sampled by weight version `version`."""
 
     version: int
@@ -177,8 +179,7 @@ class Sample:
         return ScoreShape.of(self.teacher_logp_N[self.rollout.draws.path_T], vocab_size)
 
 
-@dataclass(frozen=True, slots=True)
-class HeldRollout:
+class HeldRollout(msgspec.Struct, frozen=True, gc=False):
     """Stands for a Rollout that a data worker holds; the fields that both have are alike.
 
     worker: who holds it. key: its name there. num_ids: N. geometric_logp: as of a Rollout. cache:
@@ -210,8 +211,7 @@ class HeldRollout:
         return min(span.version for span in self.spans)
 
 
-@dataclass(frozen=True, slots=True)
-class HeldSample:
+class HeldSample(msgspec.Struct, frozen=True, gc=False):
     """Stands for a Sample that a data worker holds; the fields that both have are alike.
 
     shape: of the scores; None where no teacher was asked.
@@ -240,6 +240,14 @@ class HeldSample:
 
 AnyRollout = Rollout | HeldRollout
 AnySample = Sample | HeldSample
+
+
+def with_restarts(rollout: AnyRollout, more: int) -> AnyRollout:
+    """Return the rollout with so many more restarts."""
+    restarts = rollout.restarts + more
+    if isinstance(rollout, HeldRollout):
+        return msgspec.structs.replace(rollout, restarts=restarts)
+    return replace(rollout, restarts=restarts)
 
 
 def rollout_here(rollout: AnyRollout) -> Rollout:

@@ -1,14 +1,15 @@
 """Finds the least loaded of many servers in O(log n).
 
-Invariant: every server whose rest is over has an entry in the heap of loads that tells its load,
-and every one that rests has one in the heap of rests. Entries that tell what no longer holds are
-skipped when they come to the top; the heap is made anew once most are such.
+Invariant: every server whose rest is over has an entry in the heap of loads that tells its load or
+less, and every one that rests has one in the heap of rests. An entry that tells less than the load
+is corrected when it comes to the top, so nobody has to tell of a request that begins; others that
+no longer hold are skipped there. The heap is made anew once most entries are such.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Protocol
 
 SPARE = 64
@@ -29,7 +30,7 @@ class Loaded(Protocol):
 
 
 class Loads:
-    """Sorts servers by their load. Tell it of every change by `moved` and `rests`."""
+    """Sorts servers by their load. Tell it of every request that ends, and of rests."""
 
     def __init__(self, members: Sequence[Loaded]) -> None:
         self._members = members
@@ -42,8 +43,8 @@ class Loads:
     def __len__(self) -> int:
         return len(self._members)
 
-    def moved(self, member: Loaded) -> None:
-        """Note that a server's load has changed."""
+    def ended(self, member: Loaded) -> None:
+        """Note that a server's load has fallen."""
         place = self._places.get(id(member))
         if place is None:
             return
@@ -71,10 +72,15 @@ class Loads:
                 heappush(heap, (members[place].in_flight, place))
             heappop(rests)
         while heap:
-            load, place = heap[0]
-            if load == members[place].in_flight and members[place].rests_until_s <= now_s:
+            told, place = heap[0]
+            member = members[place]
+            load = member.in_flight
+            if told > load or member.rests_until_s > now_s:
+                heappop(heap)
+            elif told < load:
+                heapreplace(heap, (load, place))
+            else:
                 return place
-            heappop(heap)
         return rests[0][1]
 
     def _make(self) -> None:

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 from collections import Counter
 from collections.abc import Awaitable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -60,6 +59,7 @@ from megatron_opd.controller.in_flight import Rollouts
 from megatron_opd.controller.loops import Starter, being_cancelled, start
 from megatron_opd.controller.ports import Ports, SampleStore
 from megatron_opd.controller.schedule import Schedule
+from megatron_opd.controller.slots import Slots
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member, Place, place
 from megatron_opd.controller.turn import Turn
 from megatron_opd.metrics.types import Accounting, Depths
@@ -74,8 +74,6 @@ from megatron_opd.types import (
 
 # fewer drops in a row than this never stop a run, however few permits it has
 MIN_DROPS_IN_A_ROW = 16
-NO_MORE = sys.maxsize
-"""Stands in the place of a uid; behind all of them."""
 
 
 class Controller:
@@ -96,9 +94,6 @@ class Controller:
         self._groups = SampleGroups(
             schedule.group_size, state.broken_groups, state.scored_in_groups
         )
-        self._admitted: asyncio.Queue[Prompt | None] = asyncio.Queue()
-        # uids, oldest first: the front of the line is what the next batch waits for
-        self._finished: asyncio.PriorityQueue[int] = asyncio.PriorityQueue()
         self._unsynced: list[Batch] = []
         """Trained on since the last weight sync that began."""
         self._trained: asyncio.Queue[tuple[list[Batch], Turn]] = asyncio.Queue()
@@ -106,8 +101,12 @@ class Controller:
         self._learner = asyncio.Lock()
         """Held by an update or a weight sync while it uses the learner."""
         self._serving: list[asyncio.Task[None]] = []
-        self._rollout_slots = min(schedule.rollout_slots, self._permits.total)
-        self._score_slots = min(schedule.score_slots, self._permits.total)
+        permits = self._permits.total
+        # oldest first: the front of the line is what the next batch waits for
+        self._to_score = Slots("score", min(schedule.score_slots, permits), self._score)
+        self._to_roll_out = Slots(
+            "rollout", min(schedule.rollout_slots, permits), self._roll_out, self._to_score
+        )
         # admitted and not scored: the prompt, or the rollout that waits for its score
         self._unscored: dict[int, Prompt | AnyRollout] = {}
         self._num_scoring = 0
@@ -229,13 +228,16 @@ class Controller:
             self._buffer.put(member.sample)
         elif member.rollout is not None:
             self._rolled_out(member.rollout)
+            self._to_score.put(member.uid)
         elif member.prompt is not None:
             self._unscored[member.uid] = member.prompt
-            self._admitted.put_nowait(member.prompt)
+            self._to_roll_out.put(member.uid)
 
     async def _run_loops(self) -> None:
         async with asyncio.TaskGroup() as group:
             self._start_loops(partial(start, group))
+            self._to_roll_out.open(group)
+            self._to_score.open(group)
 
     def _start_loops(self, start: Starter) -> None:
         start("learn", self._learn())
@@ -244,10 +246,6 @@ class Controller:
         self._serving.append(start("serve on", serve_on))
         if self._ports.store is not None:
             self._serving.append(start("recover", self._recover(self._ports.store)))
-        for i in range(self._rollout_slots):
-            self._serving.append(start(f"rollout-{i}", self._roll_out()))
-        for i in range(self._score_slots):
-            self._serving.append(start(f"score-{i}", self._score()))
         if self._ports.guard is not None:
             self._serving.append(start("health", self._ports.guard.watch()))
 
@@ -274,7 +272,7 @@ class Controller:
             self._unscored[prompt.uid] = prompt
             self._num_admitted += 1
             self._ports.observer.admitted(prompt)
-            self._admitted.put_nowait(prompt)
+            self._to_roll_out.put(prompt.uid)
             self._moved()
 
     async def _room_for_one_more(self) -> bool:
@@ -289,62 +287,61 @@ class Controller:
                 return True
             await self._buffer.changed()
 
-    async def _roll_out(self) -> None:
-        while (prompt := await self._admitted.get()) is not None:
-            try:
-                self._groups.check(prompt.uid)
-                rollout = await self._rollouts.run(partial(self._ports.rollout.generate, prompt))
-            except SampleRejected as rejection:
-                self._drop(prompt.uid, rejection)
-                continue
-            self._ports.observer.rolled_out(rollout)
-            self._rolled_out(rollout)
-            self._moved()
+    async def _roll_out(self, uid: int) -> bool:
+        prompt = self._unscored[uid]
+        assert isinstance(prompt, Prompt), "not rolled out"
+        try:
+            self._groups.check(uid)
+            rollout = await self._rollouts.run(partial(self._ports.rollout.generate, prompt))
+        except SampleRejected as rejection:
+            self._drop(uid, rejection)
+            return False
+        self._ports.observer.rolled_out(rollout)
+        self._rolled_out(rollout)
+        self._moved()
+        return True
 
     def _rolled_out(self, rollout: AnyRollout) -> None:
-        uid = rollout.prompt.uid
-        self._unscored[uid] = rollout
+        self._unscored[rollout.prompt.uid] = rollout
         self._num_scoring += 1
-        self._finished.put_nowait(uid)
 
-    async def _score(self) -> None:
+    async def _score(self, uid: int) -> None:
         clock = asyncio.get_running_loop().time
-        while (uid := await self._finished.get()) != NO_MORE:
-            rollout = self._unscored[uid]
-            assert not isinstance(rollout, Prompt), "rolled out"
-            started_s = clock()
-            try:
-                self._groups.check(uid)
-                sample = await self._ports.teacher.score(rollout)
-                self._ports.observer.scored(sample, started_s, clock())
-                self._groups.check(uid)  # it may have broken in the meantime
-                self._check_age(sample)
-                sample = self._ports.learner.prepare(sample)
-            except SampleRejected as rejection:
-                self._num_scoring -= 1
-                self._drop(uid, rejection)
-                continue
-            except SamplesLost:
-                self._num_scoring -= 1
-                self._sample_anew(rollout.prompt)
-                continue
-            if uid in self._counted:
-                self._counted.remove(uid)
-                self._num_scoring -= 1
-                self._put(sample)
-                continue
-            last = self._groups.is_last(uid)
-            if last:
-                self._dropped_in_a_row = 0
-            if self._filter is None:
-                self._keep(sample)
-                continue
-            self._filter.add(sample)
-            if last:
-                self._undecided[uid // self._schedule.group_size] = sample
-                self._decide(self._filter.completed(sample.rollout.prompt))
-            else:
-                self._keep(sample)
+        rollout = self._unscored[uid]
+        assert not isinstance(rollout, Prompt), "rolled out"
+        started_s = clock()
+        try:
+            self._groups.check(uid)
+            sample = await self._ports.teacher.score(rollout)
+            self._ports.observer.scored(sample, started_s, clock())
+            self._groups.check(uid)  # it may have broken in the meantime
+            self._check_age(sample)
+            sample = self._ports.learner.prepare(sample)
+        except SampleRejected as rejection:
+            self._num_scoring -= 1
+            self._drop(uid, rejection)
+            return
+        except SamplesLost:
+            self._num_scoring -= 1
+            self._sample_anew(rollout.prompt)
+            return
+        if uid in self._counted:
+            self._counted.remove(uid)
+            self._num_scoring -= 1
+            self._put(sample)
+            return
+        last = self._groups.is_last(uid)
+        if last:
+            self._dropped_in_a_row = 0
+        if self._filter is None:
+            self._keep(sample)
+            return
+        self._filter.add(sample)
+        if last:
+            self._undecided[uid // self._schedule.group_size] = sample
+            self._decide(self._filter.completed(sample.rollout.prompt))
+        else:
+            self._keep(sample)
 
     def _keep(self, sample: AnySample) -> None:
         self._accept(sample)
@@ -407,7 +404,7 @@ class Controller:
 
     def _sample_anew(self, prompt: Prompt) -> None:
         self._unscored[prompt.uid] = prompt
-        self._admitted.put_nowait(prompt)
+        self._to_roll_out.put(prompt.uid)
 
     def _holds(self, sample: AnySample) -> bool:
         return self._ports.store is None or self._ports.store.holds(sample)
@@ -522,20 +519,11 @@ class Controller:
         early = self._batcher.stopped or self._num_updates < self._schedule.updates
         if early and self._ports.keeper is not None:
             await self._ports.keeper.at_end(self._num_updates, self.snapshot)
-        await self._end_slots()
-        # the remaining loops wait for work that will never come
+        # what remains waits for work that will never come
+        self._to_roll_out.close()
+        self._to_score.close()
         for task in self._serving:
             task.cancel()
-
-    async def _end_slots(self) -> None:
-        """End the slots that wait for work; thousands cancelled one by one take seconds."""
-        if self._admitted.empty():
-            for _ in range(self._rollout_slots):
-                self._admitted.put_nowait(None)
-        if self._finished.empty():
-            for _ in range(self._score_slots):
-                self._finished.put_nowait(NO_MORE)
-        await asyncio.sleep(0)
 
     def _put_back(self, samples: Sequence[AnySample]) -> None:
         """Return a batch to the buffer, as some of it was lost before it was trained on."""

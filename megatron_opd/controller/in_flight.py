@@ -16,11 +16,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import TypeVar
 
 from megatron_opd.config.schedule import InFlight
-from megatron_opd.types import AnyRollout
+from megatron_opd.types import AnyRollout, with_restarts
 
 Result = TypeVar("Result")
 
@@ -52,7 +51,7 @@ class Rollouts:
             self._running.add(task)
             try:
                 rollout = await task
-                return replace(rollout, restarts=rollout.restarts + aborted)
+                return with_restarts(rollout, aborted)
             except asyncio.CancelledError:
                 if task not in self._aborted:
                     task.cancel()

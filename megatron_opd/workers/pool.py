@@ -12,7 +12,6 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from weakref import WeakSet
 
@@ -201,7 +200,7 @@ class WorkerPool:
         work = self.links.call(link, order, Scored, fault)
         answer = await self._deadlines(client).within(rid, work)
         if (answer.ids, answer.size) != (rollout.num_ids, rollout.cache):  # the teacher selected
-            rollout = replace(rollout, num_ids=answer.ids, cache=answer.size)
+            rollout = msgspec.structs.replace(rollout, num_ids=answer.ids, cache=answer.size)
         return rollout, answer.shape
 
     # ------------------------------------------------------------ what is held

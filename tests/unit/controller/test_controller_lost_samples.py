@@ -172,7 +172,7 @@ def test_a_waiting_group_whose_lost_member_cannot_be_sampled_anew_is_dropped():
         tries[uid] += 1
         return RolloutRejected("empty_response") if (uid, tries[uid]) == (2, 2) else None
 
-    fleet = HeldFleet(lambda uid: 50.0 if uid == 0 else 1.0, refuse, store=store)
+    fleet = HeldFleet(lambda uid: 50.0 if uid == 0 else 1.0 + uid / 10, refuse, store=store)
     learner, witness = TakingLearner(store=store), Witness()
     teacher = HeldTeacher(store, lambda: 0.5, lambda uid: 1.0 if uid < 4 else uid % 2)
     rule = GroupRule(RewardSpread(most_in_a_row=1))

@@ -45,20 +45,21 @@ def test_the_least_loaded_is_found(count: int, changes: list[tuple[str, int]]) -
             assert loads.least(now_s) == expected
         else:
             server.in_flight = max(0, server.in_flight + (1 if what == "take" else -1))
-            loads.moved(server)
+            if what == "give back":
+                loads.ended(server)
 
 
 def test_entries_that_no_longer_hold_do_not_pile_up() -> None:
-    servers = [Server() for _ in range(10)]
+    servers = [Server(10_000) for _ in range(10)]
     loads = Loads(servers)
     for i in range(10_000):
-        servers[i % 10].in_flight += 1
-        loads.moved(servers[i % 10])
+        servers[i % 10].in_flight -= 1
+        loads.ended(servers[i % 10])
     assert len(loads._heap) <= 4 * len(servers) + SPARE
 
 
 def test_a_stranger_changes_nothing() -> None:
     loads = Loads([Server(in_flight=3)])
-    loads.moved(Server())
+    loads.ended(Server())
     loads.rests(Server(rests_until_s=1.0))
     assert loads.least(0.0) == 0

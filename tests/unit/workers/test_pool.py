@@ -1,11 +1,11 @@
 """The controller's end of data workers, with workers that are scripted."""
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.transport.keys import RankKeys, RunKeys

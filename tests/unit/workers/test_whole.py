@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -73,5 +74,5 @@ def test_arrays_that_are_not_those_it_told_of(member: Member):
 
 def test_scores_where_no_teacher_was_asked_and_more_ids_than_were_told_of():
     assert whole_fault(HeldSample(HELD, None), place(SAMPLE)) is not None
-    assert whole_fault(replace(HELD, num_ids=7), place(ROLLOUT)) is not None
+    assert whole_fault(msgspec.structs.replace(HELD, num_ids=7), place(ROLLOUT)) is not None
     assert np.isfinite(SAMPLE.teacher_logp_N).all()
