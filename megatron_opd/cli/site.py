@@ -10,6 +10,7 @@ import asyncio
 import json
 import socket
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from megatron_opd.link.ends import LinkClient
 from megatron_opd.link.events import LinkRefused
 from megatron_opd.sites.facts import hello_of
 from megatron_opd.sites.keys import DIRECTORY, SiteKeys, keys_file
+from megatron_opd.sites.sampling import NoSuchTeacher
 from megatron_opd.sites.together import together
 from sglang_bridge import open_files
 from sglang_bridge.client import ServerClient
@@ -64,8 +66,6 @@ def run_site(config: Config, name: str, named: Path | None) -> int:
     open_files.raise_limit()
     site = member(config, name)
     own = site_config(config, name)
-    if own.weight_sync.directory is None:
-        raise UserError("weight_sync.directory must be a directory for sites, got null")
     check_isolation(own)
     models = check_models(own, teachers=site.scores)
     assert models.tokenizer is not None, "only a plan may lack it"
@@ -132,11 +132,17 @@ class SiteRun:
                 await self._run(keys, logs, directory / COUNTS)
         except LinkRefused as error:
             raise UserError(f"the learner's site refuses this site: {error}") from None
+        except NoSuchTeacher as error:
+            raise UserError(f"opd site {self._name}: {error}") from None
         except (BridgeError, EngineLost, ProcessDied) as error:
             cause = await self._processes.explain(error)
             raise RunFailed(f"{cause}; logs are in {logs}") from error
-        except OSError as error:
-            raise RunFailed(one_line(f"{error}; logs are in {logs}")) from error
+        except (UserError, RunFailed):
+            raise
+        except Exception as error:
+            # a full disk, or what nobody foresaw: one line, its traceback beside the other logs
+            cause = one_line(f"{type(error).__name__}: {error}")
+            raise RunFailed(f"{cause}; {_keep_traceback(logs)}") from error
         finally:
             await asyncio.gather(*(fleet.close() for fleet in self._fleets.values()))
             await self._processes.stop()
@@ -235,3 +241,12 @@ def _is_taken(host: str, port: int) -> bool:
     except OSError:
         pass  # no address of this machine: what starts the servers says so
     return False
+
+
+def _keep_traceback(logs: Path) -> str:
+    log = logs / "site.log"
+    try:
+        log.write_text(traceback.format_exc(), encoding="utf-8")
+    except OSError as error:
+        return f"its traceback could not be written to {log}: {error.strerror}"
+    return f"its traceback is in {log}"

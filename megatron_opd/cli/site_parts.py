@@ -100,7 +100,7 @@ def make_parts(
     student, vocab_size, run_id = fleets[STUDENT], models.student.vocab_size, uuid.uuid4().hex[:8]
     settings, delays = config.weight_sync, config.sites.weight_delays
     directory = settings.directory
-    assert directory is not None, "checked before"
+    assert directory is not None, "the configuration requires it with sites"
     generator = make_generator(config, student, vocab_size, run_id)
     rollouts = Rollouts(config.schedule.in_flight, student.stranded)
     scorer: TeacherScorer = _Unscored()
@@ -135,7 +135,7 @@ def make_parts(
         vocab_sizes={
             teacher: models.models[role].vocab_size
             for teacher, role in teacher_roles(config).items()
-            if role in models.models
+            if hello.scores
         },
         num_draws=counted_draws(config.estimator.support),
         ready=weights.ready,

@@ -76,7 +76,7 @@ class Channel:
         self._again = 0
         self._urgent_in_a_row = 0
         self._marks: tuple[int, tuple[int, ...]] = (0, (0, 0))
-        self._pings = 0
+        self._pings, self._pinged_s = 0, 0.0
         self._news = 0
         self._rewinds, self._room = 0, 0
 
@@ -171,7 +171,7 @@ class Channel:
 
     def _draw_of(self, lane: int, now_s: float) -> Draft | None:
         outward, pace = self.outward[lane], self.pace
-        if outward.flying_bytes >= min(pace.flight_bytes, self._room) or pace.is_full(lane):
+        if not pace.may_send(lane, outward.flying_bytes, self._room):
             return None
         size = min(pace.chunk_bytes, self.chunk_bytes)
         drawn = outward.draw(size)
@@ -207,9 +207,10 @@ class Channel:
             self.pace.forget(lane)
             self._rewinds += 1
 
-    def ping(self) -> int:
+    def ping(self, now_s: float) -> int:
         """Return the number of the next heartbeat; what was sent before it should arrive first."""
         self._pings += 1
+        self._pinged_s = now_s
         self._marks = (self._pings, tuple(lane.sent for lane in self.outward))
         self._rewinds = 0
         return self._pings
@@ -223,6 +224,7 @@ class Channel:
         number, marks = self._marks
         if pong.number != number:
             return False
+        self.pace.rtt_s = min(self.pace.rtt_s, now_s - self._pinged_s)
         if not self._rewinds:
             for lane, outward in enumerate(self.outward):
                 lost = pong.state.arrived[lane] < marks[lane] and outward.arrived < marks[lane]
@@ -251,7 +253,7 @@ class Channel:
             self._ask(chunk.lane)
         for message in whole:
             self.tally.messages_received += 1
-            self.tally.bytes_received += message.num_bytes
+            self.tally.bytes_received += sum(len(part) for part in message.parts)
         return chunk.lane, whole
 
     def _ask(self, lane: int) -> None:

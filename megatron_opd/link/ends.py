@@ -1,21 +1,16 @@
 """Opens links over ZeroMQ: a server that many peers reach by their keys, a client of one server.
 
 Each connection of a client is a socket of its own, so that ZeroMQ keeps nothing for a connection
-that is gone; what waits lies in sending.py. A server knows a peer by its key alone, and by the
-greeting the connection on which it is spoken to. Messages of a key's older process are not heard.
+that is gone; what waits lies in sending.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
-import secrets
 import time
-from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import zmq
@@ -24,38 +19,29 @@ from zmq.utils.monitor import recv_monitor_message
 
 from megatron_opd.config.sites import LinkConfig
 from megatron_opd.link.counts import LinkCounts
-from megatron_opd.link.events import Event, LinkRefused
-from megatron_opd.link.inbox import Hold, Inbox
+from megatron_opd.link.end import End
+from megatron_opd.link.events import LinkRefused
+from megatron_opd.link.inbox import Hold
 from megatron_opd.link.peer import Peer
+from megatron_opd.link.routes import Greeting, Routes
 from megatron_opd.link.sending import Breach
-from megatron_opd.link.wire import (
-    MAX_FRAME_EXTRA,
-    PROCESS_BYTES,
-    URGENT,
-    Buffer,
-    Hello,
-    Refused,
-    Welcome,
-    note,
-)
-from megatron_opd.transport.gate import Gate, guard_socket, name_of, show_keys
+from megatron_opd.link.sockets import prepared, put
+from megatron_opd.link.wire import URGENT, Buffer, Hello, Refused, Welcome, note
+from megatron_opd.transport.gate import Gate, name_of, show_keys
 from sglang_bridge.errors import one_line
 from sglang_bridge.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 
+NOT_NEWEST = "a frame of a connection that is not the newest"
 MESSAGE_BYTES = 256 << 20
 """Largest message unless a caller says otherwise."""
 SERVER = "server"
 """What a client calls its only peer."""
-FRAMES_WAITING = 16
-"""Frames of a connection that wait for this process; then TCP holds the sender up."""
-LEAVING_WAITING = 1024
-LINGER_MS = 200
 GREETING_S = 10.0
+"""Time within which a connection must be greeted."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
-FORMER_KEPT = 64
-FLUSH_S = 0.01
+"""Times between two attempts to connect; each doubles the one before."""
 CLIENT_EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -65,80 +51,7 @@ CLIENT_EVENTS = (
 )
 
 
-def _prepared(context: zmq.asyncio.Context, kind: int, settings: LinkConfig) -> zmq.asyncio.Socket:
-    """Return a socket with limits: a peer can make this process hold so much and no more."""
-    socket = context.socket(kind)
-    guard_socket(socket, settings.chunk_bytes + MAX_FRAME_EXTRA)
-    socket.set(zmq.LINGER, LINGER_MS)
-    socket.set(zmq.RCVHWM, FRAMES_WAITING)
-    socket.set(zmq.SNDHWM, LEAVING_WAITING)
-    # ours notice a break; ZeroMQ's only clear up connections that nobody speaks on
-    socket.set(zmq.HEARTBEAT_IVL, round(settings.silence_s * 1000))
-    socket.set(zmq.HEARTBEAT_TIMEOUT, round(settings.silence_s * 1000))
-    return socket
-
-
-def _put(socket: zmq.asyncio.Socket, frames: Sequence[Buffer]) -> bool:
-    """Send without waiting; returns whether it could be."""
-    sent = cast("asyncio.Future[Any]", socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False))
-    return sent.exception() is None  # with NOBLOCK it is done
-
-
-class _End:
-    """Holds what both kinds of end have: an inbox, and one group of tasks."""
-
-    def __init__(self, settings: LinkConfig, workers: int, name: str) -> None:
-        self._settings = settings
-        self._inbox = Inbox()
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix=name)
-        self._process = secrets.token_bytes(PROCESS_BYTES)
-        self._context = zmq.asyncio.Context()
-        self._beat_s = min(settings.heartbeat_s, settings.silence_s) / 4
-        self._closed = False
-
-    def _start(self, name: str) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run(), name=name)
-        self._task.add_done_callback(self._ended)
-
-    async def _run(self) -> None:
-        raise NotImplementedError
-
-    def _all_peers(self) -> Sequence[Peer]:
-        raise NotImplementedError
-
-    async def next(self) -> Event:
-        """Wait for the next event. LinkRefused: the link has ended for this process."""
-        return await self._inbox.next()
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        self._inbox.fail(error or LinkRefused("the link is closed"))
-        for peer in self._all_peers():
-            peer.wake()
-
-    async def close(self, linger_s: float = 0.0) -> None:
-        """Close, once what waits has arrived, or after `linger_s`. Safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(linger_s):
-                while not self._task.done() and self._waits():
-                    await asyncio.sleep(FLUSH_S)
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        self._inbox.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._context.destroy(linger=LINGER_MS)
-
-    def _waits(self) -> bool:
-        return any(peer.channel.connection and peer.channel.waiting_bytes
-                   for peer in self._all_peers())  # fmt: skip
-
-
-class LinkServer(_End):
+class LinkServer(End):
     """Binds at once, inside a running event loop; `address` is what clients connect to.
 
     Args:
@@ -162,7 +75,7 @@ class LinkServer(_End):
     ) -> None:
         super().__init__(settings, 4, "link server")
         self._refusals = Refusals(logger, "on the sites' socket")
-        self._socket = _prepared(self._context, zmq.ROUTER, settings)
+        self._socket = prepared(self._context, zmq.ROUTER, settings)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._gate = Gate(self._context, self._socket, secret_key, peers)
         try:
@@ -176,8 +89,7 @@ class LinkServer(_End):
             name: Peer(name, self._process, settings, message_bytes, self._inbox, hold, self._pool)
             for name in peers
         }
-        self._routes: dict[str, bytes] = {}
-        self._former = {name: deque[bytes](maxlen=FORMER_KEPT) for name in peers}
+        self._routes = Routes(list(peers))
         self._known: set[int] = set()
         self._start("link server")
 
@@ -243,58 +155,57 @@ class LinkServer(_End):
         """Process one message of a peer, whom the gate knows by its key."""
         peer = self._peers[name_of(frames[0])]
         buffers = [frame.buffer for frame in frames]
-        if self._routes.get(peer.name) == route:
+        if self._routes.is_on(peer.name, route):
             try:
-                await peer.hear(buffers)
+                if await peer.hear(buffers) is not None:
+                    raise Breach("it refuses its server")
             except Breach as breach:
-                self._banish(peer, route, str(breach))
+                self._banish(peer, peer.channel.peer, route, str(breach))
+            return
+        if len(buffers) > 1:
+            peer.channel.tally.refuse(NOT_NEWEST)
             return
         record = peer.read(buffers)
-        if not isinstance(record, Hello):
-            peer.channel.tally.refuse("a frame of a connection that is not the newest")
-            return
-        self._known.add(int(cast(Any, frames[0].get(zmq.SRCFD))))
-        self._greet(peer, route, record)
+        if isinstance(record, Hello):
+            self._known.add(int(cast(Any, frames[0].get(zmq.SRCFD))))
+            self._greet(peer, route, record)
+        elif record is not None:
+            peer.channel.tally.refuse(NOT_NEWEST)
 
     def _greet(self, peer: Peer, route: bytes, hello: Hello) -> None:
-        process, before = hello.report.process, peer.channel.peer
-        if process in self._former[peer.name]:
+        process, number = hello.report.process, hello.number
+        greeting = self._routes.greet(peer.name, process, number)
+        if greeting is Greeting.FORMER:
             self._refuse(route, f"a newer process has the name {peer.name}")
+        if greeting is not Greeting.NEW:
             return
-        if process == before and hello.number <= peer.number:
-            return
-        former = self._routes.pop(peer.name, None)
         try:
-            peer.meet(hello.report, hello.number, lambda frames: self._send(peer, route, frames))
+            peer.meet(hello.report, number, lambda frames: self._send(peer, route, frames))
         except Breach as breach:
-            self._banish(peer, route, str(breach))
+            self._banish(peer, process, route, str(breach))
             return
-        if before and process != before:
-            self._former[peer.name].append(before)
-            if former is not None:
-                self._refuse(former, f"a newer process has the name {peer.name}")
-        self._routes[peer.name] = route
-        _put(self._socket, [route, note(Welcome(peer.channel.report, hello.number), 0)])
+        former = self._routes.put(peer.name, process, number, route)
+        if former is not None:
+            self._refuse(former, f"a newer process has the name {peer.name}")
+        put(self._socket, [route, note(Welcome(peer.channel.report, number), 0)])
 
     def _send(self, peer: Peer, route: bytes, frames: Sequence[Buffer]) -> None:
-        if not _put(self._socket, [route, *frames]) and self._routes.get(peer.name) == route:
-            del self._routes[peer.name]
+        if not put(self._socket, [route, *frames]) and self._routes.end(peer.name, route):
             peer.leave()
 
     def _refuse(self, route: bytes, cause: str) -> None:
-        _put(self._socket, [route, note(Refused(cause), 0)])
+        put(self._socket, [route, note(Refused(cause), 0)])
 
-    def _banish(self, peer: Peer, route: bytes, cause: str) -> None:
+    def _banish(self, peer: Peer, process: bytes, route: bytes, cause: str) -> None:
         """Refuse everything more of a process that did what it must not."""
-        self._routes.pop(peer.name, None)
-        self._former[peer.name].append(peer.channel.peer)
+        self._routes.banish(peer.name, process)
         peer.leave()
         peer.channel.tally.refuse(cause)
         logger.warning("%s: %s; nothing more of this process is heard", peer.name, cause)
         self._refuse(route, cause)
 
 
-class LinkClient(_End):
+class LinkClient(End):
     """Connects to one server, again and again; make it inside a running event loop.
 
     Args:
@@ -348,7 +259,7 @@ class LinkClient(_End):
         pause_s = FIRST_PAUSE_S
         while True:
             self._greeted = False
-            socket = _prepared(self._context, zmq.DEALER, self._settings)
+            socket = prepared(self._context, zmq.DEALER, self._settings)
             socket.set(zmq.RECONNECT_IVL, -1)
             show_keys(socket, self._server, self._secret)
             monitor = socket.get_monitor_socket(CLIENT_EVENTS)
@@ -369,7 +280,7 @@ class LinkClient(_End):
         poller.register(monitor, zmq.POLLIN)
         socket.connect(self._address)
         self._number += 1
-        _put(socket, [note(Hello(self._peer.channel.report, self._number), 0)])
+        put(socket, [note(Hello(self._peer.channel.report, self._number), 0)])
         since_s = time.monotonic()
         while True:
             await poller.poll(int(self._beat_s * 1000) + 1)
@@ -385,16 +296,18 @@ class LinkClient(_End):
         buffers = [frame.buffer for frame in frames]
         if self._greeted:
             try:
-                await self._peer.hear(buffers)
+                refused = await self._peer.hear(buffers)
             except Breach as breach:
                 raise LinkRefused(f"the server: {breach}") from None
+            if refused is not None:
+                raise LinkRefused(one_line(refused.cause))
             return
         record = self._peer.read(buffers)
         if isinstance(record, Refused):
             raise LinkRefused(one_line(record.cause))
         if isinstance(record, Welcome) and record.number == self._number:
             try:
-                self._peer.meet(record.report, self._number, lambda out: _put(socket, out))
+                self._peer.meet(record.report, self._number, lambda out: put(socket, out))
             except Breach as breach:
                 raise LinkRefused(f"the server: {breach}") from None
             self._greeted = True

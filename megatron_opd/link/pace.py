@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from megatron_opd.link.wire import LANES, MIN_CHUNK
+from megatron_opd.link.wire import BULK, LANES, MIN_CHUNK
 
 CHUNK_S = 0.25
 """Time that a chunk should take on the link."""
 FLIGHT_S = 0.5
 """Time for which bytes may be on their way without an acknowledgement."""
+ROUND_TRIPS, PROCESSING_S = 5, 0.05
+"""What must be on its way to keep the link busy: this many of the quickest round trip, and the time
+that both ends take for a chunk. More of the bulk lane would only delay the urgent one."""
 MAX_FLIGHT_BYTES = 64 << 20
 MAX_FLIGHTS = 64
 """Chunks of a lane that may be on their way: small messages gather meanwhile."""
@@ -23,10 +26,13 @@ BURST_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """Notes a chunk on its way. full: there was more to send, so that it tells the link's rate."""
+    """Notes a chunk on its way. full: there was more to send, so that it tells the link's rate.
+
+    since_s: when the last bytes before it had arrived, or its own sending on an idle link.
+    """
 
     stop: int
-    sent_s: float
+    since_s: float
     delivered: int
     full: bool
 
@@ -41,10 +47,12 @@ class Pace:
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
         self._least_bytes = min(MIN_CHUNK, most_bytes)
-        self._delivered = 0
+        self._delivered, self._delivered_s = 0, 0.0
         self._flights = tuple(deque[_Flight]() for _ in LANES)
         self._rates = deque[float](maxlen=SAMPLES)
         self._reached = min(FIRST_CHUNK, most_bytes)
+        self.rtt_s = FLIGHT_S
+        """The quickest round trip of this connection, in seconds."""
 
     @property
     def rate(self) -> float:
@@ -57,18 +65,24 @@ class Pace:
         wanted = self.rate * CHUNK_S if self._rates else self._reached
         return int(min(max(wanted, self._least_bytes), self._reached))
 
-    @property
-    def flight_bytes(self) -> int:
-        """Returns how many bytes of a lane may be on their way before another chunk is sent."""
-        return int(max(2 * self.chunk_bytes, min(self.rate * FLIGHT_S, MAX_FLIGHT_BYTES)))
+    def may_send(self, lane: int, flying: int, room: int) -> bool:
+        """Return whether another chunk may follow what is on its way in a lane, in bytes.
 
-    def is_full(self, lane: int) -> bool:
-        """Return whether so many chunks are on their way that another must wait."""
-        return len(self._flights[lane]) >= MAX_FLIGHTS
+        room: what the other end takes.
+        """
+        if len(self._flights[lane]) >= MAX_FLIGHTS:
+            return False
+        limit = max(2 * self.chunk_bytes, min(self.rate * FLIGHT_S, MAX_FLIGHT_BYTES))
+        if lane == BULK:
+            busy_s = ROUND_TRIPS * self.rtt_s + PROCESSING_S
+            limit = min(limit, max(1, self.rate * min(FLIGHT_S, busy_s)))
+        return flying < min(limit, room)
 
     def sent(self, lane: int, stop: int, now_s: float, *, full: bool) -> None:
         """Note a chunk that is sent."""
-        self._flights[lane].append(_Flight(stop, now_s, self._delivered, full))
+        if not any(self._flights):
+            self._delivered_s = now_s
+        self._flights[lane].append(_Flight(stop, self._delivered_s, self._delivered, full))
 
     def told(self, lane: int, arrived: int, news: int, now_s: float) -> None:
         """Note that `news` bytes more have arrived, up to the place `arrived`."""
@@ -76,12 +90,14 @@ class Pace:
         flights = self._flights[lane]
         while flights and flights[0].stop <= arrived:
             flight = flights.popleft()
-            rate = (self._delivered - flight.delivered) / max(now_s - flight.sent_s, 1e-6)
+            rate = (self._delivered - flight.delivered) / max(now_s - flight.since_s, 1e-6)
             # a chunk that was all there was says only that the link is not slower
             if flight.full or rate > self.rate:
                 self._rates.append(rate)
             if flight.full:
                 self._reached = min(2 * self._reached, self.most_bytes)
+        if news:
+            self._delivered_s = now_s
 
     def forget(self, lane: int) -> None:
         """Note that bytes are sent again: what is on its way tells no rate."""
@@ -89,6 +105,7 @@ class Pace:
 
     def broke(self, *, progressed: bool) -> None:
         """Note that a connection ended. progressed: not without bytes that had to arrive."""
+        self.rtt_s = FLIGHT_S
         for lane in LANES:
             self.forget(lane)
         if not progressed:
@@ -112,7 +129,8 @@ class TokenBucket:
             return 0.0
         earned = (now_s - self._at_s) * self._rate
         self._saved, self._at_s = min(self._saved + earned, self._rate * BURST_S), now_s
-        return max(0.0, -self._saved / self._rate)
+        # less than a byte is nothing: a time that rounding leaves would never pass
+        return 0.0 if self._saved > -1 else -self._saved / self._rate
 
     def spend(self, num_bytes: int) -> None:
         """Note bytes that are sent."""

@@ -12,7 +12,7 @@ from megatron_opd.config.sites import LinkConfig
 from megatron_opd.link.channel import Channel, Limits
 from megatron_opd.link.clock import ClockEstimate
 from megatron_opd.link.counts import LinkCounts
-from megatron_opd.link.events import Broken, LinkRefused, Mended, Received, Restarted
+from megatron_opd.link.events import Broken, Mended, Received, Restarted
 from megatron_opd.link.inbox import Hold, Inbox
 from megatron_opd.link.pace import MAX_FLIGHT_BYTES, TokenBucket
 from megatron_opd.link.receiving import Whole
@@ -31,7 +31,6 @@ from megatron_opd.link.wire import (
     note,
     read_note,
 )
-from sglang_bridge.errors import one_line
 
 IN_THREAD_BYTES = 64 << 10
 """Chunks from this size on are made and read in a thread, so that the event loop goes on."""
@@ -61,15 +60,13 @@ class Peer:
         self.name = name
         self.channel = Channel(process, limits, settings.compression)
         self.transmit: Transmit | None = None
-        self.number = 0
-        """Number of the last connection of the other process."""
         self._settings, self._inbox, self._hold, self._pool = settings, inbox, hold, pool
         self._bucket = TokenBucket(settings.bytes_per_s, time.monotonic())
         self._clock = ClockEstimate()
         self._wake, self._room = asyncio.Event(), asyncio.Event()
         self._heard_s = self._pinged_s = time.monotonic()
         self._pinged_at = 0.0
-        self._probe = self._taking = False
+        self._fresh = self._probe = self._taking = False
         self.ack_due = False
         self._broken = self._met = False
         self._restarts = 0
@@ -131,7 +128,7 @@ class Peer:
         """Begin a connection. Breach: with this one nobody speaks."""
         known = self.channel.peer
         new = self.channel.meet(report, number)
-        self.transmit, self.number = transmit, number
+        self.transmit = transmit
         if new:
             self._inbox.drop_held(self.name)
             if known:
@@ -139,8 +136,7 @@ class Peer:
             restart = self._restarts
             self._inbox.put(Restarted(self.name), lambda: self._took_restart(restart))
         self._heard()
-        self._met = True
-        self._probe = True
+        self._met = self._fresh = True
         self.wake()
 
     def leave(self) -> None:
@@ -148,18 +144,22 @@ class Peer:
         self.channel.leave()
         self.transmit = None
 
-    async def hear(self, frames: Sequence[Buffer]) -> None:
-        """Process frames of the connection that is open. Breach: nothing more is to be heard."""
+    async def hear(self, frames: Sequence[Buffer]) -> Refused | None:
+        """Process frames of the connection that is open; return with what the other end ends it.
+
+        Breach: nothing more is to be heard of the other process.
+        """
         self._heard()
         if len(frames) == 2:
             await self._hear_chunk(frames)
         else:
             record = self.read(frames)
             if isinstance(record, Refused):
-                raise LinkRefused(one_line(record.cause))
+                return record
             if isinstance(record, (Ack, Ping, Pong)):
                 self._hear_note(record)
         self.flush()
+        return None
 
     def read(self, frames: Sequence[Buffer]) -> Greeting | Talk | None:
         """Return the note in `frames`; None: it is none, which is counted."""
@@ -192,6 +192,9 @@ class Peer:
         """Send chunks until cancelled."""
         while True:
             self._wake.clear()
+            if self._fresh:  # before any chunk: this tells the round trip of the idle link
+                self._fresh = False
+                self._ping()
             wait_s = self._bucket.wait_s(time.monotonic())
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
@@ -263,7 +266,7 @@ class Peer:
 
     def _ping(self) -> None:
         self._pinged_s, self._pinged_at = time.monotonic(), time.time()
-        self._say(Ping(self.channel.ping()))
+        self._say(Ping(self.channel.ping(self._pinged_s)))
 
     def _say(self, record: Talk) -> None:
         if self.channel.connection:

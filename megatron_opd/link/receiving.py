@@ -48,7 +48,10 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Holds a message that is complete. number: of its lane's, from 0 on."""
+    """Holds a message that is complete. number: of its lane's, from 0 on.
+
+    num_bytes: its share of the stream, so that empty messages count too.
+    """
 
     number: int
     parts: tuple[memoryview, ...]
@@ -147,4 +150,4 @@ class ReceiveLane:
             parts.append(body[at : at + size])
             at += size
         number, self._number = self._number, self._number + 1
-        return Whole(number, tuple(parts), at)
+        return Whole(number, tuple(parts), at + len(message.small))

@@ -216,7 +216,7 @@ class Unpacker:
         return Chunk(lane, start, data)
 
     def _plain(self, payload: Buffer, size: int) -> memoryview:
-        """Return `payload` decompressed; its own word of its size must be `size`, so no more is taken."""
+        """Return `payload` decompressed: at once no more than `size`, or it is refused unread."""
         try:
             if zstandard.frame_content_size(payload) != size:
                 raise BadFrame("a chunk whose sizes contradict")

@@ -40,6 +40,10 @@ class Finished:
     newest: int | None
 
 
+class NoSuchTeacher(RuntimeError):
+    """Reports in one line a prompt whose teacher the site does not have."""
+
+
 def prompt_of(task: Task) -> Prompt:
     """Return the prompt of a task. ValueError: its tokens cannot be read."""
     return Prompt(
@@ -66,7 +70,7 @@ class Sampling:
         scorer: scores what was sampled, or returns it without scores.
         slots: prompts that are here at once.
         score_slots: samples that are scored at once.
-        vocab_sizes: of each teacher, by name.
+        vocab_sizes: of each teacher, by name; empty where the site asks none.
         num_draws: see transport/samples.py.
         ready: returns once there are weights to sample with.
         send: takes what is finished to the learner.
@@ -100,13 +104,19 @@ class Sampling:
         return sorted(self._tasks)
 
     def begin(self, task: Task) -> None:
-        """Work on a prompt, unless it is here already. ValueError: it cannot be read.
+        """Work on a prompt, unless it is here already.
 
-        Where there is no slot for it, the oldest of the finished ones was taken.
+        Where there is no slot for it, the oldest of the finished ones was taken. ValueError: it
+        cannot be read. NoSuchTeacher.
         """
         if task.uid in self._tasks:
             return
         prompt_of(task)
+        if self._vocab_sizes and task.teacher not in self._vocab_sizes:
+            raise NoSuchTeacher(
+                f"the learner has a teacher {one_line(task.teacher, 80)!r}, which is none of "
+                f"{', '.join(self._vocab_sizes)}: start the site with the run's file"
+            )
         if len(self._tasks) >= self._slots and self._finished:
             self.forget([next(iter(self._finished))])
         self._tasks[task.uid] = task

@@ -118,6 +118,7 @@ def test_two_sites_one_killed_and_back_one_stopped_and_on_again(
         },
         metrics={"rollouts": BATCH},
         checkpoint={"export_hf": False},
+        learner={"max_restarts": 0},
         sites={
             "members": {"near": {}, "far": {"concurrency": 4}},
             "port": free_port(),
@@ -165,7 +166,7 @@ def test_two_sites_one_killed_and_back_one_stopped_and_on_again(
     assert max(row["staleness_versions"] for row in rows) <= 3
     assert {span[0] for row in trained(rows, "far") for span in row["spans"]} & versions - {0, 1, 2}
     for name, starts in {"near": 1, "far": 2}.items():
-        told = summary["sites"][name]
+        told = summary["sites"]["members"][name]
         assert told["starts"] == starts
         assert told["samples_refused"] == 0
         assert told["delay_s_mean"] >= DELAY_S

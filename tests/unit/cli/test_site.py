@@ -1,5 +1,6 @@
 """`opd site` refuses bad input in one line, before anything is started."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,17 @@ import yaml
 import zmq
 
 from megatron_opd.checkpoint.run_lock import RunLock
+from megatron_opd.cli.errors import RunFailed, UserError
 from megatron_opd.cli.main import main
+from megatron_opd.cli.preflight import check_models
+from megatron_opd.cli.site import SiteRun
+from megatron_opd.config.load import load_config
+from megatron_opd.config.schema import Config
+from megatron_opd.controller.health import EngineLost
+from megatron_opd.link.events import LinkRefused
 from megatron_opd.sites.keys import SiteKeys, keys_file
+from megatron_opd.sites.sampling import NoSuchTeacher
+from sglang_bridge.errors import BadReply
 from tests.support.cli_cases import refused, small_config, tiny_models
 
 
@@ -24,6 +34,7 @@ def tree_of(tmp_path: Path, models: Path) -> dict[str, Any]:
     tree["student"]["startup_timeout_s"] = 0.3
     tree["weight_sync"] = {"type": "disk", "directory": str(tmp_path / "weights")}
     tree["sites"] = {"members": {"far": {}}}
+    tree["learner"] = {"max_restarts": 0}
     return tree
 
 
@@ -90,3 +101,48 @@ def test_a_student_without_a_tokenizer(
     tree = tree_of(tmp_path, models)
     tree["student"]["model"] = str(tmp_path / "bare")
     refused(capsys, site(tmp_path, tree, "far"), "student.model", "no tokenizer")
+
+
+def run_of(tmp_path: Path, models: Path) -> SiteRun:
+    tree = tree_of(tmp_path, models)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    config = load_config(Config, path, [])
+    return SiteRun(config, "far", check_models(config), None, scores=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (
+            LinkRefused("no such key"),
+            UserError,
+            "the learner's site refuses this site: no such key",
+        ),
+        (NoSuchTeacher("a teacher 'x'"), UserError, "opd site far: a teacher 'x'"),
+        (UserError("student.base_port: taken"), UserError, "^student.base_port: taken$"),
+        (BadReply("http://s:1: no draws"), RunFailed, "http://s:1: no draws; logs are in "),
+        (EngineLost("student server is lost"), RunFailed, "student server is lost; logs are in "),
+        (OSError(28, "No space left"), RunFailed, "No space left; its traceback is in .*site.log"),
+        (KeyError("what"), RunFailed, "KeyError: 'what'; its traceback is in .*site.log"),
+    ],
+)
+def test_what_ends_a_site_is_told_in_one_line(
+    tmp_path: Path,
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    kind: type[Exception],
+    said: str,
+):
+    run = run_of(tmp_path, models)
+
+    async def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(run, "_start", fail)
+    (tmp_path / "far" / "logs").mkdir(parents=True)
+    keys = SiteKeys("tcp://127.0.0.1:1", b"", b"")
+    with pytest.raises(kind, match=said) as raised:
+        asyncio.run(run.main(keys, tmp_path / "far"))
+    assert "\n" not in str(raised.value)

@@ -21,6 +21,7 @@ from megatron_opd.sites.messages import (
     Want,
     Welcome,
 )
+from megatron_opd.sites.sampling import NoSuchTeacher
 from megatron_opd.transport.samples import decode_sample
 from sglang_bridge.errors import BadReply, WeightSyncFailed
 from tests.support.site_ends import HELLO, SiteWorld, task_of, until
@@ -167,11 +168,15 @@ def test_a_learner_that_starts_again_waits_for_the_version_that_is_being_taken(
     tmp_path: Path, written: Written
 ):
     async def scene(world: SiteWorld, serving: asyncio.Task[str | None]) -> None:
-        finish, sync = asyncio.Event(), world.servers.sync
+        finish, sync, cut_off = asyncio.Event(), world.servers.sync, list[int]()
 
         async def slow(version: int) -> None:
             await sync(version)
-            await finish.wait()
+            try:
+                await finish.wait()
+            except asyncio.CancelledError:
+                cut_off.append(version)  # servers would stay paused
+                raise
 
         world.servers.sync = slow  # type: ignore[method-assign]
         world.welcome()
@@ -179,11 +184,32 @@ def test_a_learner_that_starts_again_waits_for_the_version_that_is_being_taken(
         await until(lambda: world.servers.version == 5, serving)
         world.welcome("r2")
         world.link.tell(written.write(6, CONTENT))
+        await asyncio.sleep(0.05)
         finish.set()
         world.link.tell(task_of(1))
         await until(lambda: world.link.got(Done), serving)
         assert world.servers.version == 6
         assert len(world.link.got(Hello)) == 2
+        assert not cut_off
+
+    play(tmp_path, scene)
+
+
+def test_what_an_earlier_learner_made_is_not_sampled_with_for_the_next_one(
+    tmp_path: Path, written: Written
+):
+    async def scene(world: SiteWorld, serving: asyncio.Task[str | None]) -> None:
+        world.welcome()
+        world.offers(written, written.write(9, CONTENT))
+        await until(lambda: world.link.got(Serving), serving)
+        world.welcome("r2")
+        world.link.tell(task_of(1))  # before any offer
+        await until(lambda: world.sampling.holds == [1], serving)
+        await asyncio.sleep(0.05)
+        assert world.servers.asked == []
+        world.link.tell(written.write(2, CONTENT))
+        await until(lambda: world.link.got(Done), serving)
+        assert world.servers.version == 2
 
     play(tmp_path, scene)
 
@@ -262,8 +288,9 @@ def test_what_was_sampled_with_versions_that_a_resumed_learner_never_made_is_sam
         world.servers.gates[2].set()
         await until(lambda: len(world.link.got(Done)) == 3, serving)
         frames = [frames for message, frames in world.link.sent if isinstance(message, Done)]
-        versions = [decode_sample(0, each).rollout.spans[-1].version for each in frames]
-        assert versions == [9, 6, 6]
+        samples = [decode_sample(0, each).rollout for each in frames]
+        versions = [[span.version for span in rollout.spans] for rollout in samples]
+        assert versions == [[9], [6], [6]]
         assert [serving.version for serving in world.link.got(Serving)] == [9, 6]
 
     play(tmp_path, scene)
@@ -358,6 +385,17 @@ def test_servers_that_answer_wrongly_end_the_site(tmp_path: Path):
         world.link.tell(task_of(1))
         with pytest.raises(BadReply, match="without draws"):
             await serving
+
+    play(tmp_path, scene)
+
+
+def test_a_teacher_that_the_site_lacks_ends_it(tmp_path: Path):
+    async def scene(world: SiteWorld, serving: asyncio.Task[str | None]) -> None:
+        world.welcome()
+        world.link.tell(msgspec.structs.replace(task_of(1), teacher="maths"))
+        with pytest.raises(NoSuchTeacher, match="'maths', which is none of teacher: start"):
+            await serving
+        assert world.servers.asked == []
 
     play(tmp_path, scene)
 
