@@ -34,6 +34,7 @@ NAVIGATION = {
     "Running": (
         "cluster",
         "data_workers",
+        "sites",
         "link",
         "security",
         "cluster_plans",
@@ -45,7 +46,6 @@ NAVIGATION = {
         "weight_sync",
         "recovery",
         "fleet",
-        "sites",
         "evaluation",
         "mismatch",
         "checkpoints",

@@ -468,15 +468,6 @@ def _health(config: ConfigTree) -> str | None:
     return None
 
 
-def _simulated_sites(config: ConfigTree) -> str | None:
-    if config.sites.members and config.simulation.failures is not None:
-        return (
-            "simulation.failures must be null with sites.members, as the failures of a site's "
-            "servers are not simulated"
-        )
-    return None
-
-
 RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _estimator,
     _shares,
@@ -508,5 +499,4 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     *SITE_RULES,
     _metric_names,
     _health,
-    _simulated_sites,
 )

@@ -158,6 +158,15 @@ def _open(config: ConfigTree) -> str | None:
     return None
 
 
+def _simulated_sites(config: ConfigTree) -> str | None:
+    if config.sites.members and config.simulation.failures is not None:
+        return (
+            "simulation.failures must be null with sites.members, as the failures of a site's "
+            "servers are not simulated"
+        )
+    return None
+
+
 def _text(value: object) -> str:
     if isinstance(value, bool) or value is None:
         return "null" if value is None else str(value).lower()
@@ -172,4 +181,5 @@ SITE_RULES: tuple[Rule, ...] = (
     _link,
     _scores,
     _open,
+    _simulated_sites,
 )

@@ -5,8 +5,10 @@ from copy import deepcopy
 import pytest
 from pydantic import ValidationError
 
+from megatron_opd.config import schema
 from megatron_opd.config.schema import Config
 from megatron_opd.config.site_bounds import open_permits, permits, slots_by_site, staleness_bound
+from megatron_opd.config.site_rules import SITE_RULES
 from tests.support.config_files import MINIMAL
 
 SITES = MINIMAL | {
@@ -69,6 +71,7 @@ REFUSED = [
         },
         "sites.members.near.scores must be true",
     ),
+    ({"simulation.failures": {"mean_hours": 1.0}}, "simulation.failures must be null"),
     ({"sites.max_staleness": 3}, "sites.max_staleness has no effect"),
     ({"sites.admission": "open", "schedule": {"type": "sync"}}, "schedule.type has no effect"),
     (
@@ -93,6 +96,23 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "words"), REFUSED, ids=[words for _, words in REFUSED])
 def test_what_does_not_go_with_sites_is_one_line(changes, words):
     assert words in line(changes)
+
+
+def test_the_table_breaks_every_rule(monkeypatch):
+    broken = set()
+
+    def watched(rule):
+        def run(config):
+            said = rule(config)
+            broken.update({rule.__name__} if said is not None else ())
+            return said
+
+        return run
+
+    monkeypatch.setattr(schema, "RULES", tuple(map(watched, SITE_RULES)))
+    for changes, _ in REFUSED:
+        line(changes)
+    assert broken == {rule.__name__ for rule in SITE_RULES}
 
 
 @pytest.mark.parametrize(
