@@ -33,6 +33,7 @@ from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.data.judge import Judge
+from megatron_opd.delays import batch_plan
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.rollouts import RolloutRecord
@@ -270,6 +271,7 @@ def make_schedule(config: Config) -> Schedule:
         score_slots=config.scoring.concurrency,
         group_size=config.rollout.group_size if config.estimator.reads_groups else 1,
         groups=None if spread is None else GroupRule(spread, config.estimator.distils),
+        plan=batch_plan(config.schedule, config.run.seed, config.run.max_steps),
     )
 
 

@@ -48,6 +48,7 @@ from megatron_opd.buffer.buffer import SampleBuffer
 from megatron_opd.buffer.completion import CompletionBuffer
 from megatron_opd.buffer.groups import GroupIncomplete, SampleGroups
 from megatron_opd.buffer.permits import Permits, check_staleness
+from megatron_opd.buffer.planned import PlannedBuffer
 from megatron_opd.buffer.rejection import SampleRejected, SamplesLost
 from megatron_opd.buffer.spread import SpreadFilter, Verdict
 from megatron_opd.controller.errors import EverythingDropped, LearnerDiverged, LoopFailed
@@ -274,12 +275,14 @@ class Controller:
 
     async def _room_for_one_more(self) -> bool:
         """Wait until the updates can consume another prompt; False once they never will."""
-        wanted = self._schedule.updates * self._schedule.batch_size
-        while self._num_admitted - self._dropped.total() >= wanted:
-            if self._buffer.waiting_for_score == 0:
+        schedule = self._schedule
+        while True:
+            left = self._num_admitted - self._dropped.total()
+            if left < schedule.samples_by(self._version):
+                return True
+            if left >= schedule.samples and self._buffer.waiting_for_score == 0:
                 return False
             await self._buffer.changed()
-        return True
 
     async def _roll_out(self) -> None:
         while (prompt := await self._admitted.get()) is not None:
@@ -524,6 +527,7 @@ class Controller:
                 report = await self._ports.weight_sync.sync(updates, turn)
             report = replace(report, learner_held_s=turn.held_s)
             self._version = updates
+            self._buffer.wake()  # more may be admitted
             if self._ports.curriculum is not None:  # before a permit can admit another prompt
                 self._ports.curriculum.settle()
             self._let_go([s.rollout.prompt.uid for b in batches for s in b.samples])
@@ -579,6 +583,8 @@ def _filter(schedule: Schedule, state: ControllerState) -> SpreadFilter | None:
 
 
 def _buffer(schedule: Schedule, updates: int) -> SampleBuffer:
+    if schedule.plan is not None:
+        return PlannedBuffer(schedule.batch_size, schedule.plan, updates)
     if schedule.kind.order == "admission":
         return SampleBuffer()
     return CompletionBuffer(schedule.batch_size, schedule.group_size, schedule.bound, updates)

@@ -40,6 +40,11 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["teachers={maths: {model: m, urls: ['http://[::1]:1']}}"],
     ),
     (
+        ["sites.members={near: {}}", "simulation.failures={mean_hours: 1.0}"],
+        ["simulation.failures must be null with sites.members"],
+        ["simulation.failures=null"],
+    ),
+    (
         ["workers.count=2", "learner.listen_host=0.0.0.0"],
         ["learner.listen_host", "workers.count > 0", "got 0.0.0.0", "workers.count 2"],
         ["workers.count=0"],
@@ -256,6 +261,11 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["run.deterministic=true"],
         ["schedule.hold_batches must equal", "run.deterministic", "got 0, 1, 1 and admission"],
         ["schedule.type=controlled"],
+    ),
+    (
+        ["run.deterministic=true"],
+        ["schedule.hold_batches must equal", "run.deterministic", "got 0, 1, 1 and admission"],
+        ["schedule.type=controlled", "schedule.delays.type=weibull"],
     ),
     (
         [
