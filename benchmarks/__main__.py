@@ -59,6 +59,7 @@ STUDIES = (
     "beside_trl",
     "plain_step",
     "rounding",
+    "delays_study",
 )
 WITH_OPTIONS = (
     "step",
@@ -92,6 +93,7 @@ WITH_OPTIONS = (
     "beside_trl",
     "plain_step",
     "rounding",
+    "delays_study",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 
