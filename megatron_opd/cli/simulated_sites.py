@@ -60,7 +60,13 @@ class SimulatedSite:
     loads: int = 0
     samples: int = 0
     group: int | None = None
-    """Whose first members it was given, while members may follow."""
+    """The last one whose first member it was given, as the others are to follow."""
+    queue: deque[_Waiting] = field(default_factory=lambda: deque[_Waiting]())
+
+    @property
+    def free(self) -> int:
+        """Returns its free slots, but for those of prompts that wait for them."""
+        return self.slots - self.taken - len(self.queue)
 
 
 @dataclass(slots=True)
@@ -104,7 +110,7 @@ class SimulatedSites:
 
     async def generate(self, prompt: Prompt) -> AnyRollout:
         """Return a response once it has come from a site. SampleRejected: it came too late."""
-        site = await self._site_for(prompt.uid)
+        site = await self._slot_for(prompt.uid)
         try:
             rollout = await site.rollouts.run(partial(site.generator.generate, prompt))
             if site.scorer is not None:
@@ -137,7 +143,7 @@ class SimulatedSites:
         if age_s > sites.max_delay_s:
             raise SampleRejected(TOO_LATE, f"{age_s:.0f} s after its end, from {site.name}")
 
-    async def _site_for(self, uid: int) -> SimulatedSite:
+    async def _slot_for(self, uid: int) -> SimulatedSite:
         waiting = _Waiting(uid, self._version)
         self._waiting.append(waiting)
         self._hand_out()
@@ -145,28 +151,39 @@ class SimulatedSites:
 
     def _hand_out(self) -> None:
         """Give waiting prompts to sites, in order: those behind can have no older version."""
+        for site in self._sites:
+            self._fill(site)
         while self._waiting:
             waiting = self._waiting[0]
             if not waiting.found.done():
-                site = self._free_site(waiting)
+                site = self._site_of(waiting)
                 if site is None:
                     return
-                site.taken += 1
                 site.group = waiting.uid // self._group_size
-                waiting.found.set_result(site)
+                site.queue.append(waiting)
+                self._fill(site)
             self._waiting.popleft()
 
-    def _free_site(self, waiting: _Waiting) -> SimulatedSite | None:
+    def _fill(self, site: SimulatedSite) -> None:
+        """Give a site what waits for its slots."""
+        while site.queue and site.taken < site.slots and self._may_have(site, site.queue[0]):
+            waiting = site.queue.popleft()
+            if not waiting.found.done():
+                site.taken += 1
+                waiting.found.set_result(site)
+
+    def _site_of(self, waiting: _Waiting) -> SimulatedSite | None:
         """Return the site of its group, else the one with most free slots; None: all are full."""
-        sites = [s for s in self._sites if not self._fresh or s.version >= waiting.version]
-        group = waiting.uid // self._group_size
         for site in self._sites:
-            if site.group == group:
-                return site if site in sites else None
-        most = max(sites, key=lambda site: site.slots - site.taken, default=None)
-        if most is None or most.slots - most.taken < min(self._group_size, most.slots):
-            return None
-        return most
+            if site.group == waiting.uid // self._group_size:
+                return site
+        sites = [site for site in self._sites if self._may_have(site, waiting)]
+        most = max(sites, key=lambda site: site.free, default=None)
+        return None if most is None or most.free <= 0 else most
+
+    def _may_have(self, site: SimulatedSite, waiting: _Waiting) -> bool:
+        """Return whether all that a site samples is new enough for a prompt."""
+        return not self._fresh or site.version >= waiting.version
 
     # ------------------------------------------------------------ weights
 
