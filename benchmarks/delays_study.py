@@ -16,12 +16,14 @@ benchmarks/results/delays_study_rows.jsonl; stopped, the study goes on where it 
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.grid.study import run_study
-from benchmarks.grid.trials import Launch, Trial, launch
+from benchmarks.grid.trials import RESULTS, Launch, Trial, finished_rows, launch
 from benchmarks.staleness import (
     COMMON,
     CONFIG,
@@ -63,8 +65,41 @@ def trials() -> list[Trial]:
     ]
 
 
+PAIRS = {
+    "staleness_kl": ("staleness_mean_versions", "sampler_k3_nats"),
+    "kl_variance": ("sampler_k3_nats", "importance_variance"),
+    "variance_error": ("importance_variance", "advantage_error"),
+    "kl_error": ("sampler_k3_nats", "advantage_error"),
+}
+"""Of Figs. 6 and 7."""
+
+
+def correlations(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Correlations over all updates of a method's runs, of logarithms where neither figure is 0."""
+    found: dict[str, dict[str, Any]] = {}
+    for method in METHODS:
+        curves = [row["curves"] for row in rows if row["method"] == method]
+        found[method] = {name: _correlation(curves, *pair) for name, pair in PAIRS.items()}
+    return found
+
+
+def _correlation(curves: Sequence[dict[str, Any]], one: str, other: str) -> dict[str, Any] | None:
+    pairs = [
+        (math.log(a), math.log(b))
+        for curve in curves
+        for a, b in zip(curve[one], curve[other], strict=True)
+        if a and b and a > 0 and b > 0
+    ]
+    if len(pairs) < 3:
+        return None
+    value = statistics.correlation([a for a, _ in pairs], [b for _, b in pairs])
+    return {"correlation": round(value, 3), "updates": len(pairs)}
+
+
 def measure(options: Sequence[str] = (), launch: Launch = launch, **paths: Path) -> dict[str, Any]:
     """Run what is missing; everything by (delay and penalty, method)."""
     found = run_study("delays_study", trials(), options, launch=launch, **paths)
     size = SIZE | EVALUATIONS
+    rows = finished_rows(trials(), paths.get("rows", RESULTS / "delays_study_rows.jsonl"))
+    found["correlations"] = correlations(list(rows.values()))
     return {"config": str(CONFIG), "size": size, "common": COMMON | CPPO_KL, **found}

@@ -44,6 +44,7 @@ BY_DELAY = {
     "advantage_error": "error of E[advantage]",
 }
 LARGEST = "delay_64"
+FLOOR = 1e-9
 
 
 def frame(columns: int, rows: int = 1) -> tuple[Any, Any]:
@@ -53,8 +54,8 @@ def frame(columns: int, rows: int = 1) -> tuple[Any, Any]:
 
 
 def points(axes: Any, x: Sequence[float], y: Sequence[float], color: str, label: str) -> None:
-    """A cloud of points on logarithmic axes; what is 0 or infinite is left out."""
-    shown = [(a, b) for a, b in zip(x, y, strict=True) if 0 < a < 1e9 and 0 < b < 1e9]
+    """A cloud of points on logarithmic axes; what is 0 up to rounding, or infinite, is left out."""
+    shown = [(a, b) for a, b in zip(x, y, strict=True) if 0 < a < 1e9 and FLOOR < b < 1e9]
     if shown:
         axes.scatter(*zip(*shown, strict=True), s=5, color=color, label=label, alpha=0.5)
     axes.set_xscale("log")

@@ -189,6 +189,21 @@ def test_the_study_of_drawn_delays_changes_one_factor_at_a_time(monkeypatch: pyt
     assert first == ["constant_kl"] * 3 + ["lognormal_kl"] * 3 + ["online_no_kl"] * 3
 
 
+def test_correlations_are_of_logarithms_over_the_updates_of_a_method():
+    def row(method: str, variances: list[float | None]) -> dict[str, Any]:
+        curves = {name: [1.0, 2.0, 4.0, 8.0] for name in CURVES}
+        return {"method": method, "curves": curves | {"importance_variance": variances}}
+
+    rows = [row("gspo", [1.0, 4.0, 16.0, 64.0]), row("gepo", [8.0, 4.0, None, 0.0])]
+    found = delays_study.correlations(rows)
+    assert found["gspo"]["kl_variance"] == {"correlation": 1.0, "updates": 4}
+    assert found["gepo"]["kl_variance"] is None, "two updates are too few"
+    assert found["gepo"]["kl_error"] == {"correlation": 1.0, "updates": 4}
+    assert found["grpo"]["kl_error"] is None
+    falling = delays_study.correlations([row("grpo", [8.0, 4.0, 2.0, 1.0])])
+    assert falling["grpo"]["kl_variance"]["correlation"] == -1.0
+
+
 def test_no_trial_begins_after_the_budget(tmp_path: Path):
     calls: list[str] = []
     assert run_trials([trial(1)], tmp_path, fake(calls), budget_s=0.0) == []
