@@ -34,8 +34,8 @@ from megatron_opd.weight_sync.session import WeightSync
 
 TOO_LATE = "too_late"
 ID_BYTES, TOKEN_BYTES = 16, 20
-"""Of a sample's arrays, by cached id and response token (metrics/cache_size.py); compression is not
-simulated."""
+"""Bytes of a sample's arrays, by cached id and response token (metrics/cache_size.py); compression
+is not simulated."""
 A_MOMENT_S = 1e-6
 """From a site's new version to its prompts: sites that are ready at one time share them evenly."""
 
