@@ -111,6 +111,11 @@ class SampleBuffer:
         line = {s.rollout.prompt.uid: s for s in samples} | dict(self.in_line())
         self._renew(dict(sorted(line.items())))
 
+    def open(self) -> None:
+        """Begin admission again, as samples were dropped after its end."""
+        self._closed = False
+        self._advance()
+
     def close(self) -> None:
         """End admission: no more prompts are accepted."""
         self._closed = True

@@ -60,6 +60,21 @@ a row, so those never dropped form, in admission order, blocks of G (R5 drops wh
 batch takes B of them from the front, a multiple of G. No member is missed: a batch is taken from
 scored samples only, and a group with all members scored loses none later.
 
+Sites (megatron_opd/sites/). A sampler site has weights of its own, maybe older than the live ones,
+so the step "no token of s is older than v" is gone. In its place a sample that is older than the
+bound, b or A, is dropped (too_stale) when it arrives, or when an update makes it so, before a batch
+is cut: the claims hold for what is trained on, and to the proofs it is a sample that was dropped.
+
+Open admission (sites.admission open; HeteroRL). R1 is replaced: a prompt is admitted while fewer
+than S are neither scored nor dropped, S being the slots of all sites. R2 too: a batch takes the
+groups that were complete first. What is older than the window W is dropped as above, so staleness
+<= W, whatever the sites do. Claim: P = (S + 1) G + (W + 1 + n) B permits stop no site before what
+it would sample had to wait too long. Proof: groups with a member in flight are at most S, and one
+is admitted in part, which is (S + 1) G prompts; n B belong to batches since the last weight sync.
+If no permit is left before update k, (W + 1) B samples of complete groups wait, so the next batch
+is there; and unless some of these are dropped, what is sampled behind them, with version k at most,
+is in batch k + W + 1 at the earliest, older than W. QED.
+
 Groups dropped for their rewards (buffer/spread.py). A group all of whose members are scored may be
 dropped whole, before its last member enters the buffer: no batch holds one of them, each returns
 its permit at once (R3), and to every claim it is a group that was dropped. It waits at most for
@@ -113,7 +128,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable
 
+from megatron_opd.buffer.rejection import SampleRejected
 from megatron_opd.types import AnySample, Batch
+
+TOO_STALE = "too_stale"
+
+
+class TooStale(SampleRejected):
+    """Reports a site's sample that is older than any update may train on."""
+
+    def __init__(self, version: int, updates: int, bound: int) -> None:
+        age = updates - version
+        super().__init__(TOO_STALE, f"{age} updates old at update {updates}, the bound is {bound}")
 
 
 class PermitError(RuntimeError):

@@ -23,13 +23,14 @@ from megatron_opd.cli.simulated_sites import SimulatedSite, SimulatedSites
 from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.cli.wiring import make_generator, make_schedule, make_scorer
 from megatron_opd.config.schema import Config
+from megatron_opd.config.site_bounds import is_open, slots_by_site, staleness_bound
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import EverythingDropped, LoopFailed
 from megatron_opd.controller.garbage import collected_rarely
 from megatron_opd.controller.health import ProcessDied, WatchedProcess
 from megatron_opd.controller.in_flight import Rollouts
 from megatron_opd.controller.ports import Ports
-from megatron_opd.controller.schedule import Schedule
+from megatron_opd.controller.schedule import Afar, Schedule
 from megatron_opd.data.seeds import ROLLOUT, derived_seed
 from megatron_opd.metrics.memory import PeakMemory
 from megatron_opd.metrics.recorder import RunRecorder
@@ -95,14 +96,13 @@ def drawn_lengths(config: Config) -> LognormalLengths:
 def simulated_schedule(config: Config) -> Schedule:
     """Make the schedule of a run.
 
-    With sites, what a weight sync does with responses in flight is each site's affair, and every
-    prompt that has a permit waits for a site.
+    With sites, as many prompts as these have slots are asked for at once.
     """
-    schedule = make_schedule(config)
+    schedule, slots = make_schedule(config), sum(slots_by_site(config).values())
     if not config.sites.members:
         return schedule
-    kind = schedule.kind.model_copy(update={"in_flight": "in_place"})
-    return replace(schedule, kind=kind, rollout_slots=schedule.permits)
+    window = config.sites.max_staleness if is_open(config) else None
+    return replace(schedule, afar=Afar(slots, window), rollout_slots=slots)
 
 
 def check_costs(config: Config, costs: Costs) -> None:
@@ -292,7 +292,7 @@ class _World:
                     make_generator(config, fleets[STUDENT], VOCABULARY, RUN_ID),
                     self._scorer(fleets) if member.scores else None,
                     sync,
-                    member.concurrency or config.rollout.concurrency,
+                    slots_by_site(config)[name],
                     Rollouts(config.schedule.in_flight, sync.stranded),
                     up=Pipe(link.bytes_per_s),
                     down=Pipe(link.bytes_per_s),
@@ -375,10 +375,10 @@ class _World:
             busy = self._busy(wall_s)
             sites = {site.name: self._site_outcome(site, wall_s) for site in far}
         return outcome_of(
-            config,
             totals,
             controller.accounting,
             wall_s=wall_s,
+            bound=staleness_bound(config),
             busy=busy,
             fleets=list(self._all_fleets()),
             supervisor=supervisor,

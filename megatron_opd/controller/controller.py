@@ -45,9 +45,14 @@ import msgspec
 
 from megatron_opd.buffer.batcher import Batcher, BatchIncomplete
 from megatron_opd.buffer.buffer import SampleBuffer
-from megatron_opd.buffer.completion import CompletionBuffer
+from megatron_opd.buffer.completion import NO_DEADLINE, CompletionBuffer
 from megatron_opd.buffer.groups import GroupIncomplete, SampleGroups
-from megatron_opd.buffer.permits import Permits, check_staleness
+from megatron_opd.buffer.permits import (
+    Permits,
+    TooStale,
+    check_staleness,
+    staleness_versions,
+)
 from megatron_opd.buffer.planned import PlannedBuffer
 from megatron_opd.buffer.rejection import SampleRejected, SamplesLost
 from megatron_opd.buffer.spread import SpreadFilter, Verdict
@@ -279,8 +284,9 @@ class Controller:
         while True:
             left = self._num_admitted - self._dropped.total()
             if left < schedule.samples_by(self._version):
-                return True
-            if left >= schedule.samples and self._buffer.waiting_for_score == 0:
+                if self._buffer.waiting_for_score < schedule.most_unscored:
+                    return True
+            elif left >= schedule.samples and self._buffer.waiting_for_score == 0:
                 return False
             await self._buffer.changed()
 
@@ -313,6 +319,7 @@ class Controller:
                 sample = await self._ports.teacher.score(rollout)
                 self._ports.observer.scored(sample, started_s, clock())
                 self._groups.check(uid)  # it may have broken in the meantime
+                self._check_age(sample)
                 sample = self._ports.learner.prepare(sample)
             except SampleRejected as rejection:
                 self._num_scoring -= 1
@@ -350,7 +357,38 @@ class Controller:
         del self._unscored[uid]
         if not self._holds(sample):  # lost while its group was not decided about
             self._reopen(uid)
+        if self._is_too_old(sample):  # since then
+            self._drop_old([uid])
         self._moved()
+
+    def _is_too_old(self, sample: AnySample) -> bool:
+        """Return whether no update may train on a sample that a site has sampled."""
+        age = staleness_versions(sample, self._num_updates)
+        return self._schedule.afar is not None and age > self._schedule.bound
+
+    def _check_age(self, sample: AnySample) -> None:
+        if self._is_too_old(sample):
+            raise TooStale(sample.rollout.oldest_version, self._num_updates, self._schedule.bound)
+
+    def _drop_old(self, uids: Iterable[int]) -> None:
+        """Drop scored samples that got older than the bound while they waited, with their groups.
+
+        Only sites' samples do: a site may sample with older weights than the live ones.
+        """
+        line = dict(self._buffer.in_line())
+        for uid in uids:
+            sample = line[uid]
+            if sample is None or not self._buffer.withdraw([uid]):  # with another of its group
+                continue
+            version, bound = sample.rollout.oldest_version, self._schedule.bound
+            self._forget(uid, TooStale(version, self._num_updates, bound))
+            self._break_up(uid)
+        if self._buffer.closed:  # the updates cannot do without others in their place
+            self._buffer.open()
+
+    def _drop_all_old(self) -> None:
+        line = self._buffer.in_line()
+        self._drop_old([uid for uid, sample in line if sample and self._is_too_old(sample)])
 
     async def _recover(self, store: SampleStore) -> None:
         """Let what a lost data worker held be sampled anew; it keeps its permit and its place.
@@ -409,21 +447,25 @@ class Controller:
     def _drop(self, uid: int, rejection: SampleRejected) -> None:
         self._counted.discard(uid)
         self._remove(uid, rejection)
+        self._break_up(uid)
+        self._moved()
+        # samples dropped with another one are not counted again; newer weights end staleness
+        self._dropped_in_a_row += not isinstance(rejection, GroupIncomplete | TooStale)
+        if self._dropped_in_a_row >= max(self._permits.total, MIN_DROPS_IN_A_ROW):
+            raise EverythingDropped(
+                f"{self._dropped_in_a_row} samples in a row were dropped, the last for {rejection}"
+            )
+
+    def _break_up(self, uid: int) -> None:
+        """Drop the others of a group, one of which was dropped."""
         last = self._undecided.pop(uid // self._schedule.group_size, None)
-        if last is not None:  # the prompt was being sampled anew
+        if last is not None:  # the prompt was being sampled anew, or got too old
             self._num_scoring -= 1
             self._remove(last.rollout.prompt.uid, GroupIncomplete(last.rollout.prompt.uid))
         for other in self._buffer.withdraw(self._groups.break_up(uid)):
             self._forget(other, GroupIncomplete(other))
         if self._filter is not None:
             self._decide(self._filter.broken(uid // self._schedule.group_size))
-        self._moved()
-        # samples dropped with another one are not counted again
-        self._dropped_in_a_row += not isinstance(rejection, GroupIncomplete)
-        if self._dropped_in_a_row >= max(self._permits.total, MIN_DROPS_IN_A_ROW):
-            raise EverythingDropped(
-                f"{self._dropped_in_a_row} samples in a row were dropped, the last for {rejection}"
-            )
 
     def _remove(self, uid: int, rejection: SampleRejected) -> None:
         self._buffer.drop(uid)
@@ -445,6 +487,7 @@ class Controller:
         clock = asyncio.get_running_loop().time
         while self._num_updates < self._schedule.updates:
             update = self._num_updates
+            self._drop_all_old()
             samples = await self._batcher.next_batch()
             if len(samples) < self._schedule.batch_size:
                 self._leave_out(samples)
@@ -585,6 +628,8 @@ def _filter(schedule: Schedule, state: ControllerState) -> SpreadFilter | None:
 def _buffer(schedule: Schedule, updates: int) -> SampleBuffer:
     if schedule.plan is not None:
         return PlannedBuffer(schedule.batch_size, schedule.plan, updates)
+    if schedule.takes_first_arrived:
+        return CompletionBuffer(schedule.batch_size, schedule.group_size, NO_DEADLINE, updates)
     if schedule.kind.order == "admission":
         return SampleBuffer()
     return CompletionBuffer(schedule.batch_size, schedule.group_size, schedule.bound, updates)

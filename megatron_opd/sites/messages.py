@@ -68,13 +68,14 @@ class Serving(_Message, frozen=True):
 class Done(_Message, frozen=True):
     """Brings a finished response: behind it the frames of its sample (transport/samples.py).
 
-    age_s: time from the end of sampling to the sending of this. duration_s: of sampling. shape: of
-    the scores, None where no teacher was asked.
+    age_s: time from the end of sampling to the sending of this, at Unix time sent_s. duration_s: of
+    sampling. shape: of the scores, None where no teacher was asked.
     """
 
     uid: int
     finish_reason: str
     age_s: float
+    sent_s: float
     duration_s: float
     engine: str
     restarts: int
