@@ -60,6 +60,7 @@ STUDIES = (
     "plain_step",
     "rounding",
     "delays_study",
+    "sites_simulator",
 )
 WITH_OPTIONS = (
     "step",
@@ -94,6 +95,7 @@ WITH_OPTIONS = (
     "plain_step",
     "rounding",
     "delays_study",
+    "sites_simulator",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

@@ -28,7 +28,7 @@ from megatron_opd.sim.costs import Costs, EngineCost, LearnerCost, LognormalLeng
 
 Tree = dict[str, Any]
 SITES, SERVERS, GROUP, BATCH = 16, 64, 8, 512
-UPDATES = 400
+UPDATES = 240
 TOLERANCE = 0.01
 """By how much sites without delays may differ from one place, of its tokens a second."""
 COSTS = Costs(

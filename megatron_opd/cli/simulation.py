@@ -96,13 +96,15 @@ def drawn_lengths(config: Config) -> LognormalLengths:
 def simulated_schedule(config: Config) -> Schedule:
     """Make the schedule of a run.
 
-    With sites, as many prompts as these have slots are asked for at once.
+    With sites, so many prompts are asked for at once that all slots are full while at each site a
+    group waits for some.
     """
-    schedule, slots = make_schedule(config), sum(slots_by_site(config).values())
-    if not config.sites.members:
+    schedule, slots = make_schedule(config), slots_by_site(config)
+    if not slots:
         return schedule
     window = config.sites.max_staleness if is_open(config) else None
-    return replace(schedule, afar=Afar(slots, window), rollout_slots=slots)
+    total, waiting = sum(slots.values()), len(slots) * schedule.group_size
+    return replace(schedule, afar=Afar(total, window), rollout_slots=total + waiting)
 
 
 def check_costs(config: Config, costs: Costs) -> None:
