@@ -65,8 +65,9 @@ def trials() -> list[Trial]:
     ]
 
 
+STALENESS = "staleness_mean_versions"
 PAIRS = {
-    "staleness_kl": ("staleness_mean_versions", "sampler_k3_nats"),
+    "staleness_kl": (STALENESS, "sampler_k3_nats"),
     "kl_variance": ("sampler_k3_nats", "importance_variance"),
     "variance_error": ("importance_variance", "advantage_error"),
     "kl_error": ("sampler_k3_nats", "advantage_error"),
@@ -75,7 +76,10 @@ PAIRS = {
 
 
 def correlations(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Correlations over all updates of a method's runs, of logarithms where neither figure is 0."""
+    """Correlations over the updates of a method's runs that train on old weights' samples.
+
+    Of logarithms, where neither figure is 0. On policy both are rounding, or GEPO's bias.
+    """
     found: dict[str, dict[str, Any]] = {}
     for method in METHODS:
         curves = [row["curves"] for row in rows if row["method"] == method]
@@ -87,8 +91,8 @@ def _correlation(curves: Sequence[dict[str, Any]], one: str, other: str) -> dict
     pairs = [
         (math.log(a), math.log(b))
         for curve in curves
-        for a, b in zip(curve[one], curve[other], strict=True)
-        if a and b and a > 0 and b > 0
+        for a, b, old in zip(curve[one], curve[other], curve[STALENESS], strict=True)
+        if old and a and b and a > 0 and b > 0
     ]
     if len(pairs) < 3:
         return None

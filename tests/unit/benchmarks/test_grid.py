@@ -200,6 +200,9 @@ def test_correlations_are_of_logarithms_over_the_updates_of_a_method():
     assert found["gepo"]["kl_variance"] is None, "two updates are too few"
     assert found["gepo"]["kl_error"] == {"correlation": 1.0, "updates": 4}
     assert found["grpo"]["kl_error"] is None
+    fresh = row("gspo", [1.0, 4.0, 16.0, 64.0])
+    fresh["curves"]["staleness_mean_versions"] = [0.0, 0.0, 1.0, 1.0]
+    assert delays_study.correlations([fresh])["gspo"]["kl_variance"] is None, "on policy"
     falling = delays_study.correlations([row("grpo", [8.0, 4.0, 2.0, 1.0])])
     assert falling["grpo"]["kl_variance"]["correlation"] == -1.0
 
