@@ -4,10 +4,11 @@
 
 `opd simulate` on a virtual clock: the controller that ships, 16 sites of 64 student servers, GRPO
 with groups of 8, batches of 512 responses of some 1,900 tokens, a learner that is about as fast as
-all samplers together, so that an update takes some 28 seconds and 1800 are 64 of them. One factor at a time from the paper's setting (log-normal delays of the
-weights of 60 to 1800 seconds, a window of 64 updates): the distribution, the window, the admission,
-samples that are delayed too, and a slow link. Against them: the same servers at one place, and 16
-sites without delays. That last is the control: sites are not to cost anything by themselves.
+all samplers together, so that an update takes some 28 seconds and 1800 are 64 of them. One factor
+at a time from the paper's setting (log-normal delays of the weights of 60 to 1800 seconds, a window
+of 64 updates): the distribution, the window, the admission, samples that are delayed too, and a
+slow link. Against them: the same servers at one place, and 16 sites without delays. That last is
+the control: sites are not to cost anything by themselves.
 
 Staleness is that of samples in updates. What is not simulated: links that break, sites that leave,
 compression.
