@@ -90,20 +90,21 @@ def config_of(case: Case, updates: int) -> Config:
             "concurrency": SITES * SERVERS if near else SERVERS,
             "group_size": GROUP,
         },
-        "schedule": {
-            "type": "async",
+        "weight_sync": {"type": "disk", "directory": "unused"},
+        "evaluation": {"problems": 0},
+        "learner": {"max_restarts": 0},
+    }
+    if near or case.admission == "permits":
+        tree["schedule"] = {
             "max_staleness": float(case.window),
             "order": "completion",
             "max_age": case.window,
-        },
-    }
+        }
     if case.sites is not None:
         members = {f"site-{i:02d}": {} for i in range(SITES)}
-        tree["sites"] = case.sites | {
-            "members": members,
-            "admission": case.admission,
-            "max_staleness": case.window,
-        }
+        tree["sites"] = case.sites | {"members": members, "admission": case.admission}
+        if case.admission == "open":
+            tree["sites"]["max_staleness"] = case.window
     return Config.model_validate(tree)
 
 

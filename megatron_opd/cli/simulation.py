@@ -13,7 +13,6 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from typing import Any
 
 from megatron_opd.cli.errors import UserError
@@ -23,14 +22,13 @@ from megatron_opd.cli.simulated_sites import SimulatedSite, SimulatedSites
 from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.cli.wiring import make_generator, make_schedule, make_scorer
 from megatron_opd.config.schema import Config
-from megatron_opd.config.site_bounds import is_open, slots_by_site, staleness_bound
+from megatron_opd.config.site_bounds import slots_by_site, staleness_bound
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import EverythingDropped, LoopFailed
 from megatron_opd.controller.garbage import collected_rarely
 from megatron_opd.controller.health import ProcessDied, WatchedProcess
 from megatron_opd.controller.in_flight import Rollouts
 from megatron_opd.controller.ports import Ports
-from megatron_opd.controller.schedule import Afar, Schedule
 from megatron_opd.data.seeds import ROLLOUT, derived_seed
 from megatron_opd.metrics.memory import PeakMemory
 from megatron_opd.metrics.recorder import RunRecorder
@@ -91,20 +89,6 @@ def drawn_lengths(config: Config) -> LognormalLengths:
     section = config.simulation.lengths
     mean = section.mean or config.rollout.max_new_tokens / 2
     return LognormalLengths(mean=mean, cv=section.cv, prompt_tokens=section.prompt_tokens)
-
-
-def simulated_schedule(config: Config) -> Schedule:
-    """Make the schedule of a run.
-
-    With sites, so many prompts are asked for at once that all slots are full while at each site a
-    group waits for some.
-    """
-    schedule, slots = make_schedule(config), slots_by_site(config)
-    if not slots:
-        return schedule
-    window = config.sites.max_staleness if is_open(config) else None
-    total, waiting = sum(slots.values()), len(slots) * schedule.group_size
-    return replace(schedule, afar=Afar(total, window), rollout_slots=total + waiting)
 
 
 def check_costs(config: Config, costs: Costs) -> None:
@@ -308,7 +292,7 @@ class _World:
         clock = asyncio.get_running_loop().time
         host = Host(costs.host_cores)
         self._start(host)
-        samplers = self.urls[STUDENT][0 if self.site_fleets else config.evaluation.servers :]
+        samplers = self.urls[STUDENT][config.evaluation.servers :]
         totals = RunTotals(samplers, config.rollout.group_size)
         totals.memory = Unmeasured()
         if make_recorder is None:
@@ -350,7 +334,7 @@ class _World:
                     "weight_sync": sync,
                 }
             controller = Controller(
-                simulated_schedule(config),
+                make_schedule(config),
                 Ports(
                     prompts=self._prompts(),
                     learner=learner,

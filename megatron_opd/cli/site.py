@@ -43,13 +43,16 @@ from megatron_opd.sites.keys import DIRECTORY, SiteKeys, keys_file
 from megatron_opd.sites.together import together
 from sglang_bridge import open_files
 from sglang_bridge.client import ServerClient
-from sglang_bridge.errors import BridgeError, one_line
+from sglang_bridge.errors import BridgeError, PortInUse, one_line
 from sglang_bridge.fleet import Fleet
+from sglang_bridge.server.launch import check_port
 
 LOOK_S = 0.5
 """Wait in seconds between two looks for the file of keys."""
 LINGER_S = 2.0
 """Longest wait in seconds at the end for what is still to be sent."""
+PORTS_S = 20.0
+"""Longest wait in seconds for fixed ports that servers of a killed process may still hold."""
 COUNTS = "counts.json"
 
 
@@ -182,6 +185,7 @@ class SiteRun:
         config, roles = self._config, self._roles
         keys = {role: role_key(section_of(config, role), role) for role in roles}
         placement = placement_of_site(config, roles)
+        await self._ports_are_free()
         started = {
             role: server_processes(config, role, logs, keys[role], placement) for role in roles
         }
@@ -198,6 +202,21 @@ class SiteRun:
             fleet = self._fleets[role] = make_fleet(section, urls, keys[role])
             await join_role(config, role, fleet, self._models.models[role].vocab_size)
 
+    async def _ports_are_free(self) -> None:
+        """Wait, not for long, for the servers of a process of this site that was killed to end."""
+        sections = [section_of(self._config, role) for role in self._roles]
+        fixed = [
+            (section.host, section.base_port + index)
+            for section in sections
+            if section.base_port and not section.urls
+            for index in range(section.servers)
+        ]
+        until_s = time.monotonic() + PORTS_S
+        while any(_is_taken(host, port) for host, port in fixed):
+            if time.monotonic() > until_s:
+                return  # what starts the servers says which one
+            await asyncio.sleep(LOOK_S)
+
     async def _take_in(self, role: Role, url: str) -> ServerClient:
         """Let a server in that was lost. BridgeError, UserError: it is not what it was."""
         vocab_size, key = self._models.models[role].vocab_size, self._keys[role]
@@ -206,3 +225,13 @@ class SiteRun:
     def _say(self, *lines: str) -> None:
         for line in lines:
             self._console.print(f"{self._name}: {line}", soft_wrap=True, markup=False)
+
+
+def _is_taken(host: str, port: int) -> bool:
+    try:
+        check_port(host, port)
+    except PortInUse:
+        return True
+    except OSError:
+        pass  # no address of this machine: what starts the servers says so
+    return False

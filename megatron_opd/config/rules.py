@@ -13,6 +13,7 @@ from megatron_opd.config.objectives import RewardObjective
 from megatron_opd.config.sections import TRANSPORTS
 from megatron_opd.config.selection import RewardSpread, SoftPenalty
 from megatron_opd.config.servers import is_local_url
+from megatron_opd.config.site_rules import SITE_RULES
 from megatron_opd.config.tree import ConfigTree
 
 EVERY_ADDRESS = ("0.0.0.0", "::")
@@ -466,15 +467,6 @@ def _health(config: ConfigTree) -> str | None:
     return None
 
 
-def _simulated_sites(config: ConfigTree) -> str | None:
-    if config.sites.members and config.simulation.failures is not None:
-        return (
-            "simulation.failures must be null with sites.members, as the failures of a site's "
-            "servers are not simulated"
-        )
-    return None
-
-
 RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _estimator,
     _shares,
@@ -503,7 +495,7 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _warmup,
     _quantised,
     *EVALUATION_RULES,
+    *SITE_RULES,
     _metric_names,
     _health,
-    _simulated_sites,
 )

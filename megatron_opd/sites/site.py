@@ -97,7 +97,7 @@ class Site:
             await together(self._listen(), sampling.failed(), weights.failed(), weights.serve_on())
         finally:
             await sampling.close()
-            await weights.pause()
+            await weights.end()
         assert self._farewell is not None
         if self._farewell.cause is None:
             weights.remove()
@@ -113,6 +113,7 @@ class Site:
 
     async def deliver(self, finished: Finished) -> None:
         """Send what is finished to the learner, once it is known that it is wanted."""
+        await self._weights.told()
         if self._is_unsettled or not self._is_welcome:
             return  # said in the next Hello, or sent once all is settled
         answer = finished.answer

@@ -82,7 +82,8 @@ class SiteWeights:
         self._is_open = False
         self._taking = asyncio.Lock()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._ready = asyncio.Event()
+        self._ready, self._told = asyncio.Event(), asyncio.Event()
+        self._told.set()
         self.version = 0
         """What the servers sample with."""
         self.num_taken = 0
@@ -90,6 +91,13 @@ class SiteWeights:
     async def ready(self) -> None:
         """Return once there are weights to sample with."""
         await self._ready.wait()
+
+    async def told(self) -> None:
+        """Return once the learner was told what the servers sample with.
+
+        Samples go behind that: those of a version that a site does not serve would be forged.
+        """
+        await self._told.wait()
 
     async def begin(self, run: str) -> None:
         """Pull and take what a learner offers that has started, as `run`. OSError: no mirror.
@@ -104,13 +112,16 @@ class SiteWeights:
         self._work.add_done_callback(self._ended)
 
     async def pause(self) -> None:
-        """Pull nothing: the learner is gone, or the site ends. A version being taken is taken."""
-        work, self._work = self._work, None
-        if work is None:
-            return
+        """Pull nothing: the learner is gone. A version that is being taken is taken first."""
         async with self._taking:
+            await self.end()
+
+    async def end(self) -> None:
+        """Pull and take nothing any more, at once."""
+        work, self._work = self._work, None
+        if work is not None:
             work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
+            await asyncio.gather(work, return_exceptions=True)
 
     def tasks_begin(self) -> None:
         """Sample with what servers loaded, if no version was offered before the first prompt."""
@@ -140,23 +151,31 @@ class SiteWeights:
         taken: str | None = None
         while True:
             name = await (pulls.first() if taken is None else pulls.newer(taken))
-            found = VERSION.fullmatch(name)
-            assert found is not None
-            version = int(found[2])
             pulls.in_use = {name} if taken is None else {name, taken}
-            async with self._taking:
-                if not self._is_open:
-                    # only now: until then a server that comes back samples with what it loaded
-                    await self._session.open()
-                    self._is_open = True
-                self._part.choose(mirror, name)
-                async with self._held():
-                    await self._session.sync(version)
-                taken, self.version = name, version
-                self.num_taken += 1
-            pulls.in_use = {name}
-            self._ready.set()
-            await self._serving(Serving(version))
+            self._told.clear()
+            try:
+                async with self._taking:
+                    await self._take_one(mirror, name)
+                taken, pulls.in_use = name, {name}
+                self._ready.set()
+                await self._serving(Serving(self.version))
+            finally:
+                self._told.set()
+
+    async def _take_one(self, mirror: Mirror, name: str) -> None:
+        """Let the servers take a version. WeightSyncFailed: they cannot."""
+        found = VERSION.fullmatch(name)
+        assert found is not None, "the mirror has versions alone"
+        version = int(found[2])
+        if not self._is_open:
+            # only now: until then a server that comes back samples with what it loaded
+            await self._session.open()
+            self._is_open = True
+        self._part.choose(mirror, name)
+        async with self._held():
+            await self._session.sync(version)
+        self.version = version
+        self.num_taken += 1
 
     def _ended(self, work: asyncio.Task[None]) -> None:
         error = None if work.cancelled() else work.exception()

@@ -40,11 +40,6 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["teachers={maths: {model: m, urls: ['http://[::1]:1']}}"],
     ),
     (
-        ["sites.members={near: {}}", "simulation.failures={mean_hours: 1.0}"],
-        ["simulation.failures must be null with sites.members"],
-        ["simulation.failures=null"],
-    ),
-    (
         ["workers.count=2", "learner.listen_host=0.0.0.0"],
         ["learner.listen_host", "workers.count > 0", "got 0.0.0.0", "workers.count 2"],
         ["workers.count=0"],

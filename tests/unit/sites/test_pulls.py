@@ -239,9 +239,9 @@ def test_bytes_that_were_not_asked_for_change_nothing(tmp_path: Path, written: W
     def meddle(want: Want, data: bytes) -> bytes:
         assert learner.pulls is not None
         for piece, more in (
-            (Piece("../../etc", want.file, want.start), data),
-            (Piece(want.name, "../owner", want.start), data),
-            (Piece(want.name, want.file, want.start + 1), data),
+            (Piece("../../etc", want.file, want.start), bytes(len(data))),
+            (Piece(want.name, "../owner", want.start), bytes(len(data))),
+            (Piece(want.name, want.file, want.start + 1), bytes(len(data))),
             (Piece(want.name, want.file, want.start), data + b"x"),
             (Piece(want.name, want.file, -1), b""),
         ):
@@ -386,5 +386,25 @@ def test_an_offer_that_is_none_changes_nothing(tmp_path: Path, written: Written)
         with pytest.raises(BadOffer):
             pulls.offered(msgspec.structs.replace(offer, name="../x"))
         assert not pulls.has_offers
+
+    asyncio.run(run())
+
+
+def test_a_site_that_came_back_pulls_nothing_older_than_what_it_has(
+    tmp_path: Path, written: Written
+):
+    old, newer = written.write(1, CONTENT), written.write(2, CONTENT)
+    learner = Learner(written)
+
+    async def run() -> None:
+        pulls = learner.begin(mirror_of(tmp_path))
+        pulls.offered(newer)
+        await during(pulls, pulls.first())
+        learner.wants.clear()
+        pulls = learner.begin(mirror_of(tmp_path))  # another process of the site
+        for offer in (newer, old):
+            pulls.offered(offer)
+        await during(pulls, asyncio.gather(pulls.first(), asyncio.sleep(0.05)))
+        assert learner.wants == []
 
     asyncio.run(run())

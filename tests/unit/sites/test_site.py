@@ -134,6 +134,60 @@ def test_while_a_newer_version_comes_it_samples_with_what_it_has(tmp_path: Path,
     play(tmp_path, scene)
 
 
+def test_no_sample_of_a_version_goes_before_the_learner_was_told_that_it_is_served(
+    tmp_path: Path, written: Written
+):
+    """The servers sample with it before the weight sync has returned."""
+
+    async def scene(world: SiteWorld, serving: asyncio.Task[str | None]) -> None:
+        world.welcome()
+        world.link.tell(task_of(1))
+        await until(lambda: world.link.got(Done), serving)
+        finish, sync = asyncio.Event(), world.servers.sync
+
+        async def slow(version: int) -> None:
+            await sync(version)
+            await finish.wait()
+
+        world.servers.sync = slow  # type: ignore[method-assign]
+        world.offers(written, written.write(5, CONTENT))
+        await until(lambda: world.servers.version == 5, serving)
+        world.link.tell(task_of(2))
+        await until(lambda: 2 in world.sampling._finished, serving)
+        assert len(world.link.got(Done)) == 1
+        finish.set()
+        await until(lambda: len(world.link.got(Done)) == 2, serving)
+        kinds = [type(message) for message, _ in world.link.sent]
+        assert kinds[-2:] == [Serving, Done]
+
+    play(tmp_path, scene)
+
+
+def test_a_learner_that_starts_again_waits_for_the_version_that_is_being_taken(
+    tmp_path: Path, written: Written
+):
+    async def scene(world: SiteWorld, serving: asyncio.Task[str | None]) -> None:
+        finish, sync = asyncio.Event(), world.servers.sync
+
+        async def slow(version: int) -> None:
+            await sync(version)
+            await finish.wait()
+
+        world.servers.sync = slow  # type: ignore[method-assign]
+        world.welcome()
+        world.offers(written, written.write(5, CONTENT))
+        await until(lambda: world.servers.version == 5, serving)
+        world.welcome("r2")
+        world.link.tell(written.write(6, CONTENT))
+        finish.set()
+        world.link.tell(task_of(1))
+        await until(lambda: world.link.got(Done), serving)
+        assert world.servers.version == 6
+        assert len(world.link.got(Hello)) == 2
+
+    play(tmp_path, scene)
+
+
 def test_a_broken_link_changes_nothing_but_what_the_user_reads(tmp_path: Path):
     async def scene(world: SiteWorld, serving: asyncio.Task[str | None]) -> None:
         world.welcome()
