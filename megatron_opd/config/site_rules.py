@@ -24,6 +24,8 @@ def _without_members(config: ConfigTree) -> str | None:
 
 def _refused_beside(config: ConfigTree) -> str | None:
     """Refuse what a run with sites does not do, one key after another."""
+    if not config.sites.members:
+        return None
     for key, found, wanted, why in _beside(config):
         if found != wanted:
             return f"{key} must be {_text(wanted)} with sites.members, {why}, got {_text(found)}"

@@ -292,6 +292,11 @@ def test_equal_arguments_give_equal_outcomes_and_another_seed_another() -> None:
     assert figures(1) != figures(2)
 
 
+def test_failures_of_sites_servers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"simulation\.failures must be null with sites\.members"):
+        config_of(simulation={"failures": {"mean_hours": 1.0}})
+
+
 # ------------------------------------------------------------ open admission
 
 
