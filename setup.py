@@ -73,7 +73,7 @@ setup(
         "wandb": ["wandb==0.30.0"],
     },
     entry_points={
-        "console_scripts": ["opd = megatron_opd.cli.main:main"],
+        "console_scripts": ["opd = megatron_opd.cli.main:console"],
         "sglang.srt.plugins": ["opd = sglang_bridge.server.plugin:register"],
         "sglang.srt.platforms": ["opd_cpu = sglang_bridge.server.platform:activate"],
     },

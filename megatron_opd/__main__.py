@@ -1,6 +1,6 @@
 """Runs `opd` as `python -m megatron_opd`."""
 
-from megatron_opd.cli.main import main
+from megatron_opd.cli.main import console
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(console())

@@ -19,6 +19,7 @@ from megatron_opd import __version__
 from megatron_opd.cli import commands, compare, convert, fleet, mismatch, report, watch
 from megatron_opd.cli.errors import Preempted, RunFailed, UserError
 from megatron_opd.config.load import ConfigError
+from megatron_opd.data.without_torch import leave_torch_out
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 EXIT_PREEMPTED = os.EX_TEMPFAIL
@@ -244,6 +245,12 @@ def _add_again(verb: argparse.ArgumentParser) -> None:
         metavar="KEY[,KEY]",
         help="when continuing: keys that may differ from the run's, e.g. learner.optimizer.lr",
     )
+
+
+def console(argv: Sequence[str] | None = None) -> int:
+    """Run `opd` in a process of its own."""
+    leave_torch_out()
+    return main(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,8 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron_opd.cli.main import EXIT_BAD_INPUT
-from megatron_opd.cli.main import main as opd
+from megatron_opd.cli.main import EXIT_BAD_INPUT, console
 from megatron_opd.cli.submit import JOB_VARIABLE
 
 
@@ -26,7 +25,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="opd-job-") as directory:
         config = Path(directory) / job["name"]
         config.write_text(job["config"], encoding="utf-8")
-        return opd(["run", str(config), *job["arguments"]])
+        return console(["run", str(config), *job["arguments"]])
 
 
 if __name__ == "__main__":

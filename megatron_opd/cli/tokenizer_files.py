@@ -14,6 +14,7 @@ import msgspec
 from megatron_opd.cli.errors import UserError
 from megatron_opd.config.wording import shown
 from megatron_opd.data.render import is_failure, said
+from megatron_opd.data.without_torch import transformers_for_tokenizers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,10 +41,10 @@ def load_tokenizer(path: Path, key: str) -> PreTrainedTokenizerBase:
     for name in VOCABULARIES:
         if (path / name).is_file():
             _check_ids(key, path / name)
-    from transformers import AutoConfig, AutoTokenizer
-
-    _checked(f"{key}: transformers refuses {path / 'config.json'}", AutoConfig, path)
-    tokenizer = _checked(f"{key}: cannot load the tokenizer in {path}", AutoTokenizer, path)
+    library = transformers_for_tokenizers()
+    config, tokenizers = library.AutoConfig, library.AutoTokenizer
+    _checked(f"{key}: transformers refuses {path / 'config.json'}", config, path)
+    tokenizer = _checked(f"{key}: cannot load the tokenizer in {path}", tokenizers, path)
     if not tokenizer.get_vocab():
         raise UserError(f"{key}: the tokenizer in {path} has an empty vocabulary")
     return tokenizer

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_opd.data.without_torch import transformers_for_tokenizers
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -25,7 +27,8 @@ CHAT_TEMPLATE = (
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Build the tokenizer: <pad>, <eos>, <unk>, newline, printable ASCII, and unused fillers."""
     from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
+
+    PreTrainedTokenizerFast = transformers_for_tokenizers().PreTrainedTokenizerFast
 
     words = [PAD_TOKEN, EOS_TOKEN, UNK_TOKEN, "\n", *(chr(code) for code in range(32, 127))]
     words += [f"<unused{i}>" for i in range(VOCAB_SIZE - len(words))]
