@@ -111,15 +111,15 @@ class SampleBuffer:
         line = {s.rollout.prompt.uid: s for s in samples} | dict(self.in_line())
         self._renew(dict(sorted(line.items())))
 
-    def open(self) -> None:
-        """Begin admission again, as samples were dropped after its end."""
-        self._closed = False
-        self._advance()
-
     def close(self) -> None:
         """End admission: no more prompts are accepted."""
         self._closed = True
         self._advance()
+
+    def open_again(self) -> None:
+        """Let admission go on, as a sample that it counted on was dropped."""
+        self._closed = False
+        self._changed_now()
 
     def wake(self) -> None:
         """End every wait for a change, so that who waits looks for another reason to go on."""

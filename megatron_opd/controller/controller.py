@@ -383,8 +383,7 @@ class Controller:
             version, bound = sample.rollout.oldest_version, self._schedule.bound
             self._forget(uid, TooStale(version, self._num_updates, bound))
             self._break_up(uid)
-        if self._buffer.closed:  # the updates cannot do without others in their place
-            self._buffer.open()
+            self._buffer.open_again()
 
     def _drop_all_old(self) -> None:
         line = self._buffer.in_line()
