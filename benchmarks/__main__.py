@@ -60,6 +60,8 @@ STUDIES = (
     "plain_step",
     "rounding",
     "link",
+    "delays_study",
+    "sites_simulator",
 )
 WITH_OPTIONS = (
     "step",
@@ -94,6 +96,8 @@ WITH_OPTIONS = (
     "plain_step",
     "rounding",
     "link",
+    "delays_study",
+    "sites_simulator",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

@@ -22,7 +22,9 @@ from collections.abc import Callable
 from statistics import NormalDist
 from typing import Literal
 
+from megatron_opd.buffer.planned import BatchPlan
 from megatron_opd.config.delays import DelayConfig
+from megatron_opd.config.schedule import ScheduleConfig
 from megatron_opd.data.seeds import derived_seed
 
 INSIDE = 0.995
@@ -31,6 +33,9 @@ TAIL = (1 - INSIDE) / 2
 """Share of the draws of lognormal and weibull below low_s, and of those above high_s."""
 _HIGH_Z = NormalDist().inv_cdf(1 - TAIL)
 _NORMAL = NormalDist()
+
+BATCHES = "batches"
+"""Names the stream of schedule.delays."""
 
 Direction = Literal["weights", "samples"]
 Hold = Callable[[int, int], float]
@@ -74,6 +79,21 @@ def link_hold(
         return delay_s(config, seed, stream, number) if of_lane == lane else 0.0
 
     return hold
+
+
+def batch_plan(schedule: ScheduleConfig, seed: int, updates: int) -> BatchPlan | None:
+    """Return which version samples the batch of each update; None: that is not drawn.
+
+    Update k's is max(0, k - d), d = max_staleness times the drawn delay over high_s, rounded.
+    """
+    if not schedule.drawn:
+        return None
+    config, most = schedule.delays, schedule.max_staleness
+    old = (
+        round(most * delay_s(config, seed, BATCHES, update) / config.high_s)
+        for update in range(updates)
+    )
+    return BatchPlan(tuple(max(0, update - staleness) for update, staleness in enumerate(old)))
 
 
 def _whole_s(config: DelayConfig, share: float) -> float:

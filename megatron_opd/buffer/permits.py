@@ -95,6 +95,19 @@ on batch k takes all (tau + 1) B permits' samples to be scored, so nothing is in
 version goes live, and the B prompts admitted under version v > 0 (with what replaces dropped ones)
 are batch v + tau. This is the controlled staleness axis of AsyncOPD App. B.
 
+Drawn staleness (buffer/planned.py). With n = 1 and P = (tau + 1) B, update k's batch is to be
+sampled by version s(k), max(0, k - tau) <= s(k) <= k, for any choice of s. In place of R1 alone, a
+prompt is admitted under version v only while fewer than B #{j: s(j) <= v} are, not counting those
+dropped; in place of R2, prompts in admission order fill the batches in the order of (s(j), j); and
+update k begins once all that were admitted by then, B #{j: s(j) <= k}, are scored. Claim: every
+token of batch k is of version s(k). Proof: nothing is in flight while a version goes live, so what
+is admitted under v, replacements of dropped prompts included, has tokens of v alone, and fills
+exactly the batches j with s(j) = v. No permit is waited for: held under version v are those of
+batches j >= v with s(j) <= v, so that j <= v + tau, at most tau + 1 batches. Each sample is trained
+on once, as each batch is. Each version samples as many batches as are planned for it, 0 or
+several: with one for each version, tau + 1 batches would be held at all times, and their mean
+staleness would be tau, whatever is drawn (Little's law).
+
 The bound is tight: when all P prompts are admitted and finished at version 0, the last of them are
 in batch b.
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from megatron_opd.cli.roles import STUDENT
 from megatron_opd.cli.supervisor import Supervisor
-from megatron_opd.config.schema import Config
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting
 from sglang_bridge.fleet import Fleet
@@ -59,11 +58,11 @@ class Outcome:
 
 
 def outcome_of(
-    config: Config,
     totals: RunTotals,
     accounting: Accounting,
     *,
     wall_s: float,
+    bound: int,
     busy: dict[str, float],
     fleets: Collection[Fleet],
     supervisor: Supervisor | None,
@@ -86,7 +85,7 @@ def outcome_of(
         teacher_idle_ratio=1 - sum(teachers) / len(teachers) if teachers else None,
         staleness_mean=tokens.mean,
         staleness_max=tokens.max,
-        staleness_bound=config.schedule.bound(config.buffer.batch_size),
+        staleness_bound=bound,
         busy=busy | ({} if idle is None else {"learner": 1 - idle}),
         servers_lost={} if supervisor is None else supervisor.lost,
         servers_restarted=0 if supervisor is None else supervisor.restarted.total(),

@@ -5,10 +5,6 @@ with its responses in flight. Modelled: the learner writes a version, which is o
 a site draws how long weights are delayed, samples with what it has until that is over, then takes
 the newest version (HeteroRL sec. 4.1). A finished response is scored at its site, sent on the
 site's link, held back, and its slot is free again once it has arrived.
-
-With admission permits a prompt goes to a site only that serves the version under which it was
-admitted, or a newer one, so that the proof in buffer/permits.py holds: no token is older than its
-prompt's admission.
 """
 
 from __future__ import annotations
@@ -29,15 +25,13 @@ from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.sim.costs import SyncCost
 from megatron_opd.sim.host import Host
 from megatron_opd.sim.pipes import Pipe
+from megatron_opd.sites.intake import TOO_LATE
 from megatron_opd.types import AnyRollout, AnySample, LearnerTurn, Prompt
 from megatron_opd.weight_sync.session import WeightSync
 
-TOO_LATE = "too_late"
 ID_BYTES, TOKEN_BYTES = 16, 20
-"""Of a sample's arrays, by cached id and response token (metrics/cache_size.py); compression is not
-simulated."""
-A_MOMENT_S = 1e-6
-"""From a site's new version to its prompts: sites that are ready at one time share them evenly."""
+"""Bytes of a sample's arrays, by cached id and response token (metrics/cache_size.py); compression
+is not simulated."""
 
 
 @dataclass(slots=True)
@@ -60,15 +54,20 @@ class SimulatedSite:
     loads: int = 0
     samples: int = 0
     group: int | None = None
-    """Whose first members it was given, while members may follow."""
+    """The last one whose first member it was given, as the others are to follow."""
+    queue: deque[_Waiting] = field(default_factory=lambda: deque[_Waiting]())
+
+    @property
+    def free(self) -> int:
+        """Returns its free slots, but for those of prompts that wait for them."""
+        return self.slots - self.taken - len(self.queue)
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """Holds a prompt that no site has. version: that was offered when it was admitted."""
+    """Holds a prompt that no site has."""
 
     uid: int
-    version: int
     found: asyncio.Future[SimulatedSite] = field(default_factory=asyncio.Future[SimulatedSite])
 
 
@@ -93,7 +92,6 @@ class SimulatedSites:
         held_s = cost.sync_s if cost.held_s is None else cost.held_s
         self._held_s = min(held_s if config.weight_sync.overlap else cost.sync_s, self._write_s)
         self._group_size = config.rollout.group_size if config.estimator.reads_groups else 1
-        self._fresh = config.sites.admission == "permits"
         self._clock = asyncio.get_running_loop().time
         self._version = 0
         self._offered = asyncio.Event()
@@ -104,7 +102,7 @@ class SimulatedSites:
 
     async def generate(self, prompt: Prompt) -> AnyRollout:
         """Return a response once it has come from a site. SampleRejected: it came too late."""
-        site = await self._site_for(prompt.uid)
+        site = await self._slot_for(prompt.uid)
         try:
             rollout = await site.rollouts.run(partial(site.generator.generate, prompt))
             if site.scorer is not None:
@@ -137,36 +135,42 @@ class SimulatedSites:
         if age_s > sites.max_delay_s:
             raise SampleRejected(TOO_LATE, f"{age_s:.0f} s after its end, from {site.name}")
 
-    async def _site_for(self, uid: int) -> SimulatedSite:
-        waiting = _Waiting(uid, self._version)
+    async def _slot_for(self, uid: int) -> SimulatedSite:
+        waiting = _Waiting(uid)
         self._waiting.append(waiting)
         self._hand_out()
         return await waiting.found
 
     def _hand_out(self) -> None:
-        """Give waiting prompts to sites, in order: those behind can have no older version."""
+        """Give waiting prompts to sites, in order."""
+        for site in self._sites:
+            self._fill(site)
         while self._waiting:
             waiting = self._waiting[0]
             if not waiting.found.done():
-                site = self._free_site(waiting)
+                site = self._site_of(waiting)
                 if site is None:
                     return
-                site.taken += 1
                 site.group = waiting.uid // self._group_size
-                waiting.found.set_result(site)
+                site.queue.append(waiting)
+                self._fill(site)
             self._waiting.popleft()
 
-    def _free_site(self, waiting: _Waiting) -> SimulatedSite | None:
+    def _fill(self, site: SimulatedSite) -> None:
+        """Give a site what waits for its slots."""
+        while site.queue and site.taken < site.slots:
+            waiting = site.queue.popleft()
+            if not waiting.found.done():
+                site.taken += 1
+                waiting.found.set_result(site)
+
+    def _site_of(self, waiting: _Waiting) -> SimulatedSite | None:
         """Return the site of its group, else the one with most free slots; None: all are full."""
-        sites = [s for s in self._sites if not self._fresh or s.version >= waiting.version]
-        group = waiting.uid // self._group_size
         for site in self._sites:
-            if site.group == group:
-                return site if site in sites else None
-        most = max(sites, key=lambda site: site.slots - site.taken, default=None)
-        if most is None or most.slots - most.taken < min(self._group_size, most.slots):
-            return None
-        return most
+            if site.group == waiting.uid // self._group_size:
+                return site
+        most = max(self._sites, key=lambda site: site.free)
+        return most if most.free > 0 else None
 
     # ------------------------------------------------------------ weights
 
@@ -210,4 +214,3 @@ class SimulatedSites:
             async with site.rollouts.held():
                 await site.sync.sync(version)
             site.version, site.loads = version, site.loads + 1
-            asyncio.get_running_loop().call_later(A_MOMENT_S, self._hand_out)

@@ -13,7 +13,6 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from typing import Any
 
 from megatron_opd.cli.errors import UserError
@@ -23,13 +22,13 @@ from megatron_opd.cli.simulated_sites import SimulatedSite, SimulatedSites
 from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.cli.wiring import make_generator, make_schedule, make_scorer
 from megatron_opd.config.schema import Config
+from megatron_opd.config.site_bounds import slots_by_site, staleness_bound
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import EverythingDropped, LoopFailed
 from megatron_opd.controller.garbage import collected_rarely
 from megatron_opd.controller.health import ProcessDied, WatchedProcess
 from megatron_opd.controller.in_flight import Rollouts
 from megatron_opd.controller.ports import Ports
-from megatron_opd.controller.schedule import Schedule
 from megatron_opd.data.seeds import ROLLOUT, derived_seed
 from megatron_opd.metrics.memory import PeakMemory
 from megatron_opd.metrics.recorder import RunRecorder
@@ -90,19 +89,6 @@ def drawn_lengths(config: Config) -> LognormalLengths:
     section = config.simulation.lengths
     mean = section.mean or config.rollout.max_new_tokens / 2
     return LognormalLengths(mean=mean, cv=section.cv, prompt_tokens=section.prompt_tokens)
-
-
-def simulated_schedule(config: Config) -> Schedule:
-    """Make the schedule of a run.
-
-    With sites, what a weight sync does with responses in flight is each site's affair, and every
-    prompt that has a permit waits for a site.
-    """
-    schedule = make_schedule(config)
-    if not config.sites.members:
-        return schedule
-    kind = schedule.kind.model_copy(update={"in_flight": "in_place"})
-    return replace(schedule, kind=kind, rollout_slots=schedule.permits)
 
 
 def check_costs(config: Config, costs: Costs) -> None:
@@ -292,7 +278,7 @@ class _World:
                     make_generator(config, fleets[STUDENT], VOCABULARY, RUN_ID),
                     self._scorer(fleets) if member.scores else None,
                     sync,
-                    member.concurrency or config.rollout.concurrency,
+                    slots_by_site(config)[name],
                     Rollouts(config.schedule.in_flight, sync.stranded),
                     up=Pipe(link.bytes_per_s),
                     down=Pipe(link.bytes_per_s),
@@ -306,7 +292,7 @@ class _World:
         clock = asyncio.get_running_loop().time
         host = Host(costs.host_cores)
         self._start(host)
-        samplers = self.urls[STUDENT][0 if self.site_fleets else config.evaluation.servers :]
+        samplers = self.urls[STUDENT][config.evaluation.servers :]
         totals = RunTotals(samplers, config.rollout.group_size)
         totals.memory = Unmeasured()
         if make_recorder is None:
@@ -348,7 +334,7 @@ class _World:
                     "weight_sync": sync,
                 }
             controller = Controller(
-                simulated_schedule(config),
+                make_schedule(config),
                 Ports(
                     prompts=self._prompts(),
                     learner=learner,
@@ -375,10 +361,10 @@ class _World:
             busy = self._busy(wall_s)
             sites = {site.name: self._site_outcome(site, wall_s) for site in far}
         return outcome_of(
-            config,
             totals,
             controller.accounting,
             wall_s=wall_s,
+            bound=staleness_bound(config),
             busy=busy,
             fleets=list(self._all_fleets()),
             supervisor=supervisor,

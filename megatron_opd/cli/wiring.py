@@ -41,6 +41,7 @@ from megatron_opd.controller.schedule import Afar, Schedule
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.data.judge import Judge
+from megatron_opd.delays import batch_plan
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.rollouts import RolloutRecord
@@ -274,17 +275,22 @@ def make_generator(
 
 def make_schedule(config: Config) -> Schedule:
     """Make the schedule of a whole run."""
-    groups, slots = config.selection.groups, sum(slots_by_site(config).values())
+    groups, by_site = config.selection.groups, slots_by_site(config)
+    group_size = config.rollout.group_size if config.estimator.reads_groups else 1
+    slots = sum(by_site.values())
+    # all slots are full while at every site members of a group wait for some
+    asked_for = slots + len(by_site) * group_size
     window = config.sites.max_staleness if is_open(config) else None
     spread = groups if isinstance(groups, RewardSpread) else None
     return Schedule(
         updates=config.run.max_steps,
         batch_size=config.buffer.batch_size,
         kind=config.schedule,
-        rollout_slots=slots or config.rollout.concurrency,
+        rollout_slots=asked_for or config.rollout.concurrency,
         score_slots=config.scoring.concurrency,
-        group_size=config.rollout.group_size if config.estimator.reads_groups else 1,
+        group_size=group_size,
         groups=None if spread is None else GroupRule(spread, config.estimator.distils),
+        plan=batch_plan(config.schedule, config.run.seed, config.run.max_steps),
         afar=Afar(slots, window) if slots else None,
     )
 

@@ -353,8 +353,7 @@ def _aged(config: ConfigTree) -> str | None:
 
 def _deterministic(config: ConfigTree) -> str | None:
     schedule = config.schedule
-    exact = schedule.sync_every == 1 and schedule.held == schedule.max_staleness
-    if config.run.deterministic and not (exact and schedule.order == "admission"):
+    if config.run.deterministic and not schedule.exact:
         return (
             "schedule.hold_batches must equal schedule.max_staleness with run.deterministic, with "
             "schedule.sync_every 1 and schedule.order admission, otherwise timing decides which "

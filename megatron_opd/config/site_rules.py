@@ -24,7 +24,9 @@ def _without_members(config: ConfigTree) -> str | None:
 
 def _refused_beside(config: ConfigTree) -> str | None:
     """Refuse what a run with sites does not do, one key after another."""
-    for key, found, wanted, why in _beside(config) if config.sites.members else ():
+    if not config.sites.members:
+        return None
+    for key, found, wanted, why in _beside(config):
         if found != wanted:
             return f"{key} must be {_text(wanted)} with sites.members, {why}, got {_text(found)}"
     return None
@@ -58,6 +60,12 @@ def _beside(config: ConfigTree) -> list[tuple[str, Any, Any, str]]:
         ("evaluation.problems", config.evaluation.problems, 0, f"{no_servers}; use opd evaluate"),
         ("evaluation.servers", config.evaluation.servers, 0, no_servers),
         ("metrics.health_every", config.metrics.health_every, 0, no_servers),
+        (
+            "simulation.failures",
+            config.simulation.failures,
+            None,
+            "whose servers' failures are not simulated",
+        ),
         (
             "learner.max_restarts",
             config.learner.max_restarts,

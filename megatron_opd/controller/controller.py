@@ -52,6 +52,7 @@ from megatron_opd.buffer.permits import (
     check_staleness,
     staleness_versions,
 )
+from megatron_opd.buffer.planned import PlannedBuffer
 from megatron_opd.buffer.rejection import SampleRejected, SamplesLost
 from megatron_opd.buffer.spread import SpreadFilter, Verdict
 from megatron_opd.controller.errors import EverythingDropped, LearnerDiverged, LoopFailed
@@ -277,14 +278,14 @@ class Controller:
 
     async def _room_for_one_more(self) -> bool:
         """Wait until the updates can consume another prompt; False once they never will."""
-        wanted = self._schedule.updates * self._schedule.batch_size
-        most = self._schedule.most_unscored
+        schedule = self._schedule
         while True:
-            if self._num_admitted - self._dropped.total() >= wanted:
-                if self._buffer.waiting_for_score == 0:
-                    return False
-            elif self._buffer.waiting_for_score < most:
-                return True
+            left = self._num_admitted - self._dropped.total()
+            if left < schedule.samples_by(self._version):
+                if self._buffer.waiting_for_score < schedule.most_unscored:
+                    return True
+            elif left >= schedule.samples and self._buffer.waiting_for_score == 0:
+                return False
             await self._buffer.changed()
 
     async def _roll_out(self, uid: int) -> bool:
@@ -444,8 +445,8 @@ class Controller:
         self._remove(uid, rejection)
         self._break_up(uid)
         self._moved()
-        # samples dropped with another one are not counted again
-        self._dropped_in_a_row += not isinstance(rejection, GroupIncomplete)
+        # samples dropped with another one are not counted again; newer weights end staleness
+        self._dropped_in_a_row += not isinstance(rejection, GroupIncomplete | TooStale)
         if self._dropped_in_a_row >= max(self._permits.total, MIN_DROPS_IN_A_ROW):
             raise EverythingDropped(
                 f"{self._dropped_in_a_row} samples in a row were dropped, the last for {rejection}"
@@ -556,6 +557,7 @@ class Controller:
                 report = await self._ports.weight_sync.sync(updates, turn)
             report = replace(report, learner_held_s=turn.held_s)
             self._version = updates
+            self._buffer.wake()  # more may be admitted
             if self._ports.curriculum is not None:  # before a permit can admit another prompt
                 self._ports.curriculum.settle()
             self._let_go([s.rollout.prompt.uid for b in batches for s in b.samples])
@@ -611,6 +613,8 @@ def _filter(schedule: Schedule, state: ControllerState) -> SpreadFilter | None:
 
 
 def _buffer(schedule: Schedule, updates: int) -> SampleBuffer:
+    if schedule.plan is not None:
+        return PlannedBuffer(schedule.batch_size, schedule.plan, updates)
     if schedule.takes_first_arrived:
         return CompletionBuffer(schedule.batch_size, schedule.group_size, NO_DEADLINE, updates)
     if schedule.kind.order == "admission":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from megatron_opd.buffer.planned import BatchPlan
 from megatron_opd.buffer.spread import GroupRule
 from megatron_opd.config.schedule import InFlight, ScheduleConfig
 from megatron_opd.config.site_bounds import open_permits
@@ -29,6 +30,7 @@ class Schedule:
     updates: learner updates to make. batch_size: B. kind: what may run ahead, and how far.
     rollout_slots, score_slots: requests in flight at once. group_size: G, samples that are trained
     on together or not at all. groups: which of them are thrown away for their rewards; None: none.
+    plan: which version samples each update's batch; None: as permits and kind have it.
     afar: the sites that sample; None: servers that every weight sync waits for.
     """
 
@@ -39,6 +41,7 @@ class Schedule:
     score_slots: int
     group_size: int = 1
     groups: GroupRule | None = None
+    plan: BatchPlan | None = None
     afar: Afar | None = None
 
     @property
@@ -70,6 +73,17 @@ class Schedule:
     def in_flight(self) -> InFlight:
         """Returns what a weight sync does with responses that are being sampled."""
         return self.kind.in_flight if self.afar is None else "in_place"
+
+    @property
+    def samples(self) -> int:
+        """Returns how many samples all updates train on."""
+        return self.updates * self.batch_size
+
+    def samples_by(self, version: int) -> int:
+        """Return how many of them may be admitted while `version` is live, or were before."""
+        if self.plan is None:
+            return self.samples
+        return self.batch_size * self.plan.batches_by(version)
 
     def syncs_after(self, updates: int) -> bool:
         """Return whether a weight sync follows the update that made it `updates`."""

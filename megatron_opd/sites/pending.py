@@ -148,6 +148,8 @@ class Pending:
         """Give a site prompts again; returns what is to be sent now."""
         if site in self._places:
             self._places[site].is_open = True
+            for uid in self._places[site].held:  # it was lost, and has what was to be given again
+                self._unqueue(uid)
         return self.fill()
 
     def lose(self, site: str, *, for_good: bool) -> list[Gift]:
@@ -167,7 +169,11 @@ class Pending:
             del self._places[site]
             again = self._without_a_site(again)
         else:
-            again = [uid for uid in again if self.holders(uid) in ([], [site])]
+            again = [
+                uid
+                for uid in again
+                if self.holders(uid) in ([], [site]) and not self._is_queued(uid)
+            ]
         return self._share_out([uid for uid in again if uid in self._prompts])
 
     # ------------------------------------------------------------ who gets what

@@ -7,7 +7,8 @@ from statistics import NormalDist, fmean, median, pvariance
 import pytest
 
 from megatron_opd.config.delays import DelayConfig, DelayType
-from megatron_opd.delays import delay_s, link_hold, quantile_s, stream_of
+from megatron_opd.config.schedule import ScheduleConfig
+from megatron_opd.delays import batch_plan, delay_s, link_hold, quantile_s, stream_of
 
 LOW_S, HIGH_S = 60.0, 1800.0
 DRAWS = 4000
@@ -166,3 +167,47 @@ def test_a_hold_delays_the_messages_of_its_lane_alone():
 
 def test_there_is_no_hold_without_delays():
     assert link_hold(made("none"), 7, "east", "samples", lane=0) is None
+
+
+# ------------------------------------------------------------ the staleness of batches
+
+
+def schedule(kind: DelayType, most: float = 64.0) -> ScheduleConfig:
+    delays = DelayConfig(type=kind, low_s=LOW_S, high_s=HIGH_S)
+    return ScheduleConfig(type="controlled", max_staleness=most, delays=delays)
+
+
+def staleness(config: ScheduleConfig, updates: int = DRAWS, seed: int = 1) -> list[int]:
+    plan = batch_plan(config, seed, updates)
+    assert plan is not None
+    return [update - source for update, source in enumerate(plan.sources)]
+
+
+@pytest.mark.parametrize("kind", SHARES)
+def test_a_batchs_staleness_is_its_share_of_the_longest_delay(kind: DelayType):
+    found = staleness(schedule(kind))[64:]
+    assert max(found) == 64
+    assert min(found) in (1, 2), "60 s of 1800 s are 2.1 of 64 updates"
+    expected = [64 * drawn / HIGH_S for drawn in stale_draws(kind)][64:]
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= 0.5 + 1e-9
+
+
+def stale_draws(kind: DelayType) -> list[float]:
+    return [delay_s(made(kind), 1, "batches", update) for update in range(DRAWS)]
+
+
+def test_a_constant_delay_makes_each_batch_as_old_as_it_can_be():
+    config = DelayConfig(type="constant", low_s=1.0, high_s=1.0)
+    exact = ScheduleConfig(type="controlled", max_staleness=8.0, delays=config)
+    assert staleness(exact, 20) == [0, 1, 2, 3, 4, 5, 6, 7, *[8] * 12]
+
+
+def test_the_plan_of_batches_follows_from_the_seed():
+    config = schedule("weibull")
+    assert staleness(config) == staleness(config)
+    assert staleness(config) != staleness(config, seed=2)
+    assert staleness(config)[:50] == staleness(config, 50), "whatever is to come"
+
+
+def test_without_delays_there_is_no_plan():
+    assert batch_plan(ScheduleConfig(type="controlled"), 1, 10) is None

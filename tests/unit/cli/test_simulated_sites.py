@@ -1,5 +1,6 @@
 """Sites on simulated parts: where the time of a run is known in closed form, it takes that."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from megatron_opd.cli.simulation import simulate
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.totals import RunTotals
+from megatron_opd.metrics.types import Depths
 from megatron_opd.sim.costs import (
     Costs,
     EngineCost,
@@ -17,6 +19,7 @@ from megatron_opd.sim.costs import (
     ScoreCost,
     SyncCost,
 )
+from megatron_opd.sim.learner import SimulatedTransport
 from megatron_opd.types import Batch
 
 BATCH, PROMPT, TOKENS, STEP_S = 8, 10, 21, 0.1
@@ -39,6 +42,9 @@ def config_of(
         "buffer": {"batch_size": BATCH},
         "rollout": {"max_new_tokens": 100, "concurrency": BATCH},
         "schedule": {"type": "sync"},
+        "weight_sync": {"type": "disk", "directory": "unused"},
+        "evaluation": {"problems": 0},
+        "learner": {"max_restarts": 0},
     }
     given = {key: value for key, value in sections.items() if key != "sites"}
     return Config.model_validate(tree | given | {"sites": sites | sections.get("sites", {})})
@@ -99,12 +105,47 @@ def test_without_delays_sites_are_as_one_place() -> None:
     assert far.rollout_idle_ratio == pytest.approx(near.rollout_idle_ratio, abs=0.01)
 
 
-def test_a_site_takes_the_newest_weights_once_its_delay_is_over() -> None:
-    """A synchronous run of a site whose delay is the longest part: one update for each delay."""
-    outcome = simulate(config_of(sites={"weight_delays": constant(100.0)}), costs_of(), ALIKE)
-    assert outcome.wall_s == pytest.approx(5 * 100.0 + ROLLOUT_S + UPDATE_S + WRITE_S, abs=1e-3)
-    assert outcome.sites["site-0"].loads == 5
-    assert outcome.staleness_max == 0
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, int]]:
+    """(when, which version) a site took."""
+    found: list[tuple[float, int]] = []
+    send = SimulatedTransport.send
+
+    async def noted(self: SimulatedTransport, version: int) -> None:
+        found.append((round(asyncio.get_running_loop().time(), 3), version))
+        await send(self, version)
+
+    monkeypatch.setattr(SimulatedTransport, "send", noted)
+    return found
+
+
+def run_with(**sites: Any) -> None:
+    """One site, and a learner that makes an update every 7 s and never waits."""
+    sync = SyncCost(sync_s=WRITE_S, paused_s=0.0, num_bytes=5000)
+    schedule = {"type": "async", "max_staleness": 64.0}
+    simulate(config_of(updates=50, schedule=schedule, sites=sites), costs_of(sync=sync), ALIKE)
+
+
+def newest_at(time_s: float) -> int:
+    """Return the version that the learner has written by then."""
+    return int((time_s - ROLLOUT_S) // (UPDATE_S + WRITE_S))
+
+
+Taken = list[tuple[float, int]]
+A_STEP_S = 3 * STEP_S
+"""Each time a site's servers are paused at the end of a decode step."""
+
+
+def test_a_site_takes_the_newest_version_once_its_delay_is_over(taken: Taken) -> None:
+    run_with(weight_delays=constant(103.0))
+    assert [when for when, _ in taken] == pytest.approx([103.0, 206.0, 309.0], abs=A_STEP_S)
+    assert [version for _, version in taken] == [newest_at(time_s) for time_s, _ in taken]
+
+
+def test_weights_take_their_time_on_a_slow_link(taken: Taken) -> None:
+    """A version is there 5 s after its transfer began; the next delay begins then."""
+    run_with(weight_delays=constant(103.0), link={"bytes_per_s": 1000})
+    assert [when for when, _ in taken] == pytest.approx([108.0, 216.0, 324.0], abs=A_STEP_S)
 
 
 def test_a_delay_that_is_over_before_a_version_is_there_costs_nothing() -> None:
@@ -115,20 +156,17 @@ def test_a_delay_that_is_over_before_a_version_is_there_costs_nothing() -> None:
     assert near == far == pytest.approx(6 * (ROLLOUT_S + UPDATE_S + WRITE_S))
 
 
-def test_time_scale_shortens_the_delays_of_a_run() -> None:
-    sites = {"weight_delays": constant(6000.0, 1 / 60)}
-    outcome = simulate(config_of(sites=sites), costs_of(), ALIKE)
-    assert outcome.wall_s == pytest.approx(5 * 100.0 + ROLLOUT_S + UPDATE_S + WRITE_S)
+def test_time_scale_shortens_the_delays_of_a_run(taken: Taken) -> None:
+    run_with(weight_delays=constant(6180.0, 1 / 60))
+    assert [when for when, _ in taken] == pytest.approx([103.0, 206.0, 309.0], abs=A_STEP_S)
 
 
-def test_weights_and_samples_take_their_time_on_a_slow_link() -> None:
-    """One site, synchronous: of each update the weights, and its eight samples one by one."""
-    sites = {"link": {"bytes_per_s": 1000}}
-    sync = SyncCost(sync_s=WRITE_S, paused_s=0.0, num_bytes=5000)
-    near = simulate(config_of(), costs_of(sync=sync), ALIKE)
-    far = simulate(config_of(sites=sites), costs_of(sync=sync), ALIKE)
+def test_samples_take_their_time_on_a_slow_link() -> None:
+    """One site, synchronous: the eight samples of an update arrive one after the other."""
+    near = simulate(config_of(), costs_of(), ALIKE)
+    far = simulate(config_of(sites={"link": {"bytes_per_s": 1000}}), costs_of(), ALIKE)
     sample_s = (16 + 20) * TOKENS / 1000
-    assert far.wall_s - near.wall_s == pytest.approx(5 * 5.0 + 6 * BATCH * sample_s)
+    assert far.wall_s - near.wall_s == pytest.approx(6 * BATCH * sample_s)
 
 
 def test_the_last_part_of_a_weight_sync_pauses_a_site_and_not_the_learner() -> None:
@@ -161,7 +199,9 @@ def test_sites_take_different_versions_at_different_times() -> None:
     loads = {site.loads for site in outcome.sites.values()}
     assert len(loads) > 1
     assert all(0 < count < 60 for count in loads)
-    assert sum(site.samples for site in outcome.sites.values()) == outcome.samples
+    came = sum(site.samples for site in outcome.sites.values())
+    assert set(outcome.accounting.dropped) == {"too_stale"}
+    assert came == outcome.samples + outcome.accounting.dropped["too_stale"]
 
 
 # ------------------------------------------------------------ samples
@@ -255,3 +295,61 @@ def test_equal_arguments_give_equal_outcomes_and_another_seed_another() -> None:
 def test_failures_of_sites_servers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"simulation\.failures must be null with sites\.members"):
         config_of(simulation={"failures": {"mean_hours": 1.0}})
+
+
+# ------------------------------------------------------------ open admission
+
+
+def opened(members: int, window: int, delays: Tree, **sections: Any) -> Config:
+    sites = {"admission": "open", "max_staleness": window, "weight_delays": delays}
+    return config_of(members, sites=sites, schedule={"type": "async"}, **sections)
+
+
+def test_what_the_window_leaves_behind_is_dropped_and_replaced() -> None:
+    """The first version is served for 60 s, in which a learner of 7 s has left the window."""
+    outcome = simulate(opened(2, 3, constant(60.0), updates=30), costs_of(), VARIED)
+    assert_all_accounted(outcome, 30)
+    assert outcome.accounting.dropped["too_stale"] > 5 * BATCH
+    assert outcome.staleness_max == outcome.staleness_bound == 3
+
+
+def test_groups_are_trained_on_whole_in_the_order_of_their_arrival() -> None:
+    config = opened(
+        2,
+        8,
+        {"type": "exponential", "low_s": 0.0, "high_s": 30.0},
+        updates=20,
+        objective={"type": "grpo"},
+        rollout={"max_new_tokens": 100, "concurrency": BATCH, "group_size": 4},
+    )
+    arrived: list[float] = []
+    for batch in batches_of(config, costs_of(), VARIED):
+        finished: dict[int, list[float]] = {}
+        for sample in batch.samples:
+            rollout = sample.rollout
+            finished.setdefault(rollout.prompt.uid // 4, []).append(rollout.finished_s)
+        assert all(len(times) == 4 for times in finished.values())
+        arrived += sorted(max(times) for times in finished.values())
+    assert arrived == sorted(arrived)
+
+
+def test_all_slots_are_full_and_what_is_scored_holds_none() -> None:
+    seen: list[Depths] = []
+
+    class Watched(RunRecorder):
+        def moved(self, depths: Depths) -> None:
+            seen.append(depths)
+            super().moved(depths)
+
+    config = opened(2, 8, constant(5.0), updates=10)
+    simulate(config, costs_of(), VARIED, lambda totals, urls: Watched(10, totals))
+    assert max(depths.rolling + depths.scoring for depths in seen) == 2 * BATCH
+    assert max(depths.buffered for depths in seen) > 2 * BATCH
+
+
+def test_a_drop_for_staleness_is_no_sign_that_nothing_can_be_sampled() -> None:
+    """One slot, whose samples are all too old until the site takes newer weights."""
+    config = opened(1, 0, constant(300.0), updates=3, member={"concurrency": 1})
+    outcome = simulate(config, costs_of(), ALIKE)
+    assert_all_accounted(outcome, 3)
+    assert outcome.accounting.dropped["too_stale"] > 100

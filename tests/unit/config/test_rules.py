@@ -259,6 +259,11 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["schedule.type=controlled"],
     ),
     (
+        ["run.deterministic=true"],
+        ["schedule.hold_batches must equal", "run.deterministic", "got 0, 1, 1 and admission"],
+        ["schedule.type=controlled", "schedule.delays.type=weibull"],
+    ),
+    (
         [
             "run.deterministic=true",
             "schedule.type=controlled",
