@@ -145,9 +145,15 @@ class Pending:
             self._places[site].is_open = False
 
     def resume(self, site: str) -> list[Gift]:
-        """Give a site prompts again; returns what is to be sent now."""
-        if site in self._places:
-            self._places[site].is_open = True
+        """Give a site prompts again; returns what is to be sent now.
+
+        What it still has is not given to others any more, if it was not yet.
+        """
+        place = self._places.get(site)
+        if place is not None:
+            place.is_open = True
+            for uid in place.held:
+                self._unqueue(uid)
         return self.fill()
 
     def lose(self, site: str, *, for_good: bool) -> list[Gift]:
