@@ -173,7 +173,8 @@ class Pending:
             del self._places[site]
             again = self._without_a_site(again)
         else:
-            again = [uid for uid in again if self.holders(uid) in ([], [site])]
+            elsewhere = [uid for uid in again if self.holders(uid) not in ([], [site])]
+            again = [uid for uid in again if uid not in elsewhere and not self._is_queued(uid)]
         return self._share_out([uid for uid in again if uid in self._prompts])
 
     # ------------------------------------------------------------ who gets what
