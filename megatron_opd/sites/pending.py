@@ -145,10 +145,14 @@ class Pending:
             self._places[site].is_open = False
 
     def resume(self, site: str) -> list[Gift]:
-        """Give a site prompts again; returns what is to be sent now."""
-        if site in self._places:
-            self._places[site].is_open = True
-            for uid in self._places[site].held:  # it was lost, and has what was to be given again
+        """Give a site prompts again; returns what is to be sent now.
+
+        What it still has is not given to others any more, if it was not yet.
+        """
+        place = self._places.get(site)
+        if place is not None:
+            place.is_open = True
+            for uid in place.held:
                 self._unqueue(uid)
         return self.fill()
 
@@ -169,11 +173,8 @@ class Pending:
             del self._places[site]
             again = self._without_a_site(again)
         else:
-            again = [
-                uid
-                for uid in again
-                if self.holders(uid) in ([], [site]) and not self._is_queued(uid)
-            ]
+            elsewhere = [uid for uid in again if self.holders(uid) not in ([], [site])]
+            again = [uid for uid in again if uid not in elsewhere and not self._is_queued(uid)]
         return self._share_out([uid for uid in again if uid in self._prompts])
 
     # ------------------------------------------------------------ who gets what

@@ -104,6 +104,17 @@ def test_a_group_that_waits_for_slots_stays_with_its_site():
     assert [(gift.site, gift.prompt.uid) for gift in pending.fill()] == [(site, 2)]
 
 
+def test_a_site_that_is_back_is_not_given_what_it_has():
+    pending = Pending(1)
+    pending.join("a", 2, [])
+    pending.ask(make_prompt(0))
+    pending.lose("a", for_good=False)
+    assert pending.waiting == 1
+    assert pending.resume("a") == []
+    assert pending.waiting == 0
+    assert pending.has("a", 0)
+
+
 def test_lost_prompts_come_before_those_that_wait():
     pending = Pending(1)
     pending.join("a", 1, [])
