@@ -445,8 +445,8 @@ class Controller:
         self._remove(uid, rejection)
         self._break_up(uid)
         self._moved()
-        # samples dropped with another one are not counted again; newer weights end staleness
-        self._dropped_in_a_row += not isinstance(rejection, GroupIncomplete | TooStale)
+        # samples dropped with another one are not counted again
+        self._dropped_in_a_row += not isinstance(rejection, GroupIncomplete)
         if self._dropped_in_a_row >= max(self._permits.total, MIN_DROPS_IN_A_ROW):
             raise EverythingDropped(
                 f"{self._dropped_in_a_row} samples in a row were dropped, the last for {rejection}"
