@@ -62,6 +62,7 @@ STUDIES = (
     "link",
     "delays_study",
     "sites_simulator",
+    "two_sites",
 )
 WITH_OPTIONS = (
     "step",
@@ -98,6 +99,7 @@ WITH_OPTIONS = (
     "link",
     "delays_study",
     "sites_simulator",
+    "two_sites",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

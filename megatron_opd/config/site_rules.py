@@ -57,7 +57,7 @@ def _beside(config: ConfigTree) -> list[tuple[str, Any, Any, str]]:
             None,
             "which come and go by themselves",
         ),
-        ("evaluation.problems", config.evaluation.problems, 0, f"{no_servers}; use opd evaluate"),
+        ("evaluation.problems", config.evaluation.problems, 0, f"{no_servers}; use opd eval"),
         ("evaluation.servers", config.evaluation.servers, 0, no_servers),
         ("metrics.health_every", config.metrics.health_every, 0, no_servers),
         (

@@ -90,6 +90,7 @@ class SitesConfig(Section):
     link: LinkConfig = LinkConfig()
     """The link between the learner's site and each sampler site."""
     weight_delays: DelayConfig = DelayConfig()
-    """Holds back each version of the weights on its way to a site, for studies (HeteroRL's D_M)."""
+    """Delays new weights, for studies (HeteroRL's D_M): a site samples with what it has until a
+    delay is over, then loads the newest version, and the next delay begins."""
     sample_delays: DelayConfig = DelayConfig()
     """Holds back every sample on its way to the learner, for studies."""

@@ -25,7 +25,7 @@ TRIES = 5
 """A version is given up after it arrived damaged so often; the next one is pulled."""
 
 Hold = Callable[[int], float]
-"""Takes a version's place in the order of writing, returns the seconds to hold it back."""
+"""Takes the number of a delay, returns its length in seconds."""
 
 
 class _Removed(Exception):
@@ -49,7 +49,7 @@ class Pulls:
         mirror: where they are put.
         ask: sends a Want.
         say: tells the user.
-        hold: for how long a version is not seen, for studies; None: it is seen at once.
+        hold: for how long versions are not seen, for studies; None: they are seen at once.
 
     num_bytes: that arrived. refused: what arrived and was not taken, counted by why.
     """
@@ -65,6 +65,7 @@ class Pulls:
         # all offers, and the names of those that are not held back
         self._offers: dict[str, Offer] = {}
         self._seen: set[str] = set()
+        self._is_blind, self._num_delays = False, 0
         self._asked: deque[_Range] = deque()
         self._pulled: str | None = None
         self._is_missing = False
@@ -83,11 +84,26 @@ class Pulls:
         """Note that a version can be pulled. BadOffer: it is none."""
         check_offer(offer)
         self._offers[offer.name], self._has_offers = offer, True
-        wait_s = 0.0 if self._hold is None else self._hold(order(offer.name))
-        if wait_s <= 0:
-            self._see(offer.name)
+        if not self._is_blind:
+            self._look_away()
+
+    def _look_away(self) -> None:
+        """See what is offered once a delay is over, and then what is offered during the next.
+
+        So HeteroRL has it (sec. 4.1): a site loads the newest version whenever its delay has
+        elapsed. Were each version held back by itself, the one with the shortest delay would win.
+        """
+        wait_s = 0.0 if self._hold is None else self._hold(self._num_delays)
+        self._num_delays += 1
+        self._is_blind = wait_s > 0
+        if self._is_blind:
+            asyncio.get_running_loop().call_later(wait_s, self._look)
         else:
-            asyncio.get_running_loop().call_later(wait_s, self._see, offer.name)
+            self._see()
+
+    def _look(self) -> None:
+        self._see()
+        self._look_away()
 
     def arrived(self, piece: Piece, data: bytes | memoryview) -> None:
         """Take bytes that were asked for; others are counted and change nothing."""
@@ -168,8 +184,8 @@ class Pulls:
             else:
                 await self._finished(offer)
 
-    def _see(self, name: str) -> None:
-        self._seen.add(name)
+    def _see(self) -> None:
+        self._seen |= self._offers.keys()
         self._offered.set()
         self._moved.set()
 

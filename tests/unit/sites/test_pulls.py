@@ -360,7 +360,7 @@ def test_what_began_to_arrive_is_brought_to_its_end_though_newer_ones_come(
     assert names == [first.name, later[1].name], "the one in between is skipped"
 
 
-def test_a_version_that_is_held_back_is_pulled_later_with_what_it_is_based_on(
+def test_when_a_delay_is_over_the_newest_version_is_pulled_and_the_next_begins(
     tmp_path: Path, written: Written
 ):
     whole = written.write(1, CONTENT)
@@ -368,12 +368,14 @@ def test_a_version_that_is_held_back_is_pulled_later_with_what_it_is_based_on(
     mirror, learner = mirror_of(tmp_path), Learner(written)
 
     async def run() -> None:
-        pulls = learner.begin(mirror, hold=lambda place: (9e9, 0.02)[place])
+        pulls = learner.begin(mirror, hold=lambda number: (0.02, 9e9)[number])
         pulls.offered(whole)
         pulls.offered(change)
         assert (pulls.goal, pulls.has_offers) == (None, True)
         await during(pulls, pulls.first())
         assert mirror.newest == change.name
+        pulls.offered(written.write(3, CONTENT))
+        assert pulls.goal == change.name, "the next delay has begun"
 
     asyncio.run(run())
 
