@@ -3,11 +3,11 @@
     python -m benchmarks two_sites [--out DIR]
 
 Runs examples/sites/two_sites.yaml as three processes (`opd run`, `opd site near`, `opd site far`),
-whose delays are HeteroRL's log-normal 60 to 1,800 s scaled 1:60; then examples/arithmetic/demo.yaml,
+with HeteroRL's log-normal delays of 60 to 1,800 s scaled 1:60; then examples/arithmetic/demo.yaml,
 the same task with student servers beside the learner and no delays. Both make as many updates of as
-many samples, and the weights that each ends with answer the held-out problems of the demo, as do
-those that both began with: the control. The two runs differ in more than delays: a run with sites
-trains on what arrives first. The machine must have nothing else to do.
+many samples. The weights that each ends with answer the demo's held-out problems, as do those that
+both began with: the control. The two runs differ in more than delays: a run with sites trains on
+what arrives first. The machine must have nothing else to do.
 """
 
 from __future__ import annotations

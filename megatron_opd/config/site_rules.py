@@ -166,15 +166,6 @@ def _open(config: ConfigTree) -> str | None:
     return None
 
 
-def _simulated_sites(config: ConfigTree) -> str | None:
-    if config.sites.members and config.simulation.failures is not None:
-        return (
-            "simulation.failures must be null with sites.members, as the failures of a site's "
-            "servers are not simulated"
-        )
-    return None
-
-
 def _text(value: object) -> str:
     if isinstance(value, bool) or value is None:
         return "null" if value is None else str(value).lower()
@@ -189,5 +180,4 @@ SITE_RULES: tuple[Rule, ...] = (
     _link,
     _scores,
     _open,
-    _simulated_sites,
 )

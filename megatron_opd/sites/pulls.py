@@ -88,7 +88,7 @@ class Pulls:
             self._look_away()
 
     def _look_away(self) -> None:
-        """See what is offered once a delay is over, and then what is offered during the next.
+        """Let a delay pass before what is offered is seen, and then the next one.
 
         So HeteroRL has it (sec. 4.1): a site loads the newest version whenever its delay has
         elapsed. Were each version held back by itself, the one with the shortest delay would win.

@@ -47,6 +47,8 @@ class Learner:
         self.heard: list[tuple[ToLearner, Sequence[bytes | memoryview]]] = []
         self.run = "r1"
         self.wanted: list[int] = []
+        self.joined = 0
+        """How often the site was welcomed, and offered what there is."""
         self._task = asyncio.create_task(self._listen())
 
     async def send(self, site: str, message: ToSite, frames: Sequence[bytes] = ()) -> None:
@@ -71,6 +73,7 @@ class Learner:
             if isinstance(message, Hello):
                 await self.send("far", Welcome(self.run, 10, self.wanted))
                 await self.versions.joined("far")
+                self.joined += 1
             elif isinstance(message, Want):
                 self.versions.wants("far", message)
 
@@ -98,7 +101,7 @@ def test_versions_and_samples_outlive_the_learners_process_and_the_sites(
         world = SiteWorld(tmp_path / "mirror", link=link)
         serving = world.serve()
         await learner.versions.open()
-        await until(lambda: learner.got(Hello), serving)
+        await until(lambda: learner.joined == 1, serving)
         await learner.versions.sync(1)
         await learner.send("far", task_of(1))  # behind the offer
         await until(lambda: learner.got(Serving) and learner.got(Done), serving)
@@ -123,7 +126,7 @@ def test_versions_and_samples_outlive_the_learners_process_and_the_sites(
         world = SiteWorld(tmp_path / "mirror", link=link)
         learner.wanted = []
         serving = world.serve()
-        await until(lambda: len(learner.got(Hello)) == 2, serving)
+        await until(lambda: learner.joined == 2, serving)
         await learner.send("far", task_of(2))
         await until(lambda: len(learner.got(Done)) == 2, serving)
         samples.append(learner.sample())
