@@ -23,6 +23,7 @@ CORE = [
     "tokenizers>=0.23.2,<1",
     "transformers>=5.19.0,<6",
     "xxhash>=4.1.0,<5",
+    "zstandard>=0.25.0,<1",
 ]
 # The engines are exact: this project reaches into them.
 MEGATRON = "megatron-core==0.16.1"

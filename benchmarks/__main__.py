@@ -59,6 +59,10 @@ STUDIES = (
     "beside_trl",
     "plain_step",
     "rounding",
+    "link",
+    "delays_study",
+    "sites_simulator",
+    "two_sites",
 )
 WITH_OPTIONS = (
     "step",
@@ -92,6 +96,10 @@ WITH_OPTIONS = (
     "beside_trl",
     "plain_step",
     "rounding",
+    "link",
+    "delays_study",
+    "sites_simulator",
+    "two_sites",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

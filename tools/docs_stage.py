@@ -34,6 +34,8 @@ NAVIGATION = {
     "Running": (
         "cluster",
         "data_workers",
+        "sites",
+        "link",
         "security",
         "cluster_plans",
         "schedules",

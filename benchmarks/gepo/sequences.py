@@ -36,6 +36,9 @@ VOCABULARY, TOKENS, GROUP = 2, 3, 4
 CLIP = 0.2
 MOVES = (0.0, 0.1, 0.3, 1.0, 2.0, 3.0)
 """Standard deviations of the learner's logits around the sampler's."""
+SHOWN = ("tokens", "response", "gspo", "gepo")
+EVERY = 5
+"""Of so many draws one is kept for a picture."""
 KINDS = ("tokens", "response", "gspo", "gepo", "gepo_defensive", "none")
 
 
@@ -96,7 +99,7 @@ def study(draws: int, seed: int = 0) -> dict[str, Any]:
     """Describe every kind of weight by how far the learner has moved, over random policies.
 
     correlations: over all draws, of the logarithms of a response's KL, its weights' variance and
-    the error, where none is 0 (Fig. 7).
+    the error, where none is 0 (Fig. 7). points: (KL, variance, error) of some of them.
     """
     rng = np.random.default_rng(seed)
     rows: list[dict[str, Any]] = []
@@ -118,7 +121,15 @@ def study(draws: int, seed: int = 0) -> dict[str, Any]:
                 "error": _mean([e.error for _, e in each]),
             }
         rows.append(row)
-    return {"rows": rows, "correlations": {kind: _correlations(points[kind]) for kind in KINDS}}
+    return {
+        "rows": rows,
+        "correlations": {kind: _correlations(points[kind]) for kind in KINDS},
+        "points": {kind: _shown(points[kind]) for kind in SHOWN},
+    }
+
+
+def _shown(points: list[tuple[float, float, float]]) -> list[list[float]]:
+    return [[float(f"{value:.3g}") for value in point] for point in points[::EVERY]]
 
 
 def _correlations(points: list[tuple[float, float, float]]) -> dict[str, float] | None:

@@ -46,6 +46,7 @@ def row_figures(row: dict[str, Any]) -> dict[str, float | None]:
     figures: dict[str, float | None] = {
         "accuracy_before_pct": summary["student_accuracy_before_pct"],
         "accuracy_after_pct": summary["student_accuracy_after_pct"],
+        "accuracy_best_pct": summary.get("student_accuracy_best_pct"),
         "reward_last": rewards[-1] if rewards else None,
         "reward_best": max(rewards, default=None),
         "staleness_mean_versions": summary["staleness_mean_versions"],

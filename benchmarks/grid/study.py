@@ -22,11 +22,13 @@ def run_study(
 ) -> dict[str, Any]:
     """Run what is missing; everything that is finished by (setting, method).
 
-    Options: `--limit N` runs at most N of the missing trials (0: none, aggregate what there is).
+    Options: `--limit N` runs at most N of the missing trials (0: none, aggregate what there is),
+    `--budget-s S` begins none after S seconds.
     Rows are in benchmarks/results/NAME_rows.jsonl, run directories and logs in runs/NAME.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}")
     parser.add_argument("--limit", type=int, default=None, help="run at most so many trials")
+    parser.add_argument("--budget-s", type=float, default=None, help="begin no trial after it")
     parsed = parser.parse_args(list(options))
     finished = run_trials(
         trials,
@@ -34,6 +36,7 @@ def run_study(
         launch,
         rows=RESULTS / f"{name}_rows.jsonl" if rows is None else rows,
         limit=parsed.limit,
+        budget_s=parsed.budget_s,
     )
     there = {row["name"] for row in finished}
     return {

@@ -47,6 +47,7 @@ CURVES = (
     "trust_ratio_mean",
     "trust_ratio_variance",
     "effective_sample_fraction",
+    "advantage_error",
     "truncated_fraction",
     "stopped_fraction",
     "ratio_max",
@@ -151,12 +152,14 @@ def run_trials(
     *,
     rows: Path | None = None,
     limit: int | None = None,
+    budget_s: float | None = None,
     keep: bool = False,
 ) -> list[dict[str, Any]]:
     """The rows of the trials that are finished, in the trials' order.
 
     out: run directories and logs. rows: the JSONL file of rows, by default `out`/rows.jsonl.
-    limit: how many trials may be run now; null: all that are missing. keep: leave the run
+    limit: how many trials may be run now; null: all that are missing. budget_s: none begins after
+    so many seconds. keep: leave the run
     directories; a trial whose directory is not there is made again.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -165,8 +168,11 @@ def run_trials(
     if keep:
         kept = {name: row for name, row in kept.items() if (out / name).is_dir()}
     missing = [trial for trial in trials if trial.name not in kept]
+    began = time.monotonic()
     for trial in missing[:limit]:
         started = time.monotonic()
+        if budget_s is not None and started - began >= budget_s:
+            break
         row = run_trial(trial, out, launch)
         if not keep:
             shutil.rmtree(out / trial.name)
@@ -223,10 +229,19 @@ def run_trial(trial: Trial, out: Path, launch: Launch) -> dict[str, Any]:
         "status": "diverged" if diverged else "finished",
         "commit": summary.get("commit"),
         "fingerprint": trial.fingerprint,
-        "summary": {key: summary.get(key) for key in SUMMARY},
+        "summary": {key: summary.get(key) for key in SUMMARY}
+        | {"student_accuracy_best_pct": best_accuracy(summary)},
         "curves": {key: [_rounded(each.get(key)) for each in rows] for key in CURVES},
     }
     return row
+
+
+def best_accuracy(summary: dict[str, Any]) -> float | None:
+    """That of the best evaluation of the run's first set; null without evaluations."""
+    for picked in (summary.get("evaluation_sets") or {}).values():
+        if picked["best"] is not None:
+            return picked["best"]["accuracy_pct"]
+    return None
 
 
 def _rounded(value: float | None) -> float | None:

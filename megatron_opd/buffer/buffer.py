@@ -116,6 +116,11 @@ class SampleBuffer:
         self._closed = True
         self._advance()
 
+    def open_again(self) -> None:
+        """Let admission go on, as a sample that it counted on was dropped."""
+        self._closed = False
+        self._changed_now()
+
     def wake(self) -> None:
         """End every wait for a change, so that who waits looks for another reason to go on."""
         self._advance()

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from megatron_opd.buffer.buffer import SampleBuffer
 from megatron_opd.types import AnySample
 
+NO_DEADLINE = 1 << 62
+"""As max_age: samples are given out in the order in which they were finished alone."""
+
 
 class CompletionBuffer(SampleBuffer):
     """Holds samples, and chooses those of the next batch.

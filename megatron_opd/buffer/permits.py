@@ -60,6 +60,21 @@ a row, so those never dropped form, in admission order, blocks of G (R5 drops wh
 batch takes B of them from the front, a multiple of G. No member is missed: a batch is taken from
 scored samples only, and a group with all members scored loses none later.
 
+Sites (megatron_opd/sites/). A sampler site has weights of its own, maybe older than the live ones,
+so the step "no token of s is older than v" is gone. In its place a sample that is older than the
+bound, b or A, is dropped (too_stale) when it arrives, or when an update makes it so, before a batch
+is cut: the claims hold for what is trained on, and to the proofs it is a sample that was dropped.
+
+Open admission (sites.admission open; HeteroRL). R1 is replaced: a prompt is admitted while fewer
+than S are neither scored nor dropped, S being the slots of all sites. R2 too: a batch takes the
+groups that were complete first. What is older than the window W is dropped as above, so staleness
+<= W, whatever the sites do. Claim: P = (S + 1) G + (W + 1 + n) B permits stop no site before what
+it would sample had to wait too long. Proof: groups with a member in flight are at most S, and one
+is admitted in part, which is (S + 1) G prompts; n B belong to batches since the last weight sync.
+If no permit is left before update k, (W + 1) B samples of complete groups wait, so the next batch
+is there; and unless some of these are dropped, what is sampled behind them, with version k at most,
+is in batch k + W + 1 at the earliest, older than W. QED.
+
 Groups dropped for their rewards (buffer/spread.py). A group all of whose members are scored may be
 dropped whole, before its last member enters the buffer: no batch holds one of them, each returns
 its permit at once (R3), and to every claim it is a group that was dropped. It waits at most for
@@ -79,6 +94,19 @@ Exact staleness. With n = 1 and h = tau every token of batch k is min(k, tau) ve
 on batch k takes all (tau + 1) B permits' samples to be scored, so nothing is in flight while a
 version goes live, and the B prompts admitted under version v > 0 (with what replaces dropped ones)
 are batch v + tau. This is the controlled staleness axis of AsyncOPD App. B.
+
+Drawn staleness (buffer/planned.py). With n = 1 and P = (tau + 1) B, update k's batch is to be
+sampled by version s(k), max(0, k - tau) <= s(k) <= k, for any choice of s. In place of R1 alone, a
+prompt is admitted under version v only while fewer than B #{j: s(j) <= v} are, not counting those
+dropped; in place of R2, prompts in admission order fill the batches in the order of (s(j), j); and
+update k begins once all that were admitted by then, B #{j: s(j) <= k}, are scored. Claim: every
+token of batch k is of version s(k). Proof: nothing is in flight while a version goes live, so what
+is admitted under v, replacements of dropped prompts included, has tokens of v alone, and fills
+exactly the batches j with s(j) = v. No permit is waited for: held under version v are those of
+batches j >= v with s(j) <= v, so that j <= v + tau, at most tau + 1 batches. Each sample is trained
+on once, as each batch is. Each version samples as many batches as are planned for it, 0 or
+several: with one for each version, tau + 1 batches would be held at all times, and their mean
+staleness would be tau, whatever is drawn (Little's law).
 
 The bound is tight: when all P prompts are admitted and finished at version 0, the last of them are
 in batch b.
@@ -100,7 +128,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable
 
+from megatron_opd.buffer.rejection import SampleRejected
 from megatron_opd.types import AnySample, Batch
+
+TOO_STALE = "too_stale"
+
+
+class TooStale(SampleRejected):
+    """Reports a site's sample that is older than any update may train on."""
+
+    def __init__(self, version: int, updates: int, bound: int) -> None:
+        age = updates - version
+        super().__init__(TOO_STALE, f"{age} updates old at update {updates}, the bound is {bound}")
 
 
 class PermitError(RuntimeError):

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.run_dir import RunDir
-from megatron_opd.cli.simulation import Outcome, simulate
+from megatron_opd.cli.simulated_outcome import Outcome
+from megatron_opd.cli.simulation import simulate
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.sim.fit import LEAST_UPDATES, Fit, fit

@@ -18,11 +18,12 @@ from megatron_opd.cli.preflight import ModelFacts, check_inputs_are_kept, prompt
 from megatron_opd.cli.prepare import Inputs, checked, key_of_set, read_inputs
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of
 from megatron_opd.cli.run_dir import check_place
-from megatron_opd.cli.schedule_words import in_verls_words, schedule_in_words
+from megatron_opd.cli.schedule_words import in_verls_words, open_in_words, schedule_in_words
 from megatron_opd.cli.sync_tables import sync_tables
 from megatron_opd.cli.weights import check_finite, has_weights
 from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.schema import Config
+from megatron_opd.config.site_bounds import is_open, permits, slots_by_site, staleness_bound
 from megatron_opd.config.speedups import choose_speedups
 from megatron_opd.launch.gpus import has_gpu
 from megatron_opd.losses.formulas import formula
@@ -56,11 +57,7 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
             f"{group}<= {prompt_limit(config, models[STUDENT])} prompt + "
             f"{rollout.max_new_tokens} new tokens",
         ),
-        (
-            "schedule",
-            schedule_in_words(config.schedule, buffer.batch_size),
-        ),
-        ("in verl's words", in_verls_words(config.schedule)),
+        *schedule_rows(config),
         *formula(config.estimator),
         (
             "learner",
@@ -77,9 +74,43 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
             f"micro-batches of <= {config.learner.max_tokens_per_microbatch} tokens",
         ),
         *((f"{role} servers", server_row(config, role)) for role in models),
+        *site_rows(config),
         ("open files", open_files_row(config)),
         ("run directory", str(config.run.dir)),
     ]
+
+
+def schedule_rows(config: Config) -> list[tuple[str, str]]:
+    """Return the lines on when samples are taken and how old they get."""
+    if is_open(config):
+        slots, every = sum(slots_by_site(config).values()), config.schedule.sync_every
+        return [("schedule", open_in_words(config.sites.max_staleness, slots, every))]
+    return [
+        ("schedule", schedule_in_words(config.schedule, config.buffer.batch_size)),
+        ("in verl's words", in_verls_words(config.schedule)),
+    ]
+
+
+def site_rows(config: Config) -> list[tuple[str, str]]:
+    """Return the lines on sampler sites, which start servers of their own."""
+    slots, sites = slots_by_site(config), config.sites
+    rows = [
+        (
+            f"site {name}",
+            f"{slots[name]} prompts at once on "
+            f"{config.student.servers if site.servers is None else site.servers} student servers; "
+            f"{'its own teachers' if site.scores else 'teachers of the learner'}",
+        )
+        for name, site in sites.members.items()
+    ]
+    if not rows:
+        return []
+    bound = (
+        f"tcp://{sites.host}:{sites.port}; samples at most {staleness_bound(config)} updates old "
+        f"and {sites.max_delay_s:g} s on their way; prompts of a site that is lost are given to "
+        f"others after {sites.lost_after_s:g} s"
+    )
+    return [*rows, ("sites connect to", bound)]
 
 
 def kernel_rows(config: Config, *, moe: bool) -> list[tuple[str, str]]:
@@ -108,8 +139,7 @@ def open_files_needed(config: Config) -> int:
 
     These are one connection for each request in flight, its connection pool, logs and libraries.
     """
-    permits = config.schedule.permits(config.buffer.batch_size)
-    rollouts = min(config.rollout.concurrency, permits)
+    rollouts = min(config.rollout.concurrency, permits(config))
     evaluated = rollouts if not config.evaluation.runs else config.rollout.concurrency
     scores = config.scoring.concurrency if len(all_roles(config)) > 1 else 0
     servers = sum(

@@ -94,6 +94,14 @@ def serve(arguments: argparse.Namespace) -> int:
     return serve_until_told(server_command(spec), environment)
 
 
+def site(arguments: argparse.Namespace) -> int:
+    """Run `opd site`: a sampler site, until its learner's run has ended."""
+    from megatron_opd.cli.site import run_site
+
+    config = load_config(Config, arguments.config, arguments.overrides)
+    return run_site(config, arguments.name, arguments.keys)
+
+
 def evaluate(arguments: argparse.Namespace) -> int:
     """Run `opd eval`: avg@k and pass@k of one checkpoint, or of many."""
     from megatron_opd.cli.evaluate import evaluate_checkpoint

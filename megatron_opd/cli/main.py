@@ -66,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     control.set_defaults(handler=commands.control)
 
     _add_serve(verbs)
+    _add_site(verbs)
     fleet.add_parser(verbs)
 
     _add_eval(with_config("eval", "measure avg@k and pass@k of checkpoints on held-out problems"))
@@ -204,6 +205,22 @@ def _add_serve(verbs: Any) -> None:
     serve.add_argument("--name", help="a name in `teachers`; default: the section `teacher`")
     serve.add_argument("--index", type=int, default=0, help="server i listens on base_port + i")
     serve.set_defaults(handler=commands.serve)
+
+
+def _add_site(verbs: Any) -> None:
+    """Add `opd site NAME CONFIG.yaml`."""
+    summary = "run a sampler site, far from the learner: its servers and its link"
+    site = verbs.add_parser("site", help=summary, description=summary)
+    site.add_argument("name", metavar="NAME", help="one of sites.members")
+    site.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    site.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    site.add_argument(
+        "--keys",
+        type=Path,
+        metavar="FILE",
+        help="the site's secrets, as the run wrote them; default: sites/NAME.keys in run.dir",
+    )
+    site.set_defaults(handler=commands.site)
 
 
 def _add_again(verb: argparse.ArgumentParser) -> None:

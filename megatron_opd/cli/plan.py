@@ -29,7 +29,8 @@ from megatron_opd.cli.preflight import (
 from megatron_opd.cli.prepare import checked
 from megatron_opd.cli.roles import STUDENT, section_of, teacher_roles
 from megatron_opd.cli.simulate import lengths_of
-from megatron_opd.cli.simulation import Outcome, simulate
+from megatron_opd.cli.simulated_outcome import Outcome
+from megatron_opd.cli.simulation import simulate
 from megatron_opd.config.load import validate
 from megatron_opd.config.plain_yaml import dump_plain
 from megatron_opd.config.schema import Config

@@ -239,6 +239,8 @@ def check_addresses(config: Config, *, learner_here: bool) -> None:
     require_free(learner.listen_host, learner.listen_port, "learner.listen_host, listen_port")
     if learner_here:
         require_free(config.weight_sync.host, 0, "weight_sync.host")
+    if config.sites.members:
+        require_free(config.sites.host, config.sites.port, "sites.host, port")
 
 
 def check_inputs_are_kept(config: Config) -> None:

@@ -36,6 +36,18 @@ def all_roles(config: Config) -> tuple[Role, ...]:
     return (STUDENT, *teacher_roles(config).values())
 
 
+def run_roles(config: Config) -> tuple[Role, ...]:
+    """Return the roles whose servers are part of `opd run`; sampler sites have their own.
+
+    The teachers are, where a site leaves scoring to the learner's site.
+    """
+    if not config.sites.members:
+        return all_roles(config)
+    if all(site.scores for site in config.sites.members.values()):
+        return ()
+    return tuple(teacher_roles(config).values())
+
+
 def section_of(config: Config, role: Role) -> ServerConfig:
     """Return the role's section. Raises UserError when the config has none."""
     teachers = {key_of_teacher(name): section for name, section in config.all_teachers.items()}

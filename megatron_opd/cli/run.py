@@ -38,9 +38,10 @@ from megatron_opd.cli.preflight import check_addresses, check_inputs_are_kept
 from megatron_opd.cli.prepare import Prepared, checked, prepare
 from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.resume import Resumption, find_resumption, reopen_run_dir
-from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of, teacher_roles
+from megatron_opd.cli.roles import STUDENT, Role, run_roles, section_of, teacher_roles
 from megatron_opd.cli.run_dir import RunDir, hold_run_dir, prepare_run_dir
 from megatron_opd.cli.run_summary import written_summary
+from megatron_opd.cli.sites_run import SitesOfRun
 from megatron_opd.cli.startup import all_up, join_role
 from megatron_opd.cli.stopping import Stopping
 from megatron_opd.cli.supervisor import Supervisor
@@ -58,6 +59,7 @@ from megatron_opd.cli.wiring import (
 from megatron_opd.cli.work_watch import recorded_work
 from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.schema import Config
+from megatron_opd.config.site_bounds import permits, staleness_bound
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.garbage import collected_rarely, put_aside
@@ -70,6 +72,7 @@ from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting
+from megatron_opd.sites.versions import SiteVersions
 from megatron_opd.transport.frames import largest_frame_bytes
 from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.samples import FRAMES
@@ -103,7 +106,7 @@ def run_pipeline(
     open_files.raise_limit()
     check_inputs_are_kept(config)
     checked(lambda: transport_kind(config.weight_sync))
-    roles, console = all_roles(config), Console(highlight=False)
+    roles, console = run_roles(config), Console(highlight=False)
     with hold_run_dir(config.run.dir, resume=resume, overwrite=overwrite) as lock:
         resumed = find_resumption(config, accepted) if resume else None
         prepared = prepare(config, NOTHING_YET if resumed is None else resumed.state)
@@ -162,7 +165,8 @@ class PipelineRun:
             for role, servers in self.servers.items()
         }
         # the first servers may be kept for evaluations
-        self.samplers = self.urls[STUDENT][config.evaluation.servers :]
+        sites = tuple(config.sites.members)
+        self.samplers = sites or self.urls[STUDENT][config.evaluation.servers :]
         self.totals = RunTotals(self.samplers, config.rollout.group_size)
         self.train_crc32 = data_crc32(file.path for file in config.data.train)
         self.recorder: RunRecorder | None = None
@@ -175,6 +179,7 @@ class PipelineRun:
         self.supervisor: Supervisor | None = None
         self.elastic: Elastic | None = None
         self.weight_sync: WeightSync | None = None
+        self.sites: SitesOfRun | None = None
         self.restarts: LearnerRestarts | None = None
         self.rolled_back = 0
         self.workers: DataWorkers | None = None
@@ -251,6 +256,8 @@ class PipelineRun:
             await remote.stop()
         finally:
             await self.evaluations.close()
+            if self.sites is not None:
+                await self.sites.close()
             if self.weight_sync is not None and self.elastic is not None:
                 outliving = (*config.student.urls, *self.elastic.added)
                 await self.weight_sync.restore_memory(outliving)
@@ -278,12 +285,13 @@ class PipelineRun:
         self, remote: RemoteLearner, fleets: Mapping[Role, Fleet], guard: Guard
     ) -> None:
         config = self.config
-        asked = {name: fleets[role].clients for name, role in teacher_roles(config).items()}
-        checks = check_teachers(config, self.prepared, asked)
-        self._say(*await while_alive(guard, checks))
+        if all(role in fleets for role in teacher_roles(config).values()):
+            asked = {name: fleets[role].clients for name, role in teacher_roles(config).items()}
+            checks = check_teachers(config, self.prepared, asked)
+            self._say(*await while_alive(guard, checks))
         if not self.opened:
             self._open_run_dir()
-        if self.resumed is None:
+        if self.resumed is None and not config.sites.members:
             before = self.evaluations.before(teacher_roles(config))
             self._say(*await while_alive(guard, before))
         assert self.supervisor is not None
@@ -291,21 +299,45 @@ class PipelineRun:
         file = config.cluster.fleet_file
         desk = FleetDesk(self.run_dir.path, self.elastic, file, self._say)
         self.supervisor.start(desk.serve())
-        weight_sync = await self._train(remote, fleets, guard)
-        assert self.controller is not None
-        version = self.controller.accounting.version
-        serve_on = weight_sync.serve_on(lambda: version, asyncio.Lock())
-        after = self.evaluations.after(version)
-        self._say(*await while_alive(guard, after, beside=serve_on))
+        if config.sites.members:
+            await self._train_afar(remote, fleets, guard)
+        else:
+            await self._train_and_evaluate(remote, fleets, guard)
         if self.checkpoints is not None and config.checkpoint.keep_best:
             await self.checkpoints.rotate()  # the best one is known only now
-        if config.student.urls or self.elastic.added:
-            await weight_sync.close()  # servers that outlive this run leave its group
         if config.checkpoint.export_hf:
             await remote.export_hf(self.run_dir.final_checkpoint)
             self._say(f"checkpoint: {self.run_dir.final_checkpoint}")
             if config.checkpoint.keep_best:
                 self._say(await export_best(config, self.run_dir, self.evaluations.run))
+
+    async def _train_and_evaluate(
+        self, remote: RemoteLearner, fleets: Mapping[Role, Fleet], guard: Guard
+    ) -> None:
+        """Make all updates, and evaluate the last weights."""
+        weight_sync = await self._train(remote, fleets, guard)
+        assert self.controller is not None
+        assert self.elastic is not None
+        version = self.controller.accounting.version
+        serve_on = weight_sync.serve_on(lambda: version, asyncio.Lock())
+        after = self.evaluations.after(version)
+        self._say(*await while_alive(guard, after, beside=serve_on))
+        if self.config.student.urls or self.elastic.added:
+            await weight_sync.close()  # servers that outlive this run leave its group
+
+    async def _train_afar(
+        self, remote: RemoteLearner, fleets: Mapping[Role, Fleet], guard: Guard
+    ) -> None:
+        """Make all updates on what sampler sites send."""
+        state = NOTHING_YET if self.resumed is None else self.resumed.state
+        sites = SitesOfRun(self.config, self.prepared, remote, fleets, state, self._say)
+        self.sites = sites
+        await while_alive(guard, sites.versions.open())
+        assert self.supervisor is not None
+        self.supervisor.start(sites.hub.serve())
+        self.restarts = LearnerRestarts(self.config, remote, self.processes, self._say)
+        await self._attempt(remote, fleets, guard, sites.versions)
+        await sites.farewell()
 
     async def _train(
         self, remote: RemoteLearner, fleets: Mapping[Role, Fleet], guard: Guard
@@ -361,7 +393,7 @@ class PipelineRun:
         remote: RemoteLearner,
         fleets: Mapping[Role, Fleet],
         guard: Guard,
-        weight_sync: WeightSync,
+        weight_sync: WeightSync | SiteVersions,
     ) -> None:
         """Make the updates that are left, with one learner."""
         config, resumed = self.config, self.resumed
@@ -385,6 +417,7 @@ class PipelineRun:
             self.evaluations.run.live,
             make_health_probe(config, self.prepared, fleets, pool),
             pool,
+            None if self.sites is None else self.sites.hub,
         )
         dirs, claim = StepDirs(self.run_dir.checkpoints), self.admission.claim
         kept = self.checkpoints = Checkpoints(
@@ -393,14 +426,26 @@ class PipelineRun:
         )
         keeper = self.evaluations.keeper(kept)
         self.controller = make_controller(
-            config, self.prepared, fleets, remote, weight_sync, recorder, guard, keeper, state, pool
+            config,
+            self.prepared,
+            fleets,
+            remote,
+            weight_sync,
+            recorder,
+            guard,
+            keeper,
+            state,
+            pool,
+            None if self.sites is None else self.sites.hub.intake,
         )
         self.evaluations.connect(recorder, self.controller)
         with self.stopping.after(self.evaluations.preempted):
             serve_on = weight_sync.serve_on(lambda: state.version, asyncio.Lock())
             await while_alive(guard, self.evaluations.run.again(), beside=serve_on)
+            if self.sites is not None:
+                await while_alive(guard, self.sites.first())
             put_aside()
-            with collected_rarely(config.schedule.permits(config.buffer.batch_size)):
+            with collected_rarely(permits(config)):
                 async with self._recording(recorder, fleets):
                     await self.controller.run()
             await while_alive(guard, kept.finish())
@@ -458,7 +503,12 @@ class PipelineRun:
             )
             for role in self.roles
         }
-        await all_up(remote, max(limits.values()), parts, self._say)
+        await all_up(
+            remote,
+            max(limits.values(), default=self.config.student.startup_timeout_s),
+            parts,
+            self._say,
+        )
 
     def _start(self, remote: RemoteLearner) -> None:
         run_dir, config = self.run_dir, self.config
@@ -476,7 +526,8 @@ class PipelineRun:
 
     async def _connect(self, remote: RemoteLearner, fleets: Mapping[Role, Fleet]) -> None:
         config = self.config
-        startup_s = max(section_of(config, role).startup_timeout_s for role in self.roles)
+        limits = [section_of(config, role).startup_timeout_s for role in self.roles]
+        startup_s = max(limits, default=config.student.startup_timeout_s)
         parts = self.processes.parts(startup_s)
         parts["servers elsewhere"] = Part(there(), self._elsewhere(fleets))
         await all_up(remote, startup_s, parts, self._say)
@@ -516,7 +567,7 @@ class PipelineRun:
         accounting = NOT_STARTED if self.controller is None else self.controller.accounting
         wall_s = time.monotonic() - self.started_s + self._earlier("wall_s", 0.0)
         summary: dict[str, Any] = {"status": status, "cause": cause}
-        bound = self.config.schedule.bound(self.config.buffer.batch_size)
+        bound = staleness_bound(self.config)
         summary |= summarise(self.totals, accounting, wall_s, bound)
         summary |= self.evaluations.summary(accounting.updates)
         summary["resumed_at_updates"] = self._resumed_at()
@@ -531,6 +582,7 @@ class PipelineRun:
         summary["updates_rolled_back"] = self.rolled_back
         summary["samples_readmitted"] = sum(fleet.restarted for fleet in self.fleets.values())
         summary["requests_timed_out"] = sum(fleet.timed_out for fleet in self.fleets.values())
+        summary["sites"] = None if self.sites is None else self.sites.summary()
         summary["data_workers_lost"] = 0 if self.workers is None else self.workers.pool.workers_lost
         learners = 0 if self.remote is None else self.remote.frames_refused
         workers = 0 if self.workers is None else self.workers.pool.links.refusals.count

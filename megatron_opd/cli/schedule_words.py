@@ -15,6 +15,8 @@ def schedule_in_words(schedule: ScheduleConfig, batch_size: int) -> str:
     """Return how far sampling may run ahead, and what that bounds."""
     permits, bound = schedule.permits(batch_size), schedule.bound(batch_size)
     held = f", trained on {schedule.held} batches later" if schedule.held else ""
+    if schedule.drawn:
+        held = f", how much later is drawn for each batch ({schedule.delays.type})"
     return (
         f"{schedule.type}: tokens at most {_count(bound, 'update')} old, by {permits} permits = "
         f"(1 + {schedule.max_staleness:g}) * {schedule.sync_every} * {batch_size}; a weight sync "
@@ -23,8 +25,19 @@ def schedule_in_words(schedule: ScheduleConfig, batch_size: int) -> str:
     )
 
 
+def open_in_words(window: int, slots: int, sync_every: int) -> str:
+    """Return what open admission bounds (sites.admission)."""
+    return (
+        f"open admission: tokens at most {_count(window, 'update')} old, older samples are dropped "
+        f"(too_stale); {slots} prompts at the sites at once; a batch is what arrived first; a "
+        f"weight sync every {_count(sync_every, 'update')}"
+    )
+
+
 def in_verls_words(schedule: ScheduleConfig) -> str:
     """Return the keys of verl's fully asynchronous trainer, and AsyncOPD's tau, that are this."""
+    if schedule.drawn:
+        return "nothing in verl is like it (delays)"
     if schedule.held or schedule.order == "completion" or schedule.in_flight == "abort":
         other = "hold_batches" if schedule.held else schedule.order
         other = "in_flight: abort" if schedule.in_flight == "abort" else other

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from megatron_opd.cli.preflight import read_models
 from megatron_opd.cli.prepare import checked
 from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
 from megatron_opd.cli.run_dir import RunDir, hold_run_dir, prepare_run_dir
-from megatron_opd.cli.simulation import Outcome, check_costs, drawn_lengths, simulate
+from megatron_opd.cli.simulated_outcome import Outcome
+from megatron_opd.cli.simulation import check_costs, drawn_lengths, simulate
 from megatron_opd.cli.tables import new_table
 from megatron_opd.config.schema import Config
 from megatron_opd.config.simulation import DEFAULT_GPU
@@ -187,6 +189,7 @@ def summary_of(outcome: Outcome) -> dict[str, Any]:
         "frames_refused": 0,
         "prompts_skipped": {},
         "busy": outcome.busy,
+        "sites": {name: asdict(site) for name, site in outcome.sites.items()},
     }
 
 
@@ -210,6 +213,7 @@ def calibration_table(found: Calibration, run_dir: Path) -> Table:
 def outcome_table(outcome: Outcome) -> Table:
     """Return the figures that a schedule or a layout is chosen by."""
     table = new_table("simulated run", ("what", "value"))
+    stale = outcome.totals.staleness.samples
     rows = (
         ("updates", f"{outcome.updates}"),
         ("virtual seconds", f"{outcome.wall_s:,.1f}"),
@@ -224,11 +228,15 @@ def outcome_table(outcome: Outcome) -> Table:
             "staleness, largest (bound)",
             f"{_text(outcome.staleness_max, 'd')} ({outcome.staleness_bound})",
         ),
-        ("samples dropped", f"{sum(outcome.accounting.dropped.values())}"),
+        ("staleness of samples, median, 95%", f"{stale.quantile(0.5)}, {stale.quantile(0.95)}"),
+        ("samples dropped", _counts(outcome.accounting.dropped)),
         ("servers started again", f"{outcome.servers_restarted}"),
     )
     for row in rows:
         table.add_row(*row)
+    for name, site in outcome.sites.items():
+        text = f"{site.samples} samples, {site.loads} versions, idle {site.idle_ratio:.1%}"
+        table.add_row(f"site {name}", text)
     return table
 
 
@@ -242,6 +250,12 @@ def bottleneck(outcome: Outcome) -> str:
         f"the stages wait for each other, none is busy {LIMITS:.0%} of the time (most: {name}, "
         f"{share:.0%}); see schedule.max_staleness, rollout.concurrency and scoring.concurrency"
     )
+
+
+def _counts(found: Mapping[str, int]) -> str:
+    """Return the sum, and what it is made of."""
+    parts = ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
+    return f"{sum(found.values())} ({parts})" if parts else "0"
 
 
 def _text(value: float | None, form: str) -> str:

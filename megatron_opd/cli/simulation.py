@@ -13,31 +13,34 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of, teacher_roles
+from megatron_opd.cli.simulated_outcome import Outcome, SiteOutcome, outcome_of
+from megatron_opd.cli.simulated_sites import SimulatedSite, SimulatedSites
 from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.cli.wiring import make_generator, make_schedule, make_scorer
 from megatron_opd.config.schema import Config
+from megatron_opd.config.site_bounds import slots_by_site, staleness_bound
 from megatron_opd.controller.controller import Controller
-from megatron_opd.controller.errors import LoopFailed
+from megatron_opd.controller.errors import EverythingDropped, LoopFailed
 from megatron_opd.controller.garbage import collected_rarely
 from megatron_opd.controller.health import ProcessDied, WatchedProcess
+from megatron_opd.controller.in_flight import Rollouts
 from megatron_opd.controller.ports import Ports
 from megatron_opd.data.seeds import ROLLOUT, derived_seed
 from megatron_opd.metrics.memory import PeakMemory
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.totals import RunTotals
-from megatron_opd.metrics.types import Accounting
 from megatron_opd.sim.arrays import SharedArrays
 from megatron_opd.sim.clock import run_virtual
-from megatron_opd.sim.costs import Costs, Lengths, LognormalLengths, ScoreCost
+from megatron_opd.sim.costs import Costs, Lengths, LognormalLengths, ScoreCost, SyncCost
 from megatron_opd.sim.engine import Engine
 from megatron_opd.sim.host import Host, OneByOne
 from megatron_opd.sim.learner import SimulatedLearner, SimulatedTransport
 from megatron_opd.sim.lengths import LengthDraws
+from megatron_opd.sim.pipes import Pipe
 from megatron_opd.sim.scoring import Scorer
 from megatron_opd.sim.servers import (
     VOCABULARY,
@@ -48,6 +51,7 @@ from megatron_opd.sim.servers import (
     StudentClient,
     TeacherClient,
 )
+from megatron_opd.teacher.scorer import FleetScorer
 from megatron_opd.types import AnyRollout, Prompt
 from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.client import ServerClient
@@ -62,38 +66,6 @@ NEED_SERVERS = ("health", "sync", "serve on")
 
 MakeRecorder = Callable[[RunTotals, Mapping[Role, tuple[str, ...]]], RunRecorder]
 """Makes what records a run, inside its event loop, from its totals and its servers by role."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Holds what came of a simulated run.
-
-    wall_s: virtual seconds. tokens_per_s: response tokens trained on, after five updates; None: no
-    more. *_idle_ratio: as in summary.json; teacher: of the average server, None without.
-    staleness_*: in versions. busy: share of the time in which the learner, or the average server of
-    a role, works. cause: why the run ended early; None: it made all its updates.
-    """
-
-    wall_s: float
-    updates: int
-    samples: int
-    samples_per_s: float
-    tokens_per_s: float | None
-    updates_per_hour: float
-    learner_idle_ratio: float | None
-    rollout_idle_ratio: float | None
-    teacher_idle_ratio: float | None
-    staleness_mean: float | None
-    staleness_max: int | None
-    staleness_bound: int
-    busy: dict[str, float]
-    servers_lost: dict[str, str]
-    servers_restarted: int
-    samples_readmitted: int
-    requests_timed_out: int
-    cause: str | None
-    totals: RunTotals
-    accounting: Accounting
 
 
 def simulate(
@@ -152,25 +124,40 @@ class _World:
         self.urls: dict[Role, tuple[str, ...]] = {}
         self.clients: dict[str, Callable[[], Client]] = {}
         self.fleets: dict[Role, Fleet] = {}
+        self.site_fleets: dict[str, dict[Role, Fleet]] = {}
 
     # ------------------------------------------------------------ parts
 
     def _start(self, host: Host) -> None:
-        config, costs = self.config, self.costs
-        handle = OneByOne(host, costs.controller_s).work
-        replies = Replies(self.arrays, self.lengths, costs.network_s, handle)
-        names = {role: name for name, role in teacher_roles(config).items()}
+        config, members = self.config, self.config.sites.members
+        handle = OneByOne(host, self.costs.controller_s).work
+        replies = Replies(self.arrays, self.lengths, self.costs.network_s, handle)
         for role in all_roles(config):
-            section = section_of(config, role)
+            section, sampling = section_of(config, role), role == STUDENT
             count = len(section.urls) or section.servers
-            self.urls[role] = tuple(f"http://{role}-{i}:1" for i in range(count))
-            for url in self.urls[role]:
-                if role == STUDENT:
-                    self._add_student(url, host, replies)
-                else:
-                    self._add_teacher(url, costs.teachers[names[role]], host, replies)
-            kept = config.evaluation.servers if role == STUDENT else 0
-            self.fleets[role] = Fleet([self.clients[url]() for url in self.urls[role]], kept)
+            self.urls[role] = ()
+            for name, site in members.items():
+                if sampling or site.scores:
+                    servers = (sampling and site.servers) or count
+                    fleet = self._fleet(role, f"{name}-{role}", servers, host, replies)
+                    self.site_fleets.setdefault(name, {})[role] = fleet
+            if not members or not (sampling or all(site.scores for site in members.values())):
+                kept = config.evaluation.servers if sampling else 0
+                self.fleets[role] = self._fleet(role, role, count, host, replies, kept)
+
+    def _fleet(
+        self, role: Role, place: str, count: int, host: Host, replies: Replies, kept: int = 0
+    ) -> Fleet:
+        """Start the servers of a role at one place."""
+        names = {role: name for name, role in teacher_roles(self.config).items()}
+        urls = tuple(f"http://{place}-{i}:1" for i in range(count))
+        for url in urls:
+            if role == STUDENT:
+                self._add_student(url, host, replies)
+            else:
+                self._add_teacher(url, self.costs.teachers[names[role]], host, replies)
+        self.urls[role] += urls
+        return Fleet([self.clients[url]() for url in urls], kept)
 
     def _add_student(self, url: str, host: Host, replies: Replies) -> None:
         cost = self.costs.engine
@@ -255,6 +242,50 @@ class _World:
 
     # ------------------------------------------------------------ the run
 
+    def _all_fleets(self) -> Iterator[Fleet]:
+        yield from self.fleets.values()
+        for fleets in self.site_fleets.values():
+            yield from fleets.values()
+
+    def _weight_sync(
+        self, fleet: Fleet, learner: SimulatedLearner, cost: SyncCost, host: Host, **settings: Any
+    ) -> WeightSync:
+        config = self.config.weight_sync
+        transport = SimulatedTransport(
+            fleet,
+            cost,
+            host,
+            overlaps=config.overlap,
+            starts=lambda url: self.servers[url].starts if self.servers[url].up else -1,
+        )
+        return WeightSync(fleet, learner, transport, config, **settings)
+
+    def _scorer(self, fleets: Mapping[Role, Fleet]) -> FleetScorer:
+        return make_scorer(self.config, fleets, VOCABULARY, RUN_ID, self._reward)
+
+    async def _sites(self, learner: SimulatedLearner, host: Host) -> list[SimulatedSite]:
+        """Make the sites, whose servers have the weights that the run starts with."""
+        config, link, found = self.config, self.config.sites.link, list[SimulatedSite]()
+        paused = self.costs.sync.paused_s
+        cost = SyncCost(sync_s=paused, paused_s=paused, num_bytes=self.costs.sync.num_bytes)
+        for name, member in config.sites.members.items():
+            fleets = self.site_fleets[name]
+            sync = self._weight_sync(fleets[STUDENT], learner, cost, host)
+            await sync.open()
+            found.append(
+                SimulatedSite(
+                    name,
+                    make_generator(config, fleets[STUDENT], VOCABULARY, RUN_ID),
+                    self._scorer(fleets) if member.scores else None,
+                    sync,
+                    slots_by_site(config)[name],
+                    Rollouts(config.schedule.in_flight, sync.stranded),
+                    up=Pipe(link.bytes_per_s),
+                    down=Pipe(link.bytes_per_s),
+                )
+            )
+        return found
+
     async def run(self, make_recorder: MakeRecorder | None) -> Outcome:
         """Make all updates."""
         config, costs = self.config, self.costs
@@ -270,17 +301,10 @@ class _World:
             recorder = make_recorder(totals, self.urls)
         supervisor = None if config.simulation.failures is None else self._supervisor()
         learner = SimulatedLearner(costs.learner, config.learner.num_mini_batches, host)
-        transport = SimulatedTransport(
-            self.fleets[STUDENT],
-            costs.sync,
-            host,
-            overlaps=config.weight_sync.overlap,
-            starts=lambda url: self.servers[url].starts if self.servers[url].up else -1,
-        )
         cause: str | None = None
         async with AsyncExitStack() as stack:
             stack.callback(recorder.close)
-            for fleet in self.fleets.values():
+            for fleet in self._all_fleets():
                 await fleet.start()
                 stack.push_async_callback(fleet.close)
             settings: dict[str, Any] = {}
@@ -289,26 +313,43 @@ class _World:
                 settings["lose"] = supervisor.lose
                 for index, url in enumerate(self.servers):
                     stack.callback(asyncio.create_task(self._fail(url, index)).cancel)
-            student = self.fleets[STUDENT]
-            sync = WeightSync(student, learner, transport, config.weight_sync, **settings)
-            await sync.open()
+            far: list[SimulatedSite] = []
+            if config.sites.members:
+                far = await self._sites(learner, host)
+                near = None if all(site.scorer for site in far) else self._scorer(self.fleets)
+                all_sites = SimulatedSites(config, far, near, costs.sync, host)
+                parts: dict[str, Any] = {
+                    "rollout": all_sites,
+                    "teacher": all_sites,
+                    "weight_sync": all_sites,
+                }
+            else:
+                student = self.fleets[STUDENT]
+                sync = self._weight_sync(student, learner, costs.sync, host, **settings)
+                await sync.open()
+                generator = make_generator(config, student, VOCABULARY, RUN_ID)
+                parts = {
+                    "rollout": generator,
+                    "teacher": self._scorer(self.fleets),
+                    "weight_sync": sync,
+                }
             controller = Controller(
                 make_schedule(config),
                 Ports(
                     prompts=self._prompts(),
-                    rollout=make_generator(config, student, VOCABULARY, RUN_ID),
-                    teacher=make_scorer(config, self.fleets, VOCABULARY, RUN_ID, self._reward),
                     learner=learner,
-                    weight_sync=sync,
                     observer=recorder,
                     guard=None if supervisor is None else Guard(supervisor),
+                    **parts,
                 ),
             )
             try:
                 await controller.run()
             except LoopFailed as failure:
-                # servers that fail may be too many for a run; anything else is a fault in here
-                if supervisor is None or failure.loop not in NEED_SERVERS:
+                # servers that fail may be too many for a run, delays too long for a window;
+                # anything else is a fault in here
+                lost_servers = supervisor is not None and failure.loop in NEED_SERVERS
+                if not lost_servers and EverythingDropped.__name__ not in str(failure):
                     raise
                 cause = str(failure)
             wall_s = clock()
@@ -318,7 +359,18 @@ class _World:
                     "learner.token_s, learner.update_s or sync.sync_s"
                 )
             busy = self._busy(wall_s)
-        return self._outcome(totals, controller.accounting, wall_s, busy, supervisor, cause)
+            sites = {site.name: self._site_outcome(site, wall_s) for site in far}
+        return outcome_of(
+            totals,
+            controller.accounting,
+            wall_s=wall_s,
+            bound=staleness_bound(config),
+            busy=busy,
+            fleets=list(self._all_fleets()),
+            supervisor=supervisor,
+            cause=cause,
+            sites=sites,
+        )
 
     def _busy(self, wall_s: float) -> dict[str, float]:
         """Return the share of the time in which the average server of a role works."""
@@ -327,40 +379,10 @@ class _World:
             for role, urls in self.urls.items()
         }
 
-    def _outcome(
-        self,
-        totals: RunTotals,
-        accounting: Accounting,
-        wall_s: float,
-        busy: dict[str, float],
-        supervisor: Supervisor | None,
-        cause: str | None,
-    ) -> Outcome:
-        times, tokens = totals.times, totals.staleness.tokens
-        teachers = [share for role, share in busy.items() if role != STUDENT]
-        idle = times.learner_idle_ratio()
-        return Outcome(
-            wall_s=wall_s,
-            updates=accounting.updates,
-            samples=accounting.consumed,
-            samples_per_s=accounting.consumed / wall_s,
-            tokens_per_s=totals.throughput.tokens_per_s(),
-            updates_per_hour=3600 * accounting.updates / wall_s,
-            learner_idle_ratio=idle,
-            rollout_idle_ratio=times.fleet_idle_ratio(),
-            teacher_idle_ratio=1 - sum(teachers) / len(teachers) if teachers else None,
-            staleness_mean=tokens.mean,
-            staleness_max=tokens.max,
-            staleness_bound=self.config.schedule.bound(self.config.buffer.batch_size),
-            busy=busy | ({} if idle is None else {"learner": 1 - idle}),
-            servers_lost={} if supervisor is None else supervisor.lost,
-            servers_restarted=0 if supervisor is None else supervisor.restarted.total(),
-            samples_readmitted=sum(fleet.restarted for fleet in self.fleets.values()),
-            requests_timed_out=sum(fleet.timed_out for fleet in self.fleets.values()),
-            cause=cause,
-            totals=totals,
-            accounting=accounting,
-        )
+    def _site_outcome(self, site: SimulatedSite, wall_s: float) -> SiteOutcome:
+        urls = self.site_fleets[site.name][STUDENT].urls
+        worked_s = sum(self.servers[url].worked_s() for url in urls)
+        return SiteOutcome(site.samples, site.loads, 1 - worked_s / len(urls) / wall_s)
 
 
 class DeathWatch:

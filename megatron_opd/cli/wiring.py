@@ -25,14 +25,23 @@ from megatron_opd.cli.teacher_guard import make_teacher_watch
 from megatron_opd.config.schema import Config
 from megatron_opd.config.selection import RewardSpread
 from megatron_opd.config.servers import ServerConfig
+from megatron_opd.config.site_bounds import is_open, slots_by_site
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.health import HealthGuard, WatchedEngine
-from megatron_opd.controller.ports import Guard, Keeper, Ports, WeightSyncer
+from megatron_opd.controller.ports import (
+    Guard,
+    Keeper,
+    Ports,
+    RolloutEngine,
+    TeacherScorer,
+    WeightSyncer,
+)
 from megatron_opd.controller.progress import make_display
-from megatron_opd.controller.schedule import Schedule
+from megatron_opd.controller.schedule import Afar, Schedule
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.data.judge import Judge
+from megatron_opd.delays import batch_plan
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.rollouts import RolloutRecord
@@ -41,6 +50,8 @@ from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.rollout.generator import RolloutFleet, RolloutGenerator, Sampler
+from megatron_opd.sites.hub import Hub
+from megatron_opd.sites.intake import Intake
 from megatron_opd.teacher.health import HealthProbe, here
 from megatron_opd.teacher.overlong import Length, judged_length
 from megatron_opd.teacher.scorer import Elsewhere, FleetScorer, Reward
@@ -83,6 +94,7 @@ def make_recorder(
     live: Callable[[int], None],
     probe: HealthProbe | None = None,
     pool: WorkerPool | None = None,
+    hub: Hub | None = None,
 ) -> RunRecorder:
     """Make the observer: files as configured, and a display. live: told of each version."""
     metrics = config.metrics
@@ -111,7 +123,10 @@ def make_recorder(
         signal=SignalWatch(
             reads_groups=config.estimator.reads_groups, patience=metrics.signal_patience
         ),
-        more_columns=None if curriculum is None else curriculum.columns,
+        more_columns=lambda: {
+            **({} if curriculum is None else curriculum.columns()),
+            **({} if hub is None else hub.columns()),
+        },
         rollouts=rollouts,
         live=live,
         probe=probe,
@@ -260,16 +275,23 @@ def make_generator(
 
 def make_schedule(config: Config) -> Schedule:
     """Make the schedule of a whole run."""
-    groups = config.selection.groups
+    groups, by_site = config.selection.groups, slots_by_site(config)
+    group_size = config.rollout.group_size if config.estimator.reads_groups else 1
+    slots = sum(by_site.values())
+    # all slots are full while at every site members of a group wait for some
+    asked_for = slots + len(by_site) * group_size
+    window = config.sites.max_staleness if is_open(config) else None
     spread = groups if isinstance(groups, RewardSpread) else None
     return Schedule(
         updates=config.run.max_steps,
         batch_size=config.buffer.batch_size,
         kind=config.schedule,
-        rollout_slots=config.rollout.concurrency,
+        rollout_slots=asked_for or config.rollout.concurrency,
         score_slots=config.scoring.concurrency,
-        group_size=config.rollout.group_size if config.estimator.reads_groups else 1,
+        group_size=group_size,
         groups=None if spread is None else GroupRule(spread, config.estimator.distils),
+        plan=batch_plan(config.schedule, config.run.seed, config.run.max_steps),
+        afar=Afar(slots, window) if slots else None,
     )
 
 
@@ -316,8 +338,37 @@ def make_controller(
     keeper: Keeper,
     state: ControllerState,
     pool: WorkerPool | None = None,
+    intake: Intake | None = None,
 ) -> Controller:
-    """Make the controller of one run, which continues from `state`."""
+    """Make the controller of one run, which continues from `state`.
+
+    intake: samples and scores in place of the fleets.
+    """
+    rollout: RolloutEngine
+    teacher: TeacherScorer
+    if intake is not None:
+        rollout = teacher = intake
+    else:
+        rollout, teacher = _sampling_here(config, prepared, fleets, pool)
+    ports = Ports(
+        prompts=prepared.prompts,
+        rollout=rollout,
+        teacher=teacher,
+        learner=BatchLearner(config, learner, pool),
+        store=pool,
+        weight_sync=weight_sync,
+        observer=recorder,
+        guard=guard,
+        curriculum=curriculum_of(prepared),
+        keeper=keeper,
+    )
+    return Controller(make_schedule(config), ports, state)
+
+
+def _sampling_here(
+    config: Config, prepared: Prepared, fleets: Mapping[Role, Fleet], pool: WorkerPool | None
+) -> tuple[RolloutEngine, TeacherScorer]:
+    """Return what samples from the run's own fleets, and what scores there."""
     run_id = uuid.uuid4().hex[:8]
     vocab_size = prepared.student.vocab_size
     reward = make_reward(prepared.judge, pool)
@@ -328,16 +379,7 @@ def make_controller(
             sampled_by_workers(pool, fleets[STUDENT]),
             scored_by_workers(pool, sizes),
         )
-    ports = Ports(
-        prompts=prepared.prompts,
-        rollout=make_generator(config, fleets[STUDENT], vocab_size, run_id, sample),
-        teacher=make_scorer(config, fleets, vocab_size, run_id, reward, elsewhere),
-        learner=BatchLearner(config, learner, pool),
-        store=pool,
-        weight_sync=weight_sync,
-        observer=recorder,
-        guard=guard,
-        curriculum=curriculum_of(prepared),
-        keeper=keeper,
+    return (
+        make_generator(config, fleets[STUDENT], vocab_size, run_id, sample),
+        make_scorer(config, fleets, vocab_size, run_id, reward, elsewhere),
     )
-    return Controller(make_schedule(config), ports, state)

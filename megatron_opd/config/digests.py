@@ -57,6 +57,7 @@ NOT_THE_LEARNERS = (
     "cluster.*",
     "security.*",
     "workers.*",
+    "sites.*",
 )
 """Keys that a learner does not read, or that may differ between it and its controller."""
 SAMPLE_BYTES = 65_536
@@ -73,12 +74,17 @@ def learner_digests(config: Config) -> dict[str, str]:
     MODEL stands for the content of the checkpoint, whose path may differ between machines.
     ValueError: the checkpoint cannot be read.
     """
-    found = {
+    found = value_digests(config).items()
+    kept = {key: digest for key, digest in found if not matches(key, NOT_THE_LEARNERS)}
+    return kept | {MODEL: model_digest(config.student.model)}
+
+
+def value_digests(config: Config) -> dict[str, str]:
+    """Return {dotted key: digest of its value} for every key."""
+    return {
         key: _digest(json.dumps(value, sort_keys=True).encode())
         for key, value in flat(config).items()
-        if not matches(key, NOT_THE_LEARNERS)
     }
-    return found | {MODEL: model_digest(config.student.model)}
 
 
 def differing_keys(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:

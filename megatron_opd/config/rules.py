@@ -13,6 +13,7 @@ from megatron_opd.config.objectives import RewardObjective
 from megatron_opd.config.sections import TRANSPORTS
 from megatron_opd.config.selection import RewardSpread, SoftPenalty
 from megatron_opd.config.servers import is_local_url
+from megatron_opd.config.site_rules import SITE_RULES
 from megatron_opd.config.tree import ConfigTree
 
 EVERY_ADDRESS = ("0.0.0.0", "::")
@@ -352,8 +353,7 @@ def _aged(config: ConfigTree) -> str | None:
 
 def _deterministic(config: ConfigTree) -> str | None:
     schedule = config.schedule
-    exact = schedule.sync_every == 1 and schedule.held == schedule.max_staleness
-    if config.run.deterministic and not (exact and schedule.order == "admission"):
+    if config.run.deterministic and not schedule.exact:
         return (
             "schedule.hold_batches must equal schedule.max_staleness with run.deterministic, with "
             "schedule.sync_every 1 and schedule.order admission, otherwise timing decides which "
@@ -495,6 +495,7 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _warmup,
     _quantised,
     *EVALUATION_RULES,
+    *SITE_RULES,
     _metric_names,
     _health,
 )

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, model_validator
 
+from megatron_opd.config.delays import DelayConfig
 from megatron_opd.config.section import NonNegativeInt, PositiveInt, Section
 
 Type = Literal["sync", "step_off", "stream", "stale", "partial", "async", "controlled"]
@@ -76,6 +77,11 @@ class ScheduleConfig(Section):
     """Number of scored batches that must wait behind the one trained on (AsyncOPD App. B); fixes
     the staleness for studies. Null: max_staleness for controlled, 0 otherwise, which trains as soon
     as a batch is complete. Raising it makes samples staler."""
+    delays: DelayConfig = DelayConfig()
+    """With type controlled: draws how old each update's batch is, by run.seed, for studies
+    (HeteroRL). It is max_staleness updates times the share that the drawn delay has of high_s,
+    rounded; no older than the run. none: every batch is max_staleness old. See docs/schedules.md.
+    """
     order: Literal["admission", "completion"] = "admission"
     """Order in which samples are trained on. admission: that of their prompts, so that a batch
     waits for its slowest response. completion: those that were finished first, as far as all stay
@@ -100,17 +106,28 @@ class ScheduleConfig(Section):
 
     @model_validator(mode="after")
     def _suits_its_type(self) -> ScheduleConfig:
-        for problem in (_numbers(self), _policy(self), _held(self), _order(self)):
+        for problem in (_numbers(self), _policy(self), _held(self), _drawn(self), _order(self)):
             if problem is not None:
                 raise ValueError(problem)
         return self
 
     @property
     def held(self) -> int:
-        """Returns the number of batches that wait behind the one trained on."""
+        """Returns the number of batches that wait behind the one trained on, if it is fixed."""
         if self.hold_batches is not None:
             return self.hold_batches
-        return int(self.max_staleness) if self.type == "controlled" else 0
+        return int(self.max_staleness) if self.type == "controlled" and not self.drawn else 0
+
+    @property
+    def drawn(self) -> bool:
+        """Returns whether each batch's staleness is drawn."""
+        return self.delays.type != "none"
+
+    @property
+    def exact(self) -> bool:
+        """Returns whether it fixes which version samples each token, whatever takes how long."""
+        fixed = self.held == self.max_staleness or self.drawn
+        return fixed and self.sync_every == 1 and self.order == "admission"
 
     def permits(self, batch_size: int) -> int:
         """Return how many prompts may hold a permit, with batches of so many samples."""
@@ -179,7 +196,7 @@ def _policy(schedule: ScheduleConfig) -> str | None:
 
 def _held(schedule: ScheduleConfig) -> str | None:
     kind, hold, most = schedule.type, schedule.held, schedule.max_staleness * schedule.sync_every
-    if kind == "controlled" and hold != schedule.max_staleness:
+    if kind == "controlled" and not schedule.drawn and hold != schedule.max_staleness:
         return f"hold_batches must be max_staleness with type controlled, got {hold}; leave it out"
     if kind not in ("async", "controlled") and hold:
         return f"hold_batches must be 0 with type {kind}, got {hold}; use type async or controlled"
@@ -191,12 +208,33 @@ def _held(schedule: ScheduleConfig) -> str | None:
     return None
 
 
+def _drawn(schedule: ScheduleConfig) -> str | None:
+    kind, delays = schedule.type, schedule.delays
+    if not schedule.drawn:
+        return None
+    if kind != "controlled":
+        return f"delays.type must be none with type {kind}, got {delays.type}; use type controlled"
+    if schedule.hold_batches is not None:
+        return (
+            "hold_batches must be null with delays, which say how long each batch is held, got "
+            f"{schedule.hold_batches}; leave it out"
+        )
+    if not delays.high_s:
+        return "delays.high_s must be > 0, as max_staleness updates stand for it, got 0"
+    if delays.time_scale != 1:
+        return (
+            "delays.time_scale must be 1, as max_staleness updates stand for delays.high_s, got "
+            f"{delays.time_scale:g}; leave it out"
+        )
+    return None
+
+
 def _order(schedule: ScheduleConfig) -> str | None:
     if schedule.order == "completion":
-        if schedule.held:
+        if schedule.held or schedule.drawn:
+            what = "delays, which say" if schedule.drawn else "hold_batches, which fixes"
             return (
-                "order must be admission with hold_batches, which fixes the staleness of each "
-                "batch, got completion"
+                f"order must be admission with {what} the staleness of each batch, got completion"
             )
         return None
     if schedule.max_age is not None:

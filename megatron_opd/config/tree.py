@@ -31,6 +31,7 @@ from megatron_opd.config.security import SecurityConfig
 from megatron_opd.config.selection import SelectionConfig
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.simulation import SimulationConfig
+from megatron_opd.config.sites import SitesConfig
 from megatron_opd.config.supports import SupportConfig
 from megatron_opd.config.verifier import VerifierConfig
 from megatron_opd.config.workers import WorkersConfig
@@ -102,6 +103,8 @@ class ConfigTree(Section):
     """How the processes of a run share machines."""
     workers: WorkersConfig = WorkersConfig()
     """How many processes move samples between servers and learner."""
+    sites: SitesConfig = SitesConfig()
+    """Sampler sites that are far from the learner; none: student servers are part of the run."""
     security: SecurityConfig = SecurityConfig()
     """What a run may do without keys."""
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -44,9 +44,15 @@ import msgspec
 
 from megatron_opd.buffer.batcher import Batcher, BatchIncomplete
 from megatron_opd.buffer.buffer import SampleBuffer
-from megatron_opd.buffer.completion import CompletionBuffer
+from megatron_opd.buffer.completion import NO_DEADLINE, CompletionBuffer
 from megatron_opd.buffer.groups import GroupIncomplete, SampleGroups
-from megatron_opd.buffer.permits import Permits, check_staleness
+from megatron_opd.buffer.permits import (
+    Permits,
+    TooStale,
+    check_staleness,
+    staleness_versions,
+)
+from megatron_opd.buffer.planned import PlannedBuffer
 from megatron_opd.buffer.rejection import SampleRejected, SamplesLost
 from megatron_opd.buffer.spread import SpreadFilter, Verdict
 from megatron_opd.controller.errors import EverythingDropped, LearnerDiverged, LoopFailed
@@ -272,12 +278,15 @@ class Controller:
 
     async def _room_for_one_more(self) -> bool:
         """Wait until the updates can consume another prompt; False once they never will."""
-        wanted = self._schedule.updates * self._schedule.batch_size
-        while self._num_admitted - self._dropped.total() >= wanted:
-            if self._buffer.waiting_for_score == 0:
+        schedule = self._schedule
+        while True:
+            left = self._num_admitted - self._dropped.total()
+            if left < schedule.samples_by(self._version):
+                if self._buffer.waiting_for_score < schedule.most_unscored:
+                    return True
+            elif left >= schedule.samples and self._buffer.waiting_for_score == 0:
                 return False
             await self._buffer.changed()
-        return True
 
     async def _roll_out(self, uid: int) -> bool:
         prompt = self._unscored[uid]
@@ -307,6 +316,7 @@ class Controller:
             sample = await self._ports.teacher.score(rollout)
             self._ports.observer.scored(sample, started_s, clock())
             self._groups.check(uid)  # it may have broken in the meantime
+            self._check_age(sample)
             sample = self._ports.learner.prepare(sample)
         except SampleRejected as rejection:
             self._num_scoring -= 1
@@ -344,7 +354,37 @@ class Controller:
         del self._unscored[uid]
         if not self._holds(sample):  # lost while its group was not decided about
             self._reopen(uid)
+        if self._is_too_old(sample):  # since then
+            self._drop_old([uid])
         self._moved()
+
+    def _is_too_old(self, sample: AnySample) -> bool:
+        """Return whether no update may train on a sample that a site has sampled."""
+        age = staleness_versions(sample, self._num_updates)
+        return self._schedule.afar is not None and age > self._schedule.bound
+
+    def _check_age(self, sample: AnySample) -> None:
+        if self._is_too_old(sample):
+            raise TooStale(sample.rollout.oldest_version, self._num_updates, self._schedule.bound)
+
+    def _drop_old(self, uids: Iterable[int]) -> None:
+        """Drop scored samples that got older than the bound while they waited, with their groups.
+
+        Only sites' samples do: a site may sample with older weights than the live ones.
+        """
+        line = dict(self._buffer.in_line())
+        for uid in uids:
+            sample = line[uid]
+            if sample is None or not self._buffer.withdraw([uid]):  # with another of its group
+                continue
+            version, bound = sample.rollout.oldest_version, self._schedule.bound
+            self._forget(uid, TooStale(version, self._num_updates, bound))
+            self._break_up(uid)
+            self._buffer.open_again()
+
+    def _drop_all_old(self) -> None:
+        line = self._buffer.in_line()
+        self._drop_old([uid for uid, sample in line if sample and self._is_too_old(sample)])
 
     async def _recover(self, store: SampleStore) -> None:
         """Let what a lost data worker held be sampled anew; it keeps its permit and its place.
@@ -403,14 +443,7 @@ class Controller:
     def _drop(self, uid: int, rejection: SampleRejected) -> None:
         self._counted.discard(uid)
         self._remove(uid, rejection)
-        last = self._undecided.pop(uid // self._schedule.group_size, None)
-        if last is not None:  # the prompt was being sampled anew
-            self._num_scoring -= 1
-            self._remove(last.rollout.prompt.uid, GroupIncomplete(last.rollout.prompt.uid))
-        for other in self._buffer.withdraw(self._groups.break_up(uid)):
-            self._forget(other, GroupIncomplete(other))
-        if self._filter is not None:
-            self._decide(self._filter.broken(uid // self._schedule.group_size))
+        self._break_up(uid)
         self._moved()
         # samples dropped with another one are not counted again
         self._dropped_in_a_row += not isinstance(rejection, GroupIncomplete)
@@ -418,6 +451,17 @@ class Controller:
             raise EverythingDropped(
                 f"{self._dropped_in_a_row} samples in a row were dropped, the last for {rejection}"
             )
+
+    def _break_up(self, uid: int) -> None:
+        """Drop the others of a group, one of which was dropped."""
+        last = self._undecided.pop(uid // self._schedule.group_size, None)
+        if last is not None:  # the prompt was being sampled anew, or got too old
+            self._num_scoring -= 1
+            self._remove(last.rollout.prompt.uid, GroupIncomplete(last.rollout.prompt.uid))
+        for other in self._buffer.withdraw(self._groups.break_up(uid)):
+            self._forget(other, GroupIncomplete(other))
+        if self._filter is not None:
+            self._decide(self._filter.broken(uid // self._schedule.group_size))
 
     def _remove(self, uid: int, rejection: SampleRejected) -> None:
         self._buffer.drop(uid)
@@ -439,6 +483,7 @@ class Controller:
         clock = asyncio.get_running_loop().time
         while self._num_updates < self._schedule.updates:
             update = self._num_updates
+            self._drop_all_old()
             samples = await self._batcher.next_batch()
             if len(samples) < self._schedule.batch_size:
                 self._leave_out(samples)
@@ -512,6 +557,7 @@ class Controller:
                 report = await self._ports.weight_sync.sync(updates, turn)
             report = replace(report, learner_held_s=turn.held_s)
             self._version = updates
+            self._buffer.wake()  # more may be admitted
             if self._ports.curriculum is not None:  # before a permit can admit another prompt
                 self._ports.curriculum.settle()
             self._let_go([s.rollout.prompt.uid for b in batches for s in b.samples])
@@ -567,6 +613,10 @@ def _filter(schedule: Schedule, state: ControllerState) -> SpreadFilter | None:
 
 
 def _buffer(schedule: Schedule, updates: int) -> SampleBuffer:
+    if schedule.plan is not None:
+        return PlannedBuffer(schedule.batch_size, schedule.plan, updates)
+    if schedule.takes_first_arrived:
+        return CompletionBuffer(schedule.batch_size, schedule.group_size, NO_DEADLINE, updates)
     if schedule.kind.order == "admission":
         return SampleBuffer()
     return CompletionBuffer(schedule.batch_size, schedule.group_size, schedule.bound, updates)

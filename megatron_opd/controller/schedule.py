@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
+from megatron_opd.buffer.planned import BatchPlan
 from megatron_opd.buffer.spread import GroupRule
 from megatron_opd.config.schedule import InFlight, ScheduleConfig
+from megatron_opd.config.site_bounds import open_permits
+
+
+@dataclass(frozen=True, slots=True)
+class Afar:
+    """Says that sampler sites sample, which have weights of their own (megatron_opd/sites/).
+
+    slots: prompts that all sites hold at once. window: largest staleness of open admission, in
+    updates; None: the schedule's permits bound admission.
+    """
+
+    slots: int
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +30,8 @@ class Schedule:
     updates: learner updates to make. batch_size: B. kind: what may run ahead, and how far.
     rollout_slots, score_slots: requests in flight at once. group_size: G, samples that are trained
     on together or not at all. groups: which of them are thrown away for their rewards; None: none.
+    plan: which version samples each update's batch; None: as permits and kind have it.
+    afar: the sites that sample; None: servers that every weight sync waits for.
     """
 
     updates: int
@@ -24,21 +41,49 @@ class Schedule:
     score_slots: int
     group_size: int = 1
     groups: GroupRule | None = None
+    plan: BatchPlan | None = None
+    afar: Afar | None = None
 
     @property
     def permits(self) -> int:
         """Returns P, the prompts that may hold a permit."""
-        return self.kind.permits(self.batch_size)
+        if self.afar is None or self.afar.window is None:
+            return self.kind.permits(self.batch_size)
+        slots, window, every = self.afar.slots, self.afar.window, self.kind.sync_every
+        return open_permits(self.batch_size, self.group_size, slots, window, every)
 
     @property
     def bound(self) -> int:
         """Returns the largest staleness of a token, in versions (buffer/permits.py)."""
-        return self.kind.bound(self.batch_size)
+        if self.afar is None or self.afar.window is None:
+            return self.kind.bound(self.batch_size)
+        return self.afar.window
+
+    @property
+    def most_unscored(self) -> int:
+        """Returns how many prompts may be admitted and not scored: open admission fills slots."""
+        return self.afar.slots if self.afar and self.takes_first_arrived else sys.maxsize
+
+    @property
+    def takes_first_arrived(self) -> bool:
+        """Returns whether a batch is what arrived first (open admission)."""
+        return self.afar is not None and self.afar.window is not None
 
     @property
     def in_flight(self) -> InFlight:
         """Returns what a weight sync does with responses that are being sampled."""
-        return self.kind.in_flight
+        return self.kind.in_flight if self.afar is None else "in_place"
+
+    @property
+    def samples(self) -> int:
+        """Returns how many samples all updates train on."""
+        return self.updates * self.batch_size
+
+    def samples_by(self, version: int) -> int:
+        """Return how many of them may be admitted while `version` is live, or were before."""
+        if self.plan is None:
+            return self.samples
+        return self.batch_size * self.plan.batches_by(version)
 
     def syncs_after(self, updates: int) -> bool:
         """Return whether a weight sync follows the update that made it `updates`."""

@@ -313,6 +313,7 @@ class MegatronLearner:
         kappa, kappa_spread = totals.moments("correction")
         trust, trust_spread = totals.moments("trust")
         squared = totals.mean("importance_squared", "importance_weight")
+        shift = totals.mean("advantage_shift", "advantage_responses")
         return UpdateMetrics(
             update=update,
             loss=totals.mean("loss", "count") or 0.0,  # where all responses are masked
@@ -348,6 +349,7 @@ class MegatronLearner:
             trust_ratio_mean=trust,
             trust_ratio_variance=trust_spread,
             effective_sample_fraction=importance**2 / squared if importance and squared else None,
+            advantage_error=None if shift is None else abs(shift),
             truncated_fraction=totals.mean("cut_weight", "importance_weight"),
             stopped_fraction=totals.mean("stopped_weight", "importance_weight"),
             excluded_ids=int(totals.sum("excluded_ids")),

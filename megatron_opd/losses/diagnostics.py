@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.objectives import RewardObjective
 from megatron_opd.losses.cache import Cache
-from megatron_opd.losses.weights import taught
+from megatron_opd.losses.weights import taught, weight_of
 
 if TYPE_CHECKING:
     from megatron_opd.losses.terms import TermLoss
@@ -40,6 +41,8 @@ NAMES = (
     "importance_weight",
     "cut_weight",
     "stopped_weight",
+    "advantage_shift",
+    "advantage_responses",
 )
 
 
@@ -67,7 +70,27 @@ def diagnose(
         # A mask as an index would ask the device how many there are.
         sums["cut_weight"] = torch.where(weighed.cut_n, weight_n, 0.0).sum()
         sums["stopped_weight"] = torch.where(weighed.stopped_n, weight_n, 0.0).sum()
-    return sums
+    return sums | _advantage_shift(estimator, cache, terms)
+
+
+def _advantage_shift(
+    estimator: Estimator, cache: Cache, terms: Sequence[TermLoss]
+) -> dict[str, torch.Tensor]:
+    """Sum over responses the mean over their tokens of (w - 1) A, of the first term from rewards.
+
+    w is the applied importance weight before the trust region, A the advantage. On policy w is 1
+    (GEPO's is not), and the mean of w A over a group is that of A, 0 where A is centred.
+    """
+    for term, part in zip(estimator.terms, terms, strict=True):
+        if isinstance(term.objective, RewardObjective):
+            own = cache.of_responses(weight_of(term.objective, cache.on_host) > 0)
+            shift_T = (part.importance_n - 1) * part.advantage_n
+            if own.num_samples:
+                return {
+                    "advantage_shift": own.over_responses(shift_T, mean=True).sum(),
+                    "advantage_responses": shift_T.new_full((), float(own.num_samples)),
+                }
+    return {}
 
 
 def _divergences(estimator: Estimator, cache: Cache) -> dict[str, torch.Tensor]:

@@ -15,11 +15,22 @@ from megatron_opd.metrics.dictionary.mismatch import MISMATCH
 from megatron_opd.metrics.dictionary.perf import PERF
 from megatron_opd.metrics.dictionary.rollout import ROLLOUT
 from megatron_opd.metrics.dictionary.selection import SELECTION
+from megatron_opd.metrics.dictionary.sites import SITES
 from megatron_opd.metrics.dictionary.teacher import TEACHER
 from megatron_opd.metrics.dictionary.weight_sync import WEIGHT_SYNC
 from megatron_opd.metrics.metric import Metric
 
-ALL = (*LEARNER, *MISMATCH, *ROLLOUT, *SELECTION, *TEACHER, *PERF, *WEIGHT_SYNC, *EVALUATION)
+ALL = (
+    *LEARNER,
+    *MISMATCH,
+    *ROLLOUT,
+    *SELECTION,
+    *SITES,
+    *TEACHER,
+    *PERF,
+    *WEIGHT_SYNC,
+    *EVALUATION,
+)
 METRICS: Mapping[str, Metric] = MappingProxyType({metric.column: metric for metric in ALL})
 """Every column by its name. A column of one teacher, COLUMN/NAME, is found by `metric_of`."""
 PER_NAME = "/"

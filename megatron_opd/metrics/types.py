@@ -83,6 +83,18 @@ class Histogram:
         """Returns the largest counted value, None when empty."""
         return max(self.counts, default=None)
 
+    def quantile(self, share: float) -> int | None:
+        """Return the smallest value that `share` of the counted ones do not exceed.
+
+        None when empty; share: in (0, 1].
+        """
+        left = share * sum(self.counts.values())
+        for value in sorted(self.counts):
+            left -= self.counts[value]
+            if left <= 0:
+                return value
+        return max(self.counts, default=None)
+
     def as_json(self) -> dict[str, int]:
         """Return {value: count} with rising values (JSON keys are strings)."""
         return {str(value): self.counts[value] for value in sorted(self.counts)}

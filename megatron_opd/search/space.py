@@ -192,8 +192,7 @@ def schedules(
         except ValidationError:
             continue  # kept keys that contradict this type
         bound = kind.bound(batch)
-        exact = kind.sync_every == 1 and kind.held == kind.max_staleness
-        if config.run.deterministic and not exact:
+        if config.run.deterministic and not kind.exact:
             losers.add("schedule", f"run.deterministic excludes type {kind.type}")
         elif bound > staleness:
             beyond.append(bound)

@@ -1,21 +1,20 @@
-"""Admits to the controller's socket only peers that have the learner's key of this run.
+"""Admits to a socket only peers whose public keys it was given, and says by name who they are.
 
 Keys are checked while a connection is opened (ZMTP's CURVE mechanism, answered as in ZeroMQ's
-RFC 27), so no message of a stranger is buffered or decoded. CURVE shows the learner that this is
-its controller too, encrypts everything, and takes no recorded byte a second time.
+RFC 27), so no message of a stranger is buffered or decoded. CURVE shows the peer that it found whom
+it looked for, too, encrypts everything, and takes no recorded byte a second time.
 """
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Awaitable
+from collections import Counter
+from collections.abc import Awaitable, Mapping
 from typing import Any, cast
 
 import zmq
 import zmq.asyncio
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
-
-from megatron_opd.transport.keys import RunKeys
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 HANDSHAKE_MS = 10_000
@@ -25,6 +24,9 @@ HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 6_000
 # ended connections handled before messages are read again: strangers that connect faster than they
 # are counted would otherwise keep the learner waiting
 EVENTS_A_TURN = 256
+# addresses whose refusals are counted one by one; those of further ones are counted together
+MAX_ADDRESSES = 256
+OTHERS = "others"
 
 
 def guard_socket(socket: zmq.Socket[Any], max_bytes: int) -> None:
@@ -45,24 +47,36 @@ def show_keys(socket: zmq.Socket[Any], server: bytes, secret: bytes) -> None:
     socket.set(zmq.CURVE_SECRETKEY, secret)
 
 
+def name_of(frame: zmq.Frame) -> str:
+    """Return the name of the peer that sent `frame`, as the socket's gate knows its key."""
+    return str(frame.get("User-Id"))
+
+
 class Gate:
     """Guards `socket`; make it before the socket is bound, run `answer` as a task.
 
-    monitor: readable when a connection ended, one that was refused too; see `ended`.
+    monitor: readable when a connection ended, one that was refused too; see `ended`. refused:
+    number of refused keys by the address that showed them.
     """
 
     def __init__(
         self,
         context: zmq.asyncio.Context,
         socket: zmq.Socket[Any],
-        keys: RunKeys,
+        secret: bytes,
+        peers: Mapping[str, bytes],
     ) -> None:
-        self._learner = keys.learner_public
+        """Guard `socket`, whose own secret key is `secret`.
+
+        peers: public keys of those who are admitted, by name (see `name_of`). All keys in Z85.
+        """
+        self._names = {z85.decode(key): name.encode() for name, key in peers.items()}
+        self.refused: Counter[str] = Counter()
         self._zap = context.socket(zmq.REP)
         self._zap.bind(ZAP_ADDRESS)
         socket.set(zmq.CURVE_SERVER, 1)
-        socket.set(zmq.CURVE_SECRETKEY, keys.controller)
-        socket.set(zmq.ZAP_DOMAIN, b"learner")
+        socket.set(zmq.CURVE_SECRETKEY, secret)
+        socket.set(zmq.ZAP_DOMAIN, b"gate")
         self._socket = socket
         # get_monitor_socket takes 2,000 events; then ZeroMQ's thread waits for this process to read
         # them, and sends no heartbeats meanwhile
@@ -77,9 +91,17 @@ class Gate:
         while True:
             version, request, _, address, _, mechanism, *shown = await self._zap.recv_multipart()
             key = shown[0] if mechanism == b"CURVE" and len(shown) == 1 else b""
-            known = hmac.compare_digest(key, self._learner)
-            verdict = (b"200", b"OK", address) if known else (b"400", b"not this run's key", b"")
+            name = self._names.get(key)  # public keys: how long this takes is no secret
+            if name is None:
+                self._count(address.decode("ascii", "replace"))
+            verdict = (
+                (b"400", b"not a key of this run", b"") if name is None else (b"200", b"OK", name)
+            )
             await self._zap.send_multipart([version, request, *verdict, b""])
+
+    def _count(self, address: str) -> None:
+        known = address in self.refused or len(self.refused) < MAX_ADDRESSES
+        self.refused[address if known else OTHERS] += 1
 
     async def ended(self) -> list[int]:
         """Return file descriptors of ended connections, without waiting; at most EVENTS_A_TURN."""

@@ -44,7 +44,7 @@ class RankKeys:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the keys of `text`. ValueError: it is not what `text()` made."""
-        keys = [_sound(key) for key in text.split(" ")]
+        keys = [sound_key(key) for key in text.split(" ")]
         if len(keys) != 2:
             raise ValueError(f"two keys, got {len(keys)}")
         return cls(*keys)
@@ -69,9 +69,9 @@ class RunKeys:
         return RankKeys(zmq.curve_public(self.controller), self.learner)
 
     @property
-    def learner_public(self) -> bytes:
-        """Returns the ranks' public key, 32 bytes, as ZeroMQ shows it to who admits them."""
-        return z85.decode(zmq.curve_public(self.learner))
+    def admitted(self) -> dict[str, bytes]:
+        """Returns the ranks' public key by their name, for who admits them."""
+        return {"learner": zmq.curve_public(self.learner)}
 
     def write(self, path: Path) -> None:
         """Write the file, which only its user may read; it is complete as soon as it is there."""
@@ -80,11 +80,7 @@ class RunKeys:
             "learner": self.learner.decode(),
             "servers": dict(self.servers),
         }
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.unlink(missing_ok=True)
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "w") as file:
-            json.dump(tree, file, indent=1)
-        part.replace(path)
+        write_private(path, tree)
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
@@ -92,22 +88,15 @@ class RunKeys:
 
         ValueError: others may read it, or it is damaged; no secret is in the message.
         """
-        try:
-            with path.open("rb") as file:
-                _check_private(path, os.fstat(file.fileno()))
-                content = file.read(MOST_BYTES + 1)
-        except FileNotFoundError:
+        content = read_private(path)
+        if content is None:
             return None
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error.strerror}") from None
         try:
-            if len(content) > MOST_BYTES:
-                raise ValueError("too large")
             tree = json.loads(content)
             servers = tree["servers"]
             if not all(isinstance(key, str) and _is_api_key(key) for key in servers.values()):
                 raise ValueError("a server's key")
-            return cls(_sound(tree["controller"]), _sound(tree["learner"]), servers)
+            return cls(sound_key(tree["controller"]), sound_key(tree["learner"]), servers)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise ValueError(
                 f"{path} is damaged: not a run's secrets; remove it and start the controller again"
@@ -138,6 +127,33 @@ def rank_keys(run_dir: Path) -> RankKeys | None:
     return None if keys is None else keys.ranks
 
 
+def write_private(path: Path, tree: object) -> None:
+    """Write JSON to a file that only its user may read; it is complete as soon as it is there."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "w") as file:
+        json.dump(tree, file, indent=1)
+    part.replace(path)
+
+
+def read_private(path: Path) -> bytes | None:
+    """Return the bytes of a file of secrets; None: there is none.
+
+    ValueError: others may read it, or it is too large.
+    """
+    try:
+        with path.open("rb") as file:
+            _check_private(path, os.fstat(file.fileno()))
+            content = file.read(MOST_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"{path} is damaged: no file of keys has more than {MOST_BYTES} bytes")
+    return content
+
+
 def _check_private(path: Path, found: os.stat_result) -> None:
     """Raise ValueError unless this is a file that nobody but its user may read or write."""
     if not stat.S_ISREG(found.st_mode):
@@ -151,7 +167,7 @@ def _check_private(path: Path, found: os.stat_result) -> None:
         raise ValueError(f"{path} must belong to this user, got user {found.st_uid}")
 
 
-def _sound(text: object) -> bytes:
+def sound_key(text: object) -> bytes:
     """Return a CURVE key. ValueError: `text` is none."""
     key = cast(str, text).encode("ascii")
     if len(key) != KEY_LENGTH or not set(key) <= set(z85.Z85CHARS):

@@ -89,6 +89,7 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     trust_ratio_mean: float | None = None
     trust_ratio_variance: float | None = None
     effective_sample_fraction: float | None = None
+    advantage_error: float | None = None
     routing_moved_fraction: float | None = None
     probs_diff_free_max: float | None = None
     probs_diff_free_mean: float | None = None

@@ -124,7 +124,9 @@ class RemoteLearner:
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, 0)
         guard_socket(self._socket, MAX_REPLY_BYTES)
-        self._gate = Gate(self._context, self._socket, admission.keys)
+        self._gate = Gate(
+            self._context, self._socket, admission.keys.controller, admission.keys.admitted
+        )
         host, port = self._config.listen_host, self._config.listen_port
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")

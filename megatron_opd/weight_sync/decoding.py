@@ -1,4 +1,4 @@
-"""Reads what the two parts of a weight transport say to each other."""
+"""Reads records that two processes of a run send each other."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sglang_bridge.errors import one_line
 MessageT = TypeVar("MessageT")
 
 
-def decoded(decoder: msgspec.msgpack.Decoder[MessageT], data: bytes) -> MessageT:
+def decoded(decoder: msgspec.msgpack.Decoder[MessageT], data: bytes | memoryview) -> MessageT:
     """Decode a message. BadMessage: it is anything else."""
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise BadMessage(f"no message of weights: {one_line(str(error))}") from None
+        raise BadMessage(f"no message of this protocol: {one_line(str(error))}") from None

@@ -74,7 +74,8 @@ class WeightSync:
 
     Args:
         fleet: the student servers.
-        learner: where the weights are.
+        learner: where the weights are; None: no digest of a server's is compared with anything, as
+            what was sent is verified otherwise.
         transport: moves the weights between them.
         config: limits, verification.
         lose: gives up servers.
@@ -84,7 +85,7 @@ class WeightSync:
     def __init__(
         self,
         fleet: SyncedFleet,
-        learner: DigestingLearner,
+        learner: DigestingLearner | None,
         transport: FleetPart,
         config: WeightSyncConfig,
         lose: Lose = needed,
@@ -98,7 +99,7 @@ class WeightSync:
         self._lose = lose
         settings = f"weight_sync.timeout_s = {config.timeout_s:g}, weight_sync.tries = "
         self._steps = Steps(fleet, learner, transport, f"{settings}{config.tries}", memory)
-        self._memory = memory
+        self._memory, self._has_digests = memory, learner is not None
         self._release_s: float | None = None
         self._connected: int | None = None
         self._opened = False
@@ -284,7 +285,7 @@ class WeightSync:
         every, first = self._config.verify_every, self._num_syncs == 0
         due = first or (every > 0 and self._num_syncs % every == 0)
         unsure = first or again or joined
-        verifies, start = due or unsure, None
+        verifies, start = self._has_digests and (due or unsure), None
         if self._overlapping is not None:
             # digests need the learner
             released = None if verifies else turn.release

@@ -105,14 +105,14 @@ class DigestingLearner(Protocol):
 class Steps:
     """Performs the steps of weight syncs; every failure is a WeightSyncFailed that names its step.
 
-    settings: what the user reads when a step took too long. memory: hands it from one side to the
-    other; None: each has its own.
+    learner: None: `sync` verifies nothing. settings: what the user reads when a step took too long.
+    memory: hands it from one side to the other; None: each has its own.
     """
 
     def __init__(
         self,
         fleet: SyncedFleet,
-        learner: DigestingLearner,
+        learner: DigestingLearner | None,
         transport: FleetPart,
         settings: str,
         memory: MemoryTurns | None = None,
@@ -189,6 +189,7 @@ class Steps:
         staged: what is not live yet, which may be a part of the tensors, and of servers of another
         layout another part. Returns the tensors that were compared on every server.
         """
+        assert self._learner is not None, "there is nothing to compare with"
         by_server = await self._fleet.weight_digests(staged=staged)
         if not by_server:
             raise WeightSyncFailed("no server is left")

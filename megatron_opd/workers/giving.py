@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.transport.gate import Gate, guard_socket
-from megatron_opd.transport.keys import RankKeys, RunKeys
+from megatron_opd.transport.keys import RankKeys
 from megatron_opd.transport.samples import Frames
 from sglang_bridge.refusals import Refusals
 
@@ -54,8 +54,8 @@ class Giving:
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, 0)
         guard_socket(self._socket, MAX_ASK_BYTES)
-        own = RunKeys(controller=keys.secret, learner=keys.secret)
-        self._gate = Gate(context, self._socket, own)
+        ranks = {"ranks": zmq.curve_public(keys.secret)}
+        self._gate = Gate(context, self._socket, keys.secret, ranks)
         self._socket.bind(f"tcp://{host}:*")
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
 

@@ -101,7 +101,7 @@ class Links:
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
         guard_socket(self._socket, max_bytes)
-        self._gate = Gate(self._context, self._socket, keys)
+        self._gate = Gate(self._context, self._socket, keys.controller, keys.admitted)
         self._socket.bind(f"tcp://{host}:*")
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._descriptor = int(self._socket.getsockopt(zmq.FD))

@@ -134,7 +134,7 @@ def router(keys: RunKeys = KEYS) -> Iterator[tuple[zmq.Socket[bytes], str]]:
             try:
                 while True:
                     version, request, *_, key = zap.recv_multipart()
-                    ok = key == keys.learner_public
+                    ok = key == z85.decode(keys.admitted["learner"])
                     verdict = [b"200", b"OK"] if ok else [b"400", b"no"]
                     zap.send_multipart([version, request, *verdict, b"", b""])
             except zmq.ZMQError:

@@ -119,6 +119,14 @@ LEARNER = (
         "correction.type truncated",
     ),
     Metric(
+        *("advantage_error", "train", "reward"),
+        "|mean over responses of (w - 1) A|, w the applied importance weights' mean over a "
+        "response's tokens, A its advantage: how far the estimate of the mean advantage is from "
+        "its value on policy, 0 for advantages centred over groups (GEPO Fig. 6c). It holds what "
+        "the student has really gained since its responses were sampled.",
+        action="grows with staleness: lower schedule.max_staleness, or another objective.type",
+    ),
+    Metric(
         *("truncated_fraction", "train", "share"),
         "Weight share of actions whose ratio the correction cut or masked.",
         healthy=Range(0, 0.1),

@@ -8,10 +8,17 @@ from typing import Any, get_args
 
 import pytest
 
-from benchmarks import mismatch, objectives, routing, schedules, staleness
+from benchmarks import delays_study, mismatch, objectives, routing, schedules, staleness
 from benchmarks.grid import trials as trials_module
 from benchmarks.grid.statistics import aggregated, interval
-from benchmarks.grid.trials import CURVES, SUMMARY, Launch, Trial, run_trials
+from benchmarks.grid.trials import (
+    CURVES,
+    SUMMARY,
+    Launch,
+    Trial,
+    best_accuracy,
+    run_trials,
+)
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schedule import Type
 from megatron_opd.config.schema import Config
@@ -45,7 +52,9 @@ def trial(seed: int, method: str = "m") -> Trial:
     return Trial("s", method, seed, Path("x.yaml"), {"a.b": "1"})
 
 
-@pytest.mark.parametrize("study", [mismatch, objectives, staleness, routing, schedules])
+@pytest.mark.parametrize(
+    "study", [mismatch, objectives, staleness, delays_study, routing, schedules]
+)
 def test_every_trial_of_a_study_is_a_valid_run(study, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     trials = study.trials()
@@ -94,7 +103,7 @@ def test_a_row_of_other_losses_or_configuration_is_made_again(
     assert Trial("s", "m", 1, config).fingerprint != before
 
 
-@pytest.mark.parametrize("study", [mismatch, staleness])
+@pytest.mark.parametrize("study", [mismatch, staleness, delays_study])
 def test_a_study_is_run_in_parts_and_always_says_what_is_missing(tmp_path: Path, study):
     calls: list[str] = []
     paths = {"out": tmp_path / "out", "rows": tmp_path / "rows.jsonl"}
@@ -159,6 +168,56 @@ def test_methods_of_the_delayed_rollout_study_differ_in_the_weight_alone(
     first = [each.name for each in trials[:6]]
     assert {name.split("-")[0] for name in first} == {"delay_64", "delay_0"}
     assert all(name.endswith("-1") for name in first)
+
+
+def test_the_study_of_drawn_delays_changes_one_factor_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    trials = delays_study.trials()
+    assert len(trials) == 5 * 2 * 3 * 3
+    by_name = {each.name: each for each in trials}
+    settings = {each.setting for each in trials}
+    for setting in settings:
+        rows = [by_name[f"{setting}-{method}-1"] for method in ("grpo", "gspo", "gepo")]
+        for each in rows[1:]:
+            assert differing(rows[0], each) <= {"objective.type", "objective.defensive"}
+        delay, penalty = setting.split("_", 1)
+        other = by_name[f"{delay}_{'kl' if penalty == 'no_kl' else 'no_kl'}-grpo-1"]
+        assert {key.split(".")[1] for key in differing(rows[0], other)} == {"kl"}
+        drawn = configured(rows[0])["schedule"]["delays"]["type"]
+        assert drawn == ("none" if delay in ("constant", "online") else delay)
+    first = [each.setting for each in trials[:9]]
+    assert first == ["constant_kl"] * 3 + ["lognormal_kl"] * 3 + ["online_no_kl"] * 3
+
+
+def test_correlations_are_of_logarithms_over_the_updates_of_a_method():
+    def row(method: str, variances: list[float | None]) -> dict[str, Any]:
+        curves = {name: [1.0, 2.0, 4.0, 8.0] for name in CURVES}
+        return {"method": method, "curves": curves | {"importance_variance": variances}}
+
+    rows = [row("gspo", [1.0, 4.0, 16.0, 64.0]), row("gepo", [8.0, 4.0, None, 0.0])]
+    found = delays_study.correlations(rows)
+    assert found["gspo"]["kl_variance"] == {"correlation": 1.0, "updates": 4}
+    assert found["gepo"]["kl_variance"] is None, "two updates are too few"
+    assert found["gepo"]["kl_error"] == {"correlation": 1.0, "updates": 4}
+    assert found["grpo"]["kl_error"] is None
+    fresh = row("gspo", [1.0, 4.0, 16.0, 64.0])
+    fresh["curves"]["staleness_mean_versions"] = [0.0, 0.0, 1.0, 1.0]
+    assert delays_study.correlations([fresh])["gspo"]["kl_variance"] is None, "on policy"
+    falling = delays_study.correlations([row("grpo", [8.0, 4.0, 2.0, 1.0])])
+    assert falling["grpo"]["kl_variance"]["correlation"] == -1.0
+
+
+def test_no_trial_begins_after_the_budget(tmp_path: Path):
+    calls: list[str] = []
+    assert run_trials([trial(1)], tmp_path, fake(calls), budget_s=0.0) == []
+    assert calls == []
+
+
+def test_the_best_accuracy_of_a_run_is_that_of_its_best_evaluation(tmp_path: Path):
+    sets = {"heldout": {"best": {"accuracy_pct": 71.5}, "last": {"accuracy_pct": 60.0}}}
+    assert best_accuracy({"evaluation_sets": sets}) == 71.5
+    assert best_accuracy({"evaluation_sets": {"heldout": {"best": None}}}) is None
+    assert best_accuracy({}) is None
 
 
 def test_every_correction_has_its_control_on_the_exact_sampler(monkeypatch: pytest.MonkeyPatch):

@@ -78,9 +78,9 @@ def test_a_file_that_cannot_be_replaced_is_one_line(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_help_does_not_load_the_report(run: Path):
+def test_help_does_not_load_the_report(run: Path, monkeypatch: pytest.MonkeyPatch):
     for name in [name for name in sys.modules if name.startswith("megatron_opd.report")]:
-        del sys.modules[name]
+        monkeypatch.delitem(sys.modules, name)  # they come back afterwards
     with pytest.raises(SystemExit):
         main(["report", "--help"])
     assert "megatron_opd.report.page" not in sys.modules

@@ -17,6 +17,9 @@ def test_the_bound_and_the_permits_are_said():
     held = schedule_in_words(ScheduleConfig.model_validate({"type": "controlled"}), 8)
     assert held.startswith("controlled: tokens at most 1 update old, by 16 permits")
     assert held.endswith("order of admission, trained on 1 batches later")
+    keys = {"type": "controlled", "delays": {"type": "weibull"}}
+    drawn = schedule_in_words(ScheduleConfig.model_validate(keys), 8)
+    assert drawn.endswith("admission, how much later is drawn for each batch (weibull)")
 
 
 @pytest.mark.parametrize(
@@ -32,6 +35,10 @@ def test_the_bound_and_the_permits_are_said():
             "AsyncOPD's tau = 0",
         ),
         ({"type": "controlled"}, "nothing in verl is like it (hold_batches)"),
+        (
+            {"type": "controlled", "delays": {"type": "weibull"}},
+            "nothing in verl is like it (delays)",
+        ),
         ({"order": "completion"}, "nothing in verl is like it (completion)"),
         ({"in_flight": "abort"}, "nothing in verl is like it (in_flight: abort)"),
     ],

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.simulation import Outcome, simulate
+from megatron_opd.cli.simulated_outcome import Outcome
+from megatron_opd.cli.simulation import simulate
 from megatron_opd.config.schema import Config
 from megatron_opd.sim.costs import (
     Costs,

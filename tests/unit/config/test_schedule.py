@@ -13,6 +13,8 @@ from megatron_opd.config.schema import Config
 
 BATCH = 8
 TYPES = get_args(Type)
+DRAWN = {"type": "weibull"}
+HELD = {"type": "controlled", "delays": DRAWN}
 
 
 def made(**keys: Any) -> ScheduleConfig:
@@ -60,6 +62,14 @@ def test_every_type_is_valid_by_its_name_alone(
         ({"hold_batches": 2}, "<= max_staleness * sync_every = 1, which limits"),
         ({"max_age": 3}, "max_age must be null with order admission, got 3"),
         ({"order": "completion", "hold_batches": 1}, "order must be admission with hold_batches"),
+        ({"delays": DRAWN}, "delays.type must be none with type async, got weibull; use type"),
+        ({**HELD, "hold_batches": 1}, "hold_batches must be null with delays, which say how long"),
+        ({**HELD, "order": "completion"}, "order must be admission with delays, which say the"),
+        ({**HELD, "delays": {**DRAWN, "time_scale": 0.5}}, "delays.time_scale must be 1, as"),
+        (
+            {**HELD, "delays": {"type": "constant", "low_s": 0.0, "high_s": 0.0}},
+            "delays.high_s must be > 0, as max_staleness updates stand for it, got 0",
+        ),
         ({"staleness_threshold": 0.5, "max_staleness": 1}, "are two names of one key"),
         ({"partial_rollout": "yes"}, "partial_rollout must be true or false, got 'yes'"),
         ({"max_staleness": 2000}, "less than or equal to 1024"),
@@ -71,6 +81,14 @@ def test_contradictory_keys_are_one_line(keys: dict[str, Any], words: str):
     (error,) = caught.value.errors()
     assert words in error["msg"]
     assert "\n" not in error["msg"]
+
+
+def test_drawn_delays_hold_no_fixed_number_of_batches_and_fix_every_version():
+    drawn = made(max_staleness=64, **HELD)
+    assert (drawn.permits(BATCH), drawn.bound(BATCH), drawn.held) == (520, 64, 0)
+    assert drawn.exact
+    assert made(type="controlled").exact
+    assert not made(type="async").exact
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Depths, Phase, WeightSyncReport
+from megatron_opd.sites.figures import SiteFigures, SitesNow, columns
 from megatron_opd.transport.messages import UpdateMetrics
 from megatron_opd.types import Batch
 from tests.support.fakes import make_sample
@@ -50,12 +52,13 @@ def whole_metrics() -> UpdateMetrics:
 
 
 def whole_row() -> dict[str, Any]:
-    """The row of an update with every feature on: two teachers, rewards, a curriculum, turns."""
+    """The row of an update with every feature on: two teachers, rewards, a curriculum, sites."""
     sink = Rows()
     watch = TeacherWatch({"teacher": 16, "maths": 16}, alarm=False, stop_after=0)
     totals = RunTotals(group_size=2)
     curriculum = CurriculumSource(Nothing(), 1, PassRateCurriculum(), seed=0)
-    more = {"probe": Probe(), "more_columns": curriculum.columns}
+    sites = partial(columns, {"near": SiteFigures()}, SitesNow(1, 0))
+    more = {"probe": Probe(), "more_columns": lambda: curriculum.columns() | sites()}
     recorder = RunRecorder(9, totals, [sink], teacher_watch=watch, **more)
     samples = []
     for uid in range(2):
@@ -96,9 +99,9 @@ def of_updates() -> set[str]:
 
 
 def test_every_column_of_a_row_is_in_the_catalogue_and_the_other_way_round():
-    columns = {column.partition("/")[0] for column in whole_row()}
-    assert columns - of_updates() == set(), "describe them in metrics/dictionary/"
-    assert of_updates() - columns == set(), "no run writes them"
+    found = {column.partition("/")[0] for column in whole_row()}
+    assert found - of_updates() == set(), "describe them in metrics/dictionary/"
+    assert of_updates() - found == set(), "no run writes them"
 
 
 def test_every_figure_of_an_evaluated_set_is_in_the_catalogue():

@@ -26,7 +26,8 @@ SENTENCE_ENDS = (".", ":", "?")
 # Every verb that a first line may begin with, as an imperative or in the third person. A word that
 # is missing here counts as no verb, so that the share is never too high.
 VERB_WORDS = """
-clip correct import isolate judge learn limit lose minimise model pass predict ring simulate sort
+bring clip correct deliver import introduce isolate judge learn limit lose minimise model offer
+pass predict pull ring simulate sort welcome work
 act adapt add admit allocate allow answer append apply ask assign average await begin bind block
 bound broadcast build cache call carry change check choose close collect combine compare complete
 compute concatenate configure connect continue convert copy count cover cut decide declare decode

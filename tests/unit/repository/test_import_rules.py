@@ -19,9 +19,10 @@ LAYERS = (
     {"columns"},
     {"config"},
     {"models", "buffer", "losses", "verifiers", "data", "batching", "metrics"},
-    {"planning", "transport", "checkpoint", "weight_sync", "rollout", "teacher", "launch"},
+    {"delays"},
+    {"planning", "transport", "checkpoint", "weight_sync", "rollout", "teacher", "launch", "link"},
     {"learner", "controller", "workers", "evaluation", "mismatch", "sim", "report"},
-    {"search", "watch"},
+    {"search", "watch", "sites"},
     {"cli"},
     {"__main__"},
 )
@@ -34,12 +35,13 @@ ONLY = {
     "launch": {"config"},
     "sim": {"types", "config", "models", "planning", "batching", "data", "metrics", "weight_sync"},
     "watch": {"metrics", "report"},
+    "link": {"config", "transport"},
     "search": {"config", "data", "models", "planning", "sim"},
     "report": {"types", "config", "metrics", "checkpoint"},
 }
 TORCH_FREE = {"types", "config", "buffer", "batching", "controller", "rollout", "teacher"}
 TORCH_FREE |= {"verifiers", "data", "columns", "metrics", "planning", "launch", "sim", "search"}
-TORCH_FREE |= {"report", "watch"}
+TORCH_FREE |= {"report", "watch", "link", "delays", "sites"}
 HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
 # What learner ranks and server ranks do alike with tensors; the client side stays free of it.
 WITH_TORCH = {

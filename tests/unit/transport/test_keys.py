@@ -103,11 +103,11 @@ def test_a_damaged_file_is_one_line_without_secrets(tmp_path: Path, content: str
     path = tmp_path / KEYS_FILE
     path.write_text(content)
     path.chmod(0o600)
-    with pytest.raises(ValueError, match="is damaged: not a run's secrets") as caught:
+    with pytest.raises(ValueError, match=r"is damaged: (not a run's|no file of)") as caught:
         RunKeys.read(path)
     assert str(caught.value).isprintable()
     assert str(GOOD["controller"]) not in str(caught.value)
-    assert caught.value.__suppress_context__
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
 
 
 def test_where_a_rank_finds_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

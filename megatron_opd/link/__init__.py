@@ -1,0 +1,1 @@
+"""Sends messages between two distant processes exactly once, over connections that break."""

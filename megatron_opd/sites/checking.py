@@ -1,0 +1,203 @@
+"""Turns what a site sends into a sample, or says in one line why no site would send it.
+
+A site has a key of the run and may still be faulty. Nothing of it reaches the learner that no
+sample can hold: tokens of another prompt, ids beyond the vocabulary, log-probs above 0,
+probabilities that add up to more than 1, versions that the site never had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_opd.batching.rank_batch import check_sample
+from megatron_opd.buffer.rejection import SampleRejected
+from megatron_opd.config.estimator import Estimator
+from megatron_opd.sites.messages import Done
+from megatron_opd.teacher.overlong import Length
+from megatron_opd.transport.samples import FRAMES, decode_sample
+from megatron_opd.types import AnyRollout, FloatArray, OffsetArray, Prompt, Sample
+from sglang_bridge.arrays import LOGP_SLACK
+from sglang_bridge.errors import one_line
+from sglang_bridge.parse import NOTHING_KNOWN, length_fault
+from sglang_bridge.tables import MASS_SLACK
+
+FINISH_REASONS = ("stop", "stop_string", "length")
+MOST_S = 1e9
+"""Longest time in seconds that a site may name."""
+
+
+class Forged(ValueError):
+    """Reports in one line what no sample can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRules:
+    """Says what a sample of this run can hold.
+
+    vocab_size: of the student. max_new_tokens: of prompts without their own. lengths: what a
+    response's length does to it. routes: (layers, experts a token, experts) of routing that comes
+    along; None: none does.
+    """
+
+    estimator: Estimator
+    vocab_size: int
+    max_new_tokens: int
+    lengths: Callable[[AnyRollout], Length]
+    routes: tuple[int, int, int] | None = None
+
+    @property
+    def widest(self) -> int:
+        """Returns the largest number of cached ids of a token, the path's included."""
+        support = self.estimator.support
+        return 1 + support.num_atoms(self.vocab_size) + support.num_draws
+
+
+def received_sample(
+    rules: SampleRules,
+    prompt: Prompt,
+    done: Done,
+    frames: Sequence[bytes | memoryview],
+    *,
+    may_have: Callable[[int], bool],
+    scores: bool,
+    site: str,
+    delay_s: float,
+) -> Sample:
+    """Return the sample that a site sent for `prompt`. Forged: it can be none.
+
+    may_have: whether the site can have sampled with a version. scores: whether it asks the
+    teachers. delay_s: since the end of sampling.
+    """
+    if len(frames) != FRAMES:
+        raise Forged(f"{len(frames)} frames of a sample, which has {FRAMES}")
+    try:
+        sample = decode_sample(prompt.uid, frames)
+        check_sample(sample)
+    except ValueError as error:
+        raise Forged(one_line(str(error))) from None
+    finished_s = asyncio.get_running_loop().time() - delay_s
+    rollout = replace(
+        sample.rollout,
+        prompt=prompt,
+        finish_reason=done.finish_reason,
+        started_s=finished_s - done.duration_s,
+        finished_s=finished_s,
+        engine=site,
+        restarts=done.restarts,
+    )
+    _require(
+        np.array_equal(sample.rollout.prompt.token_ids_P, prompt.token_ids_P),
+        "the response of another prompt",
+    )
+    _require(done.restarts >= 0, f"{done.restarts} restarts")
+    _require(0 <= done.duration_s <= MOST_S, f"a duration of {done.duration_s} s")
+    _check_response(rules, done, sample, prompt)
+    _check_cache(rules, sample)
+    _check_versions(sample, may_have)
+    _check_routing(rules, sample)
+    sample = replace(sample, rollout=rollout)
+    return _scored(rules, sample, done) if scores else sample
+
+
+def _check_response(rules: SampleRules, done: Done, sample: Sample, prompt: Prompt) -> None:
+    ids_T, kind = sample.rollout.response_ids_T, done.finish_reason
+    _require(kind in FINISH_REASONS, f"finish_reason {one_line(repr(kind), 40)}")
+    inside = int(ids_T.min()) >= 0 and int(ids_T.max()) < rules.vocab_size
+    _require(inside, f"an id outside the vocabulary of {rules.vocab_size}")
+    most = prompt.max_new_tokens or rules.max_new_tokens
+    fault = length_fault(len(ids_T), kind, most, len(prompt.token_ids_P), NOTHING_KNOWN)
+    if fault is not None:
+        raise Forged(fault)
+
+
+def _check_cache(rules: SampleRules, sample: Sample) -> None:
+    draws = sample.rollout.draws
+    ids_N, weight_N, logp_N = draws.ids_N, draws.weight_N, draws.sampler_logp_N
+    starts_T = draws.offsets_T1[:-1]
+    same = np.array_equal(ids_N[draws.path_T], sample.rollout.response_ids_T)
+    _require(same, "a path of other tokens than the response's")
+    inside = int(ids_N.min()) >= 0 and int(ids_N.max()) < rules.vocab_size
+    _require(inside, f"a cached id outside the vocabulary of {rules.vocab_size}")
+    widest = int(np.diff(draws.offsets_T1).max())
+    _require(widest <= rules.widest, f"{widest} cached ids of a token, at most {rules.widest}")
+    rises_N = np.diff(ids_N, prepend=-1) > 0
+    rises_N[starts_T] = True
+    _require(bool(rises_N.all()), "cached ids of a token that do not rise")
+    _require(bool((np.isfinite(weight_N) & (weight_N >= 0)).all()), "weights that cannot be")
+    _require(_row_sums(weight_N, starts_T) <= 1 + MASS_SLACK, "weights that add up to more than 1")
+    theirs = rules.estimator.support.owner == "teacher"
+    known_N = np.ones(len(ids_N), bool)
+    if theirs:  # of ids that the teacher selected, only the path's are known
+        known_N = ~np.isnan(logp_N)
+        known_N[draws.path_T] = True
+    _check_logp(logp_N[known_N], "sampler")
+    probs_N = np.where(known_N, np.exp(np.where(known_N, logp_N, 0).astype(np.float64)), 0)
+    _require(
+        _row_sums(probs_N, starts_T) <= 1 + MASS_SLACK,
+        "log-probs of the sampler whose probabilities add up to more than 1",
+    )
+
+
+def _check_versions(sample: Sample, may_have: Callable[[int], bool]) -> None:
+    found = [span.version for span in sample.rollout.spans]
+    _require(found == sorted(found), "versions that fall")
+    for version in found:
+        _require(may_have(version), f"version {version}, which the site did not serve")
+
+
+def _check_routing(rules: SampleRules, sample: Sample) -> None:
+    experts, gates = sample.rollout.experts_XLk, sample.rollout.gates_XLk
+    if rules.routes is None:
+        _require(experts is None, "routed experts that were not asked for")
+        return
+    layers, topk, count = rules.routes
+    fits = experts is not None and experts.shape[1:] == (layers, topk)
+    _require(fits, f"no routed experts of {layers} layers and {topk} a token")
+    assert experts is not None
+    _require(int(experts.max()) < count, f"an expert that is none of {count}")
+    if gates is not None:
+        sound = bool(np.isfinite(gates).all()) and bool((gates >= 0).all())
+        _require(sound, "weights of experts that cannot be")
+
+
+def _scored(rules: SampleRules, sample: Sample, done: Done) -> Sample:
+    """Return the sample with its reward, and what its length does. Forged: scores that are none."""
+    prompt, reward = sample.rollout.prompt, done.reward
+    try:
+        length = rules.lengths(sample.rollout)
+    except SampleRejected as rejected:
+        raise Forged(f"a response that is to be dropped: {rejected}") from None
+    same = done.masked == length.masked and math.isclose(
+        done.overlong_penalty, length.penalty, abs_tol=1e-9
+    )
+    _require(same, "another consequence of the response's length than ours")
+    needs = rules.estimator.needs_teacher(prompt.reward_weight, prompt.teacher_weight)
+    if not np.isnan(sample.teacher_logp_N).all():
+        _check_logp(sample.teacher_logp_N, "teacher")
+    else:
+        _require(not needs or length.masked, "no scores of the teacher")
+    if reward is None:
+        _require(not rules.estimator.needs_reward(prompt.reward_weight), "no reward")
+    else:
+        _require(0 <= reward <= 1, f"a reward of {reward}")
+    return replace(sample, reward=reward, overlong_penalty=length.penalty, masked=length.masked)
+
+
+def _check_logp(logp: FloatArray, whose: str) -> None:
+    sound = bool(np.isfinite(logp).all()) and bool((logp <= LOGP_SLACK).all())
+    _require(sound, f"log-probs of the {whose} that are above 0 or no numbers")
+
+
+def _row_sums(values_N: np.ndarray, starts_T: OffsetArray) -> float:
+    """Return the largest sum of a row."""
+    return float(np.add.reduceat(values_N, starts_T, dtype=np.float64).max())
+
+
+def _require(condition: bool, fault: str) -> None:
+    if not condition:
+        raise Forged(fault)

@@ -1,0 +1,30 @@
+"""Says what a site is, when it introduces itself."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+from megatron_opd.config.schema import Config
+from megatron_opd.sites.identity import model_crc32, site_digests, tokenizer_crc32
+from megatron_opd.sites.messages import PROTOCOL, Hello
+
+
+def hello_of(config: Config, site: str, *, scores: bool) -> Hello:
+    """Return what site `site` says of itself, holding nothing yet.
+
+    config: the site's own. ValueError: the student's files cannot be read.
+    """
+    model = config.student.model
+    return Hello(
+        protocol=PROTOCOL,
+        site=site,
+        process=uuid.uuid4().hex,
+        slots=config.rollout.concurrency,
+        scores=scores,
+        digests=site_digests(config),
+        model=model_crc32(model),
+        tokenizer=tokenizer_crc32(model),
+        clock_s=time.time(),
+        holds=[],
+    )

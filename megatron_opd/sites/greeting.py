@@ -1,0 +1,55 @@
+"""Decides whether a site that introduces itself may take part in a run."""
+
+from __future__ import annotations
+
+from megatron_opd.config.digests import differing_keys
+from megatron_opd.sites.messages import PROTOCOL, Hello
+from megatron_opd.sites.settings import Expected
+
+MOST_KEYS = 5
+"""Keys that a refusal names."""
+
+
+def refusal(hello: Hello, name: str, scores: bool, expected: Expected, skew_s: float) -> str | None:
+    """Return in one line why a site is refused, or None.
+
+    name: whose key it showed. scores: what sites.members says of it. skew_s: its clock less ours.
+    """
+    if hello.protocol != PROTOCOL:
+        return (
+            f"site {name} speaks protocol {hello.protocol}, the learner's site {PROTOCOL}: install "
+            "the same release at both"
+        )
+    if hello.site != name:
+        return (
+            f"the key of site {name} was shown by a site that calls itself {hello.site[:64]!r}: "
+            f"start it with run.dir/sites/{name}.keys, or by the name {name}"
+        )
+    keys = differing_keys(expected.digests, hello.digests)
+    if keys:
+        named = ", ".join(key[:80] for key in keys[:MOST_KEYS])
+        more = f" and {len(keys) - MOST_KEYS} more" if len(keys) > MOST_KEYS else ""
+        return f"site {name} has other values of {named}{more}: start it with the run's file"
+    if hello.tokenizer != expected.tokenizer:
+        return (
+            f"site {name} has another tokenizer than the learner (student.model, CRC-32 "
+            f"{hello.tokenizer:08x} instead of {expected.tokenizer:08x}): copy the learner's files"
+        )
+    if hello.model != expected.model:
+        return (
+            f"site {name} has another model than the learner (student.model, CRC-32 "
+            f"{hello.model:08x} instead of {expected.model:08x}): copy the learner's files"
+        )
+    if hello.scores != scores:
+        return (
+            f"site {name} must have sites.members.{name}.scores {str(scores).lower()} as the "
+            f"learner has, got {str(hello.scores).lower()}: start it with the run's file"
+        )
+    if not abs(skew_s) <= expected.max_clock_skew_s:
+        return (
+            f"the clock of site {name} differs by {skew_s:+.1f} s from the learner's, more than "
+            f"sites.max_clock_skew_s = {expected.max_clock_skew_s:g}: set both clocks"
+        )
+    if hello.slots < 1 or len(hello.holds) > hello.slots:
+        return f"site {name} says that it holds {len(hello.holds)} prompts in {hello.slots} slots"
+    return None

@@ -1,0 +1,318 @@
+"""Keeps the sampler sites of a run: who comes and goes, who is refused, lost or quarantined.
+
+Whatever a site sends is taken, or counted as refused and why; a site whose samples are refused too
+often is quarantined: nothing more of it is taken.
+
+| what happens | what follows                                                                  |
+|--------------|-------------------------------------------------------------------------------|
+| Restarted    | its process is new: it says Hello, and what it holds                          |
+| Hello        | Welcome, the versions there are, then prompts; or Farewell, and why           |
+| Broken       | it gets no more prompts; after lost_after_s others get those that it has, too |
+| Mended       | it gets prompts again; what it answered meanwhile counts                      |
+| Leaving      | others get its prompts at once                                                |
+| quarantine   | Farewell, and why; others get its prompts at once                             |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from megatron_opd.controller.ports import TeacherScorer
+from megatron_opd.link.events import Broken, Mended, Received, Restarted
+from megatron_opd.link.wire import BULK, URGENT
+from megatron_opd.sites.checking import SampleRules
+from megatron_opd.sites.figures import SiteFigures, SitesNow, columns
+from megatron_opd.sites.greeting import refusal
+from megatron_opd.sites.intake import DETAIL_CHARS, Ends, Frames, Hold, Intake
+from megatron_opd.sites.member import Errand, Member
+from megatron_opd.sites.messages import (
+    Farewell,
+    Gone,
+    Hello,
+    Leaving,
+    Offer,
+    Piece,
+    Serving,
+    ToLearner,
+    ToSite,
+    Want,
+    Welcome,
+    decode_to_learner,
+    encode,
+)
+from megatron_opd.sites.ports import SiteLinks, Versions
+from megatron_opd.sites.settings import Expected, HubSettings, IntakeSettings
+from megatron_opd.sites.suspicion import Suspicions
+from megatron_opd.transport.messages import BadMessage
+from megatron_opd.types import Sample, rollout_here
+from sglang_bridge.errors import one_line
+
+logger = logging.getLogger(__name__)
+
+
+class NoSiteLeft(RuntimeError):
+    """Reports that every site is quarantined."""
+
+
+class Hub:
+    """Talks to all sites; `intake` is what the controller sees of them.
+
+    Args:
+        settings: how sites are treated.
+        taking: how their samples are taken.
+        expected: what they must have like the learner's site.
+        rules: what a sample can hold.
+        links: to the sites.
+        scorer, hold: see Intake.
+        say: tells the user.
+
+    versions: offers weights; set before `serve`.
+    """
+
+    def __init__(
+        self,
+        settings: HubSettings,
+        taking: IntakeSettings,
+        expected: Expected,
+        rules: SampleRules,
+        links: SiteLinks,
+        scorer: TeacherScorer | None,
+        say: Callable[[str], None],
+        hold: Hold | None = None,
+    ) -> None:
+        self._settings, self._scores, self._expected = settings, taking.scores, expected
+        self._links, self._say = links, say
+        self._group_size = taking.group_size
+        self._members = {name: Member(name) for name in settings.slots}
+        ends = Ends(self._tell, links.counts, self._took, self._fault)
+        self.intake = Intake(taking, rules, ends, scorer, hold)
+        self.versions: Versions | None = None
+        self._suspicions = Suspicions()
+        self._came = asyncio.Event()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def first(self) -> None:
+        """Return once a site is part of the run."""
+        await self._came.wait()
+
+    # ------------------------------------------------------------ figures
+
+    @property
+    def figures(self) -> dict[str, SiteFigures]:
+        """Returns the counts of each site."""
+        return {name: member.figures for name, member in self._members.items()}
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns of a row of metrics.jsonl."""
+        states = [member.state for member in self._members.values()]
+        now = SitesNow(states.count("connected"), states.count("quarantined"))
+        return columns(self.figures, now)
+
+    def summary(self, weight_bytes: Mapping[str, int]) -> dict[str, Any]:
+        """Return what summary.json says of each site. weight_bytes: sent, by site."""
+        return {
+            name: member.figures.as_json(
+                member.state, self._links.counts(name), weight_bytes.get(name, 0)
+            )
+            for name, member in self._members.items()
+        }
+
+    # ------------------------------------------------------------ talking
+
+    async def serve(self) -> None:
+        """Do what sites ask for until cancelled. Raises what ends the links, NoSiteLeft."""
+        listening = asyncio.create_task(self._listen())
+        try:
+            await asyncio.wait({listening, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            for each in (listening, self._failure):
+                if each.done():
+                    each.result()
+        finally:
+            listening.cancel()
+            for member in self._members.values():
+                member.end()
+            await asyncio.gather(listening, return_exceptions=True)
+
+    async def send(self, site: str, message: ToSite, frames: Sequence[bytes] = ()) -> None:
+        """Send a record to a site; waits while its link is full. Notes what it is offered."""
+        if isinstance(message, Offer):
+            self._members[site].offered.add(message.version)
+            self.intake.offered(message.version)
+        lane = BULK if isinstance(message, Piece) else URGENT
+        await self._links.send(site, [encode(message), *frames], lane)
+
+    async def farewell(self) -> None:
+        """Tell every site of the run that it has ended as it should; call before `serve` ends."""
+        for name, member in self._members.items():
+            if member.is_welcome:
+                await self._links.send(name, [encode(Farewell(None))], URGENT)
+
+    def _tell(self, member: Member, message: ToSite) -> None:
+        self._do_for(member, partial(self.send, member.name, message))
+
+    def _do_for(self, member: Member, errand: Errand) -> None:
+        member.do(errand, self._ended)
+
+    def _ended(self, worker: asyncio.Task[None]) -> None:
+        error = None if worker.cancelled() else worker.exception()
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    async def _listen(self) -> None:
+        while True:
+            event = await self._links.next()
+            member = self._members[event.peer]
+            match event:
+                case Received():
+                    self._received(member, event)
+                case Restarted():
+                    self._restarted(member)
+                case Broken():
+                    member.is_broken = True
+                    self._later_lost(member)
+                case Mended():
+                    member.is_broken = False
+                    if member.is_welcome:
+                        member.stop_timer()
+                        self.intake.resume(member)
+
+    def _received(self, member: Member, received: Received) -> None:
+        try:
+            message = decode_to_learner(received.parts[0])
+            self._do(member, message, received.parts[1:])
+        except BadMessage as error:
+            self._fault(member, one_line(str(error)))
+        except ValueError as error:
+            member.figures.refused[type(error).__name__] += 1
+            logger.warning("site %s: %s", member.name, one_line(str(error)))
+
+    def _do(self, member: Member, message: ToLearner, frames: Frames) -> None:
+        """Do what a record says. ValueError: it makes no sense now."""
+        if member.quarantined is not None:
+            if isinstance(message, Hello):
+                self._refuse(member, member.quarantined)
+            return
+        if isinstance(message, Hello):
+            self._greet(member, message)
+        elif not member.is_welcome:
+            raise ValueError(f"{type(message).__name__} before Welcome")
+        elif isinstance(message, Leaving):
+            self._say(f"site {member.name} leaves")
+            self._without(member)
+        elif isinstance(message, Serving):
+            self._serving(member, message.version)
+        elif isinstance(message, Want):
+            assert self.versions is not None
+            self.versions.wants(member.name, message)
+        elif isinstance(message, Gone):
+            self.intake.gone(member, message)
+        else:
+            self.intake.done(member, message, frames)
+
+    # ------------------------------------------------------------ coming and going
+
+    def _greet(self, member: Member, hello: Hello) -> None:
+        """Welcome a site, or refuse it."""
+        offset_s = self._links.counts(member.name).clock_offset_s
+        skew_s = hello.clock_s - time.time() if offset_s is None else offset_s
+        cause = refusal(hello, member.name, self._scores[member.name], self._expected, skew_s)
+        member.end()
+        if cause is not None:
+            self.intake.lose(member, for_good=True)
+            self._refuse(member, cause)
+            return
+        self.intake.pause(member)
+        slots = min(hello.slots, self._settings.slots[member.name])
+        wanted = self.intake.wanted(hello.holds)[:slots]
+        member.begin(slots, wanted, self.intake.newest)
+        self._tell(member, Welcome(self._settings.run, self._settings.updates, wanted))
+        self._do_for(member, partial(self._joined, member, wanted))
+        before = f", {len(wanted)} of them from before" if wanted else ""
+        self._say(f"site {member.name} is there with {slots} slots{before}")
+
+    async def _joined(self, member: Member, holds: Sequence[int]) -> None:
+        """Give a site its first prompts, once it was told which versions there are."""
+        assert self.versions is not None
+        await self.versions.joined(member.name)
+        if not member.offered:
+            member.serves(0)  # what its servers loaded
+        self.intake.join(member, holds)
+        self._came.set()
+
+    def _refuse(self, member: Member, cause: str) -> None:
+        """Tell a site why it is not part of the run, and the user once."""
+        cause = one_line(cause, DETAIL_CHARS)
+        member.figures.refused["Hello"] += 1
+        self._tell(member, Farewell(cause))
+        if cause != member.last_refusal:
+            member.last_refusal = cause
+            self._say(cause)
+
+    def _restarted(self, member: Member) -> None:
+        """Wait for the Hello of a new process; what was in flight to the old one is gone."""
+        member.end()
+        self._later_lost(member)
+
+    def _later_lost(self, member: Member) -> None:
+        self.intake.pause(member)
+        member.start_timer(self._settings.lost_after_s, partial(self._lost, member))
+
+    def _lost(self, member: Member) -> None:
+        """Give a site's prompts to others; whichever answer comes first counts."""
+        held = self.intake.lose(member, for_good=False)
+        if held:
+            member.figures.lost += 1
+            self._say(f"site {member.name} is lost with {held} prompts, which others sample")
+
+    def _without(self, member: Member) -> None:
+        """Do without a process of a site; others get its prompts at once."""
+        member.end()
+        self.intake.lose(member, for_good=True)
+        assert self.versions is not None
+        self._do_for(member, partial(self.versions.left, member.name))
+
+    # ------------------------------------------------------------ faults
+
+    def _serving(self, member: Member, version: int) -> None:
+        if version not in member.offered:
+            self._fault(member, f"it serves version {version}, which it was not offered")
+            return
+        member.serves(version)
+        self.intake.resume(member)
+
+    def _took(self, member: Member, sample: Sample) -> None:
+        """Compare a sample that counts with those of the other sites."""
+        rollout = rollout_here(sample.rollout)
+        if rollout.prompt.uid % self._group_size or len(rollout.spans) > 1:
+            return
+        self._suspicions.add(member.name, rollout.oldest_version, rollout.geometric_logp)
+        why = self._suspicions.why(member.name)
+        if why is not None:
+            self._quarantine(member, why)
+
+    def _fault(self, member: Member, why: str) -> None:
+        """Count what no sound site sends."""
+        member.figures.faults += 1
+        logger.warning("site %s: %s", member.name, why)
+        if member.figures.faults >= self._settings.quarantine_after:
+            self._quarantine(member, why)
+
+    def _quarantine(self, member: Member, why: str) -> None:
+        if member.quarantined is not None:
+            return
+        member.quarantined = one_line(f"site {member.name} is quarantined: {why}", DETAIL_CHARS)
+        self._say(member.quarantined)
+        self._suspicions.forget(member.name)
+        self._without(member)
+        self._tell(member, Farewell(member.quarantined))
+        if all(each.quarantined is not None for each in self._members.values()):
+            self._fail(NoSiteLeft(f"no site is left: {member.quarantined}"))

@@ -1,0 +1,282 @@
+"""Hands out prompts to sites and takes their samples; what the controller sees of all sites.
+
+Every prompt that is asked for is with a site, or waits for one, until the first answer to it; an
+answer after that changes nothing but a count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from megatron_opd.buffer.rejection import RolloutRejected, SamplesLost
+from megatron_opd.controller.ports import TeacherScorer
+from megatron_opd.link.counts import LinkCounts
+from megatron_opd.sites.checking import MOST_S, Forged, SampleRules, received_sample
+from megatron_opd.sites.member import Member
+from megatron_opd.sites.messages import Done, Forget, Gone, Task, ToSite
+from megatron_opd.sites.pending import Gift, Pending
+from megatron_opd.sites.settings import IntakeSettings
+from megatron_opd.types import AnyRollout, AnySample, Prompt, Rollout, Sample, rollout_here
+from sglang_bridge.arrays import pack
+from sglang_bridge.errors import one_line
+
+TOO_LATE = "too_late"
+DETAIL_CHARS = 400
+REASON_CHARS = 64
+
+Frames = Sequence[bytes | memoryview]
+Hold = Callable[[str, int], float]
+"""Takes a site and the number of its sample, returns the seconds to hold the sample back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Holds what samples are taken with.
+
+    tell: sends a record to a site, after all that were to be sent before. counts: says how the link
+    to a site does. took: is told of every sample that counts. fault: is told why a sample can be
+    none.
+    """
+
+    tell: Callable[[Member, ToSite], None]
+    counts: Callable[[str], LinkCounts]
+    took: Callable[[Member, Sample], None]
+    fault: Callable[[Member, str], None]
+
+
+class Intake:
+    """Implements controller.ports.RolloutEngine and TeacherScorer.
+
+    Args:
+        settings: how samples are taken.
+        rules: what a sample can hold.
+        ends: what samples are taken with.
+        scorer: scores what sites without teachers sampled; None where every site has its own.
+        hold: for how long samples are held back, for studies; None: not at all.
+
+    newest: version that was offered last.
+    """
+
+    def __init__(
+        self,
+        settings: IntakeSettings,
+        rules: SampleRules,
+        ends: Ends,
+        scorer: TeacherScorer | None,
+        hold: Hold | None = None,
+    ) -> None:
+        self._settings, self._rules, self._ends = settings, rules, ends
+        self._scorer, self._hold = scorer, hold
+        self._resumed, self._highest = set(settings.resumed), settings.next_uid - 1
+        self._members: dict[str, Member] = {}
+        self._pending = Pending(settings.group_size)
+        self._answers: dict[int, asyncio.Future[Rollout]] = {}
+        # answers of sites that were quicker than the controller of a resumed run, by prompt
+        self._early: dict[int, Callable[[], None]] = {}
+        self._scored: dict[int, Sample] = {}
+        self.newest = settings.version
+
+    # ------------------------------------------------------------ the controller's side
+
+    async def generate(self, prompt: Prompt) -> AnyRollout:
+        """Return what a site sampled for a prompt, once it is here. RolloutRejected."""
+        uid = prompt.uid
+        answer = self._answers[uid] = asyncio.get_running_loop().create_future()
+        self._resumed.discard(uid)
+        self._highest = max(self._highest, uid)
+        self._give(self._pending.ask(prompt))
+        early = self._early.pop(uid, None)
+        if early is not None:
+            early()
+        try:
+            return await answer
+        finally:
+            if self._answers.pop(uid, None) is answer and uid in self._pending:
+                self._settle(uid)  # nobody waits for it any more
+
+    async def score(self, rollout: AnyRollout) -> AnySample:
+        """Return the sample that came with a rollout, or let our own teachers score it.
+
+        ScoreRejected. SamplesLost: its scores were lost with an earlier controller.
+        """
+        sample = self._scored.pop(rollout.prompt.uid, None)
+        if sample is not None and sample.rollout is rollout:
+            return sample
+        site = rollout_here(rollout).engine
+        if self._scorer is None or self._settings.scores.get(site, False):
+            raise SamplesLost(f"the scores of prompt {rollout.prompt.uid} were not kept")
+        return await self._scorer.score(rollout)
+
+    # ------------------------------------------------------------ sites that come and go
+
+    def wanted(self, holds: Collection[int]) -> list[int]:
+        """Return which of these prompts, that a site has, are still to do."""
+        return [uid for uid in dict.fromkeys(holds) if self._is_wanted(uid)]
+
+    def _is_wanted(self, uid: int) -> bool:
+        to_come = uid in self._resumed or uid > self._highest
+        return uid in self._pending or (to_come and uid not in self._early)
+
+    def join(self, member: Member, holds: Collection[int]) -> None:
+        """Give a site prompts. holds: what it has of what is wanted."""
+        self._members[member.name] = member
+        self._give(self._pending.join(member.name, member.slots, holds))
+
+    def pause(self, member: Member) -> None:
+        """Give a site nothing more for now."""
+        self._pending.pause(member.name)
+
+    def resume(self, member: Member) -> None:
+        """Give a site prompts again, unless its weights are too old for any of them."""
+        if not self._is_behind(member):
+            self._give(self._pending.resume(member.name))
+
+    def lose(self, member: Member, *, for_good: bool) -> int:
+        """Give a site's prompts to others; returns how many it had. See Pending.lose."""
+        held = self._pending.count(member.name)
+        self._give(self._pending.lose(member.name, for_good=for_good))
+        return held
+
+    def offered(self, version: int) -> None:
+        """Note that a version was made: who is too far behind it gets no prompt for now."""
+        self.newest = max(version, self.newest)
+        for member in self._members.values():
+            if self._is_behind(member):
+                self.pause(member)
+
+    def _is_behind(self, member: Member) -> bool:
+        """Return whether whatever a site begins now will be too old to be trained on.
+
+        A site that serves nothing yet begins with the newest version.
+        """
+        served = max(member.served, default=self.newest)
+        return self.newest - served > self._settings.bound
+
+    # ------------------------------------------------------------ answers
+
+    def gone(self, member: Member, gone: Gone) -> None:
+        """Take note that a prompt has no sample."""
+        if not self._counts(member, gone.uid, partial(self.gone, member, gone)):
+            return
+        reason = one_line(gone.reason, REASON_CHARS) or "gone"
+        member.figures.gone[reason] += 1
+        detail = f"site {member.name}: {one_line(gone.detail, DETAIL_CHARS)}"
+        self._answer(member, gone.uid, RolloutRejected(reason, detail))
+
+    def done(self, member: Member, done: Done, frames: Frames) -> None:
+        """Take a sample, in time."""
+        held_s = 0.0 if self._hold is None else self._hold(member.name, member.next_number())
+        taken = partial(self._take, member, member.process, done, frames, held_s)
+        if held_s > 0:
+            asyncio.get_running_loop().call_later(held_s, taken)
+        else:
+            taken()
+
+    def _take(
+        self, member: Member, process: int, done: Done, frames: Frames, held_s: float
+    ) -> None:
+        uid, limit_s = done.uid, self._settings.max_delay_s
+        again = partial(self._take, member, process, done, frames, held_s)
+        if process != member.process or not self._counts(member, uid, again):
+            return
+        try:
+            delay_s = self._delay_s(member, done) + held_s
+            sample = received_sample(
+                self._rules,
+                self._pending.prompt(uid),
+                done,
+                frames,
+                may_have=partial(member.may_have_sampled, uid),
+                scores=self._settings.scores[member.name],
+                site=member.name,
+                delay_s=delay_s,
+            )
+        except Forged as error:
+            self._forget(member, uid)
+            self._give(self._pending.take_from(member.name, uid))
+            self._ends.fault(member, str(error))
+            return
+        if delay_s > limit_s:
+            member.figures.too_late += 1
+            why = f"site {member.name}: {delay_s:.1f} s, sites.max_delay_s is {limit_s:g}"
+            self._answer(member, uid, RolloutRejected(TOO_LATE, why))
+            return
+        rollout = sample.rollout
+        behind = self.newest - rollout.oldest_version
+        member.figures.add_sample(rollout.num_response_tokens, behind, delay_s)
+        if self._settings.scores[member.name]:
+            self._scored[uid] = sample
+        self._answer(member, uid, rollout)
+        self._ends.took(member, sample)
+
+    def _delay_s(self, member: Member, done: Done) -> float:
+        """Return the seconds from the end of sampling until now. Forged: times that cannot be."""
+        offset_s = self._ends.counts(member.name).clock_offset_s or 0.0
+        link_s = max(0.0, time.time() + offset_s - done.sent_s)
+        if not (done.age_s >= 0 and done.duration_s >= 0 and link_s + done.age_s <= MOST_S):
+            raise Forged(f"times of {done.age_s}, {done.duration_s} and {done.sent_s} s")
+        return done.age_s + link_s
+
+    def _counts(self, member: Member, uid: int, later: Callable[[], None]) -> bool:
+        """Return whether an answer is the first to a prompt that the site was given.
+
+        later: is called once the controller asks for the prompt, if it has not yet.
+        """
+        if not self._pending.has(member.name, uid) or uid in self._early:
+            member.figures.duplicates += 1
+            return False
+        if uid not in self._pending:
+            self._early[uid] = later
+            return False
+        return True
+
+    def _answer(self, member: Member, uid: int, result: Rollout | RolloutRejected) -> None:
+        answer = self._answers[uid]
+        self._settle(uid, by=member)
+        member.answered(uid)
+        if answer.done():  # whoever waited was cancelled in this turn of the event loop
+            self._scored.pop(uid, None)
+        elif isinstance(result, RolloutRejected):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
+
+    def _settle(self, uid: int, by: Member | None = None) -> None:
+        """Let all sites forget a prompt but the one that answered it."""
+        for site in self._pending.settle(uid):
+            if by is None or site != by.name:
+                self._forget(self._members[site], uid)
+        self._give(self._pending.fill())
+
+    def _forget(self, member: Member, uid: int) -> None:
+        member.forgot(uid)
+        self._ends.tell(member, Forget([uid]))
+
+    def _give(self, gifts: Iterable[Gift]) -> None:
+        for gift in gifts:
+            member = self._members[gift.site]
+            if member.keeps(gift.prompt.uid):  # or it would take it for one that it has
+                self._forget(member, gift.prompt.uid)
+            self._ends.tell(member, task_of(gift.prompt))
+
+
+def task_of(prompt: Prompt) -> Task:
+    """Return what asks a site for a sample of a prompt."""
+    return Task(
+        uid=prompt.uid,
+        text=prompt.text,
+        ids=pack(prompt.token_ids_P),
+        answer=prompt.answer,
+        teacher=prompt.teacher,
+        max_new_tokens=prompt.max_new_tokens,
+        stop=prompt.stop,
+        task=prompt.task,
+        row_id=prompt.row_id,
+        row=prompt.row,
+        reward_weight=prompt.reward_weight,
+        teacher_weight=prompt.teacher_weight,
+    )

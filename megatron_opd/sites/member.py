@@ -1,0 +1,131 @@
+"""Holds what the learner's site knows of one sampler site, and does its errands in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection
+
+from megatron_opd.sites.figures import SiteFigures
+
+Errand = Callable[[], Awaitable[None]]
+
+
+class Member:
+    """Knows one site.
+
+    process: counts the processes that were there. slots: prompts that it holds at most. offered,
+    served: versions that its process was offered, and samples or sampled with. quarantined: why it
+    is; None: it is not. last_refusal: what the user was told last.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.figures = SiteFigures()
+        self.process = 0
+        self.slots = 0
+        self.is_welcome = self.is_broken = False
+        self.offered: set[int] = set()
+        self.served: set[int] = set()
+        self.quarantined: str | None = None
+        self.last_refusal: str | None = None
+        self._returning: frozenset[int] = frozenset()
+        self._newest_before = -1
+        self._answered: OrderedDict[int, None] = OrderedDict()
+        self._numbers = 0
+        self._errands: asyncio.Queue[Errand] = asyncio.Queue()
+        self._worker: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def state(self) -> str:
+        """Returns in a word how the site does."""
+        if self.quarantined is not None:
+            return "quarantined"
+        if not self.is_welcome:
+            return "refused" if self.last_refusal is not None else "away"
+        return "broken" if self.is_broken else "connected"
+
+    def begin(self, slots: int, returning: Collection[int], newest: int) -> None:
+        """Note that a new process is part of the run.
+
+        returning: prompts that it holds from before, sampled with versions up to `newest`.
+        """
+        self.figures.starts += 1
+        self.slots, self.is_welcome, self.last_refusal = slots, True, None
+        self._returning, self._newest_before = frozenset(returning), newest
+
+    def end(self) -> None:
+        """Forget the process that was there; what was to be done for it is not done."""
+        self.close()
+        self.stop_timer()
+        self.process += 1
+        self.is_welcome = self.is_broken = False
+        self.offered, self.served = set(), set()
+        self._answered.clear()
+        self._errands = asyncio.Queue()
+
+    def serves(self, version: int) -> None:
+        """Note that the site samples with a version from now on."""
+        self.served.add(version)
+        self.figures.version = version
+
+    def may_have_sampled(self, uid: int, version: int) -> bool:
+        """Return whether the site can have sampled a prompt with a version."""
+        before = uid in self._returning and 0 <= version <= self._newest_before
+        return before or version in self.served
+
+    # ------------------------------------------------------------ prompts
+
+    def answered(self, uid: int) -> None:
+        """Note that the site has finished a prompt, which it may keep."""
+        self._answered[uid] = None
+        while len(self._answered) > self.slots:
+            self._answered.popitem(last=False)
+
+    def forgot(self, uid: int) -> None:
+        """Note that the site was told to forget a prompt."""
+        self._answered.pop(uid, None)
+
+    def keeps(self, uid: int) -> bool:
+        """Return whether the site may keep what it finished of a prompt."""
+        return uid in self._answered
+
+    def next_number(self) -> int:
+        """Return the number of the next sample, from 0 on."""
+        self._numbers += 1
+        return self._numbers - 1
+
+    # ------------------------------------------------------------ errands
+
+    def do(self, errand: Errand, failed: Callable[[asyncio.Task[None]], None]) -> None:
+        """Do something for the site after all that was to be done before.
+
+        failed: is told of the end of all errands, by an error maybe.
+        """
+        self._errands.put_nowait(errand)
+        if self._worker is None:
+            self._worker = asyncio.create_task(self._work(self._errands))
+            self._worker.add_done_callback(failed)
+
+    def start_timer(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call back after a time, unless the timer is stopped or started again."""
+        self.stop_timer()
+        self._timer = asyncio.get_running_loop().call_later(seconds, call)
+
+    def stop_timer(self) -> None:
+        """Stop the timer, if it runs."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def close(self) -> None:
+        """End all errands."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.cancel()
+
+    async def _work(self, errands: asyncio.Queue[Errand]) -> None:
+        while True:
+            errand = await errands.get()
+            await errand()

@@ -1,0 +1,457 @@
+"""Sites that come, go, break and come back: no prompt is lost, no sample counts twice."""
+
+import asyncio
+
+import pytest
+
+from megatron_opd.buffer.rejection import RolloutRejected, SamplesLost
+from megatron_opd.sites.hub import NoSiteLeft
+from megatron_opd.sites.messages import Farewell, Leaving, Serving, Task, Want, Welcome
+from megatron_opd.transport.samples import encode_sample
+from tests.support.fakes import Teacher, make_prompt
+from tests.support.hub_links import Sites, done_of, prompt_ids, sample_of
+
+
+def test_a_site_gets_prompts_and_its_samples_reach_the_controller():
+    async def run():
+        async with Sites(("a",)) as sites:
+            await sites.ask(0, 1, 2)
+            await sites.comes("a")
+            assert sites.given("a") == [0, 1]  # as many as it has slots
+            assert prompt_ids(sites.told("a", Task)[0]) == [0, 1, 2]
+            sent = await sites.finishes("a", 1)
+            rollout = sites.got(1)
+            assert rollout.engine == "a"
+            assert rollout.prompt.uid == 1
+            assert sites.given("a") == [0, 1, 2]
+            sample = await sites.intake.score(rollout)
+            assert sample.rollout is rollout
+            assert sample.teacher_logp_N == pytest.approx(sent.teacher_logp_N, abs=2e-3)
+            assert sites.figures("a").samples == 1
+
+    asyncio.run(run())
+
+
+def test_a_site_is_welcomed_before_it_is_told_anything_else():
+    async def run():
+        async with Sites(("a",)) as sites:
+            sites.versions.newest = 3
+            await sites.ask(0)
+            await sites.comes("a")
+            assert [type(each).__name__ for each in sites.links.told["a"]] == [
+                "Welcome",
+                "Offer",
+                "Task",
+            ]
+
+    asyncio.run(run())
+
+
+def test_a_second_answer_to_a_prompt_changes_nothing_but_a_count():
+    async def run():
+        async with Sites(("a",)) as sites:
+            await sites.comes("a")
+            await sites.ask(0)
+            await sites.finishes("a", 0)
+            await sites.finishes("a", 0)
+            await sites.finishes("a", 7)  # that it was never given
+            await sites.fails("a", 0, "empty_response")
+            assert sites.got(0).prompt.uid == 0
+            figures = sites.figures("a")
+            assert (figures.samples, figures.duplicates, figures.faults) == (1, 3, 0)
+
+    asyncio.run(run())
+
+
+def test_a_prompt_without_a_sample_is_dropped_by_the_sites_reason():
+    async def run():
+        async with Sites(("a",)) as sites:
+            await sites.comes("a")
+            await sites.ask(0)
+            await sites.fails("a", 0, "empty_response")
+            with pytest.raises(RolloutRejected) as rejected:
+                sites.got(0)
+            assert rejected.value.reason == "empty_response"
+            assert "site a: why" in rejected.value.detail
+
+    asyncio.run(run())
+
+
+def test_prompts_of_a_lost_site_go_to_others_and_whoever_is_first_counts():
+    async def run():
+        async with Sites() as sites:
+            await sites.comes("a")
+            await sites.ask(0, 1)
+            await sites.comes("b")
+            await sites.breaks("a")
+            assert sites.given("b") == [0, 1]
+            assert sites.figures("a").lost == 1
+            await sites.finishes("b", 0)
+            await sites.mends("a")
+            await sites.finishes("a", 0)  # too late
+            await sites.finishes("a", 1)  # it is first
+            assert sites.got(0).engine == "b"
+            assert sites.got(1).engine == "a"
+            assert sites.forgotten("a") == [0]
+            assert sites.forgotten("b") == [1]
+            assert sites.figures("a").duplicates == 1
+
+    asyncio.run(run())
+
+
+def test_a_site_whose_link_breaks_for_a_moment_keeps_its_prompts():
+    async def run():
+        async with Sites(lost_after_s=60.0) as sites:
+            await sites.comes("a")
+            await sites.ask(0)
+            await sites.comes("b")
+            await sites.breaks("a")
+            await sites.ask(1)
+            assert sites.given("b") == [1]  # nothing new for the one that is broken
+            await sites.mends("a")
+            await sites.ask(2, 3)
+            assert 0 not in sites.given("b")
+            assert len(sites.given("a")) == 2
+
+    asyncio.run(run())
+
+
+def test_a_site_that_was_killed_gets_what_it_had_anew():
+    async def run():
+        async with Sites(("a",), lost_after_s=60.0) as sites:
+            await sites.comes("a")
+            await sites.ask(0, 1)
+            await sites.comes("a")  # another process, which holds nothing
+            assert sites.given("a") == [0, 1, 0, 1]
+            await sites.finishes("a", 0)
+            assert sites.got(0).prompt.uid == 0
+
+    asyncio.run(run())
+
+
+def test_what_a_returning_site_holds_is_not_given_again():
+    async def run():
+        async with Sites(("a",), lost_after_s=60.0) as sites:
+            await sites.comes("a")
+            await sites.ask(0, 1)
+            await sites.finishes("a", 1)
+            await sites.comes("a", holds=[0, 1])
+            assert sites.told("a", Welcome)[-1].wanted == [0]
+            assert sites.given("a") == [0, 1]
+            await sites.finishes("a", 0)
+            assert sites.got(0).prompt.uid == 0
+
+    asyncio.run(run())
+
+
+def test_a_resumed_run_takes_what_a_site_finished_before_it_asks():
+    async def run():
+        async with Sites(("a",), resumed={3}, next_uid=5, version=2) as sites:
+            await sites.comes("a", slots=4, holds=[2, 3, 6])
+            assert sites.told("a", Welcome)[0].wanted == [3, 6]
+            await sites.finishes("a", 3, version=2)
+            await sites.finishes("a", 3, version=2)
+            await sites.ask(3, 6)
+            assert sites.got(3).oldest_version == 2
+            assert sites.figures("a").duplicates == 1
+            assert sites.given("a") == []  # it works on the other one already
+            await sites.finishes("a", 6, version=1)
+            assert sites.got(6).oldest_version == 1
+
+    asyncio.run(run())
+
+
+def test_a_site_that_leaves_frees_its_prompts_at_once():
+    async def run():
+        async with Sites(lost_after_s=60.0) as sites:
+            await sites.comes("a")
+            await sites.ask(0)
+            await sites.comes("b")
+            await sites.say("a", Leaving())
+            assert sites.given("b") == [0]
+            assert sites.versions.here == ["b"]
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_prompt_is_forgotten_by_its_site():
+    async def run():
+        async with Sites(("a",)) as sites:
+            await sites.comes("a")
+            await sites.ask(0, 1, 2)
+            sites.tasks[0].cancel()
+            await sites.turns()
+            assert sites.forgotten("a") == [0]
+            assert sites.given("a") == [0, 1, 2]
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_is_asked_for_again_is_forgotten_before_it_is_given():
+    """Or the site would take it for one that it has finished, and answer nothing."""
+
+    async def run():
+        async with Sites(("a",)) as sites:
+            await sites.comes("a")
+            await sites.ask(0)
+            await sites.finishes("a", 0)
+            sites.got(0)
+            await sites.ask(0)
+            told = [type(each).__name__ for each in sites.links.told["a"]]
+            assert told == ["Welcome", "Task", "Forget", "Task"]
+
+    asyncio.run(run())
+
+
+def test_a_sample_that_took_too_long_is_dropped_as_too_late():
+    async def run():
+        async with Sites(("a",), max_delay_s=100.0) as sites:
+            await sites.comes("a")
+            await sites.ask(0, 1)
+            await sites.finishes("a", 0, age_s=101.0)
+            await sites.finishes("a", 1, age_s=99.0)
+            with pytest.raises(RolloutRejected, match="too_late: site a: 101"):
+                sites.got(0)
+            assert sites.got(1).prompt.uid == 1
+            assert sites.figures("a").too_late == 1
+
+    asyncio.run(run())
+
+
+def test_time_on_the_link_counts_by_the_sites_clock():
+    async def run():
+        async with Sites(("a",), max_delay_s=100.0) as sites:
+            sites.links.offset_s = 20.0  # the site's clock is ahead
+            await sites.comes("a")
+            await sites.ask(0, 1)
+            sent_s = done_of(0).sent_s
+            await sites.finishes("a", 0, age_s=50.0, sent_s=sent_s - 40.0)
+            await sites.finishes("a", 1, age_s=50.0, sent_s=sent_s - 20.0)
+            with pytest.raises(RolloutRejected, match="too_late"):
+                sites.got(0)
+            assert sites.got(1).prompt.uid == 1
+
+    asyncio.run(run())
+
+
+def test_samples_are_held_back_where_a_study_delays_them():
+    async def run():
+        waits = {0: 0.02, 1: 0.0}
+        async with Sites(("a",), hold=lambda site, number: waits[number]) as sites:
+            await sites.comes("a")
+            await sites.ask(0, 1)
+            await sites.finishes("a", 0)
+            await sites.finishes("a", 1)
+            assert sites.tasks[1].done()
+            assert not sites.tasks[0].done()
+            rollout = await asyncio.wait_for(sites.tasks[0], 5)
+            clock = asyncio.get_running_loop().time
+            assert clock() - rollout.finished_s >= 0.02
+            assert sites.figures("a").delay_most_s.value >= 0.02
+
+    asyncio.run(run())
+
+
+def test_our_own_teachers_score_what_sites_without_teachers_sampled():
+    async def run():
+        teacher = Teacher(duration_s=lambda uid: 0.0)
+        async with Sites(("a",), scores=False, scorer=teacher) as sites:
+            await sites.comes("a")
+            await sites.ask(0)
+            await sites.finishes("a", 0)
+            sample = await sites.intake.score(sites.got(0))
+            assert sample.has_scores
+
+    asyncio.run(run())
+
+
+def test_scores_that_an_earlier_controller_had_are_lost():
+    async def run():
+        async with Sites(("a",)) as sites:
+            with pytest.raises(SamplesLost):
+                await sites.intake.score(sample_of(make_prompt(0)).rollout)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"protocol": 9}, "protocol 9"),
+        ({"site": "b"}, "calls itself 'b'"),
+        ({"digests": {"a": "c", "x": "y"}}, "other values of a, x"),
+        ({"tokenizer": 3}, "another tokenizer"),
+        ({"model": 3}, "another model"),
+        ({"scores": False}, "sites.members.a.scores true"),
+        ({"slots": 0}, "0 prompts in 0 slots"),
+        ({"holds": [1, 2, 3]}, "3 prompts in 2 slots"),
+    ],
+)
+def test_a_site_that_does_not_fit_is_refused_with_one_line_on_both_sides(changes, words):
+    async def run():
+        async with Sites(("a", "b")) as sites:
+            await sites.comes("a", **changes)
+            await sites.comes("a", **changes)
+            (line,) = sites.said  # the user is told once
+            assert words in line
+            assert "\n" not in line
+            assert sites.told("a", Farewell)[0].cause == line
+            assert sites.figures("a").refused["Hello"] == 2
+            await sites.ask(0)
+            assert sites.given("a") == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("offset_s", "welcome"), [(29.0, True), (31.0, False), (-31.0, False)])
+def test_a_site_with_another_clock_is_refused(offset_s, welcome):
+    async def run():
+        async with Sites(("a",)) as sites:
+            sites.links.offset_s = offset_s
+            await sites.comes("a")
+            assert bool(sites.told("a", Welcome)) is welcome
+            assert ("sites.max_clock_skew_s = 30" in sites.said[0]) is not welcome
+
+    asyncio.run(run())
+
+
+def test_the_prompts_of_a_site_that_comes_back_changed_go_to_others():
+    async def run():
+        async with Sites(lost_after_s=60.0) as sites:
+            await sites.comes("a")
+            await sites.ask(0)
+            await sites.comes("b")
+            await sites.comes("a", model=3)
+            assert sites.given("b") == [0]
+
+    asyncio.run(run())
+
+
+def test_a_site_is_quarantined_after_so_many_faults():
+    async def run():
+        async with Sites(lost_after_s=60.0) as sites:
+            await sites.comes("a")
+            await sites.ask(0, 1)
+            await sites.comes("b")
+            forged = encode_sample(sample_of(make_prompt(0), version=5))
+            for _ in range(2):
+                await sites.say("a", done_of(0), *forged)
+            assert sites.figures("a").faults == 2
+            await sites.garbage("a", b"\xc1")
+            assert "site a is quarantined" in sites.said[-1]
+            assert sites.told("a", Farewell)[0].cause == sites.said[-1]
+            assert sorted(sites.given("b")) == [0, 1]
+            await sites.finishes("a", 1)  # nothing more of it is taken
+            assert not sites.tasks[1].done()
+            await sites.comes("a")
+            assert len(sites.told("a", Farewell)) == 2
+            assert len(sites.told("a", Welcome)) == 1
+            await sites.finishes("b", 0)
+            assert sites.got(0).engine == "b"
+            assert sites.hub.columns()["sites_quarantined"] == 1
+
+    asyncio.run(run())
+
+
+def test_a_prompt_whose_sample_was_forged_is_sampled_again():
+    async def run():
+        async with Sites(("a",)) as sites:
+            await sites.comes("a")
+            await sites.ask(0)
+            await sites.say("a", done_of(0), b"no", b"sample", b"", b"")
+            assert sites.given("a") == [0, 0]
+            assert sites.forgotten("a") == [0]
+            await sites.finishes("a", 0)
+            assert sites.got(0).prompt.uid == 0
+
+    asyncio.run(run())
+
+
+def test_a_run_without_a_sound_site_ends_with_the_cause():
+    async def run():
+        async with Sites(("a",), quarantine_after=1) as sites:
+            await sites.comes("a")
+            await sites.say("a", Serving(4))
+            with pytest.raises(NoSiteLeft, match="version 4, which it was not offered"):
+                await sites.serving
+
+    asyncio.run(run())
+
+
+def test_a_version_counts_once_the_site_says_that_it_serves_it():
+    async def run():
+        async with Sites(("a",)) as sites:
+            await sites.comes("a")
+            await sites.ask(0, 1)
+            await sites.versions.offer(1)
+            await sites.finishes("a", 0, version=1)
+            assert sites.figures("a").faults == 1
+            await sites.serves("a", 1)
+            await sites.finishes("a", 1, version=1)
+            assert sites.got(1).oldest_version == 1
+
+    asyncio.run(run())
+
+
+def test_a_site_that_is_too_far_behind_gets_nothing_until_it_has_caught_up():
+    async def run():
+        async with Sites(("a",), bound=2) as sites:
+            await sites.comes("a")
+            await sites.versions.offer(2)
+            await sites.ask(0)
+            assert sites.given("a") == [0]
+            await sites.versions.offer(3)
+            await sites.ask(1)
+            assert sites.given("a") == [0]
+            await sites.serves("a", 2)
+            assert sites.given("a") == [0, 1]
+
+    asyncio.run(run())
+
+
+def test_what_makes_no_sense_is_counted_and_changes_nothing():
+    async def run():
+        async with Sites(("a",)) as sites:
+            await sites.say("a", Want("v", "f", 0, 1))
+            assert sites.figures("a").refused["ValueError"] == 1
+            await sites.comes("a")
+            await sites.say("a", Want("v", "f", 0, 1))
+            assert len(sites.versions.wanted) == 1
+
+    asyncio.run(run())
+
+
+def test_every_site_is_told_that_the_run_has_ended():
+    async def run():
+        async with Sites() as sites:
+            await sites.comes("a")
+            await sites.hub.farewell()
+            assert sites.told("a", Farewell) == [Farewell(None)]
+            assert sites.told("b", Farewell) == []
+
+    asyncio.run(run())
+
+
+def test_the_first_site_is_waited_for():
+    async def run():
+        async with Sites() as sites:
+            first = asyncio.create_task(sites.hub.first())
+            await sites.turns()
+            assert not first.done()
+            await sites.comes("b")
+            await first
+
+    asyncio.run(run())
+
+
+def test_whole_groups_go_to_one_site():
+    async def run():
+        async with Sites(slots=4, group_size=4) as sites:
+            await sites.comes("a", slots=4)
+            await sites.comes("b", slots=4)
+            await sites.ask(*range(8))
+            assert {len(sites.given("a")), len(sites.given("b"))} == {4}
+            for site in "ab":
+                assert len({uid // 4 for uid in sites.given(site)}) == 1
+
+    asyncio.run(run())
