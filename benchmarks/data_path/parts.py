@@ -23,8 +23,13 @@ from megatron_opd.types import Batch, LearnerTurn, Prompt, Sample
 FIGURES = UpdateMetrics(0, 1.0, 1.0, 0.0, 1, 1, 1, None, None, 0, 1.0, 1.0, 1.0, 0.0, 0.0, 0)
 
 
-def configuration(case: Case, updates: int, batch_size: int, slots: int = 4) -> Config:
-    """Return the configuration of a run of 64 draws a token. slots: requests at a time."""
+def configuration(
+    case: Case, updates: int, batch_size: int, slots: int = 4, sync_every: int | None = None
+) -> Config:
+    """Return the configuration of a run of 64 draws a token. slots: requests at a time.
+
+    sync_every: None: one weight sync, at the end, for servers that say version 0 to the last.
+    """
     routing = {"routing_replay": "rollout"} if case.routed else {}
     return Config.model_validate(
         {
@@ -36,8 +41,7 @@ def configuration(case: Case, updates: int, batch_size: int, slots: int = 4) -> 
             "support": {"type": "mc", "m": DRAWS},
             "rollout": {"max_new_tokens": case.tokens, "concurrency": slots},
             "scoring": {"concurrency": slots},
-            # one weight sync, at the end: the servers say version 0 to the last
-            "schedule": {"type": "async", "max_staleness": 1, "sync_every": updates},
+            "schedule": {"type": "async", "max_staleness": 1, "sync_every": sync_every or updates},
             "buffer": {"batch_size": batch_size},
             "learner": {"max_tokens_per_microbatch": 1 << 20, **routing},
         }

@@ -6,8 +6,9 @@
 The controller is real: its loops, buffers, permits, fleets, data workers' pool, sockets and
 encryption, and the messages to the learner's head. Data workers and head are fakes in one process
 of their own, which hold no arrays; engines are names that the workers answer for. A batch is 4
-samples an engine, two are in flight. mean_s: how long a completion takes (fakes.py); 0: no time, so
-that the controller is never idle and its messages go out in large lots.
+samples an engine, two are in flight, and a weight sync follows every update. mean_s: how long a
+completion takes (fakes.py); 0: no time, so that the controller is never idle and its messages go
+out in large lots.
 
 Each entry is two runs, one longer than the other. cpu_us: CPU time of the controller's process a
 sample, its ZeroMQ threads and the kernel included, over the whole longer run. further_us: what a
@@ -37,18 +38,19 @@ import zmq.asyncio
 
 from benchmarks.data_path.cases import Case
 from benchmarks.data_path.parts import FIGURES, NoWeights, configuration, prompts, silent
-from benchmarks.many_engines.figures import IDS_A_TOKEN, LARGEST, TOKENS
+from benchmarks.many_engines.figures import IDS_A_TOKEN, LARGEST, TOKENS, VERSION
 from megatron_opd.batching.shares import shares
 from megatron_opd.cli.wiring import make_generator, make_schedule, make_scorer
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.garbage import collected_rarely, put_aside
 from megatron_opd.controller.ports import Ports
+from megatron_opd.metrics.types import WeightSyncReport
 from megatron_opd.transport.frames import to_frames
 from megatron_opd.transport.gate import guard_socket, show_keys
 from megatron_opd.transport.keys import RANK_VARIABLE, RunKeys
 from megatron_opd.transport.messages import UpdateMetrics
-from megatron_opd.types import AnySample, Batch, HeldSample
+from megatron_opd.types import AnySample, Batch, HeldSample, LearnerTurn
 from megatron_opd.workers.pool import WorkerPool
 from megatron_opd.workers.through import sampled_by_workers, scored_by_workers
 from sglang_bridge.client import ServerClient
@@ -117,7 +119,7 @@ async def _entry(size: Size) -> dict[str, Any]:
     keys = RunKeys.make()
     pool = WorkerPool(size.workers, "127.0.0.1", keys, LARGEST)
     pool.links.open()
-    config = configuration(CASE, size.updates, size.batch, slots=2 * size.batch)
+    config = configuration(CASE, size.updates, size.batch, slots=2 * size.batch, sync_every=1)
     with (
         fakes(pool.links.address, size, keys) as head,
         HeadLearner.connected(head, keys) as to,
@@ -162,7 +164,7 @@ async def run(config: Config, size: Size, pool: WorkerPool, learner: HeadLearner
             scored_by_workers(pool, {"teacher": VOCAB_SIZE}),
         ),
         learner=learner,
-        weight_sync=NoWeights(),
+        weight_sync=HeadWeights(learner.socket),
         observer=silent(),
         store=pool,
     )
@@ -209,6 +211,19 @@ class HeadLearner:
         await self.socket.send_multipart([msgspec.msgpack.encode(parts), *to_frames(share)])
         await self.socket.recv()
         return FIGURES
+
+
+@dataclass
+class HeadWeights(NoWeights):
+    """Tells the fakes which version is live."""
+
+    socket: zmq.asyncio.Socket
+
+    async def sync(self, version: int, turn: LearnerTurn) -> WeightSyncReport:
+        """Return once they answer with the version."""
+        await self.socket.send_multipart([VERSION, str(version).encode()])
+        await self.socket.recv()
+        return await super().sync(version, turn)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from random import Random
 
 import zmq
 
-from benchmarks.many_engines.figures import IDS_A_TOKEN, LARGEST, TOKENS
+from benchmarks.many_engines.figures import IDS_A_TOKEN, LARGEST, TOKENS, VERSION
 from megatron_opd.sample_figures import CacheSize, ScoreShape
 from megatron_opd.transport.gate import guard_socket, show_keys
 from megatron_opd.transport.keys import RANK_VARIABLE, RankKeys
@@ -52,7 +52,7 @@ class Fakes:
         self._context = zmq.Context()
         self._mean_s, self._random = mean_s, Random(1)
         self._due: list[Due] = []
-        self._number = 0
+        self._number = self._version = 0
         self._poller = zmq.Poller()
         self._workers = [self._worker(index, address, keys) for index in range(count)]
         self._index = {id(worker): index for index, worker in enumerate(self._workers)}
@@ -69,7 +69,9 @@ class Fakes:
         while True:
             for socket, _ in self._poller.poll(self._wait_ms()):
                 if socket is self._head:
-                    identity, _ = self._head.recv_multipart()[:2]
+                    identity, first, second = self._head.recv_multipart()[:3]
+                    if first == VERSION:
+                        self._version = int(second)
                     self._head.send_multipart([identity, b""])
                 elif not self._serve(self._index[id(socket)]):
                     self._context.destroy(linger=0)
@@ -103,7 +105,7 @@ class Fakes:
                     order = decode_order(frame)
                     if isinstance(order, Close):
                         return False
-                    for part, answer in _answered(order):
+                    for part, answer in _answered(order, self._version):
                         self._send_later(index, part, encode(answer))
         return True
 
@@ -121,10 +123,10 @@ def _until_empty() -> Iterator[None]:
         return
 
 
-def _answered(order: Order) -> Iterator[tuple[float, Answer]]:
-    """Yield what an order is answered with, and its part of the mean time."""
+def _answered(order: Order, version: int) -> Iterator[tuple[float, Answer]]:
+    """Yield what an order is answered with, and its part of the mean time. version: of weights."""
     if isinstance(order, Generate):
-        ids, spans = TOKENS * IDS_A_TOKEN, [(0, 0, TOKENS)]
+        ids, spans = TOKENS * IDS_A_TOKEN, [(version, 0, TOKENS)]
         yield 1.0, Generated(order.call, TOKENS, ids, SIZE, -0.5, spans, "length")
     elif isinstance(order, Score):
         yield SCORE_PART, Scored(order.call, TOKENS * IDS_A_TOKEN, SIZE, SHAPE)
