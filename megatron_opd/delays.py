@@ -18,7 +18,6 @@ part below low_s, and all of the other 0.5% is above high_s.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from statistics import NormalDist
 from typing import Literal
 
@@ -38,8 +37,6 @@ BATCHES = "batches"
 """Names the stream of schedule.delays."""
 
 Direction = Literal["weights", "samples"]
-Hold = Callable[[int, int], float]
-"""Takes a lane and a message's number on it, returns the seconds to hold the message back."""
 
 
 def quantile_s(config: DelayConfig, share: float) -> float:
@@ -62,23 +59,6 @@ def delay_s(config: DelayConfig, seed: int, stream: str, number: int) -> float:
 def stream_of(site: str, direction: Direction) -> str:
     """Return the name of the stream of what a site receives (weights) or sends (samples)."""
     return f"{site}/{direction}"
-
-
-def link_hold(
-    config: DelayConfig, seed: int, site: str, direction: Direction, lane: int
-) -> Hold | None:
-    """Return the `hold` of one end of a site's link, which delays every message of one lane.
-
-    None: nothing is ever held back. Messages of the other lanes pass at once.
-    """
-    if config.type == "none":
-        return None
-    stream = stream_of(site, direction)
-
-    def hold(of_lane: int, number: int) -> float:
-        return delay_s(config, seed, stream, number) if of_lane == lane else 0.0
-
-    return hold
 
 
 def batch_plan(schedule: ScheduleConfig, seed: int, updates: int) -> BatchPlan | None:

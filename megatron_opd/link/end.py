@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,7 +22,7 @@ FLUSH_S = 0.01
 """Time between two looks whether everything has arrived, while an end closes."""
 
 
-class End:
+class End(ABC):
     """Serves as the base of both kinds; `process` names this start of it."""
 
     def __init__(self, settings: LinkConfig, workers: int, name: str) -> None:
@@ -37,11 +38,11 @@ class End:
         self._task = asyncio.get_running_loop().create_task(self._run(), name=name)
         self._task.add_done_callback(self._ended)
 
-    async def _run(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def _run(self) -> None: ...
 
-    def _all_peers(self) -> Sequence[Peer]:
-        raise NotImplementedError
+    @abstractmethod
+    def _all_peers(self) -> Sequence[Peer]: ...
 
     async def next(self) -> Event:
         """Wait for the next event. LinkRefused: the link has ended for this process."""
@@ -66,7 +67,6 @@ class End:
                     await asyncio.sleep(FLUSH_S)
         self._task.cancel()
         await asyncio.wait([self._task])
-        self._inbox.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._context.destroy(linger=LINGER_MS)
 

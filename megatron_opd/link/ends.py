@@ -21,7 +21,6 @@ from megatron_opd.config.sites import LinkConfig
 from megatron_opd.link.counts import LinkCounts
 from megatron_opd.link.end import End
 from megatron_opd.link.events import LinkRefused
-from megatron_opd.link.inbox import Hold
 from megatron_opd.link.peer import Peer
 from megatron_opd.link.routes import Greeting, Routes
 from megatron_opd.link.sending import Breach
@@ -59,7 +58,6 @@ class LinkServer(End):
         secret_key: of this end, in Z85.
         peers: public keys in Z85 of all who may connect, by name.
         settings: of the link.
-        hold: see inbox.Hold; holds received messages back.
         message_bytes: largest message.
     """
 
@@ -69,7 +67,6 @@ class LinkServer(End):
         secret_key: bytes,
         peers: Mapping[str, bytes],
         settings: LinkConfig,
-        hold: Hold | None = None,
         *,
         message_bytes: int = MESSAGE_BYTES,
     ) -> None:
@@ -86,7 +83,7 @@ class LinkServer(End):
             raise ValueError(f"cannot listen on {address}: {error}") from None
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._peers = {
-            name: Peer(name, self._process, settings, message_bytes, self._inbox, hold, self._pool)
+            name: Peer(name, self._process, settings, message_bytes, self._inbox, self._pool)
             for name in peers
         }
         self._routes = Routes(list(peers))
@@ -213,7 +210,6 @@ class LinkClient(End):
         secret_key: of this end, in Z85.
         server_public_key: of the server, in Z85.
         settings: of the link.
-        hold: see inbox.Hold; holds received messages back.
         message_bytes: largest message.
     """
 
@@ -223,15 +219,12 @@ class LinkClient(End):
         secret_key: bytes,
         server_public_key: bytes,
         settings: LinkConfig,
-        hold: Hold | None = None,
         *,
         message_bytes: int = MESSAGE_BYTES,
     ) -> None:
         super().__init__(settings, 2, "link client")
         self._address, self._secret, self._server = address, secret_key, server_public_key
-        self._peer = Peer(
-            SERVER, self._process, settings, message_bytes, self._inbox, hold, self._pool
-        )
+        self._peer = Peer(SERVER, self._process, settings, message_bytes, self._inbox, self._pool)
         self._number = 0
         self._greeted = False
         self._start("link client")

@@ -11,12 +11,11 @@ class LinkRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Holds a message. after_s: time in seconds that it was held back."""
+    """Holds a message."""
 
     peer: str
     lane: int
     parts: tuple[bytes | memoryview, ...]
-    after_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import asdict
 from typing import TypeVar
 
 from megatron_opd.config.sites import LinkConfig
@@ -13,7 +14,7 @@ from megatron_opd.link.channel import Channel, Limits
 from megatron_opd.link.clock import ClockEstimate
 from megatron_opd.link.counts import LinkCounts
 from megatron_opd.link.events import Broken, Mended, Received, Restarted
-from megatron_opd.link.inbox import Hold, Inbox
+from megatron_opd.link.inbox import Inbox
 from megatron_opd.link.pace import MAX_FLIGHT_BYTES, TokenBucket
 from megatron_opd.link.receiving import Whole
 from megatron_opd.link.sending import flat
@@ -53,14 +54,13 @@ class Peer:
         settings: LinkConfig,
         message_bytes: int,
         inbox: Inbox,
-        hold: Hold | None,
         pool: Executor,
     ) -> None:
         limits = Limits(min(settings.chunk_bytes, MAX_CHUNK), message_bytes, settings.outbox_bytes)
         self.name = name
         self.channel = Channel(process, limits, settings.compression)
         self.transmit: Transmit | None = None
-        self._settings, self._inbox, self._hold, self._pool = settings, inbox, hold, pool
+        self._settings, self._inbox, self._pool = settings, inbox, pool
         self._bucket = TokenBucket(settings.bytes_per_s, time.monotonic())
         self._clock = ClockEstimate()
         self._wake, self._room = asyncio.Event(), asyncio.Event()
@@ -102,24 +102,14 @@ class Peer:
 
     def counts(self) -> LinkCounts:
         """Return how this link does."""
-        channel, tally = self.channel, self.channel.tally
+        channel = self.channel
         return LinkCounts(
             connected=bool(channel.connection),
             rtt_s=self._clock.rtt_s,
             clock_offset_s=self._clock.offset_s,
             bytes_per_s=channel.pace.rate,
             waiting_bytes=channel.waiting_bytes,
-            connections=tally.connections,
-            messages_sent=tally.messages_sent,
-            bytes_sent=tally.bytes_sent,
-            messages_dropped=tally.messages_dropped,
-            chunks_sent=tally.chunks_sent,
-            wire_bytes_sent=tally.wire_bytes_sent,
-            bytes_again=tally.bytes_again,
-            messages_received=tally.messages_received,
-            bytes_received=tally.bytes_received,
-            chunks_received=tally.chunks_received,
-            refused=dict(tally.refused),
+            **asdict(channel.tally),
         )
 
     # -- the connection's side
@@ -130,7 +120,6 @@ class Peer:
         new = self.channel.meet(report, number)
         self.transmit = transmit
         if new:
-            self._inbox.drop_held(self.name)
             if known:
                 self._restarts += 1
             restart = self._restarts
@@ -228,14 +217,9 @@ class Peer:
             self._deliver(lane, message)
 
     def _deliver(self, lane: int, message: Whole) -> None:
-        seconds = self._hold(lane, message.number) if self._hold else 0.0
-        event = Received(self.name, lane, message.parts)
-        if seconds > 0:
-            self._inbox.hold(seconds, event, _nothing)
-            return
-        channel, size = self.channel, message.num_bytes
-        channel.inbox_bytes += size
-        self._inbox.put(event, lambda: self._took(size))
+        size = message.num_bytes
+        self.channel.inbox_bytes += size
+        self._inbox.put(Received(self.name, lane, message.parts), lambda: self._took(size))
 
     def _took(self, size: int) -> None:
         """Note that the owner has a message; say so where there was no room."""

@@ -48,12 +48,11 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Holds a message that is complete. number: of its lane's, from 0 on.
+    """Holds a message that is complete.
 
     num_bytes: its share of the stream, so that empty messages count too.
     """
 
-    number: int
     parts: tuple[memoryview, ...]
     num_bytes: int
 
@@ -64,7 +63,7 @@ class ReceiveLane:
     def __init__(self, message_bytes: int) -> None:
         self._message_bytes = message_bytes
         self.arrived = self.settled = 0
-        self._number, self._damaged = 0, 0
+        self._damaged = 0
         self._message = _Message()
         self._asked = -1
 
@@ -149,5 +148,4 @@ class ReceiveLane:
         for size in message.sizes:
             parts.append(body[at : at + size])
             at += size
-        number, self._number = self._number, self._number + 1
-        return Whole(number, tuple(parts), at + len(message.small))
+        return Whole(tuple(parts), at + len(message.small))

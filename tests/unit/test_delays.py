@@ -8,7 +8,7 @@ import pytest
 
 from megatron_opd.config.delays import DelayConfig, DelayType
 from megatron_opd.config.schedule import ScheduleConfig
-from megatron_opd.delays import batch_plan, delay_s, link_hold, quantile_s, stream_of
+from megatron_opd.delays import batch_plan, delay_s, quantile_s, stream_of
 
 LOW_S, HIGH_S = 60.0, 1800.0
 DRAWS = 4000
@@ -155,18 +155,15 @@ def test_constant_and_none_are_always_the_same():
     assert set(draws(made("none"))) == {0.0}
 
 
-def test_a_hold_delays_the_messages_of_its_lane_alone():
+def test_what_a_site_receives_and_sends_is_delayed_apart():
     config = made("lognormal")
-    hold = link_hold(config, 7, "east", "samples", lane=0)
-    assert hold is not None
-    stream = stream_of("east", "samples")
-    assert [hold(0, i) for i in range(5)] == [delay_s(config, 7, stream, i) for i in range(5)]
-    assert [hold(1, i) for i in range(5)] == [0.0] * 5
-    assert stream != stream_of("east", "weights")
-
-
-def test_there_is_no_hold_without_delays():
-    assert link_hold(made("none"), 7, "east", "samples", lane=0) is None
+    streams = (
+        stream_of("east", "weights"),
+        stream_of("east", "samples"),
+        stream_of("west", "samples"),
+    )
+    found = [[delay_s(config, 7, stream, i) for i in range(5)] for stream in streams]
+    assert len({delay for delays in found for delay in delays}) == 15
 
 
 # ------------------------------------------------------------ the staleness of batches

@@ -1,4 +1,4 @@
-"""Two ends over TCP: messages, breaks, restarts, back-pressure, delays."""
+"""Two ends over TCP: messages, breaks, restarts, back-pressure."""
 
 import asyncio
 import random
@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.link.proxy import Proxy
 from megatron_opd.link.events import Broken, LinkRefused, Mended, Received, Restarted
-from megatron_opd.link.wire import BULK, LANES, URGENT
+from megatron_opd.link.wire import BULK, LANES
 from tests.support.link_ends import (
     OTHER_KEYS,
     drive,
@@ -28,7 +28,7 @@ def test_messages_go_both_ways_with_their_parts_and_lanes():
             assert await client.next() == Restarted("server")
             got = await net.server.next()
             assert isinstance(got, Received)
-            assert (got.peer, got.lane, got.after_s) == ("site", BULK, 0.0)
+            assert (got.peer, got.lane) == ("site", BULK)
             assert [bytes(part) for part in got.parts] == [b"one", b"", b"two"]
             await net.server.send("site", [])
             assert (await event(client, Received)).parts == ()
@@ -210,40 +210,6 @@ def test_a_message_above_the_limit_is_refused_where_it_is_sent(side: str):
                 await client.send([bytes(100), b"x"])
             await client.send([bytes(100)])
             assert await message(net.server) == bytes(100)
-
-    drive(body)
-
-
-def test_messages_are_held_back_and_say_for_how_long():
-    waits = {0: 0.3, 1: 0.0, 2: 0.1}
-
-    async def body() -> None:
-        asked: list[tuple[int, int]] = []
-
-        def hold(lane: int, number: int) -> float:
-            asked.append((lane, number))
-            return waits[number]
-
-        async with ends(hold=hold) as net:
-            client = net.client()
-            for number in waits:
-                await client.send([bytes([number])], URGENT)
-            got = [await event(net.server, Received) for _ in waits]
-            assert [found.parts[0][0] for found in got] == [1, 2, 0]
-            assert asked == [(URGENT, number) for number in waits]
-            for found in got:
-                assert found.after_s >= waits[found.parts[0][0]] - 0.001
-
-    drive(body)
-
-
-def test_messages_held_for_the_same_time_stay_in_order():
-    async def body() -> None:
-        async with ends(hold=lambda lane, number: 0.05) as net:
-            client = net.client()
-            for number in range(200):
-                await client.send([bytes([number])])
-            assert [(await message(net.server))[0] for _ in range(200)] == list(range(200))
 
     drive(body)
 

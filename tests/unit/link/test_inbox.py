@@ -1,4 +1,4 @@
-"""Events wait in order; held messages come when their time is over; a failure comes last."""
+"""Events wait in order; a failure comes last."""
 
 import asyncio
 
@@ -8,8 +8,8 @@ from megatron_opd.link.events import LinkRefused, Received, Restarted
 from megatron_opd.link.inbox import Inbox
 
 
-def received(number: int, peer: str = "site") -> Received:
-    return Received(peer, 0, (bytes([number]),))
+def received(number: int) -> Received:
+    return Received("site", 0, (bytes([number]),))
 
 
 def nothing() -> None:
@@ -39,22 +39,6 @@ def test_a_failure_is_raised_after_what_came_before_it():
         assert await waits == Restarted("site")
         for _ in range(2):
             with pytest.raises(LinkRefused, match="first"):
-                await inbox.next()
-
-    asyncio.run(main())
-
-
-def test_held_messages_of_a_process_that_is_gone_are_dropped():
-    async def main() -> None:
-        inbox = Inbox()
-        inbox.hold(0.02, received(1), nothing)
-        inbox.hold(0.01, received(2, "other"), nothing)
-        inbox.hold(0.03, received(3, "other"), nothing)
-        inbox.drop_held("site")
-        got = [await inbox.next() for _ in range(2)]
-        assert [event.parts[0][0] for event in got if isinstance(event, Received)] == [2, 3]
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
                 await inbox.next()
 
     asyncio.run(main())
