@@ -349,7 +349,7 @@ class _World:
                 # servers that fail may be too many for a run, delays too long for a window;
                 # anything else is a fault in here
                 lost_servers = supervisor is not None and failure.loop in NEED_SERVERS
-                if not lost_servers and EverythingDropped.__name__ not in str(failure):
+                if not lost_servers and not isinstance(failure.cause, EverythingDropped):
                     raise
                 cause = str(failure)
             wall_s = clock()

@@ -360,8 +360,9 @@ class Controller:
 
     def _is_too_old(self, sample: AnySample) -> bool:
         """Return whether no update may train on a sample that a site has sampled."""
-        age = staleness_versions(sample, self._num_updates)
-        return self._schedule.afar is not None and age > self._schedule.bound
+        if self._schedule.afar is None:  # what servers sample is never too old
+            return False
+        return staleness_versions(sample, self._num_updates) > self._schedule.bound
 
     def _check_age(self, sample: AnySample) -> None:
         if self._is_too_old(sample):
@@ -383,6 +384,8 @@ class Controller:
             self._buffer.open_again()
 
     def _drop_all_old(self) -> None:
+        if self._schedule.afar is None:
+            return
         line = self._buffer.in_line()
         self._drop_old([uid for uid, sample in line if sample and self._is_too_old(sample)])
 

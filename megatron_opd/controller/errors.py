@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 class LoopFailed(RuntimeError):
-    """Reports a failed loop in one line: `loop` names it, `__cause__` is its exception."""
+    """Reports a failed loop in one line: `loop` names it, `cause` is its exception."""
 
     def __init__(self, loop: str, cause: Exception) -> None:
         lines = str(cause).splitlines() or [""]
         super().__init__(f"{loop}: {type(cause).__name__}: {lines[0]}".rstrip(": "))
-        self.loop = loop
+        self.loop, self.cause = loop, cause
 
 
 class EverythingDropped(RuntimeError):
