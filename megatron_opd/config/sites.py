@@ -18,6 +18,8 @@ from megatron_opd.config.section import (
     Section,
 )
 
+LEARNER_KEYS = "learner"
+"""Names the file of keys of the learner's site, so no sampler site may have the name."""
 MAX_SITES = 1024
 MAX_NAME = 64
 SiteName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9_-]*[a-z0-9])?$", max_length=MAX_NAME)]

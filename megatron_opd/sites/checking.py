@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from megatron_opd.buffer.rejection import SampleRejected
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.sites.messages import Done
 from megatron_opd.teacher.overlong import Length
-from megatron_opd.transport.samples import FRAMES, decode_sample
+from megatron_opd.transport.samples import FRAMES, Frames, decode_sample
 from megatron_opd.types import AnyRollout, FloatArray, OffsetArray, Prompt, Sample
 from sglang_bridge.arrays import LOGP_SLACK
 from sglang_bridge.errors import one_line
@@ -61,7 +61,7 @@ def received_sample(
     rules: SampleRules,
     prompt: Prompt,
     done: Done,
-    frames: Sequence[bytes | memoryview],
+    frames: Frames,
     *,
     may_have: Callable[[int], bool],
     scores: bool,

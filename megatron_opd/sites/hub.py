@@ -28,9 +28,10 @@ from megatron_opd.link.wire import BULK, URGENT
 from megatron_opd.sites.checking import SampleRules
 from megatron_opd.sites.figures import SiteFigures, SitesNow, columns
 from megatron_opd.sites.greeting import refusal
-from megatron_opd.sites.intake import DETAIL_CHARS, Ends, Frames, Hold, Intake
+from megatron_opd.sites.intake import Ends, Hold, Intake
 from megatron_opd.sites.member import Errand, Member
 from megatron_opd.sites.messages import (
+    DETAIL_CHARS,
     Farewell,
     Gone,
     Hello,
@@ -48,7 +49,9 @@ from megatron_opd.sites.messages import (
 from megatron_opd.sites.ports import SiteLinks, Versions
 from megatron_opd.sites.settings import Expected, HubSettings, IntakeSettings
 from megatron_opd.sites.suspicion import Suspicions
+from megatron_opd.sites.together import Failure, together
 from megatron_opd.transport.messages import BadMessage
+from megatron_opd.transport.samples import Frames
 from megatron_opd.types import Sample, rollout_here
 from sglang_bridge.errors import one_line
 
@@ -94,7 +97,7 @@ class Hub:
         self.versions: Versions | None = None
         self._suspicions = Suspicions()
         self._came = asyncio.Event()
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failure = Failure()
 
     async def first(self) -> None:
         """Return once a site is part of the run."""
@@ -126,17 +129,11 @@ class Hub:
 
     async def serve(self) -> None:
         """Do what sites ask for until cancelled. Raises what ends the links, NoSiteLeft."""
-        listening = asyncio.create_task(self._listen())
         try:
-            await asyncio.wait({listening, self._failure}, return_when=asyncio.FIRST_COMPLETED)
-            for each in (listening, self._failure):
-                if each.done():
-                    each.result()
+            await together(self._listen(), self._failure.wait())
         finally:
-            listening.cancel()
             for member in self._members.values():
                 member.end()
-            await asyncio.gather(listening, return_exceptions=True)
 
     async def send(self, site: str, message: ToSite, frames: Sequence[bytes] = ()) -> None:
         """Send a record to a site; waits while its link is full. Notes what it is offered."""
@@ -156,16 +153,7 @@ class Hub:
         self._do_for(member, partial(self.send, member.name, message))
 
     def _do_for(self, member: Member, errand: Errand) -> None:
-        member.do(errand, self._ended)
-
-    def _ended(self, worker: asyncio.Task[None]) -> None:
-        error = None if worker.cancelled() else worker.exception()
-        if error is not None:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        if not self._failure.done():
-            self._failure.set_exception(error)
+        member.do(errand, self._failure.watch)
 
     async def _listen(self) -> None:
         while True:
@@ -315,4 +303,4 @@ class Hub:
         self._without(member)
         self._tell(member, Farewell(member.quarantined))
         if all(each.quarantined is not None for each in self._members.values()):
-            self._fail(NoSiteLeft(f"no site is left: {member.quarantined}"))
+            self._failure.put(NoSiteLeft(f"no site is left: {member.quarantined}"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,18 +17,17 @@ from megatron_opd.controller.ports import TeacherScorer
 from megatron_opd.link.counts import LinkCounts
 from megatron_opd.sites.checking import MOST_S, Forged, SampleRules, received_sample
 from megatron_opd.sites.member import Member
-from megatron_opd.sites.messages import Done, Forget, Gone, Task, ToSite
+from megatron_opd.sites.messages import DETAIL_CHARS, Done, Forget, Gone, Task, ToSite
 from megatron_opd.sites.pending import Gift, Pending
 from megatron_opd.sites.settings import IntakeSettings
+from megatron_opd.transport.samples import Frames
 from megatron_opd.types import AnyRollout, AnySample, Prompt, Rollout, Sample, rollout_here
 from sglang_bridge.arrays import pack
 from sglang_bridge.errors import one_line
 
 TOO_LATE = "too_late"
-DETAIL_CHARS = 400
 REASON_CHARS = 64
 
-Frames = Sequence[bytes | memoryview]
 Hold = Callable[[str, int], float]
 """Takes a site and the number of its sample, returns the seconds to hold the sample back."""
 

@@ -16,15 +16,15 @@ from typing import Any, Self
 
 import zmq
 
+from megatron_opd.config.sites import LEARNER_KEYS
 from megatron_opd.transport.keys import read_private, sound_key, write_private
 
 DIRECTORY = "sites"
-LEARNER = "learner"
 DIRECTORY_MODE = 0o700
 
 
 def keys_file(run_dir: Path, name: str) -> Path:
-    """Return where the keys of a site are, or those of the learner's site, LEARNER."""
+    """Return where the keys of a site are, or those of the learner's site, LEARNER_KEYS."""
     return run_dir / DIRECTORY / f"{name}.keys"
 
 
@@ -94,7 +94,7 @@ def site_keys(run_dir: Path, names: Iterable[str], address: str) -> LearnerKeys:
     address: where sites reach the learner. A site that has keys keeps them, and a file that was
     moved away is not made again. ValueError: a file cannot be used. OSError.
     """
-    mine, wanted = keys_file(run_dir, LEARNER), list(names)
+    mine, wanted = keys_file(run_dir, LEARNER_KEYS), list(names)
     mine.parent.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
     kept = LearnerKeys.read(mine) or LearnerKeys(zmq.curve_keypair()[1], {})
     known = {name: key for name, key in kept.sites.items() if name in wanted}

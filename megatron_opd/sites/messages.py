@@ -32,6 +32,8 @@ from megatron_opd.weight_sync.decoding import decoded
 
 PROTOCOL = 1
 """Both ends must have the same."""
+DETAIL_CHARS = 400
+"""Most characters of a reason in one line."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -11,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from megatron_opd.checkpoint.part_dir import sync_directory
 from megatron_opd.sites.messages import FileSize, Offer
@@ -29,7 +31,6 @@ from sglang_bridge.weights.manifest import (
 )
 
 DIGEST_BYTES = 32
-READ_BYTES = 1 << 20
 MAX_FILES = 1 << 16
 STREAM_DIGITS = 6
 
@@ -64,14 +65,18 @@ def check_offer(offer: Offer) -> None:
             raise BadOffer(f"{file.name} of {offer.name} cannot have {file.num_bytes} bytes")
 
 
-def file_digest(path: Path) -> bytes:
+def digest_of(file: BinaryIO) -> bytes:
+    """Return BLAKE2b of what is left of a file. OSError: it cannot be read."""
+    make = partial(hashlib.blake2b, digest_size=DIGEST_BYTES)
+    return hashlib.file_digest(file, make).digest()  # pyright: ignore[reportArgumentType]
+
+
+def stored_digest(path: Path) -> bytes:
     """Return BLAKE2b of a file's content, which is on the disk then. OSError: it cannot be read."""
-    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
     with path.open("rb") as file:
-        while data := file.read(READ_BYTES):
-            found.update(data)
+        found = digest_of(file)
         os.fsync(file.fileno())
-    return found.digest()
+    return found
 
 
 def stream_name(owner: str, run: str) -> str:
@@ -146,7 +151,7 @@ class Mirror:
         partial = self._stream.partial(offer.name)
         for file in offer.files:
             path = partial / file.name
-            if path.stat().st_size != file.num_bytes or file_digest(path) != file.digest:
+            if path.stat().st_size != file.num_bytes or stored_digest(path) != file.digest:
                 path.unlink()
                 raise BadBytes(f"{file.name} of {offer.name} is not what was sent")
         try:

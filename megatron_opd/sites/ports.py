@@ -9,8 +9,7 @@ from megatron_opd.link.counts import LinkCounts
 from megatron_opd.link.events import Event
 from megatron_opd.link.wire import URGENT
 from megatron_opd.sites.messages import ToSite, Want
-
-Frames = Sequence[bytes | memoryview]
+from megatron_opd.transport.samples import Frames
 
 Send = Callable[[str, ToSite, Sequence[bytes]], Awaitable[None]]
 """Sends a record, and frames behind it, to a site; waits while its link is full."""

@@ -9,21 +9,18 @@ learner that starts again gets what the one before it lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_opd.buffer.rejection import SampleRejected
 from megatron_opd.controller.ports import RolloutEngine, TeacherScorer
-from megatron_opd.sites.messages import Done, Gone, Task
-from megatron_opd.transport.samples import encode_sample
+from megatron_opd.sites.messages import DETAIL_CHARS, Done, Gone, Task
+from megatron_opd.sites.together import Failure
+from megatron_opd.transport.samples import Frames, encode_sample
 from megatron_opd.types import Prompt, Sample, rollout_here, sample_here
 from sglang_bridge.arrays import unpack
 from sglang_bridge.errors import one_line
-
-DETAIL_CHARS = 400
-
-Frames = Sequence[bytes | memoryview]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +92,7 @@ class Sampling:
         self._tasks: dict[int, Task] = {}
         self._works: dict[int, asyncio.Task[None]] = {}
         self._finished: dict[int, Finished] = {}
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failure = Failure()
         self.delivered = 0
 
     @property
@@ -156,15 +153,13 @@ class Sampling:
 
     async def failed(self) -> None:
         """Return never; raise what a site cannot go on with."""
-        await asyncio.shield(self._failure)
+        await self._failure.wait()
 
     async def close(self) -> None:
         """End all work."""
         works = list(self._works.values())
         self.forget(self.holds)
         await asyncio.gather(*works, return_exceptions=True)
-        if self._failure.done() and not self._failure.cancelled():
-            self._failure.exception()  # or asyncio would print what nobody asked for
 
     def _run(self, uid: int, work: Coroutine[Any, Any, None]) -> None:
         running = self._works[uid] = asyncio.create_task(work)
@@ -173,9 +168,7 @@ class Sampling:
     def _done(self, uid: int, work: asyncio.Task[None]) -> None:
         if self._works.get(uid) is work:
             del self._works[uid]
-        error = None if work.cancelled() else work.exception()
-        if error is not None and not self._failure.done():
-            self._failure.set_exception(error)
+        self._failure.watch(work)
 
     async def _work(self, task: Task) -> None:
         clock = asyncio.get_running_loop().time

@@ -7,7 +7,6 @@ learner has deleted a version from its directory, for as long as a site may need
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 import threading
@@ -17,13 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_opd.sites.messages import FileSize, Offer, Want
-from megatron_opd.sites.mirror import DIGEST_BYTES, chain_of
+from megatron_opd.sites.mirror import chain_of, digest_of
 from sglang_bridge.errors import one_line
 from sglang_bridge.weights.manifest import MANIFEST, MAX_BYTES, decode
 
 MAX_RANGE_BYTES = 16 << 20
 """Largest range that a site may ask for at once."""
-READ_BYTES = 1 << 20
 
 
 class NotOnShelf(LookupError):
@@ -132,8 +130,6 @@ def _open(stack: ExitStack, path: Path) -> int:
 
 
 def _described(name: str, handle: int) -> FileSize:
-    found, at = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
-    while data := os.pread(handle, READ_BYTES, at):
-        found.update(data)
-        at += len(data)
-    return FileSize(name, at, found.digest())
+    with os.fdopen(handle, "rb", closefd=False) as file:
+        digest = digest_of(file)
+        return FileSize(name, file.tell(), digest)

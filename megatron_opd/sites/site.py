@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -38,6 +38,7 @@ from megatron_opd.sites.sampling import Finished, Sampling
 from megatron_opd.sites.site_weights import SiteWeights
 from megatron_opd.sites.together import together
 from megatron_opd.transport.messages import BadMessage
+from megatron_opd.transport.samples import Frames
 from sglang_bridge.errors import one_line
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Link(Protocol):
         """Return what happens next."""
         ...
 
-    async def send(self, parts: Sequence[bytes | memoryview], lane: int = URGENT) -> None:
+    async def send(self, parts: Frames, lane: int = URGENT) -> None:
         """Send a message; waits while too much waits to be sent."""
         ...
 
@@ -123,7 +124,7 @@ class Site:
             answer = msgspec.structs.replace(answer, age_s=max(0.0, age_s), sent_s=sent_s)
         await self._send(answer, finished.frames)
 
-    async def _send(self, message: ToLearner, frames: Sequence[bytes | memoryview] = ()) -> None:
+    async def _send(self, message: ToLearner, frames: Frames = ()) -> None:
         await self._link.send([encode(message), *frames], URGENT)
 
     async def _listen(self) -> None:
@@ -158,7 +159,7 @@ class Site:
             self.refused[type(error).__name__] += 1
             logger.warning("from the learner: %s", one_line(str(error)))
 
-    async def _do(self, message: ToSite, frames: Sequence[bytes | memoryview]) -> None:
+    async def _do(self, message: ToSite, frames: Frames) -> None:
         """Do what a record says. ValueError: it makes no sense."""
         if isinstance(message, Farewell):
             self._farewell = message
@@ -184,9 +185,7 @@ class Site:
             self._say("the learner is there" if first else "the learner has started again")
         await self._weights.begin(welcome.run)
 
-    def _about_weights(
-        self, message: Offer | Piece | Missing, frames: Sequence[bytes | memoryview]
-    ) -> None:
+    def _about_weights(self, message: Offer | Piece | Missing, frames: Frames) -> None:
         pulls = self._weights.pulls
         assert pulls is not None, "made at the Welcome"
         if isinstance(message, Offer):

@@ -17,7 +17,7 @@ from megatron_opd.metrics.types import WeightSyncReport
 from megatron_opd.sites.messages import Serving, Want
 from megatron_opd.sites.mirror import Mirror
 from megatron_opd.sites.pulls import Hold, Pulls
-from megatron_opd.sites.together import together
+from megatron_opd.sites.together import Failure, together
 from sglang_bridge.weights.manifest import VERSION
 
 
@@ -81,7 +81,7 @@ class SiteWeights:
         self._work: asyncio.Task[None] | None = None
         self._is_open = False
         self._taking = asyncio.Lock()
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failure = Failure()
         self._ready, self._told = asyncio.Event(), asyncio.Event()
         self._told.set()
         self.version = 0
@@ -109,7 +109,7 @@ class SiteWeights:
         self._mirror = Mirror(self._directory, self._owner, run)
         self._pulls = Pulls(self._mirror, self._ask, self._say, self._hold)
         self._work = asyncio.create_task(together(self._pulls.run(), self._take()))
-        self._work.add_done_callback(self._ended)
+        self._work.add_done_callback(self._failure.watch)
 
     async def pause(self) -> None:
         """Pull nothing: the learner is gone. A version that is being taken is taken first."""
@@ -131,7 +131,7 @@ class SiteWeights:
 
     async def failed(self) -> None:
         """Return never; raise what ends the way of the weights."""
-        await asyncio.shield(self._failure)
+        await self._failure.wait()
 
     def remove(self) -> None:
         """Remove the mirror: the run has ended."""
@@ -176,11 +176,6 @@ class SiteWeights:
             await self._session.sync(version)
         self.version = version
         self.num_taken += 1
-
-    def _ended(self, work: asyncio.Task[None]) -> None:
-        error = None if work.cancelled() else work.exception()
-        if error is not None and not self._failure.done():
-            self._failure.set_exception(error)
 
     async def serve_on(self) -> None:
         """Keep servers that were started again from waiting for a version for ever."""

@@ -12,12 +12,14 @@ import logging
 import socket
 import uuid
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.types import Phase, WeightSyncReport
-from megatron_opd.sites.messages import Missing, Offer, Piece, ToSite, Want
+from megatron_opd.sites.messages import Missing, Offer, Piece, Want
+from megatron_opd.sites.ports import Send
 from megatron_opd.sites.shelf import BadWant, NotOnShelf, Shelf
+from megatron_opd.sites.together import Failure
 from megatron_opd.types import LearnerTurn
 from megatron_opd.weight_sync.disk_messages import Open, Refused, Write, Written, decode, encode
 from megatron_opd.weight_sync.session import ALONE
@@ -32,9 +34,6 @@ MAX_WANTS = 16
 
 TELL_S = 1.0
 """Longest wait in seconds until sites are told of a new version; longer only with a full link."""
-
-Send = Callable[[str, ToSite, Sequence[bytes]], Awaitable[None]]
-"""Sends a record, and frames behind it, to a site; waits while its link is full."""
 
 
 class SiteVersions:
@@ -55,7 +54,7 @@ class SiteVersions:
         self._num_written = 0
         self._newest: str | None = None
         self._is_sound = False  # whether the next version may hold changes of the last one
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failure = Failure()
         self._desks: dict[str, _Desk] = {}
         self.num_bytes: Counter[str] = Counter()
 
@@ -102,11 +101,11 @@ class SiteVersions:
 
     async def stranded(self) -> None:
         """Return never: a site has weights from its start on."""
-        await self._failed()
+        await self._failure.wait()
 
     async def serve_on(self, current: Callable[[], int | None], learner: asyncio.Lock) -> None:
         """Return never: a site that comes pulls what is on the shelf. Raises what fails there."""
-        await self._failed()
+        await self._failure.wait()
 
     async def start_over(self) -> None:
         """Prepare for another learner. WeightSyncFailed: it cannot make its directory."""
@@ -117,9 +116,6 @@ class SiteVersions:
         desks, self._desks = list(self._desks.values()), {}
         await asyncio.gather(*(desk.close() for desk in desks))
         self._shelf.close()
-
-    async def _failed(self) -> None:
-        await asyncio.shield(self._failure)
 
     async def _written(self, version: int, tries: int) -> WeightSyncReport:
         clock = asyncio.get_running_loop().time
@@ -160,7 +156,7 @@ class SiteVersions:
         desk = self._desks.get(site)
         if desk is None:
             desk = self._desks[site] = _Desk(site, self._shelf, self._send, self.num_bytes)
-            desk.task.add_done_callback(self._ended)
+            desk.task.add_done_callback(self._failure.watch)
         desk.forget()
         desk.offer(self._shelf.offers[::-1])
         await desk.told()
@@ -178,11 +174,6 @@ class SiteVersions:
         desk = self._desks.get(site)
         if desk is not None:
             desk.want(want)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not self._failure.done():
-            self._failure.set_exception(error)
 
     def _let_go(self) -> None:
         pulled = (desk.pulls for desk in self._desks.values())

@@ -4,7 +4,7 @@ import zlib
 from pathlib import Path
 
 from megatron_opd.sites.messages import FileSize, Offer
-from megatron_opd.sites.mirror import file_digest
+from megatron_opd.sites.mirror import stored_digest
 from megatron_opd.weight_sync.disk_versions import Stream
 from sglang_bridge.weights.manifest import MANIFEST, File, Manifest, version_name
 
@@ -39,7 +39,7 @@ class Written:
         """What offers a version that is there."""
         place = self.stream.path / name
         found = [
-            FileSize(entry.name, entry.stat().st_size, file_digest(entry))
+            FileSize(entry.name, entry.stat().st_size, stored_digest(entry))
             for entry in sorted(place.iterdir())
         ]
         return Offer(version, name, base, found)

@@ -5,7 +5,8 @@ import stat
 import pytest
 import zmq
 
-from megatron_opd.sites.keys import LEARNER, LearnerKeys, SiteKeys, keys_file, site_keys
+from megatron_opd.config.sites import LEARNER_KEYS
+from megatron_opd.sites.keys import LearnerKeys, SiteKeys, keys_file, site_keys
 
 ADDRESS = "tcp://127.0.0.1:32000"
 
@@ -22,11 +23,11 @@ def test_every_site_gets_a_pair_that_the_learner_knows(tmp_path):
 
 def test_files_are_private_and_the_learners_holds_no_secret_of_a_site(tmp_path):
     site_keys(tmp_path, ["a"], ADDRESS)
-    for name in ("a", LEARNER):
+    for name in ("a", LEARNER_KEYS):
         assert stat.S_IMODE(keys_file(tmp_path, name).stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "sites").stat().st_mode) == 0o700
     secret = SiteKeys.read(keys_file(tmp_path, "a")).secret.decode()
-    assert secret not in keys_file(tmp_path, LEARNER).read_text()
+    assert secret not in keys_file(tmp_path, LEARNER_KEYS).read_text()
     assert secret not in repr(SiteKeys.read(keys_file(tmp_path, "a")))
 
 
