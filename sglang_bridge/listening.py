@@ -14,6 +14,8 @@ from collections.abc import MutableMapping
 import psutil
 
 BACKLOG = 2048  # as torch's own store
+EVERY_ADDRESS = ("0.0.0.0", "::")
+"""Names of all addresses of a machine, where it listens; nobody can connect to them by these."""
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
 
 class UserError(Exception):
     """Reports bad input in one line naming the key, the rule and the value; exit code 2."""
@@ -16,3 +19,12 @@ class Preempted(BaseException):
 
     No error, so nothing that handles errors may take it for one.
     """
+
+
+def kept_traceback(log: Path) -> str:
+    """Write the traceback of the error that is being handled; return where it is, or why not."""
+    try:
+        log.write_text(traceback.format_exc(), encoding="utf-8")
+    except OSError as error:
+        return f"its traceback could not be written to {log}: {error.strerror}"
+    return f"its traceback is in {log}"

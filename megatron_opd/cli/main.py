@@ -46,15 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     def with_config(name: str, summary: str) -> argparse.ArgumentParser:
         verb = verbs.add_parser(name, help=summary, description=summary)
-        verb.add_argument("config", type=Path, metavar="CONFIG.yaml")
-        verb.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
-            dest="overrides",
-            help="override one key, e.g. --set schedule.max_staleness=4 (repeatable)",
-        )
+        _add_config(verb)
         return verb
 
     run = with_config("run", "run everything on this machine: servers, learner, controller")
@@ -196,12 +188,24 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.set_defaults(handler=commands.plan)
 
 
+def _add_config(verb: argparse.ArgumentParser) -> None:
+    """Add CONFIG.yaml and --set."""
+    verb.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    verb.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override one key, e.g. --set schedule.max_staleness=4 (repeatable)",
+    )
+
+
 def _add_serve(verbs: Any) -> None:
     """Add `opd serve ROLE CONFIG.yaml`."""
     serve = verbs.add_parser("serve", help="start one SGLang server of a role")
     serve.add_argument("role", choices=("student", "teacher"))
-    serve.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    serve.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    _add_config(serve)
     serve.add_argument("--name", help="a name in `teachers`; default: the section `teacher`")
     serve.add_argument("--index", type=int, default=0, help="server i listens on base_port + i")
     serve.set_defaults(handler=commands.serve)
@@ -212,8 +216,7 @@ def _add_site(verbs: Any) -> None:
     summary = "run a sampler site, far from the learner: its servers and its link"
     site = verbs.add_parser("site", help=summary, description=summary)
     site.add_argument("name", metavar="NAME", help="one of sites.members")
-    site.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    site.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    _add_config(site)
     site.add_argument(
         "--keys",
         type=Path,

@@ -26,7 +26,7 @@ from megatron_opd.cli.checkpoints import CheckpointFailed, Checkpoints
 from megatron_opd.cli.data_workers import DataWorkers
 from megatron_opd.cli.elastic import Elastic
 from megatron_opd.cli.entrance import Entrance, supervise
-from megatron_opd.cli.errors import Preempted, RunFailed, UserError
+from megatron_opd.cli.errors import Preempted, RunFailed, UserError, kept_traceback
 from megatron_opd.cli.evaluations import RunEvaluations
 from megatron_opd.cli.fleet_desk import FleetDesk
 from megatron_opd.cli.guards import PartGone, while_alive
@@ -555,12 +555,7 @@ class PipelineRun:
         if not self.opened:  # the logs there are an earlier run's
             traceback.print_exc()
             return "its traceback is above"
-        log = self.run_dir.logs / "controller.log"
-        try:
-            log.write_text(traceback.format_exc(), encoding="utf-8")
-        except OSError as error:
-            return f"its traceback could not be written to {log}: {error.strerror}"
-        return f"its traceback is in {log}"
+        return kept_traceback(self.run_dir.logs / "controller.log")
 
     def _write_summary(self, status: str, cause: str | None) -> str | None:
         """Write summary.json; return None, or why it could not be written."""

@@ -10,7 +10,6 @@ import asyncio
 import json
 import socket
 import time
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from rich.console import Console
 
 from megatron_opd.checkpoint.part_dir import write_synced
 from megatron_opd.checkpoint.run_lock import RunDirHeld, RunLock
-from megatron_opd.cli.errors import RunFailed, UserError
+from megatron_opd.cli.errors import RunFailed, UserError, kept_traceback
 from megatron_opd.cli.joining import all_of
 from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.preflight import CheckedModels, check_models
@@ -142,7 +141,7 @@ class SiteRun:
         except Exception as error:
             # a full disk, or what nobody foresaw: one line, its traceback beside the other logs
             cause = one_line(f"{type(error).__name__}: {error}")
-            raise RunFailed(f"{cause}; {_keep_traceback(logs)}") from error
+            raise RunFailed(f"{cause}; {kept_traceback(logs / 'site.log')}") from error
         finally:
             await asyncio.gather(*(fleet.close() for fleet in self._fleets.values()))
             await self._processes.stop()
@@ -241,12 +240,3 @@ def _is_taken(host: str, port: int) -> bool:
     except OSError:
         pass  # no address of this machine: what starts the servers says so
     return False
-
-
-def _keep_traceback(logs: Path) -> str:
-    log = logs / "site.log"
-    try:
-        log.write_text(traceback.format_exc(), encoding="utf-8")
-    except OSError as error:
-        return f"its traceback could not be written to {log}: {error.strerror}"
-    return f"its traceback is in {log}"

@@ -15,8 +15,7 @@ from megatron_opd.config.selection import RewardSpread, SoftPenalty
 from megatron_opd.config.servers import is_local_url
 from megatron_opd.config.site_rules import SITE_RULES
 from megatron_opd.config.tree import ConfigTree
-
-EVERY_ADDRESS = ("0.0.0.0", "::")
+from sglang_bridge.listening import EVERY_ADDRESS
 
 
 def _estimator(config: ConfigTree) -> str | None:

@@ -8,12 +8,11 @@ from typing import Any
 from megatron_opd.config.cluster import LAUNCHED
 from megatron_opd.config.schedule import ScheduleConfig
 from megatron_opd.config.site_bounds import is_open, slots_by_site
-from megatron_opd.config.sites import SitesConfig
+from megatron_opd.config.sites import LEARNER_KEYS, SitesConfig
 from megatron_opd.config.tree import ConfigTree
+from sglang_bridge.listening import EVERY_ADDRESS
 
 Rule = Callable[[ConfigTree], str | None]
-EVERY_ADDRESS = ("0.0.0.0", "::")
-LEARNER_KEYS = "learner"
 
 
 def _without_members(config: ConfigTree) -> str | None:

@@ -18,9 +18,8 @@ from megatron_opd.watch.doors import doors
 from megatron_opd.watch.server import WatchServer
 from megatron_opd.watch.watched import Watched
 from sglang_bridge.arrivals import Arrivals
-from sglang_bridge.listening import is_loopback
+from sglang_bridge.listening import EVERY_ADDRESS, is_loopback
 
-EVERY_ADDRESS = ("0.0.0.0", "::")
 MOST_QUEUED = 4096
 """Connections that the kernel keeps until they are taken; others seem open to who made them."""
 MOST_STRANGERS = 256

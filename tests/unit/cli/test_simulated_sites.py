@@ -13,7 +13,6 @@ from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Depths
 from megatron_opd.sim.costs import (
     Costs,
-    EngineCost,
     LearnerCost,
     LognormalLengths,
     ScoreCost,
@@ -21,11 +20,9 @@ from megatron_opd.sim.costs import (
 )
 from megatron_opd.sim.learner import SimulatedTransport
 from megatron_opd.types import Batch
+from tests.support import simulated
+from tests.support.simulated import ALIKE, BATCH, ROLLOUT_S, STEP_S, TOKENS, VARIED
 
-BATCH, PROMPT, TOKENS, STEP_S = 8, 10, 21, 0.1
-ROLLOUT_S = (TOKENS - 1) * STEP_S
-ALIKE = LognormalLengths(mean=TOKENS, prompt_tokens=PROMPT)
-VARIED = LognormalLengths(mean=TOKENS, cv=0.8, prompt_tokens=PROMPT)
 UPDATE_S, WRITE_S = 5.0, 2.0
 Tree = dict[str, Any]
 
@@ -52,12 +49,10 @@ def config_of(
 
 def costs_of(**parts: Any) -> Costs:
     given: Tree = {
-        "engine": EngineCost(step_s=STEP_S),
-        "teachers": {"teacher": ScoreCost()},
         "learner": LearnerCost(token_s=0.0, update_s=UPDATE_S),
         "sync": SyncCost(sync_s=WRITE_S, paused_s=0.0),
     }
-    return Costs(**given | parts)
+    return simulated.costs_of(**given | parts)
 
 
 def constant(seconds: float, time_scale: float = 1.0) -> Tree:

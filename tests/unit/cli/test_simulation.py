@@ -9,19 +9,22 @@ from megatron_opd.cli.simulated_outcome import Outcome
 from megatron_opd.cli.simulation import simulate
 from megatron_opd.config.schema import Config
 from megatron_opd.sim.costs import (
-    Costs,
     EngineCost,
     LearnerCost,
     LognormalLengths,
     ScoreCost,
     SyncCost,
 )
-
-BATCH, PROMPT, TOKENS, STEP_S = 8, 10, 21, 0.1
-ROLLOUT_S = (TOKENS - 1) * STEP_S
-"""Of a response, whose prefill takes no time and gives the first token."""
-ALIKE = LognormalLengths(mean=TOKENS, prompt_tokens=PROMPT)
-VARIED = LognormalLengths(mean=TOKENS, cv=0.8, prompt_tokens=PROMPT)
+from tests.support.simulated import (
+    ALIKE,
+    BATCH,
+    PROMPT,
+    ROLLOUT_S,
+    STEP_S,
+    TOKENS,
+    VARIED,
+    costs_of,
+)
 
 
 def config_of(updates: int = 6, servers: int = 1, **sections: Any) -> Config:
@@ -35,16 +38,6 @@ def config_of(updates: int = 6, servers: int = 1, **sections: Any) -> Config:
         "rollout": {"max_new_tokens": 100},
     }
     return Config.model_validate(tree | sections)
-
-
-def costs_of(**parts: Any) -> Costs:
-    given: dict[str, Any] = {
-        "engine": EngineCost(step_s=STEP_S),
-        "teachers": {"teacher": ScoreCost()},
-        "learner": LearnerCost(token_s=0.0),
-        "sync": SyncCost(sync_s=0.0, paused_s=0.0),
-    }
-    return Costs(**given | parts)
 
 
 def schedule(kind: str, **keys: Any) -> dict[str, Any]:
