@@ -207,11 +207,17 @@ class Channel:
             self.pace.forget(lane)
             self._rewinds += 1
 
-    def ping(self, now_s: float) -> int:
-        """Return the number of the next heartbeat; what was sent before it should arrive first."""
+    def ping(self, now_s: float, making: Draft | None = None) -> int:
+        """Return the number of the next heartbeat; what was sent before it should arrive first.
+
+        making: what was drawn, and follows the heartbeat.
+        """
         self._pings += 1
         self._pinged_s = now_s
-        self._marks = (self._pings, tuple(lane.sent for lane in self.outward))
+        marks = [lane.sent for lane in self.outward]
+        if making is not None:
+            marks[making.lane] = min(marks[making.lane], making.start)
+        self._marks = (self._pings, tuple(marks))
         self._rewinds = 0
         return self._pings
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from megatron_opd.config.sites import LinkConfig
-from megatron_opd.link.channel import Channel, Limits
+from megatron_opd.link.channel import Channel, Draft, Limits
 from megatron_opd.link.clock import ClockEstimate
 from megatron_opd.link.counts import LinkCounts
 from megatron_opd.link.events import Broken, Mended, Received, Restarted
@@ -67,6 +67,7 @@ class Peer:
         self._heard_s = self._pinged_s = time.monotonic()
         self._pinged_at = 0.0
         self._fresh = self._probe = self._taking = False
+        self._making: Draft | None = None
         self.ack_due = False
         self._broken = self._met = False
         self._restarts = 0
@@ -196,7 +197,9 @@ class Peer:
                 await self._wake.wait()
                 continue
             size = sum(stop - start for _, start, stop in draft.pieces)
+            self._making = draft
             frames = await self._in_thread(size, lambda draft=draft: self.channel.sealed(draft))
+            self._making = None
             if draft.seed == self.channel.seed and self.channel.connection:
                 self._transmit(frames)
 
@@ -250,7 +253,7 @@ class Peer:
 
     def _ping(self) -> None:
         self._pinged_s, self._pinged_at = time.monotonic(), time.time()
-        self._say(Ping(self.channel.ping(self._pinged_s)))
+        self._say(Ping(self.channel.ping(self._pinged_s, self._making)))
 
     def _say(self, record: Talk) -> None:
         if self.channel.connection:

@@ -76,7 +76,10 @@ class SendLane:
     """
 
     def __init__(self) -> None:
-        self._messages: deque[Outgoing] = deque()
+        self._flown: deque[Outgoing] = deque()
+        """Messages that were sent to their end, and may be asked for again."""
+        self._ahead: deque[Outgoing] = deque()
+        """Messages after these; the first may be sent in part."""
         self.queued = self.sent = self.arrived = self.settled = 0
         self.furthest = 0
         """Place after the last byte that was ever sent."""
@@ -94,7 +97,7 @@ class SendLane:
     def queue(self, parts: Sequence[memoryview]) -> None:
         """Append a message."""
         message = Outgoing(self.queued, parts)
-        self._messages.append(message)
+        self._ahead.append(message)
         self.queued = message.stop
 
     def draw(self, limit: int) -> tuple[int, list[tuple[Outgoing, int, int]]] | None:
@@ -105,14 +108,12 @@ class SendLane:
         if self.sent == self.queued:
             return None
         start, pieces = self.sent, list[tuple[Outgoing, int, int]]()
-        for message in self._messages:
-            if message.stop <= self.sent:
-                continue
-            stop = min(message.stop, start + limit)
+        end = min(start + limit, self.queued)
+        while self.sent < end:
+            message = self._ahead[0]
+            stop = min(message.stop, end)
             pieces.append((message, self.sent, stop))
-            self.sent = stop
-            if stop == start + limit:
-                break
+            self._move(stop)
         self.furthest = max(self.furthest, self.sent)
         return start, pieces
 
@@ -123,15 +124,25 @@ class SendLane:
         """
         if not settled <= arrived <= self.furthest:
             raise Breach("it acknowledged bytes that were never sent")
-        while self._messages and self._messages[0].stop <= settled:
-            self._messages.popleft()
         self.settled = max(self.settled, settled)
         news = max(0, arrived - self.arrived)
         self.arrived += news
-        self.sent = max(self.sent, self.arrived)
         if again and arrived >= self.settled:
-            self.arrived = self.sent = arrived
+            self.arrived = arrived
+            self._move(arrived)
+        else:
+            self._move(max(self.sent, self.arrived))
+        while self._flown and self._flown[0].stop <= settled:
+            self._flown.popleft()
         return news
+
+    def _move(self, place: int) -> None:
+        """Go on sending at `place`; takes time for the messages between, not for all that wait."""
+        self.sent = place
+        while self._ahead and self._ahead[0].stop <= place:
+            self._flown.append(self._ahead.popleft())
+        while self._flown and self._flown[-1].stop > place:
+            self._ahead.appendleft(self._flown.pop())
 
     def resume(self, arrived: int, settled: int) -> int:
         """Continue after a break from what the other end has; returns as `told` does."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_opd.link.channel import Limits
 from megatron_opd.link.sending import Breach
-from megatron_opd.link.wire import BULK, LANES, URGENT, Ack, State
+from megatron_opd.link.wire import BULK, LANES, URGENT, Ack, Ping, State
 from tests.support.link_network import LIMITS, Network, damaged
 
 ACTIONS = (
@@ -187,6 +187,18 @@ def test_a_heartbeat_finds_that_the_last_chunk_was_lost():
     assert net.send(net.client)
     net.deliver(net.server)
     assert net.server.got[URGENT] == [b"last"]
+
+
+def test_a_heartbeat_that_passes_a_chunk_in_the_making_does_not_take_it_for_lost():
+    net = two()
+    net.queue(net.client, URGENT, b"late")
+    channel = net.client.channel
+    draft = channel.draw(0.0)
+    net.say(net.client, Ping(channel.ping(0.0, draft)))
+    net.deliver(net.server)
+    net.deliver(net.client)
+    assert channel.tally.bytes_again == 0
+    assert channel.draw(0.0) is None
 
 
 def test_a_break_goes_on_after_the_last_acknowledged_chunk():

@@ -2,16 +2,20 @@
 
 import asyncio
 import random
+import time
 
 import pytest
 import zmq
 import zmq.asyncio
 
 from benchmarks.link.proxy import Proxy
+from megatron_opd.link.channel import Channel, Draft
 from megatron_opd.link.events import Broken, LinkRefused, Mended, Received, Restarted
-from megatron_opd.link.wire import BULK, LANES
+from megatron_opd.link.peer import IN_THREAD_BYTES
+from megatron_opd.link.wire import BULK, LANES, Buffer, Pong
 from tests.support.link_ends import (
     OTHER_KEYS,
+    PATIENCE_S,
     drive,
     ends,
     event,
@@ -97,6 +101,37 @@ def test_a_connection_that_ends_between_a_look_and_a_receive_is_followed_by_anot
             proxy.frozen = False
             assert await message(client) == b"dropped"
             await proxy.close()
+
+    drive(body)
+
+
+def test_heartbeats_while_a_chunk_is_made_send_nothing_again(monkeypatch: pytest.MonkeyPatch):
+    ponged, sealed = Channel.ponged, Channel.sealed
+    answers = []
+
+    def note_answer(channel: Channel, pong: Pong, now_s: float) -> bool:
+        answers.append(channel)
+        return ponged(channel, pong, now_s)
+
+    def seal_slowly(channel: Channel, draft: Draft) -> list[Buffer]:
+        in_thread = sum(stop - start for _, start, stop in draft.pieces) >= IN_THREAD_BYTES
+        wanted = answers.count(channel) + 2 * in_thread
+        stop_s = time.monotonic() + PATIENCE_S
+        while answers.count(channel) < wanted and time.monotonic() < stop_s:
+            time.sleep(0.005)
+        return sealed(channel, draft)
+
+    monkeypatch.setattr(Channel, "ponged", note_answer)
+    monkeypatch.setattr(Channel, "sealed", seal_slowly)
+
+    async def body() -> None:
+        async with ends() as net:
+            client = net.client()
+            big = bytes(IN_THREAD_BYTES)
+            await client.send([big], BULK)
+            assert await message(net.server) == big
+            assert len(answers) >= 2
+            assert client.counts().bytes_again == 0
 
     drive(body)
 
