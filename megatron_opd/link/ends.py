@@ -280,6 +280,8 @@ class LinkClient(End):
             has_ended = await self._has_ended(monitor)
             while (frames := received(socket)) is not None:
                 await self._take(socket, frames)
+                if not self._greeted:  # the Welcome comes first, so it was damaged or lost
+                    return
             silent_s = self._peer.tick()
             late = not self._greeted and time.monotonic() - since_s > GREETING_S
             if has_ended or late or (self._greeted and silent_s > self._settings.silence_s):

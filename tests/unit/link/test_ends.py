@@ -2,20 +2,14 @@
 
 import asyncio
 import random
-import time
 
 import pytest
-import zmq
-import zmq.asyncio
 
 from benchmarks.link.proxy import Proxy
-from megatron_opd.link.channel import Channel, Draft
 from megatron_opd.link.events import Broken, LinkRefused, Mended, Received, Restarted
-from megatron_opd.link.peer import IN_THREAD_BYTES
-from megatron_opd.link.wire import BULK, LANES, Buffer, Pong
+from megatron_opd.link.wire import BULK, LANES
 from tests.support.link_ends import (
     OTHER_KEYS,
-    PATIENCE_S,
     drive,
     ends,
     event,
@@ -66,72 +60,6 @@ def test_every_message_comes_once_in_order_over_connections_that_are_cut():
             assert proxy.cuts > 10
             assert net.server.counts("site").connections > proxy.cuts / 2
             await proxy.close()
-
-    drive(body)
-
-
-def test_a_connection_that_ends_between_a_look_and_a_receive_is_followed_by_another(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """ZeroMQ then drops what it had ready: whoever waits for it waits for ever."""
-    receive = zmq.asyncio.Socket.recv_multipart
-    dropped = []
-
-    def ended(socket: zmq.asyncio.Socket, *args: object, **options: object) -> object:
-        bare = zmq.Socket.shadow(socket)
-        if cutting and not dropped and socket.type == zmq.DEALER:
-            while bare.poll(0):
-                dropped.append(bare.recv_multipart())
-            if dropped:
-                cutting[0].cut()
-        return receive(socket, *args, **options)
-
-    monkeypatch.setattr(zmq.asyncio.Socket, "recv_multipart", ended)
-    cutting: list[Proxy] = []
-
-    async def body() -> None:
-        async with ends(link_config(heartbeat_s=60)) as net:
-            proxy = Proxy(net.port)
-            client = net.client(await proxy.start())
-            assert await client.next() == Restarted("server")
-            cutting.append(proxy)
-            await net.server.send("site", [b"dropped"])
-            while not dropped:  # noqa: ASYNC110  it has no event
-                await asyncio.sleep(0.01)
-            proxy.frozen = False
-            assert await message(client) == b"dropped"
-            await proxy.close()
-
-    drive(body)
-
-
-def test_heartbeats_while_a_chunk_is_made_send_nothing_again(monkeypatch: pytest.MonkeyPatch):
-    ponged, sealed = Channel.ponged, Channel.sealed
-    answers = []
-
-    def note_answer(channel: Channel, pong: Pong, now_s: float) -> bool:
-        answers.append(channel)
-        return ponged(channel, pong, now_s)
-
-    def seal_slowly(channel: Channel, draft: Draft) -> list[Buffer]:
-        in_thread = sum(stop - start for _, start, stop in draft.pieces) >= IN_THREAD_BYTES
-        wanted = answers.count(channel) + 2 * in_thread
-        stop_s = time.monotonic() + PATIENCE_S
-        while answers.count(channel) < wanted and time.monotonic() < stop_s:
-            time.sleep(0.005)
-        return sealed(channel, draft)
-
-    monkeypatch.setattr(Channel, "ponged", note_answer)
-    monkeypatch.setattr(Channel, "sealed", seal_slowly)
-
-    async def body() -> None:
-        async with ends() as net:
-            client = net.client()
-            big = bytes(IN_THREAD_BYTES)
-            await client.send([big], BULK)
-            assert await message(net.server) == big
-            assert len(answers) >= 2
-            assert client.counts().bytes_again == 0
 
     drive(body)
 
