@@ -23,7 +23,7 @@ LEAST_SHARE = 0.8
 
 def measure(options: Sequence[str] = ()) -> dict[str, Any]:
     """Return the figures of each part, and what failed."""
-    from benchmarks.link.breaks import with_faults, without_resending
+    from benchmarks.link.breaks import STALL_S, with_faults, without_resending
     from benchmarks.link.rates import compressed, in_namespaces, own_limit
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks link")
@@ -34,6 +34,8 @@ def measure(options: Sequence[str] = ()) -> dict[str, Any]:
     failed: list[str] = []
     if "breaks" in parsed.only:
         found = figures["breaks"] = with_faults()
+        if found["stalled"]:
+            failed.append(f"breaks: no progress for {STALL_S:g} s; `stalled` has both ends' counts")
         wrong = found["lost"] or found["twice"] or found["wrong"] or not found["finished"]
         if wrong or found["cuts"] < 20 or found["kills"] < 10:
             failed.append("breaks")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
+import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import zmq
@@ -26,6 +28,11 @@ BIG_BYTES = 300_000
 MOST_BYTES_TO_A_CUT = 1_500_000
 LINK = {"heartbeat_s": 0.5, "silence_s": 3.0, "chunk_bytes": 1 << 18}
 LIMIT_S = 300.0
+STALL_S = 60.0
+"""Time without an answer or a kill after which a run has stalled; the longest wait of the link for
+a connection is far shorter."""
+TELLING_S = 10.0
+"""Time within which a site's process tells its counts."""
 FAULTS = 0.1
 """Share of chunks of which something becomes, in each process."""
 CONTROL_TASKS, CONTROL_LIMIT_S = 200, 15.0
@@ -108,23 +115,42 @@ class Site:
         """Start a new process."""
         self.starts += 1
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "benchmarks.link.site", stdin=asyncio.subprocess.PIPE
+            sys.executable,
+            "-m",
+            "benchmarks.link.site",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
         )
         assert self._process.stdin is not None
         told = self._told | {"seed": self.starts}
         self._process.stdin.write(json.dumps(told).encode() + b"\n")
         await self._process.stdin.drain()
 
+    async def counts(self) -> dict[str, Any] | None:
+        """Ask it for its link's counts, once; None where it does not tell them."""
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(TELLING_S):
+                await self._process.stdout.readline()  # only now can it take the signal
+                self._process.send_signal(signal.SIGUSR1)
+                return json.loads(await self._process.stdout.readline())
+        except (TimeoutError, ProcessLookupError, ValueError):
+            return None
+
     async def kill(self) -> None:
         """Kill it at once, and wait for its end."""
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
         await self._process.wait()
 
 
 async def run(
     tasks: int, kills: int, limit_s: float, *, faults: float, never_again: bool
 ) -> dict[str, Any]:
-    """Return what came of `tasks` tasks."""
+    """Return what came of `tasks` tasks.
+
+    stalled: what both ends counted where there was no progress for STALL_S, else None.
+    """
     server_keys, site_keys = zmq.curve_keypair(), zmq.curve_keypair()
     link = LinkServer(
         "tcp://127.0.0.1:*",
@@ -151,8 +177,15 @@ async def run(
     await site.start()
     working = asyncio.create_task(hub.work())
     killed, site_faults = 0, 0
+    stalled, seen, seen_s = None, (0, 0, 0), started_s
     while not working.done() and time.monotonic() - started_s < limit_s:
         await asyncio.sleep(0.02)
+        now = (len(hub.got), hub.big, killed)
+        if now != seen:
+            seen, seen_s = now, time.monotonic()
+        elif time.monotonic() - seen_s > STALL_S:
+            stalled = {"server": asdict(link.counts("site")), "site": await site.counts()}
+            break
         if killed < kills and len(hub.got) >= (killed + 1) * tasks // (kills + 1):
             await site.kill()
             killed += 1
@@ -170,6 +203,7 @@ async def run(
     await proxy.close()
     return {
         "finished": finished,
+        "stalled": stalled,
         "seconds": round(seconds, 1),
         "tasks": tasks,
         "samples": len(hub.got),

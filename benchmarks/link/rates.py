@@ -36,6 +36,16 @@ def _start(prefix: Sequence[str], end: str, told: dict[str, Any]) -> subprocess.
     return child
 
 
+@contextlib.contextmanager
+def _ended(child: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """Kill the child if it is not at its end by then: its other end has failed."""
+    with child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
 def move(
     num_bytes: int,
     *,
@@ -48,11 +58,11 @@ def move(
     receiver, sender = zmq.curve_keypair(), zmq.curve_keypair()
     told = {"link": link or {}, "host": host, "payload": payload, "num_bytes": num_bytes}
     keys = {"secret": receiver[1].decode(), "peer": sender[0].decode()}
-    with _start(prefixes[0], "receive", told | keys) as far:
+    with _ended(_start(prefixes[0], "receive", told | keys)) as far:
         assert far.stdout is not None
         address = json.loads(far.stdout.readline())["address"]
         keys = {"secret": sender[1].decode(), "peer": receiver[0].decode(), "address": address}
-        with _start(prefixes[1], "send", told | keys) as near:
+        with _ended(_start(prefixes[1], "send", told | keys)) as near:
             found = json.loads(near.communicate(timeout=CHILD_S)[0])
         received = json.loads(far.communicate(timeout=CHILD_S)[0])
     mib = found["bytes"] / MIB

@@ -2,6 +2,7 @@
 
 It reads one line of JSON, then answers tasks with the bytes that their uid stands for, and big
 messages with their number. Every message that it sends is numbered from the start of the process.
+It prints an empty record once SIGUSR1 makes it print the counts of its link.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import asyncio
 import contextlib
 import json
 import random
+import signal
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from benchmarks.link.faults import Faults, never_send_again
@@ -44,6 +47,10 @@ async def work(told: dict[str, Any], faults: Faults) -> None:
         told["server"].encode(),
         LinkConfig.model_validate(told["link"]),
     )
+    asyncio.get_running_loop().add_signal_handler(
+        signal.SIGUSR1, lambda: print(json.dumps(asdict(link.counts())), flush=True)
+    )
+    print("{}", flush=True)
     sent = 0
     expected = [0, 0]
     wrong = 0
