@@ -137,7 +137,7 @@ class SendLane:
         return news
 
     def _move(self, place: int) -> None:
-        """Go on sending at `place`; takes time for the messages between, not for all that wait."""
+        """Continue at `place`; takes time for the messages between, not for all that wait."""
         self.sent = place
         while self._ahead and self._ahead[0].stop <= place:
             self._flown.append(self._ahead.popleft())
