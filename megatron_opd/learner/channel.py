@@ -33,6 +33,7 @@ from megatron_opd.transport.messages import (
     decode_request,
     encode,
 )
+from megatron_opd.transport.receiving import received_now
 from sglang_bridge.errors import one_line
 
 if TYPE_CHECKING:
@@ -121,8 +122,8 @@ class Channel:
                     connected = False
                 elif event & _REFUSED:
                     wrong_since_s = wrong_since_s or time.monotonic()
-            if self._socket.poll(0):
-                welcome = self._welcomed(self._receive_frames())
+            if (answer := received_now(self._socket)) is not None:
+                welcome = self._welcomed([frame.buffer for frame in answer])
                 if not connected:  # it has ended since, and the monitor says so only once
                     self._on_lost(self._gone())
                 return welcome

@@ -24,9 +24,10 @@ from megatron_opd.link.events import LinkRefused
 from megatron_opd.link.peer import Peer
 from megatron_opd.link.routes import Greeting, Routes
 from megatron_opd.link.sending import Breach
-from megatron_opd.link.sockets import prepared, put, received
+from megatron_opd.link.sockets import prepared, put
 from megatron_opd.link.wire import URGENT, Buffer, Hello, Refused, Welcome, note
 from megatron_opd.transport.gate import Gate, name_of, show_keys
+from megatron_opd.transport.receiving import received
 from sglang_bridge.errors import one_line
 from sglang_bridge.refusals import Refusals
 

@@ -55,6 +55,7 @@ from megatron_opd.transport.messages import (
     decode_reply,
     encode,
 )
+from megatron_opd.transport.receiving import received
 from megatron_opd.transport.roster import Breach, Expected, Roster
 from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import WeightPiece
@@ -352,8 +353,8 @@ class RemoteLearner:
         while True:
             await poller.poll()
             ended = [self._connections.pop(fd, None) for fd in await self._gate.ended()]
-            while await self._socket.poll(0):
-                identity, *frames = await self._socket.recv_multipart(copy=False)
+            while (message := received(self._socket)) is not None:
+                identity, *frames = message
                 await self._take(identity.bytes, frames)
             # only now: a rank that reported its failure has said more than that it is gone
             for peer in ended:

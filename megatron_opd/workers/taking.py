@@ -17,6 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from megatron_opd.transport.gate import guard_socket, show_keys
 from megatron_opd.transport.keys import RankKeys
+from megatron_opd.transport.receiving import received_now
 from megatron_opd.transport.samples import FRAMES
 from sglang_bridge.errors import one_line
 
@@ -200,8 +201,8 @@ class _Source:
 
     def _received(self) -> list[tuple[memoryview, Frames]]:
         socket, found = self.sockets[0], list[tuple[memoryview, Frames]]()
-        while socket.poll(0):
-            name, *frames = (frame.buffer for frame in socket.recv_multipart(copy=False))
+        while (message := received_now(socket)) is not None:
+            name, *frames = (frame.buffer for frame in message)
             found.append((name, frames))
         return found
 

@@ -1,4 +1,4 @@
-"""A receive of a link never waits."""
+"""A receive takes what is there, and waits for nothing."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from megatron_opd.link.sockets import received
+from megatron_opd.transport.receiving import received, received_now
 from tests.support.link_ends import drive
 
 
@@ -39,3 +39,25 @@ def test_a_socket_that_cannot_be_read_says_so():
             received(push)
 
     drive(body)
+
+
+def test_outside_asyncio_it_does_so_too():
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PAIR) as near,
+        context.socket(zmq.PAIR) as far,
+    ):
+        near.bind("inproc://pair")
+        far.connect("inproc://pair")
+        assert received_now(near) is None
+        far.send_multipart([b"a", b"b"])
+        near.poll(5000)
+        found = received_now(near)
+        assert found is not None
+        assert [frame.bytes for frame in found] == [b"a", b"b"]
+        assert received_now(near) is None
+        with (
+            context.socket(zmq.PUSH) as push,
+            pytest.raises(zmq.ZMQError, match="not supported"),
+        ):
+            received_now(push)
