@@ -27,7 +27,7 @@ pytestmark = pytest.mark.e2e
 UPDATES = 18
 DELAY_S = 0.3
 KEPT_EVERY = 4
-END_LIMIT_S = 120
+END_LIMIT_S = 240
 
 
 @dataclass
