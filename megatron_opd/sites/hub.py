@@ -121,7 +121,7 @@ class Hub:
     def start_over(
         self, settings: HubSettings, taking: IntakeSettings, scorer: TeacherScorer | None
     ) -> None:
-        """Go on from a checkpoint as another start of the run does, with a new `intake`.
+        """Continue from a checkpoint as another start of the run does, with a new `intake`.
 
         Call after `versions` has started over. Whoever waits at the intake before waits for ever.
         """
