@@ -92,7 +92,6 @@ def config_of(case: Case, updates: int) -> Config:
         },
         "weight_sync": {"type": "disk", "directory": "unused"},
         "evaluation": {"problems": 0},
-        "learner": {"max_restarts": 0},
     }
     if near or case.admission == "permits":
         tree["schedule"] = {

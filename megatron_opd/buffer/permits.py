@@ -128,14 +128,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable
 
-from megatron_opd.buffer.rejection import SampleRejected
+from megatron_opd.buffer.rejection import TooOld
 from megatron_opd.types import AnySample, Batch
 
 TOO_STALE = "too_stale"
 
 
-class TooStale(SampleRejected):
+class TooStale(TooOld):
     """Reports a site's sample that is older than any update may train on."""
+
+    remedy = (
+        "raise sites.max_staleness (with permits schedule.max_staleness), let weights reach the "
+        "sites faster, or lower sites.members.NAME.concurrency"
+    )
 
     def __init__(self, version: int, updates: int, bound: int) -> None:
         age = updates - version

@@ -19,6 +19,15 @@ class SamplesLost(Exception):
     """Reports that arrays are gone with the data worker that held them: they are sampled anew."""
 
 
+class TooOld(SampleRejected):
+    """Reports a sound sample that came too late to be trained on; it says nothing of its prompt.
+
+    remedy: what the user can do where all samples come so.
+    """
+
+    remedy = ""
+
+
 class RolloutRejected(SampleRejected):
     """Reports that the student's servers returned nothing to learn from (aborted or empty)."""
 

@@ -65,7 +65,7 @@ from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.garbage import collected_rarely, put_aside
 from megatron_opd.controller.health import EngineLost, HealthGuard, ProcessDied
 from megatron_opd.controller.ports import Guard
-from megatron_opd.controller.snapshot import NOTHING_YET
+from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.data.files import data_crc32
 from megatron_opd.metrics.persist import dump_totals
 from megatron_opd.metrics.recorder import RunRecorder
@@ -329,20 +329,19 @@ class PipelineRun:
         self, remote: RemoteLearner, fleets: Mapping[Role, Fleet], guard: Guard
     ) -> None:
         """Make all updates on what sampler sites send."""
-        state = NOTHING_YET if self.resumed is None else self.resumed.state
-        sites = SitesOfRun(self.config, self.prepared, remote, fleets, state, self._say)
+        sites = SitesOfRun(self.config, self.prepared, remote, fleets, self._state, self._say)
         self.sites = sites
         await while_alive(guard, sites.versions.open())
         assert self.supervisor is not None
         self.supervisor.start(sites.hub.serve())
-        self.restarts = LearnerRestarts(self.config, remote, self.processes, self._say)
-        await self._attempt(remote, fleets, guard, sites.versions)
+        attempt = partial(self._attempt, remote, fleets, guard, sites.versions)
+        await self._through_losses(remote, attempt, lambda: sites.start_over(self._state))
         await sites.farewell()
 
     async def _train(
         self, remote: RemoteLearner, fleets: Mapping[Role, Fleet], guard: Guard
     ) -> WeightSync:
-        """Make all updates, from the last checkpoint again whenever the learner was lost."""
+        """Make all updates on what the run's own servers sample."""
         config, student = self.config, fleets[STUDENT]
         make_transport = transport_kind(config.weight_sync).fleet_part
         transport = make_transport(student, remote.move_weights, config)
@@ -352,13 +351,27 @@ class PipelineRun:
         weight_sync = WeightSync(student, remote, transport, config.weight_sync, lose, memory)
         self.weight_sync = weight_sync
         await weight_sync.open(used=self._used(STUDENT))
-        restarts = LearnerRestarts(config, remote, self.processes, self._say)
+        attempt = partial(self._attempt, remote, fleets, guard, weight_sync)
+        await self._through_losses(remote, attempt, weight_sync.start_over)
+        return weight_sync
+
+    async def _through_losses(
+        self,
+        remote: RemoteLearner,
+        attempt: Callable[[], Awaitable[None]],
+        start_over: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Make all updates, from the last checkpoint again whenever the learner was lost.
+
+        start_over: prepares the way of the weights, and the sites, for another learner.
+        """
+        restarts = LearnerRestarts(self.config, remote, self.processes, self._say)
         self.restarts, wall_s = restarts, self._earlier("wall_s", 0.0)
 
         async def recover() -> None:
             await restarts.again()
-            self._roll_back(last_checkpoint(config, wall_s))
-            await weight_sync.start_over()
+            self._roll_back(last_checkpoint(self.config, wall_s))
+            await start_over()
 
         async def lost(error: Exception) -> bool:
             if not await restarts.possible():
@@ -369,9 +382,12 @@ class PipelineRun:
             await self.evaluations.close()
             return True
 
-        attempt = partial(self._attempt, remote, fleets, guard, weight_sync)
         await through_losses(attempt, recover, lost)
-        return weight_sync
+
+    @property
+    def _state(self) -> ControllerState:
+        """Returns what the controller continues from."""
+        return NOTHING_YET if self.resumed is None else self.resumed.state
 
     def _roll_back(self, resumed: Resumption | None) -> None:
         """Continue from there, as if nothing had been done since."""
@@ -396,8 +412,7 @@ class PipelineRun:
         weight_sync: WeightSync | SiteVersions,
     ) -> None:
         """Make the updates that are left, with one learner."""
-        config, resumed = self.config, self.resumed
-        state = NOTHING_YET if resumed is None else resumed.state
+        config, resumed, state = self.config, self.resumed, self._state
         if resumed is not None:
             await weight_sync.make_room()
             await remote.load_state(resumed.learner)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from megatron_opd.buffer.rejection import SampleRejected
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.in_flight import Rollouts
 from megatron_opd.controller.ports import TeacherScorer
@@ -25,7 +24,7 @@ from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.sim.costs import SyncCost
 from megatron_opd.sim.host import Host
 from megatron_opd.sim.pipes import Pipe
-from megatron_opd.sites.intake import TOO_LATE
+from megatron_opd.sites.intake import TooLate
 from megatron_opd.types import AnyRollout, AnySample, LearnerTurn, Prompt
 from megatron_opd.weight_sync.session import WeightSync
 
@@ -101,7 +100,7 @@ class SimulatedSites:
     # ------------------------------------------------------------ samples
 
     async def generate(self, prompt: Prompt) -> AnyRollout:
-        """Return a response once it has come from a site. SampleRejected: it came too late."""
+        """Return a response once it has come from a site. TooLate."""
         site = await self._slot_for(prompt.uid)
         try:
             rollout = await site.rollouts.run(partial(site.generator.generate, prompt))
@@ -133,7 +132,7 @@ class SimulatedSites:
         await site.up.send(num_bytes, held_s)
         age_s = self._clock() - rollout.finished_s
         if age_s > sites.max_delay_s:
-            raise SampleRejected(TOO_LATE, f"{age_s:.0f} s after its end, from {site.name}")
+            raise TooLate(f"{age_s:.0f} s after its end, from {site.name}")
 
     async def _slot_for(self, uid: int) -> SimulatedSite:
         waiting = _Waiting(uid)

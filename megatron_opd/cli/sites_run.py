@@ -34,6 +34,8 @@ LINGER_S = 5.0
 class SitesOfRun:
     """Holds links, hub and versions of one start of `opd run`; make it inside the event loop.
 
+    They stay when the learner is started again.
+
     Args:
         config: the run's.
         prepared: its checked input.
@@ -54,6 +56,7 @@ class SitesOfRun:
         state: ControllerState,
         say: Callable[[str], None],
     ) -> None:
+        self._config, self._prepared, self._fleets = config, prepared, fleets
         self._limit_s = config.student.startup_timeout_s
         self._names, self._say = list(config.sites.members), say
         address = f"tcp://{config.sites.host}:{config.sites.port}"
@@ -79,6 +82,8 @@ class SitesOfRun:
 
     async def first(self) -> None:
         """Wait for a site. UserError: none comes within student.startup_timeout_s."""
+        if self.hub.had_sites:  # before the learner was started again; they come back when they do
+            return
         names = ", ".join(self._names)
         self._say(f"waiting for a site: opd site NAME CONFIG, NAME being one of {names}")
         try:
@@ -89,6 +94,15 @@ class SitesOfRun:
                 f"no site was there within student.startup_timeout_s = {self._limit_s:g} s: start "
                 f"one with opd site NAME CONFIG, NAME being one of {names}"
             ) from None
+
+    async def start_over(self, state: ControllerState) -> None:
+        """Let every site begin anew: another learner continues from `state`. WeightSyncFailed."""
+        await self.versions.start_over()
+        self.hub.start_over(
+            hub_settings(self._config),
+            intake_settings(self._config, state),
+            _scorer(self._config, self._prepared, self._fleets),
+        )
 
     async def farewell(self) -> None:
         """Tell the sites that the run has ended."""

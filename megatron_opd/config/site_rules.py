@@ -65,12 +65,6 @@ def _beside(config: ConfigTree) -> list[tuple[str, Any, Any, str]]:
             None,
             "whose servers' failures are not simulated",
         ),
-        (
-            "learner.max_restarts",
-            config.learner.max_restarts,
-            0,
-            "which take a learner that is back for another run; use opd run --resume",
-        ),
     ]
 
 

@@ -80,7 +80,8 @@ class SitesConfig(Section):
     Raising it drops less and trains on older samples."""
     max_delay_s: Seconds = 1800.0
     """Longest time in seconds from the end of sampling until a sample reaches the learner; one that
-    took longer is dropped (too_late)."""
+    took longer is dropped (too_late). When nothing has come for as long, one line says how each
+    site does."""
     lost_after_s: Seconds = 60.0
     """Time in seconds after which the prompts of a site whose link is broken are given to others.
     Whichever sample comes first counts."""

@@ -53,7 +53,7 @@ from megatron_opd.buffer.permits import (
     staleness_versions,
 )
 from megatron_opd.buffer.planned import PlannedBuffer
-from megatron_opd.buffer.rejection import SampleRejected, SamplesLost
+from megatron_opd.buffer.rejection import SampleRejected, SamplesLost, TooOld
 from megatron_opd.buffer.spread import SpreadFilter, Verdict
 from megatron_opd.controller.errors import EverythingDropped, LearnerDiverged, LoopFailed
 from megatron_opd.controller.in_flight import Rollouts
@@ -113,7 +113,7 @@ class Controller:
         self._unscored: dict[int, Prompt | AnyRollout] = {}
         self._num_scoring = 0
         self._dropped = Counter(state.dropped)
-        self._dropped_in_a_row = state.dropped_in_a_row
+        self._dropped_in_a_row, self._too_old_in_a_row = state.dropped_in_a_row, 0
         self._num_admitted, self._num_consumed = state.admitted, state.consumed
         self._num_updates, self._version = state.updates, state.version
         self._next_uid = state.next_uid
@@ -335,7 +335,7 @@ class Controller:
             return
         last = self._groups.is_last(uid)
         if last:
-            self._dropped_in_a_row = 0
+            self._dropped_in_a_row = self._too_old_in_a_row = 0
         if self._filter is None:
             self._keep(sample)
             return
@@ -447,14 +447,29 @@ class Controller:
 
     def _drop(self, uid: int, rejection: SampleRejected) -> None:
         self._counted.discard(uid)
+        was_broken = self._groups.broken(uid)
         self._remove(uid, rejection)
         self._break_up(uid)
         self._moved.set()
+        if isinstance(rejection, TooOld):
+            self._too_old_in_a_row += not was_broken
+            self._check_too_old(rejection)
+            return
         # samples dropped with another one are not counted again
         self._dropped_in_a_row += not isinstance(rejection, GroupIncomplete)
         if self._dropped_in_a_row >= max(self._permits.total, MIN_DROPS_IN_A_ROW):
             raise EverythingDropped(
                 f"{self._dropped_in_a_row} samples in a row were dropped, the last for {rejection}"
+            )
+
+    def _check_too_old(self, last: TooOld) -> None:
+        """Raise EverythingDropped once nothing but what is too old comes."""
+        count, most = self._too_old_in_a_row, self._schedule.most_too_old
+        if count >= max(most, MIN_DROPS_IN_A_ROW):
+            what = "samples" if self._schedule.group_size == 1 else "groups"
+            raise EverythingDropped(
+                f"{count} {what} in a row were dropped, the last for {last}; no other came: "
+                f"{last.remedy}"
             )
 
     def _break_up(self, uid: int) -> None:

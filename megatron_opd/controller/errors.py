@@ -13,7 +13,7 @@ class LoopFailed(RuntimeError):
 
 
 class EverythingDropped(RuntimeError):
-    """Reports as many dropped samples in a row as there are permits, with no group scored."""
+    """Reports so many dropped samples in a row, with no group scored, that more would follow."""
 
 
 class LearnerDiverged(RuntimeError):

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from math import ceil
 
 from megatron_opd.buffer.planned import BatchPlan
 from megatron_opd.buffer.spread import GroupRule
 from megatron_opd.config.schedule import InFlight, ScheduleConfig
 from megatron_opd.config.site_bounds import open_permits
+
+ROUNDS_TOO_OLD = 8
+"""As many times may all that sites hold come too old in a row before the run ends. A site that
+comes back after a long break brings one such round, with nothing wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,11 @@ class Schedule:
     def most_unscored(self) -> int:
         """Returns how many prompts may be admitted and not scored: open admission fills slots."""
         return self.afar.slots if self.afar and self.takes_first_arrived else sys.maxsize
+
+    @property
+    def most_too_old(self) -> int:
+        """Returns how many groups in a row may be dropped because they are too old."""
+        return 0 if self.afar is None else ROUNDS_TOO_OLD * ceil(self.afar.slots / self.group_size)
 
     @property
     def takes_first_arrived(self) -> bool:

@@ -10,6 +10,7 @@ often is quarantined: nothing more of it is taken.
 | Broken       | it gets no more prompts; after lost_after_s others get those that it has, too |
 | Mended       | it gets prompts again; what it answered meanwhile counts                      |
 | Leaving      | others get its prompts at once                                                |
+| start_over   | the run goes on from a checkpoint: Again; all before the next Hello is void   |
 | quarantine   | Farewell, and why; others get its prompts at once                             |
 """
 
@@ -32,6 +33,8 @@ from megatron_opd.sites.intake import Ends, Hold, Intake
 from megatron_opd.sites.member import Errand, Member
 from megatron_opd.sites.messages import (
     DETAIL_CHARS,
+    Again,
+    Done,
     Farewell,
     Gone,
     Hello,
@@ -48,6 +51,7 @@ from megatron_opd.sites.messages import (
 )
 from megatron_opd.sites.ports import SiteLinks, Versions
 from megatron_opd.sites.settings import Expected, HubSettings, IntakeSettings
+from megatron_opd.sites.silence import Silence
 from megatron_opd.sites.suspicion import Suspicions
 from megatron_opd.sites.together import Failure, together
 from megatron_opd.transport.messages import BadMessage
@@ -92,8 +96,14 @@ class Hub:
         self._links, self._say = links, say
         self._group_size = taking.group_size
         self._members = {name: Member(name) for name in settings.slots}
-        ends = Ends(self._tell, links.counts, self._took, self._fault)
-        self.intake = Intake(taking, rules, ends, scorer, hold)
+        self._rules, self._hold = rules, hold
+        self.intake = self._intake(taking, scorer)
+        self._silence = Silence(
+            taking.max_delay_s,
+            lambda: self.intake.wants_samples,
+            lambda: map(self.intake.standing, self._members.values()),
+            say,
+        )
         self.versions: Versions | None = None
         self._suspicions = Suspicions()
         self._came = asyncio.Event()
@@ -102,6 +112,30 @@ class Hub:
     async def first(self) -> None:
         """Return once a site is part of the run."""
         await self._came.wait()
+
+    @property
+    def had_sites(self) -> bool:
+        """Returns whether a site is part of the run, or was."""
+        return self._came.is_set()
+
+    def start_over(
+        self, settings: HubSettings, taking: IntakeSettings, scorer: TeacherScorer | None
+    ) -> None:
+        """Continue from a checkpoint as another start of the run does, with a new `intake`.
+
+        Call after `versions` has started over. Whoever waits at the intake before waits for ever.
+        """
+        self._settings = settings
+        self.intake = self._intake(taking, scorer)
+        self._suspicions = Suspicions()  # version numbers come again, with other weights
+        for member in self._members.values():
+            if member.is_welcome:
+                member.start_over()
+                self._tell(member, Again())
+
+    def _intake(self, taking: IntakeSettings, scorer: TeacherScorer | None) -> Intake:
+        ends = Ends(self._tell, self._links.counts, self._took, self._fault)
+        return Intake(taking, self._rules, ends, scorer, self._hold)
 
     # ------------------------------------------------------------ figures
 
@@ -130,7 +164,7 @@ class Hub:
     async def serve(self) -> None:
         """Do what sites ask for until cancelled. Raises what ends the links, NoSiteLeft."""
         try:
-            await together(self._listen(), self._failure.wait())
+            await together(self._listen(), self._failure.wait(), self._silence.watch())
         finally:
             for member in self._members.values():
                 member.end()
@@ -191,6 +225,8 @@ class Hub:
             return
         if isinstance(message, Hello):
             self._greet(member, message)
+        elif member.is_asked_again:
+            return  # of the run before, which is no more
         elif not member.is_welcome:
             raise ValueError(f"{type(message).__name__} before Welcome")
         elif isinstance(message, Leaving):
@@ -201,7 +237,12 @@ class Hub:
         elif isinstance(message, Want):
             assert self.versions is not None
             self.versions.wants(member.name, message)
-        elif isinstance(message, Gone):
+        else:
+            self._silence.broken()
+            self._answered(member, message, frames)
+
+    def _answered(self, member: Member, message: Gone | Done, frames: Frames) -> None:
+        if isinstance(message, Gone):
             self.intake.gone(member, message)
         else:
             self.intake.done(member, message, frames)
@@ -221,7 +262,7 @@ class Hub:
         self.intake.pause(member)
         slots = min(hello.slots, self._settings.slots[member.name])
         wanted = self.intake.wanted(hello.holds)[:slots]
-        member.begin(slots, wanted, self.intake.newest)
+        member.begin(hello.process, slots, wanted, self.intake.newest)
         self._tell(member, Welcome(self._settings.run, self._settings.updates, wanted))
         self._do_for(member, partial(self._joined, member, wanted))
         before = f", {len(wanted)} of them from before" if wanted else ""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_opd.buffer.rejection import RolloutRejected, SamplesLost
+from megatron_opd.buffer.rejection import RolloutRejected, SampleRejected, SamplesLost, TooOld
 from megatron_opd.controller.ports import TeacherScorer
 from megatron_opd.link.counts import LinkCounts
 from megatron_opd.sites.checking import MOST_S, Forged, SampleRules, received_sample
@@ -30,6 +30,15 @@ REASON_CHARS = 64
 
 Hold = Callable[[str, int], float]
 """Takes a site and the number of its sample, returns the seconds to hold the sample back."""
+
+
+class TooLate(TooOld):
+    """Reports a sample that took longer to come than sites.max_delay_s."""
+
+    remedy = "raise sites.max_delay_s, or let samples travel faster"
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(TOO_LATE, detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,7 @@ class Intake:
     # ------------------------------------------------------------ the controller's side
 
     async def generate(self, prompt: Prompt) -> AnyRollout:
-        """Return what a site sampled for a prompt, once it is here. RolloutRejected."""
+        """Return what a site sampled for a prompt, once it is here. RolloutRejected, TooLate."""
         uid = prompt.uid
         answer = self._answers[uid] = asyncio.get_running_loop().create_future()
         self._resumed.discard(uid)
@@ -147,6 +156,21 @@ class Intake:
             if self._is_behind(member):
                 self.pause(member)
 
+    @property
+    def wants_samples(self) -> bool:
+        """Returns whether any prompt is asked for and not answered."""
+        return bool(self._answers)
+
+    def standing(self, member: Member) -> str:
+        """Return in a few words how a site does."""
+        if member.state != "connected" or not self._is_behind(member):
+            return f"{member.name} is {member.state}"
+        behind = self.newest - max(member.served)
+        return (
+            f"{member.name} has weights that are {behind} versions behind, gets no prompts above "
+            f"{self._settings.bound}"
+        )
+
     def _is_behind(self, member: Member) -> bool:
         """Return whether whatever a site begins now will be too old to be trained on.
 
@@ -202,7 +226,7 @@ class Intake:
         if delay_s > limit_s:
             member.figures.too_late += 1
             why = f"site {member.name}: {delay_s:.1f} s, sites.max_delay_s is {limit_s:g}"
-            self._answer(member, uid, RolloutRejected(TOO_LATE, why))
+            self._answer(member, uid, TooLate(why))
             return
         rollout = sample.rollout
         behind = self.newest - rollout.oldest_version
@@ -233,13 +257,13 @@ class Intake:
             return False
         return True
 
-    def _answer(self, member: Member, uid: int, result: Rollout | RolloutRejected) -> None:
+    def _answer(self, member: Member, uid: int, result: Rollout | SampleRejected) -> None:
         answer = self._answers[uid]
         self._settle(uid, by=member)
         member.answered(uid)
         if answer.done():  # whoever waited was cancelled in this turn of the event loop
             self._scored.pop(uid, None)
-        elif isinstance(result, RolloutRejected):
+        elif isinstance(result, SampleRejected):
             answer.set_exception(result)
         else:
             answer.set_result(result)

@@ -14,9 +14,11 @@ Errand = Callable[[], Awaitable[None]]
 class Member:
     """Knows one site.
 
-    process: counts the processes that were there. slots: prompts that it holds at most. offered,
-    served: versions that its process was offered, and samples or sampled with. quarantined: why it
-    is; None: it is not. last_refusal: what the user was told last.
+    process: counts the processes that were there, and the runs that they were part of. slots:
+    prompts that it holds at most. offered, served: versions that its process was offered, and
+    samples or sampled with. is_asked_again: it is to say Hello, and what it says before is of a run
+    that is no more. quarantined: why it is; None: it is not. last_refusal: what the user was told
+    last.
     """
 
     def __init__(self, name: str) -> None:
@@ -24,11 +26,12 @@ class Member:
         self.figures = SiteFigures()
         self.process = 0
         self.slots = 0
-        self.is_welcome = self.is_broken = False
+        self.is_welcome = self.is_broken = self.is_asked_again = False
         self.offered: set[int] = set()
         self.served: set[int] = set()
         self.quarantined: str | None = None
         self.last_refusal: str | None = None
+        self._process_name: str | None = None
         self._returning: frozenset[int] = frozenset()
         self._newest_before = -1
         self._answered: OrderedDict[int, None] = OrderedDict()
@@ -46,12 +49,14 @@ class Member:
             return "refused" if self.last_refusal is not None else "away"
         return "broken" if self.is_broken else "connected"
 
-    def begin(self, slots: int, returning: Collection[int], newest: int) -> None:
-        """Note that a new process is part of the run.
+    def begin(self, process: str, slots: int, returning: Collection[int], newest: int) -> None:
+        """Note that a process is part of the run.
 
-        returning: prompts that it holds from before, sampled with versions up to `newest`.
+        process: its name. returning: prompts that it holds from before, sampled with versions up to
+        `newest`.
         """
-        self.figures.starts += 1
+        self.figures.starts += process != self._process_name
+        self._process_name = process
         self.slots, self.is_welcome, self.last_refusal = slots, True, None
         self._returning, self._newest_before = frozenset(returning), newest
 
@@ -60,10 +65,16 @@ class Member:
         self.close()
         self.stop_timer()
         self.process += 1
-        self.is_welcome = self.is_broken = False
+        self.is_welcome = self.is_broken = self.is_asked_again = False
         self.offered, self.served = set(), set()
         self._answered.clear()
         self._errands = asyncio.Queue()
+
+    def start_over(self) -> None:
+        """Forget all but the link to the process that is there, which is to say Hello anew."""
+        broken = self.is_broken
+        self.end()
+        self.is_broken, self.is_asked_again = broken, True
 
     def serves(self, version: int) -> None:
         """Note that the site samples with a version from now on."""

@@ -21,6 +21,8 @@ read by `decode_to_site` or `decode_to_learner`, which raise BadMessage and noth
       |<-----------------------------------|
       | Serving(version)                   |
       |----------------------------------->|
+      |          Again                     |  the run goes back to a checkpoint:
+      |<-----------------------------------|  from Hello on
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import msgspec
 from megatron_opd.sample_figures import ScoreShape
 from megatron_opd.weight_sync.decoding import decoded
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Both ends must have the same."""
 DETAIL_CHARS = 400
 """Most characters of a reason in one line."""
@@ -41,7 +43,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class Hello(_Message, frozen=True):
-    """Introduces a site, after each start of its process or of the learner's.
+    """Introduces a site, after each start of its process or of the learner's, and each Again.
 
     process: a name that this start of it alone has. slots: prompts that it samples at once. scores:
     whether it has every teacher. digests: config/digests.py's, of what both ends must have alike.
@@ -111,12 +113,17 @@ class Leaving(_Message, frozen=True):
 class Welcome(_Message, frozen=True):
     """Answers a Hello: the site is part of the run. wanted: of what it holds, what is still to do.
 
-    run: names this start of the learner's run. updates: that it makes in all.
+    run: names this start of the learner's run, and each time that it goes back to a checkpoint.
+    updates: that it makes in all.
     """
 
     run: str
     updates: int
     wanted: list[int]
+
+
+class Again(_Message, frozen=True):
+    """Asks for another Hello: the run goes on from a checkpoint; nothing before it is answered."""
 
 
 class Task(_Message, frozen=True):
@@ -187,7 +194,7 @@ class Farewell(_Message, frozen=True):
 
 
 ToLearner = Hello | Serving | Done | Gone | Want | Leaving
-ToSite = Welcome | Task | Forget | Offer | Piece | Missing | Farewell
+ToSite = Welcome | Again | Task | Forget | Offer | Piece | Missing | Farewell
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_LEARNER = msgspec.msgpack.Decoder(ToLearner)

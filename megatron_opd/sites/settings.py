@@ -11,7 +11,8 @@ class HubSettings:
     """Says how sites are treated.
 
     slots: prompts that each may hold at once. updates: of the whole run. run: names this start of
-    the learner's process. lost_after_s, quarantine_after: see the section sites.
+    the learner's process, or from a checkpoint in it. lost_after_s, quarantine_after: see the
+    section sites.
     """
 
     slots: Mapping[str, int]

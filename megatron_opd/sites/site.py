@@ -18,6 +18,7 @@ import msgspec
 from megatron_opd.link.events import Broken, Event, Mended, Received, Restarted
 from megatron_opd.link.wire import URGENT
 from megatron_opd.sites.messages import (
+    Again,
     Done,
     Farewell,
     Forget,
@@ -143,7 +144,7 @@ class Site:
                     self._say("the link to the learner is mended")
 
     async def _introduce(self) -> None:
-        """Tell a learner that has started what the site is and holds."""
+        """Tell a learner that has started, or started over, what the site is and holds."""
         self._is_welcome = False
         await self._weights.pause()
         hello = msgspec.structs.replace(
@@ -165,6 +166,8 @@ class Site:
             self._farewell = message
         elif isinstance(message, Welcome):
             await self._welcomed(message)
+        elif isinstance(message, Again):
+            await self._introduce()
         elif not self._is_welcome:
             raise ValueError(f"{type(message).__name__} before Welcome")
         elif isinstance(message, Forget):

@@ -108,7 +108,13 @@ class SiteVersions:
         await self._failure.wait()
 
     async def start_over(self) -> None:
-        """Prepare for another learner. WeightSyncFailed: it cannot make its directory."""
+        """Prepare for another learner. WeightSyncFailed: it cannot make its directory.
+
+        Nothing that the one before it has written is offered or sent any more; sites must join
+        anew.
+        """
+        await self.close()
+        self._newest = None
         await self.open()
 
     async def close(self) -> None:

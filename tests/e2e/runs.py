@@ -102,6 +102,13 @@ class Running:
     def updates(self) -> int:
         return len((self.run_dir / "metrics.jsonl").read_text().splitlines())
 
+    def kill_a_rank(self) -> None:
+        """Kill the learner's only rank."""
+        self.look()
+        with_us = [process for process in self.seen if process.is_running()]  # helpers come and go
+        ranks = [p for p in with_us if p.status() != psutil.STATUS_ZOMBIE]
+        next(p for p in ranks if "megatron_opd.learner" in p.cmdline()[-5:]).kill()
+
     def finish(self, timeout_s: float) -> Finished:
         output = self.process.communicate(timeout=timeout_s)[0]
         alive = psutil.wait_procs(list(self.seen), timeout=2)[1]

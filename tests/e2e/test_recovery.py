@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.e2e.conftest import Sections
@@ -62,14 +61,6 @@ def test_interrupt_stops_everything_and_keeps_the_summary(
     assert "Traceback" not in done.output
 
 
-def kill_a_rank(running: Running) -> None:
-    """Kill the learner's only rank."""
-    running.look()
-    with_us = [process for process in running.seen if process.is_running()]  # helpers come and go
-    ranks = [p for p in with_us if p.status() != psutil.STATUS_ZOMBIE]
-    next(p for p in ranks if "megatron_opd.learner" in p.cmdline()[-5:]).kill()
-
-
 def test_a_learner_that_is_killed_continues_from_its_checkpoint_and_ends_a_run_without_restarts(
     inputs: Path, tmp_path: Path, shared: Sections, start: Callable[..., Running]
 ):
@@ -86,7 +77,7 @@ def test_a_learner_that_is_killed_continues_from_its_checkpoint_and_ends_a_run_w
     )
     running.wait_until(lambda: running.has_updated() and running.updates() >= 6)
     killed_at = running.updates()
-    kill_a_rank(running)
+    running.kill_a_rank()
     running.wait_until(lambda: (running.run_dir / "logs" / "learner.restart1.log").exists())
     running.wait_until(lambda: running.updates() >= killed_at + 4)
     rows = [json.loads(row) for row in (running.run_dir / "metrics.jsonl").open()]
@@ -101,7 +92,7 @@ def test_a_learner_that_is_killed_continues_from_its_checkpoint_and_ends_a_run_w
     assert refused.returncode == 2
     assert f"is held by pid {running.process.pid} on " in refused.stderr
     assert running.has_updated()
-    kill_a_rank(running)  # its second restart within an hour would be one too many
+    running.kill_a_rank()  # its second restart within an hour would be one too many
     done = running.finish(60)
     assert done.code == 1, done.output
     summary = done.summary

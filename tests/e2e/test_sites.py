@@ -1,7 +1,8 @@
 """`opd run` with two sampler sites in processes of their own: one is killed and comes back.
 
 The other one is stopped meanwhile, as by a machine that hangs: what is trained on then is the work
-of the one that came back, and of prompts that were taken from the one that is stopped.
+of the one that came back, and of prompts that were taken from the one that is stopped. Then the
+learner is killed: the run goes on from its checkpoint, with the same processes of the sites.
 """
 
 import json
@@ -23,9 +24,10 @@ from tests.e2e.runs import BATCH, Finished, Running, write_config
 
 pytestmark = pytest.mark.e2e
 
-UPDATES = 14
+UPDATES = 18
 DELAY_S = 0.3
-END_LIMIT_S = 120
+KEPT_EVERY = 4
+END_LIMIT_S = 240
 
 
 @dataclass
@@ -93,7 +95,7 @@ def trained(rows: list[dict[str, Any]], site: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["version"] is not None and row["engine"] == site]
 
 
-def test_two_sites_one_killed_and_back_one_stopped_and_on_again(
+def test_two_sites_one_killed_and_back_one_stopped_and_on_again_and_then_the_learner_killed(
     inputs: Path,
     tmp_path: Path,
     shared: Sections,
@@ -117,8 +119,7 @@ def test_two_sites_one_killed_and_back_one_stopped_and_on_again(
             "full_every": 3,
         },
         metrics={"rollouts": BATCH},
-        checkpoint={"export_hf": False},
-        learner={"max_restarts": 0},
+        checkpoint={"export_hf": False, "every": KEPT_EVERY, "every_minutes": 0},
         sites={
             "members": {"near": {}, "far": {"concurrency": 4}},
             "port": free_port(),
@@ -140,11 +141,12 @@ def test_two_sites_one_killed_and_back_one_stopped_and_on_again(
     sites.signal("near", signal.SIGSTOP)
     sites.signal("far", signal.SIGKILL)
     before = running.updates()
-    assert before < UPDATES - 4, "the delays leave room for what is to come"
+    assert before < UPDATES - 8, "the delays leave room for what is to come"
     sites.begin("far")
     # three more can be in the buffer; more only by who came back
     running.wait_until(lambda: running.updates() >= before + 4)
     sites.signal("near", signal.SIGCONT)
+    running.kill_a_rank()
     done: Finished = running.finish(END_LIMIT_S)
     assert done.code == 0, done.output
     codes = {name: each.wait(END_LIMIT_S) for name, each in sites.processes.items()}
@@ -153,6 +155,10 @@ def test_two_sites_one_killed_and_back_one_stopped_and_on_again(
     summary = done.summary
     assert (summary["status"], summary["updates"]) == ("finished", UPDATES)
     assert summary["samples_consumed"] == UPDATES * BATCH
+    assert summary["learner_restarts"] == 1
+    assert 0 <= summary["updates_rolled_back"] < KEPT_EVERY + 4
+    for name in ("near", "far"):
+        assert "the learner has started again" in sites.said(name), sites.said(name)
     drops = sum(summary["samples_dropped"].values())
     assert summary["samples_admitted"] == (
         summary["samples_consumed"] + summary["samples_in_flight"] + drops

@@ -16,6 +16,7 @@ from megatron_opd.link.wire import URGENT
 from megatron_opd.sites.checking import SampleRules
 from megatron_opd.sites.hub import Hub
 from megatron_opd.sites.messages import (
+    PROTOCOL,
     Done,
     FileSize,
     Forget,
@@ -97,6 +98,9 @@ class FakeVersions:
     async def left(self, site: str) -> None:
         self.here.remove(site)
 
+    async def start_over(self) -> None:
+        self.here, self.newest = [], None
+
     def wants(self, site: str, want: Want) -> None:
         self.wanted.append(want)
 
@@ -116,9 +120,12 @@ class Sites:
         scores = settings.pop("scores", True)
         scorer, hold = settings.pop("scorer", None), settings.pop("hold", None)
         taking = {"group_size": 1, "max_delay_s": 100.0, "bound": 4} | settings
+        self.settings = HubSettings(dict.fromkeys(names, slots), 10, "run", **kept)
+        self.taking = IntakeSettings(dict.fromkeys(names, scores), **taking)
+        self.processes = 0
         self.hub = Hub(
-            HubSettings(dict.fromkeys(names, slots), 10, "run", **kept),
-            IntakeSettings(dict.fromkeys(names, scores), **taking),
+            self.settings,
+            self.taking,
             EXPECTED,
             RULES,
             self.links,
@@ -170,8 +177,22 @@ class Sites:
     async def comes(self, name: str, *, slots: int = 2, holds: Sequence[int] = (), **changes: Any):
         """Let a new process of a site introduce itself."""
         await self.happens(Restarted, name)
-        hello = Hello(1, name, "p", slots, self.scores, {"a": "b"}, 1, 2, time.time(), list(holds))
+        self.processes += 1
+        await self.greets(name, slots=slots, holds=holds, **changes)
+
+    async def greets(self, name: str, *, slots: int = 2, holds: Sequence[int] = (), **changes: Any):
+        """Let the process of a site that is there introduce itself."""
+        who, kept = (PROTOCOL, name, f"p{self.processes}"), list(holds)
+        hello = Hello(*who, slots, self.scores, {"a": "b"}, 1, 2, time.time(), kept)
         await self.say(name, replace_record(hello, **changes))
+
+    async def start_over(self, **state: Any) -> None:
+        """Go on from a checkpoint, with another learner. state: see IntakeSettings."""
+        await self.versions.start_over()
+        settings = replace(self.settings, run="run after a loss")
+        self.hub.start_over(settings, replace(self.taking, **state), None)
+        self.intake = self.hub.intake
+        await self.turns()
 
     async def breaks(self, site: str) -> None:
         await self.happens(Broken, site)

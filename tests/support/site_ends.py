@@ -12,6 +12,7 @@ from megatron_opd.buffer.rejection import RolloutRejected
 from megatron_opd.link.events import Broken, Event, Mended, Received, Restarted
 from megatron_opd.link.wire import BULK, URGENT
 from megatron_opd.sites.messages import (
+    PROTOCOL,
     Hello,
     Offer,
     Piece,
@@ -33,7 +34,7 @@ from tests.support.fakes import make_prompt, make_rollout
 from tests.support.site_versions import Written
 
 LEARNER = "learner"
-HELLO = Hello(1, "here", "p1", 2, True, {"a": "b"}, 1, 2, 0.0, [])
+HELLO = Hello(PROTOCOL, "here", "p1", 2, True, {"a": "b"}, 1, 2, 0.0, [])
 
 
 def task_of(uid: int) -> Task:

@@ -41,7 +41,6 @@ def config_of(
         "schedule": {"type": "sync"},
         "weight_sync": {"type": "disk", "directory": "unused"},
         "evaluation": {"problems": 0},
-        "learner": {"max_restarts": 0},
     }
     given = {key: value for key, value in sections.items() if key != "sites"}
     return Config.model_validate(tree | given | {"sites": sites | sections.get("sites", {})})

@@ -34,7 +34,6 @@ def tree_of(tmp_path: Path, models: Path) -> dict[str, Any]:
     tree["student"]["startup_timeout_s"] = 0.3
     tree["weight_sync"] = {"type": "disk", "directory": str(tmp_path / "weights")}
     tree["sites"] = {"members": {"far": {}}}
-    tree["learner"] = {"max_restarts": 0}
     return tree
 
 

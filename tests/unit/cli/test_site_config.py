@@ -19,7 +19,6 @@ def config_of(student: int = 0, teacher: int = 0) -> Config:
         data={"train": "train.jsonl", "teacher_key": "who"},
         rollout={"concurrency": 5},
         weight_sync={"type": "disk", "directory": "/weights"},
-        learner={"max_restarts": 0},
         evaluation={"problems": 0},
         sites={"members": MEMBERS},
     )

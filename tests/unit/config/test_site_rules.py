@@ -14,7 +14,6 @@ from tests.support.config_files import MINIMAL
 SITES = MINIMAL | {
     "sites": {"members": {"near": {}, "far": {"concurrency": 4}}},
     "weight_sync": {"type": "disk", "directory": "/weights"},
-    "learner": {"max_restarts": 0},
     "evaluation": {"problems": 0},
 }
 
@@ -54,7 +53,6 @@ REFUSED = [
     ({"cluster.fleet_file": "fleet.yaml"}, "cluster.fleet_file must be null"),
     ({"evaluation.problems": 8}, "evaluation.problems must be 0"),
     ({"metrics.health_every": 4}, "metrics.health_every must be 0"),
-    ({"learner.max_restarts": 3}, "learner.max_restarts must be 0"),
     ({"cluster.type": "slurm"}, "cluster.type must be local or external"),
     ({"sites.host": "0.0.0.0"}, "sites.host must be an address"),
     ({"sites.members": {"learner": {}}}, "must not have the name 'learner'"),

@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.buffer.permits import TOO_STALE, staleness_versions
+from megatron_opd.buffer.rejection import RolloutRejected
 from megatron_opd.config.site_bounds import open_permits
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.ports import Ports
-from megatron_opd.controller.schedule import Afar
+from megatron_opd.controller.schedule import ROUNDS_TOO_OLD, Afar
 from megatron_opd.sim.clock import run_virtual
+from megatron_opd.sites.intake import TooLate
 from megatron_opd.types import Prompt, Rollout, VersionSpan
 from tests.support.fakes import (
     Fleet,
@@ -144,7 +146,10 @@ def test_with_permits_a_site_that_lags_breaks_no_bound(kind):
 def test_a_run_whose_samples_are_all_too_old_ends_with_the_cause():
     schedule = replace(planned(40, 2, 1, 4, 4), afar=Afar(4))
     fleet = Lagging(lambda uid: 99, lambda uid: 0.5, 4)
-    with pytest.raises(LoopFailed, match="in a row were dropped, the last for too_stale"):
+    with pytest.raises(
+        LoopFailed,
+        match=r"32 samples in a row were dropped, the last for too_stale.*raise sites\.max_st",
+    ):
         ran(schedule, fleet)
 
 
@@ -152,3 +157,62 @@ def test_a_weight_sync_waits_for_no_site():
     schedule = planned(2, 2, 1, 4, 4, in_flight="keep")
     assert schedule.in_flight == "keep"
     assert replace(schedule, afar=Afar(4)).in_flight == "in_place"
+
+
+class Returning(Lagging):
+    """Sites whose samples of these prompts took too long to come."""
+
+    def __init__(self, late, slots):
+        super().__init__(lambda uid: 0, lambda uid: 0.5, slots)
+        self.late = late
+
+    async def generate(self, prompt: Prompt) -> Rollout:
+        rollout = await super().generate(prompt)
+        if prompt.uid in self.late:
+            raise TooLate(f"prompt {prompt.uid}")
+        return rollout
+
+
+SLOTS, ROUND = 12, 12
+MOST = ROUNDS_TOO_OLD * ROUND
+
+
+@pytest.mark.parametrize("lost", [ROUND, 2 * ROUND, MOST - 1])
+def test_sites_that_come_back_with_old_samples_alone_end_no_run(lost):
+    """Of the limit of other drops, the permits, this is several times as much."""
+    schedule = afar(6, 2, SLOTS, 2)
+    fleet = Returning(range(4, 4 + lost), SLOTS)
+    accounting, _ = ran(schedule, fleet)
+    assert schedule.permits < MOST - 1
+    assert (accounting.updates, accounting.dropped["too_late"]) == (6, lost)
+
+
+def test_every_complete_group_begins_the_count_anew():
+    late = [uid for uid in range(4, 4 + 3 * MOST) if uid % (MOST - 12)]
+    accounting, _ = ran(afar(5, 2, SLOTS, 2), Returning(late, SLOTS))
+    assert accounting.updates == 5
+    assert accounting.dropped["too_late"] > MOST
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_run_whose_samples_all_come_too_late_ends_with_the_bound_and_the_remedy(group):
+    """A group that is lost counts once, whatever becomes of its members."""
+    schedule = afar(6, 4, SLOTS, 2, group)
+    what, most = ("samples", MOST) if group == 1 else ("groups", MOST // group)
+    line = f"{most} {what} in a row were dropped, the last for too_late: prompt .*max_delay_s"
+    with pytest.raises(LoopFailed, match=rf"EverythingDropped: {line}"):
+        ran(schedule, Returning(range(10**6), SLOTS))
+
+
+def test_old_samples_hide_no_drops_for_other_reasons():
+    class Broken(Returning):
+        async def generate(self, prompt):
+            rollout = await super().generate(prompt)
+            if prompt.uid % 2:
+                raise RolloutRejected("empty_response")
+            return rollout
+
+    schedule = afar(6, 2, SLOTS, 2)
+    line = f"{schedule.permits} samples in a row were dropped, the last for empty_response"
+    with pytest.raises(LoopFailed, match=line):
+        ran(schedule, Broken(range(0, 10**6, 2), SLOTS))

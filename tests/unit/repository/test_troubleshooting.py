@@ -7,8 +7,16 @@ from tests.support.paths import ROOT
 
 TEXT = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 SECTIONS = re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]
-OF_THE_SUMMARY = {"samples_dropped", "servers_lost", "teacher_accuracy_pct"}
-WORDS = {"clip_grad", "max_ratio", "forward_kl", "token_mean", "no_answer"}  # values, short keys
+OF_THE_SUMMARY = {"keys_refused", "samples_dropped", "servers_lost", "teacher_accuracy_pct"}
+WORDS = {
+    "too_late",
+    "too_stale",
+    "clip_grad",
+    "max_ratio",
+    "forward_kl",
+    "token_mean",
+    "no_answer",
+}  # values, short keys
 ROW = re.compile(r"^\| (.+?) \| (.+?) \|(?: (.*?) \|)?$", re.MULTILINE)
 
 

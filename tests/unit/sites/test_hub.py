@@ -6,7 +6,8 @@ import pytest
 
 from megatron_opd.buffer.rejection import RolloutRejected, SamplesLost
 from megatron_opd.sites.hub import NoSiteLeft
-from megatron_opd.sites.messages import Farewell, Leaving, Serving, Task, Want, Welcome
+from megatron_opd.sites.intake import TooLate
+from megatron_opd.sites.messages import Again, Farewell, Leaving, Serving, Task, Want, Welcome
 from megatron_opd.transport.samples import encode_sample
 from tests.support.fakes import Teacher, make_prompt
 from tests.support.hub_links import Sites, done_of, prompt_ids, sample_of
@@ -210,7 +211,7 @@ def test_a_sample_that_took_too_long_is_dropped_as_too_late():
             await sites.ask(0, 1)
             await sites.finishes("a", 0, age_s=101.0)
             await sites.finishes("a", 1, age_s=99.0)
-            with pytest.raises(RolloutRejected, match="too_late: site a: 101"):
+            with pytest.raises(TooLate, match="too_late: site a: 101"):
                 sites.got(0)
             assert sites.got(1).prompt.uid == 1
             assert sites.figures("a").too_late == 1
@@ -227,7 +228,7 @@ def test_time_on_the_link_counts_by_the_sites_clock():
             sent_s = done_of(0).sent_s
             await sites.finishes("a", 0, age_s=50.0, sent_s=sent_s - 40.0)
             await sites.finishes("a", 1, age_s=50.0, sent_s=sent_s - 20.0)
-            with pytest.raises(RolloutRejected, match="too_late"):
+            with pytest.raises(TooLate, match="too_late"):
                 sites.got(0)
             assert sites.got(1).prompt.uid == 1
 
@@ -453,5 +454,130 @@ def test_whole_groups_go_to_one_site():
             assert {len(sites.given("a")), len(sites.given("b"))} == {4}
             for site in "ab":
                 assert len({uid // 4 for uid in sites.given(site)}) == 1
+
+    asyncio.run(run())
+
+
+async def goes_back(sites: Sites) -> None:
+    """Site a samples 0 and 1 with version 3; the run goes on from version 1, with 0 in line."""
+    sites.versions.newest = 3
+    await sites.comes("a")
+    await sites.serves("a", 3)
+    await sites.ask(0, 1)
+    for task in sites.tasks.values():
+        task.cancel()
+    await sites.turns()
+    await sites.start_over(version=1, resumed={0}, next_uid=1)
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_asks_every_site_that_is_there_to_begin_anew():
+    async def run():
+        async with Sites() as sites:
+            await goes_back(sites)
+            assert sites.told("a", Again) == [Again()]
+            assert sites.told("b", Again) == [], "it was never there"
+            await sites.ask(0, 1)
+            assert sites.given("a") == [0, 1], "nothing before its Hello"
+            await sites.greets("a", holds=[0])
+            welcome = sites.told("a", Welcome)[-1]
+            assert (welcome.run, welcome.wanted) == ("run after a loss", [0])
+            await sites.versions.offer(1)
+            await sites.serves("a", 1)
+            assert sites.given("a") == [0, 1, 1]
+            await sites.finishes("a", 0, version=1)
+            await sites.finishes("a", 1, version=1)
+            assert (sites.got(0).oldest_version, sites.got(1).oldest_version) == (1, 1)
+            figures = sites.figures("a")
+            assert (figures.starts, figures.faults, figures.duplicates) == (1, 0, 0)
+
+    asyncio.run(run())
+
+
+def test_what_a_site_says_before_it_begins_anew_is_void_and_no_fault():
+    async def run():
+        async with Sites(("a",), quarantine_after=1) as sites:
+            await goes_back(sites)
+            await sites.ask(0)
+            await sites.finishes("a", 0, version=3)
+            await sites.serves("a", 9)
+            await sites.say("a", Want("of a version that is gone", "f", 0, 1))
+            assert not sites.tasks[0].done()
+            figures = sites.figures("a")
+            assert (figures.faults, figures.duplicates, figures.refused) == (0, 0, {})
+            await sites.greets("a")
+            await sites.finishes("a", 0, version=0)
+            assert sites.got(0).oldest_version == 0
+
+    asyncio.run(run())
+
+
+def test_a_sample_of_a_version_that_the_run_went_back_behind_is_never_taken():
+    async def run():
+        async with Sites(("a",)) as sites:
+            await goes_back(sites)
+            await sites.greets("a", holds=[0])
+            await sites.ask(0)
+            await sites.finishes("a", 0, version=3)
+            assert not sites.tasks[0].done()
+            assert sites.figures("a").faults == 1
+            await sites.finishes("a", 0, version=1)
+            assert sites.got(0).oldest_version == 1
+
+    asyncio.run(run())
+
+
+def test_a_site_whose_link_is_broken_begins_anew_once_it_is_mended():
+    async def run():
+        async with Sites(lost_after_s=60.0) as sites:
+            await sites.comes("a")
+            await sites.breaks("a")
+            await sites.start_over()
+            assert sites.told("a", Again) == [Again()]
+            await sites.mends("a")
+            await sites.ask(0)
+            assert sites.given("a") == []
+            await sites.greets("a")
+            assert sites.given("a") == [0]
+
+    asyncio.run(run())
+
+
+def test_a_quarantined_site_stays_so_when_the_run_goes_back():
+    async def run():
+        async with Sites(quarantine_after=1) as sites:
+            await sites.comes("a")
+            await sites.garbage("a", b"\xc1")
+            await sites.start_over()
+            assert sites.told("a", Again) == []
+            await sites.greets("a")
+            assert len(sites.told("a", Welcome)) == 1
+            assert len(sites.told("a", Farewell)) == 2
+
+    asyncio.run(run())
+
+
+def test_the_user_is_told_once_of_each_silence_and_how_every_site_does():
+    async def run():
+        async with Sites(max_delay_s=0.05, bound=2) as sites:
+            await sites.comes("a")
+            await asyncio.sleep(0.2)
+            assert not any("no site has sent" in line for line in sites.said), "nothing is asked"
+            await sites.ask(0)
+            await sites.versions.offer(3)
+
+            async def told(count: int) -> list[str]:
+                while len(lines := [x for x in sites.said if "no site has" in x]) < count:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                return lines
+
+            (line,) = await told(1)
+            assert "a has weights that are 3 versions behind, gets no prompts above 2" in line
+            assert "b is away" in line
+            assert "raise sites.max_staleness" in line
+            await asyncio.sleep(0.2)
+            assert len(await told(1)) == 1, "once"
+            await sites.finishes("a", 0)
+            await sites.ask(1)
+            assert len(await told(2)) == 2
 
     asyncio.run(run())

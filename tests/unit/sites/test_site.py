@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from megatron_opd.sites.messages import (
+    Again,
     Done,
     Farewell,
     Forget,
@@ -249,6 +250,31 @@ def test_a_learner_that_starts_again_is_told_what_is_here_and_gets_what_it_wants
         await until(lambda: len(world.link.got(Done)) == 4, serving)
         assert sorted(done.uid for done in world.link.got(Done)[2:]) == [1, 3]
         assert world.servers.asked.count(1) == world.servers.asked.count(3) == 1
+
+    play(tmp_path, scene)
+
+
+def test_a_run_that_goes_back_gets_another_hello_and_no_sample_of_a_version_that_is_gone(
+    tmp_path: Path, written: Written
+):
+    nine, six = written.write(9, CONTENT), written.write(6, CONTENT)
+
+    async def scene(world: SiteWorld, serving: asyncio.Task[str | None]) -> None:
+        world.welcome()
+        world.offers(written, nine)
+        world.link.tell(task_of(1))
+        await until(lambda: world.link.got(Done), serving)
+        world.link.tell(Again())
+        world.link.tell(task_of(2))  # before the Welcome: of nobody
+        await until(lambda: len(world.link.got(Hello)) == 2, serving)
+        assert world.link.got(Hello)[1].holds == [1]
+        world.link.tell(Welcome("r2", 10, [1]))
+        world.link.tell(six)
+        await until(lambda: len(world.link.got(Done)) == 2, serving)
+        frames = [frames for message, frames in world.link.sent if isinstance(message, Done)]
+        assert [decode_sample(1, each).rollout.oldest_version for each in frames] == [9, 6]
+        assert world.site.refused.total() == 1
+        assert world.sampling.holds == [1]
 
     play(tmp_path, scene)
 

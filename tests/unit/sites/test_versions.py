@@ -163,6 +163,8 @@ def test_another_learner_writes_to_a_directory_of_its_own_and_no_name_comes_twic
         await versions.joined("a")
         await versions.sync(4)
         await versions.start_over()
+        await versions.joined("a")  # says Hello anew; nothing of the one before is offered
+        assert [offer.version for offer in sides.to("a", Offer)] == [4]
         await versions.sync(2)
         await soon(lambda: len(sides.to("a", Offer)) == 2)
         offers = sides.to("a", Offer)
@@ -173,6 +175,33 @@ def test_another_learner_writes_to_a_directory_of_its_own_and_no_name_comes_twic
     asyncio.run(run())
     streams = [message.stream for message in sides.asked if isinstance(message, Open)]
     assert len(set(streams)) == 2
+
+
+def test_what_a_full_link_kept_from_a_site_is_not_sent_after_another_learner_began(sides: Sides):
+    async def run() -> None:
+        versions = versions_of(sides)
+        await versions.open()
+        await versions.sync(4)
+        free = asyncio.Event()
+        send = versions._send
+
+        async def slow(site: str, message: ToSite, frames: Sequence[bytes]) -> None:
+            await free.wait()
+            await send(site, message, frames)
+
+        versions._send = slow
+        joining = asyncio.create_task(versions.joined("a"))
+        await asyncio.sleep(0)
+        await versions.start_over()
+        free.set()
+        await versions.joined("a")
+        await versions.sync(2)
+        await soon(lambda: sides.to("a", Offer))
+        assert [offer.version for offer in sides.to("a", Offer)] == [2]
+        await asyncio.gather(joining, return_exceptions=True)
+        await versions.close()
+
+    asyncio.run(run())
 
 
 def test_a_failure_to_serve_ends_the_run_instead_of_a_silent_site(sides: Sides):
