@@ -20,7 +20,7 @@ from benchmarks.sites_chaos.harmed import MODULE, faults_told, harmed
 from benchmarks.sites_chaos.parties import Party, RunOver, code_of, proxied, write_config
 from sglang_bridge.ports import free_port
 
-UPDATES, BATCH, SEED = 30, 24, 18
+UPDATES, BATCH, SEED = 44, 24, 18
 NEAR, FAR = "near", "far"
 MEMBERS = {NEAR: {"concurrency": 4}, FAR: {"concurrency": 4, "scores": False}}
 SLOTS = 8
@@ -150,13 +150,14 @@ def control(record: Record) -> Tree:
     trained = list(record.trained)
     if not trained:
         return {}
-    last = {**trained[-1], "uid": trained[0]["uid"]}
+    first = trained[0]
+    other, gone = trained[-1] | {"uid": first["uid"]}, first | {"drop_reason": "nothing"}
     spoilt = {
         "one sample removed": replace(record, trained=trained[1:]),
-        "one sample twice": replace(record, trained=[*trained, trained[0]]),
-        "one sample in the place of another": replace(record, trained=[*trained[:-1], last]),
+        "one sample twice": replace(record, trained=[*trained, first]),
+        "one sample in the place of another": replace(record, trained=[*trained[:-1], other]),
         "one drop without a count": replace(
-            record, trained=trained[1:], dropped=[*record.dropped, trained[0] | {"version": None}]
+            record, trained=trained[1:], dropped=[*record.dropped, gone]
         ),
     }
     return {name: broken_promises(each, UPDATES, BATCH, SLOTS) for name, each in spoilt.items()}

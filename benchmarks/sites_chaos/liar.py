@@ -35,8 +35,8 @@ def with_logp(sample: Sample, forged: Callable[[np.ndarray], np.ndarray]) -> Sam
 
 
 def from_the_future(sample: Sample) -> Sample:
-    """Return the sample as if it were of versions that are not there yet."""
-    spans = tuple(replace(span, version=span.version + 1) for span in sample.rollout.spans)
+    """Return the sample as if it were of versions that nobody has."""
+    spans = tuple(span._replace(version=span.version + AHEAD) for span in sample.rollout.spans)
     return replace(sample, rollout=replace(sample.rollout, spans=spans))
 
 
@@ -61,7 +61,7 @@ def lying(kind: str) -> Iterator[None]:
 
         Sampling._encoded = forged
     elif kind == SERVING:
-        site_weights.Serving = lambda version: Serving(version + AHEAD)  # pyright: ignore
+        site_weights.Serving = lambda version: Serving(version + AHEAD)
     elif kind != HONEST:
         raise ValueError(f"unknown lie {kind!r}; choices: {', '.join((HONEST, *KINDS))}")
     try:
