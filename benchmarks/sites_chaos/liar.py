@@ -16,7 +16,7 @@ from megatron_opd.cli.main import console
 from megatron_opd.sites import site_weights
 from megatron_opd.sites.messages import Serving
 from megatron_opd.sites.sampling import Finished, Sampling
-from megatron_opd.types import Sample
+from megatron_opd.types import Sample, VersionSpan
 
 MODULE = "benchmarks.sites_chaos.liar"
 AHEAD = 1000
@@ -36,7 +36,9 @@ def with_logp(sample: Sample, forged: Callable[[np.ndarray], np.ndarray]) -> Sam
 
 def from_the_future(sample: Sample) -> Sample:
     """Return the sample as if it were of versions that nobody has."""
-    spans = tuple(span._replace(version=span.version + AHEAD) for span in sample.rollout.spans)
+    spans = tuple(
+        VersionSpan(span.version + AHEAD, span.start, span.stop) for span in sample.rollout.spans
+    )
     return replace(sample, rollout=replace(sample.rollout, spans=spans))
 
 
