@@ -24,7 +24,7 @@ from megatron_opd.link.events import LinkRefused
 from megatron_opd.link.peer import Peer
 from megatron_opd.link.routes import Greeting, Routes
 from megatron_opd.link.sending import Breach
-from megatron_opd.link.sockets import prepared, put
+from megatron_opd.link.sockets import prepared, put, received
 from megatron_opd.link.wire import URGENT, Buffer, Hello, Refused, Welcome, note
 from megatron_opd.transport.gate import Gate, name_of, show_keys
 from sglang_bridge.errors import one_line
@@ -139,8 +139,8 @@ class LinkServer(End):
         while True:
             await poller.poll()
             ended = await self._gate.ended()
-            while await self._socket.poll(0):
-                identity, *frames = await self._socket.recv_multipart(copy=False)
+            while (message := received(self._socket)) is not None:
+                identity, *frames = message
                 if frames:
                     await self._take(identity.bytes, frames)
             for descriptor in ended:
@@ -278,8 +278,8 @@ class LinkClient(End):
         while True:
             await poller.poll(int(self._beat_s * 1000) + 1)
             has_ended = await self._has_ended(monitor)
-            while await socket.poll(0):
-                await self._take(socket, await socket.recv_multipart(copy=False))
+            while (frames := received(socket)) is not None:
+                await self._take(socket, frames)
             silent_s = self._peer.tick()
             late = not self._greeted and time.monotonic() - since_s > GREETING_S
             if has_ended or late or (self._greeted and silent_s > self._settings.silence_s):

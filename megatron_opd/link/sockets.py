@@ -37,3 +37,18 @@ def put(socket: zmq.asyncio.Socket, frames: Sequence[Buffer]) -> bool:
     """Send without waiting; returns whether it could be."""
     sent = cast("asyncio.Future[Any]", socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False))
     return sent.exception() is None  # with NOBLOCK it is done
+
+
+def received(socket: zmq.asyncio.Socket) -> list[zmq.Frame] | None:
+    """Return the frames of the next message, None where there is none; never waits.
+
+    ZeroMQ drops what it had ready when a connection ends, so that a receive which may wait, after a
+    poll that found a message, would wait for ever.
+    """
+    got = cast("asyncio.Future[Any]", socket.recv_multipart(flags=zmq.NOBLOCK, copy=False))
+    error = got.exception()  # with NOBLOCK it is done
+    if error is None:
+        return got.result()
+    if isinstance(error, zmq.Again):
+        return None
+    raise error

@@ -4,6 +4,8 @@ import asyncio
 import random
 
 import pytest
+import zmq
+import zmq.asyncio
 
 from benchmarks.link.proxy import Proxy
 from megatron_opd.link.events import Broken, LinkRefused, Mended, Received, Restarted
@@ -59,6 +61,41 @@ def test_every_message_comes_once_in_order_over_connections_that_are_cut():
             assert got == sent
             assert proxy.cuts > 10
             assert net.server.counts("site").connections > proxy.cuts / 2
+            await proxy.close()
+
+    drive(body)
+
+
+def test_a_connection_that_ends_between_a_look_and_a_receive_is_followed_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """ZeroMQ then drops what it had ready: whoever waits for it waits for ever."""
+    receive = zmq.asyncio.Socket.recv_multipart
+    dropped = []
+
+    def ended(socket: zmq.asyncio.Socket, *args: object, **options: object) -> object:
+        bare = zmq.Socket.shadow(socket)
+        if cutting and not dropped and socket.type == zmq.DEALER:
+            while bare.poll(0):
+                dropped.append(bare.recv_multipart())
+            if dropped:
+                cutting[0].cut()
+        return receive(socket, *args, **options)
+
+    monkeypatch.setattr(zmq.asyncio.Socket, "recv_multipart", ended)
+    cutting: list[Proxy] = []
+
+    async def body() -> None:
+        async with ends(link_config(heartbeat_s=60)) as net:
+            proxy = Proxy(net.port)
+            client = net.client(await proxy.start())
+            assert await client.next() == Restarted("server")
+            cutting.append(proxy)
+            await net.server.send("site", [b"dropped"])
+            while not dropped:  # noqa: ASYNC110  it has no event
+                await asyncio.sleep(0.01)
+            proxy.frozen = False
+            assert await message(client) == b"dropped"
             await proxy.close()
 
     drive(body)
