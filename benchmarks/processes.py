@@ -16,7 +16,7 @@ END_S = 60.0
 
 @contextmanager
 def started(log: Path, *words: str, module: str = OPD) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `python -m MODULE WORDS`; it is ended at the end of the block if it is still there."""
+    """Run `python -m MODULE WORDS`; at the end of the block it is ended, killed if it must be."""
     command = [sys.executable, "-m", module, *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with log.open("wb") as output:
@@ -26,7 +26,11 @@ def started(log: Path, *words: str, module: str = OPD) -> Iterator[subprocess.Po
     finally:
         if process.poll() is None:
             process.terminate()
-            process.wait(END_S)
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def ended(name: str, process: subprocess.Popen[bytes], log: Path, limit_s: float) -> None:
