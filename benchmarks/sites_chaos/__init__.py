@@ -8,9 +8,9 @@ damaged, repeated, replayed and lost, in the sites' processes and in the learner
 process is killed ten times and started again. Every sample must be trained on once, every prompt
 that was admitted be accounted for, no sound site be accused, and no process be left. Its controls
 are copies of the record with one sample removed, doubled, exchanged or dropped without a count:
-what looks at the record must find each. faulty: two sound sites, and one after the other sites
-with keys of the run that lie about their samples. Each must be quarantined and counted, and end
-with one line and exit code 2; the others sample what it held. `failed` names what is not so.
+what looks at the record must find each. faulty: two sound sites, and five with keys of the run that
+lie about their samples. Each must be quarantined and counted, and end with one line and exit code
+2; the others sample what it held. `failed` names what is not so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two sound sites, and one after the other sites that have keys of the run and lie."""
+"""Two sound sites, and sites that have keys of the run and lie."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks.sites_chaos.liar import HONEST, KINDS, MODULE
 from benchmarks.sites_chaos.parties import Party, RunOver, code_of, write_config
 from sglang_bridge.ports import free_port
 
-UPDATES, BATCH, SEED = 40, 24, 19
+UPDATES, BATCH, SEED = 36, 24, 19
 SOUND = ("near", "far")
 SLOTS, SLOTS_OF_A_LIAR = 4, 8
-DELAY_S = 1.5
-ALL_SLOTS = SLOTS * len(SOUND) + SLOTS_OF_A_LIAR
+DELAY_S = 2.0
+ALL_SLOTS = SLOTS * len(SOUND) + SLOTS_OF_A_LIAR * len(KINDS)
 QUARANTINE_AFTER = 3
 BAD_INPUT = 2
 BY_COMPARISON = ("below",)
@@ -49,8 +49,8 @@ def with_liars(out: Path) -> Tree:
         try:
             for name in SOUND:
                 party.wait(lambda name=name: party.welcomes(name) > 0)
-            for kind in KINDS:
-                liar = party.site(kind, party.keys(kind), [kind], MODULE)
+            liars = {kind: party.site(kind, party.keys(kind), [kind], MODULE) for kind in KINDS}
+            for kind, liar in liars.items():
                 party.wait(lambda liar=liar: liar.poll() is not None)
                 codes[kind] = liar.returncode
                 say(f"{kind} has ended with {liar.returncode}; updates: {party.made()}")
