@@ -131,6 +131,7 @@ def test_a_run_with_broken_links_that_is_not_well_is_named(
 ):
     monkeypatch.setattr(chaos, "UPDATES", UPDATES)
     monkeypatch.setattr(chaos, "BATCH", BATCH)
+    assert "samples of the versions [0] alone" in chaos.broken(broken_links(), SOUND)
     monkeypatch.setattr(chaos, "LEAST_VERSIONS", 1)
     assert chaos.broken(broken_links(), SOUND) == []
     with pytest.raises(AssertionError, match=words):
