@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from safetensors.torch import load_file, save_file
 
@@ -83,7 +84,7 @@ class OtherPrompt(Spoiled):
         """After the prompt read backwards."""
         ids = np.asarray(request.input_ids).copy()
         ids[: request.num_prompt_tokens] = ids[: request.num_prompt_tokens][::-1]
-        return await self._client.score(replace(request, input_ids=ids))
+        return await self._client.score(msgspec.structs.replace(request, input_ids=ids))
 
 
 def measure() -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Rollout:
     @property
     def oldest_version(self) -> int:
         """Returns the version that sampled the stalest token."""
-        return min(span.version for span in self.spans)
+        return min([span.version for span in self.spans])  # for every sample, more than once
 
     @property
     def geometric_logp(self) -> float:
@@ -208,7 +208,7 @@ class HeldRollout(msgspec.Struct, frozen=True, gc=False):
     @property
     def oldest_version(self) -> int:
         """Returns the version that sampled the stalest token."""
-        return min(span.version for span in self.spans)
+        return min([span.version for span in self.spans])  # for every sample, more than once
 
 
 class HeldSample(msgspec.Struct, frozen=True, gc=False):

@@ -1,18 +1,15 @@
-"""Finds the least loaded of many servers in O(log n).
+"""Finds the least loaded of many servers in O(1).
 
-Invariant: every server whose rest is over has an entry in the heap of loads that tells its load or
-less, and every one that rests has one in the heap of rests. An entry that tells less than the load
-is corrected when it comes to the top, so nobody has to tell of a request that begins; others that
-no longer hold are skipped there. The heap is made anew once most entries are such.
+Invariant: a server that does not rest is in the row of its load, behind those that came into the
+row before it; a server that rests is in no row, and has an entry in the heap of rests. `_least` is
+no larger than the load of any row with a server in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush
 from typing import Protocol
-
-SPARE = 64
 
 
 class Loaded(Protocol):
@@ -30,59 +27,67 @@ class Loaded(Protocol):
 
 
 class Loads:
-    """Sorts servers by their load. Tell it of every request that ends, and of rests."""
+    """Sorts servers by their load. Tell it of every change of a load, and of rests."""
 
     def __init__(self, members: Sequence[Loaded]) -> None:
         self._members = members
         self._places = {id(member): place for place, member in enumerate(members)}
         self._rests: list[tuple[float, int]] = []
-        self._make()
-        for member in members:
-            self.rests(member)
+        self._rows: list[dict[int, None]] = []
+        """Places by load; as dicts, for their order."""
+        self._row_of: list[int | None] = [None] * len(members)
+        self._least = 0
+        for place, member in enumerate(members):
+            self._put(place, member.in_flight)
+            if member.rests_until_s > 0:
+                self.rests(member)
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def ended(self, member: Loaded) -> None:
-        """Note that a server's load has fallen."""
+    def moved(self, member: Loaded) -> None:
+        """Note that a server's load has changed."""
         place = self._places.get(id(member))
         if place is None:
             return
-        heappush(self._heap, (member.in_flight, place))
-        if len(self._heap) > 4 * len(self._members) + SPARE:
-            self._make()
+        row = self._row_of[place]
+        if row is not None:
+            del self._rows[row][place]
+            self._put(place, member.in_flight)
 
     def rests(self, member: Loaded) -> None:
         """Note that a server rests."""
         place = self._places.get(id(member))
-        if place is not None and member.rests_until_s > 0:
-            heappush(self._rests, (member.rests_until_s, place))
+        if place is None:
+            return
+        row, self._row_of[place] = self._row_of[place], None
+        if row is not None:
+            del self._rows[row][place]
+        heappush(self._rests, (member.rests_until_s, place))
 
     def least(self, now_s: float) -> int:
-        """Return the place of the least loaded that does not rest, the first of several.
+        """Return the place of the least loaded that does not rest, of several the first in its row.
 
         Where all rest, of the one whose rest ends first. There must be one at all.
         """
-        members, rests, heap = self._members, self._rests, self._heap
-        while rests:
-            until_s, place = rests[0]
-            if until_s == members[place].rests_until_s:
-                if until_s > now_s:
-                    break
-                heappush(heap, (members[place].in_flight, place))
+        rests = self._rests
+        while rests and rests[0][0] <= now_s:
+            until_s, place = heappop(rests)
+            member = self._members[place]
+            if until_s == member.rests_until_s and self._row_of[place] is None:
+                self._put(place, member.in_flight)
+        rows = self._rows
+        for load in range(self._least, len(rows)):
+            if rows[load]:
+                self._least = load
+                return next(iter(rows[load]))
+        while rests[0][0] != self._members[rests[0][1]].rests_until_s:  # it rests for longer
             heappop(rests)
-        while heap:
-            told, place = heap[0]
-            member = members[place]
-            load = member.in_flight
-            if told > load or member.rests_until_s > now_s:
-                heappop(heap)
-            elif told < load:
-                heapreplace(heap, (load, place))
-            else:
-                return place
         return rests[0][1]
 
-    def _make(self) -> None:
-        self._heap = [(member.in_flight, place) for place, member in enumerate(self._members)]
-        heapify(self._heap)
+    def _put(self, place: int, load: int) -> None:
+        while len(self._rows) <= load:
+            self._rows.append({})
+        self._rows[load][place] = None
+        self._row_of[place] = load
+        self._least = min(self._least, load)

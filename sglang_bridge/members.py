@@ -55,9 +55,9 @@ class Member:
 
     @in_flight.setter
     def in_flight(self, number: int) -> None:
-        fell, self._in_flight = number < self._in_flight, number
-        if fell and self.loads is not None:
-            self.loads.ended(self)
+        self._in_flight = number
+        if self.loads is not None:
+            self.loads.moved(self)
 
     @property
     def state(self) -> State:

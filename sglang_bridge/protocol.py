@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -60,8 +61,7 @@ class DrawCache(DrawColumns[FloatArray]):
         return len(self.ids_N)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutRequest:
+class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Asks for one completion.
 
     rid: unique. num_atoms (0..MAX_ATOMS), num_draws (0..MAX_DRAWS): what to cache at each position,
@@ -137,8 +137,7 @@ class RolloutReply:
     gates_XLk: FloatArray | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreRequest:
+class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Asks to score ids after each prefix of a response. input_ids: prompt + response, P + T.
 
     Row t (offsets_T1[t]:offsets_T1[t + 1] of ids_N) is scored under q_t = softmax(logits /

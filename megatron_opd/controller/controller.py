@@ -102,6 +102,7 @@ class Controller:
         self._learner = asyncio.Lock()
         """Held by an update or a weight sync while it uses the learner."""
         self._serving: list[asyncio.Task[None]] = []
+        self._moved = asyncio.Event()
         permits = self._permits.total
         # oldest first: the front of the line is what the next batch waits for
         self._to_score = Slots("score", min(schedule.score_slots, permits), self._score)
@@ -245,6 +246,7 @@ class Controller:
         self._serving = [start("admit", self._admit()), start("sync", self._sync())]
         serve_on = self._ports.weight_sync.serve_on(self._current, self._learner)
         self._serving.append(start("serve on", serve_on))
+        self._serving.append(start("depths", self._tell_depths()))
         if self._ports.store is not None:
             self._serving.append(start("recover", self._recover(self._ports.store)))
         if self._ports.guard is not None:
@@ -274,7 +276,7 @@ class Controller:
             self._num_admitted += 1
             self._ports.observer.admitted(prompt)
             self._to_roll_out.put(prompt.uid)
-            self._moved()
+            self._moved.set()
 
     async def _room_for_one_more(self) -> bool:
         """Wait until the updates can consume another prompt; False once they never will."""
@@ -299,7 +301,7 @@ class Controller:
             return False
         self._ports.observer.rolled_out(rollout)
         self._rolled_out(rollout)
-        self._moved()
+        self._moved.set()
         return True
 
     def _rolled_out(self, rollout: AnyRollout) -> None:
@@ -356,7 +358,7 @@ class Controller:
             self._reopen(uid)
         if self._is_too_old(sample):  # since then
             self._drop_old([uid])
-        self._moved()
+        self._moved.set()
 
     def _is_too_old(self, sample: AnySample) -> bool:
         """Return whether no update may train on a sample that a site has sampled."""
@@ -398,7 +400,7 @@ class Controller:
         while True:
             for uid in sorted(await store.lost()):
                 self._reopen(uid)
-            self._moved()
+            self._moved.set()
 
     def _reopen(self, uid: int) -> None:
         sample = self._buffer.reopen(uid)
@@ -441,13 +443,13 @@ class Controller:
             self._groups.break_up(uid)  # members that are being sampled anew are dropped then
         for member in sorted([uid, *others]):
             self._forget(member, SampleRejected(reason, f"the group of prompt {first}"))
-        self._moved()
+        self._moved.set()
 
     def _drop(self, uid: int, rejection: SampleRejected) -> None:
         self._counted.discard(uid)
         self._remove(uid, rejection)
         self._break_up(uid)
-        self._moved()
+        self._moved.set()
         # samples dropped with another one are not counted again
         self._dropped_in_a_row += not isinstance(rejection, GroupIncomplete)
         if self._dropped_in_a_row >= max(self._permits.total, MIN_DROPS_IN_A_ROW):
@@ -587,8 +589,15 @@ class Controller:
             permits=self._permits.total,
         )
 
-    def _moved(self) -> None:
-        self._ports.observer.moved(self._depths())
+    async def _tell_depths(self) -> None:
+        """Tell the observer how full the pipeline is, once for all that one turn of the loop did.
+
+        A busy loop moves thousands of samples in a turn.
+        """
+        while True:
+            await self._moved.wait()
+            self._moved.clear()
+            self._ports.observer.moved(self._depths())
 
     async def _deepest_cause(self, failures: BaseExceptionGroup[BaseException]) -> LoopFailed:
         # the first failure cancelled the other loops; their errors follow from it

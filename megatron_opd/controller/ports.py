@@ -165,7 +165,7 @@ class Observer(Protocol):
         ...
 
     def moved(self, depths: Depths) -> None:
-        """Record that the number of samples in some stage changed (called often)."""
+        """Record that the number of samples in some stage changed, once a turn of the loop."""
         ...
 
     def ended(self, accounting: Accounting, now_s: float) -> None:

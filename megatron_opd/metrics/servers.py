@@ -26,10 +26,11 @@ class SampledByServer:
         version: that it holds since this weight sync; None: it took no part, so it was lost or
         removed. rollouts, tokens: that it finished since the last weight sync.
         """
-        urls = sorted({*report.servers, *self._rollouts})
+        synced = set(report.servers)
+        urls = sorted(synced | self._rollouts.keys())
         found: dict[str, dict[str, int | None]] = {
             url: {
-                "version": report.version if url in report.servers else None,
+                "version": report.version if url in synced else None,
                 "rollouts": self._rollouts[url],
                 "tokens": self._tokens[url],
             }

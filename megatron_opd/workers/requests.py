@@ -5,7 +5,6 @@ What travels follows from RolloutRequest itself, so a field that is added there 
 
 from __future__ import annotations
 
-from dataclasses import fields
 from operator import attrgetter
 from typing import Any, get_type_hints
 
@@ -16,7 +15,7 @@ from megatron_opd.transport.messages import BadMessage
 from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import RolloutRequest
 
-_NAMES = tuple(field.name for field in fields(RolloutRequest))
+_NAMES = RolloutRequest.__struct_fields__
 _IDS = _NAMES.index("input_ids")
 """The one field that no message can hold as it is; it travels as raw int32."""
 _HINTS = get_type_hints(RolloutRequest)

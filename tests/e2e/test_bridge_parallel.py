@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -185,9 +186,9 @@ def test_two_ranks_draw_score_and_receive(
     changed_model = perturbed_copy(student_model, tmp_path / "changed", scale=0.1, seed=5)
     changed = load_tensors(changed_model)
     asked = requests_of(tokens=64, count=6)
-    requests = [replace(request, experts=True, gates=True) for request in asked]
+    requests = [msgspec.structs.replace(request, experts=True, gates=True) for request in asked]
     scored = [ragged_request(f"p{i}", 12, 30, seed=i) for i in range(4)]
-    scored[0] = replace(scored[0], num_atoms=4, num_draws=8, temperature=0.7)
+    scored[0] = msgspec.structs.replace(scored[0], num_atoms=4, num_draws=8, temperature=0.7)
 
     async def run():
         async with Fleet([client_of(parallel_server, 120)]) as fleet:
@@ -295,7 +296,7 @@ def test_shards_reach_both_ranks(
             await fleet.resume()
             new = (await fleet.weight_digests())[url]
             await asyncio.gather(*work)
-            reply = await fleet.generate(replace(requests[0], rid="after"))
+            reply = await fleet.generate(msgspec.structs.replace(requests[0], rid="after"))
             await fleet.destroy_weights_group(name)
             distributed.destroy_process_group(group)
         return pieces, sizes, old, staged, still, new, reply
@@ -356,7 +357,7 @@ def test_versions_on_disk_reach_both_ranks(
                 await disk.send(3)
             await session.sync(4)
             again = (await fleet.weight_digests())[parallel_server.spec.url]
-            reply = await fleet.generate(replace(requests[0], rid="after disk"))
+            reply = await fleet.generate(msgspec.structs.replace(requests[0], rid="after disk"))
             await session.close()
             writer.close()
         return first, second, found, again, reply

@@ -1,11 +1,11 @@
 """The experts a real server returns are its routers' choices, under the weights last used."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from torch import distributed
 
 from sglang_bridge.client import ServerClient

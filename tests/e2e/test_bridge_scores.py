@@ -1,11 +1,11 @@
 """Teacher scores of ragged per-position ids against transformers, however prompts are split."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerRefused

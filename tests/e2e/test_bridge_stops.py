@@ -1,11 +1,11 @@
 """Stop strings of a real server: what is returned is what was sampled, up to the string's end."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from sglang_bridge.client import ServerClient
 from sglang_bridge.protocol import RolloutReply, RolloutRequest

@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 from aiohttp import web
+from msgspec.structs import replace
 
 from benchmarks.fuzz.targets.bridge_replies import SCORES
 from sglang_bridge import wire

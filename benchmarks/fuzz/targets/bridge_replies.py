@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import struct
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from random import Random
@@ -13,6 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import (

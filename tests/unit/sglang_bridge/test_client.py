@@ -3,11 +3,11 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 import msgspec
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
 from sglang_bridge import wire
 from sglang_bridge.arrays import unpack

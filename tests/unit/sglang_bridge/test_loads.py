@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_bridge.loads import SPARE, Loads
+from sglang_bridge.loads import Loads
 
 
 @dataclass
@@ -38,28 +38,44 @@ def test_the_least_loaded_is_found(count: int, changes: list[tuple[str, int]]) -
                 server.rests_until_s += 0.001
             loads.rests(server)
         elif what == "ask":
-            expected = min(
-                range(count),
-                key=lambda i: (max(servers[i].rests_until_s, now_s), servers[i].in_flight),
-            )
-            assert loads.least(now_s) == expected
+            found = servers[loads.least(now_s)]
+            assert best(found, now_s) == min(best(server, now_s) for server in servers)
         else:
             server.in_flight = max(0, server.in_flight + (1 if what == "take" else -1))
-            if what == "give back":
-                loads.ended(server)
+            loads.moved(server)
 
 
-def test_entries_that_no_longer_hold_do_not_pile_up() -> None:
-    servers = [Server(10_000) for _ in range(10)]
+def best(server: Server, now_s: float) -> tuple[float, int]:
+    """When it can be asked, and who of those that can now is asked first."""
+    until_s = max(server.rests_until_s, now_s)
+    return until_s, server.in_flight if until_s == now_s else 0
+
+
+def test_of_several_the_one_is_first_that_has_waited_longest() -> None:
+    servers = [Server() for _ in range(3)]
+    loads, asked = Loads(servers), list[int]()
+    for _ in range(7):
+        asked.append(loads.least(0.0))
+        servers[asked[-1]].in_flight += 1
+        loads.moved(servers[asked[-1]])
+    assert asked == [0, 1, 2, 0, 1, 2, 0]
+    for place in (2, 1):
+        servers[place].in_flight -= 1
+        loads.moved(servers[place])
+    assert loads.least(0.0) == 2
+
+
+def test_a_server_that_rests_again_is_not_asked_when_its_first_rest_is_over() -> None:
+    servers = [Server(), Server(in_flight=5)]
     loads = Loads(servers)
-    for i in range(10_000):
-        servers[i % 10].in_flight -= 1
-        loads.ended(servers[i % 10])
-    assert len(loads._heap) <= 4 * len(servers) + SPARE
+    for until_s in (1.0, 3.0):
+        servers[0].rests_until_s = until_s
+        loads.rests(servers[0])
+    assert [loads.least(now_s) for now_s in (0.5, 2.0, 3.0)] == [1, 1, 0]
 
 
 def test_a_stranger_changes_nothing() -> None:
     loads = Loads([Server(in_flight=3)])
-    loads.ended(Server())
+    loads.moved(Server(in_flight=1))
     loads.rests(Server(rests_until_s=1.0))
     assert loads.least(0.0) == 0

@@ -1,7 +1,6 @@
 """A whole reply is read exactly; any damage to it raises BadReply."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from sglang_bridge import wire
 from sglang_bridge.arrays import F4, H1, I4, Q2, U1, U2, U3, pack, pack_logp

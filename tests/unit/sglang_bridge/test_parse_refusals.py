@@ -2,13 +2,13 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from sglang_bridge import wire
 from sglang_bridge.arrays import U2, pack

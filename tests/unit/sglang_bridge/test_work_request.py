@@ -1,10 +1,9 @@
 """What a client asks is what the server's process reads; other bytes are refused."""
 
-from dataclasses import replace
-
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from sglang_bridge import wire
 from sglang_bridge.arrays import unpack

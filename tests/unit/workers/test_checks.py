@@ -1,10 +1,9 @@
 """What the controller refuses to believe of a data worker."""
 
-from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from megatron_opd.sample_figures import CacheSize, ScoreShape
 from megatron_opd.teacher.requests import TeacherAsk
@@ -61,12 +60,12 @@ def test_any_other_address_is_told_in_one_line(address: str):
 def test_what_a_healthy_worker_says_has_no_fault():
     assert generated_fault(REQUEST, KNOWN, GENERATED) is None
     alone = replace(REQUEST, num_draws=0)
-    path = msgspec.structs.replace(GENERATED, ids=4, size=CacheSize(4, 99))
+    path = replace(GENERATED, ids=4, size=CacheSize(4, 99))
     assert generated_fault(alone, KNOWN, path) is None
     for reward in (0.0, 0.5, 1.0):
         assert judged_fault(w.Judged(2, reward)) is None
     assert scored_fault(HELD, PLAIN, SCORED) is None
-    more = msgspec.structs.replace(SCORED, ids=20, size=CacheSize(16, 999))
+    more = replace(SCORED, ids=20, size=CacheSize(16, 999))
     assert scored_fault(HELD, SELECTING, more) is None
 
 
@@ -90,13 +89,13 @@ NAN, INF = float("nan"), float("inf")
     ids=str,
 )
 def test_a_description_that_no_completion_has(changes: dict[str, Any]):
-    fault = generated_fault(REQUEST, KNOWN, msgspec.structs.replace(GENERATED, **changes))
+    fault = generated_fault(REQUEST, KNOWN, replace(GENERATED, **changes))
     assert fault is not None
     assert fault.isprintable()
 
 
 def test_a_stop_string_that_was_not_asked_for_and_ids_beside_a_path_alone():
-    answer = msgspec.structs.replace(GENERATED, finish_reason="stop_string")
+    answer = replace(GENERATED, finish_reason="stop_string")
     assert generated_fault(REQUEST, KNOWN, answer) is None
     assert generated_fault(replace(REQUEST, stop=()), KNOWN, answer) is not None
     assert generated_fault(replace(REQUEST, num_draws=0), KNOWN, GENERATED) is not None
@@ -120,12 +119,12 @@ def test_a_reward_that_is_none(reward: float | None):
     ids=str,
 )
 def test_scores_that_cannot_be_of_the_response(changes: dict[str, Any]):
-    assert scored_fault(HELD, PLAIN, msgspec.structs.replace(SCORED, **changes)) is not None
+    assert scored_fault(HELD, PLAIN, replace(SCORED, **changes)) is not None
 
 
 @pytest.mark.parametrize("ids", [3, 21])
 def test_more_ids_than_a_teacher_was_asked_to_select(ids: int):
-    answer = msgspec.structs.replace(SCORED, ids=ids)
+    answer = replace(SCORED, ids=ids)
     assert scored_fault(HELD, SELECTING, answer) is not None
 
 

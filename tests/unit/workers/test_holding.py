@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -66,7 +67,7 @@ def test_what_is_sampled_is_kept_and_described():
         (request,) = server.asked
         assert isinstance(request, RolloutRequest)
         assert list(request.input_ids) == [0, 1, 2]
-        assert replace(request, input_ids=REQUEST.input_ids) == REQUEST
+        assert msgspec.structs.replace(request, input_ids=REQUEST.input_ids) == REQUEST
         assert (answer.call, answer.tokens, answer.ids) == (1, 4, 8)
         assert answer.geometric_logp == ROLLOUT.geometric_logp
         assert answer.size == make_sample(0).cache

@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.support.bridge_replies import REQUEST, draws_payload, rollout_reply
 
 URL = "http://host:1"
 MODEL = Experts(layers=(0, 2), count=8)
-ASKED = replace(REQUEST, experts=True)
+ASKED = msgspec.structs.replace(REQUEST, experts=True)
 
 
 def rows(*values: int) -> np.ndarray:
@@ -132,7 +133,7 @@ def test_damaged_experts_are_refused(changes: dict[str, Any], message: str):
         parse_rollout(URL, reply_of(**changes), ASKED)
 
 
-WEIGHED = replace(ASKED, gates=True)
+WEIGHED = msgspec.structs.replace(ASKED, gates=True)
 GATES = np.arange(1, 31, dtype=np.float32).reshape(5, 2, 3) / 120
 
 
@@ -171,7 +172,7 @@ def test_damaged_gate_weights_are_refused(gates: str | None, message: str):
 
 def test_gate_weights_need_experts():
     with pytest.raises(ValueError, match="gates needs experts"):
-        replace(REQUEST, gates=True)
+        msgspec.structs.replace(REQUEST, gates=True)
 
 
 def test_missing_experts_are_refused():
