@@ -63,6 +63,7 @@ STUDIES = (
     "delays_study",
     "sites_simulator",
     "two_sites",
+    "sites_chaos",
 )
 WITH_OPTIONS = (
     "step",
@@ -100,6 +101,7 @@ WITH_OPTIONS = (
     "delays_study",
     "sites_simulator",
     "two_sites",
+    "sites_chaos",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

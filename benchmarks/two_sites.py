@@ -18,12 +18,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.case_rows import say
+from benchmarks.processes import END_S, ended, started
 
 Tree = dict[str, Any]
 SITES, DEMO = Path("examples/sites/two_sites.yaml"), Path("examples/arithmetic/demo.yaml")
@@ -31,7 +31,6 @@ MEMBERS = ("near", "far")
 OUT = Path("runs/two_sites_benchmark")
 BEGUN = Path("examples/arithmetic/student")
 LIMIT_S = 1200.0
-END_S = 60.0
 FIGURES = (
     *("updates", "wall_s", "samples_consumed", "samples_dropped"),
     *("staleness_mean_versions", "staleness_max_versions", "train_tokens_per_s"),
@@ -50,8 +49,8 @@ def measure(options: Sequence[str] = ()) -> Tree:
     afar = at_sites(out)
     say("one place")
     one = ["--set", f"run.dir={out / 'one'}", "--set", "evaluation.problems=0"]
-    with started("run", out / "one.log", str(DEMO), *one) as run:
-        ended("opd run", run, out / "one.log")
+    with started(out / "one.log", "run", str(DEMO), *one) as run:
+        ended("opd run", run, out / "one.log", LIMIT_S)
     return {
         "control_begun_with": evaluated(BEGUN),
         "one_place": figures(out / "one"),
@@ -64,38 +63,17 @@ def measure(options: Sequence[str] = ()) -> Tree:
 def at_sites(out: Path) -> dict[str, int]:
     """Run the learner's site and both sampler sites; returns the exit codes of these."""
     own = ["--set", f"run.dir={out / 'afar'}", "--set", f"weight_sync.directory={out / 'weights'}"]
-    with started("run", out / "afar.log", str(SITES), *own) as run:
+    with started(out / "afar.log", "run", str(SITES), *own) as run:
         logs = [out / f"{name}.log" for name in MEMBERS]
         with (
-            started("site", logs[0], MEMBERS[0], str(SITES), *own) as near,
-            started("site", logs[1], MEMBERS[1], str(SITES), *own) as far,
+            started(logs[0], "site", MEMBERS[0], str(SITES), *own) as near,
+            started(logs[1], "site", MEMBERS[1], str(SITES), *own) as far,
         ):
-            ended("opd run", run, out / "afar.log")
+            ended("opd run", run, out / "afar.log", LIMIT_S)
             return {
                 name: process.wait(END_S)
                 for name, process in zip(MEMBERS, (near, far), strict=True)
             }
-
-
-@contextmanager
-def started(verb: str, log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `opd VERB WORDS`; it is ended at the end of the block if it is still there."""
-    command = [sys.executable, "-m", "megatron_opd", verb, *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait(END_S)
-
-
-def ended(name: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until it has ended. RuntimeError: it failed, or took too long."""
-    if (code := process.wait(LIMIT_S)) != 0:
-        raise RuntimeError(f"{name} ended with {code}: see {log}")
 
 
 def figures(run_dir: Path) -> Tree:

@@ -71,5 +71,5 @@ class End(ABC):
         self._context.destroy(linger=LINGER_MS)
 
     def _waits(self) -> bool:
-        return any(peer.channel.connection and peer.channel.waiting_bytes
-                   for peer in self._all_peers())  # fmt: skip
+        # also for who is to connect again: its connection may have broken just now
+        return any(peer.channel.peer and peer.channel.waiting_bytes for peer in self._all_peers())

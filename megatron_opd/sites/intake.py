@@ -193,21 +193,19 @@ class Intake:
     def done(self, member: Member, done: Done, frames: Frames) -> None:
         """Take a sample, in time."""
         held_s = 0.0 if self._hold is None else self._hold(member.name, member.next_number())
-        taken = partial(self._take, member, member.process, done, frames, held_s)
+        taken = partial(self._take, member, member.process, done, frames)
         if held_s > 0:
             asyncio.get_running_loop().call_later(held_s, taken)
         else:
             taken()
 
-    def _take(
-        self, member: Member, process: int, done: Done, frames: Frames, held_s: float
-    ) -> None:
+    def _take(self, member: Member, process: int, done: Done, frames: Frames) -> None:
         uid, limit_s = done.uid, self._settings.max_delay_s
-        again = partial(self._take, member, process, done, frames, held_s)
+        again = partial(self._take, member, process, done, frames)
         if process != member.process or not self._counts(member, uid, again):
             return
         try:
-            delay_s = self._delay_s(member, done) + held_s
+            delay_s = self._delay_s(member, done)
             sample = received_sample(
                 self._rules,
                 self._pending.prompt(uid),

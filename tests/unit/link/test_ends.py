@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import socket
 
 import pytest
 
@@ -10,6 +11,7 @@ from megatron_opd.link.events import Broken, LinkRefused, Mended, Received, Rest
 from megatron_opd.link.wire import BULK, LANES
 from tests.support.link_ends import (
     OTHER_KEYS,
+    PATIENCE_S,
     drive,
     ends,
     event,
@@ -263,5 +265,29 @@ def test_a_closed_end_says_so():
                 await client.next()
             with pytest.raises(LinkRefused, match="the link is closed"):
                 await client.send([b"late"])
+
+    drive(body)
+
+
+def test_what_waits_at_the_end_arrives_over_a_connection_that_was_just_broken():
+    async def body() -> None:
+        async with ends() as net:
+            proxy = Proxy(net.port)
+            client = net.client(await proxy.start())
+            await event(net.server, Restarted)
+            await event(client, Restarted)
+            with socket.create_server(("127.0.0.1", 0)) as gone:
+                nowhere = gone.getsockname()[1]
+            proxy.target = nowhere
+            proxy.cut()
+            while net.server.counts("site").connected:  # noqa: ASYNC110  heartbeats find nobody
+                await asyncio.sleep(0.01)
+            await net.server.send("site", [b"farewell"])
+            closing = asyncio.create_task(net.server.close(linger_s=PATIENCE_S))
+            await asyncio.sleep(0)
+            proxy.target = net.port
+            assert await message(client) == b"farewell"
+            await closing
+            await proxy.close()
 
     drive(body)
