@@ -51,7 +51,12 @@ class Slots:
 
     def _start(self, group: asyncio.TaskGroup) -> None:
         number = self._free.pop()
-        self._tasks[number] = group.create_task(self._serve(number))
+        serving = self._serve(number)
+        try:
+            self._tasks[number] = group.create_task(serving)
+        except RuntimeError:  # the group is ending, as another loop failed
+            serving.close()
+            self._group = None
 
     async def _serve(self, number: int) -> None:
         done = await self._work_on(number)

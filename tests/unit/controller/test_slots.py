@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import warnings
 
 import pytest
 
@@ -134,3 +136,37 @@ def test_closing_ends_what_is_worked_on_and_what_waits():
         assert begun == [0, 1]
 
     asyncio.run(run())
+
+
+def test_what_comes_while_the_group_ends_is_not_begun_and_leaves_no_coroutine() -> None:
+    async def fails() -> None:
+        raise ValueError("first")
+
+    async def main() -> None:
+        stage = Stage()
+        slots = Slots("stage", 2, stage.work)
+
+        async def late() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                slots.put(1)
+                slots.put(2)
+
+        async def play() -> None:
+            async with asyncio.TaskGroup() as group:
+                slots.open(group)
+                group.create_task(late())
+                await asyncio.sleep(0)
+                group.create_task(fails())
+
+        with pytest.raises(ExceptionGroup) as failures:
+            await play()
+        assert [str(error) for error in failures.value.exceptions] == ["first"]
+        assert stage.begun == []
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        asyncio.run(main())
+        gc.collect()
+    assert found == []

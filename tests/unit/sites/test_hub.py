@@ -251,7 +251,8 @@ def test_samples_are_held_back_where_a_study_delays_them():
             clock = asyncio.get_running_loop().time
             assert clock() - rollout.finished_s >= 0.2
             took_s = time.time() - before_s
-            assert 0.2 <= sites.figures("a").delay_most_s.value <= took_s, "once, not twice"
+            # once, not twice; a timer's clock and that of a sample's times are not the same
+            assert 0.19 <= sites.figures("a").delay_most_s.value <= took_s + 0.01
 
     asyncio.run(run())
 
