@@ -24,6 +24,9 @@ QUARANTINE_AFTER = 3
 BAD_INPUT = 2
 BY_COMPARISON = ("below",)
 """Lies that no sample shows alone: some of such samples count before the sites are compared."""
+MAY_PASS = {"zeros": QUARANTINE_AFTER}
+"""Samples of a lie that is no lie of every sample: log-probs of 0 contradict a response only where
+some token has more than one cached id. Others look like those of a student that is sure."""
 Tree = dict[str, Any]
 
 
@@ -101,7 +104,8 @@ def broken(found: Tree, record: Record) -> list[str]:
             wrong.append(f"{kind}: {told['tracebacks']} tracebacks")
         if kind in BY_COMPARISON:
             continue
-        if told["samples_trained_on"] or (told["samples_refused"] or 0) < QUARANTINE_AFTER:
+        passed = told["samples_trained_on"] > MAY_PASS.get(kind, 0)
+        if passed or (told["samples_refused"] or 0) < QUARANTINE_AFTER:
             wrong.append(f"{kind}: not counted, or trained on: {told}")
     for name, told in found["sound"].items():
         if told.get("state") == "quarantined" or told.get("samples_refused"):

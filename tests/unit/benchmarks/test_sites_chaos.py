@@ -143,13 +143,13 @@ def test_a_run_with_broken_links_that_is_not_well_is_named(
     assert "samples of {'near': 12}" in chaos.broken(broken_links(), of_one)
 
 
-def liars(**changes: Any) -> Tree:
-    """The figures of a run with liars in which all is well; `changes` are of the first one."""
+def liars(kind: str = KINDS[0], **changes: Any) -> Tree:
+    """The figures of a run with liars in which all is well; `changes` are of the one of `kind`."""
     said = ["error: the learner's site ended this site's part: site x is quarantined: a lie"]
     told = {"state": "quarantined", "samples_trained_on": 0, "samples_refused": 3}
     told |= {"said": said, "tracebacks": 0}
     codes = dict.fromkeys(KINDS, 2) | dict.fromkeys(("opd run", *faulty.SOUND), 0)
-    one = {KINDS[0]: told | changes}
+    one = {kind: told | changes}
     sound_sites = {name: {"state": "away", "samples_refused": 0} for name in faulty.SOUND}
     return {
         "liars": dict.fromkeys(KINDS, told) | one,
@@ -166,6 +166,7 @@ def liars(**changes: Any) -> Tree:
         (liars(said=["error: no disk"]), "other than one line"),
         (liars(tracebacks=1), "versions: 1 tracebacks"),
         (liars(samples_trained_on=1), "or trained on"),
+        (liars("zeros", samples_trained_on=4), "zeros: not counted, or trained on"),
         (liars(samples_refused=2), "not counted"),
         (liars() | {"exit_codes": {}}, "exit codes {}"),
         (liars() | {"sound": {"near": {"state": "quarantined"}}}, "found faulty: near"),
@@ -178,6 +179,7 @@ def test_a_liar_that_is_not_found_is_named(
     monkeypatch.setattr(faulty, "UPDATES", UPDATES)
     monkeypatch.setattr(faulty, "BATCH", BATCH)
     assert faulty.broken(liars(), SOUND) == []
+    assert faulty.broken(liars("zeros", samples_trained_on=3), SOUND) == []
     with pytest.raises(AssertionError, match=words):
         raise AssertionError("; ".join(faulty.broken(figures, SOUND)))
 
