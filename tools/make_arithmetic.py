@@ -26,7 +26,7 @@ SEED = 2026
 SFT_PROBLEMS, TRAIN_PROBLEMS, HELDOUT_PROBLEMS = 24_000, 4_096, 256
 FORGET_RATE = 0.85
 
-_COMMON = {
+COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -46,7 +46,7 @@ _COMMON = {
 
 def model_configs() -> dict[str, PretrainedConfig]:
     """teacher: dense Qwen3, 0.6 M parameters; student: Qwen3-MoE, 0.5 M, 4 experts, top-2."""
-    teacher = Qwen3Config(num_hidden_layers=4, architectures=["Qwen3ForCausalLM"], **_COMMON)
+    teacher = Qwen3Config(num_hidden_layers=4, architectures=["Qwen3ForCausalLM"], **COMMON)
     student = Qwen3MoeConfig(
         num_hidden_layers=2,
         num_experts=4,
@@ -57,7 +57,7 @@ def model_configs() -> dict[str, PretrainedConfig]:
         mlp_only_layers=[],
         router_aux_loss_coef=0.0,
         architectures=["Qwen3MoeForCausalLM"],
-        **_COMMON,
+        **COMMON,
     )
     return {"teacher": teacher, "student": student}
 

@@ -1,0 +1,69 @@
+"""The papers' findings, measured again: AsyncOPD, TIS, GEPO.
+
+    python -m benchmarks findings [--only NAME ...] [--budget-s S] [--jobs N]
+
+Runs what is missing of the studies named (all of them by default), keeps a row of each run as it
+ends in benchmarks/results/findings_rows.jsonl, and prints what the rows say. Stopped, it goes on
+where it was; `--budget-s 0` runs nothing. docs/findings.md reads the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.findings.figures import of_study, table
+from benchmarks.findings.pool import run_missing
+from benchmarks.findings.rows import Row
+from benchmarks.findings.studies import CONTROL, STUDIES, Study, in_turn, studies
+from benchmarks.grid.trials import RESULTS, run_commits
+
+JOBS = 2
+FOREVER_S = 1e9
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the runs and servers that were started, as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def measure(
+    options: Sequence[str] = (),
+    *,
+    rows: Path = RESULTS / "findings_rows.jsonl",
+    out: Path = Path("runs/findings"),
+) -> dict[str, Any]:
+    """Run what is missing; what the rows say, by study."""
+    known = {study.name: study for study in studies()}
+    parser = argparse.ArgumentParser(prog="python -m benchmarks findings")
+    parser.add_argument("--only", nargs="*", choices=sorted(known), help="studies to run")
+    parser.add_argument("--budget-s", type=float, default=FOREVER_S, help="begin none after it")
+    parser.add_argument("--jobs", type=int, default=JOBS, help="runs beside each other")
+    asked = parser.parse_args(list(options))
+    chosen = [known[name] for name in asked.only or known]
+    trials = in_turn(chosen)
+    with ended_by_sigterm():
+        found = run_missing(trials, rows, out, jobs=asked.jobs, budget_s=asked.budget_s)
+    return {
+        "run_commits": run_commits(list(found.values())),
+        "missing": [trial.name for trial in trials if trial.name not in found],
+        "studies": {study.name: _said(study, found) for study in chosen},
+    }
+
+
+def _said(study: Study, found: Mapping[str, Row]) -> dict[str, Any]:
+    """What the rows of one study say."""
+    rows = [found[trial.name] for trial in study.trials if trial.name in found]
+    said: dict[str, Any] = {"source": study.source}
+    if study.name in STUDIES:
+        return said | of_study(STUDIES[study.name][1], table(rows), CONTROL)
+    return said | {"runs": [{"name": row["name"], **row["summary"]} for row in rows]}

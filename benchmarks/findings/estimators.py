@@ -1,0 +1,60 @@
+"""The estimators that the studies compare: what each sets of examples/wordy/wordy.yaml.
+
+One optimizer step uses a quarter of a batch, as in AsyncOPD's Table 3. `path` is the sampled token
+alone: one-sample Monte Carlo. Not named here is what the file has: reverse KL on the sampled token,
+A computed anew by the learner, no clip, the full ratio of learner to sampler.
+"""
+
+from __future__ import annotations
+
+Overrides = dict[str, str]
+
+CLIP = "trust: {type: clip, low: 0.2, high: 0.2}"
+PROX = "{type: importance, prox: true}"
+FLIPPED = '{type: "benchmarks.findings.flipped:FlippedReverseKl"}'
+TOP16: Overrides = {
+    "objective": "{type: reverse_kl, outside: renormalise}",
+    "support": "{type: topk, k: 16}",
+}
+
+
+def mc(m: int) -> Overrides:
+    """M draws of the sampler at every position."""
+    return {"support": f"{{type: mc, m: {m}}}"}
+
+
+ESTIMATORS: dict[str, Overrides] = {
+    # the surrogates (Fig. 3): which A, and clipped or not
+    "theta": {},
+    "theta_clip": {"objective": f"{{type: reverse_kl, {CLIP}}}"},
+    "old": {"objective": "{type: reverse_kl, advantage: rollout}"},
+    "old_clip": {"objective": f"{{type: reverse_kl, advantage: rollout, {CLIP}}}"},
+    # those of asynchronous RL (Fig. 4), with the sampler's A as there
+    "decoupled": {
+        "objective": f"{{type: reverse_kl, advantage: rollout, {CLIP}}}",
+        "correction": PROX,
+    },
+    "m2po": {"objective": "{type: reverse_kl, advantage: rollout, trust: {type: m2}}"},
+    # the direction of the divergence (Fig. 2)
+    "forward_top16": {
+        "objective": "{type: forward_kl}",
+        "support": "{type: teacher_topk, k: 16}",
+    },
+    # stale sets (Fig. 6), all distributions over their sums on the set: RW weighs by p in place of
+    # the sampler's probability
+    "top16": TOP16 | {"correction": "{type: none}"},
+    "top16_rw": TOP16,
+    # draws (Fig. 7), and draws without the ratio (Fig. 10)
+    "mc4": mc(4),
+    "mc16": mc(16),
+    "mc64": mc(64),
+    "theta_no_is": {"correction": "{type: none}"},
+    "mc16_no_is": mc(16) | {"correction": "{type: none}"},
+    # ours
+    "atoms4_thin64": {"support": "{type: atoms_tail, k: 4, m: 64, thin: true}"},
+    "exact": {"support": "{type: exact}"},
+    # what bounds the ratio of 64 draws
+    "mc64_tis2": mc(64) | {"correction": "{type: truncated, max_ratio: 2.0}"},
+    # the control
+    "flipped": {"objective": FLIPPED},
+}

@@ -1,0 +1,130 @@
+"""What the rows say: accuracy by staleness, slopes, paired differences, tails of the ratio."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.findings.rows import Row
+from benchmarks.grid.statistics import interval
+
+Table = dict[str, dict[int, dict[int, Row]]]
+"""Rows by estimator, staleness and seed."""
+
+POWER_DIFFERENCE_PCT = 3.0
+Z_TWO_SIDED, Z_POWER = 1.96, 0.84  # a test at 5 %, with a power of 80 %
+PLATEAU = 16  # last updates over which a curve's level is averaged
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Rows whose setting is a staleness alone."""
+    found: Table = {}
+    for row in rows:
+        setting = str(row["setting"])
+        if setting[1:].isdigit():
+            by_k = found.setdefault(row["method"], {})
+            by_k.setdefault(int(setting[1:]), {})[row["seed"]] = row
+    return found
+
+
+def accuracy(row: Row) -> float:
+    """Accuracy after the run; a run whose loss stopped being finite has none, and counts as 0."""
+    value = row["summary"]["student_accuracy_after_pct"]
+    return 0.0 if value is None else float(value)
+
+
+def slope(accuracy_by_k: Mapping[int, float]) -> float | None:
+    """Points lost for each unit of log2(k + 1), by least squares (Table 1); null below 3 points."""
+    if len(accuracy_by_k) < 3:
+        return None
+    x = [math.log2(k + 1) for k in accuracy_by_k]
+    return statistics.linear_regression(x, list(accuracy_by_k.values())).slope
+
+
+def slopes(by_k: Mapping[int, Mapping[int, Row]]) -> dict[str, Any]:
+    """One slope a seed, over the stalenesses which all its seeds have, and their interval."""
+    seeds = sorted({seed for rows in by_k.values() for seed in rows})
+    per_seed = {
+        seed: slope({k: accuracy(rows[seed]) for k, rows in sorted(by_k.items()) if seed in rows})
+        for seed in seeds
+    }
+    return {"by_seed": per_seed, **interval(list(per_seed.values()))}
+
+
+def paired(one: Mapping[int, Row], other: Mapping[int, Row]) -> dict[str, Any]:
+    """Accuracy of one minus the other's, seed by seed, and its interval."""
+    shared = sorted(one.keys() & other.keys())
+    return interval([accuracy(one[seed]) - accuracy(other[seed]) for seed in shared])
+
+
+def seeds_needed(differences: Sequence[float]) -> int | None:
+    """Seeds by which a difference of 3 points shows, from the spread of paired differences.
+
+    Two-sided at 5 % with a power of 80 %, by the normal approximation: too few where it says few.
+    """
+    if len(differences) < 2:
+        return None
+    spread = statistics.stdev(differences)
+    return math.ceil(((Z_TWO_SIDED + Z_POWER) * spread / POWER_DIFFERENCE_PCT) ** 2)
+
+
+def level(row: Row, curve: str) -> float | None:
+    """Mean of a curve over the last updates of a run."""
+    known = [value for value in row["curves"][curve][-PLATEAU:] if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def highest(row: Row, curve: str) -> float:
+    """The largest value of a curve; 0 where it has none."""
+    return max((value for value in row["curves"][curve] if value is not None), default=0.0)
+
+
+def at_staleness(rows: Mapping[int, Row]) -> dict[str, Any]:
+    """Figures of one estimator at one staleness, over its seeds."""
+    each = list(rows.values())
+    return {
+        "seeds": sorted(rows),
+        "diverged": sum(row["status"] == "diverged" for row in each),
+        "accuracy_after_pct": interval([accuracy(row) for row in each]),
+        "ratio_p99_of_the_last_updates": interval([level(row, "ratio_p99") for row in each]),
+        "ratio_max": max(
+            (v for row in each for v in row["curves"]["ratio_max"] if v), default=None
+        ),
+        "entropy_nats_of_the_last_updates": interval([level(row, "entropy_nats") for row in each]),
+        "distinct_ids_per_token": interval([r["summary"]["distinct_ids_per_token"] for r in each]),
+        "cache_bytes_per_token": interval([r["summary"]["cache_bytes_per_token"] for r in each]),
+    }
+
+
+def of_study(estimators: Sequence[str], found: Table, control: str) -> dict[str, Any]:
+    """Everything of one study. The first estimator is what the others are compared with."""
+    there = [name for name in estimators if name in found]
+    first = there[0] if there else None
+    return {
+        "by_estimator": {
+            name: {
+                "slope_pct_per_doubling": slopes(found[name]),
+                "by_staleness": {k: at_staleness(r) for k, r in sorted(found[name].items())},
+            }
+            for name in there
+        },
+        "minus_the_first": {
+            name: {k: paired(r, found[first].get(k, {})) for k, r in sorted(found[name].items())}
+            for name in there[1:]
+            if first is not None
+        },
+        "control": controlled(found, control, first),
+    }
+
+
+def controlled(found: Table, control: str, reference: str | None) -> dict[str, Any]:
+    """Whether the control fails, as it must: worse than the first estimator without delay."""
+    failing, right = found.get(control, {}).get(0, {}), found.get(reference or "", {}).get(0, {})
+    shared = sorted(failing.keys() & right.keys())
+    return {
+        "estimator": control,
+        "accuracy_after_pct": interval([accuracy(row) for row in failing.values()]),
+        "fails": all(accuracy(failing[s]) < accuracy(right[s]) for s in shared) if shared else None,
+    }

@@ -1,0 +1,94 @@
+"""The studies: which runs each has, one factor at a time, paired seeds, and its control.
+
+Every run is examples/wordy/wordy.yaml with SIZE and an estimator (estimators.py). The prompts and
+their order follow from the seed alone, so runs of one seed differ in nothing but what is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.findings.estimators import ESTIMATORS, Overrides
+from benchmarks.grid.trials import Trial
+
+CONFIG = Path("examples/wordy/wordy.yaml")
+SIZE: Overrides = {
+    "run.max_steps": "96",
+    "evaluation.before": "false",
+    "checkpoint.export_hf": "false",
+    "metrics": "{tensorboard: false, trace: false, progress: false}",
+}
+PILOT_LRS = ("2.0e-5", "5.0e-5", "1.0e-4", "2.0e-4")
+SEEDS = (1, 2, 3)
+# in the order in which they are run: the ends and the middle first
+STALENESS = (0, 64, 8, 32, 2, 16, 4, 1)
+FIRST = 3  # of those, run for every seed before the others are for any
+
+STUDIES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "direction": ("AsyncOPD Fig. 2", ("forward_top16", "old_clip", "theta", "mc64")),
+    "surrogates": ("AsyncOPD Figs. 3, 5, Table 1a", ("theta", "theta_clip", "old", "old_clip")),
+    "async_rl": ("AsyncOPD Fig. 4, Table 1a", ("theta", "decoupled", "m2po")),
+    "sets": ("AsyncOPD Fig. 6", ("theta", "theta_no_is", "top16", "top16_rw")),
+    "draws": ("AsyncOPD Fig. 7, Table 1b", ("theta", "mc4", "mc16", "mc64")),
+    "ratio": ("AsyncOPD Fig. 10", ("theta", "theta_no_is", "mc16", "mc16_no_is")),
+    "ours": ("beyond AsyncOPD", ("mc64", "mc64_tis2", "atoms4_thin64", "exact")),
+}
+"""By name: what is repeated, and the estimators that are compared."""
+CONTROL = "flipped"
+
+
+@dataclass(frozen=True)
+class Study:
+    """Some runs and the question that they answer. source: the figure or table it repeats."""
+
+    name: str
+    source: str
+    trials: tuple[Trial, ...]
+
+
+def at(estimator: str, staleness: int, seed: int, **changed: str) -> Trial:
+    """An estimator at one staleness; changed: further keys, which name the setting."""
+    more = {key.replace("__", "."): value for key, value in changed.items()}
+    overrides = SIZE | {"schedule.max_staleness": str(staleness)} | ESTIMATORS[estimator] | more
+    setting = "_".join([f"k{staleness}", *(v.replace(".", "p") for v in more.values())])
+    return Trial(setting, estimator, seed, CONFIG, overrides)
+
+
+def pilot() -> Study:
+    """Learning rates at the two ends: where staleness hurts and the student still learns."""
+    trials = tuple(
+        at(estimator, k, 1, learner__optimizer__lr=lr)
+        for lr in PILOT_LRS
+        for k in (64, 0)
+        for estimator in ("theta", "mc64")
+    )
+    return Study("pilot", "AsyncOPD App. B: the task", trials)
+
+
+def staleness_study(name: str) -> Study:
+    """Estimators by staleness; the control at its two ends."""
+    source, estimators = STUDIES[name]
+    runs = [at(estimator, k, seed) for estimator in estimators for k in STALENESS for seed in SEEDS]
+    controls = [at(CONTROL, k, seed) for k in STALENESS[:2] for seed in SEEDS]
+    return Study(name, source, tuple(sorted([*runs, *controls], key=_turn)))
+
+
+def _turn(trial: Trial) -> tuple[bool, int, int]:
+    """Which trials come first: the first three stalenesses for every seed, then the others."""
+    place = STALENESS.index(int(trial.setting[1:]))
+    later = place >= FIRST
+    return later, (place if later else trial.seed), (trial.seed if later else place)
+
+
+def studies() -> Sequence[Study]:
+    """All of them."""
+    return [pilot(), *(staleness_study(name) for name in STUDIES)]
+
+
+def in_turn(chosen: Sequence[Study]) -> list[Trial]:
+    """Their trials in the order in which they are run; one that studies share is run once."""
+    every = {trial.name: trial for study in chosen for trial in study.trials}
+    piloted = [trial for trial in every.values() if "_" in trial.setting]
+    return piloted + sorted((t for t in every.values() if "_" not in t.setting), key=_turn)

@@ -1,0 +1,259 @@
+"""The papers' findings: which runs there are, what is kept of them, what is made of the rows."""
+
+import json
+import math
+import random
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.findings import pool as pool_module
+from benchmarks.findings import rows as rows_module
+from benchmarks.findings.estimators import ESTIMATORS
+from benchmarks.findings.figures import of_study, paired, seeds_needed, slope, slopes, table
+from benchmarks.findings.pool import run_missing
+from benchmarks.findings.servers import Pair
+from benchmarks.findings.studies import FIRST, SEEDS, STALENESS, STUDIES, at, in_turn, studies
+from benchmarks.grid.trials import Trial
+from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.load import load_config
+from megatron_opd.config.schema import Config
+from megatron_opd.losses.objective import evaluate
+from tests.support.loss_cases import cache_of, draw_rows, problem, student_logp
+from tests.support.paths import ROOT
+from tools.make_wordy import CHAIN_SEEDS, chain, is_short, wordy
+
+
+def row(method: str, k: int, seed: int, accuracy: float | None, **curves: list[float]) -> Any:
+    made: dict[str, Any] = {key: [1.0, 3.0] for key in rows_module.CURVES} | curves
+    summary = dict.fromkeys(rows_module.SUMMARY, 2.0) | {"student_accuracy_after_pct": accuracy}
+    return {
+        "name": f"k{k}-{method}-{seed}",
+        "setting": f"k{k}",
+        "method": method,
+        "seed": seed,
+        "status": "diverged" if accuracy is None else "finished",
+        "summary": summary,
+        "curves": made,
+    }
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_every_estimator_is_a_valid_run(estimator: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    trial = at(estimator, 64, 2)
+    config = load_config(Config, trial.config, [f"{k}={v}" for k, v in trial.overrides.items()])
+    assert config.schedule.max_staleness == 64
+    assert config.run.deterministic
+    assert config.learner.num_mini_batches == 4
+
+
+def test_estimators_of_a_study_differ_in_the_loss_alone():
+    for estimator, changed in ESTIMATORS.items():
+        assert changed.keys() <= {"objective", "support", "correction"}, estimator
+    texts = [json.dumps(changed, sort_keys=True) for changed in ESTIMATORS.values()]
+    assert len(set(texts)) == len(texts), "two names for one estimator"
+
+
+def test_a_run_that_studies_share_is_made_once_and_the_telling_ones_come_first():
+    every = in_turn(studies())
+    assert max(Counter(trial.name for trial in every).values()) == 1
+    swept = [trial for trial in every if "_" not in trial.setting]
+    estimators = {name for _, names in STUDIES.values() for name in names}
+    first = len(estimators) * FIRST + 2  # and the control at two stalenesses
+    assert {trial.seed for trial in swept[:first]} == {SEEDS[0]}
+    assert {trial.setting for trial in swept[:first]} == {f"k{k}" for k in STALENESS[:FIRST]}
+    assert {trial.setting for trial in swept} == {f"k{k}" for k in STALENESS}
+
+
+def test_a_fingerprint_changes_with_estimator_staleness_seed_and_models(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.chdir(ROOT)
+    same = at("theta", 8, 1)
+    others = [at("mc64", 8, 1), at("theta", 16, 1), at("theta", 8, 2)]
+    assert len({rows_module.fingerprint(each) for each in [same, *others]}) == 4
+    before = rows_module.fingerprint(same)
+    monkeypatch.setattr(rows_module, "models_digest", lambda: "other weights")
+    assert rows_module.fingerprint(same) != before
+
+
+def test_a_slope_is_that_of_least_squares():
+    accuracy = {0: 90.0, 1: 88.0, 8: 71.0, 64: 20.0}
+    x = [math.log2(k + 1) for k in accuracy]
+    assert slope(accuracy) == pytest.approx(np.polyfit(x, list(accuracy.values()), 1)[0])
+    assert slope({0: 90.0, 64: 10.0}) is None, "two points say nothing of a line"
+
+
+def test_slopes_are_of_each_seed_and_a_diverged_run_counts_as_nothing_right():
+    by_k = {
+        k: {seed: row("a", k, seed, 80.0 - seed * math.log2(k + 1)) for seed in (1, 2, 3)}
+        for k in (0, 1, 3, 7)
+    }
+    found = slopes(by_k)
+    assert found["by_seed"] == pytest.approx({1: -1.0, 2: -2.0, 3: -3.0})
+    assert found["mean"] == pytest.approx(-2.0)
+    assert found["half_width_95"] == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
+    by_k[7][1] = row("a", 7, 1, None)
+    assert slopes(by_k)["by_seed"][1] < -15
+
+
+def test_differences_are_paired_by_seed():
+    one = {seed: row("a", 0, seed, 50.0 + 10 * seed) for seed in (1, 2, 3)}
+    other = {seed: row("b", 0, seed, 48.0 + 10 * seed) for seed in (2, 3, 4)}
+    found = paired(one, other)
+    assert found == {"mean": 2.0, "half_width_95": 0.0, "n": 2}
+
+
+def test_the_seeds_that_a_difference_needs():
+    drawn = random.Random(1)
+    noise = [drawn.gauss(0, 6.0) for _ in range(4000)]
+    assert seeds_needed(noise) == pytest.approx((2.8 * 6 / 3) ** 2, abs=3)
+    assert seeds_needed([1.0, 1.0]) == 0
+    assert seeds_needed([4.0]) is None
+
+
+def test_a_study_compares_with_its_first_estimator_and_its_control_must_fail():
+    rows = [row("a", k, seed, 80.0 - k) for k in (0, 8) for seed in (1, 2)]
+    rows += [row("b", k, seed, 70.0 - k, ratio_max=[5.0, 9.0]) for k in (0, 8) for seed in (1, 2)]
+    rows += [row("flipped", 0, seed, 1.0) for seed in (1, 2)]
+    said = of_study(("a", "b", "never_run"), table(rows), "flipped")
+    assert said["minus_the_first"]["b"][8]["mean"] == -10.0
+    assert said["by_estimator"]["b"]["by_staleness"][8]["ratio_max"] == 9.0
+    assert "never_run" not in said["by_estimator"]
+    assert said["control"]["fails"] is True
+    rows[-1] = row("flipped", 0, 2, 81.0)
+    assert of_study(("a", "b"), table(rows), "flipped")["control"]["fails"] is False
+    assert of_study(("a", "b"), table(rows[:4]), "flipped")["control"]["fails"] is None
+
+
+def left_by_a_run(run_dir: Path, cause: str | None) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    summary = dict.fromkeys(rows_module.SUMMARY, 1.0) | {"status": "failed", "cause": cause}
+    (run_dir / "summary.json").write_text(json.dumps(summary | {"commit": "abc"}))
+    (run_dir / "metrics.jsonl").write_text(json.dumps({"entropy_nats": 0.123456}) + "\n")
+    (run_dir / "evaluations.jsonl").write_text(json.dumps({"update": 96, "accuracy_pct": 7.0}))
+
+
+class FakeRuns:
+    """In place of servers and runs: `causes` of failure by name, one for each attempt."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, causes: dict[str, list[str | None]]):
+        self.causes, self.started, self.rewound, self.pairs = causes, [], 0, 0
+        monkeypatch.setattr(pool_module, "serving", self.serving)
+        monkeypatch.setattr(Pair, "rewind", self.rewind)
+        monkeypatch.setattr(pool_module.Pool, "run", self.run)
+        self.lock = threading.Lock()
+
+    @contextmanager
+    def serving(self, config: Path, logs: Path, first_port: int) -> Any:
+        self.pairs += 1
+        yield Pair({"student": f"http://127.0.0.1:{first_port}", "teacher": "http://x:1"})
+
+    def rewind(self, pair: Any = None) -> None:
+        self.rewound += 1
+
+    def run(self, pool: Any, command: list[str] | None = None, log: Path | None = None) -> int:
+        command, log = (pool, command) if log is None else (command, log)
+        values = dict(each.split("=", 1) for each in command if "=" in each)
+        run_dir = Path(values["run.dir"])
+        assert values["student.urls"].startswith('["http://127.0.0.1:')
+        with self.lock:
+            self.started.append(run_dir.name)
+            causes = self.causes.get(run_dir.name, [])
+            cause = causes.pop(0) if causes else None
+        log.write_text("the log's last line")
+        left_by_a_run(run_dir, cause)
+        return 0 if cause is None else 1
+
+
+def trials(count: int) -> list[Trial]:
+    return [Trial("k0", f"m{i}", 1, Path("x.yaml"), {}) for i in range(count)]
+
+
+def test_a_pool_runs_what_is_missing_and_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fakes, rows = FakeRuns(monkeypatch, {}), tmp_path / "rows.jsonl"
+    found = run_missing(trials(2), rows, tmp_path / "out", jobs=2, budget_s=60)
+    assert found.keys() == {"k0-m0-1", "k0-m1-1"}
+    again = run_missing(trials(5), rows, tmp_path / "out", jobs=2, budget_s=60)
+    assert Counter(fakes.started) == Counter(f"k0-m{i}-1" for i in range(5))
+    assert fakes.rewound == 5, "each run begins with the first weights"
+    assert again["k0-m0-1"] == found["k0-m0-1"]
+    assert len(rows.read_text().splitlines()) == 5
+    assert again["k0-m3-1"]["curves"]["entropy_nats"] == [0.123], "three digits"
+    assert again["k0-m3-1"]["evaluations"] == [{"update": 96, "accuracy_pct": 7.0}]
+    assert "urls" not in again["k0-m3-1"]["command"], "it can be repeated without these servers"
+    assert not (tmp_path / "out" / "k0-m3-1").exists()
+
+
+def test_a_pool_out_of_time_begins_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    fakes = FakeRuns(monkeypatch, {})
+    assert run_missing(trials(2), tmp_path / "rows", tmp_path / "out", jobs=2, budget_s=0) == {}
+    assert fakes.started == []
+
+
+def test_a_loss_that_is_not_finite_is_a_result_and_another_failure_is_tried_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    causes = {"k0-m0-1": ["the loss is nan at update 3"], "k0-m1-1": ["a server is gone", None]}
+    fakes = FakeRuns(monkeypatch, causes)
+    found = run_missing(trials(2), tmp_path / "rows", tmp_path / "out", jobs=1, budget_s=60)
+    assert found["k0-m0-1"]["status"] == "diverged"
+    assert found["k0-m1-1"]["status"] == "finished"
+    assert fakes.pairs == 2, "the second attempt has new servers"
+
+
+def test_a_run_that_fails_twice_ends_the_pool_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fakes = FakeRuns(monkeypatch, {"k0-m0-1": ["a server is gone"] * 2})
+    with pytest.raises(RuntimeError, match=r"k0-m0-1 failed twice:\nthe log's last line"):
+        run_missing(trials(3), tmp_path / "rows", tmp_path / "out", jobs=1, budget_s=60)
+    assert fakes.started == ["k0-m0-1"] * 2, "nothing begins after it"
+
+
+def test_the_flipped_control_has_the_gradient_of_reverse_kl_turned_round():
+    case, gradients = problem(), []
+    for objective in ("reverse_kl", "benchmarks.findings.flipped:FlippedReverseKl"):
+        est = Estimator.model_validate({"objective": {"type": objective}})
+        rows = draw_rows(est.support, case, np.random.default_rng(0))
+        logp_N = student_logp(case.student_TV, rows).detach().requires_grad_()
+        cache = cache_of(est, case, rows, logp_N)
+        loss = evaluate(est, cache).loss_sum
+        gradients += torch.autograd.grad(loss, cache.student_logp_N)
+    right_N, flipped_N = gradients
+    assert right_N.abs().max() > 1e-3
+    torch.testing.assert_close(flipped_N, -right_N)
+
+
+def test_words_follow_their_owner_and_leave_the_sums_alone():
+    from megatron_opd.data.tasks.arithmetic import solve, verify
+
+    problem, letters = solve(347, "+", 586), chain(CHAIN_SEEDS["teacher"])
+    written = wordy(problem, letters, random.Random(1))
+    lines = written.response.split("\n")
+    assert [line[2:] for line in lines[:-1]] == problem.response.split("\n")[:-1]
+    assert all(line[:2].isalpha() and line[:2].islower() for line in lines[:-1])
+    assert verify(written.response, problem.answer)
+    assert wordy(problem, chain(CHAIN_SEEDS["student"]), random.Random(1)) != written
+    assert is_short(problem)
+    assert not is_short(solve(1347, "+", 586))
+
+
+def test_no_problem_to_evaluate_on_was_seen_by_either_model():
+    from megatron_opd.data.tasks.arithmetic import generate
+    from tools.make_arithmetic import HELDOUT_PROBLEMS, SEED, SFT_PROBLEMS
+
+    known = {problem.prompt for problem in generate(SFT_PROBLEMS, HELDOUT_PROBLEMS, SEED)[0]}
+    lines = (ROOT / "examples" / "wordy" / "heldout.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    assert len(set(prompts)) == 512
+    assert not known & set(prompts)
