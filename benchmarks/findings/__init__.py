@@ -16,10 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.findings import quantised, wall_clock
 from benchmarks.findings.figures import of_study, table
 from benchmarks.findings.pool import run_missing
 from benchmarks.findings.rows import Row
-from benchmarks.findings.studies import CONTROL, STUDIES, Study, in_turn, studies
+from benchmarks.findings.studies import CONTROL, STUDIES, in_turn, studies
+from benchmarks.findings.trial import Study
 from benchmarks.grid.trials import RESULTS, run_commits
 
 JOBS = 2
@@ -66,4 +68,7 @@ def _said(study: Study, found: Mapping[str, Row]) -> dict[str, Any]:
     said: dict[str, Any] = {"source": study.source}
     if study.name in STUDIES:
         return said | of_study(STUDIES[study.name][1], table(rows), CONTROL)
+    for module in (quantised, wall_clock):
+        if study.name == module.NAME:
+            return said | module.said(rows)
     return said | {"runs": [{"name": row["name"], **row["summary"]} for row in rows]}

@@ -89,7 +89,7 @@ def evaluations(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "evaluations.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     kept = ("update", "set", "accuracy_pct", "stderr_pct", "mean_response_tokens", "time_s")
-    kept += ("truncated_pct",)
+    kept += ("truncated_pct", "seconds")
     return [{key: each[key] for key in kept if key in each} for each in map(json.loads, lines)]
 
 

@@ -7,19 +7,12 @@ their order follow from the seed alone, so runs of one seed differ in nothing bu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-from benchmarks.findings.estimators import ESTIMATORS, Overrides
+from benchmarks.findings import quantised, wall_clock
+from benchmarks.findings.estimators import ESTIMATORS
+from benchmarks.findings.trial import CONFIG, SIZE, Study
 from benchmarks.grid.trials import Trial
 
-CONFIG = Path("examples/wordy/wordy.yaml")
-SIZE: Overrides = {
-    "run.max_steps": "96",
-    "evaluation.before": "false",
-    "checkpoint.export_hf": "false",
-    "metrics": "{tensorboard: false, trace: false, progress: false}",
-}
 PILOT_LRS = ("2.0e-5", "5.0e-5", "1.0e-4", "2.0e-4")
 SEEDS = (1, 2, 3)
 # in the order in which they are run: the ends and the middle first
@@ -37,15 +30,6 @@ STUDIES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """By name: what is repeated, and the estimators that are compared."""
 CONTROL = "flipped"
-
-
-@dataclass(frozen=True)
-class Study:
-    """Some runs and the question that they answer. source: the figure or table it repeats."""
-
-    name: str
-    source: str
-    trials: tuple[Trial, ...]
 
 
 def at(estimator: str, staleness: int, seed: int, **changed: str) -> Trial:
@@ -75,20 +59,22 @@ def staleness_study(name: str) -> Study:
     return Study(name, source, tuple(sorted([*runs, *controls], key=_turn)))
 
 
-def _turn(trial: Trial) -> tuple[bool, int, int]:
+def _turn(trial: Trial) -> tuple[bool, int, int, str]:
     """Which trials come first: the first three stalenesses for every seed, then the others."""
     place = STALENESS.index(int(trial.setting[1:]))
     later = place >= FIRST
-    return later, (place if later else trial.seed), (trial.seed if later else place)
+    return later, (place if later else trial.seed), (trial.seed if later else place), trial.name
 
 
 def studies() -> Sequence[Study]:
     """All of them."""
-    return [pilot(), *(staleness_study(name) for name in STUDIES)]
+    swept = [staleness_study(name) for name in STUDIES]
+    return [pilot(), *swept, quantised.study(), wall_clock.study()]
 
 
 def in_turn(chosen: Sequence[Study]) -> list[Trial]:
     """Their trials in the order in which they are run; one that studies share is run once."""
     every = {trial.name: trial for study in chosen for trial in study.trials}
-    piloted = [trial for trial in every.values() if "_" in trial.setting]
-    return piloted + sorted((t for t in every.values() if "_" not in t.setting), key=_turn)
+    swept = {trial.name for study in chosen if study.name in STUDIES for trial in study.trials}
+    others = [trial for name, trial in every.items() if name not in swept]
+    return others + sorted((every[name] for name in swept), key=_turn)

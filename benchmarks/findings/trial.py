@@ -1,0 +1,26 @@
+"""What the studies have in common: the configuration, and what a study is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.findings.estimators import Overrides
+from benchmarks.grid.trials import Trial
+
+CONFIG = Path("examples/wordy/wordy.yaml")
+SIZE: Overrides = {
+    "run.max_steps": "96",
+    "evaluation.before": "false",
+    "checkpoint.export_hf": "false",
+    "metrics": "{tensorboard: false, trace: false, progress: false}",
+}
+
+
+@dataclass(frozen=True)
+class Study:
+    """Some runs and the question that they answer. source: the figure or table it repeats."""
+
+    name: str
+    source: str
+    trials: tuple[Trial, ...]
