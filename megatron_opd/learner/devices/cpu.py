@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_opd.learner.devices.alone import patch_collectives
 from megatron_opd.learner.devices.grad_norm import multi_tensor_l2_norm
+from sglang_bridge.freed import give_back_freed
 
 CPU = torch.device("cpu")
 
@@ -128,6 +129,7 @@ def install() -> AbstractContextManager[Any]:
     fix_megatron()
     if torch.cuda.is_available():
         return contextlib.nullcontext()
+    give_back_freed()
     _patch_torch_cuda()
     _patch_random_state()
     _patch_token_dispatcher()

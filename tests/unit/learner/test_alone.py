@@ -56,3 +56,12 @@ def test_megatrons_buffers_call_it_and_patching_again_changes_nothing():
     assert all(function.__module__ == unless_alone.__module__ for function in first)
     patch_collectives()
     assert (module.dist_all_gather_func, module.dist_reduce_scatter_func) == first
+
+
+def test_a_learner_on_a_cpu_gives_freed_memory_back(monkeypatch: pytest.MonkeyPatch):
+    if torch.cuda.is_available():
+        pytest.skip("its tensors are the GPU's")
+    asked: list[bool] = []
+    monkeypatch.setattr(cpu, "give_back_freed", lambda: asked.append(True))
+    cpu.install()
+    assert asked == [True]
