@@ -26,7 +26,6 @@ from megatron_opd.transport.lifetime import PARENT_VARIABLE
 from sglang_bridge.gpus import let_see
 from sglang_bridge.server.launch import next_log
 
-
 WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE")
 """What tells a process that it is a rank of a world, and of which; torchrun sets them anew."""
 
