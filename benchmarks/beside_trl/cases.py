@@ -120,7 +120,7 @@ def opd_config(case: Case, models: Mapping[str, Path], own: Path) -> Tree:
         "learner": {
             "dtype": case.dtype,
             "threads": 1,
-            "max_tokens_per_microbatch": 512,
+            "max_tokens_per_microbatch": 256,
             "optimizer": {"lr": case.learning_rate, "beta2": 0.95, "clip_grad": 1.0},
         },
         "weight_sync": {"bucket_bytes": 2**24},

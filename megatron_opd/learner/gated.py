@@ -58,7 +58,7 @@ def is_plain_swiglu(config: TransformerConfig) -> bool:
 
 
 class GatedMLP(MLP):
-    """Is Megatron's feed-forward block, whose plain SwiGLU keeps one tensor for its gradient.
+    """Computes Megatron's feed-forward block, keeping one tensor for a plain SwiGLU's gradient.
 
     Experts' blocks get the weight of each token too, and are computed by Megatron.
     """
